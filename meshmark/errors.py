@@ -1,0 +1,48 @@
+"""Every error that Meshmark raises on purpose.
+
+A user's mistake is an `InputError` (a `ValueError`): its message says what was got, what was expected and what to do.
+What goes wrong inside a rank is not an error here but an outcome, carried by the record of its case.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MeshmarkError(Exception):
+    """Base of all errors below."""
+
+
+class InputError(MeshmarkError, ValueError):
+    """The user asked for something that cannot be; nothing was run."""
+
+
+class UnknownNameError(InputError):
+    """A name that is not in its registry; the message lists near matches, or all known names."""
+
+    def __init__(self, kind: str, got: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        near = difflib.get_close_matches(got, names, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names)}"
+        super().__init__(f"unknown {kind} {got!r}: {hint}")
+
+
+class LayoutError(InputError):
+    """A layout that cannot be laid over this model, batch or world size."""
+
+
+class CorpusError(InputError):
+    """A corpus that is missing, empty or too short."""
+
+
+class ResultsError(InputError):
+    """A results folder that cannot be used: not writable, in use by another run, or of another version."""
+
+
+class AdapterError(InputError):
+    """An adapter that cannot be imported or does not honour the contract."""
+
+
+class ClusterError(MeshmarkError):
+    """The nodes of one run lost each other, or disagree about what they run."""

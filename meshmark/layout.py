@@ -1,0 +1,97 @@
+"""How a workload is laid over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshmark.errors import LayoutError
+from meshmark.model_spec import ModelSpec
+
+
+class Schedule(StrEnum):
+    """The order in which a pipeline works its micro-batches off."""
+
+    GPIPE = "gpipe"
+    """All forwards, then all backwards: every micro-batch's activations are held (arXiv:1811.06965)."""
+
+
+class Precision(StrEnum):
+    """The arithmetic of a training step; `mixed` recipes keep fp32 master weights and optimizer states."""
+
+    FP64 = "fp64"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    """Mixed: bf16 matrix products, fp32 master weights."""
+    FP16 = "fp16"
+    """Mixed: fp16 matrix products with dynamic loss scaling, fp32 master weights."""
+
+    @property
+    def mantissa_bits(self) -> int:
+        """Bits of the significand's fraction in the precision that the matrix products run in."""
+        return {"fp64": 52, "fp32": 23, "bf16": 7, "fp16": 10}[self]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of every parallelism; their product is the world size.
+
+    Ranks are numbered with tensor parallelism innermost, then data, then pipeline parallelism outermost.
+    """
+
+    dp: int = 1
+    """Data-parallel degree: replicas, or shards under ZeRO."""
+    tp: int = 1
+    """Tensor-parallel degree."""
+    pp: int = 1
+    """Pipeline stages."""
+    zero_stage: int = 0
+    """ZeRO stage over the data-parallel ranks (arXiv:1910.02054): 1 shards optimizer states, 2 also gradients,
+    3 also parameters (FSDP)."""
+    num_micro_batches: int = 1
+    """Micro-batches of one step: gradient accumulation, or what a pipeline is filled with."""
+    schedule: Schedule = Schedule.GPIPE
+    """Pipeline schedule; means nothing when pp is 1."""
+
+    def __post_init__(self) -> None:
+        for degree in ("dp", "tp", "pp", "num_micro_batches"):
+            if (got := getattr(self, degree)) < 1:
+                raise LayoutError(f"layout: {degree} is {got}, expected at least 1")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise LayoutError(f"layout: zero_stage is {self.zero_stage}, expected 0, 1, 2 or 3")
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def id(self) -> str:
+        """Degrees above one, joined by dots: `dp2.zero3.mb2`; `one` when nothing is parallel."""
+        parts = [f"{name}{degree}" for name in ("dp", "tp", "pp") if (degree := getattr(self, name)) > 1]
+        parts = parts or ["one"]
+        if self.pp > 1 and self.schedule is not Schedule.GPIPE:
+            parts.append(self.schedule)
+        if self.zero_stage:
+            parts.append(f"zero{self.zero_stage}")
+        if self.num_micro_batches > 1:
+            parts.append(f"mb{self.num_micro_batches}")
+        return ".".join(parts)
+
+    def check(self, model: ModelSpec, global_batch: int) -> None:
+        """Raise `LayoutError` when this layout cannot be laid over `model` with `global_batch` sequences a step."""
+        problems = []
+        if model.num_heads % self.tp or model.num_kv_heads % self.tp:
+            problems.append(f"tp {self.tp} does not divide {model.num_heads} heads and {model.num_kv_heads} kv heads")
+        if model.vocab_size % self.tp:
+            problems.append(f"tp {self.tp} does not divide a vocabulary of {model.vocab_size}")
+        if model.ffn_hidden % self.tp:
+            problems.append(f"tp {self.tp} does not divide ffn_hidden {model.ffn_hidden}")
+        if self.pp > model.num_layers:
+            problems.append(f"pp {self.pp} stages are more than {model.num_layers} layers")
+        if global_batch % (self.dp * self.num_micro_batches):
+            problems.append(
+                f"a global batch of {global_batch} sequences is not divisible by "
+                f"dp {self.dp} x {self.num_micro_batches} micro-batches"
+            )
+        if problems:
+            raise LayoutError(f"layout {self.id} does not fit model {model.name!r}: {'; '.join(problems)}")

@@ -1,0 +1,157 @@
+"""What a model is: its dimensions and what follows from them. No torch here, so that planners stay light."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshmark.errors import InputError, UnknownNameError
+
+
+class Family(StrEnum):
+    """The block that a decoder-only transformer is made of."""
+
+    GPT = "gpt"
+    """Learned positions, LayerNorm, biases, GELU feed-forward (GPT-2, arXiv:2005.14165)."""
+    LLAMA = "llama"
+    """Rotary positions, RMSNorm, no biases, SwiGLU feed-forward, grouped-query attention (arXiv:2302.13971)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Dimensions of a decoder-only transformer.
+
+    Raises `InputError` when the dimensions contradict each other.
+    """
+
+    name: str
+    family: Family
+    num_layers: int
+    """Transformer blocks; the embedding and the head are not counted."""
+    hidden: int
+    """Width of the residual stream."""
+    num_heads: int
+    num_kv_heads: int
+    """Key and value heads; fewer than `num_heads` means grouped-query attention."""
+    ffn_hidden: int
+    """Inner width of the feed-forward network."""
+    vocab_size: int
+    seq_len: int
+    """Tokens in a training sequence; also the number of learned positions."""
+    tied_embeddings: bool = False
+    """The head uses the token embedding's weight."""
+    dropout: float = 0.0
+    """Probability, applied to embeddings, attention weights and both residual branches."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; residual projections get init_std / sqrt(2 num_layers)."""
+
+    def __post_init__(self) -> None:
+        for field in ("num_layers", "hidden", "num_heads", "num_kv_heads", "ffn_hidden", "vocab_size", "seq_len"):
+            if (got := getattr(self, field)) < 1:
+                raise InputError(f"model {self.name!r}: {field} is {got}, expected at least 1")
+        if self.hidden % self.num_heads:
+            raise InputError(
+                f"model {self.name!r}: hidden {self.hidden} is not divisible by num_heads {self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(
+                f"model {self.name!r}: num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise InputError(f"model {self.name!r}: dropout is {self.dropout}, expected 0 <= dropout < 1")
+        if self.family is Family.LLAMA and self.head_dim % 2:
+            raise InputError(f"model {self.name!r}: rotary positions need an even head_dim, got {self.head_dim}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.num_heads
+
+    @property
+    def kv_hidden(self) -> int:
+        """Width of the keys and of the values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Token embedding, and the learned positions of a GPT."""
+        positions = self.seq_len if self.family is Family.GPT else 0
+        return (self.vocab_size + positions) * self.hidden
+
+    @property
+    def block_parameters(self) -> int:
+        """One transformer block: norms, attention, feed-forward."""
+        h, kv, f = self.hidden, self.kv_hidden, self.ffn_hidden
+        if self.family is Family.GPT:
+            attention = 2 * h * h + 2 * h * kv + 2 * h + 2 * kv
+            return attention + 2 * h * f + f + h + 4 * h
+        return 2 * h * h + 2 * h * kv + 3 * h * f + 2 * h
+
+    @property
+    def head_parameters(self) -> int:
+        """Final norm and, unless tied, the output projection (which has no bias)."""
+        norm = 2 * self.hidden if self.family is Family.GPT else self.hidden
+        return norm + (0 if self.tied_embeddings else self.vocab_size * self.hidden)
+
+    @property
+    def num_parameters(self) -> int:
+        """All trainable parameters, a tied weight counted once."""
+        return self.embedding_parameters + self.num_layers * self.block_parameters + self.head_parameters
+
+
+def gpt(name: str, num_layers: int, hidden: int, num_heads: int, **others: object) -> ModelSpec:
+    """A GPT with the usual proportions: feed-forward 4x as wide, as many key as query heads."""
+    defaults: dict[str, object] = {
+        "num_kv_heads": num_heads, "ffn_hidden": 4 * hidden, "vocab_size": 50257, "seq_len": 2048
+    }  # fmt: skip
+    return ModelSpec(
+        name=name, family=Family.GPT, num_layers=num_layers, hidden=hidden, num_heads=num_heads,
+        **{**defaults, **others},  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def llama(name: str, num_layers: int, hidden: int, num_heads: int, ffn_hidden: int, **others: object) -> ModelSpec:
+    """A LLaMA; `num_kv_heads` defaults to `num_heads`."""
+    defaults: dict[str, object] = {"num_kv_heads": num_heads, "vocab_size": 32000, "seq_len": 2048}
+    return ModelSpec(
+        name=name, family=Family.LLAMA, num_layers=num_layers, hidden=hidden, num_heads=num_heads,
+        ffn_hidden=ffn_hidden, **{**defaults, **others},  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+MODELS: dict[str, ModelSpec] = {
+    spec.name: spec
+    for spec in (
+        # Small enough for a laptop's CPU; wide initial values, so that attention is far from uniform.
+        gpt("gpt-tiny", 4, 64, 4, vocab_size=256, seq_len=64, init_std=0.08),
+        llama("llama-tiny", 4, 64, 8, 176, num_kv_heads=4, vocab_size=256, seq_len=64, init_std=0.08),
+        gpt("gpt2-124m", 12, 768, 12, seq_len=1024, tied_embeddings=True),
+        # What fills one 80 GB GPU: GPT-3 XL's size with an untied head and a vocabulary padded to a multiple of 128.
+        gpt("gpt-1.3b", 24, 2048, 16, vocab_size=50304),
+        # GPT-3, arXiv:2005.14165 table 2.1, with its two misprints mended: XL's 24 heads of 128 are not its d_model
+        # 2048 (16 are), and 13B's d_model 5140 is not its 40 heads of 128 (5120).
+        gpt("gpt3-125m", 12, 768, 12, tied_embeddings=True),
+        gpt("gpt3-350m", 24, 1024, 16, tied_embeddings=True),
+        gpt("gpt3-760m", 24, 1536, 16, tied_embeddings=True),
+        gpt("gpt3-1.3b", 24, 2048, 16, tied_embeddings=True),
+        gpt("gpt3-2.7b", 32, 2560, 32, tied_embeddings=True),
+        gpt("gpt3-6.7b", 32, 4096, 32, tied_embeddings=True),
+        gpt("gpt3-13b", 40, 5120, 40, tied_embeddings=True),
+        gpt("gpt3-175b", 96, 12288, 96, tied_embeddings=True),
+        # LLaMA, arXiv:2302.13971 table 2.
+        llama("llama-7b", 32, 4096, 32, 11008),
+        llama("llama-13b", 40, 5120, 40, 13824),
+        llama("llama-33b", 60, 6656, 52, 17920),
+        llama("llama-65b", 80, 8192, 64, 22016),
+    )
+}
+
+
+def model_spec(name: str, **changes: object) -> ModelSpec:
+    """The preset called `name`, with fields changed.
+
+    Raises `UnknownNameError` for a name that is not a preset, `InputError` for impossible dimensions.
+    """
+    if name not in MODELS:
+        raise UnknownNameError("model", name, MODELS)
+    return dataclasses.replace(MODELS[name], **changes)  # type: ignore[arg-type]
