@@ -1,0 +1,137 @@
+"""Exact bytes by category on one rank, steady and at the peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from meshmark.adapter import Holdings, storage_bytes
+from meshmark.meters.watch import Allocation, Watch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """A number of bytes, split by what they are for."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_states: int = 0
+    communication: int = 0
+    """Buffers that collectives read or write and that are nothing above."""
+    activations: int = 0
+    """All else that a step allocates: saved tensors, temporaries, gathered parameters."""
+    other: int = 0
+    """Alive outside the step and named by nobody."""
+
+    @property
+    def total(self) -> int:
+        return (self.parameters + self.gradients + self.optimizer_states
+                + self.communication + self.activations + self.other)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReading:
+    """One rank's memory during one step after warm-up."""
+
+    steady: Bytes
+    """Between two steps."""
+    states: Bytes
+    """Model states as held at their fullest: gradients between backward and update, the rest after the update.
+    Only the first four categories are filled."""
+    peak: Bytes
+    """At the instant of the step when most bytes are alive."""
+    allocator_peak_bytes: int | None = None
+    """CUDA: `max_memory_allocated` of the step."""
+    allocator_reserved_bytes: int | None = None
+    """CUDA: `max_memory_reserved` of the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """Addresses and sizes of storages that an engine named, by category."""
+
+    parameters: dict[int, int]
+    gradients: dict[int, int]
+    optimizer_states: dict[int, int]
+    communication: dict[int, int]
+
+    @classmethod
+    def of(cls, held: Holdings) -> Named:
+        """Each storage counted once, under the first category that names it."""
+        seen: set[int] = set()
+        found = []
+        for tensors in (held.parameters, held.gradients, held.optimizer_states, held.communication):
+            own = {a: n for a, n in storage_bytes(tensors).items() if a not in seen}
+            seen |= own.keys()
+            found.append(own)
+        return cls(parameters=found[0], gradients=found[1], optimizer_states=found[2], communication=found[3])
+
+    def category(self, address: int) -> str | None:
+        for name in ("parameters", "gradients", "optimizer_states", "communication"):
+            if address in getattr(self, name):
+                return name
+        return None
+
+
+def read_memory(
+    watch: Watch, step: int, before_update: Named, after_update: Named, allocator_peaks: tuple[int, int] | None
+) -> MemoryReading:
+    """Memory of `step`, whose windows `watch` holds, with what the engine named before and after its update, and with
+    what `cuda_peaks` said of it."""
+    allocations = watch.allocations()
+    backward, update = (w for w in watch.windows if w.step == step)
+    on_wire = {o.address for operation in watch.asked() for part in operation.operands for o in part}
+    peak_ns = _peak_time(allocations, backward.start_ns, update.stop_ns)
+    return MemoryReading(
+        steady=_classify(allocations, update.stop_ns, after_update, on_wire, step_start_ns=update.stop_ns),
+        states=Bytes(
+            parameters=sum(after_update.parameters.values()), gradients=sum(before_update.gradients.values()),
+            optimizer_states=sum(after_update.optimizer_states.values()),
+            communication=sum(before_update.communication.values()),
+        ),
+        peak=_classify(allocations, peak_ns, before_update, on_wire, step_start_ns=backward.start_ns),
+        allocator_peak_bytes=allocator_peaks[0] if allocator_peaks else None,
+        allocator_reserved_bytes=allocator_peaks[1] if allocator_peaks else None,
+    )  # fmt: skip
+
+
+def cuda_peaks(device: torch.device) -> tuple[int, int] | None:
+    """Bytes allocated and reserved at most since the last reset; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+
+
+def _peak_time(allocations: list[Allocation], start_ns: int, stop_ns: int) -> int:
+    """The first instant in [start, stop) when most bytes are alive."""
+    changes = [(a.start_ns, a.num_bytes) for a in allocations]
+    changes += [(a.stop_ns, -a.num_bytes) for a in allocations if a.stop_ns is not None]
+    alive = peak = 0
+    peak_ns = start_ns
+    for time_ns, change in sorted(changes):
+        if time_ns >= stop_ns:
+            break
+        if time_ns >= start_ns and alive > peak:  # what was alive when the step began counts too
+            peak, peak_ns = alive, max(start_ns, peak_ns)
+        alive += change
+        if time_ns >= start_ns and alive > peak:
+            peak, peak_ns = alive, time_ns
+    return peak_ns
+
+
+def _classify(
+    allocations: list[Allocation], time_ns: int, named: Named, on_wire: set[int], step_start_ns: int
+) -> Bytes:
+    """Bytes alive at `time_ns`, by category."""
+    totals: dict[str, int] = {}
+    for life in allocations:
+        if life.start_ns > time_ns or (life.stop_ns is not None and life.stop_ns <= time_ns):
+            continue
+        category = named.category(life.address)
+        if category is None and life.address in on_wire:
+            category = "communication"
+        if category is None:
+            category = "activations" if life.start_ns >= step_start_ns else "other"
+        totals[category] = totals.get(category, 0) + life.num_bytes
+    return Bytes(**totals)

@@ -1,0 +1,85 @@
+"""What one rank measured, and what it was asked to measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from meshmark.case import Case
+from meshmark.meters.deviation import Deviation
+from meshmark.meters.memory import MemoryReading
+from meshmark.meters.traffic import TrafficReading
+
+
+class Task(StrEnum):
+    """One of the passes over a case; each runs in processes of its own."""
+
+    OBSERVE = "observe"
+    """Instrumented: losses, gradients, parameters, memory, traffic."""
+    TIME = "time"
+    """Untouched: seconds per step."""
+    REFERENCE = "reference"
+    """The truth and its noise, by the adapter `single` in one process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a rank is to do; the same for every rank of a launch."""
+
+    case: Case
+    adapter: str
+    """"module:Class" or "path/to/file.py:Class"."""
+    task: Task
+    device: str
+    """cpu or cuda."""
+    backend: str
+    steps: int
+    warmup: int = 0
+    """TIME: steps before the first that counts."""
+    truth: Path | None = None
+    """OBSERVE: file to compare with; None measures memory and traffic alone. REFERENCE: file to write."""
+    time_limit_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """One rank's measurements. Lists run over steps; what a task does not measure is empty."""
+
+    rank: int
+    build_seconds: float
+    """From the rank's first instruction to an engine ready to train."""
+    run_seconds: float
+    """The rest."""
+    losses: list[float] = field(default_factory=list)
+    """This rank's shares."""
+    norms: list[float | None] = field(default_factory=list)
+    """Global gradient norm before clipping, where the framework tells it."""
+    gradients: list[dict[str, Deviation]] = field(default_factory=list)
+    parameters: list[dict[str, Deviation]] = field(default_factory=list)
+    memory: MemoryReading | None = None
+    traffic: TrafficReading | None = None
+    step_seconds: list[float] = field(default_factory=list)
+    matmul_flops_per_second: float | None = None
+    """Best rate of a matrix product in the case's precision, all ranks at once; the peak where none is published."""
+    state_dtypes: dict[str, str] = field(default_factory=dict)
+    """Precision of what the engine holds, by category."""
+    noise: dict[str, list[list[float]]] = field(default_factory=dict)
+    """REFERENCE: distances to the truth, by quantity, then step, then perturbed run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """Why a rank ended without a report."""
+
+    rank: int
+    kind: str
+    """raised, oom, killed or hung."""
+    message: str
+    """Exception and text, or signal."""
+    time: float
+    """Seconds since the epoch."""
+    traceback: str = ""
+    log_tail: str = ""
+    stack: str = ""
+    """hung: what every Python thread was doing."""
