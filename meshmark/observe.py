@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass, field
 
 import torch
 
 from meshmark.adapter import Adapter, Engine, Holdings, RankContext
 from meshmark.data import make_batch
-from meshmark.meters.deviation import Deviation, measure
 from meshmark.meters.memory import Named, cuda_peaks, read_memory
 from meshmark.meters.traffic import read_traffic
 from meshmark.meters.watch import Watch
 from meshmark.rank_report import RankReport, Request
-from meshmark.reference import Truth, load_truth
+from meshmark.trace import Trace, gather_trace, note
+from meshmark.truth import assess
 
 WATCHED_STEP = 2
 """The step whose memory and traffic are read: the first builds optimizer states, the second settles caches."""
 
 
-@dataclass
 class _Diary:
-    """What one rank writes down step by step."""
+    """Trains an engine and takes notes."""
 
-    engine: Engine
-    request: Request
-    truth: Truth | None
-    losses: list[float] = field(default_factory=list)
-    norms: list[float | None] = field(default_factory=list)
-    gradients: list[dict[str, Deviation]] = field(default_factory=list)
-    parameters: list[dict[str, Deviation]] = field(default_factory=list)
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.engine, self.request = engine, request
+        self.trace = Trace()
+        if request.assess:
+            self.trace.parameters.append(note(engine.parameters()))
 
     def train(self, step: int, watch: Watch | None) -> tuple[Named, Named]:
         """One step; returns what the engine holds before and after its update."""
@@ -39,28 +35,28 @@ class _Diary:
         with _window(watch, "backward", step):
             loss = self.engine.backward(batch)
         before = Named.of(self.engine.holdings())
-        if self.truth:
-            self.gradients.append(measure(self.engine.gradients(), self.truth.gradients[step]))
+        if self.request.assess:
+            self.trace.gradients.append(note(self.engine.gradients()))
         with _window(watch, "update", step):
             norm = self.engine.update()
         after = Named.of(self.engine.holdings())
-        self.losses.append(float(loss))
-        self.norms.append(None if norm is None else float(norm))
-        if self.truth:
-            self.parameters.append(measure(self.engine.parameters(), self.truth.parameters[step]))
+        self.trace.losses.append(float(loss))
+        self.trace.norms.append(None if norm is None else float(norm))
+        if self.request.assess:
+            self.trace.parameters.append(note(self.engine.parameters()))
         return before, after
 
 
 def observe(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Train `request.steps` steps, the first few under watch, and compare every tensor with the truth where there is
-    one."""
-    truth = load_truth(request.truth) if request.truth else None
+    """Train `request.steps` steps (at least three), the first of them under watch; then compare all that the ranks
+    computed with the truth, on rank 0."""
     with Watch(context.device) as watch:
         engine = adapter.build(request.case, context)
         built = time.time()
-        diary = _Diary(engine, request, truth)
+        diary = _Diary(engine, request)
         for step in range(WATCHED_STEP):
             diary.train(step, watch)
+        watch.focus()
         if context.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(context.device)
         before, after = diary.train(WATCHED_STEP, watch)
@@ -71,9 +67,11 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         diary.train(step, None)
     dtypes = _dtypes(engine.holdings())
     engine.close()
+    trace, drifts = gather_trace(diary.trace)
     return RankReport(
         rank=context.rank, build_seconds=built - started, run_seconds=time.time() - built,
-        losses=diary.losses, norms=diary.norms, gradients=diary.gradients, parameters=diary.parameters,
+        losses=diary.trace.losses, norms=diary.trace.norms,
+        deviations=assess(trace, request.case.workload) if trace and request.assess else {}, drifts=drifts,
         memory=memory, traffic=traffic, state_dtypes=dtypes,
     )  # fmt: skip
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
 from meshmark.case import Case
-from meshmark.meters.deviation import Deviation
 from meshmark.meters.memory import MemoryReading
 from meshmark.meters.traffic import TrafficReading
+from meshmark.trace import Drift
+from meshmark.truth import Deviation
 
 
 class Task(StrEnum):
@@ -19,8 +19,8 @@ class Task(StrEnum):
     """Instrumented: losses, gradients, parameters, memory, traffic."""
     TIME = "time"
     """Untouched: seconds per step."""
-    REFERENCE = "reference"
-    """The truth and its noise, by the adapter `single` in one process."""
+    NOISE = "noise"
+    """How far rounding alone carries the adapter `single` from the truth, in one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class Request:
     steps: int
     warmup: int = 0
     """TIME: steps before the first that counts."""
-    truth: Path | None = None
-    """OBSERVE: file to compare with; None measures memory and traffic alone. REFERENCE: file to write."""
+    assess: bool = True
+    """OBSERVE: compare with the truth; False measures memory and traffic alone."""
     time_limit_seconds: float
 
 
@@ -55,8 +55,10 @@ class RankReport:
     """This rank's shares."""
     norms: list[float | None] = field(default_factory=list)
     """Global gradient norm before clipping, where the framework tells it."""
-    gradients: list[dict[str, Deviation]] = field(default_factory=list)
-    parameters: list[dict[str, Deviation]] = field(default_factory=list)
+    deviations: dict[str, list[Deviation]] = field(default_factory=dict)
+    """From the truth, by quantity, then step; on rank 0, for all ranks."""
+    drifts: list[Drift] = field(default_factory=list)
+    """On rank 0, for all ranks."""
     memory: MemoryReading | None = None
     traffic: TrafficReading | None = None
     step_seconds: list[float] = field(default_factory=list)
@@ -64,8 +66,8 @@ class RankReport:
     """Best rate of a matrix product in the case's precision, all ranks at once; the peak where none is published."""
     state_dtypes: dict[str, str] = field(default_factory=dict)
     """Precision of what the engine holds, by category."""
-    noise: dict[str, list[list[float]]] = field(default_factory=dict)
-    """REFERENCE: distances to the truth, by quantity, then step, then perturbed run."""
+    noise: dict[str, list[float]] = field(default_factory=dict)
+    """NOISE: largest distance to the truth, by quantity, then step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 
 from meshmark.adapter import RankContext
+from meshmark.noise import measure_noise
 from meshmark.observe import observe
 from meshmark.rank_report import RankFailure, Request, Task
-from meshmark.reference import compute_reference
 from meshmark.registry import load_adapter
 from meshmark.serial import encode
 from meshmark.timing import time_steps
 
-_TASKS = {Task.OBSERVE: observe, Task.TIME: time_steps, Task.REFERENCE: compute_reference}
+_TASKS = {Task.OBSERVE: observe, Task.TIME: time_steps, Task.NOISE: measure_noise}
 STACK_SIGNAL = signal.SIGUSR1
 """Makes a rank write every thread's Python stack, even while it hangs inside C."""
 

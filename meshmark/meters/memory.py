@@ -81,7 +81,10 @@ def read_memory(
     what `cuda_peaks` said of it."""
     allocations = watch.allocations()
     backward, update = (w for w in watch.windows if w.step == step)
-    on_wire = {o.address for operation in watch.asked() for part in operation.operands for o in part}
+    on_wire: dict[int, list[int]] = {}
+    for operation in watch.asked():
+        for operand in (o for argument in operation.operands for o in argument):
+            on_wire.setdefault(operand.address, []).append(operation.time_ns)
     peak_ns = _peak_time(allocations, backward.start_ns, update.stop_ns)
     return MemoryReading(
         steady=_classify(allocations, update.stop_ns, after_update, on_wire, step_start_ns=update.stop_ns),
@@ -121,15 +124,15 @@ def _peak_time(allocations: list[Allocation], start_ns: int, stop_ns: int) -> in
 
 
 def _classify(
-    allocations: list[Allocation], time_ns: int, named: Named, on_wire: set[int], step_start_ns: int
+    allocations: list[Allocation], time_ns: int, named: Named, on_wire: dict[int, list[int]], step_start_ns: int
 ) -> Bytes:
-    """Bytes alive at `time_ns`, by category."""
+    """Bytes alive at `time_ns`, by category. `on_wire`: when each address went into a collective."""
     totals: dict[str, int] = {}
     for life in allocations:
-        if life.start_ns > time_ns or (life.stop_ns is not None and life.stop_ns <= time_ns):
+        if not life.alive(time_ns):
             continue
         category = named.category(life.address)
-        if category is None and life.address in on_wire:
+        if category is None and any(life.alive(t) for t in on_wire.get(life.address, [])):
             category = "communication"
         if category is None:
             category = "activations" if life.start_ns >= step_start_ns else "other"

@@ -49,6 +49,9 @@ class Allocation:
     stop_ns: int | None
     """None when it outlived the watch."""
 
+    def alive(self, time_ns: int) -> bool:
+        return self.start_ns <= time_ns and (self.stop_ns is None or time_ns < self.stop_ns)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AskedOperation:
@@ -74,33 +77,46 @@ class IssuedOperation:
 
 
 class Watch:
-    """Context manager: everything between its entry and its exit is seen; `window` marks what to look at.
+    """Context manager: every allocation between its entry and its exit is seen, and every collective after `focus`.
 
-    Tensors allocated before the entry are not seen: enter before the engine is built.
+    Tensors allocated before the entry are not seen: enter before the engine is built. Operands are recorded only after
+    `focus`, because the profiler then holds weak references to tensors, and PyTorch refuses to swap such tensors, as
+    some frameworks do while they build.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.windows: list[Window] = []
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
         self._events: list[Any] = []
         self._recorded: dict[str, Any] = {}
 
     def __enter__(self) -> Watch:
-        self._profile.start()
+        self._start(operands=False)
         return self
 
+    def focus(self) -> None:
+        """From here on see collectives too, with their operands."""
+        self._stop()
+        self._start(operands=True)
+
     def __exit__(self, *_: object) -> None:
+        self._stop()
+        if torch.distributed.is_initialized():
+            self._recorded = _flight_recorder()
+
+    def _start(self, *, operands: bool) -> None:
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=operands)
+        self._profile.start()
+
+    def _stop(self) -> None:
         self._profile.stop()
         results = self._profile.profiler.kineto_results  # type: ignore[union-attr]
-        stack = list(results.experimental_event_tree())
+        stack, events = list(results.experimental_event_tree()), []
         while stack:
             event = stack.pop()
             stack.extend(event.children)
-            self._events.append(event)
-        self._events.sort(key=lambda event: event.start_time_ns)
-        if torch.distributed.is_initialized():
-            self._recorded = _flight_recorder(self.device)
+            events.append(event)
+        self._events += sorted(events, key=lambda event: event.start_time_ns)
 
     @contextlib.contextmanager
     def window(self, name: str, step: int) -> Iterator[None]:
@@ -171,7 +187,7 @@ def _operands(argument: Any) -> Iterator[Operand]:  # noqa: ANN401
         yield Operand(num_bytes=count * argument.dtype.itemsize, address=argument.storage_data_ptr or 0)
 
 
-def _flight_recorder(device: torch.device) -> dict[str, Any]:
+def _flight_recorder() -> dict[str, Any]:
     """The flight recorder's dump; its buffer must have been made large by TORCH_FR_BUFFER_SIZE before the first group."""
     c10d = torch._C._distributed_c10d
     dump = c10d._dump_nccl_trace if torch.distributed.get_backend() == "nccl" else c10d._dump_fr_trace  # type: ignore[attr-defined]
