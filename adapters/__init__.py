@@ -6,4 +6,6 @@ The registry maps a name to "module:Class", resolved when needed; importing this
 ADAPTERS: dict[str, str] = {
     "single": "adapters.single:Single",
     "ddp": "adapters.ddp:DDP",
+    "fsdp2": "adapters.fsdp2:FSDP2",
+    "gpipe": "adapters.gpipe:GPipe",
 }

@@ -20,6 +20,8 @@ from meshmark.case import Case
 from meshmark.data import Batch
 from meshmark.layout import Precision
 from meshmark.model_spec import Family
+from meshmark.plan.states import Recipe, Remainder
+from meshmark.plan.traffic import Traffic, step_traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +155,21 @@ class Adapter(ABC):
     @abstractmethod
     def build(self, case: Case, context: RankContext) -> Engine:
         """An engine ready for its first step, holding the workload's initial values."""
+
+    @classmethod
+    def recipe(cls, case: Case) -> Recipe:
+        """Bytes that this framework keeps for every parameter."""
+        return Recipe.plain(case.precision)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        """Where this framework's states are known to differ from the closed form of its recipe and layout."""
+        return ()
+
+    @classmethod
+    def traffic(cls, case: Case, rank: int) -> Traffic:
+        """What this framework's algorithm asks for in one step, bytes by kind; scalars need not be counted."""
+        return step_traffic(case, rank)
 
     @classmethod
     def refusal(cls, case: Case, device: str) -> str | None:

@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from meshmark.cluster import Cluster
+from meshmark.cluster import Cluster, ClusterSpec
 from meshmark.errors import ClusterError
 from meshmark.rank_report import RankFailure, RankReport, Request
 from meshmark.serial import decode, encode
@@ -53,7 +53,8 @@ class Launcher:
     def __init__(self, cluster: Cluster, preload: list[str]) -> None:
         """`preload`: modules of the frameworks that will be needed."""
         self.cluster = cluster
-        self._count = 0
+        self._counts = {True: 0, False: 0}
+        """Launches so far, those of this node alone apart: only the others are the same on every node."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.update(
             MESHMARK_PRELOAD=",".join(preload),
@@ -65,21 +66,24 @@ class Launcher:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["__main__", "meshmark.preload"])
 
-    def launch(self, request: Request, world_size: int) -> Landing:
-        """Run `request` on `world_size` ranks, an equal number a node.
+    def launch(self, request: Request, world_size: int, *, alone: bool = False) -> Landing:
+        """Run `request` on `world_size` ranks, an equal number a node; or, `alone`, all of them on this node, whatever
+        the others do.
 
         Raises `ClusterError` when another node is lost; whatever happens to a rank is in the landing.
         """
-        self._count += 1
-        prefix = f"launch{self._count}"
+        spec = ClusterSpec() if alone else self.cluster.spec
+        self._counts[alone] += 1
+        prefix = f"alone{self.cluster.spec.node_rank}/{self._counts[alone]}" if alone else f"launch{self._counts[alone]}"
         started = time.monotonic()
         folder = Path(tempfile.mkdtemp(prefix="meshmark-"))
         try:
-            places = self._places(world_size, prefix, folder)
-            failures = _Watchdog(self._context, self.cluster, request, places, f"{prefix}/failed").run()
+            places = self._places(spec, world_size, prefix, folder)
+            watchdog = _Watchdog(self._context, None if spec.nnodes == 1 else self.cluster, request, places, f"{prefix}/failed")
+            failures = watchdog.run()
             reports = [_read_report(place) for place in places]
             local = {"reports": encode([r for r in reports if r]), "failures": encode(failures)}
-            everyone = self._exchange(prefix, local, request)
+            everyone = [local] if spec.nnodes == 1 else self._exchange(prefix, local, request)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return Landing(
@@ -88,12 +92,11 @@ class Launcher:
             seconds=time.monotonic() - started,
         )
 
-    def _places(self, world_size: int, prefix: str, folder: Path) -> list[Place]:
-        spec = self.cluster.spec
+    def _places(self, spec: ClusterSpec, world_size: int, prefix: str, folder: Path) -> list[Place]:
         local = world_size // spec.nnodes
         return [
             Place(
-                rank=spec.node_rank * local + i, local_rank=i, world_size=world_size, host=spec.host,
+                rank=spec.node_rank * local + i, local_rank=i, world_size=world_size, host=self.cluster.spec.host,
                 port=self.cluster.port, prefix=prefix, folder=folder,
             )
             for i in range(local)
@@ -102,8 +105,6 @@ class Launcher:
     def _exchange(self, prefix: str, local: dict[str, Any], request: Request) -> list[dict[str, Any]]:
         """What every node's ranks left; also holds the nodes to the same request."""
         mine = {**local, "request": f"{request.task} {request.case.id}"}
-        if self.cluster.spec.nnodes == 1:
-            return [mine]
         texts = self.cluster.exchange(
             f"{prefix}/landing", json.dumps(mine), seconds=request.time_limit_seconds + _ANSWER_SECONDS
         )
@@ -118,7 +119,10 @@ class Launcher:
 class _Watchdog:
     """Holds the ranks of one node to their time limit, and sees how they end."""
 
-    def __init__(self, context: Any, cluster: Cluster, request: Request, places: list[Place], failed_key: str) -> None:  # noqa: ANN401
+    def __init__(
+        self, context: Any, cluster: Cluster | None, request: Request, places: list[Place], failed_key: str  # noqa: ANN401
+    ) -> None:
+        """`cluster`: where other nodes run ranks of the same launch; None when none does."""
         self.cluster, self.request, self.places, self.failed_key = cluster, request, places, failed_key
         self.processes = [
             context.Process(target=run_rank, args=(request, place), name=f"meshmark-rank{place.rank}", daemon=True)
@@ -166,12 +170,12 @@ class _Watchdog:
 
     def _anyone_failed(self) -> bool:
         """Whether a rank on any node has failed; if one did here, the other nodes are told."""
-        alone = self.cluster.spec.nnodes == 1
-        if any(p.exitcode for p in self.processes):
-            if not alone:
-                self.cluster.announce(self.failed_key)
-            return True
-        return not alone and self.cluster.happened(self.failed_key)
+        here = any(p.exitcode for p in self.processes)
+        if self.cluster is None:
+            return here
+        if here:
+            self.cluster.announce(self.failed_key)
+        return here or self.cluster.happened(self.failed_key)
 
     def _dump_stacks(self) -> None:
         """Have every living rank write its stacks, and wait until they have."""

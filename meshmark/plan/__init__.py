@@ -1,0 +1,1 @@
+"""Predicts what the suites measure. Imports no torch and no framework."""
