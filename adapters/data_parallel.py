@@ -64,7 +64,7 @@ class DataParallelEngine(Engine):
         return total
 
     def differentiate(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def finish_gradients(self) -> None:
         self.scaler.unscale_(self.optimizer)

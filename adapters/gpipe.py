@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -59,9 +59,7 @@ class GPipeEngine(Engine):
         return group if self.first or self.last else None
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        return loss_share(
-            logits_BTV, Batch(tokens_BT=targets_BT, targets_BT=targets_BT, num_tokens=self.num_tokens)
-        )
+        return loss_share(logits_BTV, Batch(tokens_BT=targets_BT, targets_BT=targets_BT, num_tokens=self.num_tokens))
 
     def backward(self, batch: Batch) -> Tensor:
         whole = batch.to(self.context.device)
@@ -75,8 +73,10 @@ class GPipeEngine(Engine):
         return total
 
     def _tied_weight(self) -> nn.Parameter:
-        holder = self.model.embedding.tokens if self.model.embedding is not None else self.model.head.output  # type: ignore[union-attr]
-        return holder.weight
+        if self.model.embedding is not None:
+            return cast(nn.Parameter, self.model.embedding.tokens.weight)
+        assert self.model.head is not None
+        return cast(nn.Parameter, self.model.head.output.weight)
 
     def update(self) -> Tensor | None:
         max_norm = self.case.workload.optimizer.clip_norm

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch.distributed import DistError, DistNetworkError, DistStoreError, TCPStore
+from torch.distributed import DistError, DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from meshmark.errors import ClusterError, InputError
 
@@ -31,9 +31,13 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         if not 0 <= self.node_rank < self.nnodes:
-            raise InputError(f"--node-rank {self.node_rank} with --nnodes {self.nnodes}: expected 0 to {self.nnodes - 1}")
+            raise InputError(
+                f"--node-rank {self.node_rank} with --nnodes {self.nnodes}: expected 0 to {self.nnodes - 1}"
+            )
         if self.nnodes > 1 and self.rdzv is None:
-            raise InputError(f"--nnodes {self.nnodes} needs --rdzv HOST:PORT, an address of node 0 and a free port there")
+            raise InputError(
+                f"--nnodes {self.nnodes} needs --rdzv HOST:PORT, an address of node 0 and a free port there"
+            )
         if self.rdzv is not None and not self.rdzv.rpartition(":")[2].isdigit():
             raise InputError(f"--rdzv {self.rdzv!r}: expected HOST:PORT")
 

@@ -78,9 +78,7 @@ def load_corpus(path: str | None, at_least: int) -> Tensor:
     """The corpus as uint8 [number of bytes]. Raises `CorpusError` when it is shorter than `at_least` bytes."""
     text = read_corpus(path)
     if len(text) < at_least:
-        raise CorpusError(
-            f"corpus {path!r} has {len(text)} bytes; a sequence with its next token takes {at_least}: name a longer file"
-        )
+        raise CorpusError(f"corpus {path!r} has {len(text)} bytes; one sequence takes {at_least}: name a longer file")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 

@@ -16,7 +16,10 @@ def expect_ran(record: Record) -> None:
     if outcome.status is not Status.OK:
         stacks = "".join(f"\n--- stack of rank {rank}\n{stack}" for rank, stack in outcome.stacks.items())
         details = outcome.traceback or f"--- end of rank {outcome.rank}'s log\n{outcome.log_tail}"
-        pytest.fail(f"{record.case.id}: {outcome.status} on rank {outcome.rank}: {outcome.message}\n{details}{stacks}", pytrace=False)
+        pytest.fail(
+            f"{record.case.id}: {outcome.status} on rank {outcome.rank}: {outcome.message}\n{details}{stacks}",
+            pytrace=False,
+        )
 
 
 def expect(record: Record, suite: str) -> None:

@@ -18,6 +18,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,16 @@ class Launcher:
         Raises `ClusterError` when another node is lost; whatever happens to a rank is in the landing.
         """
         spec = ClusterSpec() if alone else self.cluster.spec
+        others = None if spec.nnodes == 1 else self.cluster
         self._counts[alone] += 1
-        prefix = f"alone{self.cluster.spec.node_rank}/{self._counts[alone]}" if alone else f"launch{self._counts[alone]}"
+        prefix = (
+            f"alone{self.cluster.spec.node_rank}/{self._counts[alone]}" if alone else f"launch{self._counts[alone]}"
+        )
         started = time.monotonic()
         folder = Path(tempfile.mkdtemp(prefix="meshmark-"))
         try:
             places = self._places(spec, world_size, prefix, folder)
-            watchdog = _Watchdog(self._context, None if spec.nnodes == 1 else self.cluster, request, places, f"{prefix}/failed")
+            watchdog = _Watchdog(self._context, others, request, places, f"{prefix}/failed")
             failures = watchdog.run()
             reports = [_read_report(place) for place in places]
             local = {"reports": encode([r for r in reports if r]), "failures": encode(failures)}
@@ -111,7 +115,7 @@ class Launcher:
         everyone = [json.loads(text) for text in texts]
         if len({node["request"] for node in everyone}) > 1:
             raise ClusterError(
-                f"the nodes run different cases: {[node['request'] for node in everyone]}; give the same command on each"
+                f"the nodes run different cases: {[node['request'] for node in everyone]}; give each the same command"
             )
         return everyone
 
@@ -120,7 +124,12 @@ class _Watchdog:
     """Holds the ranks of one node to their time limit, and sees how they end."""
 
     def __init__(
-        self, context: Any, cluster: Cluster | None, request: Request, places: list[Place], failed_key: str  # noqa: ANN401
+        self,
+        context: ForkServerContext,
+        cluster: Cluster | None,
+        request: Request,
+        places: list[Place],
+        failed_key: str,
     ) -> None:
         """`cluster`: where other nodes run ranks of the same launch; None when none does."""
         self.cluster, self.request, self.places, self.failed_key = cluster, request, places, failed_key
@@ -180,7 +189,7 @@ class _Watchdog:
     def _dump_stacks(self) -> None:
         """Have every living rank write its stacks, and wait until they have."""
         for process in self.processes:
-            if process.exitcode is None:
+            if process.exitcode is None and process.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, STACK_SIGNAL)
         deadline = time.monotonic() + 1.0

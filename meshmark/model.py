@@ -146,7 +146,7 @@ class Head(nn.Module):
 
 
 class Transformer(nn.Module):
-    """All of the model, or a run of its layers: 0 is the embedding, 1 to num_layers the blocks, num_layers + 1 the head.
+    """All of the model, or some of its layers: 0 is the embedding, 1 to num_layers the blocks, num_layers + 1 the head.
 
     Parameter names are canonical: the same for a part as for the whole. A tied head shares the embedding's parameter
     where a part holds both, and holds a copy called `head.output.weight` where it does not.
@@ -181,7 +181,9 @@ class Transformer(nn.Module):
         """Fill every (materialised, unsharded) parameter with its initial value."""
         for name, parameter in self.named_parameters():
             parameter.copy_(
-                initial_value(self.spec, drawn_name(self.spec, name), parameter.shape, seed=seed, device=parameter.device)
+                initial_value(
+                    self.spec, drawn_name(self.spec, name), parameter.shape, seed=seed, device=parameter.device
+                )
             )
 
 

@@ -6,6 +6,7 @@ Shape suffixes: B sequences, T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ def build_optimizer(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> 
     return cls(parameters, **arguments)
 
 
-def optimizer_arguments(spec: OptimizerSpec) -> tuple[type[torch.optim.Optimizer], dict[str, object]]:
+def optimizer_arguments(spec: OptimizerSpec) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Class and keyword arguments, for frameworks that construct the optimizer themselves."""
     if spec.kind is OptimizerKind.SGD:
         return torch.optim.SGD, {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}

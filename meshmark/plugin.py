@@ -52,19 +52,31 @@ SELECTION = pytest.StashKey[Selection]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("meshmark", "Meshmark: which cases to run, and where")
     group.addoption("--adapters", default="*", metavar="A,B", help="adapters by name or shell pattern (default: all)")
-    group.addoption("--adapter", action="append", default=[], metavar="FILE.py:CLASS",
-                    help="an adapter from outside the repo, or package.module:Class; alone unless --adapters is given too")
+    group.addoption(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="FILE.py:CLASS",
+        help="an adapter from outside the repo, or package.module:Class; alone unless --adapters is given too",
+    )
     group.addoption("--world", default="2", metavar="N,M", help="world sizes (default: 2); 1 joins where `single` runs")
     group.addoption("--device", default="cpu", help="cpu or cuda (default: cpu)")
     group.addoption("--backend", default=None, help="gloo or nccl (default: nccl where every rank has its own GPU)")
     group.addoption("--precision", default="fp32", metavar="P,Q", help="fp64, fp32, bf16, fp16 (default: fp32)")
     group.addoption("--workload", default="gpt-tiny", metavar="NAME,NAME", help="workload presets (default: gpt-tiny)")
     group.addoption("--corpus", default=None, metavar="FILE", help="train on this file, byte by byte")
-    group.addoption("--steps", type=int, default=None, metavar="N",
-                    help="optimizer steps of a pass (default: 5 observed, 10 timed)")
-    group.addoption("--time-limit", type=float, default=120.0, metavar="S", help="seconds a pass may take (default: 120)")
-    group.addoption("--results", default="results", metavar="DIR", help="where records.jsonl is appended (default: results)")
-    group.addoption("--nnodes", type=int, default=None, help="nodes that run this same command (default: from SLURM or torchrun)")
+    group.addoption(
+        "--steps", type=int, default=None, metavar="N", help="optimizer steps of a pass (default: 5 observed, 10 timed)"
+    )
+    group.addoption(
+        "--time-limit", type=float, default=120.0, metavar="S", help="seconds a pass may take (default: 120)"
+    )
+    group.addoption(
+        "--results", default="results", metavar="DIR", help="where records.jsonl is appended (default: results)"
+    )
+    group.addoption(
+        "--nnodes", type=int, default=None, help="nodes that run this same command (default: from SLURM or torchrun)"
+    )
     group.addoption("--node-rank", type=int, default=0, help="which of them this is")
     group.addoption("--rdzv", default=None, metavar="HOST:PORT", help="address of node 0 and a free port on it")
 

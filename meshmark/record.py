@@ -127,12 +127,16 @@ class RecordFile:
             folder.mkdir(parents=True, exist_ok=True)
             self._file: IO[bytes] = open(self.path, "ab+")  # noqa: SIM115
         except OSError as error:
-            raise ResultsError(f"results folder {str(folder)!r}: {error.strerror}; name another with --results") from error
+            raise ResultsError(
+                f"results folder {str(folder)!r}: {error.strerror}; name another with --results"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._file.close()
-            raise ResultsError(f"results folder {str(folder)!r} is in use by another run; name another with --results") from error
+            raise ResultsError(
+                f"results folder {str(folder)!r} is in use by another run; name another with --results"
+            ) from error
         self._end_last_line()
 
     def _end_last_line(self) -> None:
@@ -169,7 +173,9 @@ def read_records(folder: Path) -> Reading:
     try:
         lines = path.read_text(errors="replace").split("\n")
     except OSError as error:
-        raise ResultsError(f"no records at {str(path)!r}: {error.strerror}; run `pytest suites --results DIR` first") from error
+        raise ResultsError(
+            f"no records at {str(path)!r}: {error.strerror}; run `pytest suites --results DIR` first"
+        ) from error
     records, complaints = [], []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -179,7 +185,9 @@ def read_records(folder: Path) -> Reading:
         except (ValueError, KeyError, TypeError) as error:
             complaints.append(f"{path.name} line {number}: {error}")
     if not records:
-        raise ResultsError(f"{str(path)!r} holds no record that can be read: {'; '.join(complaints[:3]) or 'it is empty'}")
+        raise ResultsError(
+            f"{str(path)!r} holds no record that can be read: {'; '.join(complaints[:3]) or 'it is empty'}"
+        )
     return Reading(records=records, complaints=complaints)
 
 

@@ -166,7 +166,9 @@ class Runner:
         landing = self.launcher.launch(measured, 1, alone=True)
         if landing.failures:
             failure = landing.failures[0]
-            raise MeshmarkError(f"noise of {request.case.id} could not be measured: {failure.message}\n{failure.log_tail}")
+            raise MeshmarkError(
+                f"noise of {request.case.id} could not be measured: {failure.message}\n{failure.log_tail}"
+            )
         noise = landing.reports[0].noise
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{time.time_ns()}")

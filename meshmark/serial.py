@@ -42,8 +42,10 @@ def decode(kind: Any, value: Any) -> Any:  # noqa: ANN401
         return typing.cast(Any, kind)(**{name: decode(hints[name], v) for name, v in value.items()})
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None if type(None) in arguments else math.nan
         plain = [a for a in arguments if a is not type(None)]
-        return None if value is None else decode(plain[0], value)
+        return decode(plain[0], value) if len(plain) == 1 else value
     if origin is list:
         return [decode(arguments[0], v) for v in value]
     if origin is tuple:

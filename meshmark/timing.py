@@ -47,7 +47,10 @@ def _cpu_seconds(engine: Engine, batches: list[Batch]) -> tuple[list[float], tor
 def _cuda_seconds(engine: Engine, batches: list[Batch]) -> tuple[list[float], torch.Tensor]:
     """The same by CUDA events between steps: the host may run ahead, as it does in training."""
     torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
+    marks = [
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(len(batches) + 1)
+    ]
     marks[0].record()
     for batch, mark in zip(batches, marks[1:], strict=True):
         loss = engine.step(batch)

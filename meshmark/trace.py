@@ -77,7 +77,10 @@ def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift]]:
 
 def _digest(steps: list[Tensors]) -> list[dict[str, str]]:
     return [
-        {name: hashlib.blake2b(np.ascontiguousarray(value).data, digest_size=8).hexdigest() for name, value in s.items()}
+        {
+            name: hashlib.blake2b(np.ascontiguousarray(value).data, digest_size=8).hexdigest()
+            for name, value in s.items()
+        }
         for s in steps
     ]
 

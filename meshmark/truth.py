@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from meshmark.data import Batch, make_batch
@@ -69,7 +70,9 @@ def assess(trace: Trace, workload: Workload, start: Tensors | None = None) -> De
 def initial_values(workload: Workload) -> Tensors:
     """The prescribed start, float32."""
     shapes = parameter_shapes(workload.model)
-    return {name: initial_value(workload.model, name, shape, seed=workload.seed).numpy() for name, shape in shapes.items()}
+    return {
+        name: initial_value(workload.model, name, shape, seed=workload.seed).numpy() for name, shape in shapes.items()
+    }
 
 
 def exact_gradients(workload: Workload, parameters: Tensors, batch: Batch) -> tuple[float, Tensors]:
@@ -110,7 +113,7 @@ class ExactOptimizer:
         return {name: p.detach().numpy().copy() for name, p in self.parameters.items()}
 
 
-def deviation(y: Tensors | np.ndarray | None, x: np.ndarray) -> Deviation:  # type: ignore[type-arg]
+def deviation(y: NDArray[np.floating] | None, x: NDArray[np.floating]) -> Deviation:
     """`y` None means missing."""
     exact = np.asarray(x, dtype=np.float64)
     scale = float(np.linalg.norm(exact))

@@ -20,7 +20,7 @@ exchange a few."""
 
 
 def judge_equivalence(record: Record) -> Verdict:
-    """Every loss, norm, gradient and parameter within a factor of its noise, the start exact, replicas bitwise equal."""
+    """Every loss, norm, gradient and parameter within a factor of its noise, the start exact, replicas equal."""
     wrong_start = [q for q, steps in record.deviations.items() if q.startswith("initial/") and steps[0].distance]
     judged = {q: steps for q, steps in record.deviations.items() if not q.startswith("initial/")}
     ratios = [
@@ -32,7 +32,8 @@ def judge_equivalence(record: Record) -> Verdict:
     evidence: dict[str, float | int | str] = {
         "worst_quantity": quantity, "worst_step": step, "ratio": ratio, "distance": worst.distance,
         "truth_norm": worst.scale, "multiple_of_truth": worst.factor, "noise": record.noise[quantity][step],
-        "factor": NOISE_FACTOR, "detection_limit": detection_limit(record), "failing": sum(r > NOISE_FACTOR for r, *_ in ratios),
+        "factor": NOISE_FACTOR, "detection_limit": detection_limit(record),
+        "failing": sum(r > NOISE_FACTOR for r, *_ in ratios),
         "compared": len(ratios),
     }  # fmt: skip
     if wrong_start:

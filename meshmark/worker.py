@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from meshmark.adapter import RankContext
 from meshmark.noise import measure_noise
@@ -95,11 +96,13 @@ def _join(request: Request, place: Place) -> RankContext:
     torch.manual_seed(request.case.workload.seed)
     if request.device == "cuda":
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
-    device = torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else torch.device("cpu")
+    device = (
+        torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else torch.device("cpu")
+    )
     timeout = datetime.timedelta(seconds=request.time_limit_seconds + 60)  # the launcher's limit comes first
-    store = torch.distributed.TCPStore(place.host, place.port, is_master=False, timeout=timeout)
+    store = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
     torch.distributed.init_process_group(
-        request.backend, store=torch.distributed.PrefixStore(place.prefix, store),
+        request.backend, store=PrefixStore(place.prefix, store),
         rank=place.rank, world_size=place.world_size, timeout=timeout,
     )  # fmt: skip
     return RankContext(

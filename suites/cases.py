@@ -36,23 +36,24 @@ def layouts(adapter: type[Adapter], world_size: int) -> Iterator[Layout]:
 
 
 def matrix(
-    adapters: dict[str, type[Adapter]], worlds: Iterable[int], workloads: Iterable[Workload], precisions: Iterable[Precision]
+    adapters: dict[str, type[Adapter]],
+    worlds: Iterable[int],
+    workloads: Iterable[Workload],
+    precisions: Iterable[Precision],
 ) -> list[Case]:
-    """All cases, those of one case's suites next to each other. A precision that an adapter lacks still makes a case,
-    so that the report shows the gap; `single` runs at world size 1 alone.
+    """All cases. A precision that an adapter lacks still makes a case,
+    so that the report shows the gap. An adapter with no parallel axis, such as `single`, joins at world size 1.
 
-    Raises `LayoutError` when a layout asked for fits no workload: nothing is dropped silently.
+    Raises `LayoutError` when a layout does not fit a workload: nothing is dropped silently.
     """
     cases, misfits = [], []
     for workload in workloads:
         for precision in precisions:
-            for world_size in worlds:
-                for name, adapter in adapters.items():
+            for name, adapter in adapters.items():
+                for world_size in worlds if adapter.capabilities.degrees else [1]:
                     for layout in layouts(adapter, world_size):
                         try:
-                            cases.append(
-                                Case(adapter=name, workload=workload, layout=layout, precision=precision)
-                            )
+                            cases.append(Case(adapter=name, workload=workload, layout=layout, precision=precision))
                         except LayoutError as error:
                             misfits.append(f"{name}: {error}")
     if misfits:

@@ -5,5 +5,5 @@ from meshmark.record import Record
 
 
 def test_memory(observed: Record) -> None:
-    """Parameters, gradients and optimizer states of every rank, within 1 % of the plan and what the adapter declares."""
+    """Parameters, gradients and optimizer states of every rank, within 1 % of plan and declared remainders."""
     expect(observed, "memory")

@@ -1,1 +1,1 @@
-"""Meters watch an engine from outside: what PyTorch's allocator and communication layer did, not what an adapter says."""
+"""Meters watch an engine from outside: what the allocator and the communication layer did, not what an adapter says."""

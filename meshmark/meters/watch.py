@@ -110,7 +110,7 @@ class Watch:
 
     def _stop(self) -> None:
         self._profile.stop()
-        results = self._profile.profiler.kineto_results  # type: ignore[union-attr]
+        results: Any = self._profile.profiler.kineto_results  # type: ignore[union-attr]
         stack, events = list(results.experimental_event_tree()), []
         while stack:
             event = stack.pop()
@@ -188,7 +188,7 @@ def _operands(argument: Any) -> Iterator[Operand]:  # noqa: ANN401
 
 
 def _flight_recorder() -> dict[str, Any]:
-    """The flight recorder's dump; its buffer must have been made large by TORCH_FR_BUFFER_SIZE before the first group."""
+    """The flight recorder's dump; TORCH_FR_BUFFER_SIZE must have been set before the first group was made."""
     c10d = torch._C._distributed_c10d
     dump = c10d._dump_nccl_trace if torch.distributed.get_backend() == "nccl" else c10d._dump_fr_trace  # type: ignore[attr-defined]
     recorded: dict[str, Any] = pickle.loads(dump())
