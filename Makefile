@@ -41,8 +41,8 @@ types: install
 	$(BIN)/mypy
 
 bench: install
-	$(BIN)/python benchmarks/launch.py
-	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python -m benchmarks.launch
+	$(BIN)/python -m benchmarks.overhead
 
 clean:
 	rm -rf $(VENV) results build *.egg-info .pytest_cache .mypy_cache .ruff_cache

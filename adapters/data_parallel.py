@@ -39,6 +39,11 @@ class DataParallelEngine(Engine):
         self.case, self.context, self.module, self.optimizer = case, context, module, optimizer
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=case.precision is Precision.FP16)
 
+    @property
+    def dp_rank(self) -> int:
+        """Which of the batch's shards is this rank's."""
+        return self.context.rank
+
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Around one micro-batch's forward and backward: put off the reduction unless `last`."""
@@ -51,13 +56,16 @@ class DataParallelEngine(Engine):
             logits: Tensor = self.module(tokens_BT)
         return logits
 
+    def loss_share(self, logits_BTV: Tensor, batch: Batch) -> Tensor:
+        return loss_share(logits_BTV, batch)
+
     def backward(self, batch: Batch) -> Tensor:
         layout = self.case.layout
-        part = batch.shard(self.context.rank, layout.dp).to(self.context.device)
+        part = batch.shard(self.dp_rank, layout.dp).to(self.context.device)
         total = torch.zeros((), device=self.context.device)
         for i, micro in enumerate(part.micro_batches(layout.num_micro_batches)):
             with self.micro_batch(last=i == layout.num_micro_batches - 1):
-                share = loss_share(self.forward(micro.tokens_BT), micro)
+                share = self.loss_share(self.forward(micro.tokens_BT), micro)
                 self.differentiate(share * layout.dp)
             total = total + share.detach()
         self.finish_gradients()

@@ -24,6 +24,7 @@ from meshmark.initial import initial_value
 from meshmark.layout import Precision
 from meshmark.model import Attention, FeedForward, Transformer, drawn_name
 from meshmark.objective import build_optimizer
+from meshmark.plan.traffic import Traffic, add_traffic, data_parallel_traffic, tensor_parallel_traffic
 
 
 class _CudaNamesOnCPU(TorchFunctionMode):
@@ -51,7 +52,11 @@ class MegatronEngine(DataParallelEngine):
         self.model = model
         self.tp_group: ProcessGroup = parallel_state.get_tensor_model_parallel_group()
         self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
-        self.dp_rank: int = parallel_state.get_data_parallel_rank()
+        self._dp_rank: int = parallel_state.get_data_parallel_rank()
+
+    @property
+    def dp_rank(self) -> int:
+        return self._dp_rank
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -60,14 +65,7 @@ class MegatronEngine(DataParallelEngine):
             yield
 
     def backward(self, batch: Batch) -> Tensor:
-        layout = self.case.layout
-        part = batch.shard(self.dp_rank, layout.dp).to(self.context.device)
-        total = torch.zeros((), device=self.context.device)
-        for i, micro in enumerate(part.micro_batches(layout.num_micro_batches)):
-            with self.micro_batch(last=i == layout.num_micro_batches - 1):
-                share = self.loss_share(self.forward(micro.tokens_BT), micro)
-                self.differentiate(share * layout.dp)
-            total = total + share.detach()
+        total = super().backward(batch)
         return total if self.tp_rank == 0 else torch.zeros_like(total)
 
     def loss_share(self, logits_BTV: Tensor, batch: Batch) -> Tensor:
@@ -224,6 +222,13 @@ class Megatron(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"tp", "dp"}), precisions=frozenset({Precision.FP32, Precision.BF16}), dropout=False
     )
+
+    @classmethod
+    def traffic(cls, case: Case, rank: int) -> Traffic:
+        """Under autocast half of the residual streams travel in bf16 (what row-parallel layers put out, the gradient of
+        the head's input), half in fp32 (the embedding, gradients of the blocks' inputs)."""
+        stream_bytes = 3 if case.precision is Precision.BF16 else 4
+        return add_traffic(data_parallel_traffic(case, rank), tensor_parallel_traffic(case, stream_bytes))
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from megatron.core import ModelParallelConfig, parallel_state

@@ -9,6 +9,7 @@ before their stacks can be read, replaces the handler of Ctrl-C, and waits for e
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -60,7 +61,6 @@ class Launcher:
         os.environ.update(
             MESHMARK_PRELOAD=",".join(preload),
             TORCH_FR_BUFFER_SIZE="20000",  # the flight recorder's, on any backend
-            TORCH_NCCL_TRACE_BUFFER_SIZE="20000",  # its name before torch 2.12
             KINETO_LOG_LEVEL="9",
             PYTORCH_NVML_BASED_CUDA_CHECK="1",  # is_available() must not touch CUDA in the process that forks
         )
@@ -219,8 +219,8 @@ class _Watchdog:
                 rank=place.rank, kind="hung", message=message, time=time.time(), log_tail=log_tail, stack=stack
             )
         if place.file("failure").is_file():
-            left = decode(RankFailure, json.loads(_read(place.file("failure"))))
-            return RankFailure(**{**vars(left), "log_tail": log_tail})
+            left: RankFailure = decode(RankFailure, json.loads(_read(place.file("failure"))))
+            return dataclasses.replace(left, log_tail=log_tail)
         if process.exitcode and place.rank not in self.killed:
             return RankFailure(
                 rank=place.rank, kind="killed" if process.exitcode < 0 else "raised",

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,10 @@ from meshmark.trace import Trace, note
 from meshmark.truth import assess
 
 NUM_RUNS = 8
-FORMAT = 2
+NUM_RANKS = 2
+"""Processes that share the runs."""
+TIME_LIMIT_SECONDS = 600.0
+FORMAT = 3
 """Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
 
 Noise = dict[str, list[float]]
@@ -42,16 +46,21 @@ def noise_key(case: Case, steps: int) -> str:
 
 
 def measure_noise(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Noise of `request.case`'s workload and precision; `adapter` is `single`."""
-    noise: Noise = {}
-    for run in range(NUM_RUNS):
-        for quantity, distances in _noise_run(request, adapter, context, run).items():
-            worst = noise.setdefault(quantity, [0.0] * len(distances))
-            noise[quantity] = [max(pair) for pair in zip(worst, distances, strict=True)]
-    return RankReport(rank=0, build_seconds=0.0, run_seconds=time.time() - started, noise=noise)
+    """Noise of `request.case`'s workload and precision over this rank's share of the runs; `adapter` is `single`."""
+    alone = dataclasses.replace(context, rank=0, world_size=1)
+    runs = range(context.rank, NUM_RUNS, context.world_size)
+    noise = merge_noise([_noise_run(request, adapter, alone, run) for run in runs])
+    return RankReport(rank=context.rank, build_seconds=0.0, run_seconds=time.time() - started, noise=noise)
 
 
-def _noise_run(request: Request, adapter: Adapter, context: RankContext, run: int) -> dict[str, list[float]]:
+def merge_noise(parts: Sequence[Noise]) -> Noise:
+    """The largest distance of all parts, which hold the same quantities and steps."""
+    return {
+        quantity: [max(step) for step in zip(*(part[quantity] for part in parts), strict=True)] for quantity in parts[0]
+    }
+
+
+def _noise_run(request: Request, adapter: Adapter, context: RankContext, run: int) -> Noise:
     workload = request.case.workload
     chunkings = [n for n in (1, 2, 4, 8) if workload.global_batch % n == 0]
     layout = Layout(num_micro_batches=chunkings[run % len(chunkings)])

@@ -9,7 +9,7 @@ import torch
 
 from meshmark.adapter import Adapter, Engine, Holdings, RankContext
 from meshmark.data import make_batch
-from meshmark.meters.memory import Named, cuda_peaks, read_memory
+from meshmark.meters.memory import Named, cuda_peaks, read_memory, visible_storages
 from meshmark.meters.traffic import read_traffic
 from meshmark.meters.watch import Watch
 from meshmark.rank_report import RankReport, Request
@@ -61,7 +61,8 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
             torch.cuda.reset_peak_memory_stats(context.device)
         before, after = diary.train(WATCHED_STEP, watch)
         allocator_peaks = cuda_peaks(context.device)
-    memory = read_memory(watch, WATCHED_STEP, before, after, allocator_peaks)
+        visible = visible_storages()
+    memory = read_memory(watch, WATCHED_STEP, before, after, visible, allocator_peaks)
     traffic = read_traffic(watch, WATCHED_STEP)
     for step in range(WATCHED_STEP + 1, request.steps):
         diary.train(step, None)

@@ -198,6 +198,7 @@ class Progress:
 
     def __init__(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         self._reporter: Any = config.pluginmanager.getplugin("terminalreporter")
+        self._capture: Any = config.pluginmanager.getplugin("capturemanager")
         self._tty = sys.stdout.isatty()
         self._quiet = config.get_verbosity() < 0 and not self._tty
         wanted = {"observed": Task.OBSERVE, "timed": Task.TIME}
@@ -215,10 +216,11 @@ class Progress:
             return
         minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
         line = f"[{self._done + (record is None)}/{self._total}] {task} {case.id} {minutes}:{seconds:02d}"
-        if record is None:
-            self._reporter.rewrite(f"\r{line} ...", erase=True)
-        elif self._tty:
-            self._reporter.rewrite("\r", erase=True)
-        else:
-            self._reporter.ensure_newline()
-            self._reporter.write_line(f"{line} {record.outcome.status} in {record.launch_seconds:.1f} s")
+        with self._capture.global_and_fixture_disabled():
+            if record is None:
+                self._reporter.rewrite(f"\r{line} ...", erase=True)
+            elif self._tty:
+                self._reporter.rewrite("\r", erase=True)
+            else:
+                self._reporter.ensure_newline()
+                self._reporter.write_line(f"{line} {record.outcome.status} in {record.launch_seconds:.1f} s")

@@ -78,13 +78,14 @@ def outside_name(target: str) -> str:
 
 
 def select(patterns: list[str], known: dict[str, str]) -> dict[str, str]:
-    """The part of the registry whose names match any of the shell-style patterns.
+    """The part of the registry whose names match any of the shell-style patterns, or belong to a family so named:
+    `fairscale` takes fairscale-oss and fairscale-fsdp.
 
     Raises `UnknownNameError` for a pattern that matches none.
     """
     chosen: dict[str, str] = {}
     for pattern in patterns:
-        matching = fnmatch.filter(known, pattern)
+        matching = [name for name in known if fnmatch.fnmatch(name, pattern) or name.startswith(f"{pattern}-")]
         if not matching:
             raise UnknownNameError("adapter", pattern, known)
         chosen |= {name: known[name] for name in matching}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -14,7 +15,7 @@ from meshmark.case import Case
 from meshmark.errors import MeshmarkError
 from meshmark.launch import Landing, Launcher
 from meshmark.machine import describe
-from meshmark.noise import Noise, noise_key
+from meshmark.noise import NUM_RANKS, TIME_LIMIT_SECONDS, Noise, merge_noise, noise_key
 from meshmark.plan.states import model_states
 from meshmark.rank_report import Request, Task
 from meshmark.record import Outcome, Record, RecordFile, Status
@@ -148,7 +149,7 @@ class Runner:
         verdicts = [judge_memory(draft), judge_communication(draft)]
         if request.assess:
             verdicts.insert(0, judge_equivalence(draft))
-        return Record(**{**vars(draft), "verdicts": verdicts})
+        return dataclasses.replace(draft, verdicts=verdicts)
 
     def noise(self, request: Request) -> Noise:
         """The yardstick of a request's workload and precision: from this session, from disk, or measured now.
@@ -162,14 +163,16 @@ class Runner:
         return self._noise[key]
 
     def _measure_noise(self, request: Request, path: Path) -> Noise:
-        measured = Request(**{**vars(request), "task": Task.NOISE, "adapter": builtin_adapters()["single"]})
-        landing = self.launcher.launch(measured, 1, alone=True)
+        measured = dataclasses.replace(
+            request, task=Task.NOISE, adapter=builtin_adapters()["single"], time_limit_seconds=TIME_LIMIT_SECONDS
+        )
+        landing = self.launcher.launch(measured, NUM_RANKS, alone=True)
         if landing.failures:
             failure = landing.failures[0]
             raise MeshmarkError(
                 f"noise of {request.case.id} could not be measured: {failure.message}\n{failure.log_tail}"
             )
-        noise = landing.reports[0].noise
+        noise = merge_noise([report.noise for report in landing.reports])
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{time.time_ns()}")
         partial.write_text(json.dumps(noise))
@@ -194,8 +197,13 @@ def _outcome(landing: Landing) -> Outcome:
             status=Status(first.kind), rank=first.rank, message=first.message, traceback=first.traceback,
             log_tail=first.log_tail, stacks={f.rank: f.stack for f in landing.failures if f.stack},
         )  # fmt: skip
-    for report in landing.reports:
-        for step, loss in enumerate(report.losses):
-            if not math.isfinite(loss):
-                return Outcome(status=Status.NAN, rank=report.rank, message=f"loss is {loss} from step {step} on")
+    bad = [
+        (step, report.rank, loss)
+        for report in landing.reports
+        for step, loss in enumerate(report.losses)
+        if not math.isfinite(loss)
+    ]
+    if bad:
+        step, rank, loss = min(bad)
+        return Outcome(status=Status.NAN, rank=rank, message=f"loss is {loss} from step {step} on")
     return Outcome(status=Status.OK)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from meshmark.adapter import Adapter, Engine, RankContext
 from meshmark.data import Batch, make_batch
@@ -22,41 +24,37 @@ def time_steps(request: Request, adapter: Adapter, context: RankContext, started
     engine = adapter.build(request.case, context)
     batches = [make_batch(request.case.workload, step) for step in range(request.warmup + request.steps)]
     built = time.time()
-    for batch in batches[: request.warmup]:
-        loss = engine.step(batch)
+    losses = [engine.step(batch) for batch in batches[: request.warmup]]
     torch.distributed.barrier()
     clock = _cuda_seconds if context.device.type == "cuda" else _cpu_seconds
-    seconds, loss = clock(engine, batches[request.warmup :])
+    seconds = clock(engine, batches[request.warmup :], losses)
     engine.close()
     flops_per_second = matmul_flops_per_second(_DTYPES[request.case.precision], context.device)
     return RankReport(
         rank=context.rank, build_seconds=built - started, run_seconds=time.time() - built,
-        losses=[float(loss)], step_seconds=seconds, matmul_flops_per_second=flops_per_second,
+        losses=[float(loss) for loss in losses], step_seconds=seconds, matmul_flops_per_second=flops_per_second,
     )  # fmt: skip
 
 
-def _cpu_seconds(engine: Engine, batches: list[Batch]) -> tuple[list[float], torch.Tensor]:
-    """Seconds of each step, and the last loss."""
+def _cpu_seconds(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[float]:
+    """Seconds of each step; its loss is appended, unread, for reading would wait for the device."""
     marks = [time.perf_counter()]
     for batch in batches:
-        loss = engine.step(batch)
+        losses.append(engine.step(batch))
         marks.append(time.perf_counter())
-    return [stop - start for start, stop in zip(marks, marks[1:], strict=False)], loss
+    return [stop - start for start, stop in pairwise(marks)]
 
 
-def _cuda_seconds(engine: Engine, batches: list[Batch]) -> tuple[list[float], torch.Tensor]:
+def _cuda_seconds(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[float]:
     """The same by CUDA events between steps: the host may run ahead, as it does in training."""
     torch.cuda.synchronize()
-    marks = [
-        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        for _ in range(len(batches) + 1)
-    ]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
     for batch, mark in zip(batches, marks[1:], strict=True):
-        loss = engine.step(batch)
+        losses.append(engine.step(batch))
         mark.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(stop) / 1000 for start, stop in zip(marks, marks[1:], strict=False)], loss
+    return [start.elapsed_time(stop) / 1000 for start, stop in pairwise(marks)]
 
 
 def matmul_flops_per_second(dtype: torch.dtype, device: torch.device) -> float:

@@ -82,7 +82,7 @@ def exact_gradients(workload: Workload, parameters: Tensors, batch: Batch) -> tu
     values = {name: torch.from_numpy(value).double().requires_grad_() for name, value in parameters.items()}
     loss = loss_share(torch.func.functional_call(model, values, (batch.tokens_BT,)), batch)
     gradients = torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True)
-    return float(loss), {name: g.numpy() for name, g in zip(values, gradients, strict=True)}
+    return float(loss.detach()), {name: g.numpy() for name, g in zip(values, gradients, strict=True)}
 
 
 def global_norm(tensors: Tensors) -> float:

@@ -24,14 +24,14 @@ def judge_equivalence(record: Record) -> Verdict:
     wrong_start = [q for q, steps in record.deviations.items() if q.startswith("initial/") and steps[0].distance]
     judged = {q: steps for q, steps in record.deviations.items() if not q.startswith("initial/")}
     ratios = [
-        (_ratio(deviation.distance, record.noise[quantity][step]), quantity, step)
+        (_ratio(deviation.distance, noise_of(record, quantity, step)), quantity, step)
         for quantity, steps in judged.items() for step, deviation in enumerate(steps)
     ]  # fmt: skip
     ratio, quantity, step = max(ratios)
     worst = judged[quantity][step]
     evidence: dict[str, float | int | str] = {
         "worst_quantity": quantity, "worst_step": step, "ratio": ratio, "distance": worst.distance,
-        "truth_norm": worst.scale, "multiple_of_truth": worst.factor, "noise": record.noise[quantity][step],
+        "truth_norm": worst.scale, "multiple_of_truth": worst.factor, "noise": noise_of(record, quantity, step),
         "factor": NOISE_FACTOR, "detection_limit": detection_limit(record),
         "failing": sum(r > NOISE_FACTOR for r, *_ in ratios),
         "compared": len(ratios),
@@ -47,6 +47,12 @@ def judge_equivalence(record: Record) -> Verdict:
         summary = f"worst {quantity} at step {step}: {ratio:.2f} x its noise"
     passed = not wrong_start and ratio <= NOISE_FACTOR and not record.drifts
     return Verdict(suite="equivalence", passed=passed, summary=summary, evidence=evidence)
+
+
+def noise_of(record: Record, quantity: str, step: int) -> float:
+    """A tensor's noise is that of its step; a scalar's, of which a step gives one sample a run, that of all steps."""
+    steps = record.noise[quantity]
+    return max(steps) if quantity in ("loss", "norm") else steps[step]
 
 
 def _ratio(distance: float, noise: float) -> float:

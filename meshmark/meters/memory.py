@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import gc
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from meshmark.adapter import Holdings, storage_bytes
-from meshmark.meters.watch import Allocation, Watch
+from meshmark.meters.watch import Allocation, Watch, Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,12 @@ class Named:
             found.append(own)
         return cls(parameters=found[0], gradients=found[1], optimizer_states=found[2], communication=found[3])
 
+    @property
+    def addresses(self) -> set[int]:
+        return {
+            a for part in (self.parameters, self.gradients, self.optimizer_states, self.communication) for a in part
+        }
+
     def category(self, address: int) -> str | None:
         for name in ("parameters", "gradients", "optimizer_states", "communication"):
             if address in getattr(self, name):
@@ -75,28 +85,60 @@ class Named:
 
 
 def read_memory(
-    watch: Watch, step: int, before_update: Named, after_update: Named, allocator_peaks: tuple[int, int] | None
+    watch: Watch,
+    step: int,
+    before_update: Named,
+    after_update: Named,
+    visible: set[int],
+    allocator_peaks: tuple[int, int] | None,
 ) -> MemoryReading:
-    """Memory of `step`, whose windows `watch` holds, with what the engine named before and after its update, and with
-    what `cuda_peaks` said of it."""
-    allocations = watch.allocations()
+    """Memory of `step`, whose windows `watch` holds, with what the engine named before and after its update, the
+    `visible_storages` after it, and what `cuda_peaks` said of it."""
     backward, update = (w for w in watch.windows if w.step == step)
     on_wire: dict[int, list[int]] = {}
     for operation in watch.asked():
         for operand in (o for argument in operation.operands for o in argument):
             on_wire.setdefault(operand.address, []).append(operation.time_ns)
-    peak_ns = _peak_time(allocations, backward.start_ns, update.stop_ns)
+    named = after_update.addresses | before_update.addresses
+    lives = [_settle(life, on_wire, named | visible, backward, update) for life in watch.allocations()]
+    lives = [life for life in lives if life.stop_ns is None or life.stop_ns > life.start_ns]
+    peak_ns = _peak_time(lives, backward.start_ns, update.stop_ns)
     return MemoryReading(
-        steady=_classify(allocations, update.stop_ns, after_update, on_wire, step_start_ns=update.stop_ns),
+        steady=_classify(lives, update.stop_ns, after_update, on_wire, step_start_ns=update.stop_ns),
         states=Bytes(
             parameters=sum(after_update.parameters.values()), gradients=sum(before_update.gradients.values()),
             optimizer_states=sum(after_update.optimizer_states.values()),
             communication=sum(before_update.communication.values()),
         ),
-        peak=_classify(allocations, peak_ns, before_update, on_wire, step_start_ns=backward.start_ns),
+        peak=_classify(lives, peak_ns, before_update, on_wire, step_start_ns=backward.start_ns),
         allocator_peak_bytes=allocator_peaks[0] if allocator_peaks else None,
         allocator_reserved_bytes=allocator_peaks[1] if allocator_peaks else None,
     )  # fmt: skip
+
+
+def _settle(
+    life: Allocation, on_wire: dict[int, list[int]], known: set[int], backward: Window, update: Window
+) -> Allocation:
+    """How long a storage lived whose end was not seen: for ever when the engine named it or Python still sees it; when
+    it went into a collective, for ever if it is older than the step (a bucket, used again and again), else until
+    the end of that half of the step; otherwise not at all, for it was a collective's scratch of long ago."""
+    if life.stop_ns is not None or life.address in known:
+        return life
+    uses = [t for t in on_wire.get(life.address, []) if t >= life.start_ns]
+    if uses and life.start_ns < backward.start_ns:
+        return life
+    half = backward if uses and backward.holds(max(uses)) else update
+    return dataclasses.replace(life, stop_ns=half.stop_ns if uses else life.start_ns)
+
+
+def visible_storages() -> set[int]:
+    """Addresses of all storages that Python code can still reach."""
+    found = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
+    addresses = set()
+    for tensor in found:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a wrapper around other tensors has no storage
+            addresses.add(tensor.untyped_storage().data_ptr())
+    return addresses
 
 
 def cuda_peaks(device: torch.device) -> tuple[int, int] | None:

@@ -47,7 +47,8 @@ class Allocation:
     num_bytes: int
     start_ns: int
     stop_ns: int | None
-    """None when it outlived the watch."""
+    """None when no end was seen. Gloo frees what it worked on in threads of its own, which the profiler cannot see: the
+    storage may be long gone."""
 
     def alive(self, time_ns: int) -> bool:
         return self.start_ns <= time_ns and (self.stop_ns is None or time_ns < self.stop_ns)
@@ -143,9 +144,8 @@ class Watch:
             address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
             begun = open_.pop(address, None)
             if begun is not None:
-                lives.append(
-                    Allocation(address=address, num_bytes=begun[1], start_ns=begun[0], stop_ns=event.start_time_ns)
-                )
+                seen_ns = event.start_time_ns if size < 0 else None
+                lives.append(Allocation(address=address, num_bytes=begun[1], start_ns=begun[0], stop_ns=seen_ns))
             if size > 0:
                 open_[address] = (event.start_time_ns, size)
         lives += [Allocation(address=a, num_bytes=n, start_ns=t, stop_ns=None) for a, (t, n) in open_.items()]

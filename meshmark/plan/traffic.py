@@ -30,6 +30,8 @@ class Reduction:
     """All-gathers of the parameters for each micro-batch: 2 under ZeRO-3, one for forward and one for backward."""
     gathers_per_step: int = 0
     """All-gathers of the updated parameters: 1 under ZeRO-1 and 2."""
+    gather_kind: str = "all_gather"
+    """Collective that brings parameters together: all_gather, or owners' broadcasts."""
     weight_bytes: int | None = None
     """Bytes an element of a gathered weight."""
 
@@ -45,7 +47,16 @@ def default_reduction(case: Case) -> Reduction:
         return Reduction()
     if case.layout.zero_stage < 3:
         return Reduction(kind="reduce_scatter", gathers_per_step=1)
-    return Reduction(kind="reduce_scatter", gathers_per_micro_batch=2, every_micro_batch=True)
+    return fully_sharded(case)
+
+
+def fully_sharded(case: Case) -> Reduction:
+    """ZeRO-3 as FSDP does it: low-precision weights gathered for forward and again for backward, wide gradients reduced
+    after every micro-batch, so that they stay sharded."""
+    low = case.precision in (Precision.BF16, Precision.FP16)
+    return Reduction(
+        kind="reduce_scatter", gathers_per_micro_batch=2, every_micro_batch=True, weight_bytes=2 if low else None
+    )
 
 
 def data_parallel_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic:
@@ -58,7 +69,7 @@ def data_parallel_traffic(case: Case, rank: int, reduction: Reduction | None = N
     gathers = how.gathers_per_step + how.gathers_per_micro_batch * case.layout.num_micro_batches
     traffic: Traffic = {how.kind: float(times * count * (how.gradient_bytes or wide))}
     if gathers:
-        traffic["all_gather"] = float(gathers * count * (how.weight_bytes or wide))
+        traffic[how.gather_kind] = float(gathers * count * (how.weight_bytes or wide))
     return traffic
 
 
@@ -89,9 +100,15 @@ def pipeline_traffic(case: Case, rank: int, activation_bytes: int | None = None)
 
 
 def step_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic:
-    """All of the above, added up by kind."""
+    """All of the above."""
+    return add_traffic(
+        data_parallel_traffic(case, rank, reduction), tensor_parallel_traffic(case), pipeline_traffic(case, rank)
+    )
+
+
+def add_traffic(*parts: Traffic) -> Traffic:
+    """Sum by kind."""
     total: Traffic = {}
-    parts = (data_parallel_traffic(case, rank, reduction), tensor_parallel_traffic(case), pipeline_traffic(case, rank))
     for part in parts:
         for kind, num_bytes in part.items():
             total[kind] = total.get(kind, 0.0) + num_bytes
