@@ -27,7 +27,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # The report is written whether or not a case fails; the exit code says which.
 report: install
 	rm -f $(RESULTS)/records.jsonl
-	$(BIN)/python -m pytest suites --world 2,4 --results $(RESULTS) -q; status=$$?; \
+	$(BIN)/python -m pytest suites --world 2,4 --results $(RESULTS); status=$$?; \
 	$(BIN)/meshmark report $(RESULTS) -o reports/report.md && exit $$status
 
 test: install
@@ -43,6 +43,17 @@ types: install
 bench: install
 	$(BIN)/python -m benchmarks.launch
 	$(BIN)/python -m benchmarks.overhead
+
+# On the machine's own python, with whatever frameworks it has: first a model that fills one GPU, then correctness at
+# world size 1 over NCCL, then two ranks that share the GPU over gloo.
+GPU_OUT ?= results/gpu
+GPU_SUITES = $(PYTHON) -m pytest suites --device cuda --results $(GPU_OUT) --time-limit 90
+gpu:
+	rm -f $(GPU_OUT)/records.jsonl; status=0; \
+	$(GPU_SUITES) --world 1 --workload gpt-1.3b --precision bf16 --steps 8 -k "memory or throughput" || status=$$?; \
+	$(GPU_SUITES) --world 1 --workload gpt-tiny --precision fp32,bf16 || status=$$?; \
+	$(GPU_SUITES) --world 2 --workload gpt-tiny --precision fp32 --backend gloo -k "not throughput" || status=$$?; \
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) -m meshmark report $(GPU_OUT) -o $(GPU_OUT)/report.md && exit $$status
 
 clean:
 	rm -rf $(VENV) results build *.egg-info .pytest_cache .mypy_cache .ruff_cache

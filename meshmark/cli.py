@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="markdown and plots from recorded results")
     report.add_argument("results", type=Path, metavar="DIR", help="folder with records.jsonl")
     report.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: DIR/report.md")
+    report.add_argument("--baseline", type=Path, metavar="DIR", help="records to compare times with")
     report.set_defaults(run=_report)
     return parser
 
@@ -103,8 +104,9 @@ def _report(parsed: argparse.Namespace) -> None:
         print(f"meshmark: left out {complaint}", file=sys.stderr)
     folder = parsed.results if parsed.results.is_dir() else parsed.results.parent
     output = parsed.output or folder / "report.md"
-    command = f"meshmark report {shlex.quote(str(parsed.results))}" + (
-        f" -o {shlex.quote(str(output))}" if parsed.output else ""
-    )
-    write_report(reading, output, command)
+    command = ["meshmark", "report", str(parsed.results)]
+    for option, value in (("-o", parsed.output), ("--baseline", parsed.baseline)):
+        command += [option, str(value)] if value else []
+    baseline = read_records(parsed.baseline) if parsed.baseline else None
+    write_report(reading, output, shlex.join(command), baseline)
     print(f"{output}: {len(reading.records)} records")

@@ -10,7 +10,16 @@ import torch
 import torch.distributed as dist
 
 from meshmark.adapter import Holdings
-from meshmark.meters.memory import Bytes, MemoryReading, Named, _classify, _peak_time, cuda_peaks, read_memory
+from meshmark.meters.memory import (
+    Bytes,
+    MemoryReading,
+    Named,
+    _classify,
+    _peak_time,
+    cuda_peaks,
+    read_memory,
+    visible_storages,
+)
 from meshmark.meters.traffic import Collective, TrafficReading, _full_bytes, _sum, read_traffic
 from meshmark.meters.watch import Allocation, AskedOperation, Operand, Watch, Window
 
@@ -101,7 +110,8 @@ def measure_step() -> tuple[MemoryReading, list[torch.Tensor]]:
             temporary = torch.zeros(500)
             del temporary, gradient
         after = Named.of(Holdings(parameters=[parameter], optimizer_states=[moment]))
-    return read_memory(watch, 4, before, after, None), [parameter, moment, unnamed]
+        visible = visible_storages()
+    return read_memory(watch, 4, before, after, visible, None), [parameter, moment, unnamed]
 
 
 def test_a_step_is_classified_to_the_byte() -> None:
@@ -120,7 +130,7 @@ def test_the_allocator_s_own_peaks_are_passed_on() -> None:
         for name in ("backward", "update"):
             with watch.window(name, 0):
                 torch.zeros(10)
-    reading = read_memory(watch, 0, NOTHING, NOTHING, (123, 456))
+    reading = read_memory(watch, 0, NOTHING, NOTHING, set(), (123, 456))
     assert (reading.allocator_peak_bytes, reading.allocator_reserved_bytes) == (123, 456)
     assert cuda_peaks(CPU) is None
 
@@ -170,6 +180,72 @@ def test_a_storage_named_twice_counts_once_under_the_first_name() -> None:
     assert named.communication == {}
     assert named.category(flat.data_ptr()) == "parameters"
     assert named.category(12345) is None
+
+
+class Canned(Watch):
+    """A watch that saw what it is told: a step from 100 to 200, whose update begins at 150."""
+
+    def __init__(self, lives: list[Allocation], asked: list[AskedOperation]) -> None:
+        super().__init__(CPU)
+        self.lives, self.calls = lives, asked
+        self.windows = [
+            Window(name="backward", step=0, start_ns=100, stop_ns=150),
+            Window(name="update", step=0, start_ns=150, stop_ns=200),
+        ]
+
+    def allocations(self) -> list[Allocation]:
+        return self.lives
+
+    def asked(self) -> list[AskedOperation]:
+        return self.calls
+
+
+def reduced(address: int, time_ns: int) -> AskedOperation:
+    operand = Operand(num_bytes=1, address=address)
+    return AskedOperation(name="c10d::allreduce_", time_ns=time_ns, operands=((operand,),))
+
+
+@pytest.mark.parametrize(
+    "born, calls, visible, peak, steady",
+    [
+        (50, [], {7}, {"other": 10}, {"other": 10}),
+        (120, [], {7}, {"activations": 10}, {"other": 10}),
+        (50, [reduced(7, 130)], set(), {"communication": 10}, {"communication": 10}),
+        (120, [reduced(7, 130)], set(), {"communication": 10}, {}),
+        (160, [reduced(7, 170)], set(), {"communication": 10}, {}),
+        (120, [], set(), {}, {}),
+        (50, [], set(), {}, {}),
+    ],
+    ids=["seen by Python", "seen by Python, new", "a bucket", "scratch of backward", "scratch of the update",
+         "of a collective that is over", "of long ago"],
+)  # fmt: skip
+def test_a_storage_whose_end_nobody_saw(
+    born: int, calls: list[AskedOperation], visible: set[int], peak: dict[str, int], steady: dict[str, int]
+) -> None:
+    """Gloo frees in threads that the profiler cannot see: such a storage lives as long as something shows that it does,
+    and does not pile up step by step."""
+    reading = read_memory(Canned([life(7, 10, born)], calls), 0, NOTHING, NOTHING, visible, None)
+    assert reading.peak == Bytes(**peak)
+    assert reading.steady == Bytes(**steady)
+
+
+def test_a_storage_at_an_address_that_was_given_out_again_is_over() -> None:
+    """Its end was not seen, but two storages cannot be in one place: the name belongs to the later one."""
+    lives = [life(7, 1000, 20), life(7, 10, 60)]
+    named = Named(parameters={7: 10}, gradients={}, optimizer_states={}, communication={})
+    reading = read_memory(Canned(lives, []), 0, named, named, {7}, None)
+    assert reading.peak == reading.steady == Bytes(parameters=10)
+
+
+def test_storages_that_python_reaches_are_found() -> None:
+    """Also behind views, in closures and containers; not those that are gone."""
+    kept = {"inside": [torch.zeros(100)[5:]]}
+    gone = torch.zeros(100)
+    address = gone.untyped_storage().data_ptr()
+    del gone
+    found = visible_storages()
+    assert kept["inside"][0].untyped_storage().data_ptr() in found
+    assert address not in found
 
 
 # Collectives.

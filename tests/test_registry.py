@@ -121,6 +121,7 @@ def test_an_outside_adapter_is_called_by_its_class() -> None:
         (["fairscale-*"], ["fairscale-oss", "fairscale-fsdp"]),
         (["*fsdp*", "fsdp2"], ["fsdp2", "fairscale-fsdp"]),
         (["d?p"], ["ddp"]),
+        (["fairscale"], ["fairscale-oss", "fairscale-fsdp"]),
     ],
 )
 def test_adapters_are_selected_by_shell_patterns(patterns: list[str], chosen: list[str]) -> None:

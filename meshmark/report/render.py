@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshmark.record import Reading, Record
@@ -13,8 +14,9 @@ from meshmark.throughput import throughput
 from meshmark.verdict import NOISE_FACTOR
 
 
-def write_report(reading: Reading, path: Path, command: str) -> None:
-    """Markdown at `path`, and its pictures beside it, named after it. `command` is what made the report."""
+def write_report(reading: Reading, path: Path, command: str, baseline: Reading | None = None) -> None:
+    """Markdown at `path`, and its pictures beside it, named after it. `command` is what made the report; with
+    a `baseline`, times are compared with its."""
     path.parent.mkdir(parents=True, exist_ok=True)
     found = results(reading.records)
     pictures = {
@@ -23,7 +25,9 @@ def write_report(reading: Reading, path: Path, command: str) -> None:
     }
     drawn = [f"![{title}]({file.name})" for title, (draw, file) in pictures.items() if draw(found, file)]
     path.write_text(
-        "\n\n".join([*_answer(found, reading), *drawn, *_evidence(found, reading), *_origin(found, reading, command)])
+        "\n\n".join(
+            [*_answer(found, reading), *drawn, *_evidence(found, reading, baseline), *_origin(found, reading, command)]
+        )
         + "\n"
     )
 
@@ -71,11 +75,11 @@ def _peak(result: Result) -> int:
     return max(m.peak.total for m in result.observed.memory) if result.observed else 0
 
 
-def _evidence(found: Sequence[Result], reading: Reading) -> list[str]:
+def _evidence(found: Sequence[Result], reading: Reading, baseline: Reading | None) -> list[str]:
     latest = [record for r in found for record in (r.observed, r.timed) if record]
     failed = tables.failures(latest)
     parts = ["## What failed", failed or "Nothing: every case that ran reached its end and passed every suite."]
-    sections = {
+    sections: dict[str, tuple[Callable[[Sequence[Result]], str], str]] = {
         "Equivalence": (
             tables.equivalence,
             "Each step is judged on its own: loss and gradients against float64 at the parameters where the run is, "
@@ -92,7 +96,7 @@ def _evidence(found: Sequence[Result], reading: Reading) -> list[str]:
             "backend issues can differ from what was asked for.",
         ),
         "Throughput": (
-            tables.speed,
+            functools.partial(tables.speed, baseline=results(baseline.records) if baseline else ()),
             "Untouched pass, slowest rank of each step, after warm-up. MFU counts 6 operations a matrix parameter and "
             "token, and full attention (PaLM, appendix B).",
         ),

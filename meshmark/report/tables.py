@@ -115,19 +115,25 @@ def communication(found: Sequence[Result]) -> str:
     return markdown(rows)
 
 
-def speed(found: Sequence[Result]) -> str:
+def speed(found: Sequence[Result], baseline: Sequence[Result] = ()) -> str:
+    """With a `baseline`, each median also as a multiple of the same case's there."""
+    before = {r.case.id: np.median(r.timed.step_seconds) for r in baseline if r.timed and r.timed.rank_step_seconds}
     rows = []
     for result in found:
         if not result.timed or not result.timed.rank_step_seconds:
             continue
         milliseconds = 1000 * np.array(result.timed.step_seconds)
         measured = throughput(result.timed)
-        rows.append({
+        row: dict[str, object] = {
             **_names(result), "correct": result.correctness, "median step": f"{np.median(milliseconds):.4g} ms",
             "fastest": f"{milliseconds.min():.4g} ms", "slowest": f"{milliseconds.max():.4g} ms",
             "samples": len(milliseconds), "tokens/s": f"{measured.tokens_per_second:,.0f}",
             "MFU": f"{measured.mfu:.1%}", "peak from": measured.peak_source,
-        })  # fmt: skip
+        }  # fmt: skip
+        if baseline:
+            known = before.get(result.case.id)
+            row["median / baseline's"] = f"{np.median(milliseconds) / 1000 / known:.2f}" if known else "new"
+        rows.append(row)
     return markdown(rows)
 
 
