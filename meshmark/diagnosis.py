@@ -29,6 +29,8 @@ def diagnose(
     wrong = {(q, step): excess for excess, q, step in yardstick.excesses(compare(deviations)) if not excess <= 1}
     if start := [q.partition("/")[2] for q, d in deviations.items() if q.startswith("initial/") and d[0].distance != 0]:
         return _start(trace, start)
+    if apart := [drift for drift in drifts if drift.quantity.startswith("parameters/") and drift.step == 0]:
+        return _first_drift(apart)
     first = min((step for _, step in wrong), default=None)
     drift = _first_drift(drifts)
     if drift and (first is None or drift.step < first or (drift.step == first and not _wrong(wrong, first, drift))):

@@ -22,6 +22,8 @@ from meshmark.truth import exact_gradients, global_norm
 
 LEFT_OVER = 0.05
 """Part of a deviation that may stay unexplained."""
+_ALONG = 0.3
+"""Part of a deviation by rounding that lies along the gradient itself."""
 _SAME = 0.02
 """Weights of sequences that differ by less, relative to the largest, are one weight."""
 
@@ -55,10 +57,10 @@ class Scene:
         """Constants by which gradients and losses are multiplied by mistake."""
         layout, batch = self.case.layout, self.batch
         counts = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "num_micro_batches": layout.num_micro_batches,
-                  "dp x num_micro_batches": layout.dp * layout.num_micro_batches}  # fmt: skip
+                  "dp x num_micro_batches": layout.dp * layout.num_micro_batches if layout.dp > 1 else 1}  # fmt: skip
         known = {name: float(n) for name, n in counts.items() if n > 1}
         known |= {f"1/({name})" if " " in name else f"1/{name}": 1 / n for name, n in known.items()}
-        known |= {"-1": -1.0, "0": 0.0, "number of tokens": float(batch.num_tokens),
+        known |= {"the wrong sign": -1.0, "number of tokens": float(batch.num_tokens),
                   "unmasked part of the tokens": batch.num_tokens / batch.targets_BT.numel()}  # fmt: skip
         clip, gradients = self.case.workload.optimizer.clip_norm, self.trace.gradients[self.step]
         if clip is not None and (norm := global_norm(self.truth(self.step, batch))):
@@ -195,7 +197,12 @@ def _low_precision(scene: Scene, fit: _Fit, exact: Tensors) -> Finding | None:
     own = scene.trace.gradients[scene.step]
     if kinds := [kind for kind in low_precisions(own[name] for name in scene.names)]:
         return Fault.PRECISION, f"every value of {len(scene.names)} gradients is a {kinds[0]} number"
-    return rounding(sorted(fit.deviations.values()), "gradients")
+    # Rounding goes in all directions; what changes the function mostly stretches its gradients.
+    along = sorted(
+        abs(float(np.sum((own[n].astype(np.float64) - exact[n]) * exact[n]))) / unit**2 / fit.deviations[n]
+        for n, unit in fit.units.items()
+    )
+    return rounding(sorted(fit.deviations.values()), "gradients") if along[len(along) // 2] < _ALONG else None
 
 
 def low_precisions(tensors: Iterator[NDArray[np.floating]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Gradients that are wrong without an error: scaled, not reduced, of other data, old, or rounded; mixins for engines."""
+"""Gradients that are wrong without an error: scaled, not reduced, of other data, old, or rounded. Mixins."""
 
 from __future__ import annotations
 
@@ -159,6 +159,9 @@ class MeanOfMicroBatches(Broken):
 
 
 class MeanOfPipeline(Broken):
+    def prepare(self) -> None:
+        self.schedule._loss_fn = self._loss
+
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         self.num_tokens = int((targets_BT != IGNORED).sum()) * self.case.layout.num_micro_batches
         return super()._loss(logits_BTV, targets_BT)
@@ -271,14 +274,14 @@ class Bf16Accumulation(Broken):
             grad.copy_(grad.bfloat16())
 
 
-class Bf16Reduction(Broken):
-    """DDP's own hook that compresses gradients."""
+class CompressedReduction(Broken):
+    """DDP's own hook that compresses gradients, to the 16 bits that it does on a CPU."""
 
     def prepare(self) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
         module: Any = self.module
-        module.register_comm_hook(None, bf16_compress_hook)
+        module.register_comm_hook(None, fp16_compress_hook)
 
 
 class Bf16Forward(Broken):

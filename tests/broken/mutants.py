@@ -117,7 +117,7 @@ MUTANTS: list[Mutant] = [
     *_on("ddp fsdp2 gpipe", g.StaleWeights, F.STALE_WEIGHTS),
     # Precision
     *_on("ddp fsdp2 megatron", g.Bf16Accumulation, F.PRECISION),
-    *_on("ddp", g.Bf16Reduction, F.PRECISION),
+    *_on("ddp", g.CompressedReduction, F.PRECISION),
     *_on("ddp", g.Bf16Forward, F.PRECISION),
     *_on("ddp fsdp2 gpipe", u.Bf16Weights, F.PRECISION),
     *_on("ddp fsdp2 megatron", u.Bf16Moments, F.PRECISION),
