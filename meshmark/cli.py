@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from meshmark.device import num_gpus
-from meshmark.errors import MeshmarkError
+from meshmark.errors import AdapterError, MeshmarkError
 from meshmark.layout import Precision
 from meshmark.machine import describe, versions
 from meshmark.registry import builtin_adapters, load_adapter, select
@@ -72,7 +72,11 @@ def _doctor(_: argparse.Namespace) -> None:
     print("versions    " + ", ".join(f"{name} {version}" for name, version in versions().items()))
     print("adapters")
     for name, target in builtin_adapters().items():
-        adapter = load_adapter(target)
+        try:
+            adapter = load_adapter(target)
+        except AdapterError as error:
+            print(f"  {name:<20} broken: {error}")
+            continue
         missing = [reason for requirement in adapter.requires if (reason := requirement.missing)]
         can = adapter.capabilities
         axes = "+".join(sorted(can.degrees)) or "one process"

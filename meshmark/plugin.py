@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -59,11 +60,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE.py:CLASS",
         help="an adapter from outside the repo, or package.module:Class; alone unless --adapters is given too",
     )
-    group.addoption("--world", default="2", metavar="N,M", help="world sizes (default: 2); 1 joins where `single` runs")
+    group.addoption("--world", default="2", metavar="N,M", help="world sizes (default: 2); `single` always runs on 1")
     group.addoption("--device", default="cpu", help="cpu or cuda (default: cpu)")
     group.addoption("--backend", default=None, help="gloo or nccl (default: nccl where every rank has its own GPU)")
     group.addoption("--precision", default="fp32", metavar="P,Q", help="fp64, fp32, bf16, fp16 (default: fp32)")
     group.addoption("--workload", default="gpt-tiny", metavar="NAME,NAME", help="workload presets (default: gpt-tiny)")
+    group.addoption("--global-batch", type=int, default=None, metavar="N", help="sequences a step (default: preset's)")
     group.addoption("--corpus", default=None, metavar="FILE", help="train on this file, byte by byte")
     group.addoption(
         "--steps", type=int, default=None, metavar="N", help="optimizer steps of a pass (default: 5 observed, 10 timed)"
@@ -96,7 +98,7 @@ def _select(config: pytest.Config) -> Selection:
     outside = {outside_name(target): target for target in option("--adapter")}
     patterns = _split(option("--adapters"))
     targets = outside if outside and patterns == ["*"] else select(patterns, builtin_adapters()) | outside
-    workloads = [workload(name, corpus=option("--corpus")) for name in _split(option("--workload"))]
+    workloads = [_workload(name, option("--corpus"), option("--global-batch")) for name in _split(option("--workload"))]
     for chosen in workloads:
         check_corpus(chosen)
     nnodes = option("--nnodes")
@@ -109,6 +111,14 @@ def _select(config: pytest.Config) -> Selection:
             nnodes=nnodes, node_rank=option("--node-rank"), rdzv=option("--rdzv")
         ),
     )  # fmt: skip
+
+
+def _workload(name: str, corpus: str | None, global_batch: int | None) -> Workload:
+    """A preset, renamed when its batch is another, for then its numbers are too."""
+    chosen = workload(name, corpus=corpus)
+    if global_batch is None or global_batch == chosen.global_batch:
+        return chosen
+    return dataclasses.replace(chosen, name=f"{name}.b{global_batch}", global_batch=global_batch)
 
 
 def _run_options(config: pytest.Config) -> RunOptions:
@@ -167,7 +177,9 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Iterator[Runner]:
     """This session's runner, which owns the cluster, the forkserver and the records file."""
     chosen = selection(pytestconfig)
-    preload = [r.module for adapter in chosen.adapters.values() for r in adapter.requires if r.missing is None]
+    for adapter in chosen.adapters.values():
+        os.environ.update(adapter.environment(chosen.options.device))
+    preload = [module for adapter in chosen.adapters.values() for module in adapter.modules()]
     progress = Progress(pytestconfig, request.session.items)
     with Cluster(chosen.cluster) as cluster:
         running = Runner(
