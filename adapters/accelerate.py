@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from adapters.data_parallel import AUTOCAST, DataParallelEngine, initial_model
-from adapters.deepspeed import DeepSpeed, DeepSpeedEngine, ds_config, settle
+from adapters.deepspeed import DeepSpeed, DeepSpeedEngine, ds_config, is_deepspeed, settle
 from adapters.fsdp2 import FSDP2Engine
 from meshmark.adapter import Adapter, Capabilities, Engine, RankContext, Requirement
 from meshmark.case import Case
@@ -122,6 +122,8 @@ class AccelerateFSDP2(Adapter):
     gathered from fp32 shards, and gradients reduced in fp32 (Accelerate's own choice would be bf16)."""
 
     requires: ClassVar = (_ACCELERATE,)
+    preload: ClassVar = ("deepspeed",)
+    """Accelerate imports it, where it is installed, to see whether a model is DeepSpeed's."""
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}), zero_stages=frozenset({3}),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
@@ -191,7 +193,6 @@ class AccelerateDeepSpeed(DeepSpeed):
     def build(self, case: Case, context: RankContext) -> Engine:
         _choose_device(context)
         settle(context)
-        import deepspeed
         from accelerate import Accelerator
 
         accelerator = Accelerator(
@@ -199,7 +200,7 @@ class AccelerateDeepSpeed(DeepSpeed):
             gradient_accumulation_steps=case.layout.num_micro_batches,
         )  # fmt: skip
         module, optimizer = _prepare(accelerator, case, context)
-        active = isinstance(module, deepspeed.DeepSpeedEngine)
+        active = is_deepspeed(module)
         active = active and module.zero_optimization_stage() == case.layout.zero_stage
         prove(accelerator, "DEEPSPEED", active, module)
         engine = AccelerateDeepSpeedEngine(case, context, accelerator, module, optimizer)

@@ -80,6 +80,12 @@ def settle(context: RankContext) -> None:
         deepspeed.ops.__compatible_ops__ = {}
 
 
+def is_deepspeed(module: object) -> bool:
+    import deepspeed
+
+    return isinstance(module, deepspeed.DeepSpeedEngine)
+
+
 def masters(zero: Any) -> list[Tensor]:  # noqa: ANN401
     """This rank's fp32 master weights inside a ZeRO optimizer of any stage; at stage 3 in fp32, the weights."""
     names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
@@ -228,9 +234,14 @@ class DeepSpeed(Adapter):
     @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic:
         """Stages 1 and 2 all-reduce gradients (`use_multi_rank_bucket_allreduce`, the default, in place of a reduce to
-        each owner), at stage 2 after every micro-batch, and all-gather the updated weights."""
+        each owner), at stage 2 after every micro-batch, and all-gather the updated weights. Stage 3 gathers a tied
+        weight for the embedding and again for the head."""
+        model = case.workload.model
         if case.layout.zero_stage == 3:
-            return step_traffic(case, rank, fully_sharded(case))
+            traffic = step_traffic(case, rank, fully_sharded(case))
+            if model.tied_embeddings and traffic:
+                traffic["all_gather"] *= 1 + model.vocab_size * model.hidden / model.num_parameters
+            return traffic
         low = case.precision is not Precision.FP32
         return step_traffic(case, rank, Reduction(
             every_micro_batch=case.layout.zero_stage == 2, gathers_per_step=1, weight_bytes=2 if low else None

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from meshmark.device import num_gpus
-from meshmark.errors import AdapterError, MeshmarkError
+from meshmark.errors import AdapterError, MeshmarkError, ResultsError
 from meshmark.layout import Precision
 from meshmark.machine import describe, versions
+from meshmark.options import positive, precision, split_values
 from meshmark.registry import builtin_adapters, load_adapter, select
 from meshmark.workload import WORKLOADS, workload
 
@@ -87,12 +88,12 @@ def _doctor(_: argparse.Namespace) -> None:
 
 
 def _cases(parsed: argparse.Namespace) -> None:
-    matrix = importlib.import_module("suites.cases").matrix
-    adapters = {n: load_adapter(t) for n, t in select(parsed.adapters.split(","), builtin_adapters()).items()}
-    cases = matrix(
-        adapters, [int(n) for n in parsed.world.split(",")], [workload(n) for n in parsed.workload.split(",")],
-        [Precision(p) for p in parsed.precision.split(",")],
-    )  # fmt: skip
+    targets = select(split_values("--adapters", parsed.adapters), builtin_adapters())
+    worlds = [positive("--world", text) for text in split_values("--world", parsed.world)]
+    workloads = [workload(name) for name in split_values("--workload", parsed.workload)]
+    precisions = [precision(text) for text in split_values("--precision", parsed.precision)]
+    adapters = {name: load_adapter(target) for name, target in targets.items()}
+    cases = importlib.import_module("suites.cases").matrix(adapters, worlds, workloads, precisions)
     for case in cases:
         reason = adapters[case.adapter].refusal(case, parsed.device)
         print(f"{case.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())
@@ -112,5 +113,8 @@ def _report(parsed: argparse.Namespace) -> None:
     for option, value in (("-o", parsed.output), ("--baseline", parsed.baseline)):
         command += [option, str(value)] if value else []
     baseline = read_records(parsed.baseline) if parsed.baseline else None
-    write_report(reading, output, shlex.join(command), baseline)
+    try:
+        write_report(reading, output, shlex.join(command), baseline)
+    except OSError as error:
+        raise ResultsError(f"{str(output)!r} cannot be written: {error.strerror}") from error
     print(f"{output}: {len(reading.records)} records")
