@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 
+from meshmark.layout import Precision
 from meshmark.record import Record, Verdict
+from meshmark.truth import Deviation
 
 NOISE_FACTOR = 4.0
 """A quantity passes within this multiple of its noise. Correct runs of every adapter stay under 2 (reports/ show each
@@ -26,7 +28,7 @@ def judge_equivalence(record: Record) -> Verdict:
     if "norm" not in record.noise:
         judged.pop("norm", None)  # `single`, which does not clip, tells none to measure noise by
     ratios = [
-        (_ratio(deviation.distance, noise_of(record, quantity, step)), quantity, step)
+        (_ratio(deviation, noise_of(record, quantity, step), record.case.precision), quantity, step)
         for quantity, steps in judged.items() for step, deviation in enumerate(steps)
     ]  # fmt: skip
     ratio, quantity, step = max(ratios)
@@ -59,11 +61,13 @@ def noise_of(record: Record, quantity: str, step: int) -> float:
     return max(steps) if quantity in ("loss", "norm") else steps[step]
 
 
-def _ratio(distance: float, noise: float) -> float:
-    """Distances that are exactly zero pass whatever the noise; noise that is not finite excuses nothing."""
-    if distance == 0:
+def _ratio(deviation: Deviation, noise: float, precision: Precision) -> float:
+    """Distance over noise. No distance passes whatever the noise; noise that is not finite excuses nothing; where none
+    was seen at all (float64 updates can be exact), half a unit in the last place stands for it."""
+    if deviation.distance == 0:
         return 0.0
-    return distance / noise if noise and math.isfinite(noise) and math.isfinite(distance) else math.inf
+    noise = noise or deviation.scale * 2.0 ** -(precision.mantissa_bits + 1)
+    return deviation.distance / noise if noise and math.isfinite(noise) else math.inf
 
 
 def detection_limit(record: Record) -> float:
