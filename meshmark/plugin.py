@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -19,7 +20,8 @@ from meshmark.case import Case
 from meshmark.cluster import Cluster, ClusterSpec
 from meshmark.data import check_corpus
 from meshmark.device import num_gpus
-from meshmark.errors import InputError, MeshmarkError, UnknownNameError
+from meshmark.errors import ClusterError, InputError, MeshmarkError, ResultsError, UnknownNameError
+from meshmark.expect import expect_ran
 from meshmark.launch import Launcher
 from meshmark.layout import Precision
 from meshmark.observe import WATCHED_STEP
@@ -190,7 +192,7 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         os.environ.update(adapter.environment(chosen.options.device))
     preload = [module for adapter in chosen.adapters.values() for module in adapter.modules()]
     progress = Progress(pytestconfig, request.session.items)
-    with Cluster(chosen.cluster) as cluster:
+    with _ending_the_run(), Cluster(chosen.cluster) as cluster:
         running = Runner(
             Launcher(cluster, preload), chosen.targets, chosen.options, chosen.results, announce=progress.announce
         )
@@ -198,18 +200,27 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         running.close()
 
 
+@contextlib.contextmanager
+def _ending_the_run() -> Iterator[None]:
+    """What no later case could survive (a folder in use, a node that is gone) ends the run with one message."""
+    try:
+        yield
+    except (ClusterError, ResultsError) as error:
+        pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
+
+
 @pytest.fixture
 def observed(runner: Runner, case: Case) -> Record:
     """The record of the case's instrumented pass, with its verdicts."""
-    return runner.observe(case)
+    with _ending_the_run():
+        return runner.observe(case)
 
 
 @pytest.fixture
 def timed(runner: Runner, case: Case) -> Record:
     """The record of the case's untouched pass, which must have reached its end."""
-    from meshmark.expect import expect_ran
-
-    record = runner.time(case)
+    with _ending_the_run():
+        record = runner.time(case)
     expect_ran(record)
     return record
 

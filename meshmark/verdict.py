@@ -67,7 +67,8 @@ def _ratio(deviation: Deviation, noise: float, precision: Precision) -> float:
     if deviation.distance == 0:
         return 0.0
     noise = noise or deviation.scale * 2.0 ** -(precision.mantissa_bits + 1)
-    return deviation.distance / noise if noise and math.isfinite(noise) else math.inf
+    known = noise and math.isfinite(noise) and math.isfinite(deviation.distance)
+    return deviation.distance / noise if known else math.inf
 
 
 def detection_limit(record: Record) -> float:
