@@ -91,7 +91,7 @@ def detection_limits(record: Record) -> dict[str, Limit]:
 def judge_memory(record: Record) -> Verdict:
     """Bytes of parameters, gradients and optimizer states on every rank within 1 % of the closed form plus what the
     adapter declares."""
-    worst = (0.0, "", 0, 0.0, 0.0)
+    worst = (-1.0, "", 0, 0.0, 0.0)
     for rank, (reading, plan, declared) in enumerate(
         zip(record.memory, record.planned_states, record.remainders, strict=True)
     ):
@@ -103,7 +103,7 @@ def judge_memory(record: Record) -> Verdict:
     summary = f"{category} on rank {rank}: {measured:,.0f} bytes, planned {expected:,.0f} ({error:.2%})"
     reasons = sorted({r.reason for declared in record.remainders for r in declared})
     return Verdict(
-        suite="memory", passed=error <= STATE_TOLERANCE, summary=summary if category else "exactly as planned",
+        suite="memory", passed=error <= STATE_TOLERANCE, summary=summary,
         evidence={"category": category, "rank": rank, "measured_bytes": measured, "planned_bytes": expected,
                   "relative_error": error, "tolerance": STATE_TOLERANCE, "declared": "; ".join(reasons)},
     )  # fmt: skip

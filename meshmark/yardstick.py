@@ -92,6 +92,8 @@ class Yardstick:
     def noise_of(self, quantity: str, step: int) -> float:
         """A tensor's noise is that of its step; a number's that of all steps."""
         steps = self.noise[quantity]
+        if not all(map(math.isfinite, steps)):
+            return math.inf
         return max(steps) if kind_of(quantity) == "number" else steps[step]
 
     def factor_of(self, quantity: str) -> float:

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import psutil
 
-from meshmark.record import read_records
+from meshmark.record import RecordFile, read_records
 
 ROOT = Path(__file__).parent.parent
 
@@ -108,3 +108,11 @@ def test_a_framework_that_is_not_installed_is_a_skip_with_the_command(tmp_path: 
     assert done.returncode == 0
     assert "pip install no-such" in done.stdout
     assert read_records(tmp_path).records[0].outcome.status == "skipped"
+
+
+def test_a_second_run_in_one_folder_is_refused_in_one_line(tmp_path: Path) -> None:
+    holder = RecordFile(tmp_path)
+    done = suites("--adapters", "ddp", "--results", tmp_path)
+    holder.close()
+    assert done.returncode == 4
+    assert done.stdout.count("is in use by another run") == 1

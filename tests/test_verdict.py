@@ -66,7 +66,7 @@ def test_a_yardstick_that_is_no_number_excuses_nothing(noise: float, quantity: s
 
 
 def test_without_noise_only_the_exact_value_passes() -> None:
-    """A key bias whose gradient is exactly zero in every run."""
+    """Noise runs that happen to be exact are given half a unit in the last place where they are measured."""
     assert judge_equivalence(run(0.0, noise=0.0)).passed
     assert not judge_equivalence(run(1e-30, noise=0.0)).passed
 
