@@ -23,7 +23,7 @@ from tests.broken.mutants import GPT, TIED
 
 RUNS = 26
 """Correct runs of a problem, beside its noise runs."""
-STEPS = 4
+STEPS = 3
 _LLAMA = dataclasses.replace(
     model_spec("llama-tiny"), name="llama-mini", num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, ffn_hidden=88,
     seq_len=32, init_std=0.15,
