@@ -144,8 +144,8 @@ def report(
         "## Detection limits",
         f"Of the gradient of every parameter, at every one of {STEPS} steps. *Scaling*: the smallest factor, less "
         "one, on one parameter's gradient that is caught. *Any direction*: the smallest error, relative in norm, that "
-        "leaves the gradient's size as it is. Gradients that are zero by mathematics (the keys' biases) have no relative error; "
-        "they are held to their noise. "
+        "leaves the gradient's size as it is. Gradients that are zero by mathematics (the keys' biases) have no "
+        "relative error; they are held to their noise. "
         f"A correct case fails with probability {FALSE_ALARMS:g}, by the tails of its own noise runs.",
         markdown(_limit_row(record) for record in limits),
         "## Correct runs",
