@@ -43,7 +43,7 @@ def test_the_adapter_that_they_break_passes(runner: Runner) -> None:
     assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"]
     assert record.diagnosis is None
     limits = detection_limits(record)
-    assert len(limits) == 33, "every parameter but two layers' key biases"
+    assert len(limits) == 35, "every parameter but two layers' key biases"
     assert max(limit.scaling for limit in limits.values()) < 5e-6
 
 
