@@ -98,7 +98,7 @@ def _pipeline_time(
     out["host"] = np.full(len(grid), rates.step_seconds)
     device = np.stack([p["device"] for p in by_stage])[slowest, columns]
     floor = np.stack([p["floor"] for p in by_stage])[slowest, columns]
-    out["lag"] = _host_lag(grid, device, floor)
+    out["lag"] = _host_lag(grid, device, floor, gpu.gpus_per_node)
     return out
 
 
@@ -233,8 +233,13 @@ def _optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: Rec
     return seconds + np.where(away, 2.0 * states * updated * slower / rates.offload_bandwidth, 0.0)
 
 
-def _host_lag(grid: Grid, device: Column, floor: Column) -> Column:
-    """How far the host is ahead: all the way without a pipeline; in one, receiving a tensor's shape waits for the
-    device, unless the stage is bound by its device, or fills a deep pipeline with forwards that wait downstream."""
+def _host_lag(grid: Grid, device: Column, floor: Column, gpus_per_node: int) -> Column:
+    """How far the host is ahead of its device, 0 to 1.
+
+    Without a pipeline nothing holds it. In one, receiving a tensor's shape waits for the device each time, so it only
+    gets ahead where the device is the slower of the two, and while it fills the pipeline: the deeper, the longer.
+    """
     bound = np.clip((device / np.maximum(floor, 1e-9) - 0.7) / 0.3, 0.0, 1.0)
-    return np.where(grid.pp == 1, 1.0, np.maximum(bound, 1.0 - 2.0 / grid.pp))
+    filling = np.minimum(0.45 * (np.log2(grid.pp) - 1.0), 1.0)
+    lag = np.maximum(np.where(grid.tp <= gpus_per_node, bound, 0.0), filling)
+    return np.where(grid.pp == 1, 1.0, np.clip(lag, 0.0, 1.0))
