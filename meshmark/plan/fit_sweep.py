@@ -26,7 +26,7 @@ TIME_BOUNDS = {
     "pipeline_stall_seconds": (1e-4, 1e-2),
     "node_bandwidth": (5e10, 8e11),
     "node_bandwidth_decay": (0.01, 1.0),
-    "overlap": (0.05, 2.0),
+    "overlap": (0.05, 1.0),
     "ring_tensor_seconds": (1e-7, 1e-4),
     "tree_tensor_seconds": (1e-6, 1e-3),
     "step_seconds": (1e-3, 1e-1),

@@ -155,7 +155,7 @@ def _degrees(model: ModelSpec, num_gpus: int, max_tp: int) -> list[tuple[int, in
         if tp > max_tp or not shards or model.seq_len % tp:
             continue
         for pp in divisors(num_gpus // tp):
-            if pp <= model.num_layers and model.num_layers % pp == 0:
+            if pp <= model.num_layers:
                 out.append((num_gpus // tp // pp, tp, pp))
     return out
 

@@ -57,6 +57,10 @@ PLAN_MODELS: dict[str, ModelSpec] = {
 }
 
 
+# Sizes that have a published shape.
+_SHAPES = {"gpt-175b": "megatron-175b", "gpt-530b": "megatron-530b", "gpt-1t": "megatron-1t", "gpt-22b": "megatron-22b"}
+
+
 def known_models() -> dict[str, ModelSpec]:
     """All presets by name: the project's and the planner's."""
     return {**MODELS, **PLAN_MODELS}
@@ -67,7 +71,7 @@ def plan_model(name: str, **changes: object) -> ModelSpec:
 
     Raises `UnknownNameError` with near matches for any other name.
     """
-    known = known_models()
+    known, name = known_models(), _SHAPES.get(name, name)
     if name in known:
         spec = known[name]
     elif match := re.fullmatch(r"(gpt|llama)-(\d+(?:\.\d+)?)([bt])", name):
