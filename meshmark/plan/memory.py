@@ -151,6 +151,10 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: Recipe) -> Colu
         scores = 4.0
     core = np.where(_keeps_scores(grid, recipe), scores * width / 2.0 * model.num_heads * s, 4.0 * model.num_heads)
     per_token = between / np.where(grid.sequence_parallel, t, 1.0) + (inside + core) / t
+    if recipe.flash_attention:
+        products = 3.0 * h + 2.0 * model.kv_hidden + 2.0 * model.ffn_hidden
+        some = width * (h / np.where(grid.sequence_parallel, t, 1.0) + (h + 0.5 * products) / t)
+        per_token = np.where(grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE), some, per_token)
     full = width * h / np.where(grid.sequence_parallel, t, 1.0)
     return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), full, per_token)
 

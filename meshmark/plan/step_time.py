@@ -108,8 +108,9 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: Recipe, rates
     peak, memory = gpu.peak(recipe.arithmetic), gpu.memory_bandwidth * rates.memory_efficiency
     full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
     core_again = full | ((grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (not recipe.flash_attention))
+    some = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & recipe.flash_attention
     weights = layer_matrix_parameters(model) / t
-    matmul = 2.0 * num_tokens * weights * np.where(full, 4.0, 3.0) / (peak * rates.gemm_efficiency)
+    matmul = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0)) / (peak * rates.gemm_efficiency)
     core = 2.0 * num_tokens * model.seq_len * model.hidden / t
     if recipe.flash_attention:
         attention = core * np.where(core_again, 4.5, 3.5) / (peak * rates.attention_efficiency)
@@ -118,7 +119,7 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: Recipe, rates
         scores = num_tokens * model.seq_len * model.num_heads / t
         attention = 2.0 * core * np.where(core_again, 4.0, 3.0) / (peak * rates.gemm_efficiency)
         attention += scores * np.where(core_again, 53.0, 40.0) / memory
-    traffic = num_tokens * _elementwise_bytes(model, grid) * recipe.element_bytes / 2.0 * np.where(full, 1.4, 1.0)
+    traffic = num_tokens * _elementwise_bytes(model, grid) * recipe.element_bytes / 2.0 * np.where(full | some, 1.4, 1.0)
     accumulate = weights * (4.0 + 2.0 * recipe.gradient_bytes + 4.0)
     whole = num_tokens * model.hidden * recipe.element_bytes
     one = tensor_collective_seconds(grid, whole, rates, gpu.gpus_per_node)
@@ -172,7 +173,8 @@ def _stage_seconds(
     device = sum(parts.values(), start=zero)
     floor = n * layer["floor"]
     neighbours = (index > 0) + (index < len(cut) - 1)
-    sent = tokens(model, grid) * model.hidden * recipe.element_bytes / np.where(grid.sequence_parallel, grid.tp, 1)
+    # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather).
+    sent = tokens(model, grid) * model.hidden * recipe.element_bytes / grid.tp
     p2p = 2.0 * neighbours * point_to_point_seconds(grid, sent * grid.virtual_stages, rates, gpu.gpus_per_node)
     if stage.has_loss != stage.has_head:
         logits = head["logits"] * recipe.element_bytes
