@@ -22,9 +22,15 @@ from meshmark.plan.system import GIB, gpu
 DEFAULT_RECIPE = "nanotron"
 
 
-def rates_for(gpu_name: str) -> Rates:
-    """The rates that the planner uses on a GPU: fitted where there were measurements, else the nearest GPU's."""
+def rates_for(gpu_name: str, *, as_measured: bool = False) -> Rates:
+    """The rates that the planner uses on a GPU: fitted where there were measurements, else the nearest GPU's.
+
+    `as_measured` takes the sweep's cluster with the build it ran, whose pipelines wait for messages on many nodes; a
+    search assumes one that does not.
+    """
     name = gpu(gpu_name).name
+    if as_measured and name == "h100":
+        return rates("h100-sweep")
     nearest = {"h100": "h100", "h100-96": "h100", "h200": "h100", "cpu": "cpu"}
     return rates(nearest.get(name, "a100"))
 
@@ -34,7 +40,7 @@ def predict_rows(table: Sequence[Row], using: Recipe, given: Rates | None = None
     columns: dict[str, Column] = {}
     for batch in batches(table):
         found = predict_grid(
-            batch.model, batch.grid, gpu(batch.gpu_name), using, given or rates_for(batch.gpu_name)
+            batch.model, batch.grid, gpu(batch.gpu_name), using, given or rates_for(batch.gpu_name, as_measured=True)
         )
         for name, column in predicted_columns(found).items():
             columns.setdefault(name, np.zeros(len(table)))[batch.rows] = column

@@ -55,6 +55,11 @@ class Rates:
     """Host work of a step that nothing hides."""
     p2p_bandwidth: float = 2e10
     """Bytes per second from one pipeline stage to the next across nodes."""
+    pipeline_wait_seconds: float = 0.0
+    """What a stage waits per neighbour and micro-batch for pipeline messages, in jobs of `pipeline_wait_nodes` or more;
+    zero unless a framework polls for them."""
+    pipeline_wait_nodes: float = 1e9
+    """Nodes from which jobs wait."""
     offload_bandwidth: float = 2.5e10
     """Bytes per second between host and device for offloaded states."""
     fragmentation: float = 0.03

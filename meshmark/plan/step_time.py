@@ -176,6 +176,8 @@ def _stage_seconds(
     # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather).
     sent = tokens(model, grid) * model.hidden * recipe.element_bytes / grid.tp
     p2p = 2.0 * neighbours * point_to_point_seconds(grid, sent * grid.virtual_stages, rates, gpu.gpus_per_node)
+    waits = (grid.pp > 1) & (grid.num_gpus >= rates.pipeline_wait_nodes * gpu.gpus_per_node)
+    p2p = p2p + np.where(waits, neighbours * rates.pipeline_wait_seconds, 0.0)
     if stage.has_loss != stage.has_head:
         logits = head["logits"] * recipe.element_bytes
         p2p = p2p + 2.0 * point_to_point_seconds(grid, logits, rates, gpu.gpus_per_node)
