@@ -27,8 +27,8 @@ class Recompute(StrEnum):
 
     NONE = "none"
     SELECTIVE = "selective"
-    """The attention core only: scores, softmax and dropout. With flash attention, which keeps none of them, every second
-    matrix product and what lies between, as torchtitan's selective (op) policy does."""
+    """The attention core only: scores, softmax and dropout. With flash attention, which keeps none of them, every
+    second matrix product and what lies between, as torchtitan's selective (op) policy does."""
     FULL = "full"
     """Every block from its input."""
 

@@ -39,10 +39,10 @@ def errors_of(predicted: Column, measured: Column, goal: float) -> Errors:
 def _spearman(a: Column, b: Column) -> float:
     if len(a) < 3:
         return float("nan")
-    ranks = [_ranks(x) for x in (a, b)]
-    if ranks[0].std() == 0 or ranks[1].std() == 0:
+    first, second = _ranks(a), _ranks(b)
+    if first.std() == 0 or second.std() == 0:
         return float("nan")
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(((first - first.mean()) * (second - second.mean())).mean() / first.std() / second.std())
 
 
 def _ranks(values: Column) -> Column:

@@ -92,7 +92,9 @@ def fit_sweep(parts: Sequence[Measured], origin: str) -> Rates:
     # Half of the sweep's pipelines ran with a build that polls for messages (see reports/validation.md); from how many
     # nodes on jobs did is tried, and chosen by the mean error on the rows fitted to.
     waiting = [
-        fit_rates(dataclasses.replace(timed, pipeline_wait_nodes=nodes, pipeline_wait_seconds=0.6), WAIT_BOUNDS, time_errors)
+        fit_rates(
+            dataclasses.replace(timed, pipeline_wait_nodes=nodes, pipeline_wait_seconds=0.6), WAIT_BOUNDS, time_errors
+        )
         for nodes in (16.0, 32.0, 64.0)
     ]
     best = min(waiting, key=lambda given: float(np.abs(np.expm1(time_errors(given))).mean()))

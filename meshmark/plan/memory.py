@@ -214,9 +214,7 @@ def _without_recompute(grid: Grid) -> Grid:
     return Grid(**{**columns, "recompute": np.zeros_like(grid.recompute)})
 
 
-def _pinned_bytes(
-    model: ModelSpec, grid: Grid, recipe: Recipe, rates: Rates, stage: Stage, ahead: Column
-) -> Column:
+def _pinned_bytes(model: ModelSpec, grid: Grid, recipe: Recipe, rates: Rates, stage: Stage, ahead: Column) -> Column:
     """What queued tensor-parallel collectives still hold: two whole-sequence tensors a layer in either direction, each
     with two shards (its result, and the input of the gather before it), no more than the launch queue is deep."""
     whole = tokens(model, grid) * model.hidden * recipe.element_bytes * (1.0 + 2.0 / grid.tp)

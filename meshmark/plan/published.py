@@ -119,7 +119,12 @@ def bloom_sweep() -> list[Published]:
     for row in paper("bloom_topology_sweep"):
         batch, dp, micro = int(row["global_batch"]), int(row["dp"]), int(row["micro_batch"])
         heads, hidden = int(number(row, "heads") if row["heads"] != "n/s" else 0), int(row["hidden"])
-        if not heads or batch % (dp * micro) or hidden % heads or int(row["gpus"]) != dp * int(row["tp"]) * int(row["pp"]):
+        if (
+            not heads
+            or batch % (dp * micro)
+            or hidden % heads
+            or int(row["gpus"]) != dp * int(row["tp"]) * int(row["pp"])
+        ):
             continue
         spec = _gpt_of(row, f"BLOOM {row['size_billion']}B")
         grid = _one(

@@ -75,9 +75,7 @@ def simulate(layout: Layout, stage_seconds: Sequence[float], *, send_seconds: fl
     Raises `LayoutError` when the times do not match the layout, or a schedule cannot be run with its micro-batches.
     """
     if len(stage_seconds) != layout.pp or min(stage_seconds) < 0:
-        raise LayoutError(
-            f"layout {layout.id}: {len(stage_seconds)} stage times, expected {layout.pp}, none negative"
-        )
+        raise LayoutError(f"layout {layout.id}: {len(stage_seconds)} stage times, expected {layout.pp}, none negative")
     orders = [task_order(layout, rank) for rank in range(layout.pp)]
     third = [seconds / 3.0 / layout.virtual_stages for seconds in stage_seconds]
     backward = 1.0 if layout.schedule is Schedule.ZERO_BUBBLE else 2.0
@@ -175,7 +173,5 @@ def uniform_step_seconds(schedule: Schedule, pp: int, num_micro_batches: int, vi
     """Simulated step of equal stages of one second each. Raises `InputError` for sizes below one."""
     if pp < 1 or num_micro_batches < 1:
         raise InputError(f"{pp} stages and {num_micro_batches} micro-batches; expected at least 1 of each")
-    layout = Layout(
-        pp=pp, num_micro_batches=num_micro_batches, schedule=schedule, virtual_stages=virtual_stages
-    )
+    layout = Layout(pp=pp, num_micro_batches=num_micro_batches, schedule=schedule, virtual_stages=virtual_stages)
     return simulate(layout, [1.0] * pp).seconds

@@ -80,8 +80,8 @@ def _predict_all(
     )  # fmt: skip
     if not len(grid):
         raise InputError(
-            f"no layout of {model.name!r} on {num_gpus} gpus divides {model.num_heads} heads, {model.num_layers} layers "
-            f"and a global batch of {global_batch} sequences evenly; try a power of two of gpus, or another batch"
+            f"no layout of {model.name!r} on {num_gpus} gpus divides {model.num_heads} heads, "
+            f"{model.num_layers} layers and a global batch of {global_batch} sequences evenly; try a power of two of gpus, or another batch"
         )
     return predict_grid(model, grid, gpu, recipe, rates)
 
@@ -101,13 +101,12 @@ def _why_nothing_fits(
     more = 2 * num_gpus
     while more <= min(_MAX_GPUS, 4096 * num_gpus):
         try:
-            larger = _predict_all(
-                prediction.model, more, global_batch, prediction.gpu, recipe, rates, recomputes
-            )
+            larger = _predict_all(prediction.model, more, global_batch, prediction.gpu, recipe, rates, recomputes)
         except InputError:
             return f"{message}; no larger number of gpus divides this batch: raise the batch"
         if larger.fits.any():
-            return f"{message}; it fits on {_fewest(larger, more // 2, more, global_batch, recipe, rates, recomputes)} gpus"
+            fewest = _fewest(larger, more // 2, more, global_batch, recipe, rates, recomputes)
+            return f"{message}; it fits on {fewest} gpus"
         more *= 2
     return f"{message}; it fits on no number of them: ask for full recomputation, offload, or a larger gpu"
 

@@ -73,9 +73,7 @@ def step_time(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: Recipe, rates: Rat
     return StepTime(**out)
 
 
-def _pipeline_time(
-    model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: Recipe, rates: Rates
-) -> dict[str, Column]:
+def _pipeline_time(model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: Recipe, rates: Rates) -> dict[str, Column]:
     """All parts for layouts of one pipeline degree."""
     cut = stages(model, pp, balanced=recipe.balanced_stages)
     layer = _layer_seconds(model, grid, gpu, recipe, rates)
@@ -119,7 +117,9 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: Recipe, rates
         scores = num_tokens * model.seq_len * model.num_heads / t
         attention = 2.0 * core * np.where(core_again, 4.0, 3.0) / (peak * rates.gemm_efficiency)
         attention += scores * np.where(core_again, 53.0, 40.0) / memory
-    traffic = num_tokens * _elementwise_bytes(model, grid) * recipe.element_bytes / 2.0 * np.where(full | some, 1.4, 1.0)
+    traffic = (
+        num_tokens * _elementwise_bytes(model, grid) * recipe.element_bytes / 2.0 * np.where(full | some, 1.4, 1.0)
+    )
     accumulate = weights * (4.0 + 2.0 * recipe.gradient_bytes + 4.0)
     whole = num_tokens * model.hidden * recipe.element_bytes
     one = tensor_collective_seconds(grid, whole, rates, gpu.gpus_per_node)

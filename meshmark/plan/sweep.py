@@ -81,6 +81,4 @@ def _check_gpus(table: Sequence[Row], rows: Sequence[int], degrees: dict[str, Co
     for position, i in enumerate(rows):
         gpus = _integer(table[i], "gpus", i)
         if gpus != product[position]:
-            raise InputError(
-                f"row {i + 2}: {gpus} gpus, but dp x tp x pp is {product[position]}; correct one of them"
-            )
+            raise InputError(f"row {i + 2}: {gpus} gpus, but dp x tp x pp is {product[position]}; correct one of them")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class Table:
     labels: tuple[str, ...]
     columns: tuple[str, ...]
     """Names of the compared quantities."""
-    rows: list[tuple[tuple[str, ...], tuple[Cell | None, ...]]]
+    rows: Sequence[tuple[tuple[str, ...], tuple[Cell | None, ...]]]
     notes: list[str] = field(default_factory=list)
     measured: str = ""
     """Where the suites measure the same at small scale."""
@@ -110,8 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, default=REPORTS_DIR / "tables.md")
     parsed = parser.parse_args(arguments)
     tables = all_tables()
-    head = ["# Published tables beside the planner", "", "Made by `make tables`; not edited by hand. A cell marked (!) is",
-            "wrong in its source, with the reason below its table, and is not in the summary.", ""]  # fmt: skip
+    head = ["# Published tables beside the planner", "", "Made by `make tables`; not edited by hand. A cell marked",
+            "(!) is wrong in its source, with the reason below its table, and is not in the summary.", ""]  # fmt: skip
     lines = head + summary_lines(tables)
     for table in tables:
         lines += table_lines(table)

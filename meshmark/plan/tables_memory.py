@@ -68,11 +68,14 @@ def gpipe_maximum() -> Table:
         swapped = row["model"] == "Transformer-L" and row["scheme"] == "Naive-1"
         flag = (
             f"parameter and activation cells are swapped: 12 B x 282.2M is {computed:.2f} GiB, printed as activations "
-            f"({held})" if swapped else ""
+            f"({held})"
+            if swapped
+            else ""
         )
         rough = "" if row["model"] == "Transformer-L" else "rounded parameters"
         cells: tuple[Cell | None, ...] = (
-            Cell(published=published, computed=computed, flagged=flag), _transformer_parameters(row)
+            Cell(published=published, computed=computed, flagged=flag),
+            _transformer_parameters(row),
         )
         rows.append(((row["model"], row["scheme"], row["layers_L"], rough), cells))
     return Table(
@@ -111,7 +114,12 @@ def activations_10b() -> Table:
 
 def llama_parameters() -> Table:
     """Yuan's estimate 12Lh^2 + 2Vh."""
-    names = {"LLaMA-6.7B": "llama-7b", "LLaMA-13.0B": "llama-13b", "LLaMA-32.5B": "llama-33b", "LLaMA-65.2B": "llama-65b"}
+    names = {
+        "LLaMA-6.7B": "llama-7b",
+        "LLaMA-13.0B": "llama-13b",
+        "LLaMA-32.5B": "llama-33b",
+        "LLaMA-65.2B": "llama-65b",
+    }
     rows = []
     for row in paper("llama_param_estimates"):
         spec = model_spec(names[row["model"]])
@@ -136,9 +144,15 @@ def gpt3_models() -> Table:
     for row, name in zip(paper("gpt3_table2_1_models"), names, strict=True):
         spec = model_spec(name)
         width, heads = number(row, "d_model"), number(row, "heads")
-        flag = "" if width == spec.hidden else f"d_model {width:g} is not {heads:g} heads of {row['d_head']}: {spec.hidden}"
+        flag = (
+            ""
+            if width == spec.hidden
+            else f"d_model {width:g} is not {heads:g} heads of {row['d_head']}: {spec.hidden}"
+        )
         inner = heads * number(row, "d_head")
-        other = "" if inner == width or flag else f"{heads:g} heads of {row['d_head']} are {inner:g}, not d_model {width:g}"
+        other = (
+            "" if inner == width or flag else f"{heads:g} heads of {row['d_head']} are {inner:g}, not d_model {width:g}"
+        )
         cells = (
             Cell(published=number(row, "params_billion"), computed=spec.num_parameters / GB),
             Cell(published=width, computed=float(spec.hidden), flagged=flag),
@@ -174,11 +188,14 @@ def megatron2019() -> Table:
     for row in paper("megatron2019_table1_config"):
         spec = _gpt_row(row)
         cell = Cell(published=number(row, "params_billion"), computed=spec.num_parameters / GB)
-        gpus = Cell(published=number(row, "model_plus_data_parallel_gpus"), computed=number(row, "tp") * number(row, "dp"))
+        gpus = Cell(
+            published=number(row, "model_plus_data_parallel_gpus"), computed=number(row, "tp") * number(row, "dp")
+        )
         rows.append(((row["hidden"], row["layers"], row["tp"]), (cell, gpus)))
     return Table(
         title="Megatron-LM 2019 table 1", source="arXiv:1909.08053 table 1; Rostami's deck",
-        formula="all weights; tp x dp", labels=("hidden", "layers", "tp"), columns=("parameters 1e9", "gpus"), rows=rows,
+        formula="all weights; tp x dp", labels=("hidden", "layers", "tp"), columns=("parameters 1e9", "gpus"),
+        rows=rows,
     )  # fmt: skip
 
 
@@ -200,8 +217,8 @@ def korthikanti_memory() -> Table:
         rows.append((label, (Cell(published=number(row, "value"), computed=computed),)))
     return Table(
         title="Korthikanti figures 1 and 7", source="arXiv:2205.05198 as encoded in Calculon's validation",
-        formula="table 2's bytes a layer x L (1 + (p-1)/(pm)); 18 bytes x 12 L h^2 / (tp). Figure 1 is this formula, so "
-        "it checks the code and validates nothing",
+        formula="table 2's bytes a layer x L (1 + (p-1)/(pm)); 18 bytes x 12 L h^2 / (tp). Figure 1 is this formula, "
+        "so it checks the code and validates nothing",
         labels=("figure", "model", "quantity"), columns=("value",), rows=rows,
     )  # fmt: skip
 
@@ -252,6 +269,6 @@ def deepspeed_estimates() -> Table:
 
 
 MEMORY_TABLES: list[Callable[[], Table]] = [
-    gpipe_maximum, zero_maximum, megatron2019, activations_10b, llama_parameters, gpt3_models, llama_models, zero_states,
-    korthikanti_memory, deepspeed_estimates,
+    gpipe_maximum, zero_maximum, megatron2019, activations_10b, llama_parameters, gpt3_models, llama_models,
+    zero_states, korthikanti_memory, deepspeed_estimates,
 ]  # fmt: skip

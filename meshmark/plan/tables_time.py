@@ -22,16 +22,18 @@ def gpipe_throughput() -> Table:
         k, m = int(row["partitions_K"]), int(row["micro_batches_M"])
         base = _gpipe_seconds(2, 1)
         computed = base / _gpipe_seconds(k, m)
-        rows.append(((row["model"], str(k), str(m)), (Cell(published=number(row, "normalized_throughput"), computed=computed),)))
+        rows.append(
+            ((row["model"], str(k), str(m)), (Cell(published=number(row, "normalized_throughput"), computed=computed),))
+        )
     return Table(
         title="GPipe table 2: normalised throughput", source="arXiv:1811.06965 table 2; Rostami's deck",
         formula="GPipe's schedule simulated with equal stages, one mini-batch in M parts: K M / (M + K - 1) over its "
         "value at K = 2, M = 1",
         labels=("model", "K", "M"), columns=("throughput",), rows=rows,
         notes=[
-            "The planner's stages are equal and its batch is fixed. AmoebaNet's are not (the paper says so), and the paper",
-            "adapts the batch to memory for each column, which it does not state: at K > 2 and M = 1 its throughput rises",
-            "although nothing runs at the same time. These cells are reported, not explained away.",
+            "The planner's stages are equal and its batch is fixed. AmoebaNet's are not (the paper says so), and the",
+            "paper adapts the batch to memory for each column, which it does not state: at K > 2 and M = 1 its throughput",
+            "rises although nothing runs at the same time. These cells are reported, not explained away.",
         ],
     )  # fmt: skip
 
@@ -47,9 +49,7 @@ def megatron_weak_scaling() -> Table:
     given, rows = rates("a100"), []
     for row, run in zip(paper("megatron_sc21_table1_weak_scaling"), megatron_table1(), strict=True):
         spec = run.model
-        flops = megatron_flops(
-            int(row["global_batch"]), spec.seq_len, spec.num_layers, spec.hidden, spec.vocab_size
-        )
+        flops = megatron_flops(int(row["global_batch"]), spec.seq_len, spec.num_layers, spec.hidden, spec.vocab_size)
         seconds = float(run.predict(given).step_seconds[0])
         tflops = flops / seconds / int(row["gpus"]) / TERA
         aggregate = number(row, "achieved_tflops_per_gpu") * int(row["gpus"]) / 1000.0
@@ -64,7 +64,8 @@ def megatron_weak_scaling() -> Table:
         title="Megatron SC21 table 1: weak scaling", source="arXiv:2104.04473 table 1; Yuan's and the IDRIS decks",
         formula="the planner's step time with rates fitted to these rows (2 numbers); hardware FLOPs 96 B s L h^2 "
         "(1 + s/6h + V/16Lh) (eq. 3); the aggregate is the printed rate times the GPUs",
-        labels=("gpus", "tp", "pp"), columns=("parameters 1e9", "TFLOP/s/gpu", "% of peak", "aggregate PFLOP/s"), rows=rows,
+        labels=("gpus", "tp", "pp"), columns=("parameters 1e9", "TFLOP/s/gpu", "% of peak", "aggregate PFLOP/s"),
+        rows=rows,
         measured="no scaled-down twin yet",
     )  # fmt: skip
 
@@ -80,8 +81,8 @@ def megatron_days() -> Table:
         rows.append((label, (Cell(published=number(row, "days_for_300B_tokens"), computed=days),)))
     return Table(
         title="Megatron SC21 table 2: days for 300B tokens", source="arXiv:2104.04473 table 2",
-        formula="eq. 3's FLOPs of 300B tokens over the printed rate", labels=("scheme", "1e9", "gpus"), columns=("days",),
-        rows=rows,
+        formula="eq. 3's FLOPs of 300B tokens over the printed rate", labels=("scheme", "1e9", "gpus"),
+        columns=("days",), rows=rows,
     )  # fmt: skip
 
 
@@ -101,8 +102,8 @@ def korthikanti_time() -> Table:
         rows.append(((row["model"], row["recompute"], row["gpus"]), cells))
     return Table(
         title="Korthikanti table 5: iteration time", source="arXiv:2205.05198 table 5",
-        formula="the planner's step time, rates fitted to Megatron SC21's table 1; MFU and HFU from the printed time by "
-        "appendix A (full attention)",
+        formula="the planner's step time, rates fitted to Megatron SC21's table 1; MFU and HFU from the printed time "
+        "by appendix A (full attention)",
         labels=("model", "recompute", "gpus"), columns=("seconds", "MFU %", "HFU %"), rows=rows,
     )  # fmt: skip
 
@@ -118,11 +119,13 @@ def gossip_time() -> Table:
         n, size = number(row, "gpus"), number(row, "params_million") * 1e6 * 4.0
         bandwidth = 2.0 * size * (n - 1) / n / (number(row, "ring_allreduce_ms") / 1e3)
         exchange = size / bandwidth * 1e3
-        rows.append(((row["model"], row["gpus"]), (Cell(published=number(row, "partial_average_ms"), computed=exchange),)))
+        rows.append(
+            ((row["model"], row["gpus"]), (Cell(published=number(row, "partial_average_ms"), computed=exchange),))
+        )
     return Table(
         title="Ring all-reduce against one-peer averaging", source="Chen et al., ICML 2021; Yuan's deck",
-        formula="bandwidth from the printed ring all-reduce, 2 (n-1)/n of the gradients; a one-peer exchange moves them "
-        "once. Bandwidth, topology and precision are not stated",
+        formula="bandwidth from the printed ring all-reduce, 2 (n-1)/n of the gradients; a one-peer exchange moves "
+        "them once. Bandwidth, topology and precision are not stated",
         labels=("model", "gpus"), columns=("partial averaging ms",), rows=rows,
     )  # fmt: skip
 

@@ -29,13 +29,15 @@ def timeline_svg(run: Run, title: str) -> str:
     for rank in range(run.num_ranks):
         parts.append(f'<text x="4" y="{_TOP + _LINE * rank + 16}">rank {rank}</text>')
     for slot in run.slots:
-        x, width = _LEFT + slot.start * scale, (slot.end - slot.start) * scale
+        left, width = _LEFT + slot.start * scale, (slot.end - slot.start) * scale
         y = _TOP + _LINE * slot.rank
         shade = 1.0 - 0.35 * (slot.task.chunk % 2)
         parts.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_LINE - 4}" fill="{_COLOURS[slot.task.kind]}" '
+            f'<rect x="{left:.2f}" y="{y}" width="{width:.2f}" height="{_LINE - 4}" fill="{_COLOURS[slot.task.kind]}" '
             f'fill-opacity="{shade}" stroke="#fff" stroke-width="0.5"/>'
         )
         if width > 14:
-            parts.append(f'<text x="{x + width / 2:.2f}" y="{y + 15}" text-anchor="middle">{slot.task.micro_batch}</text>')
+            middle = left + width / 2
+            text = slot.task.micro_batch
+            parts.append(f'<text x="{middle:.2f}" y="{y + 15}" text-anchor="middle">{text}</text>')
     return "\n".join([*parts, "</svg>", ""])

@@ -56,7 +56,9 @@ def refit() -> None:
     fitted = fit_sweep(measured_sweep(), origin)
     write_rates(RATES_DIR / "h100-sweep.json", dataclasses.replace(fitted, name="h100-sweep"))
     plain = dataclasses.replace(fitted, name="h100", pipeline_wait_seconds=0.0, pipeline_wait_nodes=1e9)
-    write_rates(RATES_DIR / "h100.json", dataclasses.replace(plain, origin=f"{origin}; without its polling build's wait"))
+    write_rates(
+        RATES_DIR / "h100.json", dataclasses.replace(plain, origin=f"{origin}; without its polling build's wait")
+    )
     write_rates(RATES_DIR / "a100.json", fit_a100())
 
 
@@ -75,8 +77,8 @@ def sweep_lines(reports: Sequence[SweepReport]) -> list[str]:
     """The sweep, each model predicted with rates fitted to the other."""
     lines = [
         "## 1B and 8B sweep (nanotron, H100, 1 to 64 nodes)", "",
-        "Rates are fitted to one model's rows that ran and reported on the other's, both ways. Errors are percent of the",
-        "measured value; 'within' is the share of rows within the goal.", "",
+        "Rates are fitted to one model's rows that ran and reported on the other's, both ways. Errors are percent of",
+        "the measured value; 'within' is the share of rows within the goal.", "",
         "| fitted to | reported on | what | rows | mean % | median % | max % | within goal % | rank correlation |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -101,8 +103,8 @@ _STALL_TEXT = [
     "micro-batches, each of which took twice as long, which neither data parallelism nor the ZeRO stage explains. They",
     "take about 0.6 s (two stages) or 1.2 s (more) per micro-batch whatever the model: nanotron's branch `bench2` of",
     "December 2024 waits for pipeline messages in `time.sleep(0.1)` loops. Which rows ran with it is not in the table",
-    "(most with a pipeline on 64 nodes, many on 32, some on every number above one), so no planner can know; a pipeline",
-    "group with only such rows is not recognised by this test and stays in.",
+    "(most with a pipeline on 64 nodes, many on 32, some on every number above one), so no planner can know; a",
+    "pipeline group with only such rows is not recognised by this test and stays in.",
 ]
 
 
@@ -110,9 +112,9 @@ def regret_lines(choices: Sequence[Choice]) -> list[str]:
     """What choosing by the planner would have cost."""
     lines = [
         "### Regret", "",
-        "Throughput lost by taking the planner's best layout, among the rows that ran and that it says fit, instead of the",
-        "measured best (global batch 256 throughout), beside that of the rule of thumb 'smallest tp x pp that ran, then",
-        "the largest micro-batch'. Rates are those fitted to the other model.", "",
+        "Throughput lost by taking the planner's best layout, among the rows that ran and that it says fit, instead of",
+        "the measured best (global batch 256 throughout), beside that of the rule of thumb 'smallest tp x pp that ran,",
+        "then the largest micro-batch'. Rates are those fitted to the other model.", "",
         "| model | nodes | planner's choice | measured best | regret % | rule of thumb % | notes |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -152,15 +154,20 @@ def paper_lines() -> list[str]:
         seconds, memory = (np.array([getattr(f, a)[0] for f in found]) for a in ("step_seconds", "memory_bytes"))
         real = np.array([run.step_seconds for run in runs])
         held = np.array([run.memory_bytes for run in runs])
-        lines.append(f"| {name} | {role} | step time | {_cells(errors_of(seconds, real, TIME_GOAL))} | {_bias(seconds, real)} |")
+        lines.append(
+            f"| {name} | {role} | step time | {_cells(errors_of(seconds, real, TIME_GOAL))} | {_bias(seconds, real)} |"
+        )
         if np.isfinite(held).any():
-            lines.append(f"| {name} | held out | memory | {_cells(errors_of(memory, held, MEMORY_GOAL))} | {_bias(memory, held)} |")
+            lines.append(
+                f"| {name} | held out | memory | {_cells(errors_of(memory, held, MEMORY_GOAL))} | "
+                f"{_bias(memory, held)} |"
+            )
         oom = np.array([run.ran_out_of_memory for run in runs])
         if oom.any():
             fits = np.array([bool(f.fits[0]) for f in found])
             lines.append(
-                f"| {name} | held out | out of memory | {len(runs)} rows: of {oom.sum()} that ran out, {(oom & ~fits).sum()} "
-                f"predicted; of {(~oom).sum()} that ran, {(~oom & ~fits).sum()} predicted not to | | | | | | |"
+                f"| {name} | held out | out of memory | {len(runs)} rows: of {oom.sum()} that ran out, "
+                f"{(oom & ~fits).sum()} predicted; of {(~oom).sum()} that ran, {(~oom & ~fits).sum()} predicted not to | | | | | | |"
             )
         detail += [
             f"| {name}: {run.label} | {_number(run.step_seconds)} | {s:.4g} | {_percent(s / run.step_seconds - 1)} | "
@@ -172,9 +179,9 @@ def paper_lines() -> list[str]:
 
 _PAPER_TEXT = [
     "On the A100 two numbers are fitted, the efficiency of matrix products and the bandwidth of tensor-parallel",
-    "collectives, to Megatron SC21's table 1; all else is held out. Known reasons of what is left: Korthikanti's runs use",
-    "newer fused kernels than SC21's; SC21's ZeRO-3 rows ran DeepSpeed of early 2021, which hides less of its gathers than",
-    "the planner assumes of any ZeRO-3; BLOOM's cluster (Jean Zay, 4 x 100 Gb/s Omni-Path a node) has half the network",
+    "collectives, to Megatron SC21's table 1; all else is held out. Known reasons of what is left: Korthikanti's runs",
+    "use newer fused kernels than SC21's; SC21's ZeRO-3 rows ran DeepSpeed of early 2021, which hides less of its",
+    "gathers than the planner assumes of any ZeRO-3; BLOOM's cluster (Jean Zay, 4 x 100 Gb/s Omni-Path a node) has half the network",
     "of the A100 preset, and DeepSpeed's own buffers are not in the memory; torchtitan without compile runs unfused",
     "kernels, and its rows differ in that.",
 ]
@@ -197,7 +204,9 @@ def goal_lines(reports: Sequence[SweepReport], choices: Sequence[Choice]) -> lis
     regrets = np.array([c.regret for c in choices])
     goals = []
     for r in reports:
-        goals.append((f"memory_mean_error_{r.model.lower()}_fitted_to_{r.fitted_to.lower()}", r.memory.mean, MEMORY_GOAL))
+        goals.append(
+            (f"memory_mean_error_{r.model.lower()}_fitted_to_{r.fitted_to.lower()}", r.memory.mean, MEMORY_GOAL)
+        )
     for r in reports:
         goals.append((f"time_mean_error_{r.model.lower()}_fitted_to_{r.fitted_to.lower()}", r.time.mean, TIME_GOAL))
     goals.append(("regret_median", float(np.median(regrets)), REGRET_MEDIAN_GOAL))
@@ -226,8 +235,8 @@ def main(arguments: list[str] | None = None) -> int:
     choices = [choice for report in reports for choice in report.choices]
     goals = goal_lines(reports, choices)
     lines = [
-        "# Validation of the planner", "", "Made by `make validate`; not edited by hand.", "", *sweep_lines(reports), "",
-        *regret_lines(choices), "", *paper_lines(), "", *rates_lines(reports), "", "## Goals", "", "```", *goals, "```",
+        "# Validation of the planner", "", "Made by `make validate`; not edited by hand.", "",
+        *sweep_lines(reports), "", *regret_lines(choices), "", *paper_lines(), "", *rates_lines(reports), "", "## Goals", "", "```", *goals, "```",
     ]  # fmt: skip
     parsed.output.parent.mkdir(parents=True, exist_ok=True)
     parsed.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
