@@ -1,8 +1,8 @@
-# The planner's reports; included by the Makefile.
-PYTHON ?= python
-
+# The planner's reports; included by the Makefile, whose `install` and `BIN` they use.
 .PHONY: tables validate
-tables:  ## regenerate reports/tables.md
-	$(PYTHON) -m meshmark.plan.tables
-validate:  ## regenerate reports/validation.md; ends with one line per goal
-	$(PYTHON) -m meshmark.plan.validate
+tables: install
+	$(BIN)/python -m meshmark.plan.tables
+
+# Ends with one line a goal: NAME VALUE goal GOAL met|missed.
+validate: install
+	$(BIN)/python -m meshmark.plan.validate

@@ -22,7 +22,7 @@ from meshmark.plan.system import GIB, gpu
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Mount the planner's verbs; each sets `run`, a function from the parsed arguments to an exit status."""
+    """Mount the planner's verbs; each sets `run`, which raises `InputError` for a user's mistake."""
     plan = subparsers.add_parser("plan", help="the best layout for a model on a cluster")
     plan.add_argument("--model", default="llama-8b", help="a preset, or a size such as gpt-175b")
     plan.add_argument("--gpus", type=int, required=True, help="number of GPUs")
@@ -33,31 +33,18 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--max-model", action="store_true", help="the largest model that fits, instead")
     plan.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
-    plan.set_defaults(run=_guarded(run_plan))
+    plan.set_defaults(run=run_plan)
     predict = subparsers.add_parser("predict", help="predict every layout of a CSV file")
     predict.add_argument("layouts", type=Path, help="CSV file, one layout a row")
     predict.add_argument("-o", "--output", type=Path, required=True, help="the same with predicted columns")
-    predict.set_defaults(run=_guarded(run_predict))
+    predict.set_defaults(run=run_predict)
     calibrate = subparsers.add_parser("calibrate", help="measure this machine's rates")
     calibrate.add_argument("-o", "--output", type=Path, help="write them as JSON for --rates")
     calibrate.add_argument("--seconds", type=float, default=20.0, help="time to spend")
-    calibrate.set_defaults(run=_guarded(run_calibrate))
+    calibrate.set_defaults(run=run_calibrate)
     for parser in (plan, predict):
         parser.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"bytes a parameter: {', '.join(RECIPES)}")
         parser.add_argument("--rates", help="name or JSON file of rates, if not the GPU's own")
-
-
-def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """A user's mistake is one line on stderr and status 2, not a traceback."""
-
-    def guarded(arguments: argparse.Namespace) -> int:
-        try:
-            return run(arguments)
-        except MeshmarkError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-
-    return guarded
 
 
 def _chosen_rates(arguments: argparse.Namespace, gpu_name: str | None) -> Rates | None:
@@ -185,7 +172,11 @@ def main(arguments: list[str] | None = None) -> int:
     add_commands(parser.add_subparsers(required=True, metavar="verb"))
     parsed = parser.parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = parsed.run
-    return run(parsed)
+    try:
+        return run(parsed)
+    except MeshmarkError as error:
+        print(f"meshmark: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

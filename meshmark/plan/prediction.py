@@ -46,13 +46,13 @@ class Prediction:
     @property
     def mfu(self) -> Column:
         """Model FLOPs, causal attention counted in half, over peak."""
-        flops = model_flops_per_token(self.model)
+        flops = model_flops_per_token(self.model, attention="causal")
         return self.tokens_per_second_per_gpu * flops / self.gpu.peak(self.arithmetic)
 
     @property
     def hfu(self) -> Column:
         """Hardware FLOPs, recomputation counted, over peak."""
-        by_code = np.array([hardware_flops_per_token(self.model, recompute=r) for r in RECOMPUTES])
+        by_code = np.array([hardware_flops_per_token(self.model, recompute=r, attention="causal") for r in RECOMPUTES])
         share: Column = self.tokens_per_second_per_gpu * by_code[self.grid.recompute] / self.gpu.peak(self.arithmetic)
         return share
 

@@ -81,7 +81,8 @@ def _predict_all(
     if not len(grid):
         raise InputError(
             f"no layout of {model.name!r} on {num_gpus} gpus divides {model.num_heads} heads, "
-            f"{model.num_layers} layers and a global batch of {global_batch} sequences evenly; try a power of two of gpus, or another batch"
+            f"{model.num_layers} layers and a global batch of {global_batch} sequences evenly; "
+            "try a power of two of gpus, or another batch"
         )
     return predict_grid(model, grid, gpu, recipe, rates)
 

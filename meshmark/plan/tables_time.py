@@ -32,8 +32,8 @@ def gpipe_throughput() -> Table:
         labels=("model", "K", "M"), columns=("throughput",), rows=rows,
         notes=[
             "The planner's stages are equal and its batch is fixed. AmoebaNet's are not (the paper says so), and the",
-            "paper adapts the batch to memory for each column, which it does not state: at K > 2 and M = 1 its throughput",
-            "rises although nothing runs at the same time. These cells are reported, not explained away.",
+            "paper adapts the batch to memory for each column, which it does not state: at K > 2 and M = 1 its",
+            "throughput rises although nothing runs at the same time. These cells are reported, not explained away.",
         ],
     )  # fmt: skip
 

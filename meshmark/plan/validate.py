@@ -167,7 +167,8 @@ def paper_lines() -> list[str]:
             fits = np.array([bool(f.fits[0]) for f in found])
             lines.append(
                 f"| {name} | held out | out of memory | {len(runs)} rows: of {oom.sum()} that ran out, "
-                f"{(oom & ~fits).sum()} predicted; of {(~oom).sum()} that ran, {(~oom & ~fits).sum()} predicted not to | | | | | | |"
+                f"{(oom & ~fits).sum()} predicted; of {(~oom).sum()} that ran, {(~oom & ~fits).sum()} "
+                "predicted not to | | | | | | |"
             )
         detail += [
             f"| {name}: {run.label} | {_number(run.step_seconds)} | {s:.4g} | {_percent(s / run.step_seconds - 1)} | "
@@ -181,8 +182,8 @@ _PAPER_TEXT = [
     "On the A100 two numbers are fitted, the efficiency of matrix products and the bandwidth of tensor-parallel",
     "collectives, to Megatron SC21's table 1; all else is held out. Known reasons of what is left: Korthikanti's runs",
     "use newer fused kernels than SC21's; SC21's ZeRO-3 rows ran DeepSpeed of early 2021, which hides less of its",
-    "gathers than the planner assumes of any ZeRO-3; BLOOM's cluster (Jean Zay, 4 x 100 Gb/s Omni-Path a node) has half the network",
-    "of the A100 preset, and DeepSpeed's own buffers are not in the memory; torchtitan without compile runs unfused",
+    "gathers than the planner assumes of any ZeRO-3; BLOOM's cluster (Jean Zay, 4 x 100 Gb/s Omni-Path a node) has",
+    "half the network of the A100 preset, and DeepSpeed's own buffers are not in the memory; torchtitan without compile runs unfused",
     "kernels, and its rows differ in that.",
 ]
 
@@ -236,7 +237,8 @@ def main(arguments: list[str] | None = None) -> int:
     goals = goal_lines(reports, choices)
     lines = [
         "# Validation of the planner", "", "Made by `make validate`; not edited by hand.", "",
-        *sweep_lines(reports), "", *regret_lines(choices), "", *paper_lines(), "", *rates_lines(reports), "", "## Goals", "", "```", *goals, "```",
+        *sweep_lines(reports), "", *regret_lines(choices), "", *paper_lines(), "", *rates_lines(reports), "",
+        "## Goals", "", "```", *goals, "```",
     ]  # fmt: skip
     parsed.output.parent.mkdir(parents=True, exist_ok=True)
     parsed.output.write_text("\n".join(lines) + "\n", encoding="utf-8")

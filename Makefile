@@ -1,0 +1,59 @@
+# Everything goes through `make install`, which makes .venv once and again only when its inputs change.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+RESULTS := results/report
+
+.PHONY: help install report test lint types bench gpu clean
+
+help:
+	@echo "make report   run the suites on this machine's CPU (world sizes 2 and 4), leave reports/report.md"
+	@echo "make test     test Meshmark itself"
+	@echo "make bench    performance claims: launch, overhead"
+	@echo "make gpu      run on this machine's GPU with its own python (PYTHON=...), leave GPU_OUT (results/gpu)"
+	@echo "make lint types clean"
+
+install: $(VENV)/.installed
+
+# torch goes first, pinned: other packages would otherwise bring another build of it. deepspeed and fairscale look for
+# the installed torch while they build. megatron-core would bring packages that it does not need for its layers.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch numpy setuptools wheel ninja py-cpuinfo
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[deepspeed,accelerate,fairscale,dev]"
+	$(BIN)/pip install -q -c constraints.txt --no-deps megatron-core
+	touch $@
+
+# The report is written whether or not a case fails; the exit code says which.
+report: install
+	rm -f $(RESULTS)/records.jsonl
+	$(BIN)/python -m pytest suites --world 2,4 --results $(RESULTS); status=$$?; \
+	$(BIN)/meshmark report $(RESULTS) -o reports/report.md && exit $$status
+
+test: install
+	$(BIN)/python -m pytest -q
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python -m benchmarks.launch
+	$(BIN)/python -m benchmarks.overhead
+
+# On the machine's own python, with whatever frameworks it has: first a model that fills one GPU, then correctness at
+# world size 1 over NCCL, then two ranks that share the GPU over gloo.
+GPU_OUT ?= results/gpu
+GPU_SUITES = $(PYTHON) -m pytest suites --device cuda --results $(GPU_OUT) --time-limit 90
+gpu:
+	rm -f $(GPU_OUT)/records.jsonl; status=0; \
+	$(GPU_SUITES) --world 1 --workload gpt-1.3b --precision bf16 --steps 8 -k "memory or throughput" || status=$$?; \
+	$(GPU_SUITES) --world 1 --workload gpt-tiny --precision fp32,bf16 || status=$$?; \
+	$(GPU_SUITES) --world 2 --workload gpt-tiny --precision fp32 --backend gloo -k "not throughput" || status=$$?; \
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) -m meshmark report $(GPU_OUT) -o $(GPU_OUT)/report.md && exit $$status
+
+clean:
+	rm -rf $(VENV) results build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,107 @@
+"""What all engines share that run a whole model on every rank's part of the batch: micro-batches, mixed precision
+by autocast, loss scaling, clipping."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from meshmark.adapter import Engine, Holdings, RankContext
+from meshmark.case import Case
+from meshmark.data import Batch
+from meshmark.layout import Precision
+from meshmark.model import Transformer
+from meshmark.objective import loss_share
+
+AUTOCAST = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+
+
+def initial_model(case: Case, device: torch.device) -> Transformer:
+    """The whole model on `device` with its initial values, in float64 or float32."""
+    with device:
+        model = Transformer(case.workload.model)
+    model.initialize(case.workload.seed)
+    return model.double() if case.precision is Precision.FP64 else model
+
+
+def optimizer_state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+class DataParallelEngine(Engine):
+    """Trains `module` on this rank's rows. Gradients are left averaged over data-parallel ranks, as every framework
+    does by default; the loss is scaled so that this average is the global mean."""
+
+    def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.case, self.context, self.module, self.optimizer = case, context, module, optimizer
+        self.scaler = torch.amp.GradScaler(context.device.type, enabled=case.precision is Precision.FP16)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the batch's shards is this rank's."""
+        return self.context.rank
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around one micro-batch's forward and backward: put off the reduction unless `last`."""
+        yield
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits [B, T, V] under this engine's precision."""
+        dtype = AUTOCAST.get(self.case.precision)
+        with torch.autocast(self.context.device.type, dtype=dtype, enabled=dtype is not None):
+            logits: Tensor = self.module(tokens_BT)
+        return logits
+
+    def loss_share(self, logits_BTV: Tensor, batch: Batch) -> Tensor:
+        return loss_share(logits_BTV, batch)
+
+    def backward(self, batch: Batch) -> Tensor:
+        layout = self.case.layout
+        part = batch.shard(self.dp_rank, layout.dp).to(self.context.device)
+        total = torch.zeros((), device=self.context.device)
+        for i, micro in enumerate(part.micro_batches(layout.num_micro_batches)):
+            with self.micro_batch(last=i == layout.num_micro_batches - 1):
+                share = self.loss_share(self.forward(micro.tokens_BT), micro)
+                self.differentiate(share * layout.dp)
+            total = total + share.detach()
+        self.finish_gradients()
+        return total
+
+    def differentiate(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def finish_gradients(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+
+    def update(self) -> Tensor | None:
+        clip = self.case.workload.optimizer.clip_norm
+        norm = None if clip is None else self.clip(clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def clip(self, max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Live parameters by canonical name."""
+        yield from self.module.named_parameters()
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.named_parameters()}
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        return {name: parameter.grad for name, parameter in self.named_parameters() if parameter.grad is not None}
+
+    def holdings(self) -> Holdings:
+        parameters = list(self.module.parameters())
+        return Holdings(
+            parameters=[p.detach() for p in parameters],
+            gradients=[p.grad for p in parameters if p.grad is not None],
+            optimizer_states=optimizer_state_tensors(self.optimizer),
+        )

@@ -1,0 +1,41 @@
+"""PyTorch DistributedDataParallel: a replica a rank, gradients all-reduced in buckets (arXiv:2006.15704)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import ClassVar
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from adapters.data_parallel import DataParallelEngine, initial_model
+from meshmark.adapter import Adapter, Capabilities, Engine, RankContext
+from meshmark.case import Case
+from meshmark.layout import Precision
+from meshmark.objective import build_optimizer
+
+
+class DDPEngine(DataParallelEngine):
+    module: DistributedDataParallel
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if last else self.module.no_sync():
+            yield
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.module.module.named_parameters()
+
+
+class DDP(Adapter):
+    capabilities: ClassVar = Capabilities(degrees=frozenset({"dp"}), precisions=frozenset(Precision))
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        model = initial_model(case, context.device)
+        device_ids = [context.device] if context.device.type == "cuda" else None
+        module: DistributedDataParallel = DistributedDataParallel(
+            model, device_ids=device_ids, gradient_as_bucket_view=True
+        )
+        optimizer = build_optimizer(case.workload.optimizer, model.parameters())
+        return DDPEngine(case, context, module, optimizer)

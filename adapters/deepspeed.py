@@ -1,0 +1,193 @@
+"""DeepSpeed's ZeRO stages 1, 2 and 3 over data-parallel ranks (arXiv:1910.02054).
+
+DeepSpeed casts the whole model to bf16 or fp16 and keeps fp32 masters, fp32 moments and, as asked for here, fp32
+gradients, accumulated and reduced in fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from adapters.data_parallel import DataParallelEngine, initial_model, optimizer_state_tensors
+from meshmark.adapter import Adapter, Capabilities, Engine, Holdings, RankContext, Requirement
+from meshmark.case import Case
+from meshmark.errors import AdapterError
+from meshmark.initial import initial_value
+from meshmark.layout import Precision
+from meshmark.objective import build_optimizer
+
+
+def window(case: Case, default: int) -> int:
+    """Elements of a bucket or look-ahead: `default`, but at most the largest of a block and the token embedding.
+
+    DeepSpeed's defaults suit billions of parameters. A small model would be one bucket, gathered whole from the start of
+    forward to the end of backward, and stage 3 would allocate a reduce bucket of 2 GB for it.
+    """
+    model = case.workload.model
+    return min(default, max(model.block_parameters, model.vocab_size * model.hidden))
+
+
+def ds_config(case: Case) -> dict[str, Any]:
+    """DeepSpeed's configuration for `case`, every choice that changes memory, traffic or arithmetic made explicit."""
+    layout, clip_norm = case.layout, case.workload.optimizer.clip_norm
+    micro_batch = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
+    return {
+        "train_batch_size": case.workload.global_batch,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": layout.num_micro_batches,
+        "gradient_clipping": 0.0 if clip_norm is None else clip_norm,  # left out, it would be 1.0
+        "zero_optimization": {
+            "stage": layout.zero_stage,
+            "reduce_bucket_size": window(case, 500_000_000),
+            "stage3_prefetch_bucket_size": window(case, 50_000_000),
+            "stage3_max_live_parameters": window(case, 1_000_000_000),
+            "stage3_max_reuse_distance": 0,  # 1e9 elements by default: a small model is never released
+            "stage3_param_persistence_threshold": 0,  # 1e5 by default: smaller parameters are not sharded
+        },
+        "zero_allow_untested_optimizer": True,  # SGD is none of the "tested"
+        "bf16": {"enabled": case.precision is Precision.BF16},
+        "fp16": {"enabled": case.precision is Precision.FP16},
+        "communication_data_type": "fp32",  # otherwise gradients are reduced in bf16 or fp16
+        "data_types": {"grad_accum_dtype": "fp32"},  # otherwise they are accumulated in bf16 or fp16
+    }
+
+
+def settle(context: RankContext) -> None:
+    """Hold DeepSpeed to the context's device, and keep it from compiling. Raises `AdapterError` on another device."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    name = get_accelerator().device_name().partition(":")[0]
+    if name != context.device.type:
+        raise AdapterError(
+            f"rank {context.rank}: DeepSpeed chose the accelerator {name!r}, the case runs on {context.device.type!r}; "
+            f"set DS_ACCELERATOR={context.device.type} before deepspeed is imported"
+        )
+    if name == "cpu":
+        # On a CPU init_distributed compiles a shared-memory operator for a minute (gloo is used all the same). It asks
+        # this table whether it may, and looking in fills the table first, by running compilers.
+        deepspeed.ops.__compatible_ops__ = {}
+
+
+def masters(zero: Any) -> list[Tensor]:  # noqa: ANN401
+    """This rank's fp32 master weights inside a ZeRO optimizer of any stage; at stage 3 in fp32, the weights."""
+    names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
+    return [t for name in names for t in getattr(zero, name, [])]
+
+
+def gradient_tensors(zero: Any, parameters: list[nn.Parameter]) -> list[Tensor]:  # noqa: ANN401
+    """Every tensor that holds gradients between micro-batches or between backward and update, at any stage."""
+    found = [p.grad for p in parameters] + [getattr(p, "grad_accum", None) for p in parameters]
+    found += [p.grad for p in masters(zero)]
+    for groups in (getattr(zero, "averaged_gradients", {}), getattr(zero, "all_grad_tensors", {})):
+        found += [tensor for group in groups.values() for tensor in group or []]
+    found += getattr(zero, "fp32_groups_gradients_flat", [])  # stage 1 in bf16: BF16_Optimizer's whole fp32 gradient
+    found.append(getattr(zero, "grad_partitions_flat_buffer", None))  # stage 3
+    return [t for t in found if isinstance(t, Tensor)]
+
+
+def bucket_buffers(zero: Any) -> list[Tensor]:  # noqa: ANN401
+    """The buckets that gradients are copied into to be reduced: one of stage 3's for life, of stages 1 and 2 none
+    between steps."""
+    buffers = [bucket.buffer for bucket in getattr(zero, "ipg_buckets", {}).values()]
+    return [t for b in buffers for t in (b if isinstance(b, list) else [b]) if isinstance(t, Tensor)]
+
+
+def weight_tensors(zero: Any, parameters: list[nn.Parameter]) -> list[Tensor]:  # noqa: ANN401
+    """This rank's weights as the model computes with them: whole at stages 1 and 2, shards at stage 3."""
+    return [getattr(p, "ds_tensor", p).detach() for p in parameters] + [
+        t for name in ("lp_param_buffer", ) if isinstance(t := getattr(zero, name, None), Tensor)
+    ]
+
+
+class DeepSpeedEngine(DataParallelEngine):
+    """`module` is a `deepspeed.DeepSpeedEngine`, which owns clipping, loss scaling and accumulation."""
+
+    module: Any
+
+    @property
+    def zero(self) -> Any:  # noqa: ANN401
+        """DeepSpeed's optimizer around the optimizer."""
+        return self.module.optimizer
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        yield
+        if not last:
+            self.module.step()  # counts a micro-batch; updates nothing before the last
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        logits: Tensor = self.module(tokens_BT)
+        return logits
+
+    def differentiate(self, loss: Tensor) -> None:
+        self.module.backward(loss, scale_wrt_gas=False)  # shares add up to the mean: no division by their number
+
+    def finish_gradients(self) -> None:
+        """Reduced inside `backward`; kept scaled by fp16's loss scale until the update."""
+
+    def update(self) -> Tensor | None:
+        self.module.step()
+        norm = self.module.get_global_grad_norm()
+        return None if norm is None else torch.as_tensor(norm)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.module.module.named_parameters()
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return {name: safe_get_full_fp32_param(parameter) for name, parameter in self.named_parameters()}
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        from deepspeed.utils import safe_get_full_grad
+
+        scale = getattr(self.zero, "loss_scale", 1.0)
+        return {name: safe_get_full_grad(parameter) / scale for name, parameter in self.named_parameters()}
+
+    def holdings(self) -> Holdings:
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        return Holdings(
+            parameters=weight_tensors(self.zero, parameters) + [m.detach() for m in masters(self.zero)],
+            gradients=gradient_tensors(self.zero, parameters),
+            optimizer_states=optimizer_state_tensors(self.zero.optimizer),
+            communication=bucket_buffers(self.zero),
+        )
+
+    def restore_masters(self) -> None:
+        """Give the fp32 masters the workload's initial values: DeepSpeed makes them from weights that it has already
+        rounded to bf16 or fp16. A collective call."""
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        if self.case.precision not in (Precision.BF16, Precision.FP16):
+            return
+        workload = self.case.workload
+        for name, parameter in self.named_parameters():
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            value = initial_value(workload.model, name, shape, seed=workload.seed, device=self.context.device)
+            safe_set_full_fp32_param(parameter, value)
+
+
+class DeepSpeed(Adapter):
+    requires: ClassVar = (Requirement(module="deepspeed", distribution="deepspeed"),)
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"dp"}),
+        zero_stages=frozenset({1, 2, 3}),
+        precisions=frozenset({Precision.FP32, Precision.BF16, Precision.FP16}),
+    )
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        settle(context)
+        import deepspeed
+
+        model = initial_model(case, context.device)
+        optimizer = build_optimizer(case.workload.optimizer, model.parameters())
+        module, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(case))
+        engine = DeepSpeedEngine(case, context, module, optimizer)
+        engine.restore_masters()
+        return engine

@@ -1,0 +1,227 @@
+"""FairScale: OSS with ShardedDDP (ZeRO stage 2), and FullyShardedDataParallel (stage 3)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from adapters.data_parallel import DataParallelEngine, initial_model, optimizer_state_tensors
+from meshmark.adapter import Adapter, Capabilities, Engine, Holdings, RankContext, Requirement
+from meshmark.case import Case
+from meshmark.layout import Precision
+from meshmark.model import parameter_shapes
+from meshmark.objective import build_optimizer, optimizer_arguments
+from meshmark.plan.states import Remainder
+from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffic
+
+_FAIRSCALE = (Requirement(module="fairscale", distribution="fairscale"),)
+
+
+class OSSEngine(DataParallelEngine):
+    """Every parameter's optimizer states and reduced gradient live on one rank, its owner; parameters on all."""
+
+    module: Any
+    optimizer: Any
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        # ShardedDDP would scale what the owner has accumulated again with every reduction: reduce once, at the end.
+        with contextlib.nullcontext() if last else self.module.no_sync():
+            yield
+
+    def clip(self, max_norm: float) -> Tensor:
+        norm: Tensor = self.optimizer.clip_grad_norm(max_norm)
+        return norm
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.module.module.named_parameters()
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        full = {}
+        for name, parameter in self.named_parameters():
+            owner = self.optimizer._param_to_rank[parameter]
+            full[name] = parameter.grad.clone() if owner == self.context.rank else torch.empty_like(parameter)  # type: ignore[union-attr]
+            torch.distributed.broadcast(full[name], owner)
+        return full
+
+    def holdings(self) -> Holdings:
+        parameters = list(self.module.parameters())
+        return Holdings(
+            parameters=[p.detach() for p in parameters],
+            gradients=[p.grad for p in parameters if p.grad is not None],
+            optimizer_states=optimizer_state_tensors(self.optimizer.optim),
+        )
+
+
+class FairScaleOSS(Adapter):
+    """No fp64: OSS computes the gradient norm in float32. No fp16: its gradient scaler needs CUDA."""
+
+    requires: ClassVar = _FAIRSCALE
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"dp"}), zero_stages=frozenset({2}), precisions=frozenset({Precision.FP32, Precision.BF16})
+    )
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        """OSS gives whole tensors away, each to the rank that owns least so far."""
+        owned = [0] * case.layout.dp
+        for shape in parameter_shapes(case.workload.model).values():
+            owned[owned.index(min(owned))] += math.prod(shape)
+        beyond = owned[rank] - sum(owned) / case.layout.dp
+        reason = "whole tensors have one owner, so shares are uneven"
+        moments = 4 * case.workload.optimizer.states_per_parameter
+        return (
+            Remainder(category="gradients", num_bytes=4 * beyond, reason=reason),
+            Remainder(category="optimizer_states", num_bytes=moments * beyond, reason=reason),
+        )
+
+    @classmethod
+    def traffic(cls, case: Case, rank: int) -> Traffic:
+        """Each gradient is reduced to its owner, each updated parameter broadcast by it."""
+        return step_traffic(case, rank, Reduction(kind="reduce", gathers_per_step=1, gather_kind="broadcast"))
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        from fairscale.nn.data_parallel import ShardedDataParallel
+        from fairscale.optim import OSS
+
+        model = initial_model(case, context.device)
+        cls, arguments = optimizer_arguments(case.workload.optimizer)
+        optimizer = OSS(model.parameters(), optim=cls, **arguments)
+        module = ShardedDataParallel(
+            model, optimizer, sync_models_at_startup=False,
+            # Gradients in its buckets are kept by every rank, which would be stage 1, and after the first
+            # `optimizer.zero_grad()`, which cuts them out of their bucket, are no longer reduced at all.
+            reduce_buffer_size=0,
+        )  # fmt: skip
+        return OSSEngine(case, context, module, optimizer)
+
+
+class _NoStream:
+    """What FairScale does with a CUDA stream, on a device that has none."""
+
+    def wait_stream(self, other: _NoStream) -> None:
+        pass
+
+
+_NO_STREAM = _NoStream()
+
+
+class _TorchWithoutStreams(types.ModuleType):
+    """`torch`, with as much of `torch.cuda` as FairScale's FSDP takes for granted, doing nothing."""
+
+    cuda = types.SimpleNamespace(
+        is_available=lambda: True, Stream=lambda: _NO_STREAM, current_stream=lambda: _NO_STREAM,
+        stream=lambda stream: contextlib.nullcontext(), synchronize=lambda: None,
+    )  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(torch, name)
+
+
+class _StayOnCPU(TorchFunctionMode):
+    """Within this mode `Tensor.cuda` leaves a tensor where it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        return args[0] if func is Tensor.cuda else func(*args, **(kwargs or {}))
+
+
+def _run_without_cuda() -> None:
+    """Let FairScale's FSDP run on the CPU, whose work is in order as if on one stream. Two patches, both without effect
+    on values: the `torch` that its module sees, and `record_stream`, which CPU tensors do not implement."""
+    from fairscale.nn.data_parallel import fully_sharded_data_parallel
+
+    fully_sharded_data_parallel.torch = _TorchWithoutStreams("torch")
+    Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
+
+
+class FSDPEngine(DataParallelEngine):
+    """Each wrapper keeps this rank's part of one flat parameter, padded to a multiple of the number of ranks. Gradients
+    are reduced after every micro-batch, so that they stay sharded."""
+
+    module: Any
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """FSDP casts the weights itself, so no autocast."""
+        logits: Tensor = self.module(tokens_BT)
+        return logits
+
+    def clip(self, max_norm: float) -> Tensor:
+        """FairScale takes `torch.norm` of each flat shard, which PyTorch sums naively in fp32 on a CPU: the norm is off
+        by 1e-5 at a million elements a shard and 4e-4 at ten million."""
+        with _StayOnCPU() if self.context.device.type == "cpu" else contextlib.nullcontext():
+            norm: Tensor = self.module.clip_grad_norm_(max_norm)
+        return norm
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return self._full(lambda flat: flat.detach())
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        return self._full(lambda flat: flat.grad)
+
+    def _full(self, shard_of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+        """By canonical name, the pieces of every flat parameter, or of its gradient, gathered from all ranks."""
+        full = {}
+        for path, wrapper in _wrappers(self.module):
+            flat = wrapper.module.flat_param
+            names, _, numels = flat.metadata()
+            shard = shard_of(flat)
+            whole = shard.new_empty(shard.numel() * wrapper.world_size)
+            torch.distributed.all_gather_into_tensor(whole, shard)
+            for name, piece in zip(names, flat.get_param_views(whole[: sum(numels)]), strict=True):
+                full[_canonical(f"{path}.{name}")] = piece
+        return full
+
+
+def _wrappers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every FSDP wrapper and its path."""
+    from fairscale.nn.data_parallel import FullyShardedDataParallel
+
+    for path, part in module.named_modules():
+        if isinstance(part, FullyShardedDataParallel):
+            yield path, part
+
+
+def _canonical(name: str) -> str:
+    """A parameter's name without the wrappers on its way."""
+    return ".".join(part for part in name.split(".") if part and part not in ("_fsdp_wrapped_module", "_fpw_module"))
+
+
+class FairScaleFSDP(Adapter):
+    """Every block is wrapped on its own, and the model with what is left: embedding and head. bf16 is FSDP's own: bf16
+    weights are gathered from fp32 shards, and gradients reduced in fp32. No fp64: FSDP takes fp32 parameters alone. No
+    fp16: its gradient scaler needs CUDA."""
+
+    requires: ClassVar = _FAIRSCALE
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"dp"}), zero_stages=frozenset({3}), precisions=frozenset({Precision.FP32, Precision.BF16})
+    )
+
+    @classmethod
+    def traffic(cls, case: Case, rank: int) -> Traffic:
+        """bf16 weights are gathered, fp32 gradients reduced."""
+        return step_traffic(case, rank, fully_sharded(case))
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        from fairscale.nn.data_parallel import FullyShardedDataParallel
+
+        if context.device.type == "cpu":
+            _run_without_cuda()
+        mixed = case.precision is Precision.BF16
+        arguments = {
+            "compute_device": context.device, "mixed_precision": mixed, "fp32_reduce_scatter": mixed,
+            "compute_dtype": torch.bfloat16 if mixed else torch.float32,
+            "disable_reshard_on_root": False,  # otherwise embedding and head stay whole from forward to backward
+            "bucket_cap_mb": 0,  # a wrapper's gradient is one flat tensor already
+        }  # fmt: skip
+        model = initial_model(case, context.device)
+        for key, block in model.blocks.items():
+            model.blocks[key] = FullyShardedDataParallel(block, **arguments)
+        module = FullyShardedDataParallel(model, **arguments)
+        return FSDPEngine(case, context, module, build_optimizer(case.workload.optimizer, module.parameters()))

@@ -1,0 +1,132 @@
+"""Pipeline parallelism with PyTorch's torch.distributed.pipelining under the GPipe schedule (arXiv:1811.06965)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from adapters.data_parallel import AUTOCAST, optimizer_state_tensors
+from meshmark.adapter import Adapter, Capabilities, Engine, Holdings, RankContext
+from meshmark.case import Case
+from meshmark.data import Batch
+from meshmark.layout import Precision
+from meshmark.model import Transformer, drawn_name, stage_layers
+from meshmark.objective import build_optimizer, loss_share
+
+
+class Part(nn.Module):
+    """One stage's layers under the case's precision; between stages the residual stream stays in the wide one."""
+
+    def __init__(self, layers: Transformer, precision: Precision, device: torch.device) -> None:
+        super().__init__()
+        self.layers, self.dtype, self.device_type = layers, AUTOCAST.get(precision), device.type
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.dtype is not None):
+            out: Tensor = self.layers(x)
+        return out
+
+
+class GPipeEngine(Engine):
+    def __init__(self, case: Case, context: RankContext) -> None:
+        self.case, self.context = case, context
+        self.first, self.last = context.rank == 0, context.rank == case.layout.pp - 1
+        with context.device:
+            self.model = Transformer(
+                case.workload.model, stage_layers(case.workload.model, case.layout.pp, context.rank)
+            )
+        self.model.initialize(case.workload.seed)
+        if case.precision is Precision.FP64:
+            self.model.double()
+        self.optimizer = build_optimizer(case.workload.optimizer, self.model.parameters())
+        part = Part(self.model, case.precision, context.device)
+        stage = PipelineStage(part, context.rank, case.layout.pp, context.device)
+        # scale_grads divides by the number of micro-batches, which is wrong for a loss that is a share already.
+        self.schedule = ScheduleGPipe(stage, case.layout.num_micro_batches, loss_fn=self._loss, scale_grads=False)
+        self.tied_group = self._tied_group()
+        self.num_tokens = 0
+
+    def _tied_group(self) -> dist.ProcessGroup | None:
+        """First and last stage, when both hold the tied weight. Every rank must call this."""
+        if not self.case.workload.model.tied_embeddings:
+            return None
+        group: dist.ProcessGroup = dist.new_group([0, self.case.layout.pp - 1])
+        return group if self.first or self.last else None
+
+    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        return loss_share(logits_BTV, Batch(tokens_BT=targets_BT, targets_BT=targets_BT, num_tokens=self.num_tokens))
+
+    def backward(self, batch: Batch) -> Tensor:
+        whole = batch.to(self.context.device)
+        self.num_tokens = whole.num_tokens
+        losses: list[Tensor] = []
+        inputs = (whole.tokens_BT,) if self.first else ()
+        self.schedule.step(*inputs, target=whole.targets_BT if self.last else None, losses=losses, return_outputs=False)
+        if self.tied_group is not None:
+            dist.all_reduce(self._tied_weight().grad, group=self.tied_group)
+        total = torch.stack([loss.detach() for loss in losses]).sum() if self.last else torch.zeros(())
+        return total
+
+    def _tied_weight(self) -> nn.Parameter:
+        if self.model.embedding is not None:
+            return cast(nn.Parameter, self.model.embedding.tokens.weight)
+        assert self.model.head is not None
+        return cast(nn.Parameter, self.model.head.output.weight)
+
+    def update(self) -> Tensor | None:
+        max_norm = self.case.workload.optimizer.clip_norm
+        norm = None if max_norm is None else self._clip(max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _clip(self, max_norm: float) -> Tensor:
+        """Clip by the norm over all stages, a tied weight counted once; PyTorch leaves this sum to its user."""
+        counted = [p.grad for name, p in self.model.named_parameters()
+                   if p.grad is not None and drawn_name(self.model.spec, name) == name]  # fmt: skip
+        square = nn.utils.get_total_norm(counted).square()
+        dist.all_reduce(square)
+        norm = square.sqrt()
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
+        return norm
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {drawn_name(self.model.spec, name): p.detach() for name, p in self.model.named_parameters()}
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        return {
+            drawn_name(self.model.spec, name): p.grad for name, p in self.model.named_parameters() if p.grad is not None
+        }
+
+    def holdings(self) -> Holdings:
+        parameters = list(self.model.parameters())
+        return Holdings(
+            parameters=[p.detach() for p in parameters],
+            gradients=[p.grad for p in parameters if p.grad is not None],
+            optimizer_states=optimizer_state_tensors(self.optimizer),
+            communication=_receive_buffers(self.schedule),
+        )
+
+
+def _receive_buffers(schedule: Any) -> list[Tensor]:  # noqa: ANN401
+    """What a stage receives activations and their gradients into; allocated once, one a micro-batch."""
+    found: list[Tensor] = []
+    stage = schedule._stage
+    for buffers in (stage.args_recv_info, getattr(stage, "grad_recv_info", {})):
+        for infos in buffers.values():
+            found += [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), Tensor)]
+    return found
+
+
+class GPipe(Adapter):
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"pp"}), precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16})
+    )
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return GPipeEngine(case, context)

@@ -1,0 +1,86 @@
+"""A matrix launched the usual way, one torchrun command a case, over the same matrix launched by Meshmark.
+
+Interleaved, case by case, on the same machine in the same minutes. The launch alone is that of an adapter which trains
+nothing; every pass also measures the peak for 0.1 s, on both sides.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.goal import verdict
+from meshmark.case import Case
+from meshmark.cluster import Cluster, ClusterSpec
+from meshmark.launch import Launcher
+from meshmark.rank_report import Request, Task
+from meshmark.registry import builtin_adapters, load_adapter
+from meshmark.workload import workload
+from suites.cases import layouts
+
+ROOT = Path(__file__).parent.parent
+ROUNDS = 5
+"""Of the launch alone."""
+
+
+def main() -> int:
+    targets = {"nothing": "benchmarks.nothing:Nothing", **builtin_adapters()}
+    cases = [
+        Case(adapter=name, workload=workload("gpt-tiny"), layout=next(layouts(load_adapter(target), 2)))
+        for name, target in targets.items() if load_adapter(target).capabilities.degrees
+        and not any(requirement.missing for requirement in load_adapter(target).requires)
+    ]  # fmt: skip
+    modules = [r.module for target in targets.values() for r in load_adapter(target).requires if not r.missing]
+    started = time.monotonic()
+    with Cluster(ClusterSpec()) as cluster:
+        launcher = Launcher(cluster, modules)
+        requests = [_request(case, targets[case.adapter]) for case in cases]
+        launcher.launch(requests[0], 2)
+        server_seconds = time.monotonic() - started  # the server's imports, paid once a run, count against us
+        alone = [(_usual(requests[0]), _ours(launcher, requests[0])) for _ in range(ROUNDS)]
+        rows = [(request, _usual(request), _ours(launcher, request)) for request in requests[1:]]
+    for request, usual, ours in rows:
+        print(f"{request.case.id:<50} torchrun {usual:5.1f} s   meshmark {ours:5.2f} s   {usual / ours:5.1f} x")
+    print(f"{'forkserver, once a run':<50} {'':16} meshmark {server_seconds:5.2f} s")
+    whole = sum(usual for _, usual, _ in rows) / (server_seconds + sum(ours for *_, ours in rows))
+    met = [
+        verdict("launch_ratio", statistics.median(u / o for u, o in alone), 8, at_least=True),
+        verdict("matrix_ratio", whole, 3, at_least=True),
+    ]
+    return 0 if all(met) else 1
+
+
+def _request(case: Case, adapter: str) -> Request:
+    return Request(
+        case=case, adapter=adapter, task=Task.TIME, device="cpu", backend="gloo", steps=10, warmup=3,
+        time_limit_seconds=120,
+    )  # fmt: skip
+
+
+def _ours(launcher: Launcher, request: Request) -> float:
+    landing = launcher.launch(request, 2)
+    assert not landing.failures, landing.failures[0].message
+    return landing.seconds
+
+
+def _usual(request: Request) -> float:
+    """Seconds of the whole torchrun command."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "request.pickle"
+        file.write_bytes(pickle.dumps(request))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                   "-m", "benchmarks.torchrun_case", str(file)]  # fmt: skip
+        started = time.monotonic()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env=environment)
+        return time.monotonic() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The command line: `meshmark doctor`, `meshmark cases`, `meshmark report`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from meshmark.device import num_gpus
+from meshmark.errors import MeshmarkError
+from meshmark.layout import Precision
+from meshmark.machine import describe, versions
+from meshmark.registry import builtin_adapters, load_adapter, select
+from meshmark.workload import WORKLOADS, workload
+
+EPILOG = """examples:
+  meshmark doctor                       what can run here, and what would be skipped
+  pytest suites --results results       run every adapter on two CPU ranks, append to results/records.jsonl
+  pytest suites --adapters ddp,fsdp2 --world 2,4 -k equivalence
+  meshmark report results -o report.md  render what was recorded
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0, or 2 for a mistake of the user's."""
+    sys.path.insert(0, str(Path.cwd()))  # the checkout's adapters and suites
+    parsed = _parser().parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except MeshmarkError as error:
+        print(f"meshmark: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="meshmark", description="Benchmark and conformance suite for distributed training.",
+        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    doctor = commands.add_parser("doctor", help="frameworks, devices, and what would be skipped and why")
+    doctor.set_defaults(run=_doctor)
+    cases = commands.add_parser("cases", help="the matrix that `pytest suites` would run")
+    cases.add_argument("--adapters", default="*", metavar="A,B", help="names or shell patterns (default: all)")
+    cases.add_argument("--world", default="2", metavar="N,M", help="world sizes (default: 2)")
+    cases.add_argument("--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision)} (default: fp32)")
+    cases.add_argument("--workload", default="gpt-tiny", metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
+    cases.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    cases.set_defaults(run=_cases)
+    report = commands.add_parser("report", help="markdown and plots from recorded results")
+    report.add_argument("results", type=Path, metavar="DIR", help="folder with records.jsonl")
+    report.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: DIR/report.md")
+    report.add_argument("--baseline", type=Path, metavar="DIR", help="records to compare times with")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _doctor(_: argparse.Namespace) -> None:
+    gpus = num_gpus()
+    device = "cuda" if gpus else "cpu"
+    environment = describe(device, "nccl" if gpus else "gloo", 1)
+    print(f"machine     {environment.machine}, {environment.num_cpus} CPUs, {environment.memory_bytes / 2**30:.0f} GiB")
+    print(f"devices     cpu{f', cuda x {gpus}' if gpus else ' (no CUDA device)'}")
+    backends = [name for name in ("gloo", "nccl") if getattr(torch.distributed, f"is_{name}_available")()]
+    print(f"backends    {', '.join(backends)}")
+    print("versions    " + ", ".join(f"{name} {version}" for name, version in versions().items()))
+    print("adapters")
+    for name, target in builtin_adapters().items():
+        adapter = load_adapter(target)
+        missing = [reason for requirement in adapter.requires if (reason := requirement.missing)]
+        can = adapter.capabilities
+        axes = "+".join(sorted(can.degrees)) or "one process"
+        stages = f", ZeRO {'/'.join(map(str, sorted(can.zero_stages)))}" if can.zero_stages != {0} else ""
+        elsewhere = "" if device in can.devices else f" (not on {device})"
+        state = f"skipped: {missing[0]}" if missing else f"ready{elsewhere}"
+        print(f"  {name:<20} {axes}{stages}; {', '.join(sorted(can.precisions))}; {state}")
+
+
+def _cases(parsed: argparse.Namespace) -> None:
+    matrix = importlib.import_module("suites.cases").matrix
+    adapters = {n: load_adapter(t) for n, t in select(parsed.adapters.split(","), builtin_adapters()).items()}
+    cases = matrix(
+        adapters, [int(n) for n in parsed.world.split(",")], [workload(n) for n in parsed.workload.split(",")],
+        [Precision(p) for p in parsed.precision.split(",")],
+    )  # fmt: skip
+    for case in cases:
+        reason = adapters[case.adapter].refusal(case, parsed.device)
+        print(f"{case.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())
+    print(f"{len(cases)} cases")
+
+
+def _report(parsed: argparse.Namespace) -> None:
+    from meshmark.record import read_records
+    from meshmark.report.render import write_report
+
+    reading = read_records(parsed.results)
+    for complaint in reading.complaints:
+        print(f"meshmark: left out {complaint}", file=sys.stderr)
+    folder = parsed.results if parsed.results.is_dir() else parsed.results.parent
+    output = parsed.output or folder / "report.md"
+    command = ["meshmark", "report", str(parsed.results)]
+    for option, value in (("-o", parsed.output), ("--baseline", parsed.baseline)):
+        command += [option, str(value)] if value else []
+    baseline = read_records(parsed.baseline) if parsed.baseline else None
+    write_report(reading, output, shlex.join(command), baseline)
+    print(f"{output}: {len(reading.records)} records")

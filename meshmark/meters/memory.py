@@ -1,0 +1,182 @@
+"""Exact bytes by category on one rank, steady and at the peak."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshmark.adapter import Holdings, storage_bytes
+from meshmark.meters.watch import Allocation, Watch, Window
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """A number of bytes, split by what they are for."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_states: int = 0
+    communication: int = 0
+    """Buffers that collectives read or write and that are nothing above."""
+    activations: int = 0
+    """All else that a step allocates: saved tensors, temporaries, gathered parameters."""
+    other: int = 0
+    """Alive outside the step and named by nobody."""
+
+    @property
+    def total(self) -> int:
+        return (self.parameters + self.gradients + self.optimizer_states
+                + self.communication + self.activations + self.other)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReading:
+    """One rank's memory during one step after warm-up."""
+
+    steady: Bytes
+    """Between two steps."""
+    states: Bytes
+    """Model states as held at their fullest: gradients between backward and update, the rest after the update.
+    Only the first four categories are filled."""
+    peak: Bytes
+    """At the instant of the step when most bytes are alive."""
+    allocator_peak_bytes: int | None = None
+    """CUDA: `max_memory_allocated` of the step."""
+    allocator_reserved_bytes: int | None = None
+    """CUDA: `max_memory_reserved` of the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """Addresses and sizes of storages that an engine named, by category."""
+
+    parameters: dict[int, int]
+    gradients: dict[int, int]
+    optimizer_states: dict[int, int]
+    communication: dict[int, int]
+
+    @classmethod
+    def of(cls, held: Holdings) -> Named:
+        """Each storage counted once, under the first category that names it."""
+        seen: set[int] = set()
+        found = []
+        for tensors in (held.parameters, held.gradients, held.optimizer_states, held.communication):
+            own = {a: n for a, n in storage_bytes(tensors).items() if a not in seen}
+            seen |= own.keys()
+            found.append(own)
+        return cls(parameters=found[0], gradients=found[1], optimizer_states=found[2], communication=found[3])
+
+    @property
+    def addresses(self) -> set[int]:
+        return {
+            a for part in (self.parameters, self.gradients, self.optimizer_states, self.communication) for a in part
+        }
+
+    def category(self, address: int) -> str | None:
+        for name in ("parameters", "gradients", "optimizer_states", "communication"):
+            if address in getattr(self, name):
+                return name
+        return None
+
+
+def read_memory(
+    watch: Watch,
+    step: int,
+    before_update: Named,
+    after_update: Named,
+    visible: set[int],
+    allocator_peaks: tuple[int, int] | None,
+) -> MemoryReading:
+    """Memory of `step`, whose windows `watch` holds, with what the engine named before and after its update, the
+    `visible_storages` after it, and what `cuda_peaks` said of it."""
+    backward, update = (w for w in watch.windows if w.step == step)
+    on_wire: dict[int, list[int]] = {}
+    for operation in watch.asked():
+        for operand in (o for argument in operation.operands for o in argument):
+            on_wire.setdefault(operand.address, []).append(operation.time_ns)
+    named = after_update.addresses | before_update.addresses
+    lives = [_settle(life, on_wire, named | visible, backward, update) for life in watch.allocations()]
+    lives = [life for life in lives if life.stop_ns is None or life.stop_ns > life.start_ns]
+    peak_ns = _peak_time(lives, backward.start_ns, update.stop_ns)
+    return MemoryReading(
+        steady=_classify(lives, update.stop_ns, after_update, on_wire, step_start_ns=update.stop_ns),
+        states=Bytes(
+            parameters=sum(after_update.parameters.values()), gradients=sum(before_update.gradients.values()),
+            optimizer_states=sum(after_update.optimizer_states.values()),
+            communication=sum(before_update.communication.values()),
+        ),
+        peak=_classify(lives, peak_ns, before_update, on_wire, step_start_ns=backward.start_ns),
+        allocator_peak_bytes=allocator_peaks[0] if allocator_peaks else None,
+        allocator_reserved_bytes=allocator_peaks[1] if allocator_peaks else None,
+    )  # fmt: skip
+
+
+def _settle(
+    life: Allocation, on_wire: dict[int, list[int]], known: set[int], backward: Window, update: Window
+) -> Allocation:
+    """How long a storage lived whose end was not seen: for ever when the engine named it or Python still sees it; when
+    it went into a collective, for ever if it is older than the step (a bucket, used again and again), else until
+    the end of that half of the step; otherwise not at all, for it was a collective's scratch of long ago."""
+    if life.stop_ns is not None or life.address in known:
+        return life
+    uses = [t for t in on_wire.get(life.address, []) if t >= life.start_ns]
+    if uses and life.start_ns < backward.start_ns:
+        return life
+    half = backward if uses and backward.holds(max(uses)) else update
+    return dataclasses.replace(life, stop_ns=half.stop_ns if uses else life.start_ns)
+
+
+def visible_storages() -> set[int]:
+    """Addresses of all storages that Python code can still reach."""
+    found = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
+    addresses = set()
+    for tensor in found:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a wrapper around other tensors has no storage
+            addresses.add(tensor.untyped_storage().data_ptr())
+    return addresses
+
+
+def cuda_peaks(device: torch.device) -> tuple[int, int] | None:
+    """Bytes allocated and reserved at most since the last reset; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+
+
+def _peak_time(allocations: list[Allocation], start_ns: int, stop_ns: int) -> int:
+    """The first instant in [start, stop) when most bytes are alive."""
+    changes = [(a.start_ns, a.num_bytes) for a in allocations]
+    changes += [(a.stop_ns, -a.num_bytes) for a in allocations if a.stop_ns is not None]
+    alive = peak = 0
+    peak_ns = start_ns
+    for time_ns, change in sorted(changes):
+        if time_ns >= stop_ns:
+            break
+        if time_ns >= start_ns and alive > peak:  # what was alive when the step began counts too
+            peak, peak_ns = alive, max(start_ns, peak_ns)
+        alive += change
+        if time_ns >= start_ns and alive > peak:
+            peak, peak_ns = alive, time_ns
+    return peak_ns
+
+
+def _classify(
+    allocations: list[Allocation], time_ns: int, named: Named, on_wire: dict[int, list[int]], step_start_ns: int
+) -> Bytes:
+    """Bytes alive at `time_ns`, by category. `on_wire`: when each address went into a collective."""
+    totals: dict[str, int] = {}
+    for life in allocations:
+        if not life.alive(time_ns):
+            continue
+        category = named.category(life.address)
+        if category is None and any(life.alive(t) for t in on_wire.get(life.address, [])):
+            category = "communication"
+        if category is None:
+            category = "activations" if life.start_ns >= step_start_ns else "other"
+        totals[category] = totals.get(category, 0) + life.num_bytes
+    return Bytes(**totals)

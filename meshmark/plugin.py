@@ -1,0 +1,226 @@
+"""The pytest side: options, the session's runner, progress. Loaded by the checkout's conftest.py."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from meshmark.adapter import Adapter
+from meshmark.case import Case
+from meshmark.cluster import Cluster, ClusterSpec
+from meshmark.data import check_corpus
+from meshmark.device import num_gpus
+from meshmark.errors import InputError, MeshmarkError, UnknownNameError
+from meshmark.launch import Launcher
+from meshmark.layout import Precision
+from meshmark.observe import WATCHED_STEP
+from meshmark.rank_report import Task
+from meshmark.record import Record
+from meshmark.registry import builtin_adapters, load_adapter, outside_name, select
+from meshmark.runner import Runner, RunOptions
+from meshmark.workload import Workload, workload
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What the command line asks for, checked."""
+
+    targets: dict[str, str]
+    """Adapter name to "module:Class"."""
+    adapters: dict[str, type[Adapter]]
+    worlds: list[int]
+    workloads: list[Workload]
+    precisions: list[Precision]
+    options: RunOptions
+    results: Path
+    cluster: ClusterSpec
+
+
+SELECTION = pytest.StashKey[Selection]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("meshmark", "Meshmark: which cases to run, and where")
+    group.addoption("--adapters", default="*", metavar="A,B", help="adapters by name or shell pattern (default: all)")
+    group.addoption(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="FILE.py:CLASS",
+        help="an adapter from outside the repo, or package.module:Class; alone unless --adapters is given too",
+    )
+    group.addoption("--world", default="2", metavar="N,M", help="world sizes (default: 2); 1 joins where `single` runs")
+    group.addoption("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    group.addoption("--backend", default=None, help="gloo or nccl (default: nccl where every rank has its own GPU)")
+    group.addoption("--precision", default="fp32", metavar="P,Q", help="fp64, fp32, bf16, fp16 (default: fp32)")
+    group.addoption("--workload", default="gpt-tiny", metavar="NAME,NAME", help="workload presets (default: gpt-tiny)")
+    group.addoption("--corpus", default=None, metavar="FILE", help="train on this file, byte by byte")
+    group.addoption(
+        "--steps", type=int, default=None, metavar="N", help="optimizer steps of a pass (default: 5 observed, 10 timed)"
+    )
+    group.addoption(
+        "--time-limit", type=float, default=120.0, metavar="S", help="seconds a pass may take (default: 120)"
+    )
+    group.addoption(
+        "--results", default="results", metavar="DIR", help="where records.jsonl is appended (default: results)"
+    )
+    group.addoption(
+        "--nnodes", type=int, default=None, help="nodes that run this same command (default: from SLURM or torchrun)"
+    )
+    group.addoption("--node-rank", type=int, default=0, help="which of them this is")
+    group.addoption("--rdzv", default=None, metavar="HOST:PORT", help="address of node 0 and a free port on it")
+
+
+def selection(config: pytest.Config) -> Selection:
+    """The checked command line. Raises `pytest.UsageError` for what cannot be."""
+    if SELECTION not in config.stash:
+        try:
+            config.stash[SELECTION] = _select(config)
+        except MeshmarkError as error:
+            raise pytest.UsageError(str(error)) from error
+    return config.stash[SELECTION]
+
+
+def _select(config: pytest.Config) -> Selection:
+    option = functools.partial(config.getoption)
+    outside = {outside_name(target): target for target in option("--adapter")}
+    patterns = _split(option("--adapters"))
+    targets = outside if outside and patterns == ["*"] else select(patterns, builtin_adapters()) | outside
+    workloads = [workload(name, corpus=option("--corpus")) for name in _split(option("--workload"))]
+    for chosen in workloads:
+        check_corpus(chosen)
+    nnodes = option("--nnodes")
+    return Selection(
+        targets=targets, adapters={name: load_adapter(target) for name, target in targets.items()},
+        worlds=[_positive("--world", text) for text in _split(option("--world"))],
+        workloads=workloads, precisions=[_precision(text) for text in _split(option("--precision"))],
+        options=_run_options(config), results=Path(option("--results")),
+        cluster=ClusterSpec.detect(os.environ) if nnodes is None else ClusterSpec(
+            nnodes=nnodes, node_rank=option("--node-rank"), rdzv=option("--rdzv")
+        ),
+    )  # fmt: skip
+
+
+def _run_options(config: pytest.Config) -> RunOptions:
+    device, backend, steps = (config.getoption(name) for name in ("--device", "--backend", "--steps"))
+    if device not in ("cpu", "cuda"):
+        raise UnknownNameError("device", device, ["cpu", "cuda"])
+    if backend not in (None, "gloo", "nccl"):
+        raise UnknownNameError("backend", backend, ["gloo", "nccl"])
+    if device == "cuda" and not num_gpus():
+        raise InputError("--device cuda, but PyTorch sees no CUDA device here; `meshmark doctor` shows what it sees")
+    if steps is not None and steps <= WATCHED_STEP:
+        raise InputError(f"--steps {steps}: at least {WATCHED_STEP + 1} are needed, the last of which is watched")
+    limit = config.getoption("--time-limit")
+    if limit <= 0:
+        raise InputError(f"--time-limit {limit:g}: expected seconds above 0")
+    counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
+    return RunOptions(device=device, backend=backend, num_gpus=num_gpus(), time_limit_seconds=limit, **counts)
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _positive(option: str, text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise InputError(f"{option} {text!r}: expected a whole number of at least 1")
+    return int(text)
+
+
+def _precision(text: str) -> Precision:
+    if text not in list(Precision):
+        raise UnknownNameError("precision", text, list(Precision))
+    return Precision(text)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrize every test that asks for a case by the matrix that the suites define."""
+    if "case" in metafunc.fixturenames:
+        cases = metafunc.config.hook.pytest_meshmark_cases(config=metafunc.config, selection=selection(metafunc.config))
+        metafunc.parametrize("case", cases, ids=lambda case: case.id, scope="session")
+
+
+class Hooks:
+    """Where the checkout's suites plug their matrix in."""
+
+    @pytest.hookspec(firstresult=True)
+    def pytest_meshmark_cases(self, config: pytest.Config, selection: Selection) -> list[Case] | None:
+        """The cases to parametrize by."""
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(Hooks)
+
+
+@pytest.fixture(scope="session")
+def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Iterator[Runner]:
+    """This session's runner, which owns the cluster, the forkserver and the records file."""
+    chosen = selection(pytestconfig)
+    preload = [r.module for adapter in chosen.adapters.values() for r in adapter.requires if r.missing is None]
+    progress = Progress(pytestconfig, request.session.items)
+    with Cluster(chosen.cluster) as cluster:
+        running = Runner(
+            Launcher(cluster, preload), chosen.targets, chosen.options, chosen.results, announce=progress.announce
+        )
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def observed(runner: Runner, case: Case) -> Record:
+    """The record of the case's instrumented pass, with its verdicts."""
+    return runner.observe(case)
+
+
+@pytest.fixture
+def timed(runner: Runner, case: Case) -> Record:
+    """The record of the case's untouched pass, which must have reached its end."""
+    from meshmark.expect import expect_ran
+
+    record = runner.time(case)
+    expect_ran(record)
+    return record
+
+
+class Progress:
+    """Which pass runs, how many are left, time so far: rewritten on a terminal, a line a pass elsewhere."""
+
+    def __init__(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        self._reporter: Any = config.pluginmanager.getplugin("terminalreporter")
+        self._capture: Any = config.pluginmanager.getplugin("capturemanager")
+        self._tty = sys.stdout.isatty()
+        self._quiet = config.get_verbosity() < 0 and not self._tty
+        wanted = {"observed": Task.OBSERVE, "timed": Task.TIME}
+        self._total = len({
+            (task, item.callspec.params["case"].id)  # type: ignore[attr-defined]
+            for item in items for fixture, task in wanted.items() if fixture in getattr(item, "fixturenames", [])
+        })  # fmt: skip
+        self._done = 0
+        self._started = time.monotonic()
+
+    def announce(self, task: Task, case: Case, record: Record | None) -> None:
+        if record is not None:
+            self._done += 1
+        if self._quiet or self._reporter is None or (record is None and not self._tty):
+            return
+        minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
+        line = f"[{self._done + (record is None)}/{self._total}] {task} {case.id} {minutes}:{seconds:02d}"
+        with self._capture.global_and_fixture_disabled():
+            if record is None:
+                self._reporter.rewrite(f"\r{line} ...", erase=True)
+            elif self._tty:
+                self._reporter.rewrite("\r", erase=True)
+            else:
+                self._reporter.ensure_newline()
+                self._reporter.write_line(f"{line} {record.outcome.status} in {record.launch_seconds:.1f} s")

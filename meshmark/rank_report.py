@@ -1,0 +1,87 @@
+"""What one rank measured, and what it was asked to measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from meshmark.case import Case
+from meshmark.meters.memory import MemoryReading
+from meshmark.meters.traffic import TrafficReading
+from meshmark.trace import Drift
+from meshmark.truth import Deviation
+
+
+class Task(StrEnum):
+    """One of the passes over a case; each runs in processes of its own."""
+
+    OBSERVE = "observe"
+    """Instrumented: losses, gradients, parameters, memory, traffic."""
+    TIME = "time"
+    """Untouched: seconds per step."""
+    NOISE = "noise"
+    """How far rounding alone carries the adapter `single` from the truth, in one process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a rank is to do; the same for every rank of a launch."""
+
+    case: Case
+    adapter: str
+    """"module:Class" or "path/to/file.py:Class"."""
+    task: Task
+    device: str
+    """cpu or cuda."""
+    backend: str
+    steps: int
+    warmup: int = 0
+    """TIME: steps before the first that counts."""
+    assess: bool = True
+    """OBSERVE: compare with the truth; False measures memory and traffic alone."""
+    time_limit_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """One rank's measurements. Lists run over steps; what a task does not measure is empty."""
+
+    rank: int
+    build_seconds: float
+    """From the rank's first instruction to an engine ready to train."""
+    run_seconds: float
+    """The rest."""
+    losses: list[float] = field(default_factory=list)
+    """This rank's shares."""
+    norms: list[float | None] = field(default_factory=list)
+    """Global gradient norm before clipping, where the framework tells it."""
+    deviations: dict[str, list[Deviation]] = field(default_factory=dict)
+    """From the truth, by quantity, then step; on rank 0, for all ranks."""
+    drifts: list[Drift] = field(default_factory=list)
+    """On rank 0, for all ranks."""
+    memory: MemoryReading | None = None
+    traffic: TrafficReading | None = None
+    step_seconds: list[float] = field(default_factory=list)
+    matmul_flops_per_second: float | None = None
+    """Best rate of a matrix product in the case's precision, all ranks at once; the peak where none is published."""
+    state_dtypes: dict[str, str] = field(default_factory=dict)
+    """Precision of what the engine holds, by category."""
+    noise: dict[str, list[float]] = field(default_factory=dict)
+    """NOISE: largest distance to the truth, by quantity, then step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """Why a rank ended without a report."""
+
+    rank: int
+    kind: str
+    """raised, oom, killed or hung."""
+    message: str
+    """Exception and text, or signal."""
+    time: float
+    """Seconds since the epoch."""
+    traceback: str = ""
+    log_tail: str = ""
+    stack: str = ""
+    """hung: what every Python thread was doing."""

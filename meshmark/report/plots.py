@@ -1,0 +1,76 @@
+"""The two pictures of a report, as SVG: memory by category, and throughput with its spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+from meshmark.report.results import Result  # noqa: E402
+
+# One hue a category, in the order of the stack; the Okabe-Ito palette, which colour-blind readers can tell apart.
+_CATEGORIES = {
+    "parameters": "#0072B2", "gradients": "#56B4E9", "optimizer_states": "#009E73",
+    "activations": "#E69F00", "communication": "#CC79A7", "other": "#999999",
+}  # fmt: skip
+_STYLE = {
+    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "meshmark",
+    "svg.fonttype": "none", "figure.facecolor": "white",
+}  # fmt: skip
+
+
+def _label(result: Result) -> str:
+    case = result.case
+    return f"{case.adapter}  {case.layout.id}  {case.workload.name} {case.precision}"
+
+
+def memory_plot(found: Sequence[Result], path: Path) -> bool:
+    """Stacked bytes at the peak of each case's fullest rank. False when there is nothing to draw."""
+    rows = [(r, max(r.observed.memory, key=lambda m: m.peak.total)) for r in found if r.observed and r.observed.memory]
+    if not rows:
+        return False
+    largest = max(reading.peak.total for _, reading in rows)
+    unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(9, 0.8 + 0.26 * len(rows)))
+        left = [0.0] * len(rows)
+        for category, colour in _CATEGORIES.items():
+            widths = [getattr(reading.peak, category) / unit for _, reading in rows]
+            axes.barh(range(len(rows)), widths, left=left, color=colour, label=category.replace("_", " "))
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        axes.set_yticks(range(len(rows)), [_label(result) for result, _ in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel(f"{name} on the fullest rank at its peak")
+        figure.legend(loc="outside upper left", ncols=6, frameon=False, fontsize=8)
+        figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+    return True
+
+
+def throughput_plot(found: Sequence[Result], path: Path) -> bool:
+    """Tokens per second of every sampled step, with the median; wrong runs hollow. False when there is nothing."""
+    rows = [(r, r.timed) for r in found if r.timed and r.timed.rank_step_seconds]
+    if not rows:
+        return False
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(9, 0.8 + 0.26 * len(rows)))
+        for y, (result, timed) in enumerate(rows):
+            rates = sorted(timed.case.workload.tokens_per_step / s for s in timed.step_seconds)
+            face = "none" if result.correct is False else "#0072B2"
+            axes.scatter(
+                rates, [y] * len(rates), s=14, alpha=0.5, facecolors=face, edgecolors="#0072B2", linewidths=0.8
+            )
+            axes.plot([rates[len(rates) // 2]] * 2, [y - 0.35, y + 0.35], color="black", linewidth=1.5)
+        axes.set_yticks(range(len(rows)), [_label(result) for result, _ in rows])
+        axes.invert_yaxis()
+        axes.set_xlim(left=0)
+        axes.set_xlabel("tokens per second: every sampled step (dots), median (bar); hollow: the run is wrong")
+        figure.tight_layout()
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+    return True

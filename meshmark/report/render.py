@@ -1,0 +1,135 @@
+"""The report: the answer first, then the evidence, then how it was obtained."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from meshmark.record import Reading, Record
+from meshmark.report import tables
+from meshmark.report.plots import memory_plot, throughput_plot
+from meshmark.report.results import Result, results
+from meshmark.throughput import throughput
+from meshmark.verdict import NOISE_FACTOR
+
+
+def write_report(reading: Reading, path: Path, command: str, baseline: Reading | None = None) -> None:
+    """Markdown at `path`, and its pictures beside it, named after it. `command` is what made the report; with
+    a `baseline`, times are compared with its."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = results(reading.records)
+    pictures = {
+        "Memory at the peak, by category": (memory_plot, path.with_name(f"{path.stem}-memory.svg")),
+        "Throughput, with its spread": (throughput_plot, path.with_name(f"{path.stem}-throughput.svg")),
+    }
+    drawn = [f"![{title}]({file.name})" for title, (draw, file) in pictures.items() if draw(found, file)]
+    path.write_text(
+        "\n\n".join(
+            [*_answer(found, reading), *drawn, *_evidence(found, reading, baseline), *_origin(found, reading, command)]
+        )
+        + "\n"
+    )
+
+
+def _answer(found: Sequence[Result], reading: Reading) -> list[str]:
+    environment = reading.records[-1].environment
+    return [
+        f"# Meshmark report: {environment.machine}, {environment.num_cpus} CPUs, {environment.device}",
+        f"{_headline(found)}",
+        tables.answer(found),
+        "*correct*: every loss, gradient norm, gradient and parameter of every step stands within "
+        f"{NOISE_FACTOR:g} times the rounding noise of its precision from a float64 single-process truth. "
+        "*detects*: the smallest relative error of any parameter's gradient that this verdict would have caught. "
+        "*peak / rank*: exact bytes alive on the fullest rank. A wrong run's speed is struck out: it is no result.",
+    ]
+
+
+def _headline(found: Sequence[Result]) -> str:
+    ran = [r for r in found if not r.skipped]
+    right = [r for r in ran if r.correct]
+    lines = [f"**{len(right)} of {len(ran)} cases train correctly**"]
+    if wrong := [r.case.id for r in ran if r.correct is False]:
+        lines.append(f"wrong or failed: {', '.join(f'`{w}`' for w in wrong)}")
+    if unjudged := sum(r.correct is None for r in ran):
+        lines.append(f"{unjudged} not judged")
+    if skipped := len(found) - len(ran):
+        lines.append(f"{skipped} not run, with reasons below")
+    parts = ["; ".join(lines) + "."]
+    for ranks in sorted({r.case.world_size for r in right if r.case.world_size > 1}):
+        peers = [r for r in right if r.case.world_size == ranks]
+        timed = [r for r in peers if r.timed and r.timed.rank_step_seconds]
+        measured = [r for r in peers if r.observed and r.observed.memory]
+        if timed and measured:
+            fastest = max(timed, key=lambda r: throughput(r.timed).tokens_per_second if r.timed else 0.0)
+            leanest = min(measured, key=_peak)
+            speed = throughput(fastest.timed).tokens_per_second if fastest.timed else 0.0
+            parts.append(
+                f"On {ranks} ranks the fastest correct case is `{fastest.case.id}` ({speed:,.0f} tokens/s), "
+                f"the leanest `{leanest.case.id}` ({tables.bytes_text(_peak(leanest))} at its fullest rank's peak)."
+            )
+    return " ".join(parts)
+
+
+def _peak(result: Result) -> int:
+    return max(m.peak.total for m in result.observed.memory) if result.observed else 0
+
+
+def _evidence(found: Sequence[Result], reading: Reading, baseline: Reading | None) -> list[str]:
+    latest = [record for r in found for record in (r.observed, r.timed) if record]
+    failed = tables.failures(latest)
+    parts = ["## What failed", failed or "Nothing: every case that ran reached its end and passed every suite."]
+    sections: dict[str, tuple[Callable[[Sequence[Result]], str], str]] = {
+        "Equivalence": (
+            tables.equivalence,
+            "Each step is judged on its own: loss and gradients against float64 at the parameters where the run is, "
+            "the update against a float64 optimizer fed the run's own gradients.",
+        ),
+        "Memory": (
+            tables.memory,
+            "Fullest rank. Model states as held at their fullest, the rest at the instant of the peak; the verdict "
+            "compares states on every rank with the closed form.",
+        ),
+        "Communication": (
+            tables.communication,
+            "One step, on the rank that sends most. Bytes are full tensors; *sent* counts ring algorithms. What a "
+            "backend issues can differ from what was asked for.",
+        ),
+        "Throughput": (
+            functools.partial(tables.speed, baseline=results(baseline.records) if baseline else ()),
+            "Untouched pass, slowest rank of each step, after warm-up. MFU counts 6 operations a matrix parameter and "
+            "token, and full attention (PaLM, appendix B).",
+        ),
+    }
+    for title, (table, text) in sections.items():
+        if body := table(found):
+            parts += [f"## {title}", text, body]
+        if title == "Memory" and (declared := tables.remainders(found)):
+            parts += ["Declared beyond the closed form, rank 0:", declared]
+    if any(r.skipped for r in found):
+        parts += ["## Not run", tables.skips(found)]
+    if reading.complaints:
+        parts += ["## Lines that could not be read", "\n".join(f"- {c}" for c in reading.complaints)]
+    return parts
+
+
+def _origin(found: Sequence[Result], reading: Reading, command: str) -> list[str]:
+    last: Record = reading.records[-1]
+    environment = last.environment
+    facts = {
+        "machine": environment.machine, "CPUs": environment.num_cpus,
+        "memory": tables.bytes_text(environment.memory_bytes), "system": environment.system,
+        "device and backend": f"{environment.device}, {environment.backend}", "nodes": environment.nnodes,
+        "commit": environment.commit or "unknown", "date": environment.date,
+        **environment.versions,
+    }  # fmt: skip
+    commands = sorted({record.environment.command for record in reading.records})
+    return [
+        "## How it was obtained",
+        "Records by:\n\n```\n" + "\n".join(commands) + "\n```\n\nThis page by:\n\n```\n" + command + "\n```",
+        tables.markdown([{"what": name, "value": str(value)} for name, value in facts.items()]),
+        "## Where the time went",
+        tables.time_spent(found),
+        "A launch is one pass over one case in fresh processes; the noise floors, which each workload and "
+        "precision needs once, are not in it.",
+    ]

@@ -1,0 +1,82 @@
+"""Records as a reader wants them: one result per case, the instrumented and the timed pass side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshmark.case import Case
+from meshmark.rank_report import Task
+from meshmark.record import Record, Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """All that is known of a case; at least one of the passes is there."""
+
+    case: Case
+    observed: Record | None
+    timed: Record | None
+    proxy: Record | None
+    """The instrumented pass of the same adapter, layout and precision on a model small enough to be judged, when this
+    one is too large."""
+
+    @property
+    def any(self) -> Record:
+        record = self.observed or self.timed
+        assert record is not None
+        return record
+
+    @property
+    def skipped(self) -> bool:
+        return self.any.outcome.status is Status.SKIPPED
+
+    @property
+    def failed(self) -> Record | None:
+        """The pass that did not reach its end."""
+        ended = (Status.OK, Status.SKIPPED)
+        return next((r for r in (self.observed, self.timed) if r and r.outcome.status not in ended), None)
+
+    @property
+    def correct(self) -> bool | None:
+        """The equivalence verdict; None when nothing decides."""
+        if self.observed and self.observed.outcome.status not in (Status.OK, Status.SKIPPED):
+            return False
+        for record in (self.observed, self.proxy):
+            if record and (verdict := record.verdict("equivalence")):
+                return verdict.passed
+        return None
+
+    @property
+    def correctness(self) -> str:
+        """In words."""
+        if self.skipped:
+            return "not run"
+        if self.failed:
+            return f"**{self.failed.outcome.status}**"
+        if self.correct is None:
+            return "not judged"
+        own = self.observed and self.observed.verdict("equivalence")
+        where = "" if own or not self.proxy else f" (as {self.proxy.case.workload.name})"
+        return ("yes" if self.correct else "**no**") + where
+
+
+def results(records: Iterable[Record]) -> list[Result]:
+    """One result a case, in order of first appearance; of several records of one pass the last one counts."""
+    latest: dict[tuple[str, Task], Record] = {}
+    cases: dict[str, Case] = {}
+    for record in records:
+        latest[record.case.id, record.task] = record
+        cases.setdefault(record.case.id, record.case)
+    judged = {_kinship(record.case): record for record in latest.values() if record.verdict("equivalence") is not None}
+    return [
+        Result(
+            case=case, observed=latest.get((id_, Task.OBSERVE)), timed=latest.get((id_, Task.TIME)),
+            proxy=judged.get(_kinship(case)),
+        )
+        for id_, case in cases.items()
+    ]  # fmt: skip
+
+
+def _kinship(case: Case) -> tuple[str, str, str]:
+    return case.adapter, case.layout.id, case.precision

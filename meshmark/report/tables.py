@@ -1,0 +1,241 @@
+"""One table for the answer, then one a suite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pandas as pd
+
+from meshmark.meters.memory import MemoryReading
+from meshmark.meters.traffic import Collective
+from meshmark.record import Record
+from meshmark.report.results import Result
+from meshmark.throughput import throughput
+
+KIB = 1024.0
+
+
+def bytes_text(count: float) -> str:
+    """Three significant digits, binary units: `925 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= KIB
+    return f"{count:.3g} TiB"
+
+
+def markdown(rows: Sequence[dict[str, object]]) -> str:
+    """A markdown table; numbers that a row lacks stay empty."""
+    frame = pd.DataFrame(list(rows)).fillna("")
+    return str(frame.to_markdown(index=False, disable_numparse=True))
+
+
+def answer(found: Sequence[Result]) -> str:
+    """Which case is correct, how much memory it takes, how fast it is."""
+    return markdown([
+        {
+            **_names(result), "ranks": result.case.world_size, "correct": result.correctness,
+            "detects": _detects(result), "model states / rank": _of_observed(result, _states_text),
+            "peak / rank": _of_observed(result, _peak_text), "tokens/s": _speed(result), "MFU": _mfu(result),
+        }
+        for result in found if not result.skipped
+    ])  # fmt: skip
+
+
+def equivalence(found: Sequence[Result]) -> str:
+    rows = []
+    for result in found:
+        verdict = result.observed.verdict("equivalence") if result.observed else None
+        if result.observed is None or verdict is None:
+            continue
+        e = verdict.evidence
+        rows.append({
+            **_names(result), "verdict": _passed(verdict.passed), "worst quantity": e["worst_quantity"],
+            "step": e["worst_step"], "distance / noise": _number(e["ratio"]), "limit": _number(e["factor"]),
+            "gradient errors seen from": _number(e["detection_limit"]), "compared": e["compared"],
+            "loss, first to last": f"{result.observed.losses[0]:.4f} to {result.observed.losses[-1]:.4f}",
+        })  # fmt: skip
+    return markdown(rows)
+
+
+def memory(found: Sequence[Result]) -> str:
+    """The rank with the highest peak, by category at that instant."""
+    rows = []
+    for result in found:
+        if not result.observed or not result.observed.memory:
+            continue
+        readings = result.observed.memory
+        rank = max(range(len(readings)), key=lambda r: readings[r].peak.total)
+        reading, peak, verdict = readings[rank], readings[rank].peak, result.observed.verdict("memory")
+        row: dict[str, object] = {
+            **_names(result), "states as planned": _passed(verdict.passed) if verdict else "",
+            "worst error": f"{float(verdict.evidence['relative_error']):.2%}" if verdict else "",
+            "rank": rank, "parameters": bytes_text(reading.states.parameters),
+            "gradients": bytes_text(reading.states.gradients),
+            "optimizer": bytes_text(reading.states.optimizer_states), "activations": bytes_text(peak.activations),
+            "communication": bytes_text(peak.communication), "other": bytes_text(peak.other),
+            "peak": bytes_text(peak.total), "steady": bytes_text(reading.steady.total),
+        }  # fmt: skip
+        if reading.allocator_peak_bytes is not None and reading.allocator_reserved_bytes is not None:
+            row |= {
+                "allocator peak": bytes_text(reading.allocator_peak_bytes),
+                "reserved": bytes_text(reading.allocator_reserved_bytes),
+            }
+        rows.append(row)
+    return markdown(rows)
+
+
+def remainders(found: Sequence[Result]) -> str:
+    """What adapters declare beyond the closed form; empty when nothing is."""
+    rows = [
+        {**_names(result), "category": declared.category, "bytes": f"{declared.num_bytes:,.0f}", "why": declared.reason}
+        for result in found if result.observed and result.observed.remainders
+        for declared in result.observed.remainders[0]
+    ]  # fmt: skip
+    return markdown(rows) if rows else ""
+
+
+def communication(found: Sequence[Result]) -> str:
+    """The rank that sends most, bytes of one step."""
+    rows = []
+    for result in found:
+        if not result.observed or not result.observed.traffic or result.case.world_size == 1:
+            continue
+        traffic, verdict = result.observed.traffic, result.observed.verdict("communication")
+        rank = max(range(len(traffic)), key=lambda r: _wire(traffic[r].asked))
+        rows.append({
+            **_names(result), "as planned": _passed(verdict.passed) if verdict else "",
+            "worst error": f"{float(verdict.evidence['relative_error']):.2%}" if verdict else "",
+            "asked for": _kinds(traffic[rank].asked), "sent / rank": bytes_text(_wire(traffic[rank].asked)),
+            "backend issued": _kinds(traffic[rank].issued),
+            "really sent / rank": bytes_text(_wire(traffic[rank].issued)),
+        })  # fmt: skip
+    return markdown(rows)
+
+
+def speed(found: Sequence[Result], baseline: Sequence[Result] = ()) -> str:
+    """With a `baseline`, each median also as a multiple of the same case's there."""
+    before = {r.case.id: np.median(r.timed.step_seconds) for r in baseline if r.timed and r.timed.rank_step_seconds}
+    rows = []
+    for result in found:
+        if not result.timed or not result.timed.rank_step_seconds:
+            continue
+        milliseconds = 1000 * np.array(result.timed.step_seconds)
+        measured = throughput(result.timed)
+        row: dict[str, object] = {
+            **_names(result), "correct": result.correctness, "median step": f"{np.median(milliseconds):.4g} ms",
+            "fastest": f"{milliseconds.min():.4g} ms", "slowest": f"{milliseconds.max():.4g} ms",
+            "samples": len(milliseconds), "tokens/s": f"{measured.tokens_per_second:,.0f}",
+            "MFU": f"{measured.mfu:.1%}", "peak from": measured.peak_source,
+        }  # fmt: skip
+        if baseline:
+            known = before.get(result.case.id)
+            row["median / baseline's"] = f"{np.median(milliseconds) / 1000 / known:.2f}" if known else "new"
+        rows.append(row)
+    return markdown(rows)
+
+
+def time_spent(found: Sequence[Result]) -> str:
+    """Seconds by adapter: processes from start to end, and of these until the engines stood."""
+    rows: dict[str, dict[str, float]] = {}
+    for result in found:
+        for record in filter(None, (result.observed, result.timed)):
+            row = rows.setdefault(
+                result.case.adapter, {"launches": 0, "seconds": 0.0, "of these building engines": 0.0}
+            )
+            row["launches"] += record.launch_seconds > 0
+            row["seconds"] += record.launch_seconds
+            row["of these building engines"] += record.build_seconds
+    total = {
+        key: sum(row[key] for row in rows.values()) for key in ("launches", "seconds", "of these building engines")
+    }
+    rows["all"] = total
+    return markdown([
+        {"adapter": name, "launches": int(row["launches"]), "seconds": f"{row['seconds']:.1f}",
+         "of these building engines": f"{row['of these building engines']:.1f}"}
+        for name, row in rows.items()
+    ])  # fmt: skip
+
+
+def _names(result: Result) -> dict[str, object]:
+    case = result.case
+    return {"adapter": case.adapter, "layout": case.layout.id, "workload": f"{case.workload.name} {case.precision}"}
+
+
+def _passed(passed: bool) -> str:
+    return "yes" if passed else "**no**"
+
+
+def _number(value: object) -> str:
+    return "" if not isinstance(value, int | float) or math.isnan(value) else f"{value:.3g}"
+
+
+def _detects(result: Result) -> str:
+    record = result.observed
+    verdict = record.verdict("equivalence") if record else None
+    return _number(verdict.evidence["detection_limit"]) if verdict else ""
+
+
+def _of_observed(result: Result, text: Callable[[list[MemoryReading]], str]) -> str:
+    return text(result.observed.memory) if result.observed and result.observed.memory else ""
+
+
+def _states_text(readings: list[MemoryReading]) -> str:
+    return bytes_text(max(r.states.parameters + r.states.gradients + r.states.optimizer_states for r in readings))
+
+
+def _peak_text(readings: list[MemoryReading]) -> str:
+    return bytes_text(max(r.peak.total for r in readings))
+
+
+def _speed(result: Result) -> str:
+    if not result.timed or not result.timed.rank_step_seconds:
+        return ""
+    text = f"{throughput(result.timed).tokens_per_second:,.0f}"
+    return f"~~{text}~~ wrong run" if result.correct is False else text
+
+
+def _mfu(result: Result) -> str:
+    if not result.timed or not result.timed.rank_step_seconds or result.correct is False:
+        return ""
+    return f"{throughput(result.timed).mfu:.1%}"
+
+
+def _wire(collectives: list[Collective]) -> float:
+    return sum(c.wire_bytes for c in collectives)
+
+
+def _kinds(collectives: list[Collective]) -> str:
+    """`2 all_reduce 925 KiB`, by kind, scalars left out."""
+    return (
+        ", ".join(f"{c.count} {c.kind} {bytes_text(c.num_bytes)}" for c in collectives if c.num_bytes > KIB)
+        or "nothing"
+    )
+
+
+def failures(records: Sequence[Record]) -> str:
+    """What did not reach its end or did not pass, each with its evidence."""
+    parts = []
+    for record in records:
+        outcome = record.outcome
+        if outcome.status not in ("ok", "skipped"):
+            stacks = "".join(f"\n--- stack of rank {rank}\n{stack}" for rank, stack in outcome.stacks.items())
+            evidence = f"{outcome.traceback or outcome.log_tail}{stacks}".strip()
+            parts.append(
+                f"- **{record.case.id}** ({record.task}): {outcome.status}, rank {outcome.rank}: {outcome.message}\n\n"
+                f"  <details><summary>evidence</summary>\n\n```\n{evidence}\n```\n\n  </details>"
+            )
+        for verdict in record.verdicts:
+            if not verdict.passed:
+                facts = "\n".join(f"{name}: {value}" for name, value in verdict.evidence.items())
+                parts.append(
+                    f"- **{record.case.id}**: {verdict.suite}: {verdict.summary}\n\n"
+                    f"  <details><summary>evidence</summary>\n\n```\n{facts}\n```\n\n  </details>"
+                )
+    return "\n".join(parts)
+
+
+def skips(found: Sequence[Result]) -> str:
+    return markdown([{**_names(r), "why": r.any.outcome.message} for r in found if r.skipped])

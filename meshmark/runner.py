@@ -1,0 +1,209 @@
+"""From a case to its record: once a session, whoever asks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshmark.adapter import Adapter
+from meshmark.case import Case
+from meshmark.errors import MeshmarkError
+from meshmark.launch import Landing, Launcher
+from meshmark.machine import describe
+from meshmark.noise import NUM_RANKS, TIME_LIMIT_SECONDS, Noise, merge_noise, noise_key
+from meshmark.plan.states import model_states
+from meshmark.rank_report import Request, Task
+from meshmark.record import Outcome, Record, RecordFile, Status
+from meshmark.registry import builtin_adapters, load_adapter
+from meshmark.verdict import judge_communication, judge_equivalence, judge_memory
+
+ASSESSABLE_PARAMETERS = 20_000_000
+"""Largest model that is compared with the float64 truth, which takes 24 bytes a parameter on one rank and as long as
+the whole run takes in float64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How cases are run; what they are is the case's business."""
+
+    device: str = "cpu"
+    backend: str | None = None
+    """None takes nccl on cuda where every rank of a node has a GPU of its own, else gloo."""
+    num_gpus: int = 0
+    """On this node."""
+    observed_steps: int = 5
+    timed_steps: int = 10
+    warmup: int = 3
+    time_limit_seconds: float = 120.0
+
+
+Announce = Callable[[Task, Case, Record | None], None]
+"""Told before a pass (with None) and after it."""
+
+
+class Runner:
+    """Runs passes, judges them, and appends their records."""
+
+    def __init__(
+        self, launcher: Launcher, adapters: dict[str, str], options: RunOptions, results: Path,
+        announce: Announce | None = None,
+    ) -> None:  # fmt: skip
+        """`adapters`: name to "module:Class". Raises `ResultsError` when `results` cannot be written."""
+        self.launcher, self.adapters, self.options = launcher, adapters, options
+        self.announce: Announce = announce or (lambda task, case, record: None)
+        self.results = results
+        writes = launcher.cluster.spec.node_rank == 0
+        self._file = RecordFile(results) if writes else None
+        self._records: dict[tuple[Task, str], Record] = {}
+        self._noise: dict[str, Noise] = {}
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+    def refusal(self, case: Case) -> str | None:
+        """Why `case` is not run; None when it is."""
+        nnodes = self.launcher.cluster.spec.nnodes
+        if case.world_size % nnodes:
+            return f"{case.world_size} ranks cannot be spread evenly over {nnodes} nodes"
+        return self._adapter(case).refusal(case, self.options.device)
+
+    def observe(self, case: Case) -> Record:
+        """The instrumented pass, with all its verdicts."""
+        return self._once(Task.OBSERVE, case)
+
+    def time(self, case: Case) -> Record:
+        """The untouched pass."""
+        return self._once(Task.TIME, case)
+
+    def _adapter(self, case: Case) -> type[Adapter]:
+        return load_adapter(self.adapters[case.adapter])
+
+    def _once(self, task: Task, case: Case) -> Record:
+        key = task, case.id
+        if key not in self._records:
+            if reason := self.refusal(case):
+                record = self._record(self._request(task, case), Outcome(status=Status.SKIPPED, message=reason))
+            else:
+                self.announce(task, case, None)
+                record = self._run(self._request(task, case))
+                self.announce(task, case, record)
+            self._records[key] = record
+            if self._file:
+                self._file.append(record)
+        return self._records[key]
+
+    def _request(self, task: Task, case: Case) -> Request:
+        options = self.options
+        return Request(
+            case=case, adapter=self.adapters[case.adapter], task=task, device=options.device,
+            backend=self._backend(case), time_limit_seconds=options.time_limit_seconds,
+            steps=options.timed_steps if task is Task.TIME else options.observed_steps,
+            warmup=options.warmup if task is Task.TIME else 0,
+            assess=case.workload.model.num_parameters <= ASSESSABLE_PARAMETERS,
+        )  # fmt: skip
+
+    def _backend(self, case: Case) -> str:
+        local_ranks = case.world_size // self.launcher.cluster.spec.nnodes
+        own_gpus = self.options.device == "cuda" and local_ranks <= self.options.num_gpus
+        return self.options.backend or ("nccl" if own_gpus else "gloo")
+
+    def _run(self, request: Request) -> Record:
+        noise = self.noise(request) if request.task is Task.OBSERVE and request.assess else {}
+        landing = self.launcher.launch(request, request.case.world_size)
+        return self._record(request, _outcome(landing), landing, noise)
+
+    def _record(
+        self, request: Request, outcome: Outcome, landing: Landing | None = None, noise: Noise | None = None
+    ) -> Record:
+        case, adapter = request.case, self._adapter(request.case)
+        reports = landing.reports if landing else []
+        whole = outcome.status in (Status.OK, Status.NAN)
+        observed = whole and request.task is Task.OBSERVE
+        ranks = range(case.world_size) if observed else range(0)
+        draft = Record(
+            case=case, adapter=request.adapter, task=request.task, outcome=outcome,
+            environment=describe(request.device, request.backend, self.launcher.cluster.spec.nnodes),
+            steps=request.steps, warmup=request.warmup,
+            launch_seconds=landing.seconds if landing else 0.0,
+            build_seconds=max((r.build_seconds for r in reports), default=0.0),
+            losses=[sum(shares) for shares in zip(*(r.losses for r in reports), strict=True)] if whole else [],
+            norms=next((r.norms for r in reports if any(n is not None for n in r.norms)), []),
+            deviations=reports[0].deviations if whole else {}, noise=(noise or {}) if whole else {},
+            drifts=reports[0].drifts if whole else [],
+            memory=[r.memory for r in reports if r.memory], state_dtypes=reports[0].state_dtypes if whole else {},
+            planned_states=[model_states(case, rank, adapter.recipe(case)) for rank in ranks],
+            remainders=[list(adapter.remainders(case, rank)) for rank in ranks],
+            traffic=[r.traffic for r in reports if r.traffic],
+            planned_traffic=[adapter.traffic(case, rank) for rank in ranks],
+            rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
+            matmul_flops_per_second=[r.matmul_flops_per_second for r in reports if r.matmul_flops_per_second],
+        )  # fmt: skip
+        if not observed:
+            return draft
+        verdicts = [judge_memory(draft), judge_communication(draft)]
+        if request.assess:
+            verdicts.insert(0, judge_equivalence(draft))
+        return dataclasses.replace(draft, verdicts=verdicts)
+
+    def noise(self, request: Request) -> Noise:
+        """The yardstick of a request's workload and precision: from this session, from disk, or measured now.
+
+        Raises `MeshmarkError` when the single process fails, for then nothing can be judged.
+        """
+        key = noise_key(request.case, request.steps)
+        path = self.results / "noise" / f"{key}.json"
+        if key not in self._noise:
+            self._noise[key] = _read_noise(path) or self._measure_noise(request, path)
+        return self._noise[key]
+
+    def _measure_noise(self, request: Request, path: Path) -> Noise:
+        measured = dataclasses.replace(
+            request, task=Task.NOISE, adapter=builtin_adapters()["single"], time_limit_seconds=TIME_LIMIT_SECONDS
+        )
+        landing = self.launcher.launch(measured, NUM_RANKS, alone=True)
+        if landing.failures:
+            failure = landing.failures[0]
+            raise MeshmarkError(
+                f"noise of {request.case.id} could not be measured: {failure.message}\n{failure.log_tail}"
+            )
+        noise = merge_noise([report.noise for report in landing.reports])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{time.time_ns()}")
+        partial.write_text(json.dumps(noise))
+        partial.replace(path)
+        return noise
+
+
+def _read_noise(path: Path) -> Noise | None:
+    """None when there is no such file, or its content is not what was written."""
+    try:
+        noise: Noise = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return noise
+
+
+def _outcome(landing: Landing) -> Outcome:
+    """How the launch ended, after its root cause."""
+    if landing.failures:
+        first = landing.failures[0]
+        return Outcome(
+            status=Status(first.kind), rank=first.rank, message=first.message, traceback=first.traceback,
+            log_tail=first.log_tail, stacks={f.rank: f.stack for f in landing.failures if f.stack},
+        )  # fmt: skip
+    bad = [
+        (step, report.rank, loss)
+        for report in landing.reports
+        for step, loss in enumerate(report.losses)
+        if not math.isfinite(loss)
+    ]
+    if bad:
+        step, rank, loss = min(bad)
+        return Outcome(status=Status.NAN, rank=rank, message=f"loss is {loss} from step {step} on")
+    return Outcome(status=Status.OK)

@@ -1,0 +1,58 @@
+"""Frozen dataclasses to plain JSON values and back, driven by their type annotations."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+
+def encode(value: object) -> Any:  # noqa: ANN401
+    """JSON-ready copy of `value`; a number that is not finite becomes null, which every JSON reader takes."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(k): encode(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, StrEnum | Path) else value
+
+
+@functools.lru_cache(maxsize=64)
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def decode(kind: Any, value: Any) -> Any:  # noqa: ANN401
+    """The `kind` (a dataclass, or any annotation made of them) that `encode` made `value` from.
+
+    Raises `TypeError`, `KeyError` or `ValueError` when `value` has another form.
+    """
+    if dataclasses.is_dataclass(kind):
+        hints = _hints(typing.cast(type, kind))
+        if unknown := set(value) - set(hints):
+            raise KeyError(f"{typing.cast(type, kind).__name__} has no field {', '.join(sorted(unknown))}")
+        return typing.cast(Any, kind)(**{name: decode(hints[name], v) for name, v in value.items()})
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None if type(None) in arguments else math.nan
+        plain = [a for a in arguments if a is not type(None)]
+        return decode(plain[0], value) if len(plain) == 1 else value
+    if origin is list:
+        return [decode(arguments[0], v) for v in value]
+    if origin is tuple:
+        inner = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
+        return tuple(decode(a, v) for a, v in zip(inner, value, strict=True))
+    if origin is dict:
+        return {decode(arguments[0], k): decode(arguments[1], v) for k, v in value.items()}
+    if kind is float:
+        return math.nan if value is None else float(value)
+    return kind(value) if isinstance(kind, type) else value

@@ -1,0 +1,121 @@
+"""One rank of one case, in a fresh process."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from meshmark.adapter import RankContext
+from meshmark.noise import measure_noise
+from meshmark.observe import observe
+from meshmark.rank_report import RankFailure, Request, Task
+from meshmark.registry import load_adapter
+from meshmark.serial import encode
+from meshmark.timing import time_steps
+
+_TASKS = {Task.OBSERVE: observe, Task.TIME: time_steps, Task.NOISE: measure_noise}
+STACK_SIGNAL = signal.SIGUSR1
+"""Makes a rank write every thread's Python stack, even while it hangs inside C."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank stands in a launch."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    port: int
+    """Of the run's store."""
+    prefix: str
+    """Keys of this launch in the store start with it."""
+    folder: Path
+    """Of this launch on this node; reports, failures, logs and stacks are left there."""
+
+    def file(self, kind: str) -> Path:
+        return self.folder / f"{kind}-{self.rank}"
+
+
+def run_rank(request: Request, place: Place) -> None:
+    """Entry point of a rank's process: do `request` and leave a report, or leave a failure and exit with 1."""
+    started = time.time()
+    _settle(place)
+    try:
+        context = _join(request, place)
+        report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
+        _write(place.file("report"), json.dumps(encode(report)))
+        torch.distributed.destroy_process_group()
+    except BaseException as error:  # whatever it was, it is this rank's outcome
+        failure = RankFailure(
+            rank=place.rank, kind="oom" if _is_out_of_memory(error) else "raised",
+            message=f"{type(error).__name__}: {error}", time=time.time(), traceback=traceback.format_exc(),
+        )  # fmt: skip
+        _write(place.file("failure"), json.dumps(encode(failure)))
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # no clean-up: the communication layer's would wait for peers that are gone
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _settle(place: Place) -> None:
+    """Own session, own log, no standard input; die with the launcher; leave Ctrl-C to it."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log = os.open(place.file("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    faulthandler.register(STACK_SIGNAL, file=open(place.file("stack"), "w"), all_threads=True)  # noqa: SIM115
+    os.environ.update(
+        RANK=str(place.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(place.world_size),
+        MASTER_ADDR=place.host, MASTER_PORT=str(place.port), TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+
+
+def _join(request: Request, place: Place) -> RankContext:
+    """Bring up the default process group over the run's store."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.manual_seed(request.case.workload.seed)
+    if request.device == "cuda":
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    device = (
+        torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else torch.device("cpu")
+    )
+    timeout = datetime.timedelta(seconds=request.time_limit_seconds + 60)  # the launcher's limit comes first
+    store = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
+    torch.distributed.init_process_group(
+        request.backend, store=PrefixStore(place.prefix, store),
+        rank=place.rank, world_size=place.world_size, timeout=timeout,
+    )  # fmt: skip
+    return RankContext(
+        rank=place.rank, world_size=place.world_size, device=device, backend=request.backend, scratch=place.folder
+    )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _write(path: Path, text: str) -> None:
+    """Atomically: the launcher reads a whole file or none."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)

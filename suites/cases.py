@@ -1,0 +1,61 @@
+"""The matrix: every adapter in every layout that it supports at a world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from meshmark.adapter import Adapter
+from meshmark.case import Case
+from meshmark.errors import LayoutError
+from meshmark.layout import Layout, Precision
+from meshmark.workload import Workload
+
+ACCUMULATED = 2
+"""Micro-batches of layouts without a pipeline: enough for accumulation to go wrong."""
+PIPELINED = 4
+"""Micro-batches of pipelines."""
+
+
+def layouts(adapter: type[Adapter], world_size: int) -> Iterator[Layout]:
+    """Layouts of `world_size` ranks along each axis that the adapter supports, and with tensor and data parallelism
+    crossed where it supports both."""
+    degrees, stages = adapter.capabilities.degrees, sorted(adapter.capabilities.zero_stages)
+    if world_size == 1:
+        for stage in stages:
+            yield Layout(zero_stage=stage, num_micro_batches=ACCUMULATED)
+        return
+    if "dp" in degrees and "tp" not in degrees:
+        for stage in stages:
+            yield Layout(dp=world_size, zero_stage=stage, num_micro_batches=ACCUMULATED)
+    if "tp" in degrees:
+        yield Layout(tp=world_size, num_micro_batches=ACCUMULATED)
+    if {"tp", "dp"} <= degrees and world_size % 4 == 0:
+        yield Layout(tp=world_size // 2, dp=2, num_micro_batches=ACCUMULATED)
+    if "pp" in degrees:
+        yield Layout(pp=world_size, num_micro_batches=PIPELINED)
+
+
+def matrix(
+    adapters: dict[str, type[Adapter]],
+    worlds: Iterable[int],
+    workloads: Iterable[Workload],
+    precisions: Iterable[Precision],
+) -> list[Case]:
+    """All cases. A precision that an adapter lacks still makes a case,
+    so that the report shows the gap. An adapter with no parallel axis, such as `single`, joins at world size 1.
+
+    Raises `LayoutError` when a layout does not fit a workload: nothing is dropped silently.
+    """
+    cases, misfits = [], []
+    for workload in workloads:
+        for precision in precisions:
+            for name, adapter in adapters.items():
+                for world_size in worlds if adapter.capabilities.degrees else [1]:
+                    for layout in layouts(adapter, world_size):
+                        try:
+                            cases.append(Case(adapter=name, workload=workload, layout=layout, precision=precision))
+                        except LayoutError as error:
+                            misfits.append(f"{name}: {error}")
+    if misfits:
+        raise LayoutError("; ".join(misfits))
+    return cases

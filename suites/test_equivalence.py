@@ -1,0 +1,9 @@
+"""Does the framework train correctly? Loss, gradients and parameters against the float64 single-process truth."""
+
+from meshmark.expect import expect
+from meshmark.record import Record
+
+
+def test_equivalence(observed: Record) -> None:
+    """Five steps with unequal token counts, accumulation and active clipping; every tensor within its noise."""
+    expect(observed, "equivalence")

@@ -1,0 +1,40 @@
+"""How fast? Seconds per optimizer step of the slowest rank, through pytest-benchmark."""
+
+from collections.abc import Iterator
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from meshmark.record import Record
+from meshmark.throughput import throughput
+
+
+class Replay:
+    """A clock for pytest-benchmark that ticks off durations measured elsewhere: each pair of looks is one sample."""
+
+    __name__ = "meshmark.replay"
+
+    def __init__(self) -> None:
+        self._ticks: Iterator[float] = iter(())
+
+    def load(self, samples: list[float]) -> None:
+        self._ticks = (tick for sample in samples for tick in (0.0, sample))
+
+    def __call__(self) -> float:
+        return next(self._ticks)
+
+
+replay = Replay()
+
+
+@pytest.mark.benchmark(group="step", timer=replay)
+def test_throughput(timed: Record, benchmark: BenchmarkFixture) -> None:
+    """Raw samples after warm-up; the report says whether the run that they belong to was correct."""
+    samples = timed.step_seconds
+    replay.load(samples)
+    benchmark.pedantic(lambda: None, rounds=len(samples), iterations=1)
+    speed = throughput(timed)
+    benchmark.extra_info.update(
+        case=timed.case.id, tokens_per_second=speed.tokens_per_second, mfu=speed.mfu, peak=speed.peak_source
+    )
+    assert speed.tokens_per_second > 0

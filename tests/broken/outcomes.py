@@ -1,0 +1,84 @@
+"""DDP whose rank 1 comes to grief in its third step: what a launch must survive and tell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+from torch import Tensor
+
+from adapters.ddp import DDP, DDPEngine
+from meshmark.adapter import Engine, RankContext
+from meshmark.case import Case
+from meshmark.data import Batch
+
+
+class Accident(DDP):
+    """Calls `happen` on rank 1 before its third step's forward."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        engine = super().build(case, context)
+        assert isinstance(engine, DDPEngine)
+        whole, steps = engine.backward, 0
+
+        def backward(batch: Batch) -> Tensor:
+            nonlocal steps
+            steps += 1
+            if steps == 3 and context.rank == 1:
+                self.happen(engine)
+            return whole(batch)
+
+        engine.backward = backward  # type: ignore[method-assign]
+        return engine
+
+    def happen(self, engine: DDPEngine) -> None:
+        raise NotImplementedError
+
+
+class Raises(Accident):
+    def happen(self, engine: DDPEngine) -> None:
+        print("about to raise")
+        raise ArithmeticError("planted in step 3")
+
+
+class Killed(Accident):
+    def happen(self, engine: DDPEngine) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Hangs(Accident):
+    def happen(self, engine: DDPEngine) -> None:
+        self.wait_for_ever()
+
+    def wait_for_ever(self) -> None:
+        while True:
+            time.sleep(3600)
+
+
+class Stopped(Accident):
+    """Not even a signal handler runs in a stopped process."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class OutOfMemory(Accident):
+    def happen(self, engine: DDPEngine) -> None:
+        torch.empty(2**50)
+
+
+class NotANumber(Accident):
+    def happen(self, engine: DDPEngine) -> None:
+        with torch.no_grad():
+            next(engine.module.parameters()).fill_(float("nan"))
+
+
+class LeavesChild(Accident):
+    """A process that the rank started must not outlive it."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        if os.fork() == 0:
+            time.sleep(3600)
+        raise ArithmeticError("with a child running")

@@ -1,0 +1,119 @@
+"""Small values made by hand: a record with every field filled, and changes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from meshmark.case import Case
+from meshmark.layout import Layout, Precision
+from meshmark.machine import Environment
+from meshmark.meters.memory import Bytes, MemoryReading
+from meshmark.meters.traffic import Collective, TrafficReading
+from meshmark.model_spec import Family, ModelSpec
+from meshmark.plan.states import ModelStates, Remainder
+from meshmark.rank_report import Task
+from meshmark.record import Outcome, Record, Status, Verdict
+from meshmark.trace import Drift
+from meshmark.truth import Deviation
+from meshmark.workload import OptimizerSpec, Workload
+
+
+def make_model(**changes: Any) -> ModelSpec:  # noqa: ANN401
+    """A GPT small enough for milliseconds, with attention far from uniform."""
+    defaults: dict[str, Any] = {
+        "name": "mini", "family": Family.GPT, "num_layers": 2, "hidden": 16, "num_heads": 4, "num_kv_heads": 4,
+        "ffn_hidden": 24, "vocab_size": 256, "seq_len": 12, "init_std": 0.2,
+    }  # fmt: skip
+    return ModelSpec(**{**defaults, **changes})
+
+
+def make_workload(**changes: Any) -> Workload:  # noqa: ANN401
+    defaults: dict[str, Any] = {
+        "name": "mini", "model": make_model(), "global_batch": 4, "optimizer": OptimizerSpec(clip_norm=0.5)
+    }  # fmt: skip
+    return Workload(**{**defaults, **changes})
+
+
+def make_case(adapter: str = "ddp", layout: Layout | None = None, **changes: Any) -> Case:  # noqa: ANN401
+    return Case(
+        adapter=adapter,
+        layout=layout or Layout(dp=2, num_micro_batches=2),
+        **{"workload": make_workload(), "precision": Precision.FP32, **changes},
+    )
+
+
+def make_environment(**changes: Any) -> Environment:  # noqa: ANN401
+    defaults: dict[str, Any] = {
+        "date": "2026-01-02T03:04:05+00:00", "command": "pytest suites", "commit": "0123456789ab",
+        "machine": "Abacus 3000", "system": "Linux 6.1", "num_cpus": 2, "memory_bytes": 8 * 2**30, "device": "cpu",
+        "backend": "gloo", "nnodes": 1, "versions": {"torch": "2.13.0"},
+    }  # fmt: skip
+    return Environment(**{**defaults, **changes})
+
+
+def make_memory(parameters: int = 400, activations: int = 1000) -> MemoryReading:
+    states = Bytes(parameters=parameters, gradients=400, optimizer_states=800, communication=100)
+    return MemoryReading(
+        steady=Bytes(parameters=parameters, optimizer_states=800, other=24),
+        states=states,
+        peak=dataclasses.replace(states, activations=activations, other=24),
+        allocator_peak_bytes=3000,
+        allocator_reserved_bytes=4096,
+    )
+
+
+def make_traffic(num_bytes: int = 400) -> TrafficReading:
+    all_reduce = Collective(kind="all_reduce", group_size=2, count=3, num_bytes=num_bytes)
+    return TrafficReading(asked=[all_reduce], issued=[all_reduce])
+
+
+def make_verdict(suite: str = "equivalence", passed: bool = True, **changes: Any) -> Verdict:  # noqa: ANN401
+    evidence: dict[str, dict[str, float | int | str]] = {
+        "equivalence": {
+            "worst_quantity": "gradients/head.norm.bias", "worst_step": 1, "ratio": 1.5, "distance": 3e-7,
+            "truth_norm": 1.0, "multiple_of_truth": 1.0000001, "noise": 2e-7, "factor": 4.0,
+            "detection_limit": 2.5e-6, "failing": 0, "compared": 160,
+        },
+        "memory": {"category": "gradients", "rank": 0, "relative_error": 0.001},
+        "communication": {"kind": "all_reduce", "rank": 0, "relative_error": 0.002},
+    }  # fmt: skip
+    defaults: dict[str, Any] = {"summary": f"what decided {suite}", "evidence": evidence[suite]}
+    return Verdict(suite=suite, passed=passed, **{**defaults, **changes})
+
+
+def make_record(**changes: Any) -> Record:  # noqa: ANN401
+    """A good instrumented pass over two ranks, every field filled."""
+    deviation = Deviation(distance=1e-7, scale=1.0, factor=1.0)
+    defaults: dict[str, Any] = {
+        "case": make_case(), "adapter": "adapters.ddp:DDP", "task": Task.OBSERVE, "outcome": Outcome(status=Status.OK),
+        "environment": make_environment(), "steps": 2, "warmup": 1, "launch_seconds": 3.5, "build_seconds": 1.25,
+        "losses": [5.5, 5.25], "norms": [2.0, None],
+        "deviations": {
+            "loss": [deviation, deviation], "norm": [deviation, deviation],
+            "gradients/head.norm.bias": [deviation, deviation],
+            "initial/head.norm.bias": [Deviation(distance=0.0, scale=1.0, factor=1.0)],
+        },
+        "noise": {"loss": [1e-7, 1e-7], "norm": [1e-7, 1e-7], "gradients/head.norm.bias": [1e-7, 2e-7]},
+        "drifts": [Drift(quantity="parameters/head.norm.bias", step=1, ranks=[1])],
+        "memory": [make_memory(), make_memory()],
+        "planned_states": [ModelStates(parameters=400, gradients=400, optimizer_states=800)] * 2,
+        "remainders": [[Remainder(category="gradients", num_bytes=2.0, reason="padding")], []],
+        "state_dtypes": {"parameters": "float32"},
+        "traffic": [make_traffic(), make_traffic()], "planned_traffic": [{"all_reduce": 400.0}] * 2,
+        "rank_step_seconds": [[0.5, 0.25], [0.25, 0.75]], "matmul_flops_per_second": [1e9, 2e9],
+        "verdicts": [make_verdict(suite) for suite in ("equivalence", "memory", "communication")],
+    }  # fmt: skip
+    return Record(**{**defaults, **changes})
+
+
+def make_good(**changes: Any) -> Record:  # noqa: ANN401
+    """The same without drifts, as an honest run leaves it."""
+    return make_record(**{"drifts": [], **changes})
+
+
+def make_timed(**changes: Any) -> Record:  # noqa: ANN401
+    """The untouched pass over the same case."""
+    observed = dict.fromkeys(("norms", "drifts", "memory", "planned_states", "remainders", "traffic"), [])
+    empty: dict[str, Any] = {"deviations": {}, "noise": {}, "state_dtypes": {}, "planned_traffic": [], "verdicts": []}
+    return make_record(**{**observed, **empty, "task": Task.TIME, "losses": [5.25], **changes})

@@ -1,0 +1,90 @@
+"""Case ids, and the matrix that the suites are parametrized by."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from meshmark.adapter import Adapter
+from meshmark.case import Case
+from meshmark.errors import LayoutError
+from meshmark.layout import Layout, Precision
+from meshmark.registry import builtin_adapters, load_adapter
+from meshmark.workload import WORKLOADS
+from suites.cases import layouts, matrix
+from tests.factories import make_case
+
+
+@pytest.fixture(scope="module")
+def adapters() -> dict[str, type[Adapter]]:
+    return {name: load_adapter(target) for name, target in builtin_adapters().items()}
+
+
+@pytest.fixture(scope="module")
+def cases(adapters: dict[str, type[Adapter]]) -> list[Case]:
+    tiny = [WORKLOADS["gpt-tiny"], WORKLOADS["llama-tiny"]]
+    return matrix(adapters, [1, 2, 4], tiny, list(Precision))
+
+
+@pytest.mark.parametrize(
+    "adapter, layout, precision, id_",
+    [
+        ("single", Layout(num_micro_batches=2), Precision.FP64, "single-one.mb2-gpt-tiny-fp64"),
+        ("ddp", Layout(dp=2, num_micro_batches=2), Precision.FP32, "ddp-dp2.mb2-gpt-tiny-fp32"),
+        ("fsdp2", Layout(dp=4, zero_stage=3, num_micro_batches=2), Precision.BF16, "fsdp2-dp4.zero3.mb2-gpt-tiny-bf16"),
+        ("gpipe", Layout(pp=2, num_micro_batches=4), Precision.FP32, "gpipe-pp2.mb4-gpt-tiny-fp32"),
+    ],
+)
+def test_ids_are_stable(adapter: str, layout: Layout, precision: Precision, id_: str) -> None:
+    case = Case(adapter=adapter, workload=WORKLOADS["gpt-tiny"], layout=layout, precision=precision)
+    assert case.id == id_
+
+
+def test_ids_of_the_matrix_are_unique_and_can_be_selected_with_k(cases: list[Case]) -> None:
+    ids = [case.id for case in cases]
+    assert len(ids) == len(set(ids))
+    assert all(re.fullmatch(r"[\w.-]+", id_) for id_ in ids)
+
+
+def test_every_adapter_has_cases_of_every_precision_and_workload(
+    cases: list[Case], adapters: dict[str, type[Adapter]]
+) -> None:
+    for name in adapters:
+        seen = {(case.precision, case.workload.name) for case in cases if case.adapter == name}
+        assert seen == {(p, w) for p in Precision for w in ("gpt-tiny", "llama-tiny")}
+
+
+def test_cases_stay_within_the_worlds_asked_for(adapters: dict[str, type[Adapter]]) -> None:
+    """But an adapter without a parallel axis runs in its one process whatever the world."""
+    for case in matrix(adapters, [4], [WORKLOADS["gpt-tiny"]], [Precision.FP32]):
+        assert case.world_size == (4 if adapters[case.adapter].capabilities.degrees else 1)
+
+
+def test_layouts_of_the_matrix_are_those_that_the_adapter_supports(
+    cases: list[Case], adapters: dict[str, type[Adapter]]
+) -> None:
+    for case in cases:
+        refusal = adapters[case.adapter].capabilities.refusal(case, "cpu") or ""
+        assert not re.search(r"\b(dp|tp|pp)=|ZeRO", refusal), f"{case.id}: {refusal}"
+
+
+def test_every_zero_stage_that_an_adapter_supports_is_in_the_matrix(adapters: dict[str, type[Adapter]]) -> None:
+    for adapter in adapters.values():
+        if adapter.capabilities.degrees >= {"dp"}:
+            assert {layout.zero_stage for layout in layouts(adapter, 2)} == adapter.capabilities.zero_stages
+
+
+def test_accumulation_is_part_of_every_case(cases: list[Case]) -> None:
+    assert all(case.layout.num_micro_batches > 1 for case in cases)
+
+
+def test_a_world_that_does_not_fit_names_every_misfit(adapters: dict[str, type[Adapter]]) -> None:
+    chosen = {name: adapters[name] for name in ("ddp", "fsdp2")}
+    with pytest.raises(LayoutError, match="(?s)ddp: layout dp3.*dp 3 x 2 micro-batches; fsdp2: layout dp3"):
+        matrix(chosen, [3], [WORKLOADS["gpt-tiny"]], [Precision.FP32])
+
+
+def test_a_case_that_cannot_be_is_refused_when_it_is_made() -> None:
+    with pytest.raises(LayoutError, match="pp 3 stages are more than 2 layers"):
+        make_case(layout=Layout(pp=3))

@@ -1,0 +1,127 @@
+"""Initial values: any block without the whole, the same bits everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshmark.initial import _signed, _splitmix64, initial_value, random_bits
+from meshmark.model import parameter_shapes
+from meshmark.model_spec import MODELS
+from tests.factories import make_model
+
+TINY = MODELS["gpt-tiny"]
+MASK = 2**64 - 1
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    """A full shape, and shape and offset of a block (perhaps empty) inside it."""
+    full = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+    offset = [draw(st.integers(0, size)) for size in full]
+    shape = [draw(st.integers(0, size - start)) for size, start in zip(full, offset, strict=True)]
+    return full, shape, offset
+
+
+@given(blocks(), st.integers(0, 2**40))
+@settings(max_examples=150, deadline=None)
+def test_any_block_is_that_slice_of_the_whole(block: tuple[list[int], list[int], list[int]], seed: int) -> None:
+    full, shape, offset = block
+    whole = initial_value(TINY, "a.weight", full, seed=seed)
+    window = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    part = initial_value(TINY, "a.weight", full, seed=seed, shape=shape, offset=offset)
+    assert part.shape == tuple(shape)
+    assert torch.equal(part, whole[window])
+
+
+def splitmix64(state: int) -> int:
+    """The finaliser, in Python's own integers (Steele, Lea, Flood, OOPSLA 2014, figure 16 as of Vigna's C)."""
+    z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def test_the_generator_is_splitmix64() -> None:
+    """The first outputs from seed 0 as they are published with Java's SplittableRandom and Vigna's C."""
+    golden = 0x9E3779B97F4A7C15
+    states = torch.tensor([_signed(golden * i) for i in (1, 2, 3)])
+    got = [int(value) & MASK for value in _splitmix64(states)]
+    assert got == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+def test_bits_are_the_generator_at_key_plus_golden_times_index() -> None:
+    key = int.from_bytes(hashlib.blake2b(b"5/some.name", digest_size=8).digest(), "little")
+    got = random_bits("some.name", (3, 4), seed=5).flatten()
+    assert [int(v) & MASK for v in got] == [splitmix64((key + i * 0x9E3779B97F4A7C15) & MASK) for i in range(12)]
+
+
+def test_values_are_pinned() -> None:
+    """Baselines and noise floors on disk hold for these very bits: a change here is a new `noise.FORMAT`."""
+    value = initial_value(TINY, "embedding.tokens.weight", (256, 64), seed=0).flatten()
+    assert value[:3].numpy().tobytes().hex() == "7b88a9bc866cb6bd934cb93d"
+    assert value.dtype is torch.float32
+
+
+@pytest.mark.parametrize("other", [{"name": "b.weight"}, {"seed": 1}])
+def test_names_and_seeds_give_independent_values(other: dict[str, object]) -> None:
+    arguments: dict = {"name": "a.weight", "seed": 0}
+    one, two = (initial_value(TINY, full_shape=(100, 100), **a).flatten() for a in (arguments, arguments | other))
+    assert not torch.isclose(one, two, rtol=0, atol=1e-6).any(dim=0).item() or (one == two).float().mean() < 1e-3
+    assert abs(torch.corrcoef(torch.stack([one, two]))[0, 1]) < 4 / math.sqrt(len(one))
+
+
+def test_weights_have_mean_zero_and_the_spread_asked_for() -> None:
+    """Four standard errors of a million draws, and the bound of a sum of four uniform variables."""
+    n = 1_000_000
+    value = initial_value(make_model(init_std=0.5), "a.weight", (1000, 1000), seed=3).double()
+    assert abs(value.mean()) < 4 * 0.5 / math.sqrt(n)
+    assert float(value.std()) == pytest.approx(0.5, rel=4 / math.sqrt(2 * n))
+    assert float(value.abs().max()) <= 0.5 * 2 * math.sqrt(3)
+
+
+def test_neighbours_are_uncorrelated() -> None:
+    """Elements of one row, and of one column: a counter must not show through."""
+    value = initial_value(TINY, "a.weight", (500, 500), seed=0)
+    for shifted in (value.roll(1, 0), value.roll(1, 1), value.roll(64, 1)):
+        correlation = torch.corrcoef(torch.stack([value.flatten(), shifted.flatten()]))[0, 1]
+        assert abs(correlation) < 4 / math.sqrt(value.numel())
+
+
+def spread(name: str) -> float:
+    shapes = parameter_shapes(TINY) | {f"blocks.0.{part}": (400, 400) for part in SPREADS}
+    full = f"blocks.0.{name}"
+    return float(initial_value(TINY, full, shapes[full], seed=0).std())
+
+
+SPREADS = {
+    "attention.q.weight": 0.08, "attention.k.weight": 0.08, "attention.v.weight": 0.08,
+    "attention.out.weight": 0.08 / math.sqrt(8), "feed_forward.up.weight": 0.08,
+    "feed_forward.down.weight": 0.08 / math.sqrt(8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPREADS)
+def test_residual_projections_alone_are_scaled_by_depth(name: str) -> None:
+    """By 1 / sqrt(2 num_layers): tiny has 4 layers."""
+    assert spread(name) == pytest.approx(SPREADS[name], rel=0.01)
+
+
+def test_norms_start_at_one_and_biases_at_zero_and_nothing_else_does() -> None:
+    for name, shape in parameter_shapes(TINY).items():
+        value = initial_value(TINY, name, shape, seed=0)
+        if name.endswith("bias"):
+            assert not value.any(), name
+        elif "norm" in name:
+            assert (value == 1).all(), name
+        else:
+            assert value.unique().numel() > value.numel() / 2, name
+
+
+def test_constant_parameters_are_cut_into_blocks_too() -> None:
+    assert initial_value(TINY, "head.norm.weight", (64,), seed=0, shape=(5,), offset=(3,)).tolist() == [1.0] * 5
+    assert initial_value(TINY, "head.norm.bias", (64,), seed=0, shape=(0,), offset=(64,)).shape == (0,)

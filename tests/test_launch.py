@@ -1,0 +1,119 @@
+"""Whatever happens to a rank is an outcome with its evidence, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from meshmark.case import Case
+from meshmark.cluster import Cluster, ClusterSpec
+from meshmark.launch import Launcher
+from meshmark.layout import Layout
+from meshmark.record import Record, Status
+from meshmark.runner import Runner, RunOptions
+from meshmark.workload import workload
+
+ACCIDENTS = {
+    name.lower(): f"tests.broken.outcomes:{name}"
+    for name in ("Raises", "Killed", "Hangs", "Stopped", "OutOfMemory", "NotANumber", "LeavesChild")
+}
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    with Cluster(ClusterSpec()) as cluster:
+        running = Runner(
+            Launcher(cluster, []),
+            ACCIDENTS | {"ddp": "adapters.ddp:DDP"},
+            RunOptions(time_limit_seconds=8, observed_steps=4, timed_steps=4),
+            tmp_path_factory.mktemp("results"),
+        )
+        run(running, "ddp")  # the forkserver is up before we count what is left
+        yield running
+        running.close()
+
+
+def run(runner: Runner, adapter: str) -> Record:
+    layout = Layout(dp=2, num_micro_batches=2)
+    return runner.time(Case(adapter=adapter, workload=workload("gpt-tiny"), layout=layout))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process of a rank, and no temporary file, outlives its launch."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    yield
+    time.sleep(0.1)
+    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_correct_case_ends_well(runner: Runner) -> None:
+    record = run(runner, "ddp")
+    assert record.outcome.status is Status.OK
+    assert len(record.step_seconds) == 4 and all(seconds > 0 for seconds in record.step_seconds)
+
+
+def test_an_exception_is_told_with_rank_traceback_and_log(runner: Runner) -> None:
+    outcome = run(runner, "raises").outcome
+    assert (outcome.status, outcome.rank) == (Status.RAISED, 1)
+    assert outcome.message == "ArithmeticError: planted in step 3"
+    assert "in happen" in outcome.traceback
+    assert "about to raise" in outcome.log_tail
+
+
+def test_a_killed_rank_is_blamed_rather_than_the_peer_that_lost_it(runner: Runner) -> None:
+    outcome = run(runner, "killed").outcome
+    assert (outcome.status, outcome.rank) == (Status.KILLED, 1)
+    assert "SIGKILL" in outcome.message
+
+
+def test_a_hang_ends_at_the_limit_with_every_ranks_stack(runner: Runner) -> None:
+    record = run(runner, "hangs")
+    assert record.outcome.status is Status.HUNG
+    assert record.launch_seconds < 8 + 4
+    assert set(record.outcome.stacks) == {0, 1}
+    assert "wait_for_ever" in record.outcome.stacks[1]
+    assert "backward" in record.outcome.stacks[0]
+
+
+def test_a_stopped_process_is_a_hang_too(runner: Runner) -> None:
+    outcome = run(runner, "stopped").outcome
+    assert outcome.status is Status.HUNG
+    assert "backward" in outcome.stacks[0]
+    assert "answered no signal" in outcome.stacks[1]
+
+
+def test_running_out_of_memory_has_its_own_outcome(runner: Runner) -> None:
+    outcome = run(runner, "outofmemory").outcome
+    assert (outcome.status, outcome.rank) == (Status.OOM, 1)
+    assert "allocate" in outcome.message
+
+
+def test_a_loss_that_is_not_a_number_is_an_outcome(runner: Runner) -> None:
+    record = runner.observe(
+        Case(adapter="notanumber", workload=workload("gpt-tiny"), layout=Layout(dp=2, num_micro_batches=2))
+    )
+    assert record.outcome.status is Status.NAN
+    assert "step 2" in record.outcome.message
+
+
+def test_what_a_rank_started_ends_with_it(runner: Runner) -> None:
+    assert run(runner, "leaveschild").outcome.status is Status.RAISED
+
+
+def test_the_run_goes_on_after_a_failure(runner: Runner) -> None:
+    run(runner, "killed")
+    fresh = Case(adapter="ddp", workload=workload("gpt-tiny"), layout=Layout(dp=2))
+    assert runner.time(fresh).outcome.status is Status.OK
+
+
+def test_threads_are_limited() -> None:
+    assert os.environ["OMP_NUM_THREADS"] == "1"

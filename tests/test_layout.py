@@ -1,0 +1,86 @@
+"""How a layout is named, and which layouts cannot be."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from meshmark.errors import LayoutError
+from meshmark.layout import Layout, Precision
+from tests.factories import make_model
+
+
+@pytest.mark.parametrize(
+    "layout, id_",
+    [
+        (Layout(), "one"),
+        (Layout(num_micro_batches=2), "one.mb2"),
+        (Layout(dp=2), "dp2"),
+        (Layout(dp=2, zero_stage=3, num_micro_batches=2), "dp2.zero3.mb2"),
+        (Layout(dp=2, tp=4, pp=8, zero_stage=1, num_micro_batches=16), "dp2.tp4.pp8.zero1.mb16"),
+        (Layout(zero_stage=1), "one.zero1"),
+    ],
+)
+def test_ids_are_stable(layout: Layout, id_: str) -> None:
+    """Literal on purpose: users write them after -k, and baselines are looked up by them."""
+    assert layout.id == id_
+
+
+def test_different_layouts_have_different_ids() -> None:
+    grid = itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (0, 1, 2, 3), (1, 2))
+    layouts = [Layout(dp=d, tp=t, pp=p, zero_stage=z, num_micro_batches=m) for d, t, p, z, m in grid]
+    assert len({layout.id for layout in layouts}) == len(layouts)
+
+
+def test_the_world_is_the_product_of_the_degrees() -> None:
+    assert Layout(dp=2, tp=3, pp=5, num_micro_batches=7).world_size == 30
+
+
+@pytest.mark.parametrize("degree", ["dp", "tp", "pp", "num_micro_batches"])
+@pytest.mark.parametrize("value", [0, -2])
+def test_degrees_below_one_are_refused(degree: str, value: int) -> None:
+    with pytest.raises(LayoutError, match=f"{degree} is {value}, expected at least 1"):
+        Layout(**{degree: value})
+
+
+def test_an_unknown_zero_stage_is_refused() -> None:
+    with pytest.raises(LayoutError, match="zero_stage is 4, expected 0, 1, 2 or 3"):
+        Layout(zero_stage=4)
+
+
+@pytest.mark.parametrize(
+    "layout, changes, words",
+    [
+        (Layout(tp=3), {"vocab_size": 255}, ["tp 3", "4 heads and 4 kv heads"]),
+        (Layout(tp=4), {"num_kv_heads": 2}, ["tp 4", "4 heads and 2 kv heads"]),
+        (Layout(tp=2), {"vocab_size": 257}, ["tp 2", "vocabulary of 257"]),
+        (Layout(tp=2), {"ffn_hidden": 25}, ["tp 2", "ffn_hidden 25"]),
+        (Layout(pp=3), {}, ["pp 3 stages", "more than 2 layers"]),
+        (Layout(dp=3), {}, ["8 sequences", "dp 3 x 1 micro-batches"]),
+        (Layout(dp=2, num_micro_batches=8), {}, ["8 sequences", "dp 2 x 8 micro-batches"]),
+    ],
+)
+def test_a_layout_that_does_not_fit_says_why(layout: Layout, changes: dict[str, int], words: list[str]) -> None:
+    with pytest.raises(LayoutError) as caught:
+        layout.check(make_model(**changes), global_batch=8)
+    for word in [layout.id, "'mini'", *words]:
+        assert word in str(caught.value)
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(LayoutError, match="heads.*stages.*sequences"):
+        Layout(tp=3, pp=3, dp=5).check(make_model(), global_batch=8)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=4), Layout(pp=2, num_micro_batches=4), Layout(dp=8)])
+def test_layouts_at_the_edge_fit(layout: Layout) -> None:
+    assert layout.check(make_model(), global_batch=8) is None
+
+
+def test_mantissa_bits_are_those_of_the_formats() -> None:
+    import torch
+
+    dtypes = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    for precision in Precision:
+        assert 2.0**-precision.mantissa_bits == torch.finfo(dtypes[precision]).eps

@@ -1,0 +1,268 @@
+"""Closed forms against real modules, and against figures worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from meshmark.layout import Layout, Precision
+from meshmark.meters.traffic import Collective, wire_factor
+from meshmark.model import Transformer, parameter_shapes, stage_layers
+from meshmark.model_spec import MODELS, Family, ModelSpec
+from meshmark.plan.flops import model_flops_per_token
+from meshmark.plan.states import Recipe, local_parameters, model_states
+from meshmark.plan.traffic import (
+    Reduction,
+    data_parallel_traffic,
+    pipeline_traffic,
+    step_traffic,
+    tensor_parallel_traffic,
+)
+from meshmark.workload import OptimizerKind, OptimizerSpec
+from tests.factories import make_case, make_model, make_workload
+
+SPECS = {
+    "gpt": make_model(num_layers=5),
+    "gpt tied": make_model(num_layers=5, tied_embeddings=True),
+    "llama grouped": make_model(family=Family.LLAMA, num_layers=5, num_kv_heads=2),
+}
+EVERY_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+
+
+def real_parameters(spec: ModelSpec, num_stages: int, stage: int) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in Transformer(spec, stage_layers(spec, num_stages, stage)).parameters())
+
+
+@EVERY_SPEC
+@pytest.mark.parametrize("pp", [1, 2, 3, 5])
+def test_a_stage_holds_what_its_modules_hold(spec: ModelSpec, pp: int) -> None:
+    """The planner's split of layers (no torch) and the model's are two codes: they must agree."""
+    layout = Layout(pp=pp, dp=2)
+    for stage in range(pp):
+        for rank in (2 * stage, 2 * stage + 1):  # data parallelism is inside
+            assert local_parameters(spec, layout, rank) == real_parameters(spec, pp, stage)
+
+
+def tensor_parallel_share(name: str, shape: tuple[int, ...], tp: int) -> int:
+    """Megatron's rule (arXiv:1909.08053, section 3), name by name: column-parallel layers are split with their biases,
+    row-parallel ones without; vocabulary is split; the rest is whole on every rank."""
+    split = name.startswith(("embedding.tokens", "head.output")) or any(
+        f".{layer}." in name for layer in ("attention.q", "attention.k", "attention.v", "up", "gate")
+    )
+    row = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+    return math.prod(shape) // (tp if split or row else 1)
+
+
+@EVERY_SPEC
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tensor_parallel_ranks_hold_their_shards(spec: ModelSpec, tp: int) -> None:
+    expected = sum(tensor_parallel_share(name, shape, tp) for name, shape in parameter_shapes(spec).items())
+    assert {local_parameters(spec, Layout(tp=tp, dp=2), rank) for rank in range(2 * tp)} == {expected}
+
+
+@EVERY_SPEC
+def test_stages_add_up_to_the_model_and_a_tied_head_s_copy(spec: ModelSpec) -> None:
+    total = sum(local_parameters(spec, Layout(pp=3), rank) for rank in range(3))
+    assert total == spec.num_parameters + (spec.vocab_size * spec.hidden if spec.tied_embeddings else 0)
+
+
+def states(stage: int, dp: int = 4, recipe: Recipe | None = None, **changes: object) -> tuple[float, float, float]:
+    found = model_states(make_case(layout=Layout(dp=dp, zero_stage=stage), **changes), 0, recipe)
+    return found.parameters, found.gradients, found.optimizer_states
+
+
+P = make_model().num_parameters
+
+
+@pytest.mark.parametrize(
+    "stage, expected",
+    [(0, (4 * P, 4 * P, 8 * P)), (1, (4 * P, 4 * P, 2 * P)), (2, (4 * P, P, 2 * P)), (3, (P, P, 2 * P))],
+)
+def test_zero_shards_stage_by_stage(stage: int, expected: tuple[float, ...]) -> None:
+    """Float32 AdamW on 4 ranks: 1 shards moments, 2 also gradients, 3 also weights (arXiv:1910.02054, section 5)."""
+    assert states(stage) == expected
+
+
+@pytest.mark.parametrize(
+    "stage, total",
+    [(0, 16.0), (1, 2 + 2 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)],
+)
+def test_the_figures_of_the_zero_paper(stage: int, total: float) -> None:
+    """arXiv:1910.02054, figure 1: 7.5B parameters on 64 ranks take 120, 31.4, 16.6 and 1.9 GB."""
+    recipe = Recipe(weights=2, masters=4, gradients=2)
+    workload = make_workload(global_batch=64)
+    found = states(stage, dp=64, recipe=recipe, workload=workload)
+    assert sum(found) == pytest.approx(total * P)
+    published = {0: 120e9, 1: 31.4e9, 2: 16.6e9, 3: 1.9e9}[stage]
+    assert sum(found) / P * 7.5e9 == pytest.approx(published, rel=0.02)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sharded_states_add_up_to_the_whole_over_ranks(stage: int) -> None:
+    layout = Layout(dp=4, zero_stage=stage)
+    ranks = [model_states(make_case(layout=layout), rank) for rank in range(4)]
+    assert sum(r.optimizer_states for r in ranks) == 8 * P
+    if stage == 3:
+        assert sum(r.parameters for r in ranks) == 4 * P
+
+
+def test_zero_shards_only_what_a_stage_and_its_tensor_shard_hold() -> None:
+    layout = Layout(dp=2, tp=2, pp=2, zero_stage=3)
+    case = make_case(layout=layout)
+    for rank in range(8):
+        expected = 4 * local_parameters(case.workload.model, layout, rank) / 2
+        assert model_states(case, rank).parameters == expected
+
+
+@pytest.mark.parametrize(
+    "precision, expected", [(Precision.FP64, (8, 8, 16)), (Precision.FP32, (4, 4, 8)), (Precision.BF16, (4, 4, 8))]
+)
+def test_bytes_of_plain_training_by_precision(precision: Precision, expected: tuple[int, ...]) -> None:
+    """Mixed precision by autocast keeps float32 alone between operations."""
+    assert states(0, precision=precision) == tuple(n * P for n in expected)
+
+
+def test_sgd_keeps_no_state() -> None:
+    workload = make_workload(optimizer=OptimizerSpec(kind=OptimizerKind.SGD))
+    assert states(0, workload=workload) == (4 * P, 4 * P, 0)
+
+
+# Traffic.
+
+
+def on_the_wire(traffic: dict[str, float], group_size: int) -> float:
+    return sum(num_bytes * wire_factor(kind, group_size) for kind, num_bytes in traffic.items())
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_ddp_sends_two_parameters_times_n_minus_one_over_n(n: int) -> None:
+    case = make_case(layout=Layout(dp=n), workload=make_workload(global_batch=8))
+    traffic = step_traffic(case, 0)
+    assert traffic == {"all_reduce": 4.0 * P}
+    assert on_the_wire(traffic, n) == pytest.approx(4 * 2 * P * (n - 1) / n)
+
+
+@pytest.mark.parametrize("stage, ratio", [(1, 1.0), (2, 1.0), (3, 1.5)])
+def test_zero_sends_as_much_as_ddp_and_at_stage_3_half_more(stage: int, ratio: float) -> None:
+    """arXiv:1910.02054, section 7."""
+    plain, sharded = (step_traffic(make_case(layout=Layout(dp=4, zero_stage=z)), 0) for z in (0, stage))
+    assert on_the_wire(sharded, 4) == pytest.approx(ratio * on_the_wire(plain, 4))
+
+
+def test_accumulation_is_reduced_once_under_ddp_and_every_time_under_zero_3() -> None:
+    ddp = step_traffic(make_case(layout=Layout(dp=2, num_micro_batches=2)), 0)
+    zero = step_traffic(make_case(layout=Layout(dp=2, num_micro_batches=2, zero_stage=3)), 0)
+    assert ddp == {"all_reduce": 4.0 * P}
+    assert zero == {"reduce_scatter": 2 * 4.0 * P, "all_gather": 2 * 2 * 4.0 * P}
+
+
+def test_a_reduction_says_how_many_bytes_and_by_which_collective() -> None:
+    case = make_case(layout=Layout(dp=2, num_micro_batches=2))
+    how = Reduction(kind="reduce", every_micro_batch=True, gradient_bytes=2, gathers_per_step=1, weight_bytes=3)
+    assert data_parallel_traffic(case, 0, how) == {"reduce": 2 * 2.0 * P, "all_gather": 3.0 * P}
+
+
+def test_without_data_parallelism_nothing_is_reduced() -> None:
+    assert step_traffic(make_case(layout=Layout(num_micro_batches=4)), 0) == {}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_tensor_parallelism_takes_four_all_reduces_a_layer(micro_batches: int) -> None:
+    """Of the whole residual stream, whatever it is cut into; embedding, head's input and loss come on top."""
+    layout = Layout(tp=2, num_micro_batches=micro_batches)
+    few, many = (
+        tensor_parallel_traffic(make_case(layout=layout, workload=make_workload(model=make_model(num_layers=n))))
+        for n in (2, 5)
+    )
+    stream = 4 * 12 * 16 * 4  # sequences, tokens, hidden, bytes
+    assert many["all_reduce"] - few["all_reduce"] == 3 * 4 * stream
+    assert few["all_reduce"] - 2 * 4 * stream == 2 * stream + 3 * 4 * 12 * 4
+
+
+def test_a_replica_reduces_its_own_rows_activations_alone() -> None:
+    one = tensor_parallel_traffic(make_case(layout=Layout(tp=2)))
+    two = tensor_parallel_traffic(make_case(layout=Layout(tp=2, dp=2)))
+    assert two["all_reduce"] == one["all_reduce"] / 2
+
+
+def test_pipelines_send_the_residual_stream_over_every_boundary() -> None:
+    layout = Layout(pp=4, num_micro_batches=4)
+    case = make_case(layout=layout, workload=make_workload(model=make_model(num_layers=4)))
+    stream = 4 * 12 * 16 * 4
+    assert [pipeline_traffic(case, rank)["send"] / stream for rank in range(4)] == [1, 2, 2, 1]
+    assert [pipeline_traffic(case, rank)["recv"] / stream for rank in range(4)] == [1, 2, 2, 1]
+
+
+def test_traffic_of_all_axes_adds_up_by_kind() -> None:
+    case = make_case(layout=Layout(dp=2, tp=2, pp=2))
+    gradients = 4.0 * local_parameters(case.workload.model, case.layout, 5)
+    total = step_traffic(case, 5)
+    assert total["all_reduce"] == gradients + tensor_parallel_traffic(case)["all_reduce"]
+    assert total["send"] == pipeline_traffic(case, 5)["send"] > 0
+
+
+def test_wide_training_sends_wide() -> None:
+    assert step_traffic(make_case(layout=Layout(dp=2), precision=Precision.FP64), 0) == {"all_reduce": 8.0 * P}
+
+
+@pytest.mark.parametrize(
+    "kind, of_four",
+    [
+        ("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("broadcast", 0.75), ("reduce", 0.75),
+        ("all_to_all", 0.75), ("send", 1.0), ("recv", 0.0), ("barrier", 0.0),
+    ],
+)  # fmt: skip
+def test_wire_factors_of_ring_algorithms(kind: str, of_four: float) -> None:
+    assert wire_factor(kind, 4) == of_four
+    assert Collective(kind=kind, group_size=4, count=1, num_bytes=200).wire_bytes == 200 * of_four
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
+    for n in (1, 2, 3, 64):
+        assert wire_factor("all_reduce", n) == wire_factor("reduce_scatter", n) + wire_factor("all_gather", n)
+
+
+# Operations.
+
+
+def test_operations_of_a_model_worked_out_by_hand() -> None:
+    """One GPT layer of width 2, feed-forward 3, vocabulary 5, 7 tokens: q, k, v and out take 4 x 4 weights, up and down
+    12, the head 10; attention 12 x 2 x 7."""
+    spec = make_model(num_layers=1, hidden=2, num_heads=1, num_kv_heads=1, ffn_hidden=3, vocab_size=5, seq_len=7)
+    assert model_flops_per_token(spec) == 6 * (16 + 12 + 10) + 12 * 2 * 7
+
+
+def test_operations_of_a_llama_worked_out_by_hand() -> None:
+    """Two layers; keys and values half as wide; three feed-forward matrices."""
+    spec = make_model(
+        family=Family.LLAMA, num_layers=2, hidden=4, num_heads=2, num_kv_heads=1, ffn_hidden=3, vocab_size=5, seq_len=7
+    )
+    assert model_flops_per_token(spec) == 6 * (2 * (16 + 8 + 8 + 16 + 3 * 12) + 20) + 12 * 2 * 4 * 7
+
+
+def test_operations_are_those_that_pytorch_counts() -> None:
+    """An independent count of a real forward and backward: matrices as PyTorch has them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from meshmark.data import make_batch
+    from meshmark.objective import loss_share
+
+    spec = MODELS["gpt-tiny"]
+    workload = make_workload(model=spec, global_batch=2)
+    model, batch = Transformer(spec), make_batch(make_workload(model=spec, global_batch=2), 0)
+    model.initialize(0)
+    with FlopCounterMode(display=False) as counter:
+        loss_share(model(batch.tokens_BT), batch).backward()
+    counts = counter.get_flop_counts()["Global"]
+    matrices = sum(n for op, n in counts.items() if "attention" not in str(op))
+    attention = 12 * spec.num_layers * spec.hidden * spec.seq_len
+    assert matrices / workload.tokens_per_step == model_flops_per_token(spec) - attention
+
+
+def test_a_tied_head_computes_as_much() -> None:
+    tied = dataclasses.replace(MODELS["gpt-1.3b"], tied_embeddings=True)
+    assert model_flops_per_token(tied) == model_flops_per_token(MODELS["gpt-1.3b"])

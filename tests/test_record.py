@@ -1,0 +1,208 @@
+"""The records file: whole lines, one writer, and every good line kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshmark.errors import ResultsError
+from meshmark.record import SCHEMA, RecordFile, read_records
+from meshmark.serial import encode
+from tests.factories import make_record, make_timed
+
+ROOT = Path(__file__).parent.parent
+
+
+def write(folder: Path, *records: object) -> Path:
+    file = RecordFile(folder)
+    for record in records:
+        file.append(record)  # type: ignore[arg-type]
+    file.close()
+    return file.path
+
+
+def test_what_was_appended_is_read_in_order(tmp_path: Path) -> None:
+    records = [make_record(), make_timed(), make_record(steps=9)]
+    path = write(tmp_path, *records)
+    reading = read_records(tmp_path)
+    assert reading.records == records
+    assert reading.complaints == []
+    assert read_records(path) == reading, "the file itself will do for its folder"
+
+
+def test_a_record_is_one_self_describing_line(tmp_path: Path) -> None:
+    (line,) = write(tmp_path, make_record()).read_text().splitlines()
+    value = json.loads(line)
+    assert value["schema"] == SCHEMA
+    assert value["case"]["workload"]["model"]["hidden"] == 16
+
+
+def test_a_record_is_on_disk_before_the_file_is_closed(tmp_path: Path) -> None:
+    """Ctrl-C and crashes leave what was appended."""
+    file = RecordFile(tmp_path)
+    file.append(make_record())
+    assert read_records(tmp_path).records == [make_record()]
+    file.close()
+
+
+def test_a_second_session_appends(tmp_path: Path) -> None:
+    write(tmp_path, make_record())
+    write(tmp_path, make_timed())
+    assert len(read_records(tmp_path).records) == 2
+
+
+def test_folders_are_made(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "b", make_record())
+    assert (tmp_path / "a" / "b" / "records.jsonl").is_file()
+
+
+def test_a_truncated_last_line_costs_that_line_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, make_record(), make_timed(), make_record(steps=9))
+    path.write_bytes(path.read_bytes()[:-100])
+    reading = read_records(tmp_path)
+    assert reading.records == [make_record(), make_timed()]
+    (complaint,) = reading.complaints
+    assert complaint.startswith("records.jsonl line 3: not whole JSON")
+    assert "cut off" in complaint
+
+
+def test_the_first_record_after_a_truncated_line_is_not_glued_to_it(tmp_path: Path) -> None:
+    path = write(tmp_path, make_record(), make_record())
+    path.write_bytes(path.read_bytes()[:-100])
+    write(tmp_path, make_timed())
+    reading = read_records(tmp_path)
+    assert reading.records == [make_record(), make_timed()]
+    assert len(reading.complaints) == 1 and "line 2" in reading.complaints[0]
+
+
+def test_reopening_a_whole_file_adds_no_line(tmp_path: Path) -> None:
+    path = write(tmp_path, make_record())
+    before = path.read_bytes()
+    write(tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_bytes_cut_inside_a_character_are_a_bad_line_not_a_crash(tmp_path: Path) -> None:
+    path = write(tmp_path, make_record())
+    path.write_bytes(path.read_bytes() + '{"schema": 1, "adapter": "ü'.encode()[:-1])
+    reading = read_records(tmp_path)
+    assert (len(reading.records), len(reading.complaints)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        (json.dumps(encode(make_record()) | {"schema": 99}), ["schema 99", f"reads {SCHEMA}"]),
+        (json.dumps({"colour": "red"}), ["schema None", f"reads {SCHEMA}"]),
+        ("[1, 2]", ["schema None"]),
+        ("null", ["schema None"]),
+        (json.dumps(encode(make_record()) | {"colour": "red"}), ["Record has no field colour"]),
+        (json.dumps(encode(make_record()) | {"task": "dance"}), ["'dance'"]),
+        (json.dumps({"schema": SCHEMA}), ["case"]),
+        (json.dumps(encode(make_record()) | {"noise": []}), ["line 2"]),
+        (json.dumps(encode(make_record()) | {"case": []}), ["line 2"]),
+        (json.dumps(encode(make_record())).replace('"steps": 2', '"steps": Infinity'), ["line 2"]),
+    ],
+    ids=["other schema", "no schema", "list", "null", "unknown field", "bad enum", "no case", "list for dict",
+         "list for case", "infinite int"],
+)  # fmt: skip
+def test_a_line_that_cannot_be_read_is_named_with_its_reason(tmp_path: Path, line: str, words: list[str]) -> None:
+    """And the lines around it are kept."""
+    good = json.dumps(encode(make_record()))
+    (tmp_path / "records.jsonl").write_text(f"{good}\n{line}\n{good}\n")
+    reading = read_records(tmp_path)
+    assert reading.records == [make_record()] * 2
+    (complaint,) = reading.complaints
+    for word in ["records.jsonl line 2", *words]:
+        assert word in complaint
+
+
+def test_a_complaint_is_a_sentence_not_a_quoted_string(tmp_path: Path) -> None:
+    """`str` of a KeyError is the repr of its message."""
+    good = encode(make_record())
+    (tmp_path / "records.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(good | {"colour": "red"}) + "\n")
+    assert read_records(tmp_path).complaints == ["records.jsonl line 2: Record has no field colour"]
+
+
+def test_a_missing_folder_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match="no records at '.*nowhere': No such file.*pytest suites --results DIR"):
+        read_records(tmp_path / "nowhere")
+
+
+def test_a_folder_without_records_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match="no records at '.*records.jsonl': No such file"):
+        read_records(tmp_path)
+
+
+def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").touch()
+    with pytest.raises(ResultsError, match="holds no record that can be read: it is empty"):
+        read_records(tmp_path)
+
+
+def test_a_file_without_one_good_line_gives_the_reasons(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").write_text('{"schema": 0}\n{"sch')
+    with pytest.raises(ResultsError, match="no record that can be read: .*line 1: schema 0.*; .*line 2: not whole"):
+        read_records(tmp_path)
+
+
+def test_a_results_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    """Permissions would not do here: tests may run as root."""
+    (tmp_path / "results").touch()
+    with pytest.raises(ResultsError, match="results folder '.*results': File exists; name another with --results"):
+        RecordFile(tmp_path / "results")
+
+
+def test_a_results_folder_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ResultsError, match="Not a directory; name another with --results"):
+        RecordFile(tmp_path / "file" / "results")
+
+
+def test_a_records_file_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").mkdir()
+    with pytest.raises(ResultsError, match="Is a directory; name another with --results"):
+        RecordFile(tmp_path)
+
+
+def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
+    first = RecordFile(tmp_path)
+    with pytest.raises(ResultsError, match="in use by another run; name another with --results"):
+        RecordFile(tmp_path)
+    first.append(make_record())
+    first.close()
+    write(tmp_path, make_timed())
+    assert len(read_records(tmp_path).records) == 2
+
+
+def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
+    """A run that was killed leaves nothing to clean up."""
+    code = (
+        "import os, sys; from pathlib import Path; from meshmark.record import RecordFile\n"
+        "file = RecordFile(Path(sys.argv[1])); os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT).returncode == 9
+    write(tmp_path, make_record())
+    assert len(read_records(tmp_path).records) == 1
+
+
+def test_readers_do_not_wait_for_the_writer(tmp_path: Path) -> None:
+    write(tmp_path, make_record())
+    writer = RecordFile(tmp_path)
+    assert len(read_records(tmp_path).records) == 1
+    writer.close()
+
+
+def test_step_seconds_are_those_of_the_slowest_rank_step_by_step() -> None:
+    assert make_timed(rank_step_seconds=[[0.5, 0.25, 1.0], [0.25, 0.75, 1.0]]).step_seconds == [0.5, 0.75, 1.0]
+
+
+def test_a_verdict_is_found_by_its_suite() -> None:
+    record = make_record()
+    verdict = record.verdict("memory")
+    assert verdict is not None and verdict.suite == "memory"
+    assert record.verdict("beauty") is None

@@ -1,0 +1,211 @@
+"""Adapters by name and from outside; whatever is wrong with one is an AdapterError that says so."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshmark.adapter import Adapter, Capabilities, Requirement
+from meshmark.errors import AdapterError, UnknownNameError
+from meshmark.layout import Layout, Precision
+from meshmark.model_spec import Family
+from meshmark.registry import builtin_adapters, load_adapter, outside_name, select
+from tests.factories import make_case, make_model, make_workload
+
+ROOT = Path(__file__).parent.parent
+GOOD = """
+from meshmark.adapter import Adapter, Capabilities
+
+class Mine(Adapter):
+    capabilities = Capabilities()
+    def build(self, case, context):
+        raise NotImplementedError
+"""
+KNOWN = {"ddp": "adapters.ddp:DDP", "fsdp2": "a:B", "fairscale-oss": "c:D", "fairscale-fsdp": "e:F"}
+
+
+@pytest.mark.parametrize("name", builtin_adapters())
+def test_every_adapter_of_the_checkout_can_be_loaded(name: str) -> None:
+    found = load_adapter(builtin_adapters()[name])
+    assert issubclass(found, Adapter)
+    assert isinstance(found.capabilities, Capabilities)
+
+
+def test_an_adapter_is_loaded_from_a_file_once(tmp_path: Path) -> None:
+    """Twice the same class: `isinstance` across calls holds."""
+    file = tmp_path / "mine.py"
+    file.write_text(GOOD)
+    found = load_adapter(f"{file}:Mine")
+    assert (found.__name__, found.capabilities) == ("Mine", Capabilities())
+    assert load_adapter(f"{file}:Mine") is found
+
+
+def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(GOOD)
+    assert load_adapter(f"{tmp_path}/a/mine.py:Mine") is not load_adapter(f"{tmp_path}/b/mine.py:Mine")
+
+
+def test_an_adapter_is_loaded_from_a_file_relative_to_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    assert load_adapter("mine.py:Mine").__name__ == "Mine"
+
+
+def test_an_adapter_is_loaded_from_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outside_package_of_test_registry.py").write_text(GOOD)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_adapter("outside_package_of_test_registry:Mine").__name__ == "Mine"
+
+
+@pytest.mark.parametrize(
+    "source, reason",
+    [
+        ("import no_such_framework\n", "cannot be imported: ModuleNotFoundError: No module named 'no_such_framework'"),
+        ("def broken(:\n", "cannot be imported: SyntaxError"),
+        ("1 / 0\n", "cannot be imported: ZeroDivisionError"),
+        ("raise SystemExit(3)\n", "cannot be imported: SystemExit"),
+        ("Yours = 1\n", "cannot be imported: AttributeError: .*Mine"),
+        ("class Mine: pass\n", "Mine is not a subclass of meshmark.adapter.Adapter"),
+        ("Mine = 3\n", "Mine is not a subclass of meshmark.adapter.Adapter"),
+        ("from meshmark.adapter import Adapter\nclass Mine(Adapter): pass\n", "lacks build, capabilities"),
+        (GOOD.replace("def build", "def bild"), "lacks build;"),
+        (GOOD.replace("capabilities = Capabilities()", ""), "lacks capabilities;"),
+        (GOOD.replace("capabilities = Capabilities()", "capabilities = {'dp'}"), "capabilities"),
+    ],
+    ids=["missing module", "syntax", "raises", "exits", "no such class", "no adapter", "no class", "empty",
+         "no build", "no capabilities", "other capabilities"],
+)  # fmt: skip
+def test_a_bad_adapter_is_refused_with_the_reason(tmp_path: Path, source: str, reason: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    with pytest.raises(AdapterError, match=f"adapter '.*mine.py:Mine'.*{reason}"):
+        load_adapter(f"{file}:Mine")
+
+
+def test_a_file_that_failed_is_tried_again(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("1 / 0")
+    with pytest.raises(AdapterError):
+        load_adapter(f"{file}:Mine")
+    file.write_text(GOOD)
+    importlib.invalidate_caches()
+    assert load_adapter(f"{file}:Mine").__name__ == "Mine"
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(AdapterError, match="cannot be imported: FileNotFoundError: no Python file at .*nowhere.py"):
+        load_adapter("nowhere.py:Mine")
+
+
+@pytest.mark.parametrize("target", ["mine.py", "mine.py:", ":Mine", "mine.py:My Class", "package.module", ""])
+def test_a_target_of_another_form_is_refused_with_the_two_forms(target: str) -> None:
+    with pytest.raises(AdapterError, match="expected path/to/file.py:Class or package.module:Class"):
+        load_adapter(target)
+
+
+def test_an_outside_adapter_is_called_by_its_class() -> None:
+    assert outside_name("path/to/file.py:MyEngine") == "myengine"
+
+
+@pytest.mark.parametrize(
+    "patterns, chosen",
+    [
+        (["*"], list(KNOWN)),
+        (["fsdp2", "ddp"], ["fsdp2", "ddp"]),
+        (["fairscale-*"], ["fairscale-oss", "fairscale-fsdp"]),
+        (["*fsdp*", "fsdp2"], ["fsdp2", "fairscale-fsdp"]),
+        (["d?p"], ["ddp"]),
+        (["fairscale"], ["fairscale-oss", "fairscale-fsdp"]),
+    ],
+)
+def test_adapters_are_selected_by_shell_patterns(patterns: list[str], chosen: list[str]) -> None:
+    found = select(patterns, KNOWN)
+    assert sorted(found) == sorted(chosen)
+    assert all(found[name] == KNOWN[name] for name in chosen)
+
+
+def test_an_unknown_adapter_has_near_matches() -> None:
+    with pytest.raises(UnknownNameError, match="unknown adapter 'fdsp2': did you mean 'fsdp2'"):
+        select(["ddp", "fdsp2"], KNOWN)
+
+
+def test_a_pattern_that_matches_nothing_gets_the_list() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown adapter 'z\*': known: ddp, fairscale-fsdp"):
+        select(["z*"], KNOWN)
+
+
+def run_elsewhere(tmp_path: Path, code: str) -> str:
+    """In a process whose `meshmark` is the wheel's: the core alone on the path, no checkout around it."""
+    (tmp_path / "meshmark").symlink_to(ROOT / "meshmark")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"
+    run = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    return run.stdout + run.stderr
+
+
+def test_a_foreign_adapters_package_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "__init__.py").write_text("VERSION = 1\n")
+    said = run_elsewhere(tmp_path, "from meshmark.registry import builtin_adapters; builtin_adapters()")
+    assert f"AdapterError: the package `adapters` at {tmp_path}/adapters/__init__.py is not Meshmark's" in said
+
+
+def test_the_core_without_a_checkout_says_so(tmp_path: Path) -> None:
+    """Also from the command line, in one line."""
+    said = run_elsewhere(tmp_path, "from meshmark.cli import main; sys.exit(main(['cases']))")
+    assert said.startswith("meshmark: no adapters: the wheel ships the core alone")
+    assert len(said.splitlines()) == 1
+
+
+# What an adapter says it can do, against what is asked of it.
+
+EVERYTHING = Capabilities(
+    degrees=frozenset({"dp", "tp", "pp"}), zero_stages=frozenset({0, 1, 2, 3}), precisions=frozenset(Precision)
+)
+
+
+def test_capabilities_that_suffice_refuse_nothing() -> None:
+    dropped = make_workload(model=make_model(tied_embeddings=True, dropout=0.1))
+    case = make_case(layout=Layout(dp=2, tp=2, pp=2, zero_stage=3), workload=dropped, precision=Precision.FP16)
+    assert EVERYTHING.refusal(case, "cuda") is None
+
+
+@pytest.mark.parametrize(
+    "lacking, reason",
+    [
+        ({"degrees": frozenset({"tp", "pp"})}, "dp=2"),
+        ({"degrees": frozenset({"dp"})}, "tp=2, pp=2"),
+        ({"zero_stages": frozenset({0})}, "ZeRO stage 3"),
+        ({"precisions": frozenset({Precision.FP32})}, "precision bf16"),
+        ({"families": frozenset({Family.LLAMA})}, "model family gpt"),
+        ({"tied_embeddings": False}, "tied embeddings"),
+        ({"dropout": False}, "dropout"),
+        ({"devices": frozenset({"cuda"})}, "device cpu"),
+    ],
+)
+def test_each_capability_that_is_lacking_is_named(lacking: dict[str, object], reason: str) -> None:
+    workload = make_workload(model=make_model(tied_embeddings=True, dropout=0.1))
+    case = make_case(layout=Layout(dp=2, tp=2, pp=2, zero_stage=3), workload=workload, precision=Precision.BF16)
+    able = Capabilities(**{**vars(EVERYTHING), **lacking})
+    assert able.refusal(case, "cpu") == f"ddp does not support {reason}"
+
+
+def test_a_missing_framework_is_a_reason_with_the_pip_command() -> None:
+    class Exotic(Adapter):
+        capabilities = EVERYTHING
+        requires = (
+            Requirement(module="json", distribution="json"),
+            Requirement(module="no_such_module", distribution="no-such"),
+        )
+
+    assert Exotic.refusal(make_case(), "cpu") == "no-such is not installed: pip install no-such"
+
+
+@pytest.mark.parametrize("module, missing", [("json", False), ("json.decoder", False), ("no_such.part", True)])
+def test_requirements_see_dotted_names(module: str, missing: bool) -> None:
+    assert (Requirement(module=module, distribution="x").missing is not None) == missing

@@ -1,0 +1,165 @@
+"""Dataclasses to JSON and back: nothing lost, nothing unknown let in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import pytest
+
+from meshmark.layout import Layout, Precision
+from meshmark.rank_report import RankFailure, RankReport
+from meshmark.record import Outcome, Record, Status
+from meshmark.serial import decode, encode
+from meshmark.truth import Deviation
+from tests.factories import make_case, make_memory, make_record, make_timed, make_traffic, make_verdict
+
+
+class Colour(StrEnum):
+    RED = "red"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    pair: tuple[float, int]
+    many: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    colour: Colour
+    maybe: float | None
+    nested: dict[str, list[Inner]]
+    by_rank: dict[int, str]
+    mixed: dict[str, float | int | str]
+    flag: bool = False
+    optional: Inner | None = None
+    names: list[str] = field(default_factory=list)
+
+
+OUTER = Outer(
+    colour=Colour.RED, maybe=None, nested={"a": [Inner(pair=(1.5, 2), many=(3, 4, 5))], "b": []},
+    by_rank={0: "zero", 11: "eleven"}, mixed={"f": 0.5, "i": 3, "s": "text"}, flag=True, optional=Inner(pair=(0.0, 1)),
+    names=["x", "ü"],
+)  # fmt: skip
+
+
+def through_json(value: object) -> Any:  # noqa: ANN401
+    return decode(type(value), json.loads(json.dumps(encode(value), allow_nan=False)))
+
+
+def filled(record: Record) -> set[str]:
+    """Fields that are not at their default."""
+    changed = set()
+    for f in dataclasses.fields(record):
+        default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        if f.name == "schema" or getattr(record, f.name) != default:
+            changed.add(f.name)
+    return changed
+
+
+REPORT = RankReport(
+    rank=1, build_seconds=0.5, run_seconds=2.0, losses=[1.0], norms=[None, 2.0],
+    deviations={"loss": [Deviation(distance=1e-7, scale=1.0, factor=1.0)]}, drifts=make_record().drifts,
+    memory=make_memory(), traffic=make_traffic(), step_seconds=[0.1], matmul_flops_per_second=1e9,
+    state_dtypes={"parameters": "float32"}, noise={"loss": [1e-7]},
+)  # fmt: skip
+FAILURE = RankFailure(
+    rank=3, kind="hung", message="no end\nwithin 8 s", time=1.5, traceback="t", log_tail="l", stack='File "x"'
+)
+FAILED = Outcome(status=Status.HUNG, rank=1, message="no end", log_tail="tail", stacks={0: "here", 10: "there"})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [OUTER, make_record(), make_timed(), make_record(outcome=FAILED), REPORT, FAILURE, make_verdict("memory")],
+    ids=["every annotation", "observed", "timed", "hung", "rank report", "rank failure", "verdict"],
+)
+def test_values_come_back_equal(value: object) -> None:
+    assert through_json(value) == value
+
+
+def test_the_record_above_fills_every_field() -> None:
+    """Else the round trip would say nothing of a field that is new."""
+    assert filled(make_record()) == {f.name for f in dataclasses.fields(Record)}
+
+
+def test_types_come_back_too() -> None:
+    """Equality alone would take "fp32" for Precision.FP32, and 1 for 1.0."""
+    record = through_json(make_record())
+    assert record.case.precision is Precision.FP32
+    assert type(record.case.layout) is Layout
+    assert type(record.case.workload.optimizer.betas) is tuple
+    assert type(record.outcome.status) is Status
+    outer = through_json(OUTER)
+    assert outer.colour is Colour.RED
+    assert [type(v) for v in outer.mixed.values()] == [float, int, str]
+    assert list(outer.by_rank) == [0, 11]
+    assert through_json(dataclasses.replace(OUTER, nested={"a": [Inner(pair=(1, 2))]})).nested["a"][0].pair == (1.0, 2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_null_in_json_and_nan_again(value: float) -> None:
+    """JSON has no such numbers; readers other than Python's refuse them."""
+    deviation = Deviation(distance=value, scale=1.0, factor=0.0)
+    assert encode(deviation)["distance"] is None
+    assert math.isnan(through_json(deviation).distance)
+    verdict = make_verdict(evidence={"ratio": value})
+    assert math.isnan(through_json(verdict).evidence["ratio"])
+
+
+def test_none_stays_none_where_it_is_allowed() -> None:
+    assert through_json(make_record(norms=[None, 1.0])).norms == [None, 1.0]
+    assert through_json(OUTER).maybe is None
+    assert through_json(dataclasses.replace(OUTER, optional=None)).optional is None
+
+
+def test_an_unknown_field_is_refused_by_name() -> None:
+    value = encode(make_case()) | {"colour": "red"}
+    with pytest.raises(KeyError, match="Case has no field colour"):
+        decode(type(make_case()), value)
+
+
+def test_an_unknown_field_deep_inside_is_refused() -> None:
+    value = encode(make_record())
+    value["case"]["workload"]["model"]["depth"] = 3
+    with pytest.raises(KeyError, match="ModelSpec has no field depth"):
+        decode(Record, value)
+
+
+def test_a_missing_field_is_refused_by_name() -> None:
+    value = encode(make_record())
+    del value["case"]["workload"]
+    with pytest.raises(TypeError, match="workload"):
+        decode(Record, value)
+
+
+@pytest.mark.parametrize(
+    "field_, value",
+    [
+        ("outcome", {"status": "splendid"}),
+        ("task", "dance"),
+        ("steps", "five"),
+        ("losses", 3),
+        ("drifts", [3]),
+        ("noise", []),
+        ("case", []),
+        ("environment", "here"),
+        ("memory", {"rank": 0}),
+    ],
+)
+def test_a_value_of_another_form_is_refused(field_: str, value: object) -> None:
+    """As the docstring of `decode` says; whoever reads records depends on these three."""
+    with pytest.raises((TypeError, KeyError, ValueError)):
+        decode(Record, encode(make_record()) | {field_: value})
+
+
+def test_values_are_checked_again_when_they_are_read() -> None:
+    value = encode(make_record())
+    value["case"]["layout"]["dp"] = 3
+    with pytest.raises(ValueError, match="dp 3 x 2 micro-batches"):
+        decode(Record, value)

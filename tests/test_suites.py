@@ -1,0 +1,110 @@
+"""The suites as their users run them: through pytest, in a process of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import psutil
+
+from meshmark.record import read_records
+
+ROOT = Path(__file__).parent.parent
+
+
+def suites(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "suites", "-p", "no:cacheprovider", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_collection_lists_stable_ids_and_imports_no_framework() -> None:
+    code = (
+        "import sys, pytest; pytest.main(['suites', '--collect-only', '-q', '--world=2,4', '-p', 'no:cacheprovider']);"
+        "print(sorted({m.split('.')[0] for m in sys.modules} & {'deepspeed', 'accelerate', 'fairscale', 'megatron'}))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120).stdout
+    assert "suites/test_equivalence.py::test_equivalence[ddp-dp2.mb2-gpt-tiny-fp32]" in out
+    assert "suites/test_throughput.py::test_throughput[gpipe-pp4.mb4-gpt-tiny-fp32]" in out
+    assert out.strip().splitlines()[-1] == "[]"
+
+
+def test_a_run_leaves_records_junit_and_benchmark_data(tmp_path: Path) -> None:
+    done = suites(
+        "--adapters", "ddp", "--results", tmp_path / "r", f"--junitxml={tmp_path / 'junit.xml'}",
+        f"--benchmark-json={tmp_path / 'bench.json'}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    observed, timed = read_records(tmp_path / "r").records
+    assert [v.suite for v in observed.verdicts] == ["equivalence", "memory", "communication"]
+    benchmark = json.loads((tmp_path / "bench.json").read_text())["benchmarks"][0]
+    assert benchmark["stats"]["data"] == timed.step_seconds
+    assert benchmark["extra_info"]["tokens_per_second"] > 0
+    names = [case.get("name") for case in ElementTree.parse(tmp_path / "junit.xml").iter("testcase")]
+    assert "test_equivalence[ddp-dp2.mb2-gpt-tiny-fp32]" in names
+    assert "[1/2] observe ddp-dp2.mb2-gpt-tiny-fp32" in done.stdout
+
+
+def test_a_broken_adapter_from_outside_fails_the_equivalence_suite(tmp_path: Path) -> None:
+    target = ROOT / "tests" / "broken" / "gradients.py"
+    done = suites("--adapter", f"{target}:NoReduction", "--results", tmp_path, "-k", "equivalence")
+    assert done.returncode == 1
+    assert "FAILED suites/test_equivalence.py::test_equivalence[noreduction-dp2.mb2-gpt-tiny-fp32]" in done.stdout
+    assert "x its noise" in done.stdout
+
+
+def test_ctrl_c_leaves_readable_records_and_no_process(tmp_path: Path) -> None:
+    target = ROOT / "tests" / "broken" / "outcomes.py"
+    command = [sys.executable, "-m", "pytest", "suites/test_throughput.py", "--adapters", "ddp", "--adapter",
+               f"{target}:Hangs", "--results", str(tmp_path), "-p", "no:cacheprovider"]  # fmt: skip
+    running = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, "MESHMARK_TEST": str(tmp_path)},
+    )
+    records = tmp_path / "records.jsonl"
+    wait_until(lambda: records.is_file() and records.read_bytes() != b"", seconds=90)
+    time.sleep(2)  # now inside the case that hangs
+    os.killpg(running.pid, signal.SIGINT)
+    out, _ = running.communicate(timeout=30)
+    assert running.returncode == 2, out.decode()
+    assert [r.case.adapter for r in read_records(tmp_path).records] == ["ddp"]
+    wait_until(lambda: not processes_that_mention(str(tmp_path)), seconds=10)
+
+
+def wait_until(true: Callable[[], bool], *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not true after {seconds} s"
+        time.sleep(0.1)
+
+
+def processes_that_mention(text: str) -> list[int]:
+    """Every process inherits its command line or its environment from the run that started it."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if text in " ".join(process.cmdline()) or text in process.environ().get("MESHMARK_TEST", ""):
+                found.append(process.pid)
+    return found
+
+
+def test_a_framework_that_is_not_installed_is_a_skip_with_the_command(tmp_path: Path) -> None:
+    (tmp_path / "absent.py").write_text(
+        "from adapters.ddp import DDP\nfrom meshmark.adapter import Requirement\n"
+        "class Absent(DDP):\n    requires = (Requirement(module='no_such_framework', distribution='no-such'),)\n"
+    )
+    done = suites("--adapter", f"{tmp_path / 'absent.py'}:Absent", "--results", tmp_path, "-k", "equivalence", "-rs")
+    assert done.returncode == 0
+    assert "pip install no-such" in done.stdout
+    assert read_records(tmp_path).records[0].outcome.status == "skipped"

@@ -1,0 +1,218 @@
+"""Pass and fail at the edges of every verdict, by records made by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from meshmark.meters.traffic import Collective, TrafficReading
+from meshmark.plan.states import ModelStates, Remainder
+from meshmark.record import Record
+from meshmark.trace import Drift
+from meshmark.truth import Deviation
+from meshmark.verdict import NOISE_FACTOR, detection_limit, judge_communication, judge_equivalence, judge_memory
+from tests.factories import make_good, make_memory, make_traffic
+
+GRADIENT, OTHER = "gradients/a.weight", "parameters/b.weight"
+FINE = Deviation(distance=1.0, scale=1e6, factor=1.0)
+
+
+def run(distance: float, noise: float = 1.0, quantity: str = GRADIENT, **changes: object) -> Record:
+    """Three quantities over two steps, all at their noise but one at one step."""
+    odd = Deviation(distance=distance, scale=1e6, factor=1.25)
+    deviations = {name: [FINE, FINE] for name in ("loss", GRADIENT, OTHER)}
+    noises = {name: [1.0, 1.0] for name in deviations}
+    deviations[quantity] = [FINE, odd]
+    noises[quantity] = [1.0, noise]
+    deviations["initial/a.weight"] = [Deviation(distance=0.0, scale=1.0, factor=1.0)]
+    return make_good(**{"deviations": deviations, "noise": noises, **changes})
+
+
+@pytest.mark.parametrize("quantity", ["loss", GRADIENT, OTHER])
+@pytest.mark.parametrize("excess, passed", [(0.0, True), (-1e-9, True), (1e-9, False), (0.5, False), (1e9, False)])
+def test_every_quantity_passes_up_to_the_factor_times_its_noise(quantity: str, excess: float, passed: bool) -> None:
+    verdict = judge_equivalence(run(NOISE_FACTOR + excess, quantity=quantity))
+    assert (verdict.suite, verdict.passed) == ("equivalence", passed)
+
+
+def test_the_worst_quantity_is_the_evidence() -> None:
+    verdict = judge_equivalence(run(30.0, noise=2.0))
+    assert not verdict.passed
+    assert verdict.summary == f"{GRADIENT} at step 1 is 15 x its noise, 1.25 x the truth"
+    expected = {
+        "worst_quantity": GRADIENT, "worst_step": 1, "ratio": 15.0, "distance": 30.0, "truth_norm": 1e6,
+        "multiple_of_truth": 1.25, "noise": 2.0, "factor": NOISE_FACTOR, "failing": 1, "compared": 6,
+    }  # fmt: skip
+    assert expected.items() <= verdict.evidence.items()
+
+
+@pytest.mark.parametrize("distance", [math.inf, math.nan])
+def test_what_is_missing_or_no_number_fails(distance: float) -> None:
+    """NaN is what infinity becomes on disk: a record can be judged again."""
+    verdict = judge_equivalence(run(distance))
+    assert not verdict.passed
+    assert verdict.evidence["worst_quantity"] == GRADIENT
+
+
+@pytest.mark.parametrize("quantity", ["loss", GRADIENT, OTHER])
+@pytest.mark.parametrize("noise", [math.nan, math.inf])
+def test_a_yardstick_that_is_no_number_excuses_nothing(noise: float, quantity: str) -> None:
+    """When `single` itself overflows (fp16 does), its noise is infinite, on disk NaN; then nothing can be told."""
+    assert not judge_equivalence(run(1e5, noise=noise, quantity=quantity)).passed
+
+
+def test_without_noise_only_the_exact_value_passes() -> None:
+    """A key bias whose gradient is exactly zero in every run."""
+    assert judge_equivalence(run(0.0, noise=0.0)).passed
+    assert not judge_equivalence(run(1e-30, noise=0.0)).passed
+
+
+@pytest.mark.parametrize("distance", [1e-30, math.inf, math.nan])
+def test_one_bit_of_a_wrong_start_fails(distance: float) -> None:
+    record = run(1.0)
+    record.deviations["initial/a.weight"] = [Deviation(distance=distance, scale=1.0, factor=1.0)]
+    verdict = judge_equivalence(record)
+    assert not verdict.passed
+    assert verdict.summary == "starts elsewhere: 1 initial values differ, first initial/a.weight"
+
+
+def test_replicas_that_drift_apart_fail_with_where() -> None:
+    drift = Drift(quantity="parameters/b.weight", step=2, ranks=[1, 3])
+    verdict = judge_equivalence(run(1.0, drifts=[drift]))
+    assert not verdict.passed
+    assert verdict.summary == "replicas differ: parameters/b.weight at step 2 on ranks [1, 3]"
+
+
+def test_a_norm_that_single_does_not_tell_cannot_be_held_against_a_framework() -> None:
+    """Without clipping `single` tells no norm, so there is no noise of it, while DeepSpeed tells one anyway. It is
+    judged some way or left out; it must not break the run."""
+    record = run(1.0)
+    record.deviations["norm"] = [FINE, FINE]
+    assert judge_equivalence(record).passed
+
+
+def test_the_detection_limit_is_the_worst_tolerance_over_all_gradients() -> None:
+    record = run(1.0)
+    record.deviations["gradients/c.weight"] = [Deviation(distance=0.0, scale=100.0, factor=1.0)] * 2
+    record.noise["gradients/c.weight"] = [1e-3, 2e-3]
+    assert detection_limit(record) == pytest.approx(NOISE_FACTOR * 2e-3 / 100)
+
+
+def test_gradients_that_are_zero_by_mathematics_do_not_spoil_the_detection_limit() -> None:
+    record = run(1.0)
+    before = detection_limit(record)
+    record.deviations["gradients/attention.k.bias"] = [Deviation(distance=1e-9, scale=1e-12, factor=0.0)] * 2
+    record.noise["gradients/attention.k.bias"] = [1e-9, 1e-9]
+    assert detection_limit(record) == before == pytest.approx(NOISE_FACTOR / 1e6)
+
+
+# Memory: planned are 400, 400 and 800 bytes on each of two ranks.
+
+
+def memory(rank: int, category: str, measured: int, **changes: object) -> Record:
+    readings = [make_memory(), make_memory()]
+    object.__setattr__(readings[rank].states, category, measured)
+    return make_good(**{"memory": readings, "remainders": [[], []], **changes})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("category, planned", [("parameters", 400), ("gradients", 400), ("optimizer_states", 800)])
+@pytest.mark.parametrize("relative, passed", [(0.0, True), (0.01, True), (-0.01, True), (0.015, False), (-1.0, False)])
+def test_states_pass_within_one_percent_on_every_rank(
+    rank: int, category: str, planned: int, relative: float, passed: bool
+) -> None:
+    verdict = judge_memory(memory(rank, category, int(planned * (1 + relative))))
+    assert verdict.passed == passed
+    if relative:
+        assert (verdict.evidence["category"], verdict.evidence["rank"]) == (category, rank)
+
+
+def test_a_framework_that_does_not_shard_fails() -> None:
+    record = memory(0, "optimizer_states", 800)
+    record = make_good(
+        memory=record.memory,
+        remainders=[[], []],
+        planned_states=[ModelStates(parameters=400, gradients=400, optimizer_states=400)] * 2,
+    )
+    verdict = judge_memory(record)
+    assert not verdict.passed
+    assert "optimizer_states" in verdict.summary and "800 bytes, planned 400 (100.00%)" in verdict.summary
+
+
+def test_a_declared_remainder_counts_on_its_rank_and_in_its_category_alone() -> None:
+    declared = Remainder(category="gradients", num_bytes=100.0, reason="padding to 8")
+    good = judge_memory(memory(1, "gradients", 500, remainders=[[], [declared]]))
+    assert good.passed
+    assert good.evidence["declared"] == "padding to 8"
+    assert not judge_memory(memory(1, "gradients", 500, remainders=[[declared], []])).passed
+    assert not judge_memory(memory(1, "parameters", 500, remainders=[[], [declared]])).passed
+    assert not judge_memory(memory(1, "gradients", 400, remainders=[[], [declared]])).passed, "declared, but not there"
+
+
+def test_bytes_where_none_are_planned_fail() -> None:
+    """SGD keeps no states; one stray scalar is allowed to no one."""
+    plan = [ModelStates(parameters=400, gradients=400, optimizer_states=0)] * 2
+    assert not judge_memory(memory(0, "optimizer_states", 8, planned_states=plan)).passed
+
+
+def test_a_rank_without_a_reading_is_not_passed_over() -> None:
+    with pytest.raises(ValueError, match="shorter|longer"):
+        judge_memory(make_good(memory=[make_memory()]))
+
+
+# Communication: planned are 1000 bytes of all-reduce on each of two ranks.
+
+
+def traffic(*asked: tuple[str, int]) -> Record:
+    odd = TrafficReading(
+        asked=[Collective(kind=kind, group_size=2, count=1, num_bytes=n) for kind, n in asked], issued=[]
+    )
+    return make_good(traffic=[make_traffic(1000), odd], planned_traffic=[{"all_reduce": 1000.0}] * 2)
+
+
+@pytest.mark.parametrize(
+    "asked, passed",
+    [
+        ([("all_reduce", 1000)], True),
+        ([("all_reduce", 1010)], True),
+        ([("all_reduce", 990), ("broadcast", 8)], True),
+        ([("all_reduce", 400), ("all_reduce", 600)], True),
+        ([("all_reduce", 1011)], False),
+        ([("all_reduce", 989)], False),
+        ([("all_reduce", 1000), ("broadcast", 11)], False),
+        ([("all_reduce", 2000)], False),
+        ([("reduce_scatter", 1000)], False),
+        ([], False),
+    ],
+)
+def test_bytes_of_every_kind_pass_within_one_percent_of_all_planned(asked: list[tuple[str, int]], passed: bool) -> None:
+    verdict = judge_communication(traffic(*asked))
+    assert (verdict.suite, verdict.passed) == ("communication", passed)
+    if not passed:
+        assert verdict.evidence["rank"] == 1
+
+
+def test_groups_of_several_sizes_add_up() -> None:
+    record = make_good(
+        traffic=[
+            TrafficReading(
+                asked=[Collective(kind="all_reduce", group_size=g, count=1, num_bytes=500) for g in (2, 4)], issued=[]
+            )
+        ],
+        planned_traffic=[{"all_reduce": 1000.0}],
+    )
+    assert judge_communication(record).passed
+
+
+def test_one_process_has_nothing_to_communicate() -> None:
+    empty = TrafficReading(asked=[], issued=[])
+    verdict = judge_communication(make_good(traffic=[empty], planned_traffic=[{}]))
+    assert verdict.passed
+    assert verdict.summary == "nothing to communicate"
+
+
+def test_traffic_where_none_is_planned_fails() -> None:
+    verdict = judge_communication(make_good(traffic=[make_traffic(8)], planned_traffic=[{}]))
+    assert not verdict.passed
+    assert "all_reduce on rank 0: 8 bytes, planned 0" in verdict.summary

@@ -1,0 +1,64 @@
+"""Training problems by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshmark.errors import InputError, UnknownNameError
+from meshmark.model_spec import MODELS
+from meshmark.workload import WORKLOADS, OptimizerKind, OptimizerSpec, workload
+from tests.factories import make_model, make_workload
+
+
+def test_presets_stand_under_their_own_names_and_name_known_models() -> None:
+    assert {"gpt-tiny", "llama-tiny", "gpt-1.3b"} <= set(WORKLOADS)
+    for name, preset in WORKLOADS.items():
+        assert preset.name == name
+        assert preset.model == MODELS[preset.model.name]
+
+
+def test_a_preset_is_changed_by_copy() -> None:
+    changed = workload("gpt-tiny", seed=7)
+    assert (changed.seed, WORKLOADS["gpt-tiny"].seed) == (7, 0)
+
+
+def test_an_unknown_workload_has_near_matches() -> None:
+    with pytest.raises(UnknownNameError, match="unknown workload 'gpt-tny': did you mean 'gpt-tiny'"):
+        workload("gpt-tny")
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(InputError, match="'mini': global_batch is 0, expected at least 1"):
+        make_workload(global_batch=0)
+
+
+def test_tokens_of_a_step_are_all_positions() -> None:
+    assert make_workload(global_batch=6, model=make_model(seq_len=10), masked=True).tokens_per_step == 60
+
+
+def test_states_that_each_optimizer_keeps() -> None:
+    """Real optimizers of PyTorch, one step."""
+    import torch
+
+    from meshmark.objective import build_optimizer
+
+    for kind in OptimizerKind:
+        spec = OptimizerSpec(kind=kind)
+        parameter = torch.nn.Parameter(torch.ones(3, 5))
+        optimizer = build_optimizer(spec, [parameter])
+        parameter.grad = torch.ones(3, 5)
+        optimizer.step()
+        kept = [v for v in optimizer.state[parameter].values() if torch.is_tensor(v) and v.shape == (3, 5)]
+        assert len(kept) == spec.states_per_parameter
+
+
+def test_clipping_is_active_in_the_tiny_workloads() -> None:
+    """The first gradient is longer than the clip norm, so a wrong norm changes the parameters."""
+    from meshmark.data import make_batch
+    from meshmark.truth import exact_gradients, global_norm, initial_values
+
+    for name in ("gpt-tiny", "llama-tiny"):
+        tiny = WORKLOADS[name]
+        _, gradients = exact_gradients(tiny, initial_values(tiny), make_batch(tiny, 0))
+        assert tiny.optimizer.clip_norm is not None
+        assert global_norm(gradients) > 2 * tiny.optimizer.clip_norm
