@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from meshmark.errors import InputError
 from meshmark.plan.rates import Rates, write_rates
-from meshmark.plan.system import GIGA, TERA
+from meshmark.plan.system import GIGA, TERA, gpu
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,9 @@ class Measurement:
 
 def calibrate_here(output: Path | None, seconds: float) -> int:
     """Measure, print, and write rates when `output` is given; rank 0 only where there are several."""
+    import torch
+    import torch.distributed as dist
+
     if seconds <= 0:
         raise InputError(f"{seconds:g} seconds to calibrate in; expected more than 0")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -59,8 +63,6 @@ def rates_from(found: list[Measurement], device: torch.device) -> Rates:
 
     On an unknown machine the best of the sizes stands for the peak, so the efficiency is that of the median size.
     """
-    from meshmark.plan.system import gpu
-
     peak_flops = max(m.rate for m in found if m.name == "matmul")
     peak_bytes = max(m.rate for m in found if m.name == "copy")
     reference = gpu("h100") if device.type == "cuda" else None
@@ -81,6 +83,8 @@ def rates_from(found: list[Measurement], device: torch.device) -> Rates:
 
 def measure_matmuls(device: torch.device, dtype: torch.dtype, budget: float) -> list[Measurement]:
     """Square products of rising size, as many as fit the budget."""
+    import torch
+
     sizes = [256, 512, 1024, 2048] + ([4096, 8192] if device.type == "cuda" else [])
     out = []
     for n in sizes:
@@ -92,6 +96,8 @@ def measure_matmuls(device: torch.device, dtype: torch.dtype, budget: float) -> 
 
 def measure_copies(device: torch.device, budget: float) -> list[Measurement]:
     """Copies inside the device's memory; bytes read and written both count."""
+    import torch
+
     sizes = [2**20, 2**24, 2**27]
     out = []
     for size in sizes:
@@ -104,6 +110,9 @@ def measure_copies(device: torch.device, budget: float) -> list[Measurement]:
 
 def measure_all_gathers(device: torch.device, budget: float) -> list[Measurement]:
     """All-gathers over the initialised process group; none without one."""
+    import torch
+    import torch.distributed as dist
+
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return []
     world, sizes, out = dist.get_world_size(), [2**12, 2**18, 2**22], []
@@ -118,6 +127,8 @@ def measure_all_gathers(device: torch.device, budget: float) -> list[Measurement
 
 def _median_seconds(run: Callable[[], object], device: torch.device, budget: float) -> float:
     """Median of at least five timed runs, more while the budget lasts; the first two are warm-up."""
+    import torch
+
     samples: list[float] = []
     start = time.perf_counter()
     while len(samples) < 7 or (time.perf_counter() - start < budget and len(samples) < 200):
@@ -132,6 +143,9 @@ def _median_seconds(run: Callable[[], object], device: torch.device, budget: flo
 
 def main() -> int:
     """Under torchrun: measure collectives too."""
+    import torch
+    import torch.distributed as dist
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--seconds", type=float, default=20.0)

@@ -21,9 +21,9 @@ def layer_matrix_parameters(model: ModelSpec) -> int:
 def model_flops_per_token(model: ModelSpec, *, attention: Attention = "full") -> float:
     """Forward and backward pass of one token, without recomputation.
 
-    6 a weight of a matrix (the head's counts, the embedding's does not), and 12 s h a layer for the scores and their product with the values, half of it when only the causal
-    half is counted. With full attention this is PaLM's count (arXiv:2204.02311 appendix B), and for a
-    GPT that of arXiv:2205.05198 appendix A: 72 B L s h^2 (1 + s/6h + V/12hL) a step.
+    6 a weight of a matrix (the head's counts, the embedding's does not), and 12 s h a layer for the scores and their
+    product with the values, half of it when only the causal half is counted. With full attention this is PaLM's count
+    (arXiv:2204.02311 appendix B), and for a GPT that of arXiv:2205.05198 appendix A: 72 B L s h^2 (1 + s/6h + V/12hL).
     """
     weights = model.num_layers * layer_matrix_parameters(model) + model.vocab_size * model.hidden
     scores = 12.0 * model.num_layers * model.seq_len * model.hidden * (0.5 if attention == "causal" else 1.0)

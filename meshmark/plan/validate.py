@@ -183,8 +183,8 @@ _PAPER_TEXT = [
     "collectives, to Megatron SC21's table 1; all else is held out. Known reasons of what is left: Korthikanti's runs",
     "use newer fused kernels than SC21's; SC21's ZeRO-3 rows ran DeepSpeed of early 2021, which hides less of its",
     "gathers than the planner assumes of any ZeRO-3; BLOOM's cluster (Jean Zay, 4 x 100 Gb/s Omni-Path a node) has",
-    "half the network of the A100 preset, and DeepSpeed's own buffers are not in the memory; torchtitan without compile runs unfused",
-    "kernels, and its rows differ in that.",
+    "half the network of the A100 preset, and DeepSpeed's own buffers are not in the memory; torchtitan without",
+    "compile runs unfused kernels, and its rows differ in that.",
 ]
 
 
