@@ -186,15 +186,27 @@ def _stage_seconds(
 
 
 def bubble_seconds(grid: Grid, totals: Column, pace: Column) -> Column:
-    """Time beyond m times the slowest stage: the first micro-batch passes every stage once, forward and backward.
+    """Time beyond m times the slowest stage, from each stage's own account; `totals` is a row a stage.
 
-    Equal stages give the literature's p - 1 (arXiv:2104.04473 eq. (1)), over v when interleaved; ZB-H1 fills two
-    thirds of it with weight gradients (arXiv:2401.10241 table 1, equal times).
+    GPipe: every other stage once. 1F1B: stage i waits for the stages before it, at its start and at its end; for those
+    after it, from its first forward to that one's backward, less the n = p - i - 1 forwards it does meanwhile, and
+    again after its last forward, less n backwards. Equal stages give the literature's p - 1 (arXiv:2104.04473 eq. (1)).
+    Interleaving divides it by v; ZB-H1 fills two thirds with weight gradients (arXiv:2401.10241 table 1).
     """
+    num_stages, m = len(totals), grid.num_micro_batches
+    ends = []
+    for i, own in enumerate(totals):
+        before, after = totals[:i].sum(axis=0), totals[i + 1 :].sum(axis=0)
+        meanwhile = np.minimum(num_stages - i - 1, m - 1)
+        waits = np.maximum(after - meanwhile * own / 3.0, 0.0) + np.maximum(after - meanwhile * own * 2.0 / 3.0, 0.0)
+        waits = np.where(m > 1, waits, after)
+        ends.append(m * own + before + waits)
+    one_f_one_b = np.max(ends, axis=0) - m * pace
     others = totals.sum(axis=0) - pace
+    bubble = np.where(grid.schedule == SCHEDULES.index(Schedule.GPIPE), others, one_f_one_b)
     third = np.where(grid.schedule == SCHEDULES.index(Schedule.ZERO_BUBBLE), 1.0 / 3.0, 1.0)
-    bubble: Column = others * third / grid.virtual_stages
-    return bubble
+    filled: Column = bubble * third / grid.virtual_stages
+    return filled
 
 
 def _data_seconds(
