@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 RESULTS := results/report
+# Every ZeRO stage on two ranks; on four, of DeepSpeed's the deepest alone: four minutes on two cores are not more.
+REPORTED := not (dp4 and deepspeed and (zero1 or zero2))
 
 .PHONY: help install report test lint types bench gpu clean
 
@@ -27,7 +29,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # The report is written whether or not a case fails; the exit code says which.
 report: install
 	rm -f $(RESULTS)/records.jsonl
-	$(BIN)/python -m pytest suites --world 2,4 --results $(RESULTS); status=$$?; \
+	$(BIN)/python -m pytest suites --world 2,4 -k "$(REPORTED)" --results $(RESULTS); status=$$?; \
 	$(BIN)/meshmark report $(RESULTS) -o reports/report.md && exit $$status
 
 test: install

@@ -7,6 +7,7 @@ gradients, accumulated and reduced in fp32.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -19,17 +20,20 @@ from meshmark.case import Case
 from meshmark.errors import AdapterError
 from meshmark.initial import initial_value
 from meshmark.layout import Precision
+from meshmark.model import parameter_shapes
 from meshmark.objective import build_optimizer
+from meshmark.plan.states import Recipe, Remainder
+from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffic
+
+DEFAULT_BUCKET = 500_000_000
+"""Elements of DeepSpeed's default reduce bucket."""
 
 
-def window(case: Case, default: int) -> int:
-    """Elements of a bucket or look-ahead: `default`, but at most the largest of a block and the token embedding.
-
-    DeepSpeed's defaults suit billions of parameters. A small model would be one bucket, gathered whole from the start of
-    forward to the end of backward, and stage 3 would allocate a reduce bucket of 2 GB for it.
-    """
+def reduce_bucket(case: Case) -> int:
+    """Elements of the bucket that gradients are reduced in: DeepSpeed's default, but at most the largest of a block and
+    the token embedding. Stage 3 allocates the bucket whole, 2 GB by default, and a small model would never fill one."""
     model = case.workload.model
-    return min(default, max(model.block_parameters, model.vocab_size * model.hidden))
+    return min(DEFAULT_BUCKET, max(model.block_parameters, model.vocab_size * model.hidden))
 
 
 def ds_config(case: Case) -> dict[str, Any]:
@@ -43,11 +47,13 @@ def ds_config(case: Case) -> dict[str, Any]:
         "gradient_clipping": 0.0 if clip_norm is None else clip_norm,  # left out, it would be 1.0
         "zero_optimization": {
             "stage": layout.zero_stage,
-            "reduce_bucket_size": window(case, 500_000_000),
-            "stage3_prefetch_bucket_size": window(case, 50_000_000),
-            "stage3_max_live_parameters": window(case, 1_000_000_000),
-            "stage3_max_reuse_distance": 0,  # 1e9 elements by default: a small model is never released
+            "reduce_bucket_size": reduce_bucket(case),
             "stage3_param_persistence_threshold": 0,  # 1e5 by default: smaller parameters are not sharded
+            # The defaults keep gathered what is used again within 1e9 elements, or comes up in a look-ahead of 5e7 that
+            # skips what is there already: all of a small model, from forward to backward. Off, stage 3 is ZeRO's: every
+            # layer is gathered when it is used. (Without look-ahead gathers do not overlap with computation.)
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 0,
         },
         "zero_allow_untested_optimizer": True,  # SGD is none of the "tested"
         "bf16": {"enabled": case.precision is Precision.BF16},
@@ -74,6 +80,12 @@ def settle(context: RankContext) -> None:
         deepspeed.ops.__compatible_ops__ = {}
 
 
+def is_deepspeed(module: object) -> bool:
+    import deepspeed
+
+    return isinstance(module, deepspeed.DeepSpeedEngine)
+
+
 def masters(zero: Any) -> list[Tensor]:  # noqa: ANN401
     """This rank's fp32 master weights inside a ZeRO optimizer of any stage; at stage 3 in fp32, the weights."""
     names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
@@ -98,11 +110,9 @@ def bucket_buffers(zero: Any) -> list[Tensor]:  # noqa: ANN401
     return [t for b in buffers for t in (b if isinstance(b, list) else [b]) if isinstance(t, Tensor)]
 
 
-def weight_tensors(zero: Any, parameters: list[nn.Parameter]) -> list[Tensor]:  # noqa: ANN401
+def weight_tensors(parameters: list[nn.Parameter]) -> list[Tensor]:
     """This rank's weights as the model computes with them: whole at stages 1 and 2, shards at stage 3."""
-    return [getattr(p, "ds_tensor", p).detach() for p in parameters] + [
-        t for name in ("lp_param_buffer", ) if isinstance(t := getattr(zero, name, None), Tensor)
-    ]
+    return [getattr(p, "ds_tensor", p).detach() for p in parameters]
 
 
 class DeepSpeedEngine(DataParallelEngine):
@@ -153,7 +163,7 @@ class DeepSpeedEngine(DataParallelEngine):
     def holdings(self) -> Holdings:
         parameters = [parameter for _, parameter in self.named_parameters()]
         return Holdings(
-            parameters=weight_tensors(self.zero, parameters) + [m.detach() for m in masters(self.zero)],
+            parameters=weight_tensors(parameters) + [m.detach() for m in masters(self.zero)],
             gradients=gradient_tensors(self.zero, parameters),
             optimizer_states=optimizer_state_tensors(self.zero.optimizer),
             communication=bucket_buffers(self.zero),
@@ -174,12 +184,68 @@ class DeepSpeedEngine(DataParallelEngine):
 
 
 class DeepSpeed(Adapter):
-    requires: ClassVar = (Requirement(module="deepspeed", distribution="deepspeed"),)
+    """No fp64: ZeRO's masters are float32."""
+
+    requires: ClassVar[tuple[Requirement, ...]] = (Requirement(module="deepspeed", distribution="deepspeed"),)
+    preload: ClassVar = ("deepspeed.runtime.zero.muon.muon_optimizer",)
+    """What DeepSpeed imports while it builds: it decorates functions with `torch.compile`, which takes seconds."""
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({1, 2, 3}),
         precisions=frozenset({Precision.FP32, Precision.BF16, Precision.FP16}),
     )
+
+    @classmethod
+    def environment(cls, device: str) -> dict[str, str]:
+        """Otherwise DeepSpeed looks for accelerators, and says so."""
+        return {"DS_ACCELERATOR": device}
+
+    @classmethod
+    def refusal(cls, case: Case, device: str) -> str | None:
+        """DeepSpeed runs fp16 on no CPU without AVX512-FP16."""
+        if case.precision is Precision.FP16 and device == "cpu":
+            return f"{case.adapter} runs precision fp16 on CUDA alone"
+        return super().refusal(case, device)
+
+    @classmethod
+    def recipe(cls, case: Case) -> Recipe:
+        """In float32 too, weights and masters are two copies (at stage 3 two shards: DeepSpeed means to share them, but
+        compares a `torch.device` with a string). In bf16, stage 1 is another optimizer, `BF16_Optimizer`, which keeps
+        the whole float32 gradient for life and the bf16 one besides."""
+        if case.precision is Precision.FP32:
+            return Recipe(masters=4)
+        return Recipe(weights=2, masters=4, gradients=6 if _keeps_whole_gradients(case) else 4)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        """Beyond ZeRO's closed form, or short of it: stage 1 does not keep reduced gradients of other ranks either."""
+        layout, count = case.layout, case.workload.model.num_parameters
+        planned = count / (layout.dp if layout.zero_stage == 2 else 1)
+        if layout.zero_stage < 3 and case.precision is Precision.FP32:
+            kept = float(_partition(case, rank))
+            reason = "a rank keeps its partition's gradients alone, and tensors that reach over its ends whole"
+        elif layout.zero_stage == 1 and case.precision is Precision.FP16:
+            kept = count / layout.dp + reduce_bucket(case)
+            reason = "a rank keeps its partition's gradients alone, and the bucket that was reduced last"
+        else:
+            return ()
+        return (Remainder(category="gradients", num_bytes=4 * (kept - planned), reason=reason),)
+
+    @classmethod
+    def traffic(cls, case: Case, rank: int) -> Traffic:
+        """Stages 1 and 2 all-reduce gradients (`use_multi_rank_bucket_allreduce`, the default, in place of a reduce to
+        each owner), at stage 2 after every micro-batch, and all-gather the updated weights. Stage 3 gathers a tied
+        weight for the embedding and again for the head."""
+        model = case.workload.model
+        if case.layout.zero_stage == 3:
+            traffic = step_traffic(case, rank, fully_sharded(case))
+            if model.tied_embeddings and traffic:
+                traffic["all_gather"] *= 1 + model.vocab_size * model.hidden / model.num_parameters
+            return traffic
+        low = case.precision is not Precision.FP32
+        return step_traffic(case, rank, Reduction(
+            every_micro_batch=case.layout.zero_stage == 2, gathers_per_step=1, weight_bytes=2 if low else None
+        ))  # fmt: skip
 
     def build(self, case: Case, context: RankContext) -> Engine:
         settle(context)
@@ -191,3 +257,20 @@ class DeepSpeed(Adapter):
         engine = DeepSpeedEngine(case, context, module, optimizer)
         engine.restore_masters()
         return engine
+
+
+def _keeps_whole_gradients(case: Case) -> bool:
+    return case.precision is Precision.BF16 and case.layout.zero_stage == 1
+
+
+def _partition(case: Case, rank: int) -> int:
+    """Elements of all tensors that reach into `rank`'s share of the flat parameters, an even number of elements."""
+    num_ranks = case.layout.dp
+    size = math.ceil(case.workload.model.num_parameters / (2 * num_ranks)) * 2
+    start, total = 0, 0
+    for shape in parameter_shapes(case.workload.model).values():
+        stop = start + math.prod(shape)
+        if start < (rank + 1) * size and stop > rank * size:
+            total += stop - start
+        start = stop
+    return total

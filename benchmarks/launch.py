@@ -36,7 +36,7 @@ def main() -> int:
         for name, target in targets.items() if load_adapter(target).capabilities.degrees
         and not any(requirement.missing for requirement in load_adapter(target).requires)
     ]  # fmt: skip
-    modules = [r.module for target in targets.values() for r in load_adapter(target).requires if not r.missing]
+    modules = [module for target in targets.values() for module in load_adapter(target).modules()]
     started = time.monotonic()
     with Cluster(ClusterSpec()) as cluster:
         launcher = Launcher(cluster, modules)

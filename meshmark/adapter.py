@@ -150,11 +150,23 @@ class Adapter(ABC):
     """One framework. Its module must import without the framework: the import belongs into `build`."""
 
     requires: ClassVar[tuple[Requirement, ...]] = ()
+    preload: ClassVar[tuple[str, ...]] = ()
+    """Modules that `build` will import besides, slow enough to be worth importing once for all ranks."""
     capabilities: ClassVar[Capabilities]
 
     @abstractmethod
     def build(self, case: Case, context: RankContext) -> Engine:
         """An engine ready for its first step, holding the workload's initial values."""
+
+    @classmethod
+    def environment(cls, device: str) -> dict[str, str]:
+        """Variables that the framework reads when it is imported."""
+        return {}
+
+    @classmethod
+    def modules(cls) -> list[str]:
+        """What ranks will import; nothing when the framework is not installed."""
+        return [*(r.module for r in cls.requires), *cls.preload] if not any(r.missing for r in cls.requires) else []
 
     @classmethod
     def recipe(cls, case: Case) -> Recipe:

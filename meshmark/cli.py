@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from meshmark.device import num_gpus
-from meshmark.errors import MeshmarkError
+from meshmark.errors import AdapterError, MeshmarkError, ResultsError
 from meshmark.layout import Precision
 from meshmark.machine import describe, versions
+from meshmark.options import positive, precision, split_values
 from meshmark.registry import builtin_adapters, load_adapter, select
 from meshmark.workload import WORKLOADS, workload
 
@@ -72,7 +73,11 @@ def _doctor(_: argparse.Namespace) -> None:
     print("versions    " + ", ".join(f"{name} {version}" for name, version in versions().items()))
     print("adapters")
     for name, target in builtin_adapters().items():
-        adapter = load_adapter(target)
+        try:
+            adapter = load_adapter(target)
+        except AdapterError as error:
+            print(f"  {name:<20} broken: {error}")
+            continue
         missing = [reason for requirement in adapter.requires if (reason := requirement.missing)]
         can = adapter.capabilities
         axes = "+".join(sorted(can.degrees)) or "one process"
@@ -83,12 +88,12 @@ def _doctor(_: argparse.Namespace) -> None:
 
 
 def _cases(parsed: argparse.Namespace) -> None:
-    matrix = importlib.import_module("suites.cases").matrix
-    adapters = {n: load_adapter(t) for n, t in select(parsed.adapters.split(","), builtin_adapters()).items()}
-    cases = matrix(
-        adapters, [int(n) for n in parsed.world.split(",")], [workload(n) for n in parsed.workload.split(",")],
-        [Precision(p) for p in parsed.precision.split(",")],
-    )  # fmt: skip
+    targets = select(split_values("--adapters", parsed.adapters), builtin_adapters())
+    worlds = [positive("--world", text) for text in split_values("--world", parsed.world)]
+    workloads = [workload(name) for name in split_values("--workload", parsed.workload)]
+    precisions = [precision(text) for text in split_values("--precision", parsed.precision)]
+    adapters = {name: load_adapter(target) for name, target in targets.items()}
+    cases = importlib.import_module("suites.cases").matrix(adapters, worlds, workloads, precisions)
     for case in cases:
         reason = adapters[case.adapter].refusal(case, parsed.device)
         print(f"{case.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())
@@ -108,5 +113,8 @@ def _report(parsed: argparse.Namespace) -> None:
     for option, value in (("-o", parsed.output), ("--baseline", parsed.baseline)):
         command += [option, str(value)] if value else []
     baseline = read_records(parsed.baseline) if parsed.baseline else None
-    write_report(reading, output, shlex.join(command), baseline)
+    try:
+        write_report(reading, output, shlex.join(command), baseline)
+    except OSError as error:
+        raise ResultsError(f"{str(output)!r} cannot be written: {error.strerror}") from error
     print(f"{output}: {len(reading.records)} records")

@@ -54,7 +54,7 @@ class Batch:
 
 
 def standard_text() -> bytes:
-    """The documentation topics inside Python's standard library: English text of 600 kB or more on every machine."""
+    """The documentation topics inside Python's standard library: English text of some 470 kB on every machine."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics)).encode()

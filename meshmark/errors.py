@@ -22,7 +22,7 @@ class UnknownNameError(InputError):
     """A name that is not in its registry; the message lists near matches, or all known names."""
 
     def __init__(self, kind: str, got: str, known: Iterable[str]) -> None:
-        names = sorted(known)
+        names = sorted(map(str, known))
         near = difflib.get_close_matches(got, names, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names)}"
         super().__init__(f"unknown {kind} {got!r}: {hint}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -22,6 +23,7 @@ from meshmark.errors import InputError, MeshmarkError, UnknownNameError
 from meshmark.launch import Launcher
 from meshmark.layout import Precision
 from meshmark.observe import WATCHED_STEP
+from meshmark.options import positive, precision, split_values
 from meshmark.rank_report import Task
 from meshmark.record import Record
 from meshmark.registry import builtin_adapters, load_adapter, outside_name, select
@@ -59,11 +61,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE.py:CLASS",
         help="an adapter from outside the repo, or package.module:Class; alone unless --adapters is given too",
     )
-    group.addoption("--world", default="2", metavar="N,M", help="world sizes (default: 2); 1 joins where `single` runs")
+    group.addoption("--world", default="2", metavar="N,M", help="world sizes (default: 2); `single` always runs on 1")
     group.addoption("--device", default="cpu", help="cpu or cuda (default: cpu)")
     group.addoption("--backend", default=None, help="gloo or nccl (default: nccl where every rank has its own GPU)")
     group.addoption("--precision", default="fp32", metavar="P,Q", help="fp64, fp32, bf16, fp16 (default: fp32)")
     group.addoption("--workload", default="gpt-tiny", metavar="NAME,NAME", help="workload presets (default: gpt-tiny)")
+    group.addoption("--global-batch", type=int, default=None, metavar="N", help="sequences a step (default: preset's)")
     group.addoption("--corpus", default=None, metavar="FILE", help="train on this file, byte by byte")
     group.addoption(
         "--steps", type=int, default=None, metavar="N", help="optimizer steps of a pass (default: 5 observed, 10 timed)"
@@ -94,21 +97,34 @@ def selection(config: pytest.Config) -> Selection:
 def _select(config: pytest.Config) -> Selection:
     option = functools.partial(config.getoption)
     outside = {outside_name(target): target for target in option("--adapter")}
-    patterns = _split(option("--adapters"))
+    patterns = split_values("--adapters", option("--adapters"))
+    clash = sorted(outside.keys() & builtin_adapters().keys()) if outside else []
+    if clash or len(outside) < len(option("--adapter")):
+        raise InputError(f"--adapter: {', '.join(clash or outside)} would stand for two adapters; rename the class")
     targets = outside if outside and patterns == ["*"] else select(patterns, builtin_adapters()) | outside
-    workloads = [workload(name, corpus=option("--corpus")) for name in _split(option("--workload"))]
+    corpus, batch = option("--corpus"), option("--global-batch")
+    workloads = [_workload(name, corpus, batch) for name in split_values("--workload", option("--workload"))]
     for chosen in workloads:
         check_corpus(chosen)
     nnodes = option("--nnodes")
     return Selection(
         targets=targets, adapters={name: load_adapter(target) for name, target in targets.items()},
-        worlds=[_positive("--world", text) for text in _split(option("--world"))],
-        workloads=workloads, precisions=[_precision(text) for text in _split(option("--precision"))],
+        worlds=[positive("--world", text) for text in split_values("--world", option("--world"))],
+        workloads=workloads,
+        precisions=[precision(text) for text in split_values("--precision", option("--precision"))],
         options=_run_options(config), results=Path(option("--results")),
         cluster=ClusterSpec.detect(os.environ) if nnodes is None else ClusterSpec(
             nnodes=nnodes, node_rank=option("--node-rank"), rdzv=option("--rdzv")
         ),
     )  # fmt: skip
+
+
+def _workload(name: str, corpus: str | None, global_batch: int | None) -> Workload:
+    """A preset, renamed when its batch is another, for then its numbers are too."""
+    chosen = workload(name, corpus=corpus)
+    if global_batch is None or global_batch == chosen.global_batch:
+        return chosen
+    return dataclasses.replace(chosen, name=f"{name}.b{global_batch}", global_batch=global_batch)
 
 
 def _run_options(config: pytest.Config) -> RunOptions:
@@ -128,26 +144,29 @@ def _run_options(config: pytest.Config) -> RunOptions:
     return RunOptions(device=device, backend=backend, num_gpus=num_gpus(), time_limit_seconds=limit, **counts)
 
 
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+CASES = pytest.StashKey[list[Case]]()
 
 
-def _positive(option: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise InputError(f"{option} {text!r}: expected a whole number of at least 1")
-    return int(text)
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Check the command line before anything is collected: a mistake is one usage error, not one a test file."""
+    if session.config.hook.pytest_meshmark_cases.get_hookimpls():
+        _cases(session.config)
 
 
-def _precision(text: str) -> Precision:
-    if text not in list(Precision):
-        raise UnknownNameError("precision", text, list(Precision))
-    return Precision(text)
+def _cases(config: pytest.Config) -> list[Case]:
+    if CASES not in config.stash:
+        try:
+            config.stash[CASES] = config.hook.pytest_meshmark_cases(config=config, selection=selection(config))
+        except MeshmarkError as error:
+            raise pytest.UsageError(str(error)) from error
+    return config.stash[CASES]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize every test that asks for a case by the matrix that the suites define."""
     if "case" in metafunc.fixturenames:
-        cases = metafunc.config.hook.pytest_meshmark_cases(config=metafunc.config, selection=selection(metafunc.config))
+        cases = _cases(metafunc.config)
         metafunc.parametrize("case", cases, ids=lambda case: case.id, scope="session")
 
 
@@ -167,7 +186,9 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Iterator[Runner]:
     """This session's runner, which owns the cluster, the forkserver and the records file."""
     chosen = selection(pytestconfig)
-    preload = [r.module for adapter in chosen.adapters.values() for r in adapter.requires if r.missing is None]
+    for adapter in chosen.adapters.values():
+        os.environ.update(adapter.environment(chosen.options.device))
+    preload = [module for adapter in chosen.adapters.values() for module in adapter.modules()]
     progress = Progress(pytestconfig, request.session.items)
     with Cluster(chosen.cluster) as cluster:
         running = Runner(

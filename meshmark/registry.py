@@ -9,7 +9,7 @@ import inspect
 import sys
 from pathlib import Path
 
-from meshmark.adapter import Adapter
+from meshmark.adapter import Adapter, Capabilities
 from meshmark.errors import AdapterError, UnknownNameError
 
 
@@ -24,11 +24,12 @@ def load_adapter(target: str) -> type[Adapter]:
     try:
         module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
         found = getattr(module, name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise AdapterError(f"adapter {target!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not (inspect.isclass(found) and issubclass(found, Adapter)):
         raise AdapterError(f"adapter {target!r}: {name} is not a subclass of meshmark.adapter.Adapter")
-    lacking = sorted(found.__abstractmethods__) + ([] if hasattr(found, "capabilities") else ["capabilities"])
+    has_capabilities = isinstance(getattr(found, "capabilities", None), Capabilities)
+    lacking = sorted(found.__abstractmethods__) + ([] if has_capabilities else ["capabilities"])
     if lacking:
         raise AdapterError(f"adapter {target!r} lacks {', '.join(lacking)}; see meshmark.adapter.Adapter")
     return found

@@ -33,12 +33,13 @@ def _hints(cls: type) -> dict[str, Any]:
 def decode(kind: Any, value: Any) -> Any:  # noqa: ANN401
     """The `kind` (a dataclass, or any annotation made of them) that `encode` made `value` from.
 
-    Raises `TypeError`, `KeyError` or `ValueError` when `value` has another form.
+    Raises `TypeError` or `ValueError` when `value` has another form.
     """
     if dataclasses.is_dataclass(kind):
+        _expect(dict, value, typing.cast(type, kind).__name__)
         hints = _hints(typing.cast(type, kind))
         if unknown := set(value) - set(hints):
-            raise KeyError(f"{typing.cast(type, kind).__name__} has no field {', '.join(sorted(unknown))}")
+            raise ValueError(f"{typing.cast(type, kind).__name__} has no field {', '.join(sorted(unknown))}")
         return typing.cast(Any, kind)(**{name: decode(hints[name], v) for name, v in value.items()})
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
@@ -46,13 +47,24 @@ def decode(kind: Any, value: Any) -> Any:  # noqa: ANN401
             return None if type(None) in arguments else math.nan
         plain = [a for a in arguments if a is not type(None)]
         return decode(plain[0], value) if len(plain) == 1 else value
+    if origin is list or origin is tuple:
+        _expect(list, value, str(kind))
     if origin is list:
         return [decode(arguments[0], v) for v in value]
     if origin is tuple:
         inner = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
         return tuple(decode(a, v) for a, v in zip(inner, value, strict=True))
     if origin is dict:
+        _expect(dict, value, str(kind))
         return {decode(arguments[0], k): decode(arguments[1], v) for k, v in value.items()}
     if kind is float:
         return math.nan if value is None else float(value)
+    if kind is int and not isinstance(value, int | str):
+        raise TypeError(f"expected a whole number, got {value!r}")
     return kind(value) if isinstance(kind, type) else value
+
+
+def _expect(form: type, value: object, what: str) -> None:
+    """Raise `TypeError` unless `value` has the form that `what` is read from."""
+    if not isinstance(value, form):
+        raise TypeError(f"{what} from {value!r}: expected a {form.__name__}")

@@ -101,12 +101,14 @@ class ExactOptimizer:
     def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
         """What `parameters` become under `gradients` (unclipped)."""
         if self.optimizer is None:
-            self.parameters = {name: nn.Parameter(torch.from_numpy(p).double()) for name, p in parameters.items()}
+            self.parameters = {
+                name: nn.Parameter(torch.tensor(p, dtype=torch.float64)) for name, p in parameters.items()
+            }
             self.optimizer = build_optimizer(self.spec, self.parameters.values())
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(torch.from_numpy(parameters[name]))
-                parameter.grad = torch.from_numpy(gradients[name]).double()
+                parameter.grad = torch.tensor(gradients[name], dtype=torch.float64)
         if self.spec.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters.values(), self.spec.clip_norm)
         self.optimizer.step()

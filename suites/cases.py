@@ -57,5 +57,5 @@ def matrix(
                         except LayoutError as error:
                             misfits.append(f"{name}: {error}")
     if misfits:
-        raise LayoutError("; ".join(misfits))
+        raise LayoutError("; ".join(misfits) + "; choose another --world, --global-batch, --workload or --adapters")
     return cases

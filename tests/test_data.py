@@ -36,8 +36,7 @@ def test_another_seed_or_step_is_another_batch(seed: int, step: int) -> None:
     assert not torch.equal(first.targets_BT == IGNORED, other.targets_BT == IGNORED)
 
 
-def test_a_batch_is_pinned() -> None:
-    """Truth, noise floors and baselines on disk hold for these very tokens."""
+def test_rows_are_distinct_stretches_of_the_named_corpus() -> None:
     batch = make_batch(dataclasses.replace(WORKLOAD, corpus=__file__), 0)
     text = Path(__file__).read_bytes()
     rows = [bytes(row.tolist()) for row in batch.tokens_BT.to(torch.uint8)]

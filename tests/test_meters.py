@@ -117,9 +117,7 @@ def measure_step() -> tuple[MemoryReading, list[torch.Tensor]]:
 def test_a_step_is_classified_to_the_byte() -> None:
     reading, _ = measure_step()
     assert reading.states == Bytes(parameters=4000, gradients=4000, optimizer_states=8000)
-    assert reading.peak == Bytes(
-        parameters=4000, gradients=4000, optimizer_states=8000, activations=120_000, other=200
-    )
+    assert reading.peak == Bytes(parameters=4000, gradients=4000, optimizer_states=8000, activations=120_000, other=200)
     assert reading.steady == Bytes(parameters=4000, optimizer_states=8000, other=200)
     assert reading.peak.total == 136_200
     assert reading.allocator_peak_bytes is None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,6 @@ from meshmark.errors import ResultsError
 from meshmark.record import SCHEMA, RecordFile, read_records
 from meshmark.serial import encode
 from tests.factories import make_record, make_timed
-
-ROOT = Path(__file__).parent.parent
 
 
 def write(folder: Path, *records: object) -> Path:
@@ -177,17 +173,6 @@ def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> N
     first.close()
     write(tmp_path, make_timed())
     assert len(read_records(tmp_path).records) == 2
-
-
-def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
-    """A run that was killed leaves nothing to clean up."""
-    code = (
-        "import os, sys; from pathlib import Path; from meshmark.record import RecordFile\n"
-        "file = RecordFile(Path(sys.argv[1])); os._exit(9)"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT).returncode == 9
-    write(tmp_path, make_record())
-    assert len(read_records(tmp_path).records) == 1
 
 
 def test_readers_do_not_wait_for_the_writer(tmp_path: Path) -> None:

@@ -148,11 +148,14 @@ def run_elsewhere(tmp_path: Path, code: str) -> str:
     return run.stdout + run.stderr
 
 
-def test_a_foreign_adapters_package_is_refused(tmp_path: Path) -> None:
+def test_a_foreign_adapters_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is on the package index."""
     (tmp_path / "adapters").mkdir()
     (tmp_path / "adapters" / "__init__.py").write_text("VERSION = 1\n")
-    said = run_elsewhere(tmp_path, "from meshmark.registry import builtin_adapters; builtin_adapters()")
-    assert f"AdapterError: the package `adapters` at {tmp_path}/adapters/__init__.py is not Meshmark's" in said
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "adapters")
+    with pytest.raises(AdapterError, match=f"package `adapters` at {tmp_path}/adapters/__init__.py is not Meshmark's"):
+        builtin_adapters()
 
 
 def test_the_core_without_a_checkout_says_so(tmp_path: Path) -> None:

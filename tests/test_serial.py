@@ -120,14 +120,14 @@ def test_none_stays_none_where_it_is_allowed() -> None:
 
 def test_an_unknown_field_is_refused_by_name() -> None:
     value = encode(make_case()) | {"colour": "red"}
-    with pytest.raises(KeyError, match="Case has no field colour"):
+    with pytest.raises((KeyError, ValueError), match="Case has no field colour"):
         decode(type(make_case()), value)
 
 
 def test_an_unknown_field_deep_inside_is_refused() -> None:
     value = encode(make_record())
     value["case"]["workload"]["model"]["depth"] = 3
-    with pytest.raises(KeyError, match="ModelSpec has no field depth"):
+    with pytest.raises((KeyError, ValueError), match="ModelSpec has no field depth"):
         decode(Record, value)
 
 
@@ -147,6 +147,8 @@ def test_a_missing_field_is_refused_by_name() -> None:
         ("losses", 3),
         ("drifts", [3]),
         ("noise", []),
+        ("steps", 2.5),
+        ("matmul_flops_per_second", "12"),
         ("case", []),
         ("environment", "here"),
         ("memory", {"rank": 0}),

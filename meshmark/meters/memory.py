@@ -100,7 +100,7 @@ def read_memory(
         for operand in (o for argument in operation.operands for o in argument):
             on_wire.setdefault(operand.address, []).append(operation.time_ns)
     named = after_update.addresses | before_update.addresses
-    lives = [_settle(life, on_wire, named | visible, backward, update) for life in watch.allocations()]
+    lives = [_settle(life, on_wire, named | visible, backward, update) for life in _one_at_a_time(watch.allocations())]
     lives = [life for life in lives if life.stop_ns is None or life.stop_ns > life.start_ns]
     peak_ns = _peak_time(lives, backward.start_ns, update.stop_ns)
     return MemoryReading(
@@ -114,6 +114,18 @@ def read_memory(
         allocator_peak_bytes=allocator_peaks[0] if allocator_peaks else None,
         allocator_reserved_bytes=allocator_peaks[1] if allocator_peaks else None,
     )  # fmt: skip
+
+
+def _one_at_a_time(lives: list[Allocation]) -> list[Allocation]:
+    """A storage whose end was not seen is over when its address is given out again."""
+    following: dict[int, int] = {}
+    found = []
+    for life in sorted(lives, key=lambda life: life.start_ns, reverse=True):
+        if life.stop_ns is None and life.address in following:
+            life = dataclasses.replace(life, stop_ns=following[life.address])
+        following[life.address] = life.start_ns
+        found.append(life)
+    return found[::-1]
 
 
 def _settle(

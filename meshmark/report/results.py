@@ -63,19 +63,31 @@ class Result:
 
 def results(records: Iterable[Record]) -> list[Result]:
     """One result a case, in order of first appearance; of several records of one pass the last one counts."""
-    latest: dict[tuple[str, Task], Record] = {}
-    cases: dict[str, Case] = {}
+    latest: dict[tuple[Key, Task], Record] = {}
+    cases: dict[Key, Case] = {}
     for record in records:
-        latest[record.case.id, record.task] = record
-        cases.setdefault(record.case.id, record.case)
-    judged = {_kinship(record.case): record for record in latest.values() if record.verdict("equivalence") is not None}
+        latest[_key(record), record.task] = record
+        cases.setdefault(_key(record), record.case)
+    judged: dict[tuple[str, str, str], Record] = {}  # of several, one that failed decides
+    for record in latest.values():
+        verdict = record.verdict("equivalence")
+        if verdict is not None and (_kinship(record.case) not in judged or not verdict.passed):
+            judged[_kinship(record.case)] = record
     return [
         Result(
-            case=case, observed=latest.get((id_, Task.OBSERVE)), timed=latest.get((id_, Task.TIME)),
+            case=case, observed=latest.get((key, Task.OBSERVE)), timed=latest.get((key, Task.TIME)),
             proxy=judged.get(_kinship(case)),
         )
-        for id_, case in cases.items()
+        for key, case in cases.items()
     ]  # fmt: skip
+
+
+Key = tuple[str, str, str | None]
+"""What tells the results of one folder apart: case, device, corpus."""
+
+
+def _key(record: Record) -> Key:
+    return record.case.id, record.environment.device, record.case.workload.corpus
 
 
 def _kinship(case: Case) -> tuple[str, str, str]:

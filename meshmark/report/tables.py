@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -28,8 +29,14 @@ def bytes_text(count: float) -> str:
 
 def markdown(rows: Sequence[dict[str, object]]) -> str:
     """A markdown table; numbers that a row lacks stay empty."""
-    frame = pd.DataFrame(list(rows)).fillna("")
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    frame = pd.DataFrame([{name: _cell(row.get(name)) for name in columns} for row in rows])
     return str(frame.to_markdown(index=False, disable_numparse=True))
+
+
+def _cell(value: object) -> str:
+    """One line, and no column separator in it."""
+    return "" if value is None else " ".join(str(value).split()).replace("|", "\\|")
 
 
 def answer(found: Sequence[Result]) -> str:
@@ -169,7 +176,7 @@ def _passed(passed: bool) -> str:
 
 
 def _number(value: object) -> str:
-    return "" if not isinstance(value, int | float) or math.isnan(value) else f"{value:.3g}"
+    return "" if not isinstance(value, int | float) else f"{value:.3g}" if math.isfinite(value) else "no bound"
 
 
 def _detects(result: Result) -> str:
@@ -194,11 +201,11 @@ def _speed(result: Result) -> str:
     if not result.timed or not result.timed.rank_step_seconds:
         return ""
     text = f"{throughput(result.timed).tokens_per_second:,.0f}"
-    return f"~~{text}~~ wrong run" if result.correct is False else text
+    return f"~~{text}~~ wrong run" if result.correct is False or result.failed else text
 
 
 def _mfu(result: Result) -> str:
-    if not result.timed or not result.timed.rank_step_seconds or result.correct is False:
+    if not result.timed or not result.timed.rank_step_seconds or result.correct is False or result.failed:
         return ""
     return f"{throughput(result.timed).mfu:.1%}"
 
@@ -223,9 +230,10 @@ def failures(records: Sequence[Record]) -> str:
         if outcome.status not in ("ok", "skipped"):
             stacks = "".join(f"\n--- stack of rank {rank}\n{stack}" for rank, stack in outcome.stacks.items())
             evidence = f"{outcome.traceback or outcome.log_tail}{stacks}".strip()
+            fence = _fence(evidence)
             parts.append(
                 f"- **{record.case.id}** ({record.task}): {outcome.status}, rank {outcome.rank}: {outcome.message}\n\n"
-                f"  <details><summary>evidence</summary>\n\n```\n{evidence}\n```\n\n  </details>"
+                f"  <details><summary>evidence</summary>\n\n{fence}\n{evidence}\n{fence}\n\n  </details>"
             )
         for verdict in record.verdicts:
             if not verdict.passed:
@@ -235,6 +243,11 @@ def failures(records: Sequence[Record]) -> str:
                     f"  <details><summary>evidence</summary>\n\n```\n{facts}\n```\n\n  </details>"
                 )
     return "\n".join(parts)
+
+
+def _fence(text: str) -> str:
+    """A code fence that nothing in `text` closes."""
+    return "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
 
 
 def skips(found: Sequence[Result]) -> str:

@@ -1,0 +1,185 @@
+"""The command line, in this process; mistakes of the user's end with 2 and one line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshmark.cli import main
+from meshmark.record import RecordFile
+from meshmark.registry import builtin_adapters
+from tests.factories import make_good, make_timed
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def write(folder: Path) -> None:
+    file = RecordFile(folder)
+    file.append(make_good())
+    file.append(make_timed())
+    file.close()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--help"], ["doctor", "cases", "report", "pytest suites --adapters ddp,fsdp2 --world 2,4 -k equivalence"]),
+        (["cases", "--help"], ["--adapters", "shell patterns", "fp64, fp32, bf16, fp16", "gpt-tiny, llama-tiny"]),
+        (["report", "--help"], ["DIR", "folder with records.jsonl", "default: DIR/report.md"]),
+        (["doctor", "--help"], ["usage: meshmark doctor"]),
+    ],
+    ids=lambda value: " ".join(value[:1]),
+)
+def test_help_teaches(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    for word in words:
+        assert word in said
+
+
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["report"], ["cases", "--device", "tpu"]])
+def test_a_wrong_usage_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: meshmark" in capsys.readouterr().err
+
+
+def test_doctor_names_every_adapter_and_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in said.splitlines()}
+    assert set(builtin_adapters()) <= set(lines)
+    assert f"torch {torch.__version__}" in lines["versions"]
+    assert "gloo" in lines["backends"]
+    assert "one process" in lines["single"] and "fp64" in lines["single"]
+    assert "dp, ZeRO 3;" in lines["fsdp2"] and lines["fsdp2"].endswith("ready")
+
+
+def test_doctor_says_what_would_be_skipped_and_what_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshmark.adapter import Requirement
+    from meshmark.registry import load_adapter
+
+    needs = (Requirement(module="no_such_module", distribution="no-such"),)
+    monkeypatch.setattr(load_adapter(builtin_adapters()["ddp"]), "requires", needs)
+    assert main(["doctor"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  ddp "))
+    assert line.endswith("skipped: no-such is not installed: pip install no-such")
+
+
+def test_cases_lists_the_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["--adapters", "single,ddp,fsdp2", "--world", "2,4", "--precision", "fp32,bf16"]
+    assert main(["cases", *chosen]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "10 cases"
+    assert lines[0] == "single-one.mb2-gpt-tiny-fp32"
+    assert {"ddp-dp4.mb2-gpt-tiny-bf16", "fsdp2-dp2.zero3.mb2-gpt-tiny-fp32"} <= set(lines)
+
+
+def test_cases_says_what_would_be_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cases", "--adapters", "fsdp2", "--precision", "fp16"]) == 0
+    said = capsys.readouterr().out
+    assert "fsdp2-dp2.zero3.mb2-gpt-tiny-fp16" in said
+    assert "skipped: fsdp2 does not support precision fp16" in said
+
+
+def test_report_writes_the_page_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path)
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/report.md: 2 records\n"
+    assert (tmp_path / "report.md").read_text().startswith("# Meshmark report")
+    assert (tmp_path / "report-memory.svg").is_file()
+
+
+def test_report_writes_elsewhere_and_notes_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "in it")
+    output = tmp_path / "out" / "page.md"
+    assert main(["report", str(tmp_path / "in it"), "-o", str(output)]) == 0
+    assert f"meshmark report '{tmp_path}/in it' -o {output}" in output.read_text()
+    assert not list((tmp_path / "in it").glob("*.md"))
+
+
+def test_report_compares_with_a_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "now")
+    write(tmp_path / "before")
+    assert main(["report", str(tmp_path / "now"), "--baseline", str(tmp_path / "before")]) == 0
+    page = (tmp_path / "now" / "report.md").read_text()
+    assert f"meshmark report {tmp_path}/now --baseline {tmp_path}/before" in page
+    assert "median / baseline's" in page
+
+
+def test_a_missing_baseline_ends_with_2_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path)
+    assert main(["report", str(tmp_path), "--baseline", str(tmp_path / "nowhere")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("meshmark: no records at") and said.count("\n") == 1
+
+
+def test_report_takes_the_file_for_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path)
+    assert main(["report", str(tmp_path / "records.jsonl")]) == 0
+    assert (tmp_path / "report.md").is_file()
+
+
+def test_report_names_the_lines_that_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path)
+    with open(tmp_path / "records.jsonl", "a") as file:
+        file.write('{"schema": 1, "ca')
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().err.startswith("meshmark: left out records.jsonl line 3: not whole JSON")
+    assert "- records.jsonl line 3: not whole JSON" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["report", "nowhere"], ["no records at 'nowhere'", "pytest suites --results DIR"]),
+        (["cases", "--adapters", "dpd"], ["unknown adapter 'dpd': did you mean 'ddp'"]),
+        (["cases", "--workload", "gpt-tny"], ["unknown workload 'gpt-tny': did you mean 'gpt-tiny'"]),
+        (["cases", "--precision", "fp23"], ["unknown precision 'fp23': did you mean 'fp32'"]),
+        (["cases", "--world", "two"], ["--world 'two': expected a whole number"]),
+        (["cases", "--world", "0"], ["--world '0': expected a whole number of at least 1"]),
+        (["cases", "--adapters", "ddp", "--world", "3"], ["8 sequences is not divisible by dp 3"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_mistake_ends_with_2_and_one_line(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("meshmark: ") and said.err.count("\n") == 1
+    for word in words:
+        assert word in said.err
+
+
+def test_an_output_that_cannot_be_written_ends_with_2_and_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "file" / "page.md")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("meshmark: ") and said.count("\n") == 1 and "page.md" in said
+
+
+def test_spaces_after_commas_are_forgiven_as_in_pytest(capsys: pytest.CaptureFixture[str]) -> None:
+    """`pytest suites --adapters 'ddp, fsdp2'` takes them."""
+    assert main(["cases", "--adapters", "ddp, fsdp2"]) == 0
+    assert capsys.readouterr().out.endswith("2 cases\n")
