@@ -61,9 +61,10 @@ RECIPES: dict[str, Recipe] = {
         # 2 + 2 + 4 + 12 = 20: an fp32 copy of the gradients beside the 16-bit ones (Krishnamurthy's deck).
         Recipe(name="mixed20", weight_bytes=2, gradient_bytes=6, master_bytes=4, flash_attention=False,
                dropout_masks=True),
-        # 2 + 4 + 12 = 18, and DDP's buckets of 2. Gradients are all-reduced in fp32; stages are cut by compute.
+        # 2 + 4 + 12 = 18, and DDP's buckets of 2. Gradients are all-reduced in fp32; stages are cut by compute. Beside
+        # the fresh gradients of 2 lie DDP's first buckets, which it rebuilds after a step and the allocator keeps.
         Recipe(name="nanotron", weight_bytes=2, gradient_bytes=4, master_bytes=4, bucket_bytes=2,
-               fresh_gradient_bytes=2, reduce_bytes=4, balanced_stages=True, reduces_under_zero1=True),
+               fresh_gradient_bytes=4, reduce_bytes=4, balanced_stages=True, reduces_under_zero1=True),
         # 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511).
         Recipe(name="fsdp2", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=2),
         # 4 + 4 + 8 = 16, everything in fp32.

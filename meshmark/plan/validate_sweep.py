@@ -48,6 +48,8 @@ class SweepReport:
     fits_table: dict[str, int]
     """Rows by whether they ran and whether they were predicted to fit."""
     choices: list[Choice]
+    points: dict[str, tuple[Column, Column]]
+    """Measured and predicted step seconds and memory bytes of the rows that ran, for the figure."""
 
 
 def sweep_report(fitted_to: str, model: str) -> SweepReport:
@@ -72,6 +74,10 @@ def sweep_report(fitted_to: str, model: str) -> SweepReport:
             "ran, predicted not to fit": int((ran & ~found.fits).sum()),
             "did not run, predicted to fit": int((~ran & found.fits).sum()),
             "did not run, predicted not to fit": int((~ran & ~found.fits).sum()),
+        },
+        points={
+            "step seconds": (rows.step_seconds[ran], time[ran]),
+            "memory bytes": (rows.memory_bytes[ran], memory[ran]),
         },
         choices=_choices(model, rows, ran, stalled, found.fits, found.tokens_per_second_per_gpu),
     )  # fmt: skip
