@@ -66,7 +66,7 @@ def table_lines(table: Table) -> list[str]:
         for cell in cells:
             parts += _cell_texts(cell)
         lines.append(f"| {' | '.join(parts)} |")
-    flags = [f"- {' '.join(labels)}: {cell.flagged}" for labels, cells in table.rows for cell in cells
+    flags = [f"- {', '.join(labels[:2])}: {cell.flagged}" for labels, cells in table.rows for cell in cells
              if cell and cell.flagged]  # fmt: skip
     lines += ["", "Flagged in the source:", "", *flags] if flags else []
     lines += ["", *table.notes] if table.notes else []
