@@ -10,7 +10,6 @@ from meshmark.plan.recipe import recipe
 from meshmark.plan.system import TERA, gpu
 from meshmark.plan.tables import Cell, Table
 
-
 _DAY = 86400.0
 _GPT3 = model_spec("gpt3-175b")
 _GPT3_ACTIVATIONS = (
