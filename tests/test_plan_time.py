@@ -58,12 +58,14 @@ def test_zero_bubble_fills_two_thirds(pp: int) -> None:
 
 @given(st.lists(st.floats(0.1, 3.0), min_size=2, max_size=6), st.integers(8, 24))
 @settings(deadline=None)
-def test_the_closed_form_is_the_simulators_with_uneven_stages(times: list[float], m: int) -> None:
+def test_the_closed_form_is_a_close_lower_bound_of_the_simulator_with_uneven_stages(times: list[float], m: int) -> None:
     layout = Layout(pp=len(times), num_micro_batches=m, schedule=Schedule.ONE_F_ONE_B)
     grid = make_grid(pp=[len(times)], num_micro_batches=[m])
     totals = np.array(times)[:, None]
     closed = m * max(times) + bubble_seconds(grid, totals, totals.max(axis=0))[0]
-    assert simulate(layout, times).seconds == pytest.approx(closed, rel=0.05)
+    # Each stage's own account misses waits that two stages pass on to each other: 0.2 % in the mean over random times,
+    # 12 % at the worst that a search for it found.
+    assert 0.85 <= closed / simulate(layout, times).seconds <= 1.0 + 1e-9
 
 
 @pytest.mark.parametrize("pp", [2, 4])
