@@ -1,0 +1,183 @@
+"""The planner's verbs: `plan`, `predict`, `calibrate`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from meshmark.errors import MeshmarkError
+from meshmark.model_spec import ModelSpec
+from meshmark.plan.models import plan_model
+from meshmark.plan.predict import DEFAULT_RECIPE, predict_file, rates_for
+from meshmark.plan.rates import Rates, rates, read_rates
+from meshmark.plan.recipe import RECIPES, recipe
+from meshmark.plan.search import Search, max_model, reason, search
+from meshmark.plan.step_time import PARTS
+from meshmark.plan.system import GIB, gpu
+
+
+def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Mount the planner's verbs; each sets `run`, which raises `InputError` for a user's mistake."""
+    plan = subparsers.add_parser("plan", help="the best layout for a model on a cluster")
+    plan.add_argument("--model", default="llama-8b", help="a preset, or a size such as gpt-175b")
+    plan.add_argument("--gpus", type=int, required=True, help="number of GPUs")
+    plan.add_argument("--gpu", default="h100", help="kind of GPU")
+    plan.add_argument("--global-batch", type=int, default=256, help="sequences in one optimizer step")
+    plan.add_argument("--seq-len", type=int, help="tokens in a sequence, if not the model's own")
+    plan.add_argument("--top", type=int, default=10, help="layouts to print")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.add_argument("--max-model", action="store_true", help="the largest model that fits, instead")
+    plan.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
+    plan.set_defaults(run=run_plan)
+    predict = subparsers.add_parser("predict", help="predict every layout of a CSV file")
+    predict.add_argument("layouts", type=Path, help="CSV file, one layout a row")
+    predict.add_argument("-o", "--output", type=Path, required=True, help="the same with predicted columns")
+    predict.set_defaults(run=run_predict)
+    calibrate = subparsers.add_parser("calibrate", help="measure this machine's rates")
+    calibrate.add_argument("-o", "--output", type=Path, help="write them as JSON for --rates")
+    calibrate.add_argument("--seconds", type=float, default=20.0, help="time to spend")
+    calibrate.set_defaults(run=run_calibrate)
+    for parser in (plan, predict):
+        parser.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"bytes a parameter: {', '.join(RECIPES)}")
+        parser.add_argument("--rates", help="name or JSON file of rates, if not the GPU's own")
+
+
+def _chosen_rates(arguments: argparse.Namespace, gpu_name: str | None) -> Rates | None:
+    name = arguments.rates
+    if name is None:
+        return rates_for(gpu_name) if gpu_name else None
+    return read_rates(Path(name)) if name.endswith(".json") else rates(name)
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Search and print."""
+    machine, using = gpu(arguments.gpu), recipe(arguments.recipe)
+    given = _chosen_rates(arguments, machine.name)
+    assert given is not None
+    if arguments.max_model:
+        return _print_max_model(arguments, given)
+    changes = {"seq_len": arguments.seq_len} if arguments.seq_len is not None else {}
+    model = plan_model(arguments.model, **changes)
+    start = time.perf_counter()
+    found = search(model, arguments.gpus, arguments.global_batch, machine, using, given)
+    elapsed = time.perf_counter() - start
+    if arguments.json:
+        print(json.dumps(_as_json(found, arguments.top, elapsed), indent=1))
+    else:
+        _print_search(found, model, arguments.top, elapsed)
+    if arguments.timeline:
+        _draw_timeline(found, arguments.timeline)
+    return 0
+
+
+def _print_search(found: Search, model: ModelSpec, top: int, elapsed: float) -> None:
+    prediction = found.prediction
+    size = f"{model.num_parameters / 1e9:.3g}B parameters"
+    print(f"{model.name} ({size}) on {prediction.grid.num_gpus[0]} {prediction.gpu.name}: {found.num_examined} layouts")
+    print(f"examined in {elapsed:.2f} s, {len(found.ranked)} fit; global batch {prediction.grid.global_batch[0]}")
+    print(f"\n{'layout':44} {'tok/s/gpu':>10} {'MFU':>6} {'step s':>9} {'GiB':>7} {'free':>7}")
+    for row in found.ranked[:top]:
+        print(_line(found, int(row)))
+    print(f"\nThe best wins because {reason(found)}.")
+    if len(found.just_too_large):
+        print("Faster, but too large by:")
+        for row in found.just_too_large[:3]:
+            print(f"  {_line(found, int(row))}")
+
+
+def _line(found: Search, row: int) -> str:
+    p = found.prediction
+    return (
+        f"{p.grid.layout(row).id:44} {p.tokens_per_second_per_gpu[row]:10.1f} {100 * p.mfu[row]:5.1f}% "
+        f"{p.step_seconds[row]:9.3f} {p.memory_bytes[row] / GIB:7.1f} {found.headroom_bytes(row) / GIB:+7.1f}"
+    )
+
+
+def _as_json(found: Search, top: int, elapsed: float) -> dict[str, object]:
+    rows = [_layout_json(found, int(row)) for row in found.ranked[:top]]
+    near = [_layout_json(found, int(row)) for row in found.just_too_large[:3]]
+    return {
+        "model": found.prediction.model.name, "gpu": found.prediction.gpu.name, "num_examined": found.num_examined,
+        "num_fit": len(found.ranked), "seconds": round(elapsed, 3), "layouts": rows, "reason": reason(found),
+        "just_too_large": near,
+    }  # fmt: skip
+
+
+def _layout_json(found: Search, row: int) -> dict[str, object]:
+    p = found.prediction
+    return {
+        "layout": dataclasses.asdict(p.grid.layout(row)), "id": p.grid.layout(row).id,
+        "micro_batch": int(p.grid.micro_batch[row]), "memory_bytes": float(p.memory_bytes[row]),
+        "headroom_bytes": found.headroom_bytes(row), "step_seconds": float(p.step_seconds[row]),
+        "tokens_per_second_per_gpu": float(p.tokens_per_second_per_gpu[row]), "mfu": float(p.mfu[row]),
+        "hfu": float(p.hfu[row]), "seconds": {part: float(getattr(p.time, part)[row]) for part in PARTS},
+    }  # fmt: skip
+
+
+def _print_max_model(arguments: argparse.Namespace, given: Rates) -> int:
+    machine, using = gpu(arguments.gpu), recipe(arguments.recipe)
+    model, grid, held = max_model(arguments.gpus, arguments.global_batch, machine, using, given)
+    least = int(held.argmin())
+    layout = grid.layout(least)
+    if arguments.json:
+        answer = {
+            "num_parameters": model.num_parameters, "model": dataclasses.asdict(model), "layout": layout.id,
+            "memory_bytes": float(held[least]),
+        }  # fmt: skip
+        print(json.dumps(answer, indent=1))
+        return 0
+    print(
+        f"the largest GPT on {arguments.gpus} {machine.name}: {model.num_parameters / 1e9:.3g}B parameters "
+        f"({model.num_layers} layers, hidden {model.hidden}), as {layout.id}, {held[least] / GIB:.1f} GiB a gpu"
+    )
+    return 0
+
+
+def _draw_timeline(found: Search, path: Path) -> None:
+    from meshmark.plan.schedule import simulate
+    from meshmark.plan.timeline import timeline_svg
+
+    prediction, row = found.prediction, int(found.ranked[0])
+    layout = prediction.grid.layout(row)
+    seconds = prediction.time.total_seconds[row] - prediction.time.bubble[row]
+    work = seconds / layout.num_micro_batches
+    run = simulate(layout, [work] * layout.pp)
+    path.write_text(timeline_svg(run, f"{prediction.model.name}, {layout.id}"))
+    print(f"timeline: {path}", file=sys.stderr)
+
+
+def run_predict(arguments: argparse.Namespace) -> int:
+    """Predict a file of layouts."""
+    given = _chosen_rates(arguments, None)
+    count = predict_file(arguments.layouts, arguments.output, using=recipe(arguments.recipe), given=given)
+    print(f"{count} layouts predicted: {arguments.output}")
+    return 0
+
+
+def run_calibrate(arguments: argparse.Namespace) -> int:
+    """Measure this machine."""
+    from meshmark.plan.calibrate import calibrate_here
+
+    return calibrate_here(arguments.output, arguments.seconds)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """`python -m meshmark.plan.cli`."""
+    parser = argparse.ArgumentParser(prog="meshmark", description=__doc__)
+    add_commands(parser.add_subparsers(required=True, metavar="verb"))
+    parsed = parser.parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    try:
+        return run(parsed)
+    except MeshmarkError as error:
+        print(f"meshmark: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Many layouts of one model as columns, so that every formula runs over all of them at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from meshmark.errors import InputError, LayoutError
+from meshmark.layout import Layout, Offload, Recompute, Schedule
+from meshmark.model_spec import ModelSpec
+
+Column = npt.NDArray[Any]
+
+SCHEDULES = tuple(Schedule)
+RECOMPUTES = tuple(Recompute)
+OFFLOADS = tuple(Offload)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Columns of equal length, one layout a row; enums are held as their position in `SCHEDULES` and so on."""
+
+    dp: Column
+    tp: Column
+    pp: Column
+    cp: Column
+    zero_stage: Column
+    micro_batch: Column
+    """Sequences in one micro-batch of one replica."""
+    num_micro_batches: Column
+    virtual_stages: Column
+    sequence_parallel: Column
+    schedule: Column
+    recompute: Column
+    offload: Column
+
+    def __len__(self) -> int:
+        return len(self.dp)
+
+    @property
+    def num_gpus(self) -> Column:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def global_batch(self) -> Column:
+        """Sequences in one optimizer step."""
+        return self.dp * self.micro_batch * self.num_micro_batches
+
+    def take(self, rows: Column) -> Grid:
+        """The rows at these positions, or where a boolean column holds."""
+        return Grid(**{f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self)})
+
+    def by_pipeline(self) -> Iterator[tuple[int, Column]]:
+        """Each pipeline degree with the positions of its rows: stages are a second dimension of equal length there."""
+        for pp in np.unique(self.pp):
+            yield int(pp), np.nonzero(self.pp == pp)[0]
+
+    def layout(self, row: int) -> Layout:
+        """One row as a `Layout`."""
+        return Layout(
+            dp=int(self.dp[row]), tp=int(self.tp[row]), pp=int(self.pp[row]), cp=int(self.cp[row]),
+            zero_stage=int(self.zero_stage[row]), num_micro_batches=int(self.num_micro_batches[row]),
+            schedule=SCHEDULES[self.schedule[row]], virtual_stages=int(self.virtual_stages[row]),
+            sequence_parallel=bool(self.sequence_parallel[row]), recompute=RECOMPUTES[self.recompute[row]],
+            offload=OFFLOADS[self.offload[row]],
+        )  # fmt: skip
+
+
+def grid_of(layouts: Iterable[Layout], global_batch: int) -> Grid:
+    """Layouts as a grid. Raises `LayoutError` when one does not divide the global batch."""
+    rows = list(layouts)
+    for layout in rows:
+        if global_batch < 1 or global_batch % (layout.dp * layout.num_micro_batches):
+            raise LayoutError(
+                f"layout {layout.id}: a global batch of {global_batch} sequences is not a positive multiple of "
+                f"dp {layout.dp} x {layout.num_micro_batches} micro-batches"
+            )
+    return make_grid(
+        dp=[x.dp for x in rows], tp=[x.tp for x in rows], pp=[x.pp for x in rows], cp=[x.cp for x in rows],
+        zero_stage=[x.zero_stage for x in rows],
+        micro_batch=[global_batch // (x.dp * x.num_micro_batches) for x in rows],
+        num_micro_batches=[x.num_micro_batches for x in rows], virtual_stages=[x.virtual_stages for x in rows],
+        sequence_parallel=[x.sequence_parallel for x in rows], schedule=[SCHEDULES.index(x.schedule) for x in rows],
+        recompute=[RECOMPUTES.index(x.recompute) for x in rows], offload=[OFFLOADS.index(x.offload) for x in rows],
+    )  # fmt: skip
+
+
+def make_grid(**columns: object) -> Grid:
+    """A grid from the columns given; scalars are repeated and what is missing is one device, 1F1B, nothing else.
+
+    Raises `InputError` for a degree below one.
+    """
+    defaults: dict[str, object] = {
+        "dp": 1, "tp": 1, "pp": 1, "cp": 1, "zero_stage": 0, "micro_batch": 1, "num_micro_batches": 1,
+        "virtual_stages": 1, "sequence_parallel": False, "schedule": SCHEDULES.index(Schedule.ONE_F_ONE_B),
+        "recompute": 0, "offload": 0,
+    }  # fmt: skip
+    if unknown := set(columns) - set(defaults):
+        raise InputError(f"a grid has no column {', '.join(sorted(unknown))}; it has {', '.join(defaults)}")
+    arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(v)) for v in {**defaults, **columns}.values()))
+    grid = Grid(**{k: np.array(a, dtype=bool if k == "sequence_parallel" else np.int64)
+                   for k, a in zip(defaults, arrays, strict=True)})  # fmt: skip
+    for name in ("dp", "tp", "pp", "cp", "micro_batch", "num_micro_batches", "virtual_stages"):
+        if len(grid) and (low := int(getattr(grid, name).min())) < 1:
+            raise InputError(f"{name} is {low} in a layout, expected at least 1")
+    return grid
+
+
+def enumerate_grid(
+    model: ModelSpec, num_gpus: int, global_batch: int, *, max_tp: int, recomputes: Iterable[Recompute],
+    zero_stages: Iterable[int] = (0, 1, 2, 3), max_virtual_stages: int = 4,
+) -> Grid:  # fmt: skip
+    """Every layout of `model` on `num_gpus` with `global_batch` sequences a step that divides evenly.
+
+    ZeRO 2 and 3 are combined with one pipeline stage only, as frameworks do: their gradients and weights would cross
+    the network once a micro-batch.
+    """
+    triples = _degrees(model, num_gpus, max_tp)
+    columns: dict[str, list[Column]] = {}
+    for dp, tp, pp in triples:
+        if global_batch % dp:
+            continue
+        counts = [m for m in divisors(global_batch // dp) if m >= pp - 1]
+        divides = [v for v in range(2, max_virtual_stages + 1) if model.num_layers % (v * pp) == 0]
+        chunks = [1, *(divides if pp > 1 else [])]
+        stages = [z for z in zero_stages if (z == 0 or dp > 1) and (z < 2 or pp == 1)]
+        mesh = np.meshgrid(counts, chunks, stages, [RECOMPUTES.index(r) for r in recomputes], indexing="ij")
+        m, v, z, r = (a.ravel() for a in mesh)
+        keep = (v == 1) | (m % pp == 0)
+        m, v, z, r = m[keep], v[keep], z[keep], r[keep]
+        size = len(m)
+        for name, column in {
+            "dp": np.full(size, dp), "tp": np.full(size, tp), "pp": np.full(size, pp), "zero_stage": z,
+            "num_micro_batches": m, "virtual_stages": v, "recompute": r, "micro_batch": global_batch // dp // m,
+        }.items():  # fmt: skip
+            columns.setdefault(name, []).append(column)
+    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    if not joined:
+        joined = {"dp": np.zeros(0, dtype=np.int64)}
+    virtual = joined.get("virtual_stages", np.zeros(0))
+    schedule = np.where(virtual > 1, SCHEDULES.index(Schedule.INTERLEAVED), SCHEDULES.index(Schedule.ONE_F_ONE_B))
+    return make_grid(**joined, schedule=schedule, sequence_parallel=True)
+
+
+def _degrees(model: ModelSpec, num_gpus: int, max_tp: int) -> list[tuple[int, int, int]]:
+    """All (dp, tp, pp) with that product which the model's dimensions allow."""
+    out = []
+    for tp in divisors(num_gpus):
+        shards = model.num_heads % tp == 0 and model.num_kv_heads % tp == 0 and model.ffn_hidden % tp == 0
+        if tp > max_tp or not shards or model.seq_len % tp:
+            continue
+        for pp in divisors(num_gpus // tp):
+            if pp <= model.num_layers:
+                out.append((num_gpus // tp // pp, tp, pp))
+    return out
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors in rising order. Raises `InputError` below one."""
+    if number < 1:
+        raise InputError(f"{number} has no divisors; expected at least 1")
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]

@@ -1,0 +1,64 @@
+"""Memory and time of a grid of layouts on one kind of machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshmark.model_spec import ModelSpec
+from meshmark.plan.flops import hardware_flops_per_token, model_flops_per_token
+from meshmark.plan.grid import RECOMPUTES, Column, Grid
+from meshmark.plan.memory import Memory, memory
+from meshmark.plan.rates import Rates
+from meshmark.plan.recipe import Recipe
+from meshmark.plan.step_time import StepTime, step_time
+from meshmark.plan.system import Gpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the planner says of every layout in a grid."""
+
+    model: ModelSpec
+    grid: Grid
+    gpu: Gpu
+    memory: Memory
+    time: StepTime
+    arithmetic: str
+
+    @property
+    def memory_bytes(self) -> Column:
+        return self.memory.total_bytes
+
+    @property
+    def fits(self) -> Column:
+        return self.memory_bytes <= self.gpu.memory_bytes
+
+    @property
+    def step_seconds(self) -> Column:
+        return self.time.total_seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> Column:
+        return self.grid.global_batch * self.model.seq_len / self.step_seconds / self.grid.num_gpus
+
+    @property
+    def mfu(self) -> Column:
+        """Model FLOPs, causal attention counted in half, over peak."""
+        flops = model_flops_per_token(self.model, attention="causal")
+        return self.tokens_per_second_per_gpu * flops / self.gpu.peak(self.arithmetic)
+
+    @property
+    def hfu(self) -> Column:
+        """Hardware FLOPs, recomputation counted, over peak."""
+        by_code = np.array([hardware_flops_per_token(self.model, recompute=r, attention="causal") for r in RECOMPUTES])
+        share: Column = self.tokens_per_second_per_gpu * by_code[self.grid.recompute] / self.gpu.peak(self.arithmetic)
+        return share
+
+
+def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: Recipe, rates: Rates) -> Prediction:
+    """Predict every layout of `grid`."""
+    time = step_time(model, grid, gpu, recipe, rates)
+    held = memory(model, grid, recipe, rates, lag=time.lag)
+    return Prediction(model=model, grid=grid, gpu=gpu, memory=held, time=time, arithmetic=recipe.arithmetic)

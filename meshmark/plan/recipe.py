@@ -1,0 +1,81 @@
+"""How a framework keeps a model in training: bytes a parameter, which copies it makes, how it cuts a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshmark.errors import UnknownNameError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Bytes a parameter by state, and what else decides memory and traffic; no measured number is in here."""
+
+    name: str
+    weight_bytes: float
+    """The weights that the forward pass reads."""
+    gradient_bytes: float
+    """Gradients held from one micro-batch to the next."""
+    master_bytes: float
+    """Weights that the optimizer updates, where they are a second copy."""
+    moment_bytes: float = 8.0
+    """Optimizer moments: two fp32 for Adam."""
+    bucket_bytes: float = 0.0
+    """Persistent flat copies of gradients that data parallelism reduces from (DDP's buckets)."""
+    fresh_gradient_bytes: float = 0.0
+    """Gradients as the backward pass emits them, all alive at its end, before they are added to the held ones."""
+    reduce_bytes: float = 2.0
+    """What a gradient takes on the wire."""
+    gather_bytes: float = 2.0
+    """What a weight takes on the wire when ZeRO gathers it."""
+    element_bytes: float = 2.0
+    """One activation."""
+    logit_bytes: float = 8.0
+    """One logit at the loss: its fp32 copy and the shifted one that becomes the softmax."""
+    flash_attention: bool = True
+    """The attention core keeps one fp32 statistic a query instead of the scores."""
+    dropout_masks: bool = False
+    """One-byte dropout masks are kept, as arXiv:2205.05198 counts them."""
+    balanced_stages: bool = False
+    """The pipeline is cut by compute, the head counted with the layers; otherwise by number of layers."""
+    reduces_under_zero1: bool = False
+    """ZeRO-1 waits for the backward pass, then reduce-scatters and gathers, in rings, nothing overlapped."""
+    arithmetic: str = "bf16"
+    """The dtype whose peak the matrix products are measured against."""
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes a parameter without sharding and buckets: the 16, 18 or 20 that the literature quotes."""
+        return self.weight_bytes + self.gradient_bytes + self.master_bytes + self.moment_bytes
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        # 2 + 2 + 12 = 16 (arXiv:1910.02054 sec. 3.1, K = 12).
+        Recipe(name="zero", weight_bytes=2, gradient_bytes=2, master_bytes=4, arithmetic="fp16", logit_bytes=8,
+               flash_attention=False, dropout_masks=True),
+        # 2 + 4 + 12 = 18: gradients are held in fp32 (arXiv:2205.05198 fig. 1; DeepSpeed's estimator).
+        Recipe(name="megatron", weight_bytes=2, gradient_bytes=4, master_bytes=4, arithmetic="fp16",
+               flash_attention=False, dropout_masks=True, fresh_gradient_bytes=0),
+        # 2 + 2 + 4 + 12 = 20: an fp32 copy of the gradients beside the 16-bit ones (Krishnamurthy's deck).
+        Recipe(name="mixed20", weight_bytes=2, gradient_bytes=6, master_bytes=4, flash_attention=False,
+               dropout_masks=True),
+        # 2 + 4 + 12 = 18, and DDP's buckets of 2. Gradients are all-reduced in fp32; stages are cut by compute. Beside
+        # the fresh gradients of 2 lie DDP's first buckets, which it rebuilds after a step and the allocator keeps.
+        Recipe(name="nanotron", weight_bytes=2, gradient_bytes=4, master_bytes=4, bucket_bytes=2,
+               fresh_gradient_bytes=4, reduce_bytes=4, balanced_stages=True, reduces_under_zero1=True),
+        # 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511).
+        Recipe(name="fsdp2", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=2),
+        # 4 + 4 + 8 = 16, everything in fp32.
+        Recipe(name="fp32", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=4,
+               element_bytes=4, flash_attention=False, arithmetic="fp32"),
+    )
+}  # fmt: skip
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe called `name`. Raises `UnknownNameError` when there is none."""
+    if name not in RECIPES:
+        raise UnknownNameError("recipe", name, RECIPES)
+    return RECIPES[name]

@@ -1,0 +1,177 @@
+"""Event simulator of pipeline schedules: when each stage computes what, with stages of unequal length.
+
+A task is the forward pass (F), backward pass (B) or, under zero bubble, the weight-gradient pass (W) of one chunk of
+layers for one micro-batch. A rank runs its tasks in the schedule's order, each as soon as what it reads is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshmark.errors import InputError, LayoutError
+from meshmark.layout import Layout, Schedule
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Task:
+    """One pass of one chunk for one micro-batch; a chunk's global position is chunk x pp + rank."""
+
+    kind: str
+    chunk: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A task with its time on a rank."""
+
+    rank: int
+    task: Task
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A simulated step."""
+
+    slots: tuple[Slot, ...]
+    num_ranks: int
+
+    @property
+    def seconds(self) -> float:
+        return max(slot.end for slot in self.slots)
+
+    def idle_seconds(self, rank: int) -> float:
+        """Time of the step in which a rank computes nothing."""
+        return self.seconds - sum(slot.end - slot.start for slot in self.slots if slot.rank == rank)
+
+    @property
+    def bubble_of_step(self) -> float:
+        """Idle over whole time, the mean of the ranks: (p - 1)/(m + p - 1) for equal stages (arXiv:1811.06965)."""
+        idle = sum(self.idle_seconds(rank) for rank in range(self.num_ranks))
+        return idle / (self.num_ranks * self.seconds)
+
+    @property
+    def bubble_of_ideal(self) -> float:
+        """Idle over ideal time: (p - 1)/m for equal stages (arXiv:2104.04473 eq. 1)."""
+        return self.bubble_of_step / (1.0 - self.bubble_of_step)
+
+    def peak_in_flight(self, rank: int) -> int:
+        """Forward passes whose backward has not ended, at most."""
+        events = [(s.start, 1) for s in self.slots if s.rank == rank and s.task.kind == "F"]
+        events += [(s.end, -1) for s in self.slots if s.rank == rank and s.task.kind == "B"]
+        held = peak = 0
+        for _, change in sorted(events):
+            held += change
+            peak = max(peak, held)
+        return peak
+
+
+def simulate(layout: Layout, stage_seconds: Sequence[float], *, send_seconds: float = 0.0) -> Run:
+    """Run one step; `stage_seconds` is each rank's forward and backward pass of one micro-batch, a third of it forward.
+
+    Raises `LayoutError` when the times do not match the layout, or a schedule cannot be run with its micro-batches.
+    """
+    if len(stage_seconds) != layout.pp or min(stage_seconds) < 0:
+        raise LayoutError(f"layout {layout.id}: {len(stage_seconds)} stage times, expected {layout.pp}, none negative")
+    orders = [task_order(layout, rank) for rank in range(layout.pp)]
+    third = [seconds / 3.0 / layout.virtual_stages for seconds in stage_seconds]
+    backward = 1.0 if layout.schedule is Schedule.ZERO_BUBBLE else 2.0
+    last = layout.pp * layout.virtual_stages - 1
+    ended: dict[tuple[str, int, int], float] = {}
+    slots: list[Slot] = []
+    free, position = [0.0] * layout.pp, [0] * layout.pp
+    while any(position[r] < len(orders[r]) for r in range(layout.pp)):
+        progressed = False
+        for rank in range(layout.pp):
+            while position[rank] < len(orders[rank]):
+                task = orders[rank][position[rank]]
+                ready = _ready(task, rank, layout.pp, last, ended, send_seconds)
+                if ready is None:
+                    break
+                start = max(ready, free[rank])
+                end = start + third[rank] * (backward if task.kind == "B" else 1.0)
+                slots.append(Slot(rank=rank, task=task, start=start, end=end))
+                ended[task.kind, task.chunk * layout.pp + rank, task.micro_batch] = free[rank] = end
+                position[rank] += 1
+                progressed = True
+        assert progressed, f"schedule {layout.schedule} deadlocks with {layout.id}"
+    return Run(slots=tuple(slots), num_ranks=layout.pp)
+
+
+def _ready(
+    task: Task, rank: int, pp: int, last: int, ended: dict[tuple[str, int, int], float], send: float
+) -> float | None:
+    """When a task's inputs are there; None while they are not known."""
+    place, batch = task.chunk * pp + rank, task.micro_batch
+    if task.kind == "F":
+        needed = [("F", place - 1, batch)] if place else []
+    elif task.kind == "B":
+        needed = [("F", place, batch)] + ([("B", place + 1, batch)] if place < last else [])
+    else:
+        needed = [("B", place, batch)]
+    times = [ended.get(key) for key in needed]
+    if any(t is None for t in times):
+        return None
+    return max((t + (send if key[1] != place else 0.0) for t, key in zip(times, needed, strict=True) if t is not None),
+               default=0.0)  # fmt: skip
+
+
+def task_order(layout: Layout, rank: int) -> list[Task]:
+    """The order in which a rank runs its tasks."""
+    m = layout.num_micro_batches
+    if layout.schedule is Schedule.INTERLEAVED and layout.virtual_stages > 1:
+        return _interleaved(layout, rank)
+    forwards = [Task(kind="F", chunk=0, micro_batch=i) for i in range(m)]
+    backwards = [Task(kind="B", chunk=0, micro_batch=i) for i in range(m)]
+    if layout.schedule is Schedule.GPIPE:
+        return forwards + backwards
+    warm = min(layout.pp - rank - 1, m)
+    order = forwards[:warm]
+    for i in range(m - warm):
+        order += [forwards[warm + i], backwards[i]]
+    order += backwards[m - warm :]
+    return _with_weight_passes(order, rank) if layout.schedule is Schedule.ZERO_BUBBLE else order
+
+
+def _with_weight_passes(order: list[Task], rank: int) -> list[Task]:
+    """ZB-H1 (arXiv:2401.10241 sec. 2.1): a rank falls `rank` weight passes behind, works them off in step from there,
+    and does what is left at the end, where 1F1B would idle."""
+    out: list[Task] = []
+    owed: list[Task] = []
+    forwards_left = sum(task.kind == "F" for task in order)
+    for task in order:
+        out.append(task)
+        forwards_left -= task.kind == "F"
+        if task.kind == "B":
+            owed.append(Task(kind="W", chunk=task.chunk, micro_batch=task.micro_batch))
+            if len(owed) > rank and (forwards_left or rank == 0 or len(owed) > rank):
+                out.append(owed.pop(0))
+    return out + owed
+
+
+def _interleaved(layout: Layout, rank: int) -> list[Task]:
+    """arXiv:2104.04473 sec. 2.2.2: micro-batches in groups of p pass chunk after chunk; 2(p - rank - 1) + (v - 1)p warm
+    up forwards, then one forward, one backward."""
+    p, v, m = layout.pp, layout.virtual_stages, layout.num_micro_batches
+    if m % p:
+        raise LayoutError(f"layout {layout.id}: interleaving needs micro-batches in multiples of pp {p}, got {m}")
+    forwards = [(c, g * p + i) for g in range(m // p) for c in range(v) for i in range(p)]
+    backwards = [(v - 1 - c, i) for c, i in forwards]
+    warm = min(2 * (p - rank - 1) + (v - 1) * p, m * v)
+    f = [Task(kind="F", chunk=c, micro_batch=i) for c, i in forwards]
+    b = [Task(kind="B", chunk=c, micro_batch=i) for c, i in backwards]
+    order = f[:warm]
+    for i in range(m * v - warm):
+        order += [f[warm + i], b[i]]
+    return order + b[m * v - warm :]
+
+
+def uniform_step_seconds(schedule: Schedule, pp: int, num_micro_batches: int, virtual_stages: int = 1) -> float:
+    """Simulated step of equal stages of one second each. Raises `InputError` for sizes below one."""
+    if pp < 1 or num_micro_batches < 1:
+        raise InputError(f"{pp} stages and {num_micro_batches} micro-batches; expected at least 1 of each")
+    layout = Layout(pp=pp, num_micro_batches=num_micro_batches, schedule=schedule, virtual_stages=virtual_stages)
+    return simulate(layout, [1.0] * pp).seconds

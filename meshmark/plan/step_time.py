@@ -1,0 +1,261 @@
+"""Time of an optimizer step, by where it goes, in closed form; `schedule.py` simulates what this approximates.
+
+Letters as in `memory.py`. A stage's micro-batch takes the larger of what its device computes and the floor that
+launches and hand-overs between streams set; the slowest stage sets the pace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshmark.layout import Offload, Recompute, Schedule
+from meshmark.model_spec import ModelSpec
+from meshmark.plan.flops import layer_matrix_parameters
+from meshmark.plan.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid
+from meshmark.plan.memory import stage_parameters, tokens
+from meshmark.plan.network import (
+    crosses_nodes,
+    data_collective_seconds,
+    point_to_point_seconds,
+    tensor_collective_seconds,
+)
+from meshmark.plan.partition import Stage, stages
+from meshmark.plan.rates import Rates
+from meshmark.plan.recipe import Recipe
+from meshmark.plan.system import Gpu
+
+PARTS = (
+    "matmul", "attention", "elementwise", "tensor_communication", "launch_floor", "point_to_point", "bubble",
+    "data_communication", "optimizer", "host",
+)  # fmt: skip
+_STAGE_PARTS = PARTS[:6]
+# Collectives of one layer's forward and backward pass: with sequence parallelism an all-gather and a reduce-scatter
+# forward in each of two blocks, six backward (inputs are gathered again); without, four all-reduces of two each.
+_FORWARD_COLLECTIVES, _BACKWARD_COLLECTIVES = 4.0, 6.0
+# Passes over one logit: cast, max, shift, exp, sum, divide forward; scale and cast backward.
+_BYTES_PER_LOGIT = 58.0
+_MATRICES_PER_LAYER = 6.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step, one row a layout; parts add up to `total_seconds`."""
+
+    matmul: Column
+    attention: Column
+    elementwise: Column
+    tensor_communication: Column
+    launch_floor: Column
+    """What the slowest stage waits because its kernels are too short."""
+    point_to_point: Column
+    bubble: Column
+    """Filling and draining the pipeline."""
+    data_communication: Column
+    """What no computation hides."""
+    optimizer: Column
+    host: Column
+    lag: Column
+    """0 to 1: how far the host runs ahead of the device; see `memory`."""
+
+    @property
+    def total_seconds(self) -> Column:
+        return sum((getattr(self, name) for name in PARTS), start=np.zeros(len(self.matmul)))
+
+
+def step_time(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: Recipe, rates: Rates) -> StepTime:
+    """Step time of every layout."""
+    out = {name: np.zeros(len(grid)) for name in (*PARTS, "lag")}
+    for pp, rows in grid.by_pipeline():
+        for name, column in _pipeline_time(model, grid.take(rows), pp, gpu, recipe, rates).items():
+            out[name][rows] = column
+    return StepTime(**out)
+
+
+def _pipeline_time(model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: Recipe, rates: Rates) -> dict[str, Column]:
+    """All parts for layouts of one pipeline degree."""
+    cut = stages(model, pp, balanced=recipe.balanced_stages)
+    layer = _layer_seconds(model, grid, gpu, recipe, rates)
+    head = _head_seconds(model, grid, gpu, recipe, rates)
+    by_stage = [
+        _stage_seconds(model, grid, stage, i, cut, layer, head, gpu, recipe, rates) for i, stage in enumerate(cut)
+    ]
+    totals = np.stack([sum(parts[name] for name in _STAGE_PARTS) for parts in by_stage])
+    slowest, columns = totals.argmax(axis=0), np.arange(len(grid))
+    pace = totals[slowest, columns]
+    m = grid.num_micro_batches
+    out = {name: m * np.stack([p[name] for p in by_stage])[slowest, columns] for name in _STAGE_PARTS}
+    out["bubble"] = bubble_seconds(grid, totals, pace)
+    num_parameters = np.array([stage_parameters(model, stage) for stage in cut])
+    heaviest = num_parameters.max() / grid.tp
+    most_layers = max(stage.num_layers for stage in cut)
+    backward = pace * 2.0 / 3.0
+    out["data_communication"] = _data_seconds(grid, heaviest, most_layers, m * pace, backward, gpu, recipe, rates)
+    out["optimizer"] = _optimizer_seconds(grid, heaviest, gpu, recipe, rates)
+    out["host"] = np.full(len(grid), rates.step_seconds)
+    device = np.stack([p["device"] for p in by_stage])[slowest, columns]
+    floor = np.stack([p["floor"] for p in by_stage])[slowest, columns]
+    out["lag"] = _host_lag(grid, device, floor, gpu.gpus_per_node)
+    return out
+
+
+def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: Recipe, rates: Rates) -> dict[str, Column]:
+    """One layer's forward and backward pass, recomputation included, of one micro-batch."""
+    t, num_tokens = grid.tp.astype(float), tokens(model, grid)
+    peak, memory = gpu.peak(recipe.arithmetic), gpu.memory_bandwidth * rates.memory_efficiency
+    full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
+    core_again = full | ((grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (not recipe.flash_attention))
+    some = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & recipe.flash_attention
+    weights = layer_matrix_parameters(model) / t
+    matmul = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0)) / (peak * rates.gemm_efficiency)
+    core = 2.0 * num_tokens * model.seq_len * model.hidden / t
+    if recipe.flash_attention:
+        attention = core * np.where(core_again, 4.5, 3.5) / (peak * rates.attention_efficiency)
+    else:
+        # All scores are computed, and passed over: product, mask and softmax, dropout, product; about 40 bytes a score.
+        scores = num_tokens * model.seq_len * model.num_heads / t
+        attention = 2.0 * core * np.where(core_again, 4.0, 3.0) / (peak * rates.gemm_efficiency)
+        attention += scores * np.where(core_again, 53.0, 40.0) / memory
+    traffic = (
+        num_tokens * _elementwise_bytes(model, grid) * recipe.element_bytes / 2.0 * np.where(full | some, 1.4, 1.0)
+    )
+    accumulate = weights * (4.0 + 2.0 * recipe.gradient_bytes + 4.0)
+    whole = num_tokens * model.hidden * recipe.element_bytes
+    one = tensor_collective_seconds(grid, whole, rates, gpu.gpus_per_node)
+    count = np.where(grid.sequence_parallel, _FORWARD_COLLECTIVES + _BACKWARD_COLLECTIVES, 8.0)
+    count = count + np.where(full, _FORWARD_COLLECTIVES, 0.0)
+    across = (grid.pp > 1) & (grid.num_gpus > gpu.gpus_per_node)
+    floor = rates.layer_floor_seconds + np.where(across, rates.pipeline_stall_seconds * t, 0.0)
+    return {
+        "matmul": matmul, "attention": attention, "elementwise": (traffic + accumulate) / memory,
+        "tensor_communication": count * one, "floor": np.where(t > 1, floor, 0.0), "collective": one,
+    }  # fmt: skip
+
+
+def _elementwise_bytes(model: ModelSpec, grid: Grid) -> Column:
+    """Bytes a token that a layer's element-wise kernels read and write, forward and backward.
+
+    GPT with Megatron's fused kernels: norms, dropout with residual, GELU. LLaMA: norms, residuals, rotary positions,
+    the copies that order q, k and v for the attention kernel, and an unfused gate. What lies between the parallel
+    regions is divided over t only with sequence parallelism.
+    """
+    between = np.where(grid.sequence_parallel, grid.tp, 1)
+    if model.family == "gpt":
+        return 44.0 * model.hidden / between + 10.0 * model.ffn_hidden / grid.tp
+    return 40.0 * model.hidden / between + (84.0 * model.hidden + 33.0 * model.ffn_hidden) / grid.tp
+
+
+def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: Recipe, rates: Rates) -> dict[str, Column]:
+    """The head and the loss of one micro-batch."""
+    memory = gpu.memory_bandwidth * rates.memory_efficiency
+    weights = model.vocab_size * model.hidden / grid.tp
+    logits = tokens(model, grid) * model.vocab_size / grid.tp
+    matmul = 6.0 * tokens(model, grid) * weights / (gpu.peak(recipe.arithmetic) * rates.gemm_efficiency)
+    return {"matmul": matmul, "elementwise": (logits * _BYTES_PER_LOGIT + weights * 16.0) / memory, "logits": logits}
+
+
+def _stage_seconds(
+    model: ModelSpec, grid: Grid, stage: Stage, index: int, cut: tuple[Stage, ...], layer: dict[str, Column],
+    head: dict[str, Column], gpu: Gpu, recipe: Recipe, rates: Rates,
+) -> dict[str, Column]:  # fmt: skip
+    """One micro-batch on one stage; `device` and `floor` are the two that its launches are bound by."""
+    n, zero = float(stage.num_layers), np.zeros(len(grid))
+    memory = gpu.memory_bandwidth * rates.memory_efficiency
+    embedding = model.vocab_size * model.hidden / grid.tp * 10.0 / memory if stage.has_embedding else zero
+    head_parts = head if stage.has_head else {"matmul": zero, "elementwise": zero}
+    parts = {
+        "matmul": n * layer["matmul"] + head_parts["matmul"],
+        "attention": n * layer["attention"],
+        "elementwise": n * layer["elementwise"] + embedding + head_parts["elementwise"],
+        "tensor_communication": n * layer["tensor_communication"] + 2.0 * stage.has_head * layer["collective"],
+    }
+    device = sum(parts.values(), start=zero)
+    floor = n * layer["floor"]
+    neighbours = (index > 0) + (index < len(cut) - 1)
+    # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather).
+    sent = tokens(model, grid) * model.hidden * recipe.element_bytes / grid.tp
+    p2p = 2.0 * neighbours * point_to_point_seconds(grid, sent * grid.virtual_stages, rates, gpu.gpus_per_node)
+    waits = (grid.pp > 1) & (grid.num_gpus >= rates.pipeline_wait_nodes * gpu.gpus_per_node)
+    p2p = p2p + np.where(waits, neighbours * rates.pipeline_wait_seconds, 0.0)
+    if stage.has_loss != stage.has_head:
+        logits = head["logits"] * recipe.element_bytes
+        p2p = p2p + 2.0 * point_to_point_seconds(grid, logits, rates, gpu.gpus_per_node)
+    wait = np.maximum(floor - device, 0.0)
+    return {**parts, "launch_floor": wait, "point_to_point": p2p + zero, "device": device, "floor": floor}
+
+
+def bubble_seconds(grid: Grid, totals: Column, pace: Column) -> Column:
+    """Time beyond m times the slowest stage, from each stage's own account; `totals` is a row a stage.
+
+    GPipe: every other stage once. 1F1B: stage i waits for the stages before it, at its start and at its end; for those
+    after it, from its first forward to that one's backward, less the n = p - i - 1 forwards it does meanwhile, and
+    again after its last forward, less n backwards. Equal stages give the literature's p - 1 (arXiv:2104.04473 eq. (1)).
+    Interleaving divides it by v; ZB-H1 fills two thirds with weight gradients (arXiv:2401.10241 table 1).
+    """
+    num_stages, m = len(totals), grid.num_micro_batches
+    ends = []
+    for i, own in enumerate(totals):
+        before, after = totals[:i].sum(axis=0), totals[i + 1 :].sum(axis=0)
+        meanwhile = np.minimum(num_stages - i - 1, m - 1)
+        waits = np.maximum(after - meanwhile * own / 3.0, 0.0) + np.maximum(after - meanwhile * own * 2.0 / 3.0, 0.0)
+        waits = np.where(m > 1, waits, after)
+        ends.append(m * own + before + waits)
+    one_f_one_b = np.max(ends, axis=0) - m * pace
+    others = totals.sum(axis=0) - pace
+    bubble = np.where(grid.schedule == SCHEDULES.index(Schedule.GPIPE), others, one_f_one_b)
+    third = np.where(grid.schedule == SCHEDULES.index(Schedule.ZERO_BUBBLE), 1.0 / 3.0, 1.0)
+    filled: Column = bubble * third / grid.virtual_stages
+    return filled
+
+
+def _data_seconds(
+    grid: Grid, num_parameters: Column, num_layers: int, compute: Column, backward: Column, gpu: Gpu, recipe: Recipe,
+    rates: Rates,
+) -> Column:  # fmt: skip
+    """Data-parallel communication that is not hidden, by ZeRO stage."""
+
+    def seconds(bytes_per_parameter: float) -> Column:
+        return data_collective_seconds(grid, num_parameters, bytes_per_parameter, rates, gpu.gpus_per_node)
+
+    num_tensors = _MATRICES_PER_LAYER * num_layers + 2.0
+    spans, shards = crosses_nodes(grid, gpu.gpus_per_node), grid.dp * grid.cp
+    tree = np.where(spans, rates.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_tensors, 0.0)
+    ring = np.where(spans, rates.ring_tensor_seconds * shards * num_tensors, 0.0)
+    hidden = rates.overlap * backward
+    plain = np.maximum(seconds(2.0 * recipe.reduce_bytes) + tree - hidden, 0.0)
+    scatter, gather = seconds(recipe.reduce_bytes), seconds(recipe.gather_bytes)
+    if recipe.reduces_under_zero1:
+        sharded = scatter + gather + ring
+    else:
+        sharded = np.maximum(scatter - hidden, 0.0) + np.maximum(gather - 0.5 * hidden, 0.0)
+    # Weights are gathered for the forward and again for the backward pass of every micro-batch.
+    everything = grid.num_micro_batches * (2.0 * gather + scatter)
+    fully = np.maximum(everything - rates.overlap * compute, 0.0) + scatter / np.maximum(num_layers, 1)
+    exposed = np.where(grid.zero_stage == 0, plain, np.where(grid.zero_stage <= 2, sharded, fully))
+    return np.where(shards > 1, exposed, 0.0)
+
+
+def _optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: Recipe, rates: Rates) -> Column:
+    """Norm, clipping and zeroing pass over the held gradients, the update over states, gradient and weights."""
+    shards = grid.dp * grid.cp
+    held = num_parameters / np.where(grid.zero_stage >= 2, shards, 1)
+    updated = num_parameters / np.where(grid.zero_stage >= 1, shards, 1)
+    states = recipe.master_bytes + recipe.moment_bytes
+    moved = 4.0 * recipe.gradient_bytes * held + (2.0 * states + recipe.gradient_bytes + 6.0) * updated
+    seconds = moved / (gpu.memory_bandwidth * rates.memory_efficiency)
+    away = grid.offload != OFFLOADS.index(Offload.NONE)
+    slower = np.where(grid.offload == OFFLOADS.index(Offload.NVME), 8.0, 1.0)
+    return seconds + np.where(away, 2.0 * states * updated * slower / rates.offload_bandwidth, 0.0)
+
+
+def _host_lag(grid: Grid, device: Column, floor: Column, gpus_per_node: int) -> Column:
+    """How far the host is ahead of its device, 0 to 1.
+
+    Without a pipeline nothing holds it. In one, receiving a tensor's shape waits for the device each time, so it only
+    gets ahead where the device is the slower of the two, and while it fills the pipeline: the deeper, the longer.
+    """
+    bound = np.clip((device / np.maximum(floor, 1e-9) - 0.7) / 0.3, 0.0, 1.0)
+    filling = np.minimum(0.45 * (np.log2(grid.pp) - 1.0), 1.0)
+    lag = np.maximum(np.where(grid.tp <= gpus_per_node, bound, 0.0), filling)
+    return np.where(grid.pp == 1, 1.0, np.clip(lag, 0.0, 1.0))

@@ -1,0 +1,100 @@
+"""What a machine is made of, from datasheets, in SI units: FLOP/s, bytes, bytes per second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshmark.errors import InputError, UnknownNameError
+
+TERA = 10**12
+GIGA = 10**9
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One accelerator. Raises `InputError` when a size is not positive."""
+
+    name: str
+    peak_flops: dict[str, float]
+    """Dense FLOP/s by arithmetic ("bf16", "fp32", ...)."""
+    memory_bytes: float
+    """What a program can allocate: the marketed size less what the driver keeps."""
+    memory_bandwidth: float
+    """Bytes per second."""
+    link_bandwidth: float
+    """One direction, GPU to the other GPUs of its node, bytes per second."""
+    network_bandwidth: float
+    """One direction, GPU to other nodes: its share of the node's adapters, bytes per second."""
+    gpus_per_node: int
+    source: str
+
+    def __post_init__(self) -> None:
+        for field in ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "gpus_per_node"):
+            if (got := getattr(self, field)) <= 0:
+                raise InputError(f"gpu {self.name!r}: {field} is {got}, expected more than 0, in SI units")
+        for dtype, flops in self.peak_flops.items():
+            if not TERA / 100 < flops < 10**17:
+                raise InputError(
+                    f"gpu {self.name!r}: {flops:g} FLOP/s in {dtype} is no accelerator's peak; "
+                    "give it in FLOP/s, not in TFLOP/s"
+                )
+        if self.memory_bytes < 2**28:
+            raise InputError(f"gpu {self.name!r}: {self.memory_bytes:g} bytes of memory; give it in bytes, not GB")
+
+    def peak(self, dtype: str) -> float:
+        """Dense FLOP/s in `dtype`. Raises `UnknownNameError` when the GPU has no such arithmetic."""
+        if dtype not in self.peak_flops:
+            raise UnknownNameError(f"arithmetic of {self.name}", dtype, self.peak_flops)
+        return self.peak_flops[dtype]
+
+
+def _gpu(
+    name: str, tflops: dict[str, float], gigabytes: float, hbm: float, link: float, network: float, per_node: int,
+    source: str,
+) -> Gpu:  # fmt: skip
+    """A GPU from datasheet figures in TFLOP/s, GB (of 2^30, as HBM is sold) and GB/s."""
+    return Gpu(
+        name=name, peak_flops={k: v * TERA for k, v in tflops.items()}, memory_bytes=gigabytes * GIB,
+        memory_bandwidth=hbm * GIGA, link_bandwidth=link * GIGA, network_bandwidth=network * GIGA,
+        gpus_per_node=per_node, source=source,
+    )  # fmt: skip
+
+
+_AMPERE = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0}
+_HOPPER = {"fp32": 67.0, "tf32": 494.5, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9}
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("h100", _HOPPER, 79.1, 3352, 450, 50, 8, "NVIDIA H100 SXM5 datasheet; 8 x 400 Gb/s per node"),
+        _gpu("h100-96", _HOPPER, 94.5, 2400, 450, 50, 8, "torchtitan llama3_h100_202412: HBM2e, 500 W cap, 400 Gb/s"),
+        _gpu("h200", _HOPPER, 139.8, 4800, 450, 50, 8, "NVIDIA H200 SXM datasheet; 8 x 400 Gb/s per node"),
+        _gpu("a100-80", _AMPERE, 79.1, 2039, 300, 25, 8, "NVIDIA A100 80GB SXM datasheet; 8 x 200 Gb/s per node"),
+        _gpu("a100-40", _AMPERE, 39.4, 1555, 300, 25, 8, "NVIDIA A100 40GB SXM datasheet; 8 x 200 Gb/s per node"),
+        _gpu("v100-32", {"fp32": 15.7, "fp16": 125.0}, 31.7, 900, 150, 6.25, 16,
+             "NVIDIA V100-SXM3 datasheet; DGX-2H: 16 GPUs, 8 x 100 Gb/s (arXiv:1909.08053 sec. 5)"),
+        _gpu("p100", {"fp32": 10.6, "fp16": 21.2}, 15.9, 732, 16, 1.25, 8,
+             "NVIDIA P100 datasheet; PCIe 3 x16 without NVLink (arXiv:1811.06965 table 3)"),
+        _gpu("tpu-v3", {"fp32": 3.8, "bf16": 61.5}, 16.0, 450, 70, 70, 2048,
+             "Jouppi et al., CACM 63(7) 2020: a core is half of a chip's 123 TFLOP/s, 32 GiB and 900 GB/s"),
+        _gpu("cpu", {"fp32": 0.1, "bf16": 0.05}, 8.0, 20, 5, 1.25, 2, "a laptop's two cores; see meshmark calibrate"),
+    )
+}  # fmt: skip
+
+_ALIASES = {
+    "h100-80gb": "h100", "h100-80": "h100", "h100-sxm": "h100", "h200-141gb": "h200", "a100": "a100-80",
+    "a100-80gb": "a100-80", "a100-40gb": "a100-40", "v100": "v100-32", "v100-32gb": "v100-32", "tpuv3": "tpu-v3",
+}  # fmt: skip
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU called `name`, in any case, or by a common alias.
+
+    Raises `UnknownNameError` with near matches when there is none.
+    """
+    key = name.strip().lower().replace("_", "-").replace(" ", "-")
+    key = _ALIASES.get(key, key)
+    if key not in GPUS:
+        raise UnknownNameError("gpu", name, [*GPUS, *_ALIASES])
+    return GPUS[key]

@@ -1,0 +1,211 @@
+"""Search, predict, fit, tables, dry run and the command line: right answers, and messages for wrong questions."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshmark.errors import InputError, UnknownNameError
+from meshmark.plan.cli import main
+from meshmark.plan.errors_of import errors_of
+from meshmark.plan.fit import fit_rates
+from meshmark.plan.grid import make_grid
+from meshmark.plan.models import model_of_size, plan_model
+from meshmark.plan.papers import PAPERS_DIR, paper
+from meshmark.plan.predict import predict_file
+from meshmark.plan.rates import Rates, rates, read_rates, write_rates
+from meshmark.plan.recipe import recipe
+from meshmark.plan.search import NothingFitsError, max_model, search
+from meshmark.plan.sweep import LAYOUT_COLUMNS
+from meshmark.plan.system import Gpu, gpu
+from meshmark.plan.tables import all_tables, summary_lines, table_lines
+
+ROOT = Path(__file__).parent.parent
+H100, NANOTRON = gpu("h100"), recipe("nanotron")
+
+
+def test_all_layouts_of_175b_on_4096_gpus_take_less_than_two_seconds() -> None:
+    start = time.perf_counter()
+    found = search(plan_model("gpt-175b"), 4096, 4096, H100, NANOTRON, rates("h100"))
+    assert time.perf_counter() - start < 2.0
+    assert found.num_examined > 1000
+    speeds = found.prediction.tokens_per_second_per_gpu[found.ranked]
+    assert (np.diff(speeds) <= 0).all()
+    assert found.headroom_bytes(int(found.ranked[0])) >= 0
+    assert found.headroom_bytes(int(found.just_too_large[0])) < 0
+
+
+def test_a_model_that_fits_nowhere_says_what_is_missing_and_where_it_would_fit() -> None:
+    with pytest.raises(NothingFitsError, match=r"more than there is; it fits on \d+ gpus"):
+        search(plan_model("gpt-175b"), 2, 256, gpu("a100"), NANOTRON, rates("a100"))
+
+
+def test_the_largest_model_fits_and_more_gpus_hold_a_larger_one() -> None:
+    few, many = (max_model(n, 64, H100, NANOTRON, rates("h100")) for n in (8, 64))
+    assert few[2].min() <= H100.memory_bytes
+    assert many[0].num_parameters > 4 * few[0].num_parameters
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plan_model("lama-8b"), "did you mean 'llama-8b'"),
+        (lambda: gpu("h10"), "did you mean"),
+        (lambda: recipe("deepsped"), "unknown recipe"),
+        (lambda: rates("h1000"), "did you mean 'h100'"),
+        (lambda: paper("zero_table"), "did you mean"),
+    ],
+)
+def test_unknown_names_give_near_matches(call: object, message: str) -> None:
+    with pytest.raises(UnknownNameError, match=message):
+        call()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: search(plan_model("llama-8b"), 0, 8, H100, NANOTRON, rates("h100")), "gpus is 0"),
+        (lambda: search(plan_model("llama-8b"), 8, -1, H100, NANOTRON, rates("h100")), "global batch is -1"),
+        (lambda: search(plan_model("llama-8b"), 37, 8, H100, NANOTRON, rates("h100")), "divides"),
+        (lambda: make_grid(tp=[0]), "tp is 0"),
+        (lambda: make_grid(ep=[2]), "no column ep"),
+        (lambda: model_of_size(175), "at least 1e7"),
+        (lambda: Rates(name="x", gemm_efficiency=57.0), "a share between 0 and 1"),
+        (lambda: Rates(name="x", tp_bandwidth=-1.0), "0 or more"),
+        (lambda: Gpu(name="x", peak_flops={"bf16": 989.0}, memory_bytes=8e10, memory_bandwidth=1e12,
+                     link_bandwidth=1e11, network_bandwidth=1e10, gpus_per_node=8, source=""), "not in TFLOP/s"),
+        (lambda: Gpu(name="x", peak_flops={"bf16": 1e15}, memory_bytes=80, memory_bandwidth=1e12,
+                     link_bandwidth=1e11, network_bandwidth=1e10, gpus_per_node=8, source=""), "in bytes, not GB"),
+    ],
+)  # fmt: skip
+def test_impossible_questions_are_refused_with_a_reason(call: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        call()  # type: ignore[operator]
+
+
+def write_table(path: Path, rows: list[dict[str, str]]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def sweep_rows(count: int) -> list[dict[str, str]]:
+    rows = paper("ultrascale_sweep_1b_8b")
+    return [*rows[:count], *rows[-count:]]
+
+
+def test_predict_does_not_read_measured_columns(tmp_path: Path) -> None:
+    rows = sweep_rows(20)
+    bare = [{c: row[c] for c in LAYOUT_COLUMNS} for row in rows]
+    lies = [{**row, "tokens_per_s_per_gpu": "1", "gpu_memory_gb": "1", "status": "ok"} for row in rows]
+    answers = []
+    for name, table in (("bare", bare), ("lies", lies)):
+        source, target = write_table(tmp_path / f"{name}.csv", table), tmp_path / f"{name}.out.csv"
+        assert predict_file(source, target) == 40
+        with target.open(newline="") as file:
+            found = list(csv.DictReader(file))
+        answers.append([{k: v for k, v in row.items() if k.startswith("predicted_")} for row in found])
+    assert answers[0] == answers[1]
+    assert {"predicted_memory_gib", "predicted_fits", "predicted_tokens_per_s_per_gpu"} <= set(answers[0][0])
+    assert all(float(row["predicted_memory_gib"]) > 0 and row["predicted_fits"] in "01" for row in answers[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tp": "three"}, "row 2: tp is 'three'"),
+        ({"zero_stage": "4"}, "zero_stage is 4"),
+        ({"dp": "0"}, "dp is '0'"),
+        ({"gpus": "5"}, "dp x tp x pp is"),
+        ({"gpu": "H1000"}, "unknown gpu"),
+        ({"micro_batch": "-1"}, "micro_batch"),
+    ],
+)
+def test_predict_names_the_row_and_column_that_cannot_be(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    source = write_table(tmp_path / "in.csv", [{**sweep_rows(1)[0], **changes}])
+    with pytest.raises(InputError, match=message):
+        predict_file(source, tmp_path / "out.csv")
+
+
+def test_predict_says_which_column_or_file_is_missing(tmp_path: Path) -> None:
+    row = sweep_rows(1)[0]
+    del row["hidden"]
+    with pytest.raises(InputError, match="missing column hidden"):
+        predict_file(write_table(tmp_path / "in.csv", [row]), tmp_path / "out.csv")
+    with pytest.raises(InputError, match="cannot read"):
+        predict_file(tmp_path / "none.csv", tmp_path / "out.csv")
+
+
+def test_fit_finds_rates_that_made_the_data_despite_outliers() -> None:
+    sizes = np.linspace(1.0, 50.0, 60)
+    truth = sizes / 0.5 + 3e-2 * 100
+    measured = np.where(np.arange(60) % 7 == 0, truth * 8, truth)
+
+    def residual(given: Rates) -> np.ndarray:
+        return np.log((sizes / given.gemm_efficiency + given.step_seconds * 100) / measured)
+
+    bounds = {"gemm_efficiency": (0.1, 1.0), "step_seconds": (1e-4, 1.0)}
+    found = fit_rates(Rates(name="t", gemm_efficiency=0.9, step_seconds=1e-3), bounds, residual)
+    assert found.gemm_efficiency == pytest.approx(0.5, rel=0.01)
+    assert found.step_seconds == pytest.approx(3e-2, rel=0.05)
+
+
+def test_errors_are_relative_to_the_measured_value() -> None:
+    found = errors_of(np.array([1.1, 1.0, 3.0, np.nan]), np.array([1.0, 2.0, 3.0, 4.0]), goal=0.11)
+    assert (found.num_rows, found.worst) == (3, pytest.approx(0.5))
+    assert found.mean == pytest.approx(0.2)
+    assert found.within_goal == pytest.approx(2 / 3)
+    assert found.rank_correlation == pytest.approx(0.5)
+
+
+def test_rates_survive_a_file(tmp_path: Path) -> None:
+    write_rates(tmp_path / "r.json", rates("h100"))
+    assert read_rates(tmp_path / "r.json") == rates("h100")
+    (tmp_path / "bad.json").write_text('{"speed": 1}')
+    with pytest.raises(InputError, match="holds no rates"):
+        read_rates(tmp_path / "bad.json")
+
+
+def test_every_published_row_has_a_source_and_every_table_a_report() -> None:
+    for path in PAPERS_DIR.glob("*.csv"):
+        assert all(row["source"] for row in paper(path.stem)), path.name
+    tables = all_tables()
+    text = "\n".join(line for t in tables for line in table_lines(t)) + "\n".join(summary_lines(tables))
+    assert (ROOT / "reports" / "tables.md").read_text().endswith("\n".join(table_lines(tables[-1])))
+    for title in ("GPipe table 1", "GPipe table 2", "ZeRO table 2", "GPT-3 table 2.1", "Scalar claims", "A100 peaks"):
+        assert title in text
+    by_title = {t.title.split(":")[0]: t for t in tables}
+    assert max(abs(c.error) for c in by_title["ZeRO table 1"].cells) < 0.03
+    assert max(abs(c.error) for c in by_title["Activations of a 10B model by batch"].cells) == 0
+    assert [c.flagged for c in by_title["GPipe table 1"].cells if c.flagged]
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["plan", "--model", "llama-8b", "--gpus", "64", "--timeline", str(tmp_path / "t.svg")]) == 0
+    out = capsys.readouterr().out
+    assert "layouts" in out and "The best wins because" in out and "tok/s/gpu" in out
+    assert (tmp_path / "t.svg").read_text().startswith("<svg")
+    assert main(["plan", "--model", "llama-8b", "--gpus", "64", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["layouts"][0]["memory_bytes"] + answer["layouts"][0]["headroom_bytes"] == H100.memory_bytes
+    assert main(["plan", "--gpus", "8", "--max-model"]) == 0
+    assert "parameters" in capsys.readouterr().out
+    assert main(["plan", "--model", "nothing", "--gpus", "8"]) == 2
+    assert "unknown model" in capsys.readouterr().err
+
+
+def test_a_dry_run_at_1024_ranks_agrees_with_the_plan() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "meshmark.plan.dry_run"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "dp1024.zero3" in run.stdout and "dp256.tp4.zero3" in run.stdout
