@@ -147,15 +147,15 @@ def report(
         "leaves the gradient's size as it is. Gradients that are zero by mathematics (the keys' biases) have no "
         "relative error; they are held to their noise. "
         f"A correct case fails with probability {FALSE_ALARMS:g}, by the tails of its own noise runs.",
-        markdown(_limit_row(record) for record in limits),
+        markdown([_limit_row(record) for record in limits]),
         "## Correct runs",
         f"{honest.num_runs} runs of `single` over {honest.num_groups} problems (GPT, LLaMA and tied GPT, AdamW and "
         "SGD, seeds, precisions), each problem with noise runs of its own and correct runs under other chunkings, "
         f"orders and last bits; and {len(real)} launches of real adapters.",
-        markdown(honest.rows()),
-        markdown(_real_row(record) for record in real),
+        markdown(list(honest.rows())),
+        markdown([_real_row(record) for record in real]),
         "## Mutants",
-        markdown(_row(trial) for trial in trials),
+        markdown([_row(trial) for trial in trials]),
         "## How it was obtained",
         f"`make power`: {seconds / 60:.0f} minutes on {environment.num_cpus} CPUs ({environment.machine}), commit "
         f"{environment.commit}, {environment.date}, torch {environment.versions['torch']}.",
