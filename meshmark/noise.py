@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,19 +24,17 @@ from meshmark.data import Batch, load_corpus, make_batch
 from meshmark.initial import random_bits
 from meshmark.layout import Layout
 from meshmark.rank_report import RankReport, Request
-from meshmark.serial import encode
+from meshmark.serial import decode, encode
 from meshmark.trace import Trace, note
 from meshmark.truth import assess
+from meshmark.yardstick import Comparisons, noise_run
 
 NUM_RUNS = 8
 NUM_RANKS = 2
 """Processes that share the runs."""
 TIME_LIMIT_SECONDS = 600.0
-FORMAT = 3
+FORMAT = 4
 """Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
-
-Noise = dict[str, list[float]]
-"""Largest distance to the truth over all noise runs, by quantity, then step."""
 
 
 def noise_key(case: Case, steps: int) -> str:
@@ -49,18 +49,37 @@ def measure_noise(request: Request, adapter: Adapter, context: RankContext, star
     """Noise of `request.case`'s workload and precision over this rank's share of the runs; `adapter` is `single`."""
     alone = dataclasses.replace(context, rank=0, world_size=1)
     runs = range(context.rank, NUM_RUNS, context.world_size)
-    noise = merge_noise([_noise_run(request, adapter, alone, run) for run in runs])
-    return RankReport(rank=context.rank, build_seconds=0.0, run_seconds=time.time() - started, noise=noise)
+    noise_runs = [train_alone(request, adapter, alone, run) for run in runs]
+    return RankReport(rank=context.rank, build_seconds=0.0, run_seconds=time.time() - started, noise_runs=noise_runs)
 
 
-def merge_noise(parts: Sequence[Noise]) -> Noise:
-    """The largest distance of all parts, which hold the same quantities and steps."""
-    return {
-        quantity: [max(step) for step in zip(*(part[quantity] for part in parts), strict=True)] for quantity in parts[0]
-    }
+def read_noise(path: Path) -> list[Comparisons] | None:
+    """The noise runs that `write_noise` left; None when the file is not what was written.
+
+    Raises `FileNotFoundError` when there is none.
+    """
+    try:
+        digest, _, text = path.read_text().partition("\n")
+        whole = hashlib.sha256(text.encode()).hexdigest() == digest
+        runs: list[Comparisons] = decode(list[Comparisons], json.loads(text)) if whole else []
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError):
+        return None
+    return runs or None
 
 
-def _noise_run(request: Request, adapter: Adapter, context: RankContext, run: int) -> Noise:
+def write_noise(path: Path, runs: Sequence[Comparisons]) -> None:
+    """Atomically, so that another process reads a whole file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(encode(runs))
+    partial = path.with_suffix(f".{os.getpid()}.{time.time_ns()}")
+    partial.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+    partial.replace(path)
+
+
+def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
+    """One noise run; `run` seeds its perturbations and picks its chunking and way of casting."""
     workload = request.case.workload
     chunkings = [n for n in (1, 2, 4, 8) if workload.global_batch % n == 0]
     layout = Layout(num_micro_batches=chunkings[run % len(chunkings)])
@@ -75,8 +94,7 @@ def _noise_run(request: Request, adapter: Adapter, context: RankContext, run: in
         norm = engine.update()
         trace.norms.append(None if norm is None else float(norm))
         trace.parameters.append(note(engine.parameters()))
-    found = assess(trace, workload, start=trace.parameters[0])
-    return {quantity: [d.distance for d in steps] for quantity, steps in found.items()}
+    return noise_run(assess(trace, workload, start=trace.parameters[0]), case.precision)
 
 
 def _permute(batch: Batch, case: Case, run: int) -> Batch:

@@ -9,6 +9,7 @@ import torch
 
 from meshmark.adapter import Adapter, Engine, Holdings, RankContext
 from meshmark.data import make_batch
+from meshmark.diagnosis import diagnose
 from meshmark.meters.memory import Named, cuda_peaks, read_memory, visible_storages
 from meshmark.meters.traffic import read_traffic
 from meshmark.meters.watch import Watch
@@ -69,10 +70,14 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     dtypes = _dtypes(engine.holdings())
     engine.close()
     trace, drifts = gather_trace(diary.trace)
+    deviations = assess(trace, request.case.workload) if trace and request.assess else {}
+    diagnosis = None
+    if trace and deviations and request.yardstick:
+        diagnosis = diagnose(request.case, trace, deviations, drifts, request.yardstick)
     return RankReport(
         rank=context.rank, build_seconds=built - started, run_seconds=time.time() - built,
-        losses=diary.trace.losses, norms=diary.trace.norms,
-        deviations=assess(trace, request.case.workload) if trace and request.assess else {}, drifts=drifts,
+        losses=diary.trace.losses, norms=diary.trace.norms, deviations=deviations, drifts=drifts,
+        diagnosis=diagnosis,
         memory=memory, traffic=traffic, state_dtypes=dtypes,
     )  # fmt: skip
 

@@ -256,3 +256,5 @@ class Progress:
             else:
                 self._reporter.ensure_newline()
                 self._reporter.write_line(f"{line} {record.outcome.status} in {record.launch_seconds:.1f} s")
+            for remark in record.remarks if record else []:
+                self._reporter.write_line(f"meshmark: {remark}")

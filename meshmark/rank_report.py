@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from meshmark.case import Case
+from meshmark.faults import Diagnosis
 from meshmark.meters.memory import MemoryReading
 from meshmark.meters.traffic import TrafficReading
 from meshmark.trace import Drift
 from meshmark.truth import Deviation
+from meshmark.yardstick import Comparisons, Yardstick
 
 
 class Task(StrEnum):
@@ -39,6 +41,8 @@ class Request:
     """TIME: steps before the first that counts."""
     assess: bool = True
     """OBSERVE: compare with the truth; False measures memory and traffic alone."""
+    yardstick: Yardstick | None = None
+    """OBSERVE: what a run that exceeds it is diagnosed by."""
     time_limit_seconds: float
 
 
@@ -59,6 +63,8 @@ class RankReport:
     """From the truth, by quantity, then step; on rank 0, for all ranks."""
     drifts: list[Drift] = field(default_factory=list)
     """On rank 0, for all ranks."""
+    diagnosis: Diagnosis | None = None
+    """On rank 0, of a run that is not equivalent."""
     memory: MemoryReading | None = None
     traffic: TrafficReading | None = None
     step_seconds: list[float] = field(default_factory=list)
@@ -66,8 +72,8 @@ class RankReport:
     """Best rate of a matrix product in the case's precision, all ranks at once; the peak where none is published."""
     state_dtypes: dict[str, str] = field(default_factory=dict)
     """Precision of what the engine holds, by category."""
-    noise: dict[str, list[float]] = field(default_factory=dict)
-    """NOISE: largest distance to the truth, by quantity, then step."""
+    noise_runs: list[Comparisons] = field(default_factory=list)
+    """NOISE: this rank's share of the runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import IO
 
 from meshmark.case import Case
 from meshmark.errors import ResultsError
+from meshmark.faults import Diagnosis
 from meshmark.machine import Environment
 from meshmark.meters.memory import MemoryReading
 from meshmark.meters.traffic import TrafficReading
@@ -20,6 +21,7 @@ from meshmark.rank_report import Task
 from meshmark.serial import decode, encode
 from meshmark.trace import Drift
 from meshmark.truth import Deviation
+from meshmark.yardstick import Yardstick
 
 SCHEMA = 1
 """Version of the format; raise it with every change that an older reader would misread."""
@@ -89,8 +91,12 @@ class Record:
     deviations: dict[str, list[Deviation]] = field(default_factory=dict)
     """From the truth, by quantity, then step."""
     noise: dict[str, list[float]] = field(default_factory=dict)
-    """The yardstick: the largest such distance in runs of `single` under perturbation."""
+    """The largest such distance in runs of `single` under perturbation, and of gradients' multiples, `scale/NAME`."""
+    factors: dict[str, float] = field(default_factory=dict)
+    """How many times its noise a quantity may stand from the truth, by kind."""
     drifts: list[Drift] = field(default_factory=list)
+    diagnosis: Diagnosis | None = None
+    """Of a run that is not equivalent: the likely defect."""
     memory: list[MemoryReading] = field(default_factory=list)
     """By rank."""
     planned_states: list[ModelStates] = field(default_factory=list)
@@ -107,6 +113,12 @@ class Record:
     matmul_flops_per_second: list[float] = field(default_factory=list)
     """By rank: the best matrix product found, all ranks at once."""
     verdicts: list[Verdict] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    """What happened on the way that a reader should know."""
+
+    @property
+    def yardstick(self) -> Yardstick:
+        return Yardstick(noise=self.noise, factors=self.factors)
 
     @property
     def step_seconds(self) -> list[float]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +13,13 @@ from meshmark.case import Case
 from meshmark.errors import MeshmarkError
 from meshmark.launch import Landing, Launcher
 from meshmark.machine import describe
-from meshmark.noise import NUM_RANKS, TIME_LIMIT_SECONDS, Noise, merge_noise, noise_key
+from meshmark.noise import NUM_RANKS, TIME_LIMIT_SECONDS, noise_key, read_noise, write_noise
 from meshmark.plan.states import model_states
 from meshmark.rank_report import Request, Task
 from meshmark.record import Outcome, Record, RecordFile, Status
 from meshmark.registry import builtin_adapters, load_adapter
 from meshmark.verdict import judge_communication, judge_equivalence, judge_memory
+from meshmark.yardstick import Comparisons, Yardstick, fit
 
 ASSESSABLE_PARAMETERS = 20_000_000
 """Largest model that is compared with the float64 truth, which takes 24 bytes a parameter on one rank and as long as
@@ -60,7 +59,9 @@ class Runner:
         writes = launcher.cluster.spec.node_rank == 0
         self._file = RecordFile(results) if writes else None
         self._records: dict[tuple[Task, str], Record] = {}
-        self._noise: dict[str, Noise] = {}
+        self._yardsticks: dict[str, Yardstick] = {}
+        self._remarks: list[str] = []
+        """For the next record."""
 
     def close(self) -> None:
         if self._file:
@@ -114,18 +115,19 @@ class Runner:
         return self.options.backend or ("nccl" if own_gpus else "gloo")
 
     def _run(self, request: Request) -> Record:
-        noise = self.noise(request) if request.task is Task.OBSERVE and request.assess else {}
+        if request.task is Task.OBSERVE and request.assess:
+            request = dataclasses.replace(request, yardstick=self.yardstick(request))
         landing = self.launcher.launch(request, request.case.world_size)
-        return self._record(request, _outcome(landing), landing, noise)
+        return self._record(request, _outcome(landing), landing)
 
-    def _record(
-        self, request: Request, outcome: Outcome, landing: Landing | None = None, noise: Noise | None = None
-    ) -> Record:
+    def _record(self, request: Request, outcome: Outcome, landing: Landing | None = None) -> Record:
         case, adapter = request.case, self._adapter(request.case)
         reports = landing.reports if landing else []
         whole = outcome.status in (Status.OK, Status.NAN)
         observed = whole and request.task is Task.OBSERVE
         ranks = range(case.world_size) if observed else range(0)
+        yardstick = request.yardstick if whole and request.yardstick else Yardstick(noise={}, factors={})
+        remarks, self._remarks = self._remarks, []
         draft = Record(
             case=case, adapter=request.adapter, task=request.task, outcome=outcome,
             environment=describe(request.device, request.backend, self.launcher.cluster.spec.nnodes),
@@ -134,8 +136,8 @@ class Runner:
             build_seconds=max((r.build_seconds for r in reports), default=0.0),
             losses=[sum(shares) for shares in zip(*(r.losses for r in reports), strict=True)] if whole else [],
             norms=next((r.norms for r in reports if any(n is not None for n in r.norms)), []),
-            deviations=reports[0].deviations if whole else {}, noise=(noise or {}) if whole else {},
-            drifts=reports[0].drifts if whole else [],
+            deviations=reports[0].deviations if whole else {}, noise=yardstick.noise, factors=yardstick.factors,
+            drifts=reports[0].drifts if whole else [], diagnosis=reports[0].diagnosis if whole else None,
             memory=[r.memory for r in reports if r.memory], state_dtypes=reports[0].state_dtypes if whole else {},
             planned_states=[model_states(case, rank, adapter.recipe(case)) for rank in ranks],
             remainders=[list(adapter.remainders(case, rank)) for rank in ranks],
@@ -143,6 +145,7 @@ class Runner:
             planned_traffic=[adapter.traffic(case, rank) for rank in ranks],
             rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
             matmul_flops_per_second=[r.matmul_flops_per_second for r in reports if r.matmul_flops_per_second],
+            remarks=remarks,
         )  # fmt: skip
         if not observed:
             return draft
@@ -151,18 +154,27 @@ class Runner:
             verdicts.insert(0, judge_equivalence(draft))
         return dataclasses.replace(draft, verdicts=verdicts)
 
-    def noise(self, request: Request) -> Noise:
+    def yardstick(self, request: Request) -> Yardstick:
         """The yardstick of a request's workload and precision: from this session, from disk, or measured now.
 
         Raises `MeshmarkError` when the single process fails, for then nothing can be judged.
         """
         key = noise_key(request.case, request.steps)
         path = self.results / "noise" / f"{key}.json"
-        if key not in self._noise:
-            self._noise[key] = _read_noise(path) or self._measure_noise(request, path)
-        return self._noise[key]
+        if key not in self._yardsticks:
+            self._yardsticks[key] = fit(self._noise_runs(request, path))
+        return self._yardsticks[key]
 
-    def _measure_noise(self, request: Request, path: Path) -> Noise:
+    def _noise_runs(self, request: Request, path: Path) -> list[Comparisons]:
+        try:
+            runs = read_noise(path)
+        except FileNotFoundError:
+            return self._measure_noise(request, path)
+        if runs is None:
+            self._remarks.append(f"the noise floor {path} was damaged, and has been measured anew")
+        return runs or self._measure_noise(request, path)
+
+    def _measure_noise(self, request: Request, path: Path) -> list[Comparisons]:
         measured = dataclasses.replace(
             request, task=Task.NOISE, adapter=builtin_adapters()["single"], time_limit_seconds=TIME_LIMIT_SECONDS
         )
@@ -172,21 +184,9 @@ class Runner:
             raise MeshmarkError(
                 f"noise of {request.case.id} could not be measured: {failure.message}\n{failure.log_tail}"
             )
-        noise = merge_noise([report.noise for report in landing.reports])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{time.time_ns()}")
-        partial.write_text(json.dumps(noise))
-        partial.replace(path)
-        return noise
-
-
-def _read_noise(path: Path) -> Noise | None:
-    """None when there is no such file, or its content is not what was written."""
-    try:
-        noise: Noise = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return noise
+        runs = [run for report in landing.reports for run in report.noise_runs]
+        write_noise(path, runs)
+        return runs
 
 
 def _outcome(landing: Landing) -> Outcome:

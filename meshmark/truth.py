@@ -104,15 +104,21 @@ class ExactOptimizer:
             self.parameters = {
                 name: nn.Parameter(torch.tensor(p, dtype=torch.float64)) for name, p in parameters.items()
             }
-            self.optimizer = build_optimizer(self.spec, self.parameters.values())
+            self.optimizer = self.build()
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(torch.from_numpy(parameters[name]))
                 parameter.grad = torch.tensor(gradients[name], dtype=torch.float64)
         if self.spec.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.parameters.values(), self.spec.clip_norm)
+            self.clip(self.spec.clip_norm)
         self.optimizer.step()
         return {name: p.detach().numpy().copy() for name, p in self.parameters.items()}
+
+    def build(self) -> torch.optim.Optimizer:
+        return build_optimizer(self.spec, self.parameters.values())
+
+    def clip(self, max_norm: float) -> None:
+        nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)
 
 
 def deviation(y: NDArray[np.floating] | None, x: NDArray[np.floating]) -> Deviation:

@@ -6,14 +6,12 @@ Pure functions from a record to a verdict: a record on disk can be judged again.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-from meshmark.layout import Precision
 from meshmark.record import Record, Verdict
 from meshmark.truth import Deviation
+from meshmark.yardstick import FALSE_ALARMS, compare, zeros
 
-NOISE_FACTOR = 4.0
-"""A quantity passes within this multiple of its noise. Correct runs of every adapter stay under 2 (reports/ show each
-case's worst), and one gradient wrong by 1e-5 stands at more than ten."""
 STATE_TOLERANCE = 0.01
 """Relative, on the bytes of each category of model states."""
 TRAFFIC_TOLERANCE = 0.01
@@ -22,64 +20,72 @@ exchange a few."""
 
 
 def judge_equivalence(record: Record) -> Verdict:
-    """Every loss, norm, gradient and parameter within a factor of its noise, the start exact, replicas equal."""
+    """Every loss, norm, gradient and parameter within its factor of its noise, the start exact, replicas equal."""
     wrong_start = [q for q, steps in record.deviations.items() if q.startswith("initial/") and steps[0].distance]
-    judged = {q: steps for q, steps in record.deviations.items() if not q.startswith("initial/")}
-    if "norm" not in record.noise:
-        judged.pop("norm", None)  # `single`, which does not clip, tells none to measure noise by
-    ratios = [
-        (_ratio(deviation, noise_of(record, quantity, step), record.case.precision), quantity, step)
-        for quantity, steps in judged.items() for step, deviation in enumerate(steps)
-    ]  # fmt: skip
-    ratio, quantity, step = max(ratios)
-    worst = judged[quantity][step]
+    yardstick, run = record.yardstick, compare(record.deviations)
+    excesses = list(yardstick.excesses(run))
+    excess, quantity, step = max(excesses)
+    noise, factor, worst = yardstick.noise_of(quantity, step), yardstick.factor_of(quantity), _worst(record, quantity)
+    limits = detection_limits(record)
+    blindest = max(limits, key=lambda name: limits[name].scaling, default="")
     evidence: dict[str, float | int | str] = {
-        "worst_quantity": quantity, "worst_step": step, "ratio": ratio, "distance": worst.distance,
-        "truth_norm": worst.scale, "multiple_of_truth": worst.factor, "noise": noise_of(record, quantity, step),
-        "factor": NOISE_FACTOR, "detection_limit": detection_limit(record),
-        "failing": sum(r > NOISE_FACTOR for r, *_ in ratios),
-        "compared": len(ratios),
+        "worst_quantity": quantity, "worst_step": step, "ratio": excess * factor, "distance": run[quantity][step],
+        "truth_norm": worst[step].scale, "multiple_of_truth": worst[step].factor, "noise": noise, "factor": factor,
+        "false_alarm_probability": FALSE_ALARMS,
+        "detection_limit": max((limit.scaling for limit in limits.values()), default=math.inf),
+        "blindest": blindest,
+        "detection_limit_any_direction": max((limit.any_direction for limit in limits.values()), default=math.inf),
+        "failing": sum(not e <= 1 for e, *_ in excesses), "compared": len(excesses),
     }  # fmt: skip
+    if record.diagnosis:
+        evidence["diagnosis"] = record.diagnosis.text
     if wrong_start:
         summary = f"starts elsewhere: {len(wrong_start)} initial values differ, first {wrong_start[0]}"
-    elif ratio > NOISE_FACTOR:
-        summary = f"{quantity} at step {step} is {ratio:.3g} x its noise, {worst.factor:.6g} x the truth"
+    elif excess > 1:
+        summary = (
+            f"{quantity} at step {step} is {excess * factor:.3g} x its noise, {worst[step].factor:.6g} x the truth"
+        )
     elif record.drifts:
         first = record.drifts[0]
         summary = f"replicas differ: {first.quantity} at step {first.step} on ranks {first.ranks}"
     else:
-        summary = f"worst {quantity} at step {step}: {ratio:.2f} x its noise"
-    passed = not wrong_start and ratio <= NOISE_FACTOR and not record.drifts
+        summary = f"worst {quantity} at step {step}: {excess * factor:.2f} x its noise, {factor:.2f} x allowed"
+    passed = not wrong_start and excess <= 1 and not record.drifts
     return Verdict(suite="equivalence", passed=passed, summary=summary, evidence=evidence)
 
 
-def noise_of(record: Record, quantity: str, step: int) -> float:
-    """A tensor's noise is that of its step; a scalar's, of which a step gives one sample a run, that of all steps."""
-    steps = record.noise[quantity]
-    if not all(map(math.isfinite, steps)):
-        return math.inf
-    return max(steps) if quantity in ("loss", "norm") else steps[step]
+def _worst(record: Record, quantity: str) -> list[Deviation]:
+    """The deviations behind a compared quantity."""
+    return record.deviations[quantity.replace("scale/", "gradients/", 1)]
 
 
-def _ratio(deviation: Deviation, noise: float, precision: Precision) -> float:
-    """Distance over noise. No distance passes whatever the noise; noise that is not finite excuses nothing; where none
-    was seen at all (float64 updates can be exact), half a unit in the last place stands for it."""
-    if deviation.distance == 0:
-        return 0.0
-    noise = noise or deviation.scale * 2.0 ** -(precision.mantissa_bits + 1)
-    known = noise and math.isfinite(noise) and math.isfinite(deviation.distance)
-    return deviation.distance / noise if known else math.inf
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """The smallest relative errors of one parameter's gradient that would have been caught at every step."""
+
+    scaling: float
+    """Of a factor on it."""
+    any_direction: float
+    """Of an error that leaves its size alone."""
 
 
-def detection_limit(record: Record) -> float:
-    """The smallest relative error that would have been caught in every gradient of this run: the largest ratio of
-    tolerance to norm, over tensors whose gradient is more than noise (a key bias's is zero by mathematics)."""
-    limits = [
-        NOISE_FACTOR * record.noise[quantity][step] / deviation.scale
-        for quantity, steps in record.deviations.items() if quantity.startswith("gradients/")
-        for step, deviation in enumerate(steps) if deviation.scale > record.noise[quantity][step]
-    ]  # fmt: skip
-    return max(limits, default=math.inf)
+def detection_limits(record: Record) -> dict[str, Limit]:
+    """By parameter; those whose gradient is zero by mathematics have none."""
+    yardstick, zero, limits = record.yardstick, zeros(record.deviations), {}
+    for quantity, steps in record.deviations.items():
+        kind, _, name = quantity.partition("/")
+        if kind != "gradients" or name in zero or quantity not in yardstick.noise:
+            continue
+        distances = [yardstick.tolerance(quantity, step) / d.scale if d.scale else math.inf
+                     for step, d in enumerate(steps)]  # fmt: skip
+        multiple = f"scale/{name}"
+        # A number's noise may point the other way, and then hides as much as it is.
+        by_multiple = (
+            yardstick.tolerance(multiple, 0) + yardstick.noise_of(multiple, 0)
+            if multiple in yardstick.noise else math.inf
+        )  # fmt: skip
+        limits[name] = Limit(scaling=min(max(distances), by_multiple), any_direction=max(distances))
+    return limits
 
 
 def judge_memory(record: Record) -> Verdict:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from meshmark.case import Case
+from meshmark.faults import Diagnosis, Fault
 from meshmark.layout import Layout, Precision
 from meshmark.machine import Environment
 from meshmark.meters.memory import Bytes, MemoryReading
@@ -95,6 +96,9 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
             "initial/head.norm.bias": [Deviation(distance=0.0, scale=1.0, factor=1.0)],
         },
         "noise": {"loss": [1e-7, 1e-7], "norm": [1e-7, 1e-7], "gradients/head.norm.bias": [1e-7, 2e-7]},
+        "factors": {"number": 4.0, "gradients": 3.0, "parameters": 2.5},
+        "diagnosis": Diagnosis(fault=Fault.DRIFT, step=1, names=["head.norm.bias"], num_names=1, ranks=[1]),
+        "remarks": ["the noise floor was damaged"],
         "drifts": [Drift(quantity="parameters/head.norm.bias", step=1, ranks=[1])],
         "memory": [make_memory(), make_memory()],
         "planned_states": [ModelStates(parameters=400, gradients=400, optimizer_states=800)] * 2,
@@ -109,11 +113,12 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
 
 def make_good(**changes: Any) -> Record:  # noqa: ANN401
     """The same without drifts, as an honest run leaves it."""
-    return make_record(**{"drifts": [], **changes})
+    return make_record(**{"drifts": [], "diagnosis": None, **changes})
 
 
 def make_timed(**changes: Any) -> Record:  # noqa: ANN401
     """The untouched pass over the same case."""
     observed = dict.fromkeys(("norms", "drifts", "memory", "planned_states", "remainders", "traffic"), [])
-    empty: dict[str, Any] = {"deviations": {}, "noise": {}, "state_dtypes": {}, "planned_traffic": [], "verdicts": []}
+    empty: dict[str, Any] = {"deviations": {}, "noise": {}, "state_dtypes": {}, "planned_traffic": [], "verdicts": [],
+                             "factors": {}, "diagnosis": None, "remarks": []}  # fmt: skip
     return make_record(**{**observed, **empty, "task": Task.TIME, "losses": [5.25], **changes})

@@ -22,7 +22,8 @@ ORDER = """
     serial device machine initial data model objective
     plan
     adapter registry
-    trace truth meters rank_report noise observe timing
+    trace truth yardstick faults gradient_faults update_faults diagnosis
+    meters rank_report noise observe timing
     worker preload
     cluster launch
     record

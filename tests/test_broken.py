@@ -1,4 +1,4 @@
-"""Engines that train on without an error, and wrongly: the equivalence suite must fail, and say what is wrong."""
+"""Engines that train on without an error, and wrongly, through the launcher: a handful of what `make power` runs."""
 
 from __future__ import annotations
 
@@ -6,67 +6,71 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.honest import measure_group
 from meshmark.case import Case
 from meshmark.cluster import Cluster, ClusterSpec
+from meshmark.faults import Fault
 from meshmark.launch import Launcher
-from meshmark.layout import Layout
-from meshmark.record import Verdict
+from meshmark.layout import Precision
+from meshmark.record import Record
 from meshmark.runner import Runner, RunOptions
-from meshmark.workload import workload
+from meshmark.verdict import detection_limits
+from tests.broken.engine import ONE_NORM
+from tests.broken.mutants import BY_NAME, GPT, LAYOUTS, MUTANTS, scaled, target
+from tests.factories import make_workload
 
-BROKEN = {
-    name.lower(): f"tests.broken.gradients:{name}"
-    for name in ("NoReduction", "WrongMicroBatches", "NeverUpdates", "SlightScale")
-}
+SOME = ["ddp_NoReduction", "gpipe_ScalesGrads", "fsdp2_Bf16Accumulation", "gpipe_NeverUpdates",
+        "fsdp2_ShardingIgnored", "ddp_ReducesEveryMicroBatch"]  # fmt: skip
+SLIGHT = scaled("ddp", 3000)
 
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    known = {name: target(name) for name in [*SOME, SLIGHT]} | {"ddp": "adapters.ddp:DDP"}
     with Cluster(ClusterSpec()) as cluster:
-        running = Runner(
-            Launcher(cluster, []),
-            BROKEN | {"ddp": "adapters.ddp:DDP"},
-            RunOptions(observed_steps=3),
-            tmp_path_factory.mktemp("results"),
-        )
+        options = RunOptions(observed_steps=3)
+        running = Runner(Launcher(cluster, []), known, options, tmp_path_factory.mktemp("results"))
         yield running
         running.close()
 
 
-def judge(runner: Runner, adapter: str) -> Verdict:
-    layout = Layout(dp=2, num_micro_batches=2)
-    record = runner.observe(Case(adapter=adapter, workload=workload("gpt-tiny"), layout=layout))
-    verdict = record.verdict("equivalence")
-    assert verdict is not None, record.outcome.message
-    return verdict
+def observe(runner: Runner, adapter: str) -> Record:
+    return runner.observe(Case(adapter=adapter, workload=GPT, layout=LAYOUTS["ddp"]))
 
 
 def test_the_adapter_that_they_break_passes(runner: Runner) -> None:
-    verdict = judge(runner, "ddp")
-    assert verdict.passed, verdict.summary
-    assert verdict.evidence["ratio"] < 2  # type: ignore[operator]
-    assert verdict.evidence["detection_limit"] < 1e-4  # type: ignore[operator]
+    record = observe(runner, "ddp")
+    assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"]
+    assert record.diagnosis is None
+    limits = detection_limits(record)
+    assert len(limits) == 35, "every parameter but two layers' key biases"
+    assert max(limit.scaling for limit in limits.values()) < 5e-6
 
 
-def test_gradients_that_are_not_reduced(runner: Runner) -> None:
-    verdict = judge(runner, "noreduction")
-    assert not verdict.passed
-    assert verdict.evidence["failing"] > 50  # type: ignore[operator]
+@pytest.mark.parametrize("name", SOME)
+def test_a_mutant_is_caught_by_the_suite_that_should_with_the_right_diagnosis(runner: Runner, name: str) -> None:
+    mutant = BY_NAME[name]
+    record = runner.observe(mutant.case)
+    verdict = record.verdict(mutant.suite)
+    assert verdict is not None and not verdict.passed, record.outcome.message
+    if mutant.faults:
+        assert record.diagnosis is not None and record.diagnosis.fault in mutant.faults
+        assert verdict.evidence["diagnosis"] == record.diagnosis.text
 
 
-def test_gradients_divided_by_micro_batches_once_too_often(runner: Runner) -> None:
-    verdict = judge(runner, "wrongmicrobatches")
-    assert not verdict.passed
-    assert verdict.evidence["multiple_of_truth"] == pytest.approx(0.5, rel=1e-5)
+def test_one_gradient_off_by_three_millionths(runner: Runner) -> None:
+    record = observe(runner, SLIGHT)
+    assert record.diagnosis is not None
+    assert (record.diagnosis.fault, record.diagnosis.names) == (Fault.SCALED, [ONE_NORM])
 
 
-def test_weights_that_never_change(runner: Runner) -> None:
-    verdict = judge(runner, "neverupdates")
-    assert not verdict.passed
-    assert str(verdict.evidence["worst_quantity"]).startswith("parameters/")
+def test_correct_runs_do_not_alarm() -> None:
+    group = measure_group(make_workload(), Precision.FP32, seed=3)
+    assert len(group.excesses) > 20
+    assert max(group.excesses) < 1
 
 
-def test_one_gradient_off_by_a_hundred_thousandth(runner: Runner) -> None:
-    verdict = judge(runner, "slightscale")
-    assert not verdict.passed
-    assert verdict.evidence["worst_quantity"] == "gradients/blocks.1.attention_norm.weight"
+def test_the_table_of_mutants_is_broad() -> None:
+    assert len(BY_NAME) == len(MUTANTS) >= 40
+    assert {m.suite for m in MUTANTS} == {"equivalence", "memory", "communication"}
+    assert set().union(*(m.faults for m in MUTANTS)) == set(Fault) - {Fault.UNEXPLAINED}

@@ -66,7 +66,7 @@ REPORT = RankReport(
     rank=1, build_seconds=0.5, run_seconds=2.0, losses=[1.0], norms=[None, 2.0],
     deviations={"loss": [Deviation(distance=1e-7, scale=1.0, factor=1.0)]}, drifts=make_record().drifts,
     memory=make_memory(), traffic=make_traffic(), step_seconds=[0.1], matmul_flops_per_second=1e9,
-    state_dtypes={"parameters": "float32"}, noise={"loss": [1e-7]},
+    state_dtypes={"parameters": "float32"}, noise_runs=[{"loss": [1e-7]}],
 )  # fmt: skip
 FAILURE = RankFailure(
     rank=3, kind="hung", message="no end\nwithin 8 s", time=1.5, traceback="t", log_tail="l", stack='File "x"'

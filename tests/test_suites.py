@@ -53,10 +53,10 @@ def test_a_run_leaves_records_junit_and_benchmark_data(tmp_path: Path) -> None:
 
 
 def test_a_broken_adapter_from_outside_fails_the_equivalence_suite(tmp_path: Path) -> None:
-    target = ROOT / "tests" / "broken" / "gradients.py"
-    done = suites("--adapter", f"{target}:NoReduction", "--results", tmp_path, "-k", "equivalence")
+    target = ROOT / "tests" / "broken" / "mutants.py"
+    done = suites("--adapter", f"{target}:ddp_NoReduction", "--results", tmp_path, "-k", "equivalence")
     assert done.returncode == 1
-    assert "FAILED suites/test_equivalence.py::test_equivalence[noreduction-dp2.mb2-gpt-tiny-fp32]" in done.stdout
+    assert "FAILED suites/test_equivalence.py::test_equivalence[ddp_noreduction-dp2.mb2-gpt-tiny-fp32]" in done.stdout
     assert "x its noise" in done.stdout
 
 

@@ -11,7 +11,7 @@ from meshmark.report import tables
 from meshmark.report.plots import memory_plot, throughput_plot
 from meshmark.report.results import Result, results
 from meshmark.throughput import throughput
-from meshmark.verdict import NOISE_FACTOR
+from meshmark.yardstick import FALSE_ALARMS
 
 
 def write_report(reading: Reading, path: Path, command: str, baseline: Reading | None = None) -> None:
@@ -38,9 +38,10 @@ def _answer(found: Sequence[Result], reading: Reading) -> list[str]:
         f"# Meshmark report: {environment.machine}, {environment.num_cpus} CPUs, {environment.device}",
         f"{_headline(found)}",
         tables.answer(found),
-        "*correct*: every loss, gradient norm, gradient and parameter of every step stands within "
-        f"{NOISE_FACTOR:g} times the rounding noise of its precision from a float64 single-process truth. "
-        "*detects*: the smallest relative error of any parameter's gradient that this verdict would have caught. "
+        "*correct*: every loss, gradient norm, gradient and parameter of every step stands no further "
+        "from a float64 single-process truth than rounding in its precision carries a correct run; the factor on that "
+        f"noise is such that a correct case fails with probability {FALSE_ALARMS:g}. "
+        "*detects*: the smallest scaling of any single parameter's gradient that this verdict would have caught. "
         "*peak / rank*: exact bytes alive on the fullest rank. A wrong run's speed is struck out: it is no result.",
     ]
 

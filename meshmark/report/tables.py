@@ -238,8 +238,9 @@ def failures(records: Sequence[Record]) -> str:
         for verdict in record.verdicts:
             if not verdict.passed:
                 facts = "\n".join(f"{name}: {value}" for name, value in verdict.evidence.items())
+                likely = f"; likely {verdict.evidence['diagnosis']}" if "diagnosis" in verdict.evidence else ""
                 parts.append(
-                    f"- **{record.case.id}**: {verdict.suite}: {verdict.summary}\n\n"
+                    f"- **{record.case.id}**: {verdict.suite}: {verdict.summary}{likely}\n\n"
                     f"  <details><summary>evidence</summary>\n\n```\n{facts}\n```\n\n  </details>"
                 )
     return "\n".join(parts)

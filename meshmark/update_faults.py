@@ -1,0 +1,172 @@
+"""Explains updates that are wrong: by which other rule would the run's own gradients have moved its parameters there?
+
+The rivals are the float64 optimizer with one thing changed, replayed over the run; the one that comes closest is taken
+if it leaves no more than rounding, or a tenth of the deviation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from meshmark.faults import Fault, named_factor
+from meshmark.gradient_faults import Finding, Scene, low_precisions, rounding
+from meshmark.objective import build_optimizer
+from meshmark.trace import Tensors, Trace
+from meshmark.truth import ExactOptimizer, global_norm
+from meshmark.workload import OptimizerKind, OptimizerSpec
+
+LEFT_OVER = 0.1
+
+
+def explain_updates(scene: Scene) -> Finding | None:
+    """Why wrong parameters stand where they do after the step."""
+    before, after = scene.trace.parameters[scene.step], scene.trace.parameters[scene.step + 1]
+    if absent := [name for name in scene.names if name not in after]:
+        return Fault.MISSING, f"{len(absent)} parameters are absent"
+    still = [name for name in scene.names if np.array_equal(before[name], after[name])]
+    kinds = low_precisions(after[name] for name in scene.names)
+    if kinds and len(still) < len(scene.names):  # some may stay, where updates are below the last place
+        return Fault.PRECISION, f"every value of {len(scene.names)} parameters is a {kinds[0]} number"
+    if still:
+        return Fault.NEVER_UPDATED, f"{len(still)} of {len(scene.names)} wrong parameters did not move at all"
+    exact = replay(scene.trace, scene.step, ExactOptimizer(scene.case.workload.optimizer))
+    return _rival(scene, exact) or _stretched(scene, exact) or rounding(_relative(scene, exact), "updates")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    """One thing changed in the optimizer."""
+
+    fault: Fault
+    detail: str
+    optimizer: ExactOptimizer
+    gradients: Callable[[Trace, int], Tensors] = lambda trace, step: trace.gradients[step]
+
+
+def rivals(spec: OptimizerSpec) -> Iterator[Rival]:
+    """What optimizers get wrong."""
+
+    def variant(fault: Fault, detail: str, **changes: object) -> Rival:
+        changed = dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
+        return Rival(fault=fault, detail=detail, optimizer=ExactOptimizer(changed))
+
+    if spec.clip_norm is not None:
+        yield variant(Fault.CLIPPING, "as if not clipped", clip_norm=None)
+        yield Rival(fault=Fault.CLIPPING, detail="each tensor clipped on its own", optimizer=_ClipsEach(spec))
+        yield Rival(fault=Fault.CLIPPING, detail="clipped by value, not by norm", optimizer=_ClipsValues(spec))
+    if spec.weight_decay:
+        yield variant(Fault.UPDATE, "without weight decay", weight_decay=0.0)
+    if spec.kind is OptimizerKind.ADAMW:
+        yield Rival(fault=Fault.UPDATE, detail="weight decay added to the gradient", optimizer=_Coupled(spec))
+        yield Rival(fault=Fault.UPDATE, detail="without bias correction", optimizer=_Uncorrected(spec))
+        yield Rival(fault=Fault.UPDATE, detail="moments forgotten after every step", optimizer=_Forgets(spec))
+        for betas in ((0.9, 0.999), (0.9, 0.99), (0.0, spec.betas[1]), spec.betas[::-1]):
+            yield variant(Fault.UPDATE, f"with betas {betas}", betas=betas)
+        for eps in (1e-3, 1e-4, 1e-5, 1e-6, 1e-7):
+            yield variant(Fault.UPDATE, f"with eps {eps:g}", eps=eps)
+    yield Rival(
+        fault=Fault.STALE_GRADIENT, detail="made of the gradients of the step before", optimizer=ExactOptimizer(spec),
+        gradients=lambda trace, step: trace.gradients[max(step - 1, 0)],
+    )  # fmt: skip
+
+
+def replay(trace: Trace, step: int, optimizer: ExactOptimizer, gradients: Callable[[Trace, int], Tensors] | None = None
+           ) -> Tensors:  # fmt: skip
+    """Where `optimizer` puts the run's parameters after `step`, having seen its gradients from the first step on."""
+    after: Tensors = {}
+    for now in range(step + 1):
+        own = gradients(trace, now) if gradients else trace.gradients[now]
+        here = trace.parameters[now]
+        after = optimizer.step(here, {name: own.get(name, np.zeros_like(x)) for name, x in here.items()})
+    return after
+
+
+def _rival(scene: Scene, exact: Tensors) -> Finding | None:
+    """The closest rival, if it is close enough."""
+    after = scene.trace.parameters[scene.step + 1]
+    found = []
+    for rival in rivals(scene.case.workload.optimizer):
+        there = replay(scene.trace, scene.step, rival.optimizer, rival.gradients)
+        worst = max(
+            float(np.linalg.norm(after[n] - there[n]))
+            / max(tolerance, LEFT_OVER * float(np.linalg.norm(after[n] - exact[n])))
+            for n, tolerance in scene.tolerances.items()
+        )
+        found.append((worst, rival))
+    worst, rival = min(found, key=lambda pair: pair[0])
+    return (rival.fault, rival.detail) if worst <= 1 else None
+
+
+def _stretched(scene: Scene, exact: Tensors) -> Finding | None:
+    """The right step times a constant, such as a wrong learning rate."""
+    before, after = scene.trace.parameters[scene.step], scene.trace.parameters[scene.step + 1]
+    right = np.concatenate([(exact[n] - before[n]).ravel() for n in scene.names])
+    own = np.concatenate([(after[n].astype(np.float64) - before[n]).ravel() for n in scene.names])
+    factor = float(own @ right / (right @ right)) if right.any() else 0.0
+    if np.linalg.norm(own - factor * right) > LEFT_OVER * np.linalg.norm(own - right):
+        return None
+    return Fault.UPDATE, f"{named_factor(factor, scene.known_factors())} times the right step"
+
+
+def _relative(scene: Scene, exact: Tensors) -> list[float]:
+    before, after = scene.trace.parameters[scene.step], scene.trace.parameters[scene.step + 1]
+    return sorted(
+        float(np.linalg.norm(after[n] - exact[n]) / (np.linalg.norm(exact[n] - before[n]) or 1.0)) for n in scene.names
+    )
+
+
+class _ClipsEach(ExactOptimizer):
+    def clip(self, max_norm: float) -> None:
+        for parameter in self.parameters.values():
+            nn.utils.clip_grad_norm_([parameter], max_norm)
+
+
+class _ClipsValues(ExactOptimizer):
+    def clip(self, max_norm: float) -> None:
+        nn.utils.clip_grad_value_(self.parameters.values(), max_norm)
+
+
+class _Coupled(ExactOptimizer):
+    """Adam with L2 regularisation in the place of AdamW."""
+
+    def build(self) -> torch.optim.Optimizer:
+        spec = self.spec
+        return torch.optim.Adam(
+            self.parameters.values(), lr=spec.learning_rate, betas=spec.betas, eps=spec.eps,
+            weight_decay=spec.weight_decay,
+        )  # fmt: skip
+
+
+class _Uncorrected(ExactOptimizer):
+    """Adam's moments start at zero and nothing makes up for it: as if many steps had gone before."""
+
+    def build(self) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(self.spec, self.parameters.values())
+        for parameter in self.parameters.values():
+            optimizer.state[parameter] = {
+                "step": torch.tensor(1e9), "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }  # fmt: skip
+        return optimizer
+
+
+class _Forgets(ExactOptimizer):
+    def clip(self, max_norm: float) -> None:
+        super().clip(max_norm)
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+
+
+def explain_norm(told: float, gradients: Tensors, scene: Scene) -> Finding:
+    """A global norm that is not that of the run's own gradients."""
+    earlier = scene.trace.gradients[scene.step - 1] if scene.step else {}
+    if earlier and abs(told / global_norm(earlier) - 1) < 1e-5:
+        return Fault.STALE_GRADIENT, f"the norm told is that of the gradients of step {scene.step - 1}"
+    known = {f"1/sqrt({k})": v**-0.5 for k, v in scene.known_factors().items() if v > 1 and "/" not in k}
+    return Fault.CLIPPING, f"the norm told is {named_factor(told / global_norm(gradients), known)} times the right one"

@@ -1,0 +1,84 @@
+"""What engines that are broken on purpose share: a way into any engine's local parameters and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshmark.adapter import Engine, RankContext
+from meshmark.case import Case
+from meshmark.data import Batch
+
+ONE_NORM = "blocks.1.attention_norm.weight"
+
+
+class Broken(Engine):
+    """Comes before an engine's class in the order of resolution."""
+
+    case: Case
+    context: RankContext
+    optimizer: Any
+    batch: Batch
+    steps: int
+    """Done so far."""
+    num_tokens: int
+    tied_group: Any
+
+    def prepare(self) -> None:
+        """Once, after the engine is built."""
+
+    def after_backward(self) -> None:
+        """Once a step, when gradients are reduced."""
+
+    def root(self) -> nn.Module:
+        found: nn.Module = getattr(self, "model", None) or self.module
+        return found
+
+    def modules(self) -> Iterable[nn.Module]:
+        return self.root().modules()
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by canonical name, flat ones of FairScale by theirs."""
+        names = self.named_parameters() if hasattr(self, "named_parameters") else self.root().named_parameters()
+        yield from names
+
+    def locals(self) -> list[Tensor]:
+        """What this rank holds of every parameter."""
+        return [_local(p.detach()) for _, p in self.named()]
+
+    def grads(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds of every gradient."""
+        for name, parameter in self.named():
+            if parameter.grad is not None:
+                yield name, _local(parameter.grad)
+
+    @torch.no_grad()
+    def put(self, values: Iterable[Tensor]) -> None:
+        for local, value in zip(self.locals(), values, strict=True):
+            local.copy_(value)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def breaks(engine: Any, mixin: type[Broken]) -> Any:  # noqa: ANN401
+    """`engine`, with `mixin` in front of its class."""
+
+    class Instrumented(mixin, type(engine)):
+        def backward(self, batch: Batch) -> Tensor:
+            self.batch = batch
+            loss: Tensor = super().backward(batch)
+            with torch.no_grad():
+                self.after_backward()
+            self.steps += 1
+            return loss
+
+    engine.__class__ = Instrumented
+    engine.steps = 0
+    engine.prepare()
+    return engine

@@ -1,0 +1,67 @@
+"""Not what was asked for: sharding, states or traffic other than the layout's; what memory and communication judge."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch.distributed import all_reduce
+
+from adapters.ddp import DDP
+from meshmark.adapter import Adapter, Engine, Holdings, RankContext
+from meshmark.case import Case
+from tests.broken.engine import Broken
+
+
+class ShardingIgnored(Adapter):
+    """Plain data parallelism under the name of the sharding plugin."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return DDP().build(case, context)
+
+
+class BucketsUnreduced(Adapter):
+    """FairScale's default: gradients in its buckets are not reduced after the first `zero_grad()`."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        from fairscale.nn import data_parallel
+
+        real = data_parallel.ShardedDataParallel
+        data_parallel.ShardedDataParallel = lambda *a, **k: real(*a, **{**k, "reduce_buffer_size": 2**23})
+        return super().build(case, context)
+
+
+class KeepsGradients(Broken):
+    """A second copy of every gradient, for whatever reason."""
+
+    def holdings(self) -> Holdings:
+        held: Holdings = super().holdings()
+        self.copies = [grad.clone() for grad in held.gradients]
+        return Holdings(
+            parameters=held.parameters, gradients=[*held.gradients, *self.copies],
+            optimizer_states=held.optimizer_states,
+        )  # fmt: skip
+
+
+class ReducesEveryMicroBatch(Broken):
+    """Correct, at four times the traffic."""
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        yield
+
+
+class ReducesAgain(Broken):
+    """Correct, but all gradients travel twice."""
+
+    def after_backward(self) -> None:
+        for _, grad in self.grads():
+            all_reduce(grad)
+            grad.div_(self.context.world_size)
+
+
+class StaysWhole(Broken):
+    """Parameters are not given back between forward and backward."""
+
+    def prepare(self) -> None:
+        self.module.set_reshard_after_forward(False)

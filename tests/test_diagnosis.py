@@ -1,0 +1,202 @@
+"""Every class of defect, doctored into the trace of an honest run: what it is, from which step on, and where."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from adapters.single import Single
+from meshmark.adapter import RankContext
+from meshmark.case import Case
+from meshmark.data import make_batch
+from meshmark.diagnosis import diagnose
+from meshmark.faults import Diagnosis, Fault, named_factor
+from meshmark.layout import Layout
+from meshmark.trace import Drift, Trace, note
+from meshmark.truth import ExactOptimizer, assess, exact_gradients
+from meshmark.workload import OptimizerSpec
+from meshmark.yardstick import Yardstick, fit, noise_run
+from tests.factories import make_case, make_workload
+
+STEPS = 3
+CASE = make_case(workload=make_workload(global_batch=8), layout=Layout(dp=2, num_micro_batches=2))
+WEIGHT = "blocks.0.feed_forward.up.weight"
+
+
+@cache
+def honest() -> tuple[Trace, Yardstick]:
+    """One run of `single`, and a yardstick on it alone, three times as far."""
+    case = dataclasses.replace(CASE, layout=Layout())
+    context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=Path())
+    engine = Single().build(case, context)
+    trace = Trace(parameters=[note(engine.parameters())])
+    for step in range(STEPS):
+        trace.losses.append(float(engine.backward(make_batch(case.workload, step))))
+        trace.gradients.append(note(engine.gradients()))
+        norm = engine.update()
+        trace.norms.append(None if norm is None else float(norm))
+        trace.parameters.append(note(engine.parameters()))
+    return trace, fit([noise_run(assess(trace, case.workload), case.precision)] * 2)
+
+
+def examine(doctor: Callable[[Trace], None], drifts: tuple[Drift, ...] = (), case: Case = CASE) -> Diagnosis | None:
+    trace, yardstick = honest()
+    trace = copy.deepcopy(trace)
+    doctor(trace)
+    return diagnose(case, trace, assess(trace, case.workload), drifts, yardstick)
+
+
+def found(doctor: Callable[[Trace], None], fault: Fault, step: int, *drifts: Drift) -> Diagnosis:
+    diagnosis = examine(doctor, drifts)
+    assert diagnosis is not None
+    assert (diagnosis.fault, diagnosis.step) == (fault, step), diagnosis.text
+    return diagnosis
+
+
+def gradients(trace: Trace, step: int, change: Callable[[str, np.ndarray], np.ndarray]) -> None:
+    """Change a step's gradients, and make of them the update that an optimizer would have made."""
+    trace.gradients[step] = {n: change(n, g).astype(np.float32) for n, g in trace.gradients[step].items()}
+    trace.norms = [None] * STEPS
+
+
+def truth(trace: Trace, step: int, rows: slice, parameters: int | None = None) -> dict[str, np.ndarray]:
+    """Of some sequences of a step's batch."""
+    batch = make_batch(CASE.workload, step).rows(rows.start, rows.stop)
+    return exact_gradients(CASE.workload, trace.parameters[step if parameters is None else parameters], batch)[1]
+
+
+def test_an_honest_run_has_no_diagnosis() -> None:
+    assert examine(lambda trace: None) is None
+
+
+@pytest.mark.parametrize("factor, name", [(0.5, "1/dp = 1/num_micro_batches"), (4, "dp x num_micro_batches"), (3, "3")])
+def test_a_constant_factor_is_named(factor: float, name: str) -> None:
+    diagnosis = found(lambda t: gradients(t, 1, lambda n, g: g * factor), Fault.SCALED, 1)
+    assert name in diagnosis.detail
+    assert diagnosis.num_names > 20
+
+
+def test_one_tensor_scaled_by_little_is_found_alone() -> None:
+    diagnosis = found(lambda t: gradients(t, 1, lambda n, g: g * (1 + 1e-4 * (n == WEIGHT))), Fault.SCALED, 1)
+    assert diagnosis.names == [WEIGHT]
+    assert diagnosis.detail.startswith("1.0001 ") or diagnosis.detail.startswith("1.0000999")
+
+
+def test_one_ranks_own_part_is_a_missing_reduction_where_replicas_drift() -> None:
+    drift = Drift(quantity=f"gradients/{WEIGHT}", step=1, ranks=[1])
+    diagnosis = found(
+        lambda t: gradients(t, 1, lambda n, g: 2 * truth(t, 1, slice(0, 4))[n]), Fault.NOT_REDUCED, 1, drift
+    )
+    assert diagnosis.ranks == [1]
+    assert "data-parallel ranks [0] alone" in diagnosis.detail
+
+
+def test_the_same_without_drift_and_scale_is_a_part_left_out() -> None:
+    diagnosis = found(lambda t: gradients(t, 1, lambda n, g: truth(t, 1, slice(0, 4))[n]), Fault.DROPPED, 1)
+    assert "4 of 8 sequences" in diagnosis.detail
+
+
+def test_a_mean_of_means_is_told_from_other_weights() -> None:
+    def mean_of_means(trace: Trace) -> None:
+        batch = make_batch(CASE.workload, 1)
+        tokens = [int((part.targets_BT >= 0).sum()) for part in batch.micro_batches(2)]
+        parts = [truth(trace, 1, slice(0, 4)), truth(trace, 1, slice(4, 8))]
+        weights = [batch.num_tokens / 2 / count for count in tokens]
+        gradients(trace, 1, lambda n, g: sum(w * p[n] for w, p in zip(weights, parts, strict=True)))
+
+    assert "means of 2 ranks" in found(mean_of_means, Fault.UNEVEN, 1).detail
+
+
+def test_the_gradient_of_the_step_before() -> None:
+    def stale(trace: Trace) -> None:
+        old = trace.gradients[0]
+        gradients(trace, 1, lambda n, g: old[n])
+
+    def kept(trace: Trace) -> None:
+        old = trace.gradients[0]
+        gradients(trace, 1, lambda n, g: g + old[n])
+
+    found(stale, Fault.STALE_GRADIENT, 1)
+    found(kept, Fault.NOT_CLEARED, 1)
+
+
+def test_the_gradient_at_the_parameters_of_the_step_before() -> None:
+    found(lambda t: gradients(t, 2, lambda n, g: truth(t, 2, slice(0, 8), 1)[n]), Fault.STALE_WEIGHTS, 2)
+
+
+def test_the_batch_of_another_step() -> None:
+    def other(trace: Trace) -> None:
+        there = exact_gradients(CASE.workload, trace.parameters[1], make_batch(CASE.workload, 2))[1]
+        gradients(trace, 1, lambda n, g: there[n])
+
+    assert "batch of step 2" in found(other, Fault.OTHER_BATCH, 1).detail
+
+
+def test_gradients_in_bf16() -> None:
+    def rounded(name: str, gradient: np.ndarray) -> np.ndarray:
+        return torch.from_numpy(gradient).bfloat16().float().numpy()
+
+    assert "bf16" in found(lambda t: gradients(t, 1, rounded), Fault.PRECISION, 1).detail
+
+
+def test_a_gradient_of_zeros_and_one_that_nothing_explains() -> None:
+    rng = np.random.default_rng(0)
+    found(lambda t: gradients(t, 1, lambda n, g: g * (n != WEIGHT)), Fault.MISSING, 1)
+    found(lambda t: gradients(t, 1, lambda n, g: g * rng.normal(size=g.shape)), Fault.UNEXPLAINED, 1)
+
+
+def test_parameters_that_stay_and_parameters_that_follow_another_rule() -> None:
+    def still(trace: Trace) -> None:
+        trace.parameters[2] = trace.parameters[1]
+
+    def other(**changes: object) -> Callable[[Trace], None]:
+        def doctor(trace: Trace) -> None:
+            optimizer = ExactOptimizer(dataclasses.replace(CASE.workload.optimizer, **changes))  # type: ignore[arg-type]
+            for step in range(STEPS - 1):
+                after = optimizer.step(trace.parameters[step], trace.gradients[step])
+            trace.parameters[2] = {n: p.astype(np.float32) for n, p in after.items()}
+
+        return doctor
+
+    assert OptimizerSpec().weight_decay
+    found(still, Fault.NEVER_UPDATED, 1)
+    assert found(other(weight_decay=0.0), Fault.UPDATE, 1).detail == "without weight decay"
+    assert "betas (0.9, 0.999)" in found(other(betas=(0.9, 0.999)), Fault.UPDATE, 1).detail
+    assert "2 = dp" in found(other(learning_rate=2e-3), Fault.UPDATE, 1).detail
+
+
+def test_what_is_told_wrong_while_all_that_is_trained_is_right() -> None:
+    def loss(trace: Trace) -> None:
+        trace.losses[1] *= 2
+
+    def norm(trace: Trace) -> None:
+        trace.norms[1] = (trace.norms[1] or 0.0) / 2**0.5
+
+    assert "2 = dp" in found(loss, Fault.LOSS, 1).detail
+    assert "1/sqrt(dp)" in found(norm, Fault.CLIPPING, 1).detail
+
+
+def test_another_start_comes_before_all_that_follows_from_it() -> None:
+    def start(trace: Trace) -> None:
+        trace.parameters[0] = {
+            n: torch.from_numpy(p).bfloat16().float().numpy() for n, p in trace.parameters[0].items()
+        }
+
+    assert "bf16" in found(start, Fault.START, 0).detail
+
+
+def test_replicas_that_drift_after_a_step_are_said_to_do_so_in_it() -> None:
+    drift = Drift(quantity=f"parameters/{WEIGHT}", step=2, ranks=[1])
+    assert found(lambda trace: None, Fault.DRIFT, 1, drift).ranks == [1]
+
+
+def test_a_factor_is_named_by_all_that_it_equals() -> None:
+    assert named_factor(0.50001, {"1/dp": 0.5, "1/pp": 0.5, "dp": 2.0}) == "0.50001 = 1/dp = 1/pp"
+    assert named_factor(0.7, {"1/dp": 0.5}) == "0.7"

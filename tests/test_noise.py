@@ -1,0 +1,63 @@
+"""The noise floor on disk: read back as written, or measured anew and said so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshmark.cluster import Cluster, ClusterSpec
+from meshmark.launch import Launcher
+from meshmark.noise import NUM_RUNS, read_noise, write_noise
+from meshmark.runner import Runner, RunOptions
+from tests.factories import make_case
+
+RUNS = [{"loss": [1e-7, 2e-7], "gradients/a": [0.5, 0.25]}, {"loss": [3e-7, 1e-9], "gradients/a": [0.125, 1.0]}]
+
+
+def test_noise_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    write_noise(tmp_path / "noise" / "key.json", RUNS)
+    assert read_noise(tmp_path / "noise" / "key.json") == RUNS
+    assert [file.name for file in (tmp_path / "noise").iterdir()] == ["key.json"]
+    with pytest.raises(FileNotFoundError):
+        read_noise(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[:-5],
+        lambda text: text.replace("0.5", "9.5"),
+        lambda text: text.replace("a", "b"),
+        lambda text: text.partition("\n")[2],
+        lambda text: "{}",
+    ],
+    ids=["empty", "cut off", "one digit", "a name", "no digest", "other JSON"],
+)
+def test_damaged_noise_is_not_used(tmp_path: Path, damage: Callable[[str], str]) -> None:
+    """Each of these but one would be read without an error, and most would pass for noise."""
+    path = tmp_path / "key.json"
+    write_noise(path, RUNS)
+    path.write_text(damage(path.read_text()))
+    assert read_noise(path) is None
+
+
+def test_a_damaged_file_is_measured_anew_and_the_record_says_so(tmp_path: Path) -> None:
+    case = make_case()
+    runs = []
+    for attempt in range(3):
+        with Cluster(ClusterSpec()) as cluster:
+            runner = Runner(Launcher(cluster, []), {"ddp": "adapters.ddp:DDP"}, RunOptions(observed_steps=3), tmp_path)
+            runs.append(runner.observe(case))
+            runner.close()
+        (file,) = (tmp_path / "noise").iterdir()
+        if attempt == 1:
+            file.write_text(file.read_text()[:-9])
+    first, second, third = runs
+    assert first.remarks == second.remarks == []
+    assert third.remarks == [f"the noise floor {file} was damaged, and has been measured anew"]
+    assert first.noise == second.noise == third.noise
+    assert len(read_noise(file) or []) == NUM_RUNS
+    assert all(record.verdict("equivalence").passed for record in runs)  # type: ignore[union-attr]

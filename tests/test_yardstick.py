@@ -1,0 +1,82 @@
+"""The factor on the noise, from noise that is drawn here and so known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from meshmark.layout import Precision
+from meshmark.truth import Deviation, Deviations
+from meshmark.yardstick import SMALLEST_FACTOR, Comparisons, Yardstick, compare, fit, noise_run, zeros
+
+STEPS = 5
+
+
+def draw(rng: np.random.Generator, spread: float = 0.2, tensors: int = 60) -> Comparisons:
+    """A run whose tensors' distances spread by that much around their mean, and whose numbers are normal."""
+    run = {f"{kind}/{i}": list((1 + i) * np.abs(1 + spread * rng.normal(size=STEPS)))
+           for kind in ("gradients", "parameters") for i in range(tensors)}  # fmt: skip
+    return run | {f"scale/{i}": list(1e-7 * np.abs(rng.normal(size=STEPS))) for i in range(tensors)}
+
+
+def test_correct_runs_do_not_alarm_and_small_defects_do() -> None:
+    rng = np.random.default_rng(0)
+    yardstick = fit([draw(rng) for _ in range(8)])
+    worst = max(excess for _ in range(300) for excess, *_ in yardstick.excesses(draw(rng)))
+    assert 0.3 < worst < 1
+    odd = draw(rng)
+    odd["gradients/7"][2] *= 4
+    assert max(yardstick.excesses(odd))[1:] == ("gradients/7", 2)
+    assert max(yardstick.excesses(odd))[0] > 1
+
+
+def test_noise_that_varies_more_gets_a_larger_factor() -> None:
+    factors = [fit([draw(rng, spread) for _ in range(8)]).factors["gradients"]
+               for spread in (0.01, 0.3, 0.6) for rng in [np.random.default_rng(1)]]  # fmt: skip
+    assert factors[0] == SMALLEST_FACTOR
+    assert SMALLEST_FACTOR <= factors[1] < factors[2] < 10
+
+
+def test_one_wild_tensor_does_not_excuse_the_others() -> None:
+    """Each tensor has noise of its own; a large one hides nobody."""
+    rng = np.random.default_rng(2)
+    runs = [draw(rng) for _ in range(8)]
+    for run in runs:
+        run["gradients/3"] = [1e9 * value for value in run["gradients/3"]]
+    odd = draw(rng)
+    odd["gradients/3"] = [1e9 * value for value in odd["gradients/3"]]
+    odd["gradients/4"][0] *= 6
+    assert max(fit(runs).excesses(odd))[1] == "gradients/4"
+
+
+def test_numbers_are_pooled_over_steps_and_tensors_are_not() -> None:
+    yardstick = Yardstick(noise={"loss": [1.0, 5.0], "gradients/a": [1.0, 5.0]}, factors={})
+    assert [yardstick.noise_of("loss", s) for s in (0, 1)] == [5.0, 5.0]
+    assert [yardstick.noise_of("gradients/a", s) for s in (0, 1)] == [1.0, 5.0]
+
+
+def test_noise_runs_that_are_exact_leave_half_a_unit_in_the_last_place() -> None:
+    exact = Deviation(distance=0.0, scale=8.0, factor=1.0)
+    for precision, ulp in ((Precision.FP32, 2**-24), (Precision.BF16, 2**-24), (Precision.FP64, 2**-53)):
+        run = noise_run({"loss": [exact], "gradients/a": [exact]}, precision)
+        assert run == {"loss": [8 * ulp], "gradients/a": [8 * ulp], "scale/a": [ulp]}
+
+
+def deviations(key_bias: float) -> Deviations:
+    return {
+        "loss": [Deviation(distance=0.0, scale=5.0, factor=1.0)],
+        "gradients/w": [Deviation(distance=1e-7, scale=1.0, factor=1 + 1e-8)],
+        "gradients/k.bias": [Deviation(distance=key_bias, scale=1e-18, factor=0.5)],
+        "initial/w": [Deviation(distance=0.0, scale=1.0, factor=1.0)],
+    }
+
+
+@pytest.mark.parametrize("key_bias", [1e-9, 1e-20])
+def test_a_gradient_that_is_zero_by_mathematics_is_held_to_its_distance_alone(key_bias: float) -> None:
+    """In float64 the run is closer to the truth than zero is, and its multiple still means nothing."""
+    assert zeros(deviations(key_bias)) == {"k.bias"}
+    assert compare(deviations(key_bias)).keys() == {"loss", "gradients/w", "gradients/k.bias", "scale/w"}
+
+
+def test_what_the_yardstick_does_not_know_is_not_judged() -> None:
+    assert list(Yardstick(noise={}, factors={}).excesses({"norm": [1.0]})) == []
