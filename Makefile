@@ -11,6 +11,8 @@ REPORTED := not (dp4 and deepspeed and (zero1 or zero2))
 help:
 	@echo "make report   run the suites on this machine's CPU (world sizes 2 and 4), leave reports/report.md"
 	@echo "make test     test Meshmark itself"
+	@echo "make tables   published tables beside what the planner computes; make validate: its errors, with goals"
+	@echo "make power    engines broken on purpose must be caught, correct runs must pass: reports/power.md"
 	@echo "make bench    performance claims: launch, overhead"
 	@echo "make gpu      run on this machine's GPU with its own python (PYTHON=...), leave GPU_OUT (results/gpu)"
 	@echo "make lint types clean"
@@ -41,6 +43,8 @@ lint: install
 
 types: install
 	$(BIN)/mypy
+
+include plan.mk power.mk
 
 bench: install
 	$(BIN)/python -m benchmarks.launch

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshmark.case import Case
 from meshmark.data import Batch
-from meshmark.layout import Precision
+from meshmark.layout import Layout, Precision
 from meshmark.model_spec import Family
 from meshmark.plan.states import Recipe, Remainder
 from meshmark.plan.traffic import Traffic, step_traffic
@@ -42,6 +42,10 @@ class Capabilities:
         layout, model = case.layout, case.workload.model
         unsupported = [f"{d}={getattr(layout, d)}" for d in ("dp", "tp", "pp")
                        if getattr(layout, d) > 1 and d not in self.degrees]  # fmt: skip
+        plain = Layout(dp=layout.dp, tp=layout.tp, pp=layout.pp, zero_stage=layout.zero_stage,
+                       num_micro_batches=layout.num_micro_batches)  # fmt: skip
+        if layout != plain:  # schedules, context parallelism, recomputation, offload: the planner's, so far
+            unsupported.append(f"all of layout {layout.id}")
         if layout.zero_stage not in self.zero_stages:
             unsupported.append(f"ZeRO stage {layout.zero_stage}")
         if case.precision not in self.precisions:

@@ -1,4 +1,4 @@
-"""The command line: `meshmark doctor`, `meshmark cases`, `meshmark report`."""
+"""The command line: `meshmark doctor`, `cases`, `report`, and the planner's `plan`, `predict`, `calibrate`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from meshmark.errors import AdapterError, MeshmarkError, ResultsError
 from meshmark.layout import Precision
 from meshmark.machine import describe, versions
 from meshmark.options import positive, precision, split_values
+from meshmark.plan.cli import add_commands
 from meshmark.registry import builtin_adapters, load_adapter, select
 from meshmark.workload import WORKLOADS, workload
 
@@ -24,6 +25,7 @@ EPILOG = """examples:
   pytest suites --results results       run every adapter on two CPU ranks, append to results/records.jsonl
   pytest suites --adapters ddp,fsdp2 --world 2,4 -k equivalence
   meshmark report results -o report.md  render what was recorded
+  meshmark plan --model llama-8b --gpus 64 --gpu h100
 """
 
 
@@ -54,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     cases.add_argument("--workload", default="gpt-tiny", metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
     cases.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     cases.set_defaults(run=_cases)
+    add_commands(commands)
     report = commands.add_parser("report", help="markdown and plots from recorded results")
     report.add_argument("results", type=Path, metavar="DIR", help="folder with records.jsonl")
     report.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: DIR/report.md")

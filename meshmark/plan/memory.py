@@ -16,7 +16,7 @@ from meshmark.model_spec import ModelSpec
 from meshmark.plan.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid
 from meshmark.plan.partition import Stage, stages
 from meshmark.plan.rates import Rates
-from meshmark.plan.recipe import Recipe
+from meshmark.plan.recipe import TrainingRecipe
 
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "activations", "logits", "buffers", "fragmentation", "overhead",
@@ -49,7 +49,7 @@ class Memory:
         return sum((getattr(self, name) for name in CATEGORIES), start=np.zeros(len(self.parameters)))
 
 
-def memory(model: ModelSpec, grid: Grid, recipe: Recipe, rates: Rates, *, lag: Column | None = None) -> Memory:
+def memory(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, rates: Rates, *, lag: Column | None = None) -> Memory:
     """Peak memory of every layout.
 
     `lag` (0 to 1, one a row) is how far the host runs ahead of the device: tensors handed to a queued collective
@@ -71,7 +71,7 @@ def memory(model: ModelSpec, grid: Grid, recipe: Recipe, rates: Rates, *, lag: C
 
 
 def _stage_memory(
-    model: ModelSpec, grid: Grid, recipe: Recipe, rates: Rates, cut: Sequence[Stage], index: int, ahead: Column
+    model: ModelSpec, grid: Grid, recipe: TrainingRecipe, rates: Rates, cut: Sequence[Stage], index: int, ahead: Column
 ) -> dict[str, Column]:
     """Every category of one stage's rank."""
     stage = cut[index]
@@ -111,7 +111,7 @@ def stage_parameters(model: ModelSpec, stage: Stage) -> float:
     return total
 
 
-def state_bytes(num_parameters: Column, grid: Grid, recipe: Recipe) -> dict[str, Column]:
+def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> dict[str, Column]:
     """Model states under ZeRO (arXiv:1910.02054 sec. 5): stage 1 divides optimizer states by dp, 2 also gradients,
     3 also weights; stage 3 gathers two blocks at a time (the one computed and the next)."""
     shards = (grid.dp * grid.cp).astype(float)
@@ -132,7 +132,7 @@ def tokens(model: ModelSpec, grid: Grid) -> Column:
     return grid.micro_batch * model.seq_len / grid.cp
 
 
-def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: Recipe) -> Column:
+def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
     """Bytes that one layer keeps of one micro-batch.
 
     GPT: arXiv:2205.05198 table 2, s b h (10 + 24/t + 5as/ht), all over t with sequence parallelism; without dropout
@@ -159,12 +159,12 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: Recipe) -> Colu
     return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), full, per_token)
 
 
-def _keeps_scores(grid: Grid, recipe: Recipe) -> Column:
+def _keeps_scores(grid: Grid, recipe: TrainingRecipe) -> Column:
     keeps: Column = (grid.recompute == RECOMPUTES.index(Recompute.NONE)) & (not recipe.flash_attention)
     return keeps
 
 
-def boundary_bytes(model: ModelSpec, grid: Grid, recipe: Recipe) -> Column:
+def boundary_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
     """A stage's input for one micro-batch."""
     return tokens(model, grid) * model.hidden * recipe.element_bytes / np.where(grid.sequence_parallel, grid.tp, 1)
 
@@ -182,14 +182,14 @@ def num_in_flight(grid: Grid, index: int) -> Column:
     return np.where(v > 1, interleaved, np.where(grid.pp > 1, flight, 1)).astype(float)
 
 
-def _logit_bytes(model: ModelSpec, grid: Grid, recipe: Recipe, stage: Stage) -> Column:
+def _logit_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
     """Logits at the loss, divided over the tensor-parallel ranks by vocabulary; where the loss is elsewhere, those
     that are sent there and their gradient."""
     per_logit = recipe.logit_bytes if stage.has_loss else (2 * recipe.element_bytes if stage.has_head else 0.0)
     return per_logit * tokens(model, grid) * model.vocab_size / grid.tp
 
 
-def _working_bytes(model: ModelSpec, grid: Grid, recipe: Recipe, stage: Stage) -> Column:
+def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
     """What the backward pass of a block needs beyond its saved tensors, and the gathered inputs and weights."""
     t, width, num_tokens = grid.tp, recipe.element_bytes, tokens(model, grid)
     whole = num_tokens * model.hidden * width
@@ -214,7 +214,9 @@ def _without_recompute(grid: Grid) -> Grid:
     return Grid(**{**columns, "recompute": np.zeros_like(grid.recompute)})
 
 
-def _pinned_bytes(model: ModelSpec, grid: Grid, recipe: Recipe, rates: Rates, stage: Stage, ahead: Column) -> Column:
+def _pinned_bytes(
+    model: ModelSpec, grid: Grid, recipe: TrainingRecipe, rates: Rates, stage: Stage, ahead: Column
+) -> Column:
     """What queued tensor-parallel collectives still hold: two whole-sequence tensors a layer in either direction, each
     with two shards (its result, and the input of the gather before it), no more than the launch queue is deep."""
     whole = tokens(model, grid) * model.hidden * recipe.element_bytes * (1.0 + 2.0 / grid.tp)

@@ -14,7 +14,7 @@ from meshmark.plan.memory import CATEGORIES
 from meshmark.plan.papers import Row, read_rows
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates, rates
-from meshmark.plan.recipe import Recipe, recipe
+from meshmark.plan.recipe import TrainingRecipe, recipe
 from meshmark.plan.step_time import PARTS
 from meshmark.plan.sweep import batches
 from meshmark.plan.system import GIB, gpu
@@ -35,7 +35,7 @@ def rates_for(gpu_name: str, *, as_measured: bool = False) -> Rates:
     return rates(nearest.get(name, "a100"))
 
 
-def predict_rows(table: Sequence[Row], using: Recipe, given: Rates | None = None) -> dict[str, Column]:
+def predict_rows(table: Sequence[Row], using: TrainingRecipe, given: Rates | None = None) -> dict[str, Column]:
     """The predicted columns of a table of layouts, in its order."""
     columns: dict[str, Column] = {}
     for batch in batches(table):
@@ -62,7 +62,7 @@ def predicted_columns(found: Prediction) -> dict[str, Column]:
     return {**answers, **memory, **time}
 
 
-def predict_file(source: Path, target: Path, *, using: Recipe | None = None, given: Rates | None = None) -> int:
+def predict_file(source: Path, target: Path, *, using: TrainingRecipe | None = None, given: Rates | None = None) -> int:
     """Read `source`, write it to `target` with the predicted columns appended; returns the number of rows.
 
     Raises `InputError` when a file cannot be used or a row cannot be a layout.

@@ -11,7 +11,7 @@ from meshmark.plan.flops import hardware_flops_per_token, model_flops_per_token
 from meshmark.plan.grid import RECOMPUTES, Column, Grid
 from meshmark.plan.memory import Memory, memory
 from meshmark.plan.rates import Rates
-from meshmark.plan.recipe import Recipe
+from meshmark.plan.recipe import TrainingRecipe
 from meshmark.plan.step_time import StepTime, step_time
 from meshmark.plan.system import Gpu
 
@@ -57,7 +57,7 @@ class Prediction:
         return share
 
 
-def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: Recipe, rates: Rates) -> Prediction:
+def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Prediction:
     """Predict every layout of `grid`."""
     time = step_time(model, grid, gpu, recipe, rates)
     held = memory(model, grid, recipe, rates, lag=time.lag)

@@ -14,7 +14,7 @@ from meshmark.plan.grid import RECOMPUTES, SCHEDULES, Grid, make_grid
 from meshmark.plan.papers import Row, number, paper
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
-from meshmark.plan.recipe import Recipe, recipe
+from meshmark.plan.recipe import TrainingRecipe, recipe
 from meshmark.plan.system import GIB, Gpu, gpu
 
 TERA = 1e12
@@ -28,7 +28,7 @@ class Published:
     model: ModelSpec
     grid: Grid
     gpu: Gpu
-    recipe: Recipe
+    recipe: TrainingRecipe
     step_seconds: float
     """NaN where it is not published."""
     memory_bytes: float

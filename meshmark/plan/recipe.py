@@ -8,7 +8,7 @@ from meshmark.errors import UnknownNameError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class TrainingRecipe:
     """Bytes a parameter by state, and what else decides memory and traffic; no measured number is in here."""
 
     name: str
@@ -49,32 +49,32 @@ class Recipe:
         return self.weight_bytes + self.gradient_bytes + self.master_bytes + self.moment_bytes
 
 
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, TrainingRecipe] = {
     recipe.name: recipe
     for recipe in (
         # 2 + 2 + 12 = 16 (arXiv:1910.02054 sec. 3.1, K = 12).
-        Recipe(name="zero", weight_bytes=2, gradient_bytes=2, master_bytes=4, arithmetic="fp16", logit_bytes=8,
+        TrainingRecipe(name="zero", weight_bytes=2, gradient_bytes=2, master_bytes=4, arithmetic="fp16", logit_bytes=8,
                flash_attention=False, dropout_masks=True),
         # 2 + 4 + 12 = 18: gradients are held in fp32 (arXiv:2205.05198 fig. 1; DeepSpeed's estimator).
-        Recipe(name="megatron", weight_bytes=2, gradient_bytes=4, master_bytes=4, arithmetic="fp16",
+        TrainingRecipe(name="megatron", weight_bytes=2, gradient_bytes=4, master_bytes=4, arithmetic="fp16",
                flash_attention=False, dropout_masks=True, fresh_gradient_bytes=0),
         # 2 + 2 + 4 + 12 = 20: an fp32 copy of the gradients beside the 16-bit ones (Krishnamurthy's deck).
-        Recipe(name="mixed20", weight_bytes=2, gradient_bytes=6, master_bytes=4, flash_attention=False,
+        TrainingRecipe(name="mixed20", weight_bytes=2, gradient_bytes=6, master_bytes=4, flash_attention=False,
                dropout_masks=True),
         # 2 + 4 + 12 = 18, and DDP's buckets of 2. Gradients are all-reduced in fp32; stages are cut by compute. Beside
         # the fresh gradients of 2 lie DDP's first buckets, which it rebuilds after a step and the allocator keeps.
-        Recipe(name="nanotron", weight_bytes=2, gradient_bytes=4, master_bytes=4, bucket_bytes=2,
+        TrainingRecipe(name="nanotron", weight_bytes=2, gradient_bytes=4, master_bytes=4, bucket_bytes=2,
                fresh_gradient_bytes=4, reduce_bytes=4, balanced_stages=True, reduces_under_zero1=True),
         # 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511).
-        Recipe(name="fsdp2", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=2),
+        TrainingRecipe(name="fsdp2", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=2),
         # 4 + 4 + 8 = 16, everything in fp32.
-        Recipe(name="fp32", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=4,
+        TrainingRecipe(name="fp32", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=4,
                element_bytes=4, flash_attention=False, arithmetic="fp32"),
     )
 }  # fmt: skip
 
 
-def recipe(name: str) -> Recipe:
+def recipe(name: str) -> TrainingRecipe:
     """The recipe called `name`. Raises `UnknownNameError` when there is none."""
     if name not in RECIPES:
         raise UnknownNameError("recipe", name, RECIPES)

@@ -15,7 +15,7 @@ from meshmark.plan.memory import memory
 from meshmark.plan.models import model_of_size
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
-from meshmark.plan.recipe import Recipe
+from meshmark.plan.recipe import TrainingRecipe
 from meshmark.plan.step_time import PARTS
 from meshmark.plan.system import GIB, Gpu
 
@@ -47,7 +47,7 @@ class Search:
 
 
 def search(
-    model: ModelSpec, num_gpus: int, global_batch: int, gpu: Gpu, recipe: Recipe, rates: Rates,
+    model: ModelSpec, num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
     *, recomputes: Sequence[Recompute] = _RECOMPUTES,
 ) -> Search:  # fmt: skip
     """Examine every layout.
@@ -66,7 +66,7 @@ def search(
 
 
 def _predict_all(
-    model: ModelSpec, num_gpus: int, global_batch: int, gpu: Gpu, recipe: Recipe, rates: Rates,
+    model: ModelSpec, num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
     recomputes: Sequence[Recompute],
 ) -> Prediction:  # fmt: skip
     for name, value in (("gpus", num_gpus), ("global batch", global_batch)):
@@ -88,7 +88,7 @@ def _predict_all(
 
 
 def _why_nothing_fits(
-    prediction: Prediction, num_gpus: int, global_batch: int, recipe: Recipe, rates: Rates,
+    prediction: Prediction, num_gpus: int, global_batch: int, recipe: TrainingRecipe, rates: Rates,
     recomputes: Sequence[Recompute],
 ) -> str:  # fmt: skip
     """What is missing, and the smallest number of GPUs, by doubling, on which a layout fits."""
@@ -113,7 +113,7 @@ def _why_nothing_fits(
 
 
 def _fewest(
-    larger: Prediction, too_few: int, enough: int, global_batch: int, recipe: Recipe, rates: Rates,
+    larger: Prediction, too_few: int, enough: int, global_batch: int, recipe: TrainingRecipe, rates: Rates,
     recomputes: Sequence[Recompute],
 ) -> int:  # fmt: skip
     """The smallest number between two powers of two, in whole nodes, on which a layout fits."""
@@ -147,7 +147,7 @@ def reason(found: Search) -> str:
 
 
 def max_model(
-    num_gpus: int, global_batch: int, gpu: Gpu, recipe: Recipe, rates: Rates, *, family: str = "gpt"
+    num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates, *, family: str = "gpt"
 ) -> tuple[ModelSpec, Grid, Column]:
     """The largest model of a family that fits, with the layouts that hold it and their memory; found by bisection.
 

@@ -23,7 +23,7 @@ from meshmark.plan.network import (
 )
 from meshmark.plan.partition import Stage, stages
 from meshmark.plan.rates import Rates
-from meshmark.plan.recipe import Recipe
+from meshmark.plan.recipe import TrainingRecipe
 from meshmark.plan.system import Gpu
 
 PARTS = (
@@ -64,7 +64,7 @@ class StepTime:
         return sum((getattr(self, name) for name in PARTS), start=np.zeros(len(self.matmul)))
 
 
-def step_time(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: Recipe, rates: Rates) -> StepTime:
+def step_time(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> StepTime:
     """Step time of every layout."""
     out = {name: np.zeros(len(grid)) for name in (*PARTS, "lag")}
     for pp, rows in grid.by_pipeline():
@@ -73,7 +73,9 @@ def step_time(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: Recipe, rates: Rat
     return StepTime(**out)
 
 
-def _pipeline_time(model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: Recipe, rates: Rates) -> dict[str, Column]:
+def _pipeline_time(
+    model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
+) -> dict[str, Column]:
     """All parts for layouts of one pipeline degree."""
     cut = stages(model, pp, balanced=recipe.balanced_stages)
     layer = _layer_seconds(model, grid, gpu, recipe, rates)
@@ -100,7 +102,7 @@ def _pipeline_time(model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: Reci
     return out
 
 
-def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: Recipe, rates: Rates) -> dict[str, Column]:
+def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
     """One layer's forward and backward pass, recomputation included, of one micro-batch."""
     t, num_tokens = grid.tp.astype(float), tokens(model, grid)
     peak, memory = gpu.peak(recipe.arithmetic), gpu.memory_bandwidth * rates.memory_efficiency
@@ -146,7 +148,7 @@ def _elementwise_bytes(model: ModelSpec, grid: Grid) -> Column:
     return 40.0 * model.hidden / between + (84.0 * model.hidden + 33.0 * model.ffn_hidden) / grid.tp
 
 
-def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: Recipe, rates: Rates) -> dict[str, Column]:
+def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
     """The head and the loss of one micro-batch."""
     memory = gpu.memory_bandwidth * rates.memory_efficiency
     weights = model.vocab_size * model.hidden / grid.tp
@@ -157,7 +159,7 @@ def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: Recipe, rates:
 
 def _stage_seconds(
     model: ModelSpec, grid: Grid, stage: Stage, index: int, cut: tuple[Stage, ...], layer: dict[str, Column],
-    head: dict[str, Column], gpu: Gpu, recipe: Recipe, rates: Rates,
+    head: dict[str, Column], gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
 ) -> dict[str, Column]:  # fmt: skip
     """One micro-batch on one stage; `device` and `floor` are the two that its launches are bound by."""
     n, zero = float(stage.num_layers), np.zeros(len(grid))
@@ -210,8 +212,8 @@ def bubble_seconds(grid: Grid, totals: Column, pace: Column) -> Column:
 
 
 def _data_seconds(
-    grid: Grid, num_parameters: Column, num_layers: int, compute: Column, backward: Column, gpu: Gpu, recipe: Recipe,
-    rates: Rates,
+    grid: Grid, num_parameters: Column, num_layers: int, compute: Column, backward: Column, gpu: Gpu,
+    recipe: TrainingRecipe, rates: Rates,
 ) -> Column:  # fmt: skip
     """Data-parallel communication that is not hidden, by ZeRO stage."""
 
@@ -236,7 +238,7 @@ def _data_seconds(
     return np.where(shards > 1, exposed, 0.0)
 
 
-def _optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: Recipe, rates: Rates) -> Column:
+def _optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
     """Norm, clipping and zeroing pass over the held gradients, the update over states, gradient and weights."""
     shards = grid.dp * grid.cp
     held = num_parameters / np.where(grid.zero_stage >= 2, shards, 1)
