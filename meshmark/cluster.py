@@ -76,6 +76,7 @@ class Cluster:
 
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
+        self._launches = {True: 0, False: 0}
 
     def __enter__(self) -> Cluster:
         spec = self.spec
@@ -104,6 +105,11 @@ class Cluster:
     @property
     def port(self) -> int:
         return int(self.store.port)
+
+    def new_prefix(self, *, alone: bool) -> str:
+        """Of the keys of a launch, used by no other: the same on every node, or of this node `alone`."""
+        self._launches[alone] += 1
+        return f"alone{self.spec.node_rank}/{self._launches[alone]}" if alone else f"launch{self._launches[alone]}"
 
     def announce(self, key: str) -> None:
         """Tell all nodes that `key` has happened."""

@@ -55,10 +55,11 @@ class Launcher:
     def __init__(self, cluster: Cluster, preload: list[str]) -> None:
         """`preload`: modules of the frameworks that will be needed."""
         self.cluster = cluster
-        self._counts = {True: 0, False: 0}
-        """Launches so far, those of this node alone apart: only the others are the same on every node."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        root = str(Path(__file__).parent.parent)  # the server imports the checkout wherever it was started
+        path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         os.environ.update(
+            PYTHONPATH=os.pathsep.join(dict.fromkeys(path)),
             MESHMARK_PRELOAD=",".join(preload),
             TORCH_FR_BUFFER_SIZE="20000",  # the flight recorder's, on any backend
             KINETO_LOG_LEVEL="9",
@@ -75,10 +76,7 @@ class Launcher:
         """
         spec = ClusterSpec() if alone else self.cluster.spec
         others = None if spec.nnodes == 1 else self.cluster
-        self._counts[alone] += 1
-        prefix = (
-            f"alone{self.cluster.spec.node_rank}/{self._counts[alone]}" if alone else f"launch{self._counts[alone]}"
-        )
+        prefix = self.cluster.new_prefix(alone=alone)
         started = time.monotonic()
         folder = Path(tempfile.mkdtemp(prefix="meshmark-"))
         try:

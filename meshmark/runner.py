@@ -58,7 +58,7 @@ class Runner:
         self.results = results
         writes = launcher.cluster.spec.node_rank == 0
         self._file = RecordFile(results) if writes else None
-        self._records: dict[tuple[Task, str], Record] = {}
+        self._records: dict[tuple[Task, Case], Record] = {}
         self._yardsticks: dict[str, Yardstick] = {}
         self._remarks: list[str] = []
         """For the next record."""
@@ -86,7 +86,7 @@ class Runner:
         return load_adapter(self.adapters[case.adapter])
 
     def _once(self, task: Task, case: Case) -> Record:
-        key = task, case.id
+        key = task, case  # not its id, which says nothing of seed or corpus
         if key not in self._records:
             if reason := self.refusal(case):
                 record = self._record(self._request(task, case), Outcome(status=Status.SKIPPED, message=reason))
