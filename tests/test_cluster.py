@@ -54,15 +54,19 @@ def test_a_failure_on_one_node_is_the_same_outcome_on_both(tmp_path: Path) -> No
         assert "raised on rank 1: ArithmeticError: planted in step 3" in output
 
 
-def test_the_environment_of_torchrun_and_of_slurm() -> None:
+def test_the_environment_of_torchrun_and_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun = {
-        "GROUP_RANK": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "a",
-        "MASTER_PORT": "29500",
-    }
+        "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500",
+    }  # fmt: skip
     assert ClusterSpec.detect(torchrun) == ClusterSpec(nnodes=2, node_rank=1, rdzv="a:29501")
+    scontrol = tmp_path / "scontrol"  # SLURM's own tool expands the list of hosts
+    scontrol.write_text("#!/bin/sh\nprintf 'node1\\nnode2\\n'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    slurm = {
+        "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[1-2]",
+    }  # fmt: skip
+    assert ClusterSpec.detect(slurm) == ClusterSpec(nnodes=2, node_rank=1, rdzv="node1:20007")
     assert ClusterSpec.detect({}) == ClusterSpec()
 
 
