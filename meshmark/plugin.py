@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import sys
 import time
@@ -97,7 +96,7 @@ def selection(config: pytest.Config) -> Selection:
 
 
 def _select(config: pytest.Config) -> Selection:
-    option = functools.partial(config.getoption)
+    option = config.getoption
     outside = {outside_name(target): target for target in option("--adapter")}
     patterns = split_values("--adapters", option("--adapters"))
     clash = sorted(outside.keys() & builtin_adapters().keys()) if outside else []
