@@ -4,17 +4,21 @@ by autocast, loss scaling, clipping."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from meshmark.adapter import Engine, Holdings, RankContext
 from meshmark.case import Case
 from meshmark.data import Batch
-from meshmark.layout import Precision
-from meshmark.model import Transformer
-from meshmark.objective import loss_share
+from meshmark.layout import Precision, Recompute
+from meshmark.model import Transformer, drawn_name
+from meshmark.objective import build_schedule, loss_share
 
 AUTOCAST = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
@@ -24,7 +28,23 @@ def initial_model(case: Case, device: torch.device) -> Transformer:
     with device:
         model = Transformer(case.workload.model)
     model.initialize(case.workload.seed)
-    return model.double() if case.precision is Precision.FP64 else model
+    return configure(model.double() if case.precision is Precision.FP64 else model, case)
+
+
+def configure(model: Transformer, case: Case) -> Transformer:
+    """`model`, with what the case freezes frozen, and with PyTorch's recomputation where it asks for it."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(case.workload.trains(drawn_name(model.spec, name)))
+    if case.layout.recompute is Recompute.FULL:
+        model.recompute = functools.partial(checkpoint, use_reentrant=False)
+    return model
+
+
+def skip_block(module: nn.Module, batch: Batch) -> None:
+    """Tell the transformer inside `module` which of its blocks `batch` leaves out."""
+    for part in module.modules():
+        if isinstance(part, Transformer):
+            part.skipped_block = batch.skipped_block
 
 
 def optimizer_state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -38,6 +58,7 @@ class DataParallelEngine(Engine):
     def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.case, self.context, self.module, self.optimizer = case, context, module, optimizer
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=case.precision is Precision.FP16)
+        self.schedule: Any = build_schedule(case.workload.optimizer, optimizer)
 
     @property
     def dp_rank(self) -> int:
@@ -62,6 +83,7 @@ class DataParallelEngine(Engine):
     def backward(self, batch: Batch) -> Tensor:
         layout = self.case.layout
         part = batch.shard(self.dp_rank, layout.dp).to(self.context.device)
+        skip_block(self.module, batch)
         total = torch.zeros((), device=self.context.device)
         for i, micro in enumerate(part.micro_batches(layout.num_micro_batches)):
             with self.micro_batch(last=i == layout.num_micro_batches - 1):
@@ -83,7 +105,22 @@ class DataParallelEngine(Engine):
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        self.advance_schedule()
         return norm
+
+    def advance_schedule(self) -> None:
+        if self.schedule:
+            self.schedule.step()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        layout = self.case.layout
+        part = batch.shard(self.dp_rank, layout.dp).to(self.context.device)
+        skip_block(self.module, batch)
+        self.module.eval()
+        shares = [self.loss_share(self.forward(m.tokens_BT), m) for m in part.micro_batches(layout.num_micro_batches)]
+        self.module.train()
+        return torch.stack(shares).sum()
 
     def clip(self, max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
@@ -97,6 +134,33 @@ class DataParallelEngine(Engine):
 
     def gradients(self) -> Mapping[str, Tensor]:
         return {name: parameter.grad for name, parameter in self.named_parameters() if parameter.grad is not None}
+
+    def save(self, folder: Path) -> None:
+        """Every rank holds all of it: the first writes one file."""
+        if self.context.rank == 0:
+            torch.save(self.state(), folder / "state.pt")
+        torch.distributed.barrier()
+
+    def load(self, folder: Path) -> None:
+        self.load_state(torch.load(folder / "state.pt", map_location=self.context.device))
+
+    def state(self) -> dict[str, Any]:
+        """All that training needs to go on, as PyTorch's own state dicts."""
+        return {
+            "model": self.inner().state_dict(), "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(), "schedule": self.schedule.state_dict() if self.schedule else None,
+        }  # fmt: skip
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.inner().load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        if self.schedule:
+            self.schedule.load_state_dict(state["schedule"])
+
+    def inner(self) -> nn.Module:
+        """The model inside its wrapper, whose parameters have canonical names."""
+        return self.module
 
     def holdings(self) -> Holdings:
         parameters = list(self.module.parameters())

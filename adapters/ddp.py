@@ -24,6 +24,10 @@ class DDPEngine(DataParallelEngine):
         with contextlib.nullcontext() if last else self.module.no_sync():
             yield
 
+    def inner(self) -> nn.Module:
+        inner: nn.Module = self.module.module
+        return inner
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.module.module.named_parameters()
 
@@ -35,7 +39,10 @@ class DDP(Adapter):
         model = initial_model(case, context.device)
         device_ids = [context.device] if context.device.type == "cuda" else None
         module: DistributedDataParallel = DistributedDataParallel(
-            model, device_ids=device_ids, gradient_as_bucket_view=True
+            model,
+            device_ids=device_ids,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=case.workload.skipped_block is not None,
         )
-        optimizer = build_optimizer(case.workload.optimizer, model.parameters())
+        optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
         return DDPEngine(case, context, module, optimizer)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from adapters.data_parallel import DataParallelEngine, initial_model, optimizer_state_tensors
-from meshmark.adapter import Adapter, Capabilities, Engine, Holdings, RankContext, Requirement
+from meshmark.adapter import Adapter, Capabilities, Engine, Feature, Holdings, RankContext, Requirement
 from meshmark.case import Case
 from meshmark.errors import AdapterError
 from meshmark.initial import initial_value
@@ -201,11 +201,11 @@ class DeepSpeed(Adapter):
         return {"DS_ACCELERATOR": device}
 
     @classmethod
-    def refusal(cls, case: Case, device: str) -> str | None:
+    def refusal(cls, case: Case, device: str, needs: frozenset[Feature] = frozenset()) -> str | None:
         """DeepSpeed runs fp16 on no CPU without AVX512-FP16."""
         if case.precision is Precision.FP16 and device == "cpu":
             return f"{case.adapter} runs precision fp16 on CUDA alone"
-        return super().refusal(case, device)
+        return super().refusal(case, device, needs)
 
     @classmethod
     def recipe(cls, case: Case) -> Recipe:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from adapters.data_parallel import AUTOCAST, DataParallelEngine
-from meshmark.adapter import Adapter, Capabilities, Engine, RankContext, Requirement
+from meshmark.adapter import Adapter, Capabilities, Engine, Feature, RankContext, Requirement
 from meshmark.case import Case
 from meshmark.data import IGNORED, Batch
 from meshmark.initial import initial_value
@@ -220,7 +220,12 @@ class Megatron(Adapter):
 
     requires: ClassVar = (Requirement(module="megatron.core", distribution="megatron-core"),)
     capabilities: ClassVar = Capabilities(
-        degrees=frozenset({"tp", "dp"}), precisions=frozenset({Precision.FP32, Precision.BF16}), dropout=False
+        degrees=frozenset({"tp", "dp"}),
+        precisions=frozenset({Precision.FP32, Precision.BF16}),
+        lacks={
+            Feature.DROPOUT: "its random states, one shared by all tensor-parallel ranks and one of each rank's own, "
+            "live on CUDA alone"
+        },
     )
 
     @classmethod

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adapters.data_parallel import AUTOCAST, DataParallelEngine, initial_model
-from meshmark.adapter import Adapter, Capabilities, Engine, RankContext
+from meshmark.adapter import Adapter, Capabilities, Engine, Feature, RankContext
 from meshmark.case import Case
 from meshmark.layout import Precision
 from meshmark.objective import build_optimizer
@@ -29,9 +29,11 @@ class SingleEngine(DataParallelEngine):
 
 
 class Single(Adapter):
-    capabilities: ClassVar = Capabilities(precisions=frozenset(Precision))
+    capabilities: ClassVar = Capabilities(
+        precisions=frozenset(Precision), lacks={Feature.RESHARD: "it runs on one rank alone"}
+    )
 
     def build(self, case: Case, context: RankContext) -> Engine:
         model = initial_model(case, context.device)
-        optimizer = build_optimizer(case.workload.optimizer, model.parameters())
+        optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
         return SingleEngine(case, context, model, optimizer)

@@ -15,7 +15,7 @@ from meshmark.adapter import RankContext
 from meshmark.case import Case
 from meshmark.layout import Layout, Precision
 from meshmark.model_spec import model_spec
-from meshmark.noise import NUM_RUNS, train_alone
+from meshmark.passes.noise import NUM_RUNS, train_alone
 from meshmark.rank_report import Request, Task
 from meshmark.workload import OptimizerKind, OptimizerSpec, Workload
 from meshmark.yardstick import fit

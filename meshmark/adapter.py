@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
@@ -18,10 +19,40 @@ from torch import Tensor
 
 from meshmark.case import Case
 from meshmark.data import Batch
-from meshmark.layout import Layout, Precision
+from meshmark.layout import Layout, Precision, Recompute
 from meshmark.model_spec import Family
 from meshmark.plan.states import Recipe, Remainder
 from meshmark.plan.traffic import Traffic, step_traffic
+
+
+class Feature(StrEnum):
+    """What a case or a pass may ask of an adapter beyond degrees, stages and precisions."""
+
+    TIED_EMBEDDINGS = "tied embeddings"
+    DROPOUT = "dropout"
+    FROZEN = "frozen parameters"
+    DECAY_GROUPS = "weight-decay groups"
+    SCHEDULE = "a learning-rate schedule"
+    UNUSED = "parameters unused in a step"
+    RECOMPUTE = "activation recomputation"
+    EVALUATE = "evaluation"
+    SAVE = "checkpoints"
+    RESHARD = "checkpoints across world sizes"
+
+
+def features(case: Case) -> frozenset[Feature]:
+    """What training `case` takes."""
+    workload = case.workload
+    asked = {
+        Feature.TIED_EMBEDDINGS: workload.model.tied_embeddings,
+        Feature.DROPOUT: workload.model.dropout > 0,
+        Feature.FROZEN: bool(workload.frozen),
+        Feature.DECAY_GROUPS: workload.optimizer.decay_matrices_only,
+        Feature.SCHEDULE: workload.optimizer.warmup_steps > 0,
+        Feature.UNUSED: workload.skipped_block is not None,
+        Feature.RECOMPUTE: case.layout.recompute is not Recompute.NONE,
+    }
+    return frozenset(feature for feature, wanted in asked.items() if wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +64,20 @@ class Capabilities:
     zero_stages: frozenset[int] = frozenset({0})
     precisions: frozenset[Precision] = frozenset({Precision.FP32})
     families: frozenset[Family] = frozenset(Family)
-    tied_embeddings: bool = True
-    dropout: bool = True
+    lacks: Mapping[Feature, str] = field(default_factory=dict)
+    """Features that are missing, each with its reason."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
 
-    def refusal(self, case: Case, device: str) -> str | None:
-        """Why `case` cannot run on `device` under these capabilities; None when it can."""
+    def refusal(self, case: Case, device: str, needs: frozenset[Feature] = frozenset()) -> str | None:
+        """Why `case` cannot run on `device` under these capabilities; None when it can. `needs`: what the pass takes
+        beyond the case."""
         layout, model = case.layout, case.workload.model
         unsupported = [f"{d}={getattr(layout, d)}" for d in ("dp", "tp", "pp")
                        if getattr(layout, d) > 1 and d not in self.degrees]  # fmt: skip
         plain = Layout(dp=layout.dp, tp=layout.tp, pp=layout.pp, zero_stage=layout.zero_stage,
-                       num_micro_batches=layout.num_micro_batches)  # fmt: skip
-        if layout != plain:  # schedules, context parallelism, recomputation, offload: the planner's, so far
+                       num_micro_batches=layout.num_micro_batches,
+                       recompute=Recompute.FULL if layout.recompute is Recompute.FULL else Recompute.NONE)  # fmt: skip
+        if layout != plain:  # schedules, context parallelism, selective recomputation, offload: the planner's, so far
             unsupported.append(f"all of layout {layout.id}")
         if layout.zero_stage not in self.zero_stages:
             unsupported.append(f"ZeRO stage {layout.zero_stage}")
@@ -52,10 +85,7 @@ class Capabilities:
             unsupported.append(f"precision {case.precision}")
         if model.family not in self.families:
             unsupported.append(f"model family {model.family}")
-        if model.tied_embeddings and not self.tied_embeddings:
-            unsupported.append("tied embeddings")
-        if model.dropout and not self.dropout:
-            unsupported.append("dropout")
+        unsupported += [f"{f} ({self.lacks[f]})" for f in Feature if f in self.lacks and f in features(case) | needs]
         if device not in self.devices:
             unsupported.append(f"device {device}")
         return f"{case.adapter} does not support {', '.join(unsupported)}" if unsupported else None
@@ -110,6 +140,24 @@ class Holdings:
     """Buffers that live between steps for the sake of communication, such as gradient buckets."""
 
 
+_MISSING = "this engine has no `{}`: write it, or name Feature.{} in its adapter's `Capabilities.lacks`"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownGap:
+    """A clause of the conformance table that a framework, in a documented configuration, fails."""
+
+    clause: str
+    reason: str
+    link: str = ""
+    """Upstream, where there is one."""
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    """Where it shows."""
+
+    def covers(self, case: Case, clause: str) -> bool:
+        return clause == self.clause and case.layout.zero_stage in self.zero_stages
+
+
 class Engine(ABC):
     """One rank's part of a training run under one framework."""
 
@@ -146,6 +194,20 @@ class Engine(ABC):
     def holdings(self) -> Holdings:
         """What this rank holds right now."""
 
+    def evaluate(self, batch: Batch) -> Tensor:
+        """This rank's share of the loss of a whole global batch in evaluation: no dropout, no gradients; the next step
+        is as if it had not happened."""
+        raise NotImplementedError(_MISSING.format("evaluate", Feature.EVALUATE.name))
+
+    def save(self, folder: Path) -> None:
+        """Leave all that training needs to go on in `folder`, which exists and all ranks share; a collective call."""
+        raise NotImplementedError(_MISSING.format("save", Feature.SAVE.name))
+
+    def load(self, folder: Path) -> None:
+        """Go on from where the engine was that saved to `folder`: in the same layout or, unless the adapter lacks
+        `RESHARD`, another. To be called before the first step; a collective call."""
+        raise NotImplementedError(_MISSING.format("load", Feature.SAVE.name))
+
     def close(self) -> None:  # noqa: B027
         """Release what the process's end would not."""
 
@@ -157,6 +219,7 @@ class Adapter(ABC):
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that `build` will import besides, slow enough to be worth importing once for all ranks."""
     capabilities: ClassVar[Capabilities]
+    known_gaps: ClassVar[tuple[KnownGap, ...]] = ()
 
     @abstractmethod
     def build(self, case: Case, context: RankContext) -> Engine:
@@ -188,10 +251,11 @@ class Adapter(ABC):
         return step_traffic(case, rank)
 
     @classmethod
-    def refusal(cls, case: Case, device: str) -> str | None:
-        """Why `case` must be skipped on `device`: unsupported, or not installed. None when it can run."""
+    def refusal(cls, case: Case, device: str, needs: frozenset[Feature] = frozenset()) -> str | None:
+        """Why `case` must be skipped on `device`: unsupported, or not installed. None when it can run. `needs`: what
+        the pass takes beyond the case."""
         missing = [reason for requirement in cls.requires if (reason := requirement.missing)]
-        return cls.capabilities.refusal(case, device) or (missing[0] if missing else None)
+        return cls.capabilities.refusal(case, device, needs) or (missing[0] if missing else None)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:

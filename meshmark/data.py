@@ -6,6 +6,7 @@ layout can see other data than another. Shape suffixes: B sequences, T tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,11 +33,11 @@ class Batch:
     """int64 next tokens; `IGNORED` where masked."""
     num_tokens: int
     """Unmasked targets of the *global* batch, whichever part of it this is: what the loss is the mean over."""
+    skipped_block: int | None = None
+    """A block of the model that this step leaves out."""
 
     def rows(self, start: int, stop: int) -> Batch:
-        return Batch(
-            tokens_BT=self.tokens_BT[start:stop], targets_BT=self.targets_BT[start:stop], num_tokens=self.num_tokens
-        )
+        return dataclasses.replace(self, tokens_BT=self.tokens_BT[start:stop], targets_BT=self.targets_BT[start:stop])
 
     def shard(self, rank: int, num_ranks: int) -> Batch:
         """The sequences of data-parallel `rank`: a contiguous 1/num_ranks of them."""
@@ -48,9 +49,7 @@ class Batch:
             yield self.shard(i, count)
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(
-            tokens_BT=self.tokens_BT.to(device), targets_BT=self.targets_BT.to(device), num_tokens=self.num_tokens
-        )
+        return dataclasses.replace(self, tokens_BT=self.tokens_BT.to(device), targets_BT=self.targets_BT.to(device))
 
 
 def standard_text() -> bytes:
@@ -111,5 +110,5 @@ def make_batch(workload: Workload, step: int) -> Batch:
         targets_BT[torch.arange(T) >= length_B[:, None]] = IGNORED
     return Batch(
         tokens_BT=window_BT[:, :-1].contiguous(), targets_BT=targets_BT,
-        num_tokens=int((targets_BT != IGNORED).sum()),
+        num_tokens=int((targets_BT != IGNORED).sum()), skipped_block=workload.skipped_at(step),
     )  # fmt: skip

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
+from meshmark.case import Case
+from meshmark.clause import Clause, Result, judge_clause
 from meshmark.record import Record, Status
+from meshmark.runner import Runner
+from meshmark.scenario import SCENARIOS
 
 
 def expect_ran(record: Record) -> None:
@@ -32,3 +38,23 @@ def expect(record: Record, suite: str) -> None:
     if not verdict.passed:
         evidence = "\n".join(f"  {name}: {value}" for name, value in verdict.evidence.items())
         pytest.fail(f"{record.case.id}: {verdict.summary}\n{evidence}", pytrace=False)
+
+
+class StaleGapWarning(UserWarning):
+    """A known gap that no longer shows."""
+
+
+def expect_clause(runner: Runner, case: Case, clause: Clause) -> None:
+    """The clause must hold of `case`, or fail as its adapter says that it does."""
+    __tracebackhide__ = True
+    records = {name: runner.perform(SCENARIOS[name], case) for name in clause.scenarios}
+    found = judge_clause(clause, records)
+    told = f"{case.adapter} {case.layout.id}, {clause.name}: {found.evidence}"
+    if found.result is Result.UNSUPPORTED:
+        pytest.skip(found.evidence)
+    if found.result is Result.KNOWN_GAP:
+        pytest.xfail(f"{told} {found.link}".rstrip())
+    if found.result is Result.STALE_GAP:
+        warnings.warn(f"{told}: passes, take the known gap out of its adapter", StaleGapWarning, stacklevel=2)
+    if found.result is Result.FAIL:
+        pytest.fail(told, pytrace=False)

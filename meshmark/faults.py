@@ -38,6 +38,8 @@ class Fault(StrEnum):
     UPDATE = "another update rule"
     """Learning rate, betas, weight decay, bias correction, ...: the detail names it where one explains the update."""
     LOSS = "loss told wrong"
+    EVALUATION = "evaluation is another function"
+    """Though training's loss and gradients are right."""
     UNEXPLAINED = "unexplained"
 
 

@@ -51,7 +51,7 @@ class Scene:
 
     def truth(self, step: int, batch: Batch) -> Tensors:
         """The exact gradients by `batch` at the run's parameters before `step`."""
-        return exact_gradients(self.case.workload, self.trace.parameters[step], batch)[1]
+        return exact_gradients(self.case.workload, self.trace.parameters[step], batch).gradients
 
     def known_factors(self) -> dict[str, float]:
         """Constants by which gradients and losses are multiplied by mistake."""

@@ -61,7 +61,6 @@ class Launcher:
         os.environ.update(
             PYTHONPATH=os.pathsep.join(dict.fromkeys(path)),
             MESHMARK_PRELOAD=",".join(preload),
-            TORCH_FR_BUFFER_SIZE="20000",  # the flight recorder's, on any backend
             KINETO_LOG_LEVEL="9",
             PYTORCH_NVML_BASED_CUDA_CHECK="1",  # is_available() must not touch CUDA in the process that forks
         )

@@ -7,7 +7,8 @@ V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -145,6 +146,10 @@ class Head(nn.Module):
         return out
 
 
+Recomputer = Callable[[nn.Module, Tensor], Tensor]
+"""`torch.utils.checkpoint.checkpoint`, or a framework's own."""
+
+
 class Transformer(nn.Module):
     """All of the model, or some of its layers: 0 is the embedding, 1 to num_layers the blocks, num_layers + 1 the head.
 
@@ -157,24 +162,23 @@ class Transformer(nn.Module):
         super().__init__()
         layers = range(spec.num_layers + 2) if layers is None else layers
         self.spec = spec
+        self.skipped_block: int | None = None
+        """Left out of the forward pass; set before every step."""
+        self.recompute: Recomputer | None = None
+        """Runs a block so that its activations are computed again in the backward pass; None keeps them."""
         self.embedding = Embedding(spec) if 0 in layers else None
         self.blocks = nn.ModuleDict({str(i - 1): Block(spec) for i in layers if 1 <= i <= spec.num_layers})
         self.head = Head(spec) if spec.num_layers + 1 in layers else None
         if spec.tied_embeddings and self.embedding is not None and self.head is not None:
             self.head.output.weight = self.embedding.tokens.weight
 
-    def layers(self) -> Iterator[nn.Module]:
-        """The layers of this part, in order."""
-        if self.embedding is not None:
-            yield self.embedding
-        yield from self.blocks.values()
-        if self.head is not None:
-            yield self.head
-
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers():
-            x = layer(x)
-        return x
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for index, block in self.blocks.items():
+            if int(index) != self.skipped_block:
+                x = self.recompute(block, x) if self.recompute and self.training else block(x)
+        return x if self.head is None else cast(Tensor, self.head(x))
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:

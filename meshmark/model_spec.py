@@ -124,6 +124,7 @@ MODELS: dict[str, ModelSpec] = {
     for spec in (
         # Small enough for a laptop's CPU; wide initial values, so that attention is far from uniform.
         gpt("gpt-tiny", 4, 64, 4, vocab_size=256, seq_len=64, init_std=0.08),
+        gpt("gpt-mini", 2, 32, 4, vocab_size=256, seq_len=32, init_std=0.15),
         llama("llama-tiny", 4, 64, 8, 176, num_kv_heads=4, vocab_size=256, seq_len=64, init_std=0.08),
         gpt("gpt2-124m", 12, 768, 12, seq_len=1024, tied_embeddings=True),
         # What fills one 80 GB GPU: GPT-3 XL's size with an untied head and a vocabulary padded to a multiple of 128.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from meshmark.data import IGNORED, Batch
 from meshmark.workload import OptimizerKind, OptimizerSpec
@@ -25,10 +26,19 @@ def loss_share(logits_BTV: Tensor, batch: Batch) -> Tensor:
     return total / batch.num_tokens
 
 
-def build_optimizer(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """PyTorch's optimizer for `spec`, all parameters in one group."""
+def build_optimizer(spec: OptimizerSpec, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """PyTorch's optimizer for `spec` over named parameters, of which frozen ones are left out."""
     cls, arguments = optimizer_arguments(spec)
-    return cls(parameters, **arguments)
+    return cls(parameter_groups(spec, parameters), **arguments)
+
+
+def parameter_groups(spec: OptimizerSpec, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+    """What PyTorch's optimizers take: one group, or a second one without weight decay where `spec` asks for it."""
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    groups = [{"params": [p for name, p in trained if spec.decays(name)]}]
+    if spec.decay_matrices_only:
+        groups.append({"params": [p for name, p in trained if not spec.decays(name)], "weight_decay": 0.0})
+    return groups
 
 
 def optimizer_arguments(spec: OptimizerSpec) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -38,3 +48,8 @@ def optimizer_arguments(spec: OptimizerSpec) -> tuple[type[torch.optim.Optimizer
     return torch.optim.AdamW, {
         "lr": spec.learning_rate, "betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay
     }  # fmt: skip
+
+
+def build_schedule(spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> LambdaLR | None:
+    """PyTorch's scheduler for `spec`, to be stepped once an optimizer step; None when the rate is constant."""
+    return LambdaLR(optimizer, spec.rate_factor) if spec.warmup_steps else None

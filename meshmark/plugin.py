@@ -23,12 +23,13 @@ from meshmark.errors import ClusterError, InputError, MeshmarkError, ResultsErro
 from meshmark.expect import expect_ran
 from meshmark.launch import Launcher
 from meshmark.layout import Precision
-from meshmark.observe import WATCHED_STEP
+from meshmark.passes.observe import WATCHED_STEP
 from meshmark.options import positive, precision, split_values
 from meshmark.rank_report import Task
 from meshmark.record import Record
 from meshmark.registry import builtin_adapters, load_adapter, outside_name, select
 from meshmark.runner import Runner, RunOptions
+from meshmark.scenario import plain_cases
 from meshmark.workload import Workload, workload
 
 T = TypeVar("T")
@@ -169,6 +170,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         cases = _cases(metafunc.config)
         metafunc.parametrize("case", cases, ids=lambda case: case.id, scope="session")
+    if "conforming" in metafunc.fixturenames:
+        chosen = selection(metafunc.config)
+        plain = [
+            case for name, adapter in chosen.adapters.items()
+            for world in (chosen.worlds if adapter.capabilities.degrees else [1])
+            for case in plain_cases(name, adapter, world)
+        ]  # fmt: skip
+        metafunc.parametrize("conforming", plain, ids=lambda c: f"{c.adapter}-{c.layout.id}", scope="session")
 
 
 class Hooks:

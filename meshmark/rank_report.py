@@ -23,6 +23,18 @@ class Task(StrEnum):
     """Untouched: seconds per step."""
     NOISE = "noise"
     """How far rounding alone carries the adapter `single` from the truth, in one process."""
+    SAVE = "save"
+    """Train, and save halfway."""
+    RESUME = "resume"
+    """Go on in fresh processes from what SAVE left."""
+    ENDURE = "endure"
+    """Many steps: does memory grow?"""
+    DROPOUT = "dropout"
+    """The same step again and again: is dropout random where it should be, and of the right strength?"""
+    OVERFLOW = "overflow"
+    """fp16: one rank's gradients overflow."""
+    FAIL = "fail"
+    """One rank raises an error while the others train on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +55,12 @@ class Request:
     """OBSERVE: compare with the truth; False measures memory and traffic alone."""
     yardstick: Yardstick | None = None
     """OBSERVE: what a run that exceeds it is diagnosed by."""
+    scenario: str = ""
+    """The conformance scenario that this belongs to, if any."""
+    evaluate: bool = False
+    """OBSERVE: evaluate every batch before it is trained on."""
+    checkpoint: str = ""
+    """SAVE and RESUME: folder that all ranks share."""
     time_limit_seconds: float
 
 
@@ -74,6 +92,12 @@ class RankReport:
     """Precision of what the engine holds, by category."""
     noise_runs: list[Comparisons] = field(default_factory=list)
     """NOISE: this rank's share of the runs."""
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    """What only the passes of the conformance suite measure, by name."""
+    digests: list[str] = field(default_factory=list)
+    """On rank 0, for all ranks: a hash of every parameter's bits before the first step and after each."""
+    num_replicated: int = 0
+    """On rank 0, for all ranks: tensors that more than one rank told, and that were compared bit for bit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import IO
 
+from meshmark.adapter import KnownGap
 from meshmark.case import Case
 from meshmark.errors import ResultsError
 from meshmark.faults import Diagnosis
@@ -113,6 +114,16 @@ class Record:
     matmul_flops_per_second: list[float] = field(default_factory=list)
     """By rank: the best matrix product found, all ranks at once."""
     verdicts: list[Verdict] = field(default_factory=list)
+    scenario: str = ""
+    """Of the conformance suite; empty in the matrix of cases."""
+    samples: list[dict[str, list[float]]] = field(default_factory=list)
+    """By rank, then name: what the passes of the conformance suite measure."""
+    digests: list[str] = field(default_factory=list)
+    """A hash of every parameter's bits, before the first step and after each."""
+    num_replicated: int = 0
+    """Tensors, of all steps, that several ranks told and that were compared bit for bit."""
+    known_gaps: list[KnownGap] = field(default_factory=list)
+    """Of the conformance suite: what the adapter knows that its framework gets wrong."""
     remarks: list[str] = field(default_factory=list)
     """What happened on the way that a reader should know."""
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.adapter import Adapter
+from meshmark.adapter import Adapter, Feature
 from meshmark.case import Case
 from meshmark.errors import MeshmarkError
 from meshmark.launch import Landing, Launcher
 from meshmark.machine import describe
-from meshmark.noise import NUM_RANKS, TIME_LIMIT_SECONDS, noise_key, read_noise, write_noise
+from meshmark.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS, noise_key, read_noise, write_noise
 from meshmark.plan.states import model_states
 from meshmark.rank_report import Request, Task
 from meshmark.record import Outcome, Record, RecordFile, Status
 from meshmark.registry import builtin_adapters, load_adapter
+from meshmark.scenario import SCENARIOS, Scenario
 from meshmark.verdict import judge_communication, judge_equivalence, judge_memory
 from meshmark.yardstick import Comparisons, Yardstick, fit
 
@@ -41,6 +44,9 @@ class RunOptions:
     time_limit_seconds: float = 120.0
 
 
+_JUDGED = (Task.OBSERVE, Task.RESUME, Task.OVERFLOW)
+"""Passes whose traces are held against the truth."""
+
 Announce = Callable[[Task, Case, Record | None], None]
 """Told before a pass (with None) and after it."""
 
@@ -58,7 +64,7 @@ class Runner:
         self.results = results
         writes = launcher.cluster.spec.node_rank == 0
         self._file = RecordFile(results) if writes else None
-        self._records: dict[tuple[Task, Case], Record] = {}
+        self._records: dict[tuple[Task, Case, str], Record] = {}
         self._yardsticks: dict[str, Yardstick] = {}
         self._remarks: list[str] = []
         """For the next record."""
@@ -66,34 +72,59 @@ class Runner:
     def close(self) -> None:
         if self._file:
             self._file.close()
+            shutil.rmtree(self._checkpoints, ignore_errors=True)
 
-    def refusal(self, case: Case) -> str | None:
-        """Why `case` is not run; None when it is."""
+    @property
+    def _checkpoints(self) -> Path:
+        return self.results / "checkpoints"
+
+    def refusal(self, case: Case, needs: frozenset[Feature] = frozenset()) -> str | None:
+        """Why `case` is not run; None when it is. `needs`: what the pass takes beyond the case."""
         nnodes = self.launcher.cluster.spec.nnodes
         if case.world_size % nnodes:
             return f"{case.world_size} ranks cannot be spread evenly over {nnodes} nodes"
-        return self._adapter(case).refusal(case, self.options.device)
+        return self._adapter(case).refusal(case, self.options.device, needs)
 
     def observe(self, case: Case) -> Record:
         """The instrumented pass, with all its verdicts."""
-        return self._once(Task.OBSERVE, case)
+        return self._once(case, self._request(Task.OBSERVE, case))
 
     def time(self, case: Case) -> Record:
         """The untouched pass."""
-        return self._once(Task.TIME, case)
+        return self._once(case, self._request(Task.TIME, case))
+
+    def perform(self, scenario: Scenario, base: Case) -> Record:
+        """A conformance scenario of `base`; or the record of what it needs, where that did not end well."""
+        if scenario.after:
+            before = self.perform(SCENARIOS[scenario.after], base)
+            if before.outcome.status is not Status.OK:
+                return before
+        case = scenario.vary(base)
+        request = dataclasses.replace(
+            self._request(scenario.task, case), steps=scenario.steps, scenario=scenario.name,
+            evaluate=scenario.task is Task.OBSERVE and Feature.EVALUATE not in self._adapter(case).capabilities.lacks,
+            checkpoint=str(self._checkpoint(base)) if Feature.SAVE in scenario.needs else "",
+        )  # fmt: skip
+        return self._once(case, request, scenario.needs)
+
+    def _checkpoint(self, base: Case) -> Path:
+        """A folder of `base`'s own, for all nodes; absolute, for ranks may start elsewhere."""
+        folder = (self._checkpoints / hashlib.sha256(repr(base).encode()).hexdigest()[:16]).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def _adapter(self, case: Case) -> type[Adapter]:
         return load_adapter(self.adapters[case.adapter])
 
-    def _once(self, task: Task, case: Case) -> Record:
-        key = task, case  # not its id, which says nothing of seed or corpus
+    def _once(self, case: Case, request: Request, needs: frozenset[Feature] = frozenset()) -> Record:
+        key = request.task, case, request.scenario  # not the case's id, which says nothing of seed or corpus
         if key not in self._records:
-            if reason := self.refusal(case):
-                record = self._record(self._request(task, case), Outcome(status=Status.SKIPPED, message=reason))
+            if reason := self.refusal(case, needs):
+                record = self._record(request, Outcome(status=Status.SKIPPED, message=reason))
             else:
-                self.announce(task, case, None)
-                record = self._run(self._request(task, case))
-                self.announce(task, case, record)
+                self.announce(request.task, case, None)
+                record = self._run(request)
+                self.announce(request.task, case, record)
             self._records[key] = record
             if self._file:
                 self._file.append(record)
@@ -115,7 +146,7 @@ class Runner:
         return self.options.backend or ("nccl" if own_gpus else "gloo")
 
     def _run(self, request: Request) -> Record:
-        if request.task is Task.OBSERVE and request.assess:
+        if request.task in _JUDGED and request.assess:
             request = dataclasses.replace(request, yardstick=self.yardstick(request))
         landing = self.launcher.launch(request, request.case.world_size)
         return self._record(request, _outcome(landing), landing)
@@ -145,13 +176,12 @@ class Runner:
             planned_traffic=[adapter.traffic(case, rank) for rank in ranks],
             rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
             matmul_flops_per_second=[r.matmul_flops_per_second for r in reports if r.matmul_flops_per_second],
-            remarks=remarks,
+            scenario=request.scenario, samples=[r.samples for r in reports] if whole else [],
+            digests=reports[0].digests if whole else [], num_replicated=reports[0].num_replicated if whole else 0,
+            known_gaps=list(adapter.known_gaps) if request.scenario else [], remarks=remarks,
         )  # fmt: skip
-        if not observed:
-            return draft
-        verdicts = [judge_memory(draft), judge_communication(draft)]
-        if request.assess:
-            verdicts.insert(0, judge_equivalence(draft))
+        verdicts = [judge_equivalence(draft)] if whole and request.assess and request.task in _JUDGED else []
+        verdicts += [judge_memory(draft), judge_communication(draft)] if observed else []
         return dataclasses.replace(draft, verdicts=verdicts)
 
     def yardstick(self, request: Request) -> Yardstick:

@@ -27,6 +27,8 @@ class Trace:
     """Shares, or the global mean."""
     norms: list[float | None] = field(default_factory=list)
     """Global gradient norm before clipping, as the framework told it."""
+    evaluations: list[float] = field(default_factory=list)
+    """Losses like `losses`, but in evaluation, before each step; empty when nobody asked."""
 
 
 def note(tensors: Mapping[str, Tensor]) -> Tensors:
@@ -49,30 +51,33 @@ class Drift:
     """Those that differ from the lowest rank that holds it."""
 
 
-def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift]]:
-    """The union of all ranks' traces on rank 0 (None elsewhere), each tensor from the lowest rank that holds it, and
-    where replicas drifted apart. A collective call."""
+def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
+    """The union of all ranks' traces on rank 0 (None elsewhere), each tensor from the lowest rank that holds it; where
+    replicas drifted apart; and how many tensors of all steps more than one rank told. A collective call."""
     digests = [_digest(own.parameters), _digest(own.gradients)]
     everyone: list[list[list[dict[str, str]]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, digests)
     mine = Trace(
         parameters=_owned(own.parameters, [e[0] for e in everyone]),
         gradients=_owned(own.gradients, [e[1] for e in everyone]),
-        losses=own.losses, norms=own.norms,
+        losses=own.losses, norms=own.norms, evaluations=own.evaluations,
     )  # fmt: skip
     traces: list[Trace] | None = [Trace()] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, traces)
     if traces is None:
-        return None, []
+        return None, [], 0
     told = [trace.norms for trace in traces]
     union = Trace(
         parameters=[_union(parts) for parts in zip(*(t.parameters for t in traces), strict=True)],
         gradients=[_union(parts) for parts in zip(*(t.gradients for t in traces), strict=True)],
         losses=[sum(shares) for shares in zip(*(t.losses for t in traces), strict=True)],
         norms=[next((n for n in norms if n is not None), None) for norms in zip(*told, strict=True)],
+        evaluations=[sum(shares) for shares in zip(*(t.evaluations for t in traces), strict=True)],
     )
     drifts = _drifts("parameters", [e[0] for e in everyone]) + _drifts("gradients", [e[1] for e in everyone])
-    return union, drifts
+    num_told = sum(len(tensors) for kinds in everyone for steps in kinds for tensors in steps)
+    num_held = sum(len(tensors) for tensors in [*union.parameters, *union.gradients])
+    return union, drifts, num_told - num_held
 
 
 def _digest(steps: list[Tensors]) -> list[dict[str, str]]:

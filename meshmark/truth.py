@@ -39,7 +39,8 @@ class Deviation:
 
 
 Deviations = dict[str, list[Deviation]]
-"""By quantity, then step: `loss`, `norm`, `gradients/NAME`, `parameters/NAME`, and `initial/NAME` (one step)."""
+"""By quantity, then step: `loss`, `evaluation`, `norm`, `gradients/NAME`, `parameters/NAME`, and `initial/NAME` (one
+step)."""
 
 
 def assess(trace: Trace, workload: Workload, start: Tensors | None = None) -> Deviations:
@@ -54,11 +55,15 @@ def assess(trace: Trace, workload: Workload, start: Tensors | None = None) -> De
     for step, own in enumerate(trace.gradients):
         here, after = trace.parameters[step], trace.parameters[step + 1]
         here = {name: here.get(name, np.full(x.shape, np.nan)) for name, x in start.items()}
-        loss, gradients = exact_gradients(workload, here, make_batch(workload, step))
-        found.setdefault("loss", []).append(_scalar(trace.losses[step], loss))
-        for name, x in gradients.items():
-            found.setdefault(f"gradients/{name}", []).append(deviation(own.get(name), x))
-        own = {name: own.get(name, np.zeros_like(x)) for name, x in gradients.items()}
+        batch = make_batch(workload, step)
+        exact = exact_gradients(workload, here, batch)
+        found.setdefault("loss", []).append(_scalar(trace.losses[step], exact.loss))
+        if trace.evaluations:
+            found.setdefault("evaluation", []).append(_scalar(trace.evaluations[step], exact.loss))
+        for name, x in exact.gradients.items():
+            absent = np.zeros_like(x) if name in exact.unused else None
+            found.setdefault(f"gradients/{name}", []).append(deviation(own.get(name, absent), x))
+        own = {name: own.get(name, np.zeros_like(x)) for name, x in exact.gradients.items() if name not in exact.unused}
         told = trace.norms[step]
         if told is not None:
             found.setdefault("norm", []).append(_scalar(told, global_norm(own)))
@@ -75,14 +80,31 @@ def initial_values(workload: Workload) -> Tensors:
     }
 
 
-def exact_gradients(workload: Workload, parameters: Tensors, batch: Batch) -> tuple[float, Tensors]:
-    """Loss of a global batch, and its gradient by every parameter, in float64."""
+@dataclass(frozen=True, kw_only=True)
+class Exact:
+    """What float64 computes of a global batch."""
+
+    loss: float
+    gradients: Tensors
+    """By every parameter that is trained; zero where unused."""
+    unused: frozenset[str]
+    """Parameters that are trained but had no part in this loss."""
+
+
+def exact_gradients(workload: Workload, parameters: Tensors, batch: Batch) -> Exact:
+    """Loss and gradients of a global batch, without dropout."""
     with torch.device("meta"):
         model = Transformer(workload.model)
-    values = {name: torch.from_numpy(value).double().requires_grad_() for name, value in parameters.items()}
+    model.eval().skipped_block = batch.skipped_block
+    values = {name: torch.from_numpy(value).double() for name, value in parameters.items()}
+    trained = {name: value.requires_grad_() for name, value in values.items() if workload.trains(name)}
     loss = loss_share(torch.func.functional_call(model, values, (batch.tokens_BT,)), batch)
-    gradients = torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True)
-    return float(loss.detach()), {name: g.numpy() for name, g in zip(values, gradients, strict=True)}
+    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    found = dict(zip(trained, gradients, strict=True))
+    return Exact(
+        loss=float(loss.detach()), unused=frozenset(name for name, g in found.items() if g is None),
+        gradients={name: np.zeros(parameters[name].shape) if g is None else g.numpy() for name, g in found.items()},
+    )  # fmt: skip
 
 
 def global_norm(tensors: Tensors) -> float:
@@ -91,15 +113,17 @@ def global_norm(tensors: Tensors) -> float:
 
 
 class ExactOptimizer:
-    """Clipping and the optimizer in float64, with moments made of the gradients that it is given."""
+    """Clipping, schedule and optimizer in float64, with moments made of the gradients that it is given."""
 
     def __init__(self, spec: OptimizerSpec) -> None:
         self.spec = spec
         self.parameters: dict[str, nn.Parameter] = {}
         self.optimizer: torch.optim.Optimizer | None = None
+        self.steps = 0
 
     def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
-        """What `parameters` become under `gradients` (unclipped)."""
+        """What `parameters` become under `gradients` (unclipped); those without a gradient stay, as they do in
+        PyTorch, and so do their moments."""
         if self.optimizer is None:
             self.parameters = {
                 name: nn.Parameter(torch.tensor(p, dtype=torch.float64)) for name, p in parameters.items()
@@ -108,14 +132,18 @@ class ExactOptimizer:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(torch.from_numpy(parameters[name]))
-                parameter.grad = torch.tensor(gradients[name], dtype=torch.float64)
+                own = gradients.get(name)
+                parameter.grad = None if own is None else torch.tensor(own, dtype=torch.float64)
         if self.spec.clip_norm is not None:
             self.clip(self.spec.clip_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.spec.learning_rate * self.spec.rate_factor(self.steps)
         self.optimizer.step()
+        self.steps += 1
         return {name: p.detach().numpy().copy() for name, p in self.parameters.items()}
 
     def build(self) -> torch.optim.Optimizer:
-        return build_optimizer(self.spec, self.parameters.values())
+        return build_optimizer(self.spec, self.parameters.items())
 
     def clip(self, max_norm: float) -> None:
         nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)

@@ -62,6 +62,16 @@ def rivals(spec: OptimizerSpec) -> Iterator[Rival]:
         yield Rival(fault=Fault.CLIPPING, detail="clipped by value, not by norm", optimizer=_ClipsValues(spec))
     if spec.weight_decay:
         yield variant(Fault.UPDATE, "without weight decay", weight_decay=0.0)
+    if spec.weight_decay and spec.decay_matrices_only:
+        yield variant(Fault.UPDATE, "with weight decay on norms and biases", decay_matrices_only=False)
+    if spec.warmup_steps:
+        yield variant(Fault.UPDATE, "without the schedule's warm-up", warmup_steps=0)
+        for shift in (-1, 1):
+            late = f"with the learning rate of {'the step before' if shift < 0 else 'the next step'}"
+            yield Rival(fault=Fault.UPDATE, detail=late, optimizer=_Shifted(spec, shift))
+        for times in (2, 4):
+            detail = f"with a schedule that runs {times} times too fast"
+            yield variant(Fault.UPDATE, detail, warmup_steps=max(1, spec.warmup_steps // times))
     if spec.kind is OptimizerKind.ADAMW:
         yield Rival(fault=Fault.UPDATE, detail="weight decay added to the gradient", optimizer=_Coupled(spec))
         yield Rival(fault=Fault.UPDATE, detail="without bias correction", optimizer=_Uncorrected(spec))
@@ -74,6 +84,11 @@ def rivals(spec: OptimizerSpec) -> Iterator[Rival]:
         fault=Fault.STALE_GRADIENT, detail="made of the gradients of the step before", optimizer=ExactOptimizer(spec),
         gradients=lambda trace, step: trace.gradients[max(step - 1, 0)],
     )  # fmt: skip
+    yield Rival(
+        fault=Fault.UPDATE, detail="as if unused parameters had a gradient of zero", optimizer=ExactOptimizer(spec),
+        gradients=lambda trace, step: {n: trace.gradients[step].get(n, np.zeros_like(x))
+                                       for n, x in trace.parameters[step].items()},
+    )  # fmt: skip
 
 
 def replay(trace: Trace, step: int, optimizer: ExactOptimizer, gradients: Callable[[Trace, int], Tensors] | None = None
@@ -81,9 +96,7 @@ def replay(trace: Trace, step: int, optimizer: ExactOptimizer, gradients: Callab
     """Where `optimizer` puts the run's parameters after `step`, having seen its gradients from the first step on."""
     after: Tensors = {}
     for now in range(step + 1):
-        own = gradients(trace, now) if gradients else trace.gradients[now]
-        here = trace.parameters[now]
-        after = optimizer.step(here, {name: own.get(name, np.zeros_like(x)) for name, x in here.items()})
+        after = optimizer.step(trace.parameters[now], gradients(trace, now) if gradients else trace.gradients[now])
     return after
 
 
@@ -147,13 +160,21 @@ class _Uncorrected(ExactOptimizer):
     """Adam's moments start at zero and nothing makes up for it: as if many steps had gone before."""
 
     def build(self) -> torch.optim.Optimizer:
-        optimizer = build_optimizer(self.spec, self.parameters.values())
+        optimizer = build_optimizer(self.spec, self.parameters.items())
         for parameter in self.parameters.values():
             optimizer.state[parameter] = {
                 "step": torch.tensor(1e9), "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }  # fmt: skip
         return optimizer
+
+
+class _Shifted(ExactOptimizer):
+    """The schedule is some steps ahead of the optimizer."""
+
+    def __init__(self, spec: OptimizerSpec, shift: int) -> None:
+        super().__init__(spec)
+        self.steps = shift
 
 
 class _Forgets(ExactOptimizer):

@@ -18,14 +18,23 @@ import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from meshmark.adapter import RankContext
-from meshmark.noise import measure_noise
-from meshmark.observe import observe
+from meshmark.passes.dropout import repeat_with_dropout
+from meshmark.passes.endure import endure
+from meshmark.passes.fail import fail
+from meshmark.passes.noise import measure_noise
+from meshmark.passes.observe import observe
+from meshmark.passes.overflow import overflow
+from meshmark.passes.resume import resume, save_halfway
+from meshmark.passes.timing import time_steps
 from meshmark.rank_report import RankFailure, Request, Task
 from meshmark.registry import load_adapter
 from meshmark.serial import encode
-from meshmark.timing import time_steps
 
-_TASKS = {Task.OBSERVE: observe, Task.TIME: time_steps, Task.NOISE: measure_noise}
+_TASKS = {
+    Task.OBSERVE: observe, Task.TIME: time_steps, Task.NOISE: measure_noise, Task.SAVE: save_halfway,
+    Task.RESUME: resume, Task.ENDURE: endure, Task.DROPOUT: repeat_with_dropout, Task.OVERFLOW: overflow,
+    Task.FAIL: fail,
+}  # fmt: skip
 STACK_SIGNAL = signal.SIGUSR1
 """Makes a rank write every thread's Python stack, even while it hangs inside C."""
 
@@ -93,7 +102,9 @@ def _settle(place: Place) -> None:
 def _join(request: Request, place: Place) -> RankContext:
     """Bring up the default process group over the run's store."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    torch.manual_seed(request.case.workload.seed)
+    # The flight recorder, on any backend; elsewhere it would only take time, and memory with every collective.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "20000" if request.task is Task.OBSERVE else "0"
+    torch.manual_seed(request.case.workload.seed + place.rank)
     if request.device == "cuda":
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
     device = (

@@ -17,7 +17,7 @@ class OptimizerKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """The optimizer, applied alike to every parameter."""
+    """The optimizer and its schedule."""
 
     kind: OptimizerKind = OptimizerKind.ADAMW
     learning_rate: float = 1e-3
@@ -28,6 +28,22 @@ class OptimizerSpec:
     """Decoupled for AdamW, L2 for SGD."""
     clip_norm: float | None = 1.0
     """Largest global L2 norm of the gradients; None leaves them alone."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate grows linearly; 0 starts with all of it."""
+    decay_matrices_only: bool = False
+    """Norms and biases form a group of their own, without weight decay."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise InputError(f"optimizer: warmup_steps is {self.warmup_steps}, expected 0 or more")
+
+    def rate_factor(self, step: int) -> float:
+        """Of the learning rate at `step`, which counts from 0: (step + 1) / warmup_steps, and 1 once that is reached."""
+        return min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+
+    def decays(self, name: str) -> bool:
+        """Whether weight decay applies to the parameter with this canonical name."""
+        return not self.decay_matrices_only or not (name.endswith("bias") or "norm." in name)
 
     @property
     def states_per_parameter(self) -> int:
@@ -46,6 +62,10 @@ class Workload:
     """Sequences in one optimizer step, over all ranks."""
     masked: bool = True
     """Mask a random tail of every sequence, so that rows, micro-batches and ranks hold unequal numbers of tokens."""
+    frozen: tuple[str, ...] = ()
+    """Starts of the names of parameters that are not trained, such as `embedding.`."""
+    skipped_block: int | None = None
+    """A block that every second step leaves out, so that its parameters are unused there."""
     corpus: str | None = None
     """Path of a file to train on, byte by byte; None takes the text inside Python's standard library."""
     seed: int = 0
@@ -54,6 +74,19 @@ class Workload:
     def __post_init__(self) -> None:
         if self.global_batch < 1:
             raise InputError(f"workload {self.name!r}: global_batch is {self.global_batch}, expected at least 1")
+        if self.skipped_block is not None and not 0 <= self.skipped_block < self.model.num_layers:
+            raise InputError(
+                f"workload {self.name!r}: skipped_block is {self.skipped_block}, expected one of the model's "
+                f"{self.model.num_layers} blocks, counted from 0"
+            )
+
+    def trains(self, name: str) -> bool:
+        """Whether the parameter with this canonical name is trained."""
+        return not name.startswith(self.frozen) if self.frozen else True
+
+    def skipped_at(self, step: int) -> int | None:
+        """The block that `step` leaves out."""
+        return self.skipped_block if step % 2 else None
 
     @property
     def tokens_per_step(self) -> int:
@@ -68,6 +101,8 @@ _TINY_OPTIMIZER = OptimizerSpec(clip_norm=0.5)
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
+        # Half as deep, wide and long: a launch is then mostly the launch.
+        Workload(name="gpt-mini", model=MODELS["gpt-mini"], optimizer=_TINY_OPTIMIZER),
         Workload(name="gpt-tiny", model=MODELS["gpt-tiny"], optimizer=_TINY_OPTIMIZER),
         Workload(name="llama-tiny", model=MODELS["llama-tiny"], optimizer=_TINY_OPTIMIZER),
         Workload(name="gpt2-124m", model=MODELS["gpt2-124m"], masked=False),

@@ -23,11 +23,12 @@ ORDER = """
     plan
     adapter registry
     trace truth yardstick faults gradient_faults update_faults diagnosis
-    meters rank_report noise observe timing
+    meters rank_report passes
     worker preload
     cluster launch
+    scenario
     record
-    verdict
+    verdict clause
     runner
     throughput report
     options expect plugin cli __main__

@@ -69,7 +69,7 @@ def gradients(trace: Trace, step: int, change: Callable[[str, np.ndarray], np.nd
 def truth(trace: Trace, step: int, rows: slice, parameters: int | None = None) -> dict[str, np.ndarray]:
     """Of some sequences of a step's batch."""
     batch = make_batch(CASE.workload, step).rows(rows.start, rows.stop)
-    return exact_gradients(CASE.workload, trace.parameters[step if parameters is None else parameters], batch)[1]
+    return exact_gradients(CASE.workload, trace.parameters[step if parameters is None else parameters], batch).gradients
 
 
 def test_an_honest_run_has_no_diagnosis() -> None:
@@ -133,7 +133,7 @@ def test_the_gradient_at_the_parameters_of_the_step_before() -> None:
 
 def test_the_batch_of_another_step() -> None:
     def other(trace: Trace) -> None:
-        there = exact_gradients(CASE.workload, trace.parameters[1], make_batch(CASE.workload, 2))[1]
+        there = exact_gradients(CASE.workload, trace.parameters[1], make_batch(CASE.workload, 2)).gradients
         gradients(trace, 1, lambda n, g: there[n])
 
     assert "batch of step 2" in found(other, Fault.OTHER_BATCH, 1).detail

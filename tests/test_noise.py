@@ -9,7 +9,7 @@ import pytest
 
 from meshmark.cluster import Cluster, ClusterSpec
 from meshmark.launch import Launcher
-from meshmark.noise import NUM_RUNS, read_noise, write_noise
+from meshmark.passes.noise import NUM_RUNS, read_noise, write_noise
 from meshmark.runner import Runner, RunOptions
 from tests.factories import make_case
 

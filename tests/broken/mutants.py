@@ -14,7 +14,6 @@ from meshmark.adapter import Adapter, Engine, RankContext
 from meshmark.case import Case
 from meshmark.faults import Fault
 from meshmark.layout import Layout
-from meshmark.model_spec import model_spec
 from meshmark.registry import load_adapter
 from meshmark.workload import Workload, workload
 from tests.broken import gradients as g
@@ -31,12 +30,8 @@ LAYOUTS = {
     "gpipe": Layout(pp=2, num_micro_batches=4),
 }
 """Degree and micro-batches differ, so that one is not taken for the other."""
-_MODEL = replace(
-    model_spec("gpt-tiny"), name="gpt-mini", num_layers=2, hidden=32, ffn_hidden=128, seq_len=32, init_std=0.15
-)
-GPT = replace(workload("gpt-tiny"), name="gpt-mini", model=_MODEL)
-"""Half as deep, wide and long as gpt-tiny: a launch of a mutant is then mostly the launch."""
-TIED = replace(GPT, name="gpt-tied", model=replace(_MODEL, name="gpt-tied", tied_embeddings=True))
+GPT = workload("gpt-mini")
+TIED = replace(GPT, name="gpt-tied", model=replace(GPT.model, name="gpt-tied", tied_embeddings=True))
 
 
 @dataclass(frozen=True, kw_only=True)

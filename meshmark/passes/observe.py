@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 
 import torch
 
-from meshmark.adapter import Adapter, Engine, Holdings, RankContext
-from meshmark.data import make_batch
+from meshmark.adapter import Adapter, Holdings, RankContext
 from meshmark.diagnosis import diagnose
-from meshmark.meters.memory import Named, cuda_peaks, read_memory, visible_storages
+from meshmark.meters.memory import cuda_peaks, read_memory, visible_storages
 from meshmark.meters.traffic import read_traffic
 from meshmark.meters.watch import Watch
+from meshmark.passes.diary import Diary, digests
 from meshmark.rank_report import RankReport, Request
-from meshmark.trace import Trace, gather_trace, note
+from meshmark.trace import gather_trace
 from meshmark.truth import assess
 
 WATCHED_STEP = 2
 """The step whose memory and traffic are read: the first builds optimizer states, the second settles caches."""
-
-
-class _Diary:
-    """Trains an engine and takes notes."""
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self.engine, self.request = engine, request
-        self.trace = Trace()
-        if request.assess:
-            self.trace.parameters.append(note(engine.parameters()))
-
-    def train(self, step: int, watch: Watch | None) -> tuple[Named, Named]:
-        """One step; returns what the engine holds before and after its update."""
-        batch = make_batch(self.request.case.workload, step)
-        with _window(watch, "backward", step):
-            loss = self.engine.backward(batch)
-        before = Named.of(self.engine.holdings())
-        if self.request.assess:
-            self.trace.gradients.append(note(self.engine.gradients()))
-        with _window(watch, "update", step):
-            norm = self.engine.update()
-        after = Named.of(self.engine.holdings())
-        self.trace.losses.append(float(loss))
-        self.trace.norms.append(None if norm is None else float(norm))
-        if self.request.assess:
-            self.trace.parameters.append(note(self.engine.parameters()))
-        return before, after
 
 
 def observe(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
@@ -54,7 +26,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     with Watch(context.device) as watch:
         engine = adapter.build(request.case, context)
         built = time.time()
-        diary = _Diary(engine, request)
+        diary = Diary(engine, request)
         for step in range(WATCHED_STEP):
             diary.train(step, watch)
         watch.focus()
@@ -69,7 +41,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         diary.train(step, None)
     dtypes = _dtypes(engine.holdings())
     engine.close()
-    trace, drifts = gather_trace(diary.trace)
+    trace, drifts, num_replicated = gather_trace(diary.trace)
     deviations = assess(trace, request.case.workload) if trace and request.assess else {}
     diagnosis = None
     if trace and deviations and request.yardstick:
@@ -78,12 +50,9 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         rank=context.rank, build_seconds=built - started, run_seconds=time.time() - built,
         losses=diary.trace.losses, norms=diary.trace.norms, deviations=deviations, drifts=drifts,
         diagnosis=diagnosis,
-        memory=memory, traffic=traffic, state_dtypes=dtypes,
+        memory=memory, traffic=traffic, state_dtypes=dtypes, digests=digests(trace) if trace else [],
+        num_replicated=num_replicated,
     )  # fmt: skip
-
-
-def _window(watch: Watch | None, name: str, step: int) -> contextlib.AbstractContextManager[None]:
-    return watch.window(name, step) if watch else contextlib.nullcontext()
 
 
 def _dtypes(held: Holdings) -> dict[str, str]:

@@ -33,7 +33,7 @@ NUM_RUNS = 8
 NUM_RANKS = 2
 """Processes that share the runs."""
 TIME_LIMIT_SECONDS = 600.0
-FORMAT = 4
+FORMAT = 5
 """Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
 
 
@@ -89,7 +89,9 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     _perturb(engine, case, run)
     trace = Trace(parameters=[note(engine.parameters())])
     for step in range(request.steps):
-        trace.losses.append(float(engine.backward(_permute(make_batch(workload, step), case, run))))
+        batch = _permute(make_batch(workload, step), case, run)
+        trace.evaluations.append(float(engine.evaluate(batch)))
+        trace.losses.append(float(engine.backward(batch)))
         trace.gradients.append(note(engine.gradients()))
         norm = engine.update()
         trace.norms.append(None if norm is None else float(norm))

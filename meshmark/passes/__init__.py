@@ -1,0 +1,1 @@
+"""What a rank can be told to do with a case: one file a pass."""

@@ -1,0 +1,60 @@
+"""Trains an engine and takes notes of all that it computes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+
+import torch
+
+from meshmark.adapter import Engine
+from meshmark.data import make_batch
+from meshmark.meters.memory import Named
+from meshmark.meters.watch import Watch
+from meshmark.rank_report import Request
+from meshmark.trace import Trace, note
+
+
+class Diary:
+    """One rank's notes of a run."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.engine, self.request = engine, request
+        self.trace = Trace()
+        if request.assess:
+            self.trace.parameters.append(note(engine.parameters()))
+
+    def train(self, step: int, watch: Watch | None = None) -> tuple[Named, Named]:
+        """One step; returns what the engine holds before and after its update."""
+        batch = make_batch(self.request.case.workload, step)
+        if self.request.evaluate:
+            self.trace.evaluations.append(float(self.engine.evaluate(batch)))
+        with _window(watch, "backward", step):
+            loss = self.engine.backward(batch)
+        before = Named.of(self.engine.holdings())
+        if self.request.assess:
+            self.trace.gradients.append(note(self.engine.gradients()))
+        with _window(watch, "update", step):
+            norm = self.engine.update()
+        after = Named.of(self.engine.holdings())
+        self.trace.losses.append(float(loss))
+        self.trace.norms.append(None if norm is None else float(norm))
+        if self.request.assess:
+            self.trace.parameters.append(note(self.engine.parameters()))
+        return before, after
+
+
+def _window(watch: Watch | None, name: str, step: int) -> contextlib.AbstractContextManager[None]:
+    return watch.window(name, step) if watch else contextlib.nullcontext()
+
+
+def digests(trace: Trace) -> list[str]:
+    """A hash of all parameters' bits, before the first step and after each."""
+    found = []
+    for tensors in trace.parameters:
+        together = hashlib.blake2b(digest_size=8)
+        for name in sorted(tensors):
+            together.update(name.encode())
+            together.update(torch.from_numpy(tensors[name]).contiguous().numpy().data)
+        found.append(together.hexdigest())
+    return found

@@ -1,0 +1,137 @@
+"""What a conformance pass makes a case do: each scenario is one launch, and shows one or several clauses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from meshmark.adapter import Adapter, Feature
+from meshmark.case import Case
+from meshmark.layout import Layout, Precision, Recompute
+from meshmark.rank_report import Task
+from meshmark.workload import OptimizerKind, OptimizerSpec, Workload, workload
+
+STEPS = 4
+MICRO_BATCHES = 4
+"""Of scenarios that accumulate: more than there are ranks, so that one degree is not taken for the other."""
+ENDURED_STEPS = 50
+DROPOUT_STEPS = 32
+DROPOUT = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One pass over a variant of the case that conforms."""
+
+    name: str
+    vary: Callable[[Case], Case] = lambda base: base
+    task: Task = Task.OBSERVE
+    steps: int = STEPS
+    needs: frozenset[Feature] = frozenset()
+    """Beyond what the variant's training takes."""
+    after: str | None = None
+    """The scenario that must have run before, for what it leaves."""
+
+
+def _training(**changes: object) -> Callable[[Case], Case]:
+    """Another workload."""
+
+    def vary(base: Case) -> Case:
+        return dataclasses.replace(base, workload=dataclasses.replace(base.workload, **changes))  # type: ignore[arg-type]
+
+    return vary
+
+
+def _optimizing(**changes: object) -> Callable[[Case], Case]:
+    def vary(base: Case) -> Case:
+        return _training(optimizer=dataclasses.replace(base.workload.optimizer, **changes))(base)  # type: ignore[arg-type]
+
+    return vary
+
+
+def _modelling(**changes: object) -> Callable[[Case], Case]:
+    def vary(base: Case) -> Case:
+        return _training(model=dataclasses.replace(base.workload.model, **changes))(base)  # type: ignore[arg-type]
+
+    return vary
+
+
+def _laying(**changes: object) -> Callable[[Case], Case]:
+    def vary(base: Case) -> Case:
+        return dataclasses.replace(base, layout=dataclasses.replace(base.layout, **changes))  # type: ignore[arg-type]
+
+    return vary
+
+
+def _uneven(base: Case) -> Case:
+    return _laying(num_micro_batches=MICRO_BATCHES)(_training(masked=True)(base))
+
+
+def _low(base: Case) -> Case:
+    """A rate at which no update of a norm's weight reaches half a unit in bf16's last place."""
+    return dataclasses.replace(_optimizing(learning_rate=1e-4)(base), precision=Precision.BF16)
+
+
+def _half(base: Case) -> Case:
+    return dataclasses.replace(base, precision=Precision.FP16)
+
+
+def _unmoved(base: Case) -> Case:
+    still = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.0, weight_decay=0.0, clip_norm=None)
+    return _training(optimizer=still)(_modelling(dropout=DROPOUT)(base))
+
+
+def _resharded(base: Case) -> Case:
+    """Half the pipeline, or twice the ranks of the axis that there is."""
+    layout = base.layout
+    if layout.pp > 1:
+        return _laying(pp=layout.pp // 2)(base)
+    return _laying(tp=2 * layout.tp)(base) if layout.tp > 1 else _laying(dp=2 * layout.dp)(base)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(name="plain"),
+        Scenario(name="accumulation", vary=_laying(num_micro_batches=MICRO_BATCHES)),
+        Scenario(name="uneven", vary=_uneven),
+        Scenario(name="clipping", vary=_optimizing(clip_norm=0.5)),
+        Scenario(name="groups", vary=_optimizing(decay_matrices_only=True)),
+        Scenario(name="frozen", vary=_training(frozen=("embedding.", "blocks.0.attention."))),
+        Scenario(name="schedule", vary=_optimizing(warmup_steps=STEPS)),
+        Scenario(name="tied", vary=_modelling(tied_embeddings=True)),
+        Scenario(name="unused", vary=_training(skipped_block=1)),
+        Scenario(name="recompute", vary=_laying(recompute=Recompute.FULL)),
+        Scenario(name="bf16", vary=_low),
+        Scenario(name="dropout", vary=_unmoved, task=Task.DROPOUT, steps=DROPOUT_STEPS,
+                 needs=frozenset({Feature.EVALUATE})),
+        Scenario(name="fp16", vary=_half, task=Task.OVERFLOW),
+        Scenario(name="endure", task=Task.ENDURE, steps=ENDURED_STEPS),
+        Scenario(name="save", task=Task.SAVE, needs=frozenset({Feature.SAVE})),
+        Scenario(name="resume", task=Task.RESUME, needs=frozenset({Feature.SAVE}), after="save"),
+        Scenario(name="reshard", vary=_resharded, task=Task.RESUME, after="save",
+                 needs=frozenset({Feature.SAVE, Feature.RESHARD})),
+        Scenario(name="error", task=Task.FAIL),
+    )
+}  # fmt: skip
+
+
+def plain_workload() -> Workload:
+    """What every scenario varies: as many tokens in every row, nothing clipped."""
+    mini = workload("gpt-mini")
+    return dataclasses.replace(mini, masked=False, optimizer=dataclasses.replace(mini.optimizer, clip_norm=None))
+
+
+def plain_cases(name: str, adapter: type[Adapter], world_size: int) -> list[Case]:
+    """The cases of one adapter at a world size that a conformance pass is made of: every ZeRO stage, every axis."""
+    can, layouts = adapter.capabilities, []
+    if not can.degrees:
+        layouts = [Layout(zero_stage=stage) for stage in sorted(can.zero_stages)]
+    elif "tp" in can.degrees:
+        layouts = [Layout(tp=world_size)]
+    elif "pp" in can.degrees:
+        layouts = [Layout(pp=world_size, num_micro_batches=world_size)]
+    elif "dp" in can.degrees:
+        layouts = [Layout(dp=world_size, zero_stage=stage) for stage in sorted(can.zero_stages)]
+    return [Case(adapter=name, workload=plain_workload(), layout=layout) for layout in layouts]

@@ -1,0 +1,15 @@
+"""Does the framework keep every clause? One cell of the conformance table a test."""
+
+import pytest
+
+from meshmark.case import Case
+from meshmark.clause import CLAUSES, Clause
+from meshmark.expect import expect_clause
+from meshmark.runner import Runner
+
+
+@pytest.mark.filterwarnings("default::meshmark.expect.StaleGapWarning")
+@pytest.mark.parametrize("clause", CLAUSES.values(), ids=lambda clause: clause.name.replace(" ", "_"))
+def test_conformance(runner: Runner, conforming: Case, clause: Clause) -> None:
+    """Clauses share their scenarios' launches."""
+    expect_clause(runner, conforming, clause)
