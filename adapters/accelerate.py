@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -23,9 +24,10 @@ from adapters.deepspeed import DeepSpeed, DeepSpeedEngine, ds_config, is_deepspe
 from adapters.fsdp2 import FSDP2Engine
 from meshmark.adapter import Adapter, Capabilities, Engine, RankContext, Requirement
 from meshmark.case import Case
+from meshmark.data import Batch
 from meshmark.errors import AdapterError
 from meshmark.layout import Precision
-from meshmark.objective import build_optimizer
+from meshmark.objective import build_optimizer, build_schedule
 from meshmark.plan.traffic import Traffic, fully_sharded, step_traffic
 
 _ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
@@ -42,11 +44,22 @@ def prove(accelerator: Any, expected: str, active: bool, module: nn.Module) -> N
 
 
 class _ThroughAccelerate(DataParallelEngine):
-    """Micro-batches as Accelerate counts them. `module` and `optimizer` are what `accelerator.prepare` returned."""
+    """Micro-batches as Accelerate counts them. `prepared`: what `accelerator.prepare` returned, module,
+    optimizer and schedule."""
 
-    def __init__(self, case: Case, context: RankContext, accelerator: Any, module: Any, optimizer: Any) -> None:  # noqa: ANN401
+    def __init__(self, case: Case, context: RankContext, accelerator: Any, prepared: tuple[Any, ...]) -> None:  # noqa: ANN401
+        module, optimizer, schedule = prepared
         super().__init__(case, context, module, optimizer)
-        self.accelerator = accelerator
+        self.accelerator, self.schedule = accelerator, schedule
+
+    def make_schedule(self) -> None:
+        """`prepare` wraps it."""
+
+    def save(self, folder: Path) -> None:
+        self.accelerator.save_state(str(folder))
+
+    def load(self, folder: Path) -> None:
+        self.accelerator.load_state(str(folder))
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -71,6 +84,7 @@ class AccelerateEngine(_ThroughAccelerate):
         norm = None if max_norm is None else self.clip(max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.advance_schedule()
         return norm
 
     def clip(self, max_norm: float) -> Tensor:
@@ -80,6 +94,10 @@ class AccelerateEngine(_ThroughAccelerate):
 
 class AccelerateDDPEngine(AccelerateEngine):
     module: DistributedDataParallel
+
+    def inner(self) -> nn.Module:
+        inner: nn.Module = self.module.module
+        return inner
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.module.module.named_parameters()
@@ -103,18 +121,27 @@ class Accelerate(Adapter):
         accelerator = Accelerator(
             cpu=on_cpu, mixed_precision=_mixed_precision(case),
             gradient_accumulation_steps=case.layout.num_micro_batches,
-            kwargs_handlers=[_backend(context), DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+            dataloader_config=_whole_batches(),
+            kwargs_handlers=[
+                _backend(context),
+                DistributedDataParallelKwargs(
+                    gradient_as_bucket_view=True, find_unused_parameters=case.workload.skipped_block is not None
+                ),
+            ],
         )  # fmt: skip
-        module, optimizer = _prepare(accelerator, case, context)
+        prepared = _prepare(accelerator, case, context)
         prove(
             accelerator, "MULTI_CPU" if on_cpu else "MULTI_GPU",
-            isinstance(module, DistributedDataParallel), module,
+            isinstance(prepared[0], DistributedDataParallel), prepared[0],
         )  # fmt: skip
-        return AccelerateDDPEngine(case, context, accelerator, module, optimizer)
+        return AccelerateDDPEngine(case, context, accelerator, prepared)
 
 
 class AccelerateFSDP2Engine(FSDP2Engine, AccelerateEngine):
-    pass
+    def evaluate(self, batch: Batch) -> Tensor:
+        share = super().evaluate(batch)
+        self.module.reshard()  # type: ignore[operator]  # Accelerate's root stays whole until a backward pass
+        return share
 
 
 class AccelerateFSDP2(Adapter):
@@ -155,14 +182,15 @@ class AccelerateFSDP2(Adapter):
         )  # fmt: skip
         accelerator = Accelerator(
             mixed_precision=_mixed_precision(case), fsdp_plugin=plugin, kwargs_handlers=[_backend(context)],
+            dataloader_config=_whole_batches(),
             # By default whole gradients are accumulated and reduced once: no longer sharded.
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=case.layout.num_micro_batches, sync_each_batch=True
             ),
         )  # fmt: skip
-        module, optimizer = _prepare(accelerator, case, context)
-        prove(accelerator, "FSDP", accelerator.is_fsdp2 and isinstance(module, FSDPModule), module)
-        return AccelerateFSDP2Engine(case, context, accelerator, module, optimizer)
+        prepared = _prepare(accelerator, case, context)
+        prove(accelerator, "FSDP", accelerator.is_fsdp2 and isinstance(prepared[0], FSDPModule), prepared[0])
+        return AccelerateFSDP2Engine(case, context, accelerator, prepared)
 
 
 class _StepLater:
@@ -180,9 +208,14 @@ class _StepLater:
 
 
 class AccelerateDeepSpeedEngine(_ThroughAccelerate, DeepSpeedEngine):
-    def __init__(self, case: Case, context: RankContext, accelerator: Any, module: Any, optimizer: Any) -> None:  # noqa: ANN401
-        super().__init__(case, context, accelerator, module, optimizer)
-        accelerator.deepspeed_engine_wrapped.engine = _StepLater(module)
+    def __init__(self, case: Case, context: RankContext, accelerator: Any, prepared: tuple[Any, ...]) -> None:  # noqa: ANN401
+        super().__init__(case, context, accelerator, prepared)
+        accelerator.deepspeed_engine_wrapped.engine = _StepLater(prepared[0])
+
+    def update(self) -> Tensor | None:
+        norm = super().update()
+        self.advance_schedule()  # Accelerate gives DeepSpeed none of PyTorch's schedulers to step
+        return norm
 
 
 class AccelerateDeepSpeed(DeepSpeed):
@@ -197,13 +230,13 @@ class AccelerateDeepSpeed(DeepSpeed):
 
         accelerator = Accelerator(
             deepspeed_plugin=_deepspeed_plugin(case), kwargs_handlers=[_backend(context)],
-            gradient_accumulation_steps=case.layout.num_micro_batches,
+            dataloader_config=_whole_batches(), gradient_accumulation_steps=case.layout.num_micro_batches,
         )  # fmt: skip
-        module, optimizer = _prepare(accelerator, case, context)
-        active = is_deepspeed(module)
-        active = active and module.zero_optimization_stage() == case.layout.zero_stage
+        prepared = _prepare(accelerator, case, context)
+        module = prepared[0]
+        active = is_deepspeed(module) and module.zero_optimization_stage() == case.layout.zero_stage
         prove(accelerator, "DEEPSPEED", active, module)
-        engine = AccelerateDeepSpeedEngine(case, context, accelerator, module, optimizer)
+        engine = AccelerateDeepSpeedEngine(case, context, accelerator, prepared)
         engine.restore_masters()
         return engine
 
@@ -215,6 +248,14 @@ def _choose_device(context: RankContext) -> None:
 
 def _mixed_precision(case: Case) -> str:
     return case.precision.value if case.precision in AUTOCAST else "no"
+
+
+def _whole_batches() -> Any:  # noqa: ANN401
+    """Says that a batch is the global one. Otherwise Accelerate steps a schedule once for every rank, since each rank
+    brings a batch of its own: a warm-up over 100 optimizer steps is over after 100 / ranks."""
+    from accelerate import DataLoaderConfiguration
+
+    return DataLoaderConfiguration(split_batches=True)
 
 
 def _backend(context: RankContext) -> Any:  # noqa: ANN401
@@ -245,8 +286,10 @@ def _deepspeed_plugin(case: Case) -> Any:  # noqa: ANN401
     return Plugin(hf_ds_config=ds_config(case), zero3_init_flag=False)
 
 
-def _prepare(accelerator: Any, case: Case, context: RankContext) -> tuple[Any, Any]:  # noqa: ANN401
-    """The model with its initial values and its optimizer, as Accelerate wraps them."""
-    model = initial_model(case, context.device)
-    module, optimizer = accelerator.prepare(model, build_optimizer(case.workload.optimizer, model.parameters()))
-    return module, optimizer
+def _prepare(accelerator: Any, case: Case, context: RankContext) -> tuple[Any, ...]:  # noqa: ANN401
+    """The model with its initial values, its optimizer and its schedule (or None), as Accelerate wraps them."""
+    model, spec = initial_model(case, context.device), case.workload.optimizer
+    optimizer = build_optimizer(spec, model.named_parameters())
+    schedule = build_schedule(spec, optimizer)
+    prepared = accelerator.prepare(model, optimizer, *([schedule] if schedule else []))
+    return (*prepared, None) if schedule is None else tuple(prepared)

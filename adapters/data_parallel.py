@@ -58,7 +58,11 @@ class DataParallelEngine(Engine):
     def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.case, self.context, self.module, self.optimizer = case, context, module, optimizer
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=case.precision is Precision.FP16)
-        self.schedule: Any = build_schedule(case.workload.optimizer, optimizer)
+        self.schedule: Any = self.make_schedule()
+
+    def make_schedule(self) -> Any:  # noqa: ANN401
+        """PyTorch's scheduler; None when the rate is constant, or when the framework has its own."""
+        return build_schedule(self.case.workload.optimizer, self.optimizer)
 
     @property
     def dp_rank(self) -> int:

@@ -9,22 +9,25 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from adapters.data_parallel import DataParallelEngine, initial_model, optimizer_state_tensors
-from meshmark.adapter import Adapter, Capabilities, Engine, Feature, Holdings, RankContext, Requirement
+from meshmark.adapter import Adapter, Capabilities, Engine, Feature, Holdings, KnownGap, RankContext, Requirement
 from meshmark.case import Case
 from meshmark.errors import AdapterError
 from meshmark.initial import initial_value
 from meshmark.layout import Precision
 from meshmark.model import parameter_shapes
-from meshmark.objective import build_optimizer
+from meshmark.objective import build_optimizer, build_schedule
 from meshmark.plan.states import Recipe, Remainder
 from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffic
 
+_TAG = "meshmark"
+"""Of checkpoints."""
 DEFAULT_BUCKET = 500_000_000
 """Elements of DeepSpeed's default reduce bucket."""
 
@@ -146,19 +149,40 @@ class DeepSpeedEngine(DataParallelEngine):
         norm = self.module.get_global_grad_norm()
         return None if norm is None else torch.as_tensor(norm)
 
+    def make_schedule(self) -> None:
+        """DeepSpeed steps the one that it was given."""
+
+    def save(self, folder: Path) -> None:
+        self.module.save_checkpoint(str(folder), tag=_TAG)
+
+    def load(self, folder: Path) -> None:
+        path, _ = self.module.load_checkpoint(str(folder), tag=_TAG)
+        if path is None:
+            raise AdapterError(f"rank {self.context.rank}: DeepSpeed found no checkpoint in {folder}")
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.module.module.named_parameters()
 
     def parameters(self) -> Mapping[str, Tensor]:
+        """Masters; of frozen parameters, which have none, the weights."""
+        import deepspeed
         from deepspeed.utils import safe_get_full_fp32_param
 
-        return {name: safe_get_full_fp32_param(parameter) for name, parameter in self.named_parameters()}
+        full = {}
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                full[name] = safe_get_full_fp32_param(parameter)
+            else:
+                with deepspeed.zero.GatheredParameters(parameter, enabled=hasattr(parameter, "ds_tensor")):
+                    full[name] = parameter.detach().clone()
+        return full
 
     def gradients(self) -> Mapping[str, Tensor]:
         from deepspeed.utils import safe_get_full_grad
 
         scale = getattr(self.zero, "loss_scale", 1.0)
-        return {name: safe_get_full_grad(parameter) / scale for name, parameter in self.named_parameters()}
+        trained = ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
+        return {name: safe_get_full_grad(parameter) / scale for name, parameter in trained}
 
     def holdings(self) -> Holdings:
         parameters = [parameter for _, parameter in self.named_parameters()]
@@ -193,7 +217,21 @@ class DeepSpeed(Adapter):
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({1, 2, 3}),
         precisions=frozenset({Precision.FP32, Precision.BF16, Precision.FP16}),
+        lacks={Feature.RESHARD: "it takes an offline conversion to a universal checkpoint, which no pass here does"},
     )
+    known_gaps: ClassVar = (
+        KnownGap(
+            clause="unused", zero_stages=(1, 2), symptom="as if unused parameters had a gradient of zero",
+            reason="a parameter without a gradient counts as one with a gradient of zero: its moments decay, and "
+            "momentum and weight decay move it",
+        ),
+        KnownGap(
+            clause="unused", zero_stages=(3,), symptom="stale gradient",
+            reason="a parameter that a step does not use is updated again with the gradient of the last step that did: "
+            "stage3.py never clears grad_partitions_flat_buffer, whose parts the first micro-batch overwrites only "
+            "where it brings a gradient",
+        ),
+    )  # fmt: skip
 
     @classmethod
     def environment(cls, device: str) -> dict[str, str]:
@@ -252,8 +290,11 @@ class DeepSpeed(Adapter):
         import deepspeed
 
         model = initial_model(case, context.device)
-        optimizer = build_optimizer(case.workload.optimizer, model.parameters())
-        module, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(case))
+        spec = case.workload.optimizer
+        optimizer = build_optimizer(spec, model.named_parameters())
+        module, _, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=build_schedule(spec, optimizer), config=ds_config(case)
+        )
         engine = DeepSpeedEngine(case, context, module, optimizer)
         engine.restore_masters()
         return engine

@@ -6,6 +6,7 @@ import contextlib
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from adapters.data_parallel import DataParallelEngine, initial_model, optimizer_state_tensors
-from meshmark.adapter import Adapter, Capabilities, Engine, Holdings, RankContext, Requirement
+from meshmark.adapter import Adapter, Capabilities, Engine, Feature, Holdings, KnownGap, RankContext, Requirement
 from meshmark.case import Case
 from meshmark.layout import Precision
 from meshmark.model import parameter_shapes
-from meshmark.objective import build_optimizer, optimizer_arguments
+from meshmark.objective import build_optimizer, optimizer_arguments, parameter_groups
 from meshmark.plan.states import Remainder
 from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffic
 
@@ -43,12 +44,25 @@ class OSSEngine(DataParallelEngine):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.module.module.named_parameters()
 
+    def inner(self) -> nn.Module:
+        inner: nn.Module = self.module.module
+        return inner
+
+    def save(self, folder: Path) -> None:
+        self.optimizer.consolidate_state_dict(recipient_rank=0)
+        super().save(folder)
+
     def gradients(self) -> Mapping[str, Tensor]:
+        """Each owner sends its gradients to all; unused parameters have none anywhere."""
+        trained = {n: (p, self.optimizer._param_to_rank[p]) for n, p in self.named_parameters() if p.requires_grad}
+        own = self.context.rank
+        there = torch.tensor([owner == own and p.grad is not None for p, owner in trained.values()]).int()
+        torch.distributed.all_reduce(there)
         full = {}
-        for name, parameter in self.named_parameters():
-            owner = self.optimizer._param_to_rank[parameter]
-            full[name] = parameter.grad.clone() if owner == self.context.rank else torch.empty_like(parameter)  # type: ignore[union-attr]
-            torch.distributed.broadcast(full[name], owner)
+        for present, (name, (parameter, owner)) in zip(there.tolist(), trained.items(), strict=True):
+            if present:
+                full[name] = parameter.grad.clone() if owner == own else torch.empty_like(parameter)  # type: ignore[union-attr]
+                torch.distributed.broadcast(full[name], owner)
         return full
 
     def holdings(self) -> Holdings:
@@ -92,8 +106,9 @@ class FairScaleOSS(Adapter):
         from fairscale.optim import OSS
 
         model = initial_model(case, context.device)
-        cls, arguments = optimizer_arguments(case.workload.optimizer)
-        optimizer = OSS(model.parameters(), optim=cls, **arguments)
+        spec = case.workload.optimizer
+        cls, arguments = optimizer_arguments(spec)
+        optimizer = OSS(parameter_groups(spec, model.named_parameters()), optim=cls, **arguments)
         module = ShardedDataParallel(
             model, optimizer, sync_models_at_startup=False,
             # Gradients in its buckets are kept by every rank, which would be stage 1, and after the first
@@ -165,6 +180,23 @@ class FSDPEngine(DataParallelEngine):
     def gradients(self) -> Mapping[str, Tensor]:
         return self._full(lambda flat: flat.grad)
 
+    def save(self, folder: Path) -> None:
+        """Whole parameters in one file, every rank's part of the optimizer states in another."""
+        model = self.module.state_dict()  # a collective call
+        if self.context.rank == 0:
+            torch.save(model, folder / "model.pt")
+        schedule = self.schedule.state_dict() if self.schedule else None
+        state = {"optimizer": self.optimizer.state_dict(), "schedule": schedule}
+        torch.save(state, folder / f"optimizer-{self.context.rank}.pt")
+        torch.distributed.barrier()
+
+    def load(self, folder: Path) -> None:
+        self.module.load_state_dict(torch.load(folder / "model.pt", map_location=self.context.device))
+        state = torch.load(folder / f"optimizer-{self.context.rank}.pt", map_location=self.context.device)
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.schedule:
+            self.schedule.load_state_dict(state["schedule"])
+
     def _full(self, shard_of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
         """By canonical name, the pieces of every flat parameter, or of its gradient, gathered from all ranks."""
         full = {}
@@ -200,8 +232,22 @@ class FairScaleFSDP(Adapter):
 
     requires: ClassVar = _FAIRSCALE
     capabilities: ClassVar = Capabilities(
-        degrees=frozenset({"dp"}), zero_stages=frozenset({3}), precisions=frozenset({Precision.FP32, Precision.BF16})
-    )
+        degrees=frozenset({"dp"}), zero_stages=frozenset({3}), precisions=frozenset({Precision.FP32, Precision.BF16}),
+        lacks={
+            Feature.DECAY_GROUPS: "the parameters of a wrapper are one flat tensor, which is in one group",
+            Feature.FROZEN: "the parameters of a wrapper are one flat tensor, frozen whole or not at all",
+            Feature.RESHARD: "gather_full_optim_state_dict, which it takes, breaks the optimizer that it reads: "
+                             "facebookresearch/fairscale#1083",
+        },
+    )  # fmt: skip
+
+    known_gaps: ClassVar = (
+        KnownGap(
+            clause="unused", symptom="expected to be in states",
+            reason="a wrapper that takes no part in a backward pass makes the step raise: its state is unexpected",
+            link="https://github.com/facebookresearch/fairseq/issues/3353",
+        ),
+    )  # fmt: skip
 
     @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic:
@@ -209,6 +255,7 @@ class FairScaleFSDP(Adapter):
         return step_traffic(case, rank, fully_sharded(case))
 
     def build(self, case: Case, context: RankContext) -> Engine:
+        from fairscale.nn import checkpoint_wrapper
         from fairscale.nn.data_parallel import FullyShardedDataParallel
 
         if context.device.type == "cpu":
@@ -222,6 +269,9 @@ class FairScaleFSDP(Adapter):
         }  # fmt: skip
         model = initial_model(case, context.device)
         for key, block in model.blocks.items():
-            model.blocks[key] = FullyShardedDataParallel(block, **arguments)
+            # Recomputation must come inside a wrapper: FairScale's own, which keeps the block's names.
+            inner = checkpoint_wrapper(block) if model.recompute else block
+            model.blocks[key] = FullyShardedDataParallel(inner, **arguments)
+        model.recompute = None
         module = FullyShardedDataParallel(model, **arguments)
-        return FSDPEngine(case, context, module, build_optimizer(case.workload.optimizer, module.parameters()))
+        return FSDPEngine(case, context, module, build_optimizer(case.workload.optimizer, module.named_parameters()))

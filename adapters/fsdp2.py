@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import ClassVar, cast
 
 import torch
@@ -12,7 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from adapters.data_parallel import AUTOCAST, DataParallelEngine
+from adapters.checkpoint import load_sharded, save_sharded
+from adapters.data_parallel import AUTOCAST, DataParallelEngine, configure
 from meshmark.adapter import Adapter, Capabilities, Engine, Holdings, RankContext
 from meshmark.case import Case
 from meshmark.initial import initial_value
@@ -41,6 +43,12 @@ class FSDP2Engine(DataParallelEngine):
     def gradients(self) -> Mapping[str, Tensor]:
         return {name: cast(DTensor, p.grad).full_tensor() for name, p in self.named_parameters() if p.grad is not None}
 
+    def save(self, folder: Path) -> None:
+        save_sharded(folder, self.module, self.optimizer, self.schedule)
+
+    def load(self, folder: Path) -> None:
+        load_sharded(folder, self.module, self.optimizer, self.schedule)
+
     def holdings(self) -> Holdings:
         held = super().holdings()
         return Holdings(
@@ -57,11 +65,11 @@ class FSDP2(Adapter):
 
     def build(self, case: Case, context: RankContext) -> Engine:
         with torch.device("meta"):
-            model = Transformer(case.workload.model)
+            model = configure(Transformer(case.workload.model), case)
         if case.precision is Precision.FP64:
             model.double()
         shard(model, case, context)
-        optimizer = build_optimizer(case.workload.optimizer, model.parameters())
+        optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
         return FSDP2Engine(case, context, model, optimizer)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -10,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from adapters.data_parallel import AUTOCAST, optimizer_state_tensors
+from adapters.checkpoint import load_sharded, save_sharded
+from adapters.data_parallel import AUTOCAST, configure, optimizer_state_tensors, skip_block
 from meshmark.adapter import Adapter, Capabilities, Engine, Holdings, RankContext
 from meshmark.case import Case
 from meshmark.data import Batch
 from meshmark.layout import Precision
 from meshmark.model import Transformer, drawn_name, stage_layers
-from meshmark.objective import build_optimizer, loss_share
+from meshmark.objective import build_optimizer, build_schedule, loss_share
 
 
 class Part(nn.Module):
@@ -43,7 +45,9 @@ class GPipeEngine(Engine):
         self.model.initialize(case.workload.seed)
         if case.precision is Precision.FP64:
             self.model.double()
-        self.optimizer = build_optimizer(case.workload.optimizer, self.model.parameters())
+        configure(self.model, case)
+        self.optimizer = build_optimizer(case.workload.optimizer, self.model.named_parameters())
+        self.learning_rates = build_schedule(case.workload.optimizer, self.optimizer)
         part = Part(self.model, case.precision, context.device)
         stage = PipelineStage(part, context.rank, case.layout.pp, context.device)
         # scale_grads divides by the number of micro-batches, which is wrong for a loss that is a share already.
@@ -62,15 +66,27 @@ class GPipeEngine(Engine):
         return loss_share(logits_BTV, Batch(tokens_BT=targets_BT, targets_BT=targets_BT, num_tokens=self.num_tokens))
 
     def backward(self, batch: Batch) -> Tensor:
-        whole = batch.to(self.context.device)
-        self.num_tokens = whole.num_tokens
-        losses: list[Tensor] = []
-        inputs = (whole.tokens_BT,) if self.first else ()
-        self.schedule.step(*inputs, target=whole.targets_BT if self.last else None, losses=losses, return_outputs=False)
+        total = self._run(self.schedule.step, batch)
         if self.tied_group is not None:
             dist.all_reduce(self._tied_weight().grad, group=self.tied_group)
-        total = torch.stack([loss.detach() for loss in losses]).sum() if self.last else torch.zeros(())
         return total
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        self.model.eval()
+        total = self._run(self.schedule.eval, batch)
+        self.model.train()
+        return total
+
+    def _run(self, pipeline: Callable[..., object], batch: Batch) -> Tensor:
+        """`batch` through one of the schedule's ways to run; this rank's share of the loss."""
+        whole = batch.to(self.context.device)
+        self.num_tokens = whole.num_tokens
+        skip_block(self.model, batch)
+        losses: list[Tensor] = []
+        inputs = (whole.tokens_BT,) if self.first else ()
+        pipeline(*inputs, target=whole.targets_BT if self.last else None, losses=losses, return_outputs=False)
+        return torch.stack([loss.detach() for loss in losses]).sum() if self.last else torch.zeros(())
 
     def _tied_weight(self) -> nn.Parameter:
         if self.model.embedding is not None:
@@ -83,6 +99,8 @@ class GPipeEngine(Engine):
         norm = None if max_norm is None else self._clip(max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.learning_rates:
+            self.learning_rates.step()
         return norm
 
     def _clip(self, max_norm: float) -> Tensor:
@@ -102,6 +120,12 @@ class GPipeEngine(Engine):
         return {
             drawn_name(self.model.spec, name): p.grad for name, p in self.model.named_parameters() if p.grad is not None
         }
+
+    def save(self, folder: Path) -> None:
+        save_sharded(folder, self.model, self.optimizer, self.learning_rates)
+
+    def load(self, folder: Path) -> None:
+        load_sharded(folder, self.model, self.optimizer, self.learning_rates)
 
     def holdings(self) -> Holdings:
         parameters = list(self.model.parameters())

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from adapters.data_parallel import AUTOCAST, DataParallelEngine
+from adapters.data_parallel import AUTOCAST, DataParallelEngine, configure
 from meshmark.adapter import Adapter, Capabilities, Engine, Feature, RankContext, Requirement
 from meshmark.case import Case
 from meshmark.data import IGNORED, Batch
@@ -37,6 +39,17 @@ class _CudaNamesOnCPU(TorchFunctionMode):
             kwargs["device"] = "cpu"
         result = func(*args, **kwargs)
         return result.replace("torch.", "torch.cuda.") if func is Tensor.type and isinstance(result, str) else result
+
+
+_STATES = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a parameter beside its count of steps."""
+
+
+def _checkpointing_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """megatron-core's checkpoints wait for CUDA and put a flag on its current device; without CUDA, neither."""
+    if device.type == "cuda":
+        return contextlib.nullcontext()
+    return mock.patch.multiple(torch.cuda, synchronize=lambda *_: None, current_device=lambda: "cpu")
 
 
 class MegatronEngine(DataParallelEngine):
@@ -65,8 +78,13 @@ class MegatronEngine(DataParallelEngine):
             yield
 
     def backward(self, batch: Batch) -> Tensor:
-        total = super().backward(batch)
-        return total if self.tp_rank == 0 else torch.zeros_like(total)
+        return self._own(super().backward(batch))
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        return self._own(super().evaluate(batch))
+
+    def _own(self, share: Tensor) -> Tensor:
+        return share if self.tp_rank == 0 else torch.zeros_like(share)
 
     def loss_share(self, logits_BTV: Tensor, batch: Batch) -> Tensor:
         """What `meshmark.objective.loss_share` is, of logits split over the vocabulary. Scalar, float32."""
@@ -104,6 +122,47 @@ class MegatronEngine(DataParallelEngine):
 
     def gradients(self) -> Mapping[str, Tensor]:
         return {name: self._full(p, p.grad) for name, p in self.named_parameters() if p.grad is not None}
+
+    def save(self, folder: Path) -> None:
+        from megatron.core import dist_checkpointing
+
+        with _checkpointing_on(self.context.device):
+            dist_checkpointing.save(self._sharded_state(), str(folder))
+
+    def load(self, folder: Path) -> None:
+        from megatron.core import dist_checkpointing
+
+        with _checkpointing_on(self.context.device):
+            loaded = dist_checkpointing.load(self._sharded_state(), str(folder))
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(loaded[f"model.{name}"])
+                if f"{_STATES[0]}.{name}" in loaded:
+                    self.optimizer.state[parameter] = {key: loaded[f"{key}.{name}"].clone() for key in _STATES} | {
+                        "step": torch.tensor(float(loaded["step"]))
+                    }
+        if self.schedule:
+            self.schedule.load_state_dict(loaded["schedule"])
+
+    def _sharded_state(self) -> dict[str, Any]:
+        """megatron-core's description of everything that this rank holds, for its distributed checkpoint."""
+        state: dict[str, Any] = {"schedule": self.schedule.state_dict() if self.schedule else None, "step": 0.0}
+        for name, parameter in self.named_parameters():
+            state[f"model.{name}"] = self._sharded(f"model.{name}", parameter, parameter.detach())
+            moments = self.optimizer.state.get(parameter, {})
+            for key in _STATES if parameter.requires_grad else ():
+                value = moments.get(key, torch.zeros_like(parameter))
+                state[f"{key}.{name}"] = self._sharded(f"{key}.{name}", parameter, value)
+            state["step"] = max(state["step"], float(moments.get("step", 0.0)))
+        return state
+
+    def _sharded(self, key: str, parameter: nn.Parameter, value: Tensor) -> Any:  # noqa: ANN401
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        if (dim := _split_dim(parameter)) is None:
+            return ShardedTensor.from_rank_offsets(key, value, replica_id=self.context.rank)
+        place = (dim, self.tp_rank, self.tp_group.size())
+        return ShardedTensor.from_rank_offsets(key, value, place, replica_id=self.dp_rank)
 
     def _full(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
         """`shard`, of `parameter` or its gradient, joined with those of the other tensor-parallel ranks."""
@@ -249,10 +308,13 @@ class Megatron(Adapter):
         _parallelize(model, config, parallel_state.get_tensor_model_parallel_group())
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         _initialize(model, workload.seed, layout.tp, tp_rank, context.device)
+        configure(model, case)
         module: nn.Module = model
         if layout.dp > 1:
             module = DistributedDataParallel(
                 model, process_group=parallel_state.get_data_parallel_group(), gradient_as_bucket_view=True,
                 device_ids=[context.device] if context.device.type == "cuda" else None,
             )  # fmt: skip
-        return MegatronEngine(case, context, model, module, build_optimizer(workload.optimizer, model.parameters()))
+        return MegatronEngine(
+            case, context, model, module, build_optimizer(workload.optimizer, model.named_parameters())
+        )

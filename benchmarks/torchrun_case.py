@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from meshmark.adapter import RankContext
-from meshmark.registry import load_adapter
 from meshmark.passes.timing import time_steps
+from meshmark.registry import load_adapter
 
 if __name__ == "__main__":
     started = time.time()

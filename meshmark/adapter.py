@@ -149,6 +149,8 @@ class KnownGap:
 
     clause: str
     reason: str
+    symptom: str
+    """What the evidence of the failure says: a failure that does not is another one."""
     link: str = ""
     """Upstream, where there is one."""
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)

@@ -119,8 +119,8 @@ def _at(
         unknown = Fault.UNEXPLAINED, "the gradients are right, and no known update rule makes this of them"
         return _diagnosis(explain_updates(updates) or unknown, step, updates.names)
     if "loss" not in wrong and "evaluation" in wrong:
-        factor = deviations["evaluation"][step].factor
-        return _diagnosis((Fault.EVALUATION, f"its loss is {factor:.7g} times the truth"), step, [])
+        multiple = deviations["evaluation"][step].factor
+        return _diagnosis((Fault.EVALUATION, f"its loss is {multiple:.7g} times the truth"), step, [])
     factor = named_factor(deviations["loss"][step].factor, gradients.known_factors())
     return _diagnosis((Fault.LOSS, f"{factor} times the truth, while every gradient is right"), step, [])
 

@@ -7,10 +7,11 @@ import warnings
 import pytest
 
 from meshmark.case import Case
-from meshmark.clause import Clause, Result, judge_clause
+from meshmark.conformance.clauses import Clause, judge_clause
+from meshmark.conformance.finding import Result
+from meshmark.conformance.scenario import SCENARIOS
 from meshmark.record import Record, Status
 from meshmark.runner import Runner
-from meshmark.scenario import SCENARIOS
 
 
 def expect_ran(record: Record) -> None:

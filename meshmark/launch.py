@@ -131,7 +131,7 @@ class _Watchdog:
         """`cluster`: where other nodes run ranks of the same launch; None when none does."""
         self.cluster, self.request, self.places, self.failed_key = cluster, request, places, failed_key
         self.processes = [
-            context.Process(target=run_rank, args=(request, place), name=f"meshmark-rank{place.rank}", daemon=True)
+            context.Process(target=run_rank, args=(request, place), name=f"meshmark-rank{place.rank}")
             for place in places
         ]
         self.killed: set[int] = set()

@@ -35,7 +35,7 @@ def build_optimizer(spec: OptimizerSpec, parameters: Iterable[tuple[str, nn.Para
 def parameter_groups(spec: OptimizerSpec, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     """What PyTorch's optimizers take: one group, or a second one without weight decay where `spec` asks for it."""
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    groups = [{"params": [p for name, p in trained if spec.decays(name)]}]
+    groups: list[dict[str, Any]] = [{"params": [p for name, p in trained if spec.decays(name)]}]
     if spec.decay_matrices_only:
         groups.append({"params": [p for name, p in trained if not spec.decays(name)], "weight_decay": 0.0})
     return groups

@@ -17,19 +17,19 @@ import pytest
 from meshmark.adapter import Adapter
 from meshmark.case import Case
 from meshmark.cluster import Cluster, ClusterSpec
+from meshmark.conformance.scenario import plain_cases
 from meshmark.data import check_corpus
 from meshmark.device import num_gpus
 from meshmark.errors import ClusterError, InputError, MeshmarkError, ResultsError, UnknownNameError
 from meshmark.expect import expect_ran
 from meshmark.launch import Launcher
 from meshmark.layout import Precision
-from meshmark.passes.observe import WATCHED_STEP
 from meshmark.options import positive, precision, split_values
+from meshmark.passes.observe import WATCHED_STEP
 from meshmark.rank_report import Task
 from meshmark.record import Record
 from meshmark.registry import builtin_adapters, load_adapter, outside_name, select
 from meshmark.runner import Runner, RunOptions
-from meshmark.scenario import plain_cases
 from meshmark.workload import Workload, workload
 
 T = TypeVar("T")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from meshmark.adapter import Adapter, Feature
 from meshmark.case import Case
+from meshmark.conformance.scenario import SCENARIOS, Scenario
 from meshmark.errors import MeshmarkError
 from meshmark.launch import Landing, Launcher
 from meshmark.machine import describe
@@ -20,7 +21,6 @@ from meshmark.plan.states import model_states
 from meshmark.rank_report import Request, Task
 from meshmark.record import Outcome, Record, RecordFile, Status
 from meshmark.registry import builtin_adapters, load_adapter
-from meshmark.scenario import SCENARIOS, Scenario
 from meshmark.verdict import judge_communication, judge_equivalence, judge_memory
 from meshmark.yardstick import Comparisons, Yardstick, fit
 
@@ -102,7 +102,7 @@ class Runner:
         case = scenario.vary(base)
         request = dataclasses.replace(
             self._request(scenario.task, case), steps=scenario.steps, scenario=scenario.name,
-            evaluate=scenario.task is Task.OBSERVE and Feature.EVALUATE not in self._adapter(case).capabilities.lacks,
+            evaluate=scenario.evaluate and Feature.EVALUATE not in self._adapter(case).capabilities.lacks,
             checkpoint=str(self._checkpoint(base)) if Feature.SAVE in scenario.needs else "",
         )  # fmt: skip
         return self._once(case, request, scenario.needs)

@@ -35,7 +35,7 @@ def explain_updates(scene: Scene) -> Finding | None:
         return Fault.PRECISION, f"every value of {len(scene.names)} parameters is a {kinds[0]} number"
     if still:
         return Fault.NEVER_UPDATED, f"{len(still)} of {len(scene.names)} wrong parameters did not move at all"
-    exact = replay(scene.trace, scene.step, ExactOptimizer(scene.case.workload.optimizer))
+    exact = replay(scene, ExactOptimizer(scene.case.workload.optimizer))
     return _rival(scene, exact) or _stretched(scene, exact) or rounding(_relative(scene, exact), "updates")
 
 
@@ -46,7 +46,8 @@ class Rival:
     fault: Fault
     detail: str
     optimizer: ExactOptimizer
-    gradients: Callable[[Trace, int], Tensors] = lambda trace, step: trace.gradients[step]
+    gradients: Callable[[Trace, int], Tensors] | None = None
+    """Other than the run's own."""
 
 
 def rivals(spec: OptimizerSpec) -> Iterator[Rival]:
@@ -91,12 +92,15 @@ def rivals(spec: OptimizerSpec) -> Iterator[Rival]:
     )  # fmt: skip
 
 
-def replay(trace: Trace, step: int, optimizer: ExactOptimizer, gradients: Callable[[Trace, int], Tensors] | None = None
-           ) -> Tensors:  # fmt: skip
-    """Where `optimizer` puts the run's parameters after `step`, having seen its gradients from the first step on."""
-    after: Tensors = {}
-    for now in range(step + 1):
-        after = optimizer.step(trace.parameters[now], gradients(trace, now) if gradients else trace.gradients[now])
+def replay(
+    scene: Scene, optimizer: ExactOptimizer, gradients: Callable[[Trace, int], Tensors] | None = None
+) -> Tensors:
+    """Where `optimizer` puts the run's parameters after the scene's step, having seen its gradients from the first step
+    on; those of parameters that a step does not use are left out, unless `gradients` brings them."""
+    trace, uses, after = scene.trace, scene.case.workload.uses, {}
+    for step in range(scene.step + 1):
+        own = {name: g for name, g in trace.gradients[step].items() if uses(name, step)}
+        after = optimizer.step(trace.parameters[step], gradients(trace, step) if gradients else own)
     return after
 
 
@@ -105,7 +109,7 @@ def _rival(scene: Scene, exact: Tensors) -> Finding | None:
     after = scene.trace.parameters[scene.step + 1]
     found = []
     for rival in rivals(scene.case.workload.optimizer):
-        there = replay(scene.trace, scene.step, rival.optimizer, rival.gradients)
+        there = replay(scene, rival.optimizer, rival.gradients)
         worst = max(
             float(np.linalg.norm(after[n] - there[n]))
             / max(tolerance, LEFT_OVER * float(np.linalg.norm(after[n] - exact[n])))

@@ -38,7 +38,7 @@ class OptimizerSpec:
             raise InputError(f"optimizer: warmup_steps is {self.warmup_steps}, expected 0 or more")
 
     def rate_factor(self, step: int) -> float:
-        """Of the learning rate at `step`, which counts from 0: (step + 1) / warmup_steps, and 1 once that is reached."""
+        """Of the learning rate at `step`, counted from 0: (step + 1) / warmup_steps, and 1 once that is reached."""
         return min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
 
     def decays(self, name: str) -> bool:
@@ -83,6 +83,11 @@ class Workload:
     def trains(self, name: str) -> bool:
         """Whether the parameter with this canonical name is trained."""
         return not name.startswith(self.frozen) if self.frozen else True
+
+    def uses(self, name: str, step: int) -> bool:
+        """Whether the parameter with this canonical name has a part in `step`."""
+        skipped = self.skipped_at(step)
+        return skipped is None or not name.startswith(f"blocks.{skipped}.")
 
     def skipped_at(self, step: int) -> int | None:
         """The block that `step` leaves out."""

@@ -3,7 +3,7 @@
 import pytest
 
 from meshmark.case import Case
-from meshmark.clause import CLAUSES, Clause
+from meshmark.conformance.clauses import CLAUSES, Clause
 from meshmark.expect import expect_clause
 from meshmark.runner import Runner
 

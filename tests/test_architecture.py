@@ -26,9 +26,9 @@ ORDER = """
     meters rank_report passes
     worker preload
     cluster launch
-    scenario
     record
-    verdict clause
+    verdict
+    conformance
     runner
     throughput report
     options expect plugin cli __main__

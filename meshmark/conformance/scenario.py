@@ -30,6 +30,8 @@ class Scenario:
     steps: int = STEPS
     needs: frozenset[Feature] = frozenset()
     """Beyond what the variant's training takes."""
+    evaluate: bool = False
+    """Evaluate every batch before it is trained on, where the adapter can."""
     after: str | None = None
     """The scenario that must have run before, for what it leaves."""
 
@@ -94,7 +96,7 @@ SCENARIOS: dict[str, Scenario] = {
     scenario.name: scenario
     for scenario in (
         Scenario(name="plain"),
-        Scenario(name="accumulation", vary=_laying(num_micro_batches=MICRO_BATCHES)),
+        Scenario(name="accumulation", vary=_laying(num_micro_batches=MICRO_BATCHES), evaluate=True),
         Scenario(name="uneven", vary=_uneven),
         Scenario(name="clipping", vary=_optimizing(clip_norm=0.5)),
         Scenario(name="groups", vary=_optimizing(decay_matrices_only=True)),

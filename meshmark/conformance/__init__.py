@@ -1,0 +1,1 @@
+"""What must hold of any framework: scenarios that show it, clauses that say it, judges that find it out."""
