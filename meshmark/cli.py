@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import shlex
 import sys
@@ -105,6 +106,7 @@ def _cases(parsed: argparse.Namespace) -> None:
 
 def _report(parsed: argparse.Namespace) -> None:
     from meshmark.record import read_records
+    from meshmark.report.conformance import write_conformance
     from meshmark.report.render import write_report
 
     reading = read_records(parsed.results)
@@ -116,8 +118,14 @@ def _report(parsed: argparse.Namespace) -> None:
     for option, value in (("-o", parsed.output), ("--baseline", parsed.baseline)):
         command += [option, str(value)] if value else []
     baseline = read_records(parsed.baseline) if parsed.baseline else None
+    matrix = [record for record in reading.records if not record.scenario]
+    clauses = output.with_name(f"{output.stem}-conformance.md") if matrix else output
     try:
-        write_report(reading, output, shlex.join(command), baseline)
+        if matrix:
+            write_report(dataclasses.replace(reading, records=matrix), output, shlex.join(command), baseline)
+            print(f"{output}: {len(matrix)} records")
+        if len(matrix) < len(reading.records):
+            write_conformance(reading, clauses, shlex.join(command))
+            print(f"{clauses}: {len(reading.records) - len(matrix)} records of the conformance suite")
     except OSError as error:
         raise ResultsError(f"{str(output)!r} cannot be written: {error.strerror}") from error
-    print(f"{output}: {len(reading.records)} records")

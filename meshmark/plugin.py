@@ -17,7 +17,7 @@ import pytest
 from meshmark.adapter import Adapter
 from meshmark.case import Case
 from meshmark.cluster import Cluster, ClusterSpec
-from meshmark.conformance.scenario import plain_cases
+from meshmark.conformance.scenario import SCENARIOS, plain_cases
 from meshmark.data import check_corpus
 from meshmark.device import num_gpus
 from meshmark.errors import ClusterError, InputError, MeshmarkError, ResultsError, UnknownNameError
@@ -241,21 +241,17 @@ class Progress:
         self._capture: Any = config.pluginmanager.getplugin("capturemanager")
         self._tty = sys.stdout.isatty()
         self._quiet = config.get_verbosity() < 0 and not self._tty
-        wanted = {"observed": Task.OBSERVE, "timed": Task.TIME}
-        self._total = len({
-            (task, item.callspec.params["case"].id)  # type: ignore[attr-defined]
-            for item in items for fixture, task in wanted.items() if fixture in getattr(item, "fixturenames", [])
-        })  # fmt: skip
+        self._total = len({launch for item in items for launch in _launches(item)})
         self._done = 0
         self._started = time.monotonic()
 
-    def announce(self, task: Task, case: Case, record: Record | None) -> None:
+    def announce(self, what: str, case: Case, record: Record | None) -> None:
         if record is not None:
             self._done += 1
         if self._quiet or self._reporter is None or (record is None and not self._tty):
             return
         minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
-        line = f"[{self._done + (record is None)}/{self._total}] {task} {case.id} {minutes}:{seconds:02d}"
+        line = f"[{self._done + (record is None)}/{self._total}] {what} {case.id} {minutes}:{seconds:02d}"
         with self._capture.global_and_fixture_disabled():
             if record is None:
                 self._reporter.rewrite(f"\r{line} ...", erase=True)
@@ -266,3 +262,16 @@ class Progress:
                 self._reporter.write_line(f"{line} {record.outcome.status} in {record.launch_seconds:.1f} s")
             for remark in record.remarks if record else []:
                 self._reporter.write_line(f"meshmark: {remark}")
+
+
+def _launches(item: pytest.Item) -> Iterator[tuple[str, str]]:
+    """The passes that a test stands on, as far as can be known before: what, and of which case."""
+    fixtures = getattr(item, "fixturenames", [])
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    for fixture, task in (("observed", Task.OBSERVE), ("timed", Task.TIME)):
+        if fixture in fixtures:
+            yield task, parameters["case"].id
+    if "conforming" in fixtures:
+        for name in parameters["clause"].scenarios:
+            for scenario in filter(None, (SCENARIOS[name].after, name)):
+                yield scenario, repr(parameters["conforming"])

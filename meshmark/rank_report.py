@@ -57,6 +57,8 @@ class Request:
     """OBSERVE: what a run that exceeds it is diagnosed by."""
     scenario: str = ""
     """The conformance scenario that this belongs to, if any."""
+    base: Case | None = None
+    """What the scenario varies."""
     evaluate: bool = False
     """OBSERVE: evaluate every batch before it is trained on."""
     checkpoint: str = ""

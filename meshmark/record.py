@@ -116,6 +116,8 @@ class Record:
     verdicts: list[Verdict] = field(default_factory=list)
     scenario: str = ""
     """Of the conformance suite; empty in the matrix of cases."""
+    base: Case | None = None
+    """What the scenario varies."""
     samples: list[dict[str, list[float]]] = field(default_factory=list)
     """By rank, then name: what the passes of the conformance suite measure."""
     digests: list[str] = field(default_factory=list)

@@ -47,8 +47,8 @@ class RunOptions:
 _JUDGED = (Task.OBSERVE, Task.RESUME, Task.OVERFLOW)
 """Passes whose traces are held against the truth."""
 
-Announce = Callable[[Task, Case, Record | None], None]
-"""Told before a pass (with None) and after it."""
+Announce = Callable[[str, Case, Record | None], None]
+"""Told before a pass (with None) and after it: its scenario or task, its case, its record."""
 
 
 class Runner:
@@ -60,7 +60,7 @@ class Runner:
     ) -> None:  # fmt: skip
         """`adapters`: name to "module:Class". Raises `ResultsError` when `results` cannot be written."""
         self.launcher, self.adapters, self.options = launcher, adapters, options
-        self.announce: Announce = announce or (lambda task, case, record: None)
+        self.announce: Announce = announce or (lambda what, case, record: None)
         self.results = results
         writes = launcher.cluster.spec.node_rank == 0
         self._file = RecordFile(results) if writes else None
@@ -101,7 +101,7 @@ class Runner:
                 return before
         case = scenario.vary(base)
         request = dataclasses.replace(
-            self._request(scenario.task, case), steps=scenario.steps, scenario=scenario.name,
+            self._request(scenario.task, case), steps=scenario.steps, scenario=scenario.name, base=base,
             evaluate=scenario.evaluate and Feature.EVALUATE not in self._adapter(case).capabilities.lacks,
             checkpoint=str(self._checkpoint(base)) if Feature.SAVE in scenario.needs else "",
         )  # fmt: skip
@@ -122,9 +122,9 @@ class Runner:
             if reason := self.refusal(case, needs):
                 record = self._record(request, Outcome(status=Status.SKIPPED, message=reason))
             else:
-                self.announce(request.task, case, None)
+                self.announce(request.scenario or request.task, case, None)
                 record = self._run(request)
-                self.announce(request.task, case, record)
+                self.announce(request.scenario or request.task, case, record)
             self._records[key] = record
             if self._file:
                 self._file.append(record)
@@ -176,7 +176,7 @@ class Runner:
             planned_traffic=[adapter.traffic(case, rank) for rank in ranks],
             rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
             matmul_flops_per_second=[r.matmul_flops_per_second for r in reports if r.matmul_flops_per_second],
-            scenario=request.scenario, samples=[r.samples for r in reports] if whole else [],
+            scenario=request.scenario, base=request.base, samples=[r.samples for r in reports] if whole else [],
             digests=reports[0].digests if whole else [], num_replicated=reports[0].num_replicated if whole else 0,
             known_gaps=list(adapter.known_gaps) if request.scenario else [], remarks=remarks,
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from meshmark.adapter import KnownGap
 from meshmark.case import Case
 from meshmark.faults import Diagnosis, Fault
 from meshmark.layout import Layout, Precision
@@ -98,12 +99,14 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "noise": {"loss": [1e-7, 1e-7], "norm": [1e-7, 1e-7], "gradients/head.norm.bias": [1e-7, 2e-7]},
         "factors": {"number": 4.0, "gradients": 3.0, "parameters": 2.5},
         "diagnosis": Diagnosis(fault=Fault.DRIFT, step=1, names=["head.norm.bias"], num_names=1, ranks=[1]),
-        "remarks": ["the noise floor was damaged"],
+        "remarks": ["the noise floor was damaged"], "scenario": "plain", "base": make_case(),
+        "samples": [{"live_bytes": [1.0, 2.0]}, {}], "digests": ["abc", "def"], "num_replicated": 3,
+        "known_gaps": [KnownGap(clause="unused", reason="it is so", symptom="stale", link="there", zero_stages=(3,))],
         "drifts": [Drift(quantity="parameters/head.norm.bias", step=1, ranks=[1])],
         "memory": [make_memory(), make_memory()],
         "planned_states": [ModelStates(parameters=400, gradients=400, optimizer_states=800)] * 2,
         "remainders": [[Remainder(category="gradients", num_bytes=2.0, reason="padding")], []],
-        "state_dtypes": {"parameters": "float32"},
+        "state_dtypes": {"parameters": "float32", "optimizer_states": "float32"},
         "traffic": [make_traffic(), make_traffic()], "planned_traffic": [{"all_reduce": 400.0}] * 2,
         "rank_step_seconds": [[0.5, 0.25], [0.25, 0.75]], "matmul_flops_per_second": [1e9, 2e9],
         "verdicts": [make_verdict(suite) for suite in ("equivalence", "memory", "communication")],
@@ -112,8 +115,8 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
 
 
 def make_good(**changes: Any) -> Record:  # noqa: ANN401
-    """The same without drifts, as an honest run leaves it."""
-    return make_record(**{"drifts": [], "diagnosis": None, **changes})
+    """The same without drifts, as an honest run of the matrix leaves it."""
+    return make_record(**{"drifts": [], "diagnosis": None, **_MATRIX, **changes})
 
 
 def make_timed(**changes: Any) -> Record:  # noqa: ANN401
@@ -121,4 +124,9 @@ def make_timed(**changes: Any) -> Record:  # noqa: ANN401
     observed = dict.fromkeys(("norms", "drifts", "memory", "planned_states", "remainders", "traffic"), [])
     empty: dict[str, Any] = {"deviations": {}, "noise": {}, "state_dtypes": {}, "planned_traffic": [], "verdicts": [],
                              "factors": {}, "diagnosis": None, "remarks": []}  # fmt: skip
-    return make_record(**{**observed, **empty, "task": Task.TIME, "losses": [5.25], **changes})
+    return make_record(**{**observed, **empty, **_MATRIX, "task": Task.TIME, "losses": [5.25], **changes})
+
+
+_MATRIX: dict[str, Any] = {
+    "scenario": "", "base": None, "samples": [], "digests": [], "num_replicated": 0, "known_gaps": []
+}  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.adapter import Adapter, Capabilities, Requirement
+from meshmark.adapter import Adapter, Capabilities, Feature, Requirement
 from meshmark.errors import AdapterError, UnknownNameError
 from meshmark.layout import Layout, Precision
 from meshmark.model_spec import Family
@@ -186,8 +186,8 @@ def test_capabilities_that_suffice_refuse_nothing() -> None:
         ({"zero_stages": frozenset({0})}, "ZeRO stage 3"),
         ({"precisions": frozenset({Precision.FP32})}, "precision bf16"),
         ({"families": frozenset({Family.LLAMA})}, "model family gpt"),
-        ({"tied_embeddings": False}, "tied embeddings"),
-        ({"dropout": False}, "dropout"),
+        ({"lacks": {Feature.TIED_EMBEDDINGS: "no way"}}, "tied embeddings (no way)"),
+        ({"lacks": {Feature.DROPOUT: "no dice"}}, "dropout (no dice)"),
         ({"devices": frozenset({"cuda"})}, "device cpu"),
     ],
 )

@@ -424,7 +424,7 @@ def test_the_throughput_picture_has_a_dot_for_every_sample_and_hollow_ones_for_w
     dots = [g for g in root.iter(f"{SVG}g") if (g.get("id") or "").startswith("PathCollection")]
     fills = [["none" in (use.get("style") or "").split("fill: ")[1][:5] for use in g.iter(f"{SVG}use")] for g in dots]
     assert fills == [[False, False], [True, True]]
-    assert "hollow: the run is wrong" in text
+    assert "hollow: wrong, or narrower states" in text
 
 
 def test_pictures_without_data_are_not_linked(tmp_path: Path) -> None:

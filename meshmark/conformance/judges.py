@@ -185,10 +185,12 @@ def overflow(record: Record) -> Finding:
 
 
 def endures(record: Record) -> Finding:
+    """The least in use in the last third of the steps, over the least in the second: peaks that come and go cancel."""
     third = record.steps // 3
+    apart = record.steps - 2 * third
     growth = [
-        (min(live[-third:]) - min(live[third : 2 * third])) / third
-        for live in (s["live_bytes"] for s in record.samples)
+        (min(live[-third:]) - min(live[third : 2 * third])) / apart
+        for live in (sample["live_bytes"] for sample in record.samples)
     ]
     return _finding(max(growth) <= GROWTH_BYTES, f"{max(growth):+,.0f} bytes a step over {record.steps} steps")
 

@@ -53,7 +53,7 @@ def memory_plot(found: Sequence[Result], path: Path) -> bool:
 
 
 def throughput_plot(found: Sequence[Result], path: Path) -> bool:
-    """Tokens per second of every sampled step, with the median; wrong runs hollow. False when there is nothing."""
+    """Tokens per second of every sampled step, with the median; hollow where they are no result. False without any."""
     rows = [(r, r.timed) for r in found if r.timed and r.timed.rank_step_seconds]
     if not rows:
         return False
@@ -61,7 +61,7 @@ def throughput_plot(found: Sequence[Result], path: Path) -> bool:
         figure, axes = plt.subplots(figsize=(9, 0.8 + 0.26 * len(rows)))
         for y, (result, timed) in enumerate(rows):
             rates = sorted(timed.case.workload.tokens_per_step / s for s in timed.step_seconds)
-            face = "none" if result.correct is False else "#0072B2"
+            face = "none" if not result.comparable else "#0072B2"
             axes.scatter(
                 rates, [y] * len(rates), s=14, alpha=0.5, facecolors=face, edgecolors="#0072B2", linewidths=0.8
             )
@@ -69,7 +69,7 @@ def throughput_plot(found: Sequence[Result], path: Path) -> bool:
         axes.set_yticks(range(len(rows)), [_label(result) for result, _ in rows])
         axes.invert_yaxis()
         axes.set_xlim(left=0)
-        axes.set_xlabel("tokens per second: every sampled step (dots), median (bar); hollow: the run is wrong")
+        axes.set_xlabel("tokens per second: every sampled step (dots), median (bar); hollow: wrong, or narrower states")
         figure.tight_layout()
         figure.savefig(path, metadata={"Date": None})
         plt.close(figure)

@@ -42,13 +42,15 @@ def _answer(found: Sequence[Result], reading: Reading) -> list[str]:
         "from a float64 single-process truth than rounding in its precision carries a correct run; the factor on that "
         f"noise is such that a correct case fails with probability {FALSE_ALARMS:g}. "
         "*detects*: the smallest scaling of any single parameter's gradient that this verdict would have caught. "
-        "*peak / rank*: exact bytes alive on the fullest rank. A wrong run's speed is struck out: it is no result.",
+        "*peak / rank*: exact bytes alive on the fullest rank. Memory and speed of a run that is wrong, "
+        "or that keeps narrower states than its precision promises, are struck out: they are no result.",
     ]
 
 
 def _headline(found: Sequence[Result]) -> str:
     ran = [r for r in found if not r.skipped]
     right = [r for r in ran if r.correct]
+    equal = [r for r in right if r.comparable]
     lines = [f"**{len(right)} of {len(ran)} cases train correctly**"]
     if wrong := [r.case.id for r in ran if r.correct is False]:
         lines.append(f"wrong or failed: {', '.join(f'`{w}`' for w in wrong)}")
@@ -58,7 +60,7 @@ def _headline(found: Sequence[Result]) -> str:
         lines.append(f"{skipped} not run, with reasons below")
     parts = ["; ".join(lines) + "."]
     for ranks in sorted({r.case.world_size for r in right if r.case.world_size > 1}):
-        peers = [r for r in right if r.case.world_size == ranks]
+        peers = [r for r in equal if r.case.world_size == ranks]
         timed = [r for r in peers if r.timed and r.timed.rank_step_seconds]
         measured = [r for r in peers if r.observed and r.observed.memory]
         if timed and measured:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshmark.case import Case
+from meshmark.layout import Precision
 from meshmark.rank_report import Task
 from meshmark.record import Record, Status
 
@@ -48,6 +49,28 @@ class Result:
         return None
 
     @property
+    def states(self) -> str:
+        """The precisions in which states are kept, weights before moments: `float32, float32`."""
+        dtypes = self.observed.state_dtypes if self.observed else {}
+        return ", ".join(dtypes[name] for name in ("parameters", "optimizer_states") if dtypes.get(name))
+
+    @property
+    def states_as_asked(self) -> bool | None:
+        """Whether masters and moments are as wide as the precision promises; None when nothing was observed. One in
+        which they are narrower takes less memory and time for another reason than its layout."""
+        if not self.states or self.observed is None:
+            return None
+        wide = "float64" if self.case.precision is Precision.FP64 else "float32"
+        kept = self.observed.state_dtypes
+        moments = kept.get("optimizer_states")
+        return wide in kept.get("parameters", "").split("+") and moments in (None, "", wide)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether its memory and speed may be held against others': it trains correctly, with states as precise."""
+        return self.correct is not False and not self.failed and self.states_as_asked is not False
+
+    @property
     def correctness(self) -> str:
         """In words."""
         if self.skipped:
@@ -58,7 +81,8 @@ class Result:
             return "not judged"
         own = self.observed and self.observed.verdict("equivalence")
         where = "" if own or not self.proxy else f" (as {self.proxy.case.workload.name})"
-        return ("yes" if self.correct else "**no**") + where
+        narrow = f", **states in {self.states}**" if self.states_as_asked is False else ""
+        return ("yes" if self.correct else "**no**") + where + narrow
 
 
 def results(records: Iterable[Record]) -> list[Result]:

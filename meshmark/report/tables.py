@@ -77,7 +77,8 @@ def memory(found: Sequence[Result]) -> str:
         rank = max(range(len(readings)), key=lambda r: readings[r].peak.total)
         reading, peak, verdict = readings[rank], readings[rank].peak, result.observed.verdict("memory")
         row: dict[str, object] = {
-            **_names(result), "states as planned": _passed(verdict.passed) if verdict else "",
+            **_names(result), "correct": result.correctness, "states in": result.states,
+            "states as planned": _passed(verdict.passed) if verdict else "",
             "worst error": f"{float(verdict.evidence['relative_error']):.2%}" if verdict else "",
             "rank": rank, "parameters": bytes_text(reading.states.parameters),
             "gradients": bytes_text(reading.states.gradients),
@@ -132,7 +133,8 @@ def speed(found: Sequence[Result], baseline: Sequence[Result] = ()) -> str:
         milliseconds = 1000 * np.array(result.timed.step_seconds)
         measured = throughput(result.timed)
         row: dict[str, object] = {
-            **_names(result), "correct": result.correctness, "median step": f"{np.median(milliseconds):.4g} ms",
+            **_names(result), "correct": result.correctness, "states in": result.states,
+            "median step": f"{np.median(milliseconds):.4g} ms",
             "fastest": f"{milliseconds.min():.4g} ms", "slowest": f"{milliseconds.max():.4g} ms",
             "samples": len(milliseconds), "tokens/s": f"{measured.tokens_per_second:,.0f}",
             "MFU": f"{measured.mfu:.1%}", "peak from": measured.peak_source,
@@ -186,7 +188,10 @@ def _detects(result: Result) -> str:
 
 
 def _of_observed(result: Result, text: Callable[[list[MemoryReading]], str]) -> str:
-    return text(result.observed.memory) if result.observed and result.observed.memory else ""
+    if not result.observed or not result.observed.memory:
+        return ""
+    told = text(result.observed.memory)
+    return told if result.comparable else f"~~{told}~~"
 
 
 def _states_text(readings: list[MemoryReading]) -> str:
@@ -201,11 +206,13 @@ def _speed(result: Result) -> str:
     if not result.timed or not result.timed.rank_step_seconds:
         return ""
     text = f"{throughput(result.timed).tokens_per_second:,.0f}"
-    return f"~~{text}~~ wrong run" if result.correct is False or result.failed else text
+    if result.states_as_asked is False and result.correct is not False:
+        return f"~~{text}~~ other states"
+    return text if result.comparable else f"~~{text}~~ wrong run"
 
 
 def _mfu(result: Result) -> str:
-    if not result.timed or not result.timed.rank_step_seconds or result.correct is False or result.failed:
+    if not result.timed or not result.timed.rank_step_seconds or not result.comparable:
         return ""
     return f"{throughput(result.timed).mfu:.1%}"
 

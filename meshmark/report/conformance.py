@@ -1,0 +1,153 @@
+"""The conformance table: clause by adapter, each cell with its evidence below."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshmark.case import Case
+from meshmark.conformance.clauses import CLAUSES, Clause, judge_clause
+from meshmark.conformance.finding import Finding, Result
+from meshmark.conformance.scenario import SCENARIOS
+from meshmark.record import Reading, Record
+from meshmark.report.tables import markdown
+
+_MARKS = {
+    Result.PASS: "yes", Result.FAIL: "**no**", Result.UNSUPPORTED: "–", Result.KNOWN_GAP: "gap",
+    Result.STALE_GAP: "yes, **stale gap**",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One adapter in one layout."""
+
+    base: Case
+    findings: dict[str, Finding]
+    """By clause; those that were not run are left out."""
+    launch_seconds: float
+    """Of all its scenarios."""
+
+    @property
+    def title(self) -> str:
+        layout = self.base.layout
+        stage = f" ZeRO-{layout.zero_stage}" if layout.zero_stage and "fsdp" not in self.base.adapter else ""
+        return f"{self.base.adapter}{stage}"
+
+
+def columns(records: Iterable[Record]) -> list[Column]:
+    """What records of the conformance suite say, in order of first appearance; of several of one scenario the last
+    counts."""
+    by_base: dict[Case, dict[str, Record]] = {}
+    for record in records:
+        if record.base:
+            by_base.setdefault(record.base, {})[record.scenario] = record
+    return [
+        Column(
+            base=base, findings={c.name: f for c in CLAUSES.values() if (f := _finding(c, found))},
+            launch_seconds=sum(r.launch_seconds for r in found.values()),
+        )
+        for base, found in by_base.items()
+    ]  # fmt: skip
+
+
+def _finding(clause: Clause, found: Mapping[str, Record]) -> Finding | None:
+    """None when a scenario of the clause was not run. For one whose forerunner failed, that record stands."""
+    needed = {}
+    for name in clause.scenarios:
+        record = found.get(name) or found.get(SCENARIOS[name].after or "")
+        if record is None:
+            return None
+        needed[name] = record
+    return judge_clause(clause, needed)
+
+
+def write_conformance(reading: Reading, path: Path, command: str) -> None:
+    """Markdown at `path`; `command` is what made it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = columns(reading.records)
+    records = [r for r in reading.records if r.scenario]
+    path.write_text("\n\n".join([*_answer(found), *_evidence(found), *_origin(found, records, command)]) + "\n")
+
+
+def _answer(found: Sequence[Column]) -> list[str]:
+    cells = Counter(f.result for column in found for f in column.findings.values())
+    judged = sum(cells.values()) - cells[Result.UNSUPPORTED]
+    headline = f"**{cells[Result.PASS]} of {judged} cells hold**; {cells[Result.KNOWN_GAP]} known gaps"
+    headline += f", {cells[Result.FAIL]} failures, {cells[Result.UNSUPPORTED]} cells without an answer, with reasons."
+    if cells[Result.STALE_GAP]:
+        headline += f" {cells[Result.STALE_GAP]} known gaps no longer show: take them out of their adapters."
+    rows: list[dict[str, object]] = [
+        {"clause": clause.name, **{c.title: _mark(c, clause, found) for c in found}}
+        for clause in CLAUSES.values() if any(clause.name in c.findings for c in found)
+    ]  # fmt: skip
+    return [
+        "# Conformance",
+        headline,
+        markdown(rows),
+        "*yes*: the clause holds, by measurement. **no**: it does not. *gap*: the framework, in a documented "
+        "configuration, really fails it; what and why is below. –: not supported, or without meaning in this layout.",
+    ]
+
+
+def _mark(column: Column, clause: Clause, found: Sequence[Column]) -> str:
+    finding = column.findings.get(clause.name)
+    if finding is None:
+        return ""
+    number = f" [{_gaps(found).index(finding) + 1}](#known-gaps)" if finding.result is Result.KNOWN_GAP else ""
+    return f"{_MARKS[finding.result]}{number}"
+
+
+def _gaps(found: Sequence[Column]) -> list[Finding]:
+    return [f for column in found for f in column.findings.values() if f.result is Result.KNOWN_GAP]
+
+
+def _evidence(found: Sequence[Column]) -> list[str]:
+    every = [(column, CLAUSES[name], f) for column in found for name, f in column.findings.items()]
+    parts = ["## What each clause says", "\n".join(f"- **{c.name}**: {c.statement}" for c in CLAUSES.values())]
+    if failed := [_line(*cell) for cell in every if cell[2].result in (Result.FAIL, Result.STALE_GAP)]:
+        parts += ["## Failures", "\n".join(failed)]
+    if gaps := [cell for cell in every if cell[2].result is Result.KNOWN_GAP]:
+        parts += ["## Known gaps", "\n".join(f"{i}. {_line(*gap)[2:]}" for i, gap in enumerate(gaps, 1))]
+    reasons: dict[str, list[str]] = {}
+    for column, clause, finding in every:
+        if finding.result is Result.UNSUPPORTED:
+            reasons.setdefault(finding.evidence, []).append(f"{column.title} ({clause.name})")
+    if reasons:
+        parts += ["## Without an answer", "\n".join(f"- {why}: {', '.join(where)}" for why, where in reasons.items())]
+    parts.append("## Evidence")
+    for column in found:
+        rows: list[dict[str, object]] = [
+            {"clause": n, "result": str(f.result), "evidence": f.evidence} for n, f in column.findings.items()
+        ]
+        title = f"{column.base.adapter}, {column.base.layout.id}"
+        parts.append(f"<details><summary>{title}</summary>\n\n{markdown(rows)}\n\n</details>")
+    return parts
+
+
+def _line(column: Column, clause: Clause, finding: Finding) -> str:
+    link = f" <{finding.link}>" if finding.link else ""
+    return f"- **{column.title}, {clause.name}**: {finding.evidence}{link}"
+
+
+def _origin(found: Sequence[Column], records: Sequence[Record], command: str) -> list[str]:
+    last = records[-1]
+    environment, model = last.environment, found[0].base.workload.model
+    commands = sorted({record.environment.command for record in records})
+    versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
+    launches = markdown([{"adapter": c.title, "launches take": f"{c.launch_seconds:.0f} s"} for c in found])
+    return [
+        "## How it was obtained",
+        f"Every cell rests on one or two of {len(SCENARIOS)} scenarios, each a launch of its own in fresh processes, "
+        f"which train {model.name} ({model.num_parameters:,} parameters) in real text for a few steps; see "
+        "meshmark/conformance/scenario.py. Correct means what it means in the report: every loss, gradient and update "
+        "within the noise of its precision, measured, of a float64 truth.",
+        "Records by:\n\n```\n" + "\n".join(commands) + "\n```\n\nThis page by:\n\n```\n" + command + "\n```",
+        f"{environment.machine}, {environment.num_cpus} CPUs, {environment.device} and {environment.backend}, commit "
+        f"{environment.commit or 'unknown'}, {environment.date}. {versions}.",
+        "Launches of one adapter, all scenarios together, without the noise floors, which each workload and precision "
+        "needs once for all adapters:",
+        launches,
+    ]

@@ -1,0 +1,74 @@
+"""DeepSpeed 0.19.8 and parameters that a step does not use."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.gaps.ranks import on_two_ranks
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        y = self.always(x)
+        return (self.sometimes(y) if both else y).sum()
+
+
+CONFIGURATIONS = {"stage 3": (3, 0.0), "stage 2": (2, 0.0), "stage 2 with momentum": (2, 0.9)}
+"""ZeRO stage, and SGD's momentum."""
+
+
+def moves(rank: int) -> dict[str, list[float]]:
+    """By configuration: how far `sometimes` moves in a step that uses it, and in the next, which does not."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    deepspeed.ops.__compatible_ops__ = {}  # on a CPU it would compile an operator
+    found = {}
+    for name, (stage, momentum) in CONFIGURATIONS.items():
+        torch.manual_seed(0)
+        model = TwoLayers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        config = {
+            "train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
+        }  # fmt: skip
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        weights = [safe_get_full_fp32_param(model.sometimes.weight).clone()]
+        for both in (True, False):
+            engine.backward(engine(torch.ones(1, 4), both))
+            engine.step()
+            weights.append(safe_get_full_fp32_param(model.sometimes.weight).clone())
+        found[name] = [float((b - a).abs().max()) for a, b in pairwise(weights)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def moved() -> dict[str, list[float]]:
+    found: dict[str, list[float]] = on_two_ranks(moves)
+    assert all(used > 0.01 for used, _ in found.values())
+    return found
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="stage 3 uses the gradient of the step before again")
+def test_stage_3_leaves_an_unused_parameter_alone(moved: dict[str, list[float]]) -> None:
+    """Plain SGD: without a gradient, nothing can move."""
+    assert moved["stage 3"][1] == 0
+
+
+def test_stage_2_does_not_use_the_old_gradient(moved: dict[str, list[float]]) -> None:
+    """So that what stage 3 does is stage 3's."""
+    assert moved["stage 2"][1] == 0
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="stages 1 and 2 take no gradient for one of zero")
+def test_stage_2_leaves_an_unused_parameter_s_momentum_alone(moved: dict[str, list[float]]) -> None:
+    """PyTorch's optimizers skip a parameter without a gradient, and so its momentum."""
+    assert moved["stage 2 with momentum"][1] == 0

@@ -1,0 +1,238 @@
+"""Clauses: each judge must be able to fail, and real launches of one adapter keep them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adapters import ADAPTERS
+from meshmark.adapter import KnownGap
+from meshmark.case import Case
+from meshmark.cluster import Cluster, ClusterSpec
+from meshmark.conformance import judges
+from meshmark.conformance.clauses import CLAUSES, judge_clause
+from meshmark.conformance.finding import Finding, Result
+from meshmark.conformance.scenario import DROPOUT_STEPS, SCENARIOS, plain_cases
+from meshmark.launch import Launcher
+from meshmark.layout import Layout
+from meshmark.passes.fail import MESSAGE
+from meshmark.rank_report import Task
+from meshmark.record import Outcome, Record, Status
+from meshmark.registry import load_adapter
+from meshmark.report.conformance import columns, write_conformance
+from meshmark.runner import Runner, RunOptions
+from meshmark.trace import Drift
+from meshmark.truth import Deviation
+from tests.factories import make_case, make_good, make_workload
+
+EXACT = Deviation(distance=0.0, scale=1.0, factor=1.0)
+NOISY = Deviation(distance=1e-7, scale=1.0, factor=1.0)
+WRONG = Deviation(distance=1e-3, scale=1.0, factor=1.001)
+
+
+def plain(**changes: Any) -> Record:  # noqa: ANN401
+    """A good record of the scenario `plain`."""
+    defaults: dict[str, Any] = {
+        "scenario": "plain", "base": make_case(), "num_replicated": 4,
+        "deviations": {"loss": [NOISY] * 2, "norm": [NOISY] * 2, "gradients/head.norm.bias": [NOISY] * 2,
+                       "parameters/head.norm.bias": [NOISY] * 2, "initial/head.norm.bias": [EXACT]},
+        "noise": {"loss": [1e-7] * 2, "norm": [1e-7] * 2, "gradients/head.norm.bias": [1e-7] * 2,
+                  "parameters/head.norm.bias": [1e-7] * 2},
+    }  # fmt: skip
+    return make_good(**{**defaults, **changes})
+
+
+def deviating(quantity: str, deviation: Deviation = WRONG) -> Record:
+    good = plain()
+    return plain(deviations={**good.deviations, quantity: [deviation] * len(good.deviations[quantity])})
+
+
+@pytest.mark.parametrize(
+    "judge, quantity",
+    [
+        (judges.loss, "loss"),
+        (judges.gradients, "gradients/head.norm.bias"),
+        (judges.parameters, "parameters/head.norm.bias"),
+        (judges.parameters, "initial/head.norm.bias"),
+    ],
+)
+def test_a_quantity_beyond_its_noise_fails_its_clause_alone(judge: judges.Judge, quantity: str) -> None:
+    assert judge(plain()).result is Result.PASS
+    assert judge(deviating(quantity)).result is Result.FAIL
+    for other in {"loss", "gradients/head.norm.bias"} - {quantity}:
+        assert judge(deviating(other)).result is Result.PASS
+
+
+def test_replicas_must_be_equal_and_must_have_been_compared() -> None:
+    assert judges.replicas(plain()).result is Result.PASS
+    apart = plain(drifts=[Drift(quantity="parameters/head.norm.bias", step=1, ranks=[1])])
+    assert judges.replicas(apart).result is Result.FAIL
+    assert judges.replicas(plain(num_replicated=0)).result is Result.UNSUPPORTED
+
+
+def test_clipping_must_have_been_active() -> None:
+    """The gradient's norm is 1 in these records."""
+    assert judges.clipping(plain()).result is Result.PASS
+    assert judges.clipping(deviating("norm")).result is Result.FAIL
+    inactive = plain(case=make_case(workload=make_workload(optimizer=make_optimizer(clip_norm=2.0))))
+    assert "clipped to 2" in judges.clipping(inactive).evidence
+    assert judges.clipping(inactive).result is Result.FAIL
+
+
+def make_optimizer(**changes: Any) -> Any:  # noqa: ANN401
+    return dataclasses.replace(make_workload().optimizer, **changes)
+
+
+def test_frozen_parameters_must_stay_bit_for_bit() -> None:
+    """Even a move within the noise is one."""
+    case = make_case(workload=make_workload(frozen=("head.",)))
+    verdicts = plain().verdicts
+    still = deviating("parameters/head.norm.bias", EXACT)
+    assert judges.frozen(dataclasses.replace(still, case=case, verdicts=verdicts)).result is Result.PASS
+    assert judges.frozen(dataclasses.replace(plain(), case=case, verdicts=verdicts)).result is Result.FAIL
+    assert judges.frozen(plain(case=make_case())).result is Result.FAIL, "nothing was frozen"
+
+
+def test_masters_and_moments_must_be_wide() -> None:
+    narrow = {"parameters": "bfloat16", "optimizer_states": "float32"}
+    assert judges.masters(plain()).result is Result.PASS
+    assert judges.masters(plain(state_dtypes=narrow)).result is Result.FAIL
+    assert judges.declared_precision(plain()).result is Result.PASS
+    moments = {"parameters": "bfloat16+float32", "optimizer_states": "bfloat16"}
+    assert judges.declared_precision(plain(state_dtypes=moments)).result is Result.FAIL
+
+
+def dropped(first: np.ndarray, second: np.ndarray, evaluation: float = 5.0) -> Record:
+    reference = np.random.default_rng(9).normal(5.2, 0.01, 96)
+    samples = {"losses": list(first), "reference": list(reference), "evaluation": [evaluation], "exact": [5.0]}
+    return plain(task=Task.DROPOUT, samples=[samples, {"losses": list(second)}])
+
+
+def test_dropout_must_be_fresh_different_as_strong_and_off_in_evaluation() -> None:
+    draw = np.random.default_rng(1)
+    a, b = draw.normal(5.2, 0.01, (2, DROPOUT_STEPS))
+    assert judges.dropout(dropped(a, b)).result is Result.PASS
+    assert "twice on a rank" in failing(judges.dropout(dropped(np.full_like(a, 5.2), b)))
+    assert "equal on different" in failing(judges.dropout(dropped(a, a)))
+    assert "mean" in failing(judges.dropout(dropped(a + 0.02, b + 0.02)))
+    assert "spread" in failing(judges.dropout(dropped(5.2 + (a - 5.2) / 9, 5.2 + (b - 5.2) / 9)))
+    assert "evaluation" in failing(judges.dropout(dropped(a, b, evaluation=5.2)))
+
+
+def failing(finding: Finding) -> str:
+    assert finding.result is Result.FAIL
+    return finding.evidence
+
+
+def test_an_overflowing_step_must_move_nothing_anywhere() -> None:
+    assert judges.overflow(plain(samples=[{"moved": [0.0]}] * 2)).result is Result.PASS
+    assert judges.overflow(plain(samples=[{"moved": [0.0]}, {"moved": [3.0]}])).result is Result.FAIL
+
+
+def test_memory_must_not_grow_on_any_rank() -> None:
+    settled = [1e6 + 5e4 * (step < 5) for step in range(50)]
+    leaking = [1e6 + 1e4 * step for step in range(50)]
+    assert judges.endures(plain(steps=50, samples=[{"live_bytes": settled}] * 2)).result is Result.PASS
+    found = judges.endures(plain(steps=50, samples=[{"live_bytes": settled}, {"live_bytes": leaking}]))
+    assert "10,000 bytes a step" in failing(found).replace("+", "")
+
+
+def test_determinism_is_told_and_not_required() -> None:
+    first = plain(digests=["a", "b", "c"])
+    assert "bitwise equal" in judges.deterministic(first, plain(digests=["a", "b", "c"])).evidence
+    differs = judges.deterministic(first, plain(digests=["a", "b", "x"]))
+    assert differs.result is Result.PASS and "differs from step 1" in differs.evidence
+
+
+def test_an_error_must_come_home_from_the_rank_that_raised_it() -> None:
+    def ended(**outcome: Any) -> Finding:  # noqa: ANN401
+        return judges.ends(plain(scenario="error", outcome=Outcome(**outcome)))
+
+    message = f"RuntimeError: {MESSAGE}"
+    assert ended(status=Status.RAISED, rank=1, message=message).result is Result.PASS
+    for status, rank, told in ((Status.HUNG, 0, "no end"), (Status.RAISED, 0, message), (Status.RAISED, 1, "peer")):
+        assert ended(status=status, rank=rank, message=told).result is Result.FAIL
+    assert ended(status=Status.OK).result is Result.FAIL, "nothing was raised"
+
+
+GAP = KnownGap(clause="loss", reason="it is so", symptom="loss at step", link="there")
+
+
+def test_a_known_gap_is_the_known_failure_and_no_other() -> None:
+    wrong = dataclasses.replace(deviating("loss"), known_gaps=[GAP])
+    found = judge_clause(CLAUSES["loss"], {"plain": wrong})
+    assert (found.result, found.link) == (Result.KNOWN_GAP, "there") and "it is so" in found.evidence
+    raised = plain(known_gaps=[GAP], outcome=Outcome(status=Status.RAISED, rank=0, message="other"))
+    assert judge_clause(CLAUSES["loss"], {"plain": raised}).result is Result.FAIL
+    assert judge_clause(CLAUSES["loss"], {"plain": plain(known_gaps=[GAP])}).result is Result.STALE_GAP
+    elsewhere = dataclasses.replace(GAP, zero_stages=(3,))
+    assert judge_clause(CLAUSES["loss"], {"plain": plain(known_gaps=[elsewhere])}).result is Result.PASS
+
+
+def test_what_was_not_run_or_not_finished_is_no_pass() -> None:
+    skipped = plain(outcome=Outcome(status=Status.SKIPPED, message="not installed"))
+    assert judge_clause(CLAUSES["loss"], {"plain": skipped}).result is Result.UNSUPPORTED
+    hung = plain(outcome=Outcome(status=Status.HUNG, rank=1, message="no end"))
+    assert "hung on rank 1" in failing(judge_clause(CLAUSES["loss"], {"plain": hung}))
+
+
+def test_every_clause_stands_on_scenarios_and_every_scenario_serves_a_clause() -> None:
+    used = {name for clause in CLAUSES.values() for name in clause.scenarios}
+    assert used == set(SCENARIOS)
+
+
+def test_the_cases_of_an_adapter_cover_its_stages_and_axes() -> None:
+    def layouts(name: str) -> list[str]:
+        return [case.layout.id for case in plain_cases(name, load_adapter(ADAPTERS[name]), 2)]
+
+    assert layouts("deepspeed") == ["dp2.zero1", "dp2.zero2", "dp2.zero3"]
+    assert layouts("megatron") == ["tp2"]
+    assert layouts("gpipe") == ["pp2.mb2"]
+    assert layouts("single") == ["one"]
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    with Cluster(ClusterSpec()) as cluster:
+        running = Runner(Launcher(cluster, []), ADAPTERS, RunOptions(), tmp_path_factory.mktemp("results"))
+        yield running
+        running.close()
+
+
+DDP = plain_cases("ddp", load_adapter(ADAPTERS["ddp"]), 2)[0]
+LAUNCHED = ["schedule", "unused", "dropout", "fp16 overflow", "resume", "reshard", "error"]
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_ddp_keeps(runner: Runner, name: str) -> None:
+    records = {scenario: runner.perform(SCENARIOS[scenario], DDP) for scenario in CLAUSES[name].scenarios}
+    found = judge_clause(CLAUSES[name], records)
+    assert found.result is Result.PASS, found.evidence
+
+
+def test_a_feature_that_is_lacking_is_an_answer(runner: Runner) -> None:
+    single = Case(adapter="single", workload=DDP.workload, layout=Layout())
+    record = runner.perform(SCENARIOS["error"], single)
+    assert record.outcome.status is Status.RAISED
+    reshard = {name: runner.perform(SCENARIOS[name], single) for name in CLAUSES["reshard"].scenarios}
+    found = judge_clause(CLAUSES["reshard"], reshard)
+    assert found.result is Result.UNSUPPORTED and "one rank alone" in found.evidence
+
+
+def test_the_page_has_every_cell_with_its_evidence(tmp_path: Any) -> None:  # noqa: ANN401
+    from meshmark.record import Reading
+
+    wrong = dataclasses.replace(deviating("loss"), known_gaps=[GAP], base=make_case("fsdp2"), case=make_case("fsdp2"))
+    reading = Reading(records=[plain(), wrong], complaints=[])
+    found = columns(reading.records)
+    assert [c.title for c in found] == ["ddp", "fsdp2"]
+    assert set(found[0].findings) == {name for name, c in CLAUSES.items() if c.scenarios == ("plain",)}
+    write_conformance(reading, tmp_path / "page.md", "meshmark report")
+    page = (tmp_path / "page.md").read_text()
+    assert "1 known gaps" in page and "gap [1](#known-gaps)" in page and "it is so" in page
+    for finding in found[0].findings.values():
+        assert finding.evidence in page
