@@ -9,6 +9,7 @@ a word: every adapter here proves that it got what it asked for.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adapters.data_parallel import AUTOCAST, DataParallelEngine, initial_model
 from adapters.deepspeed import DeepSpeed, DeepSpeedEngine, ds_config, is_deepspeed, settle
 from adapters.fsdp2 import FSDP2Engine
-from meshmark.adapter import Adapter, Capabilities, Engine, RankContext, Requirement
+from meshmark.adapter import Adapter, Capabilities, Engine, Feature, RankContext, Requirement
 from meshmark.case import Case
 from meshmark.data import Batch
 from meshmark.errors import AdapterError
@@ -222,6 +223,9 @@ class AccelerateDeepSpeed(DeepSpeed):
     """The same configuration as the adapter `deepspeed`, given to Accelerate's plugin."""
 
     requires: ClassVar[tuple[Requirement, ...]] = (_ACCELERATE, *DeepSpeed.requires)
+    capabilities: ClassVar = dataclasses.replace(
+        DeepSpeed.capabilities, lacks={Feature.RESHARD: "load_state does not read DeepSpeed's universal checkpoints"}
+    )
 
     def build(self, case: Case, context: RankContext) -> Engine:
         _choose_device(context)

@@ -6,6 +6,7 @@ gradients, accumulated and reduced in fp32.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
@@ -26,8 +27,8 @@ from meshmark.objective import build_optimizer, build_schedule
 from meshmark.plan.states import Recipe, Remainder
 from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffic
 
-_TAG = "meshmark"
-"""Of checkpoints."""
+_TAG, _UNIVERSAL = "meshmark", "universal"
+"""Of checkpoints as they are saved, and as converted for any world size."""
 DEFAULT_BUCKET = 500_000_000
 """Elements of DeepSpeed's default reduce bucket."""
 
@@ -156,7 +157,14 @@ class DeepSpeedEngine(DataParallelEngine):
         self.module.save_checkpoint(str(folder), tag=_TAG)
 
     def load(self, folder: Path) -> None:
-        path, _ = self.module.load_checkpoint(str(folder), tag=_TAG)
+        """Of another world size through DeepSpeed's universal checkpoint, which the first rank converts to."""
+        tag = _TAG
+        if len(list((folder / _TAG).glob("*optim_states.pt"))) != self.context.world_size:
+            tag, self.module._config.load_universal_checkpoint = _UNIVERSAL, True
+            if self.context.rank == 0:
+                _make_universal(folder)
+            torch.distributed.barrier()
+        path, _ = self.module.load_checkpoint(str(folder), tag=tag)
         if path is None:
             raise AdapterError(f"rank {self.context.rank}: DeepSpeed found no checkpoint in {folder}")
 
@@ -217,7 +225,6 @@ class DeepSpeed(Adapter):
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({1, 2, 3}),
         precisions=frozenset({Precision.FP32, Precision.BF16, Precision.FP16}),
-        lacks={Feature.RESHARD: "it takes an offline conversion to a universal checkpoint, which no pass here does"},
     )
     known_gaps: ClassVar = (
         KnownGap(
@@ -298,6 +305,18 @@ class DeepSpeed(Adapter):
         engine = DeepSpeedEngine(case, context, module, optimizer)
         engine.restore_masters()
         return engine
+
+
+def _make_universal(folder: Path) -> None:
+    """DeepSpeed's own offline conversion of the checkpoint in `folder`, in this process."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=str(folder / _TAG), output_folder=str(folder / _UNIVERSAL), num_extract_workers=1,
+            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
+        )
+    )  # fmt: skip
 
 
 def _keeps_whole_gradients(case: Case) -> bool:

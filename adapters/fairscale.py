@@ -56,7 +56,8 @@ class OSSEngine(DataParallelEngine):
         """Each owner sends its gradients to all; unused parameters have none anywhere."""
         trained = {n: (p, self.optimizer._param_to_rank[p]) for n, p in self.named_parameters() if p.requires_grad}
         own = self.context.rank
-        there = torch.tensor([owner == own and p.grad is not None for p, owner in trained.values()]).int()
+        held = [int(owner == own and p.grad is not None) for p, owner in trained.values()]
+        there = torch.tensor(held, device=self.context.device)
         torch.distributed.all_reduce(there)
         full = {}
         for present, (name, (parameter, owner)) in zip(there.tolist(), trained.items(), strict=True):

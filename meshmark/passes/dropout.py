@@ -31,7 +31,7 @@ def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext
         losses.append(float(engine.backward(batch)) * case.layout.dp)
         trace.gradients.append(note(engine.gradients()))
         engine.update()
-    evaluation = torch.tensor(float(engine.evaluate(batch)))
+    evaluation = torch.tensor(float(engine.evaluate(batch)), device=context.device)
     torch.distributed.all_reduce(evaluation)
     trace.parameters.append(note(engine.parameters()))
     engine.close()
