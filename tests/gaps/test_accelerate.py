@@ -1,0 +1,43 @@
+"""Accelerate 1.15: what its defaults do without a word. The adapters set them otherwise, or refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.gaps.ranks import on_two_ranks
+
+
+def defaults(rank: int) -> dict[str, float | str]:
+    """Steps that a schedule makes in one optimizer step, and the dtype of a product under `mixed_precision="fp16"`."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    inner = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - 0.1 * step)
+    model, optimizer, schedule = accelerator.prepare(inner, optimizer, schedule)
+    dtypes = []
+    inner.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+    schedule.step()
+    return {"steps": round((1.0 - schedule.get_last_lr()[0] / 0.1) / 0.1, 3), "dtype": str(dtypes[0])}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, float | str]:
+    answer: dict[str, float | str] = on_two_ranks(defaults)
+    return answer
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="each rank is thought to bring a batch of its own")
+def test_a_schedule_makes_one_step_an_optimizer_step(found: dict[str, float | str]) -> None:
+    """`split_batches=True` mends it. Warm-up is otherwise over in half of the steps on two ranks."""
+    assert found["steps"] == 1
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="fp16 is dropped on a CPU, without a word")
+def test_fp16_is_fp16_or_an_error(found: dict[str, float | str]) -> None:
+    assert found["dtype"] == "torch.float16"
