@@ -49,7 +49,7 @@ def judge_equivalence(record: Record) -> Verdict:
         first = record.drifts[0]
         summary = f"replicas differ: {first.quantity} at step {first.step} on ranks {first.ranks}"
     else:
-        summary = f"worst {quantity} at step {step}: {excess * factor:.2f} x its noise, {factor:.2f} x allowed"
+        summary = f"worst {quantity} at step {step}: {excess * factor:.2f} x its noise where {factor:.2f} x is allowed"
     passed = not wrong_start and excess <= 1 and not record.drifts
     return Verdict(suite="equivalence", passed=passed, summary=summary, evidence=evidence)
 

@@ -41,8 +41,9 @@ def _within(record: Record, *kinds: str) -> Finding:
     if not excesses:
         return _finding(False, f"nothing to compare of {', '.join(kinds)}")
     excess, quantity, step = max(excesses)
-    ratio = excess * yardstick.factor_of(quantity)
-    evidence = f"worst of {len(excesses)}: {quantity} at step {step}, {ratio:.3g} x its noise, {excess:.2g} x allowed"
+    factor = yardstick.factor_of(quantity)
+    evidence = f"worst of {len(excesses)}: {quantity} at step {step}, {excess * factor:.3g} x its noise where "
+    evidence += f"{factor:.2f} x is allowed"
     if excess > 1 and record.diagnosis:
         evidence += f"; {record.diagnosis.text}"
     return _finding(excess <= 1, evidence)

@@ -96,12 +96,18 @@ def _mark(column: Column, clause: Clause, found: Sequence[Column]) -> str:
     finding = column.findings.get(clause.name)
     if finding is None:
         return ""
-    number = f" [{_gaps(found).index(finding) + 1}](#known-gaps)" if finding.result is Result.KNOWN_GAP else ""
+    number = f" [{list(_gaps(found)).index(finding) + 1}](#known-gaps)" if finding.result is Result.KNOWN_GAP else ""
     return f"{_MARKS[finding.result]}{number}"
 
 
-def _gaps(found: Sequence[Column]) -> list[Finding]:
-    return [f for column in found for f in column.findings.values() if f.result is Result.KNOWN_GAP]
+def _gaps(found: Sequence[Column]) -> dict[Finding, list[str]]:
+    """Every gap, with the cells that show it."""
+    gaps: dict[Finding, list[str]] = {}
+    for column in found:
+        for name, finding in column.findings.items():
+            if finding.result is Result.KNOWN_GAP:
+                gaps.setdefault(finding, []).append(f"{column.title} ({name})")
+    return gaps
 
 
 def _evidence(found: Sequence[Column]) -> list[str]:
@@ -109,8 +115,9 @@ def _evidence(found: Sequence[Column]) -> list[str]:
     parts = ["## What each clause says", "\n".join(f"- **{c.name}**: {c.statement}" for c in CLAUSES.values())]
     if failed := [_line(*cell) for cell in every if cell[2].result in (Result.FAIL, Result.STALE_GAP)]:
         parts += ["## Failures", "\n".join(failed)]
-    if gaps := [cell for cell in every if cell[2].result is Result.KNOWN_GAP]:
-        parts += ["## Known gaps", "\n".join(f"{i}. {_line(*gap)[2:]}" for i, gap in enumerate(gaps, 1))]
+    if gaps := _gaps(found):
+        lines = [f"{i}. **{', '.join(cells)}**: {_told(gap)}" for i, (gap, cells) in enumerate(gaps.items(), 1)]
+        parts += ["## Known gaps", "\n".join(lines), "Proved without Meshmark in tests/gaps/."]
     reasons: dict[str, list[str]] = {}
     for column, clause, finding in every:
         if finding.result is Result.UNSUPPORTED:
@@ -128,8 +135,11 @@ def _evidence(found: Sequence[Column]) -> list[str]:
 
 
 def _line(column: Column, clause: Clause, finding: Finding) -> str:
-    link = f" <{finding.link}>" if finding.link else ""
-    return f"- **{column.title}, {clause.name}**: {finding.evidence}{link}"
+    return f"- **{column.title} ({clause.name})**: {_told(finding)}"
+
+
+def _told(finding: Finding) -> str:
+    return f"{finding.evidence} {f'<{finding.link}>' if finding.link else ''}".rstrip()
 
 
 def _origin(found: Sequence[Column], records: Sequence[Record], command: str) -> list[str]:
