@@ -1,4 +1,4 @@
-"""The frameworks behind Meshmark's interface: one file each, the only place that imports it.
+"""The frameworks behind Meshmark's interface: one file or folder each, the only place that imports it.
 
 The registry maps a name to "module:Class", resolved when needed; importing this package imports no framework.
 """

@@ -104,10 +104,11 @@ def test_no_stage_imports_a_later_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
-def test_a_framework_is_imported_by_one_file_alone(framework: str) -> None:
+def test_a_framework_is_imported_by_one_file_or_folder_alone(framework: str) -> None:
     files = python_files("adapters") + python_files("suites") + [ROOT / "conftest.py"]
     users = {path for path in files if framework in roots(imports_of(parse(path)))}
-    assert users <= {ROOT / "adapters" / f"{framework}.py"}
+    own = ROOT / "adapters" / framework
+    assert users <= {own.with_suffix(".py"), *own.glob("*.py")}
 
 
 @pytest.mark.parametrize("path", python_files("adapters"), ids=lambda p: p.name)

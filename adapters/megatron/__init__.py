@@ -1,0 +1,67 @@
+"""Megatron-LM tensor parallelism (arXiv:1909.08053): megatron-core's own layers and vocabulary-parallel loss in the
+place of the model's linear layers, embedding and cross-entropy; replicas by PyTorch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from adapters.data_parallel import configure
+from adapters.megatron.engine import MegatronEngine
+from adapters.megatron.layers import initialize, parallelize
+from adapters.megatron.on_cpu import seed
+from meshmark.adapter import Adapter, Capabilities, Engine, RankContext, Requirement
+from meshmark.case import Case
+from meshmark.layout import Precision
+from meshmark.model import Transformer
+from meshmark.objective import build_optimizer
+from meshmark.plan.traffic import Traffic, add_traffic, data_parallel_traffic, tensor_parallel_traffic
+
+
+class Megatron(Adapter):
+    """No fp64: the vocabulary-parallel loss and the gradient norm are computed in float32 whatever they are given.
+    No fp16: nothing shares an overflow between tensor-parallel ranks. Every replica seeds its own random states: by
+    Megatron's default (`data_parallel_random_init` off) all would drop the same."""
+
+    requires: ClassVar = (Requirement(module="megatron.core", distribution="megatron-core"),)
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"tp", "dp"}),
+        precisions=frozenset({Precision.FP32, Precision.BF16}),
+    )
+
+    @classmethod
+    def traffic(cls, case: Case, rank: int) -> Traffic:
+        """Under autocast half of the residual streams travel in bf16 (what row-parallel layers put out, the gradient of
+        the head's input), half in fp32 (the embedding, gradients of the blocks' inputs)."""
+        stream_bytes = 3 if case.precision is Precision.BF16 else 4
+        return add_traffic(data_parallel_traffic(case, rank), tensor_parallel_traffic(case, stream_bytes))
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        from megatron.core import ModelParallelConfig, parallel_state
+
+        layout, workload = case.layout, case.workload
+        parallel_state.initialize_model_parallel(layout.tp, create_gloo_process_groups=False)
+        config = ModelParallelConfig(
+            tensor_model_parallel_size=layout.tp, perform_initialization=False,
+            use_cpu_initialization=context.device.type == "cpu",  # elsewhere, shards are made on the current GPU
+        )  # fmt: skip
+        with torch.device("meta"):
+            model = Transformer(workload.model)
+        parallelize(model, config, parallel_state.get_tensor_model_parallel_group())
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        initialize(model, workload.seed, layout.tp, tp_rank, context.device)
+        configure(model, case)
+        seed(context.device, workload.seed + 10 * parallel_state.get_data_parallel_rank())
+        module: nn.Module = model
+        if layout.dp > 1:
+            module = DistributedDataParallel(
+                model, process_group=parallel_state.get_data_parallel_group(), gradient_as_bucket_view=True,
+                find_unused_parameters=workload.skipped_block is not None,
+                device_ids=[context.device] if context.device.type == "cuda" else None,
+            )  # fmt: skip
+        return MegatronEngine(
+            case, context, model, module, build_optimizer(workload.optimizer, model.named_parameters())
+        )

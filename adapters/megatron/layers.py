@@ -1,0 +1,128 @@
+"""megatron-core's layers in the place of the model's, and their initial values.
+
+Shape suffixes: B sequences, T tokens, C hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from meshmark.initial import initial_value
+from meshmark.model import Attention, FeedForward, Transformer, drawn_name
+
+
+def split_dim(parameter: nn.Parameter) -> int | None:
+    """The dim along which tensor-parallel ranks split a parameter; None for a replica."""
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
+
+
+def parallelize(model: Transformer, config: Any, group: ProcessGroup) -> None:  # noqa: ANN401
+    """Put megatron-core's layers, uninitialised, in the place of the (meta) layers that it has a parallel form of."""
+    from megatron.core.tensor_parallel import VocabParallelEmbedding, copy_to_tensor_model_parallel_region
+
+    def enter(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (copy_to_tensor_model_parallel_region(args[0], group=group),)
+
+    for module in list(model.modules()):
+        if isinstance(module, Attention):
+            columns, row = ["q", "k", "v"], "out"
+        elif isinstance(module, FeedForward):
+            columns, row = ["up"] if module.gate is None else ["up", "gate"], "down"
+        else:
+            continue
+        # Several column-parallel layers read one input: its gradient is reduced once for all of them, as it is for
+        # Megatron's fused ones, by entering the parallel region before them and by `disable_grad_reduce` inside.
+        module.register_forward_pre_hook(enter)
+        if isinstance(module, Attention) and module.dropout:
+            _draw_own(module)
+        for name in columns:
+            setattr(module, name, _column(getattr(module, name), config, group, disable_grad_reduce=True))
+        setattr(module, row, _row(getattr(module, row), config, group))
+    assert model.embedding is not None and model.head is not None
+    tokens = VocabParallelEmbedding(
+        model.spec.vocab_size, model.spec.hidden, init_method=_untouched, config=config, tp_group=group
+    )
+    _mark_split(tokens.weight, 0)
+    model.embedding.tokens = tokens
+    model.head.output = _column(model.head.output, config, group)
+    if model.spec.tied_embeddings:
+        model.head.output.weight = tokens.weight
+
+
+def _draw_own(attention: Attention) -> None:
+    """Dropout of attention weights from this rank's own random state, for it holds other heads than the others do."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    forward = attention.forward
+
+    def draw_own(x_BTC: Tensor) -> Tensor:
+        with get_cuda_rng_tracker().fork():
+            return forward(x_BTC)
+
+    attention.forward = draw_own  # type: ignore[method-assign]
+
+
+def _column(layer: nn.Linear, config: Any, group: ProcessGroup, disable_grad_reduce: bool = False) -> Any:  # noqa: ANN401
+    """`layer` split along its outputs, which stay split."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    split = ColumnParallelLinear(
+        layer.in_features, layer.out_features, config=config, init_method=_untouched, bias=layer.bias is not None,
+        gather_output=False, disable_grad_reduce=disable_grad_reduce, tp_group=group,
+    )  # fmt: skip
+    _mark_split(split.weight, 0)
+    split.register_forward_hook(_first)
+    return split
+
+
+def _row(layer: nn.Linear, config: Any, group: ProcessGroup) -> Any:  # noqa: ANN401
+    """`layer` split along its inputs, which come split; its outputs are summed over ranks."""
+    from megatron.core.tensor_parallel import RowParallelLinear
+
+    split = RowParallelLinear(
+        layer.in_features, layer.out_features, config=config, init_method=_untouched, bias=layer.bias is not None,
+        input_is_parallel=True, skip_bias_add=False, tp_group=group,
+    )  # fmt: skip
+    _mark_split(split.weight, 1)
+    split.register_forward_hook(_first)
+    return split
+
+
+def _mark_split(weight: nn.Parameter, dim: int) -> None:
+    """Say that `weight` is a shard. megatron-core does so only where it initialises a weight itself; an unmarked one
+    passes for a replica, and the global norm then counts the first rank's shard alone."""
+    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
+    set_tensor_model_parallel_attributes(weight, True, dim, 1)
+
+
+def _untouched(weight: Tensor) -> None:
+    """Initialisation is ours: `perform_initialization` is off, and this is never called."""
+
+
+def _first(module: nn.Module, args: Any, output: tuple[Tensor, Tensor | None]) -> Tensor:  # noqa: ANN401
+    """The output of a megatron-core layer without the bias that it may leave to its caller."""
+    return output[0]
+
+
+@torch.no_grad()
+def initialize(model: Transformer, seed: int, tp: int, tp_rank: int, device: torch.device) -> None:
+    """Allocate what is still on the meta device, and fill every replica and shard with its initial values."""
+    for module in model.modules():
+        if any(p.is_meta for p in module.parameters(recurse=False)):
+            module.to_empty(device=device, recurse=False)
+    for name, parameter in model.named_parameters():
+        full, offset = list(parameter.shape), [0] * parameter.dim()
+        if (dim := split_dim(parameter)) is not None:
+            offset[dim] = tp_rank * full[dim]
+            full[dim] *= tp
+        parameter.copy_(
+            initial_value(
+                model.spec, drawn_name(model.spec, name), full,
+                seed=seed, shape=parameter.shape, offset=offset, device=device,
+            )
+        )  # fmt: skip
