@@ -162,6 +162,7 @@ def dropout(record: Record) -> Finding:
     reference = np.array(first["reference"])
     again = sum(len(own) - len(set(own)) for own in losses)
     alike = sum(float(np.sum(a == b)) for i, a in enumerate(losses) for b in losses[:i])
+    chance = len(draws) // 16  # float32 has some 1e5 numbers in the spread of the losses: a pair may be equal
     z = statistics.NormalDist().inv_cdf(1 - FALSE_ALARMS / 4)
     error = math.sqrt(draws.var(ddof=1) / len(draws) + reference.var(ddof=1) / len(reference))
     away = (draws.mean() - reference.mean()) / error
@@ -170,8 +171,8 @@ def dropout(record: Record) -> Finding:
     spread /= math.sqrt(0.5 / (len(draws) - 1) + 0.5 / (len(reference) - 1))
     shift = first["evaluation"][0] / first["exact"][0] - 1
     return _all_of(
-        _finding(not again, f"{again} of {len(draws)} losses came twice on a rank"),
-        _finding(not alike, f"{int(alike)} losses equal on different data-parallel ranks"),
+        _finding(again <= chance, f"{again} of {len(draws)} losses came twice on a rank"),
+        _finding(alike <= chance, f"{int(alike)} losses equal on different data-parallel ranks"),
         _finding(abs(away) < z and abs(spread) < z,
                  f"mean {away:+.1f} and spread {spread:+.1f} standard errors from plain PyTorch's, {z:.1f} allowed"),
         _finding(not record.drifts, f"gradients told by several ranks {_apart(record.drifts)}"),
