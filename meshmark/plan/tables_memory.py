@@ -14,6 +14,7 @@ from meshmark.plan.papers import Row, number, paper
 from meshmark.plan.recipe import recipe
 from meshmark.plan.system import GIB
 from meshmark.plan.tables import Cell, Table
+from meshmark.plan.twins import zero_twin
 
 GB = 1e9
 
@@ -55,7 +56,7 @@ def zero_maximum() -> Table:
         "buffers too, which the source does not size, so theory exceeds them",
         labels=("MP", "gpus"),
         columns=("baseline", "os", "os+g", "os+g+p", "measured baseline", "measured os"), rows=rows,
-        measured="suites/ measure model states by ZeRO stage against the same formula",
+        measured="the next table",
     )  # fmt: skip
 
 
@@ -269,6 +270,6 @@ def deepspeed_estimates() -> Table:
 
 
 MEMORY_TABLES: list[Callable[[], Table]] = [
-    gpipe_maximum, zero_maximum, megatron2019, activations_10b, llama_parameters, gpt3_models, llama_models,
+    gpipe_maximum, zero_maximum, zero_twin, megatron2019, activations_10b, llama_parameters, gpt3_models, llama_models,
     zero_states, korthikanti_memory, deepspeed_estimates,
 ]  # fmt: skip
