@@ -18,7 +18,7 @@ from meshmark.case import Case
 from meshmark.layout import Precision
 from meshmark.model import parameter_shapes
 from meshmark.objective import build_optimizer, optimizer_arguments
-from meshmark.plan.states import Remainder
+from meshmark.plan.states import Recipe, Remainder
 from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffic
 
 _FAIRSCALE = (Requirement(module="fairscale", distribution="fairscale"),)
@@ -202,6 +202,10 @@ class FairScaleFSDP(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}), zero_stages=frozenset({3}), precisions=frozenset({Precision.FP32, Precision.BF16})
     )
+
+    @classmethod
+    def recipe(cls, case: Case) -> Recipe:
+        return Recipe.plain(case.precision, casts_weights=True)
 
     @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic:
