@@ -53,9 +53,11 @@ def norm_bytes(model: ModelSpec, widths: Widths, num_products: int) -> int:
 
 
 def attention_bytes(model: ModelSpec, widths: Widths, tp: int = 1) -> float:
-    """Queries, keys, values and output, which the output projection saves too, and one logarithm a head. PyTorch's
-    flash attention on a CPU takes no grouped queries: keys and values are repeated for every query head."""
-    return (4 * widths.low * model.hidden + widths.wide * model.num_heads) / tp
+    """Queries, keys, values, output and one logarithm a head. The output lies as the queries do: by head where rotary
+    positions were written, and then the projection saves a copy that lies by token (of one head, the same thing)."""
+    copied = model.family is Family.LLAMA and model.num_heads > tp
+    elements = (3 if copied else 2) * model.hidden + 2 * model.kv_hidden
+    return (widths.low * elements + widths.wide * model.num_heads) / tp
 
 
 def feed_forward_bytes(model: ModelSpec, widths: Widths, tp: int = 1) -> float:
