@@ -3,7 +3,7 @@
 tables: install
 	$(BIN)/python -m meshmark.plan.tables
 
-# Scaled-down twins of three tables, measured here into baselines/twins/: about five minutes on two cores.
+# Scaled-down twins of published tables, measured here into baselines/twins/: about five minutes on two cores.
 twins: install
 	$(BIN)/python -m benchmarks.twins
 	$(BIN)/python -m meshmark.plan.tables

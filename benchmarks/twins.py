@@ -1,5 +1,5 @@
-"""Scaled-down twins of three published tables, measured with real processes on this machine's CPU cores: GPipe's
-throughput by stages and micro-batches, ZeRO's largest model, Megatron's weak scaling.
+"""Scaled-down twins of published tables, measured with real processes on this machine's CPU cores: GPipe's throughput
+by stages and micro-batches, ZeRO's largest model, Megatron's weak scaling, activations by batch and layout.
 
 Leaves one CSV file each in baselines/twins/; `make tables` sets them beside the published tables and the planner.
 About five minutes on two cores: `make twins`, or `python -m benchmarks.twins zero` for one alone.
@@ -21,7 +21,7 @@ from meshmark.case import Case
 from meshmark.cluster import Cluster, ClusterSpec
 from meshmark.errors import MeshmarkError
 from meshmark.launch import Launcher
-from meshmark.layout import Layout
+from meshmark.layout import Layout, Precision
 from meshmark.machine import describe
 from meshmark.model_spec import ModelSpec, gpt
 from meshmark.plan.states import model_states
@@ -187,7 +187,36 @@ def _declared(case: Case) -> Row:
     return {f"declared_{name}_bytes": f"{value:.8g}" for name, value in fullest.items()}
 
 
-TWINS: dict[str, Callable[[Bench], list[Row]]] = {"gpipe": gpipe, "megatron": megatron, "zero": zero}
+def activations(bench: Bench) -> list[Row]:
+    """Korthikanti's and Krishnamurthy's activations: what is held when the first backward pass begins, by micro-batch,
+    tensor-parallel degree, pipeline stage and precision."""
+    model = gpt("activations-twin", 4, 128, 4, vocab_size=256, seq_len=128)
+    runs = [("single", Layout(), batch, Precision.FP32) for batch in (1, 2, 4, 8)]
+    runs += [("single", Layout(), 8, Precision.BF16), ("fsdp2", Layout(dp=2, zero_stage=3), 8, Precision.BF16),
+             ("megatron", Layout(tp=2), 8, Precision.FP32), ("megatron", Layout(tp=4), 8, Precision.FP32),
+             ("gpipe", Layout(pp=2, num_micro_batches=4), 8, Precision.FP32)]  # fmt: skip
+    rows: list[Row] = []
+    for adapter, layout, batch, precision in runs:
+        work = Workload(name=model.name, model=model, global_batch=batch, masked=False)
+        case = Case(adapter=adapter, workload=work, layout=layout, precision=precision)
+        framework = load_adapter(ADAPTERS[adapter])
+        for report in bench.run(case, Task.OBSERVE, steps=3)[:: layout.dp * layout.tp]:
+            assert report.memory and report.memory.held
+            declared = [r for r in framework.remainders(case, report.rank) if r.category == "activations"]
+            rows.append({
+                "adapter": adapter, "dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "zero_stage": layout.zero_stage,
+                "num_micro_batches": layout.num_micro_batches, "precision": precision, "global_batch": batch,
+                **shape(model), "rank": report.rank, "held_bytes": report.memory.held.activations,
+                "declared_bytes": f"{sum(r.num_bytes for r in declared):.0f}",
+                "declared": "; ".join(r.reason for r in declared),
+                "casts_weights": framework.recipe(case).casts_weights,
+            })  # fmt: skip
+    return rows
+
+
+TWINS: dict[str, Callable[[Bench], list[Row]]] = {
+    "gpipe": gpipe, "megatron": megatron, "zero": zero, "activations": activations
+}  # fmt: skip
 
 
 def write(path: Path, rows: list[Row]) -> None:

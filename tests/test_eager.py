@@ -22,7 +22,7 @@ from meshmark.model_spec import Family, ModelSpec
 from meshmark.objective import loss_share
 from meshmark.plan.eager import held_activations
 from meshmark.plan.states import ModelStates, Remainder
-from meshmark.record import Record
+from meshmark.record import Record, Verdict
 from meshmark.runner import Runner, RunOptions
 from meshmark.verdict import judge_memory
 from tests.factories import make_environment, make_good, make_memory, make_model, make_workload
@@ -161,6 +161,7 @@ def test_activations_are_judged_where_they_are_planned_and_measured_alone() -> N
 # Through the launcher.
 
 BROKEN = ("KeepsLogits", "Recomputes", "Copies")
+"""Engines of tests/broken/activations.py."""
 GPT = make_workload(model=make_model(hidden=32, ffn_hidden=64, seq_len=32))
 LLAMA = make_workload(model=make_model(family=Family.LLAMA, hidden=32, ffn_hidden=64, seq_len=32, num_kv_heads=1))
 
@@ -203,13 +204,22 @@ def test_at_the_loss_two_more_logits_are_alive(runner: Runner) -> None:
     assert reading.peak.activations == pytest.approx(plan.activations + 2 * logits, abs=SCALARS)
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_an_engine_that_holds_other_activations_fails(runner: Runner, name: str) -> None:
+def verdict_on(runner: Runner, name: str) -> Verdict:
+    """Of the memory suite on an engine that trains correctly."""
     record = runner.observe(Case(adapter=name, layout=Layout(dp=2), workload=GPT))
     equivalence, memory = record.verdict("equivalence"), record.verdict("memory")
-    assert equivalence is not None and equivalence.passed, "it trains correctly"
-    if name == "Copies":  # of 1,500 bytes a token, 8: within the tolerance, and told
-        assert memory is not None and memory.passed and memory.evidence["category"] == "activations"
-        return
-    assert memory is not None and not memory.passed
-    assert memory.evidence["category"] == "activations"
+    assert equivalence is not None and equivalence.passed
+    assert memory is not None and memory.evidence["category"] == "activations"
+    return memory
+
+
+@pytest.mark.parametrize("name", ["KeepsLogits", "Recomputes"])
+def test_an_engine_that_holds_other_activations_fails(runner: Runner, name: str) -> None:
+    assert not verdict_on(runner, name).passed
+
+
+def test_eight_bytes_a_token_show_within_the_tolerance(runner: Runner) -> None:
+    verdict = verdict_on(runner, "Copies")
+    more = verdict.evidence["measured_bytes"] - verdict.evidence["planned_bytes"]
+    assert more == pytest.approx(8 * GPT.tokens_per_step / 2, abs=SCALARS)
+    assert verdict.passed

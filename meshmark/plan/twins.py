@@ -5,16 +5,12 @@ and beside what the planner computes for the twin itself. Here the first number 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
-
-import numpy as np
 
 from meshmark.layout import Layout
 from meshmark.model_spec import ModelSpec, gpt
 from meshmark.plan.flops import model_flops_per_token
 from meshmark.plan.grid import make_grid
-from meshmark.plan.memory import memory, state_bytes
 from meshmark.plan.papers import Row, number, paper, read_rows
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
@@ -23,10 +19,10 @@ from meshmark.plan.system import gpu
 from meshmark.plan.tables import Cell, Table
 
 TWINS_DIR = Path(__file__).parents[2] / "baselines" / "twins"
-_RECIPE = dataclasses.replace(recipe("fp32"), flash_attention=True)
+EAGER = dataclasses.replace(recipe("fp32"), flash_attention=True)
 """PyTorch's attention on a CPU keeps no scores either."""
-_PLAIN = Rates(name="twin", step_seconds=0.0, fragmentation=0.0)
-_STATES = ("parameters", "gradients", "optimizer")
+BARE = Rates(name="twin", step_seconds=0.0, fragmentation=0.0)
+"""No framework's share; what is measured here is exact bytes, and a machine's speed is fitted by itself."""
 
 
 def twin(name: str) -> list[Row]:
@@ -106,85 +102,6 @@ def _published_throughput() -> dict[tuple[int, int], str]:
     }  # fmt: skip
 
 
-def zero_twin() -> Table:
-    """ZeRO table 2."""
-    rows = twin("zero")
-    keys = dict.fromkeys((r["dp"], r["zero_stage"], r["adapter"]) for r in rows)
-    out = []
-    for key in keys:
-        by_states, by_peak = (
-            next(r for r in rows if (r["dp"], r["zero_stage"], r["adapter"]) == key and r["judged"] == judged)
-            for judged in ("states", "peak")
-        )
-        cells = (
-            _size_cell(by_states, _formula_bytes), _size_cell(by_states, _declared_bytes),
-            _size_cell(by_peak, _planned_bytes),
-        )  # fmt: skip
-        out.append(((*key, _published_gain(key[1]), by_states["hidden"], by_peak["hidden"]), cells))
-    budget, first = number(rows[0], "budget_bytes") / 2**20, rows[0]
-    return Table(
-        title="ZeRO table 2, twin", source=f"arXiv:1910.02054 table 2; {origin(rows)}",
-        formula="the widest model on the search's grid whose bytes fit: 16 bytes a parameter divided by stage (fp32: "
-        "4 + 4 + 8; sec. 5.1 to 5.3); the bytes that the framework's adapter declares; these and the planner's "
-        "activations, logits and buffers",
-        labels=("dp", "stage", "framework", "paper: gain at dp 64, theory / measured", "width by states",
-                "width by peak"),
-        columns=("by states, 1e6, ZeRO's formula", "by states, 1e6, as declared", "by peak, 1e6, planner"), rows=out,
-        notes=[
-            f"The largest GPT of {first['layers']} layers whose bytes on the fullest rank fit {budget:g} MiB, by "
-            f"bisection over its width in steps of {first['hidden_step']}; {_num_runs(rows)} real runs, fp32, "
-            f"{first['global_batch']} sequences of {first['seq_len']} tokens a step.",
-            "DeepSpeed keeps 20 bytes a parameter in fp32 (weights and masters are two copies), and at stage 1 no",
-            "other rank's reduced gradients, which ZeRO's formula drops from stage 2 on. The peak holds activations,",
-            "gathered weights and buckets besides; which of them are alive at once depends on gloo's threads, so that",
-            "peaks of one model differ from run to run by up to a bucket. At stages 1 and 2 DeepSpeed's holds some",
-            "4 bytes a parameter of flat copies and buckets that the planner does not know.",
-        ],
-    )  # fmt: skip
-
-
-def _num_runs(rows: list[Row]) -> int:
-    return sum(int(row["runs"]) for row in rows if row["judged"] == "peak")
-
-
-def _published_gain(stage: str) -> str:
-    """How many times larger than the baseline the paper's models are, without tensor parallelism."""
-    row = paper("zero_table2_max_model_size")[0]
-    name = ("baseline", "Pos", "Pos_g", "Pos_g_p")[int(stage)]
-    theory = number(row, f"theory_{name}_billion") / number(row, "theory_baseline_billion")
-    if stage != "1":
-        return f"{theory:.3g}"
-    measured = number(row, "measured_ZeRO_DP_Pos_billion") / number(row, "measured_baseline_billion")
-    return f"{theory:.3g} / {measured:.3g}"
-
-
-def _size_cell(row: Row, held: Callable[[Row, ModelSpec], float]) -> Cell:
-    """Parameters in millions of the largest model, measured and by `held` bytes."""
-    step = int(row["hidden_step"])
-    hidden = step
-    while held(row, model_of(row, hidden + step)) <= number(row, "budget_bytes"):
-        hidden += step
-    return Cell(published=number(row, "parameters") / 1e6, computed=model_of(row, hidden).num_parameters / 1e6)
-
-
-def _formula_bytes(row: Row, model: ModelSpec) -> float:
-    grid = make_grid(dp=[int(row["dp"])], zero_stage=[int(row["zero_stage"])])
-    found = state_bytes(np.array([float(model.num_parameters)]), grid, _RECIPE)
-    return float(sum(found[name][0] for name in _STATES))
-
-
-def _declared_bytes(row: Row, model: ModelSpec) -> float:
-    names = ("parameters", "gradients", "optimizer_states")
-    return sum(number(row, f"declared_{name}_bytes") for name in names) * model.num_parameters
-
-
-def _planned_bytes(row: Row, model: ModelSpec) -> float:
-    dp, batch = int(row["dp"]), int(row["global_batch"])
-    grid = make_grid(dp=[dp], zero_stage=[int(row["zero_stage"])], micro_batch=[batch // dp])
-    held = memory(model, grid, _RECIPE, _PLAIN)
-    return float(held.total_bytes[0]) - _formula_bytes(row, model) + _declared_bytes(row, model)
-
-
 def megatron_twin() -> Table:
     """Megatron SC21 table 1, rows without a pipeline."""
     rows, out = twin("megatron"), []
@@ -235,11 +152,11 @@ def _predict(row: Row, efficiency: float) -> Prediction:
     tp, one = layout.tp, number(row, "all_reduce_seconds") / 2.0  # an all-reduce is two collectives to the planner
     bandwidth = whole * (tp - 1) / tp / one if tp > 1 else 1.0
     given = dataclasses.replace(
-        _PLAIN, gemm_efficiency=efficiency, attention_efficiency=efficiency, tp_latency_seconds=0.0,
+        BARE, gemm_efficiency=efficiency, attention_efficiency=efficiency, tp_latency_seconds=0.0,
         tp_bandwidth=bandwidth, tp_network_bandwidth=bandwidth, hop_seconds=0.0,
     )  # fmt: skip
     return predict_grid(
-        model_of(row), make_grid(tp=[tp], micro_batch=[int(row["global_batch"])]), gpu("cpu"), _RECIPE, given
+        model_of(row), make_grid(tp=[tp], micro_batch=[int(row["global_batch"])]), gpu("cpu"), EAGER, given
     )
 
 
