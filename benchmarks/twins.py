@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.all_reduce import REDUCTIONS_PER_STEP
 from benchmarks.largest import Probe, largest
+from benchmarks.quiet import Quiet
 from meshmark.case import Case
 from meshmark.cluster import Cluster, ClusterSpec
 from meshmark.errors import MeshmarkError
@@ -33,6 +34,8 @@ TWINS_DIR = Path(__file__).parent.parent / "baselines" / "twins"
 ADAPTERS = {**builtin_adapters(), "all-reduce": "benchmarks.all_reduce:AllReduce"}
 ROUNDS = 3
 """Every configuration is timed this often, in turn with the others: the machine may be shared."""
+PATIENCE_SECONDS = 60.0
+"""How long to wait, in all, for a shared machine to be quiet before something is timed."""
 BUDGET_BYTES = 16 * 2**20
 """Of one rank, in the search for the largest model."""
 HIDDEN_STEP = 4
@@ -45,7 +48,7 @@ class Bench:
     """Runs passes over cases and hands back what their ranks measured."""
 
     def __init__(self, launcher: Launcher) -> None:
-        self.launcher = launcher
+        self.launcher, self.quiet = launcher, Quiet(PATIENCE_SECONDS)
 
     def run(self, case: Case, task: Task, *, steps: int, warmup: int = 0) -> list[RankReport]:
         """Reports by rank. Raises `MeshmarkError` when a rank failed: a twin with a hole in it is worth nothing."""
@@ -63,6 +66,7 @@ class Bench:
         samples: list[list[float]] = [[] for _ in cases]
         for _ in range(ROUNDS):
             for found, case in zip(samples, cases, strict=True):
+                self.quiet.wait()
                 reports = self.run(case, Task.TIME, steps=steps, warmup=1)
                 found += [max(ranks) for ranks in zip(*(r.step_seconds for r in reports), strict=True)]
         return samples

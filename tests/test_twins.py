@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.largest import Probe, largest
+from benchmarks.quiet import Quiet
 from benchmarks.twins import ADAPTERS, TWINS, Bench, write
 from meshmark.case import Case
 from meshmark.cluster import Cluster, ClusterSpec
@@ -141,3 +142,17 @@ def test_a_rank_that_fails_ends_the_twin(bench: Bench, monkeypatch: pytest.Monke
     monkeypatch.setitem(ADAPTERS, "ddp", "tests.broken.outcomes:Raises")
     with pytest.raises(MeshmarkError, match="ddp-dp2"):
         bench.run(Case(adapter="ddp", workload=make_workload(), layout=Layout(dp=2)), Task.TIME, steps=3)
+
+
+def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is never quiet; a quiet one is not waited for."""
+    ticks = iter(range(0, 10_000, 100))
+    monkeypatch.setattr("benchmarks.quiet._SAMPLE_SECONDS", 0.01)
+    monkeypatch.setattr("benchmarks.quiet._times", lambda: (0, next(ticks)))
+    busy = Quiet(0.1)
+    busy.wait()
+    assert busy.patience_seconds <= 0
+    monkeypatch.setattr("benchmarks.quiet._times", lambda: (now := next(ticks), now))
+    quiet = Quiet(0.1)
+    quiet.wait()
+    assert quiet.patience_seconds == pytest.approx(0.09)
