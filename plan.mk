@@ -3,7 +3,8 @@
 tables: install
 	$(BIN)/python -m meshmark.plan.tables
 
-# Scaled-down twins of published tables, measured here into baselines/twins/: about five minutes on two cores.
+# Scaled-down twins of published tables, measured here into baselines/twins/: five minutes on two quiet cores, up to two
+# more on busy ones.
 twins: install
 	$(BIN)/python -m benchmarks.twins
 	$(BIN)/python -m meshmark.plan.tables

@@ -2,7 +2,7 @@
 by stages and micro-batches, ZeRO's largest model, Megatron's weak scaling, activations by batch and layout.
 
 Leaves one CSV file each in baselines/twins/; `make tables` sets them beside the published tables and the planner.
-About five minutes on two cores: `make twins`, or `python -m benchmarks.twins zero` for one alone.
+Five minutes on two quiet cores: `make twins`, or `python -m benchmarks.twins zero` for one alone.
 """
 
 from __future__ import annotations

@@ -124,7 +124,9 @@ def test_measured_activations_are_the_plan_s() -> None:
 @pytest.fixture
 def bench() -> Bench:
     with Cluster(ClusterSpec()) as cluster:
-        yield Bench(Launcher(cluster, []))  # type: ignore[misc]
+        found = Bench(Launcher(cluster, []))
+        found.quiet = Quiet(0.0)
+        yield found  # type: ignore[misc]
 
 
 def test_rows_come_from_real_processes(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,8 +71,8 @@ def gpipe_twin() -> Table:
         plain = Cell(published=base / seconds, computed=shared_pipeline_seconds(2, 1, cores) / share)
         by_part = Cell(published=base / seconds, computed=alone[1] / (alone[m] * share)) if k > 1 else None
         label = (
-            str(k), str(m), published.get((k, m), ""), f"{seconds:.3f} ({row['fastest_seconds']} to "
-            f"{row['slowest_seconds']})", f"{k} stages on {cores} cores" if k > cores else "",
+            str(k), str(m), published.get((k, m), ""), _seconds_text(row),
+            f"{k} stages on {cores} cores" if k > cores else "",
         )  # fmt: skip
         out.append((label, (plain, by_part)))
     first = rows[0]
@@ -93,6 +93,11 @@ def gpipe_twin() -> Table:
             "0.03: about 3 ms for each of 64 tasks, which take 4 ms (forward) and 14 ms (backward) themselves.",
         ],
     )  # fmt: skip
+
+
+def _seconds_text(row: Row) -> str:
+    median, low, high = (number(row, f"{name}_seconds") for name in ("step", "fastest", "slowest"))
+    return f"{median:.3f} ({low:.3f} to {high:.3f})"
 
 
 def _published_throughput() -> dict[tuple[int, int], str]:
@@ -117,7 +122,7 @@ def megatron_twin() -> Table:
         label = (
             row["tp"], row["hidden"], row["layers"], f"{number(row, 'parameters') / 1e6:.1f}",
             f"{100 * sc21[i] / sc21[0]:.0f}", fig5[i],
-            f"{number(row, 'step_seconds'):.3f} ({row['fastest_seconds']} to {row['slowest_seconds']})",
+            _seconds_text(row),
             f"{1e3 * number(row, 'all_reduce_seconds'):.2f}", f"{tp} ranks on {cores} cores" if tp > cores else "",
         )  # fmt: skip
         out.append((label, (Cell(published=100 * measured, computed=100 * planned) if tp > 1 else None,)))
@@ -133,8 +138,9 @@ def megatron_twin() -> Table:
             f"Hidden over 8 and layers over 6 of the paper's first rows, {base['global_batch']} sequences of "
             f"{base['seq_len']} tokens, fp32, megatron-core's layers over gloo. Efficiency is FLOP/s a core in use, "
             "over that of tp = 1.",
-            "SC21's is per GPU, with full recomputation and 16 times the tokens a rank; its larger models reach more",
-            "FLOP/s, hence more than 100. Only tp = 1 and 2 have a core a rank.",
+            "SC21's is per GPU, with full recomputation and 32 times the tokens a replica; its larger models reach",
+            "more FLOP/s, hence more than 100. Only tp = 1 and 2 have a core a rank. The planner's all-reduce is one",
+            "whose ranks arrive together; in a step they wait for the slower at each of four a layer.",
         ],
     )  # fmt: skip
 
