@@ -195,13 +195,22 @@ def test_adapters_hold_what_is_planned(runner: Runner, adapter: str, layout: Lay
         assert reading.held.total <= reading.peak.total
 
 
-def test_at_the_loss_two_more_logits_are_alive(runner: Runner) -> None:
-    """The gradients of the log-softmax and of the logits: where the vocabulary is wide beside a layer, the peak."""
-    record = runner.observe(Case(adapter="single", layout=Layout(), workload=GPT))
-    (reading,), (plan,) = record.memory, record.planned_states
-    assert plan.activations is not None
-    logits = GPT.global_batch * GPT.model.seq_len * GPT.model.vocab_size * 4
-    assert reading.peak.activations == pytest.approx(plan.activations + 2 * logits, abs=SCALARS)
+@pytest.mark.parametrize(
+    "adapter, layout, buckets", [("single", Layout(), False), ("ddp", Layout(dp=2), True)], ids=["single", "ddp"]
+)
+def test_the_peak_is_planned_category_by_category(
+    runner: Runner, adapter: str, layout: Layout, buckets: bool
+) -> None:  # fmt: skip
+    """Where the vocabulary is wide beside a layer the peak is at the loss: two more logits are alive, the gradients of
+    the log-softmax and of the logits; of the parameters' gradients, none but DDP's buckets."""
+    record = runner.observe(Case(adapter=adapter, layout=layout, workload=GPT))
+    for reading, plan in zip(record.memory, record.planned_states, strict=True):
+        assert plan.activations is not None
+        logits = GPT.tokens_per_step / layout.dp * GPT.model.vocab_size * 4
+        assert reading.peak.activations == pytest.approx(plan.activations + 2 * logits, abs=SCALARS)
+        assert reading.peak.gradients == (plan.gradients if buckets else 0)
+        assert reading.peak.parameters == plan.parameters
+        assert reading.peak.optimizer_states == pytest.approx(plan.optimizer_states, rel=0.02)
 
 
 def verdict_on(runner: Runner, name: str) -> Verdict:
