@@ -140,7 +140,7 @@ def megatron_twin() -> Table:
             "over that of tp = 1.",
             "SC21's is per GPU, with full recomputation and 32 times the tokens a replica; its larger models reach",
             "more FLOP/s, hence more than 100. Only tp = 1 and 2 have a core a rank. The planner's all-reduce is one",
-            "whose ranks arrive together; in a step they wait for the slower at each of four a layer.",
+            "whose ranks arrive together; what waiting for the slower costs at each of four a layer is not measured.",
         ],
     )  # fmt: skip
 

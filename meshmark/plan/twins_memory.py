@@ -53,7 +53,7 @@ def zero_twin() -> Table:
             "other rank's reduced gradients, which ZeRO's formula drops from stage 2 on. The peak holds activations,",
             "gathered weights and buckets besides; which of them are alive at once depends on gloo's threads, so that",
             "peaks of one model differ from run to run by up to a bucket. At stages 1 and 2 DeepSpeed's holds some",
-            "4 bytes a parameter of flat copies and buckets that the planner does not know.",
+            "4 bytes a parameter that the planner does not know: flat copies and buckets, presumably.",
         ],
     )  # fmt: skip
 
