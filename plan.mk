@@ -1,6 +1,12 @@
 # The planner's reports; included by the Makefile, whose `install` and `BIN` they use.
-.PHONY: tables validate
+.PHONY: tables twins validate
 tables: install
+	$(BIN)/python -m meshmark.plan.tables
+
+# Scaled-down twins of published tables, measured here into baselines/twins/: five minutes on two quiet cores, up to two
+# more on busy ones.
+twins: install
+	$(BIN)/python -m benchmarks.twins
 	$(BIN)/python -m meshmark.plan.tables
 
 # Ends with one line a goal: NAME VALUE goal GOAL met|missed.

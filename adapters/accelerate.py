@@ -29,6 +29,7 @@ from meshmark.data import Batch
 from meshmark.errors import AdapterError
 from meshmark.layout import Precision
 from meshmark.objective import build_optimizer, build_schedule
+from meshmark.plan.states import Recipe, Remainder
 from meshmark.plan.traffic import Traffic, fully_sharded, step_traffic
 
 _ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
@@ -158,15 +159,27 @@ class AccelerateFSDP2(Adapter):
     )  # fmt: skip
 
     @classmethod
+    def recipe(cls, case: Case) -> Recipe:
+        return Recipe.plain(case.precision, casts_weights=True)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        """What is in no block lies gathered, in the precision of the products, where there is anything to gather."""
+        if case.layout.dp == 1:
+            return ()
+        width = {Precision.FP64: 8, Precision.FP32: 4}.get(case.precision, 2)
+        reason = "Accelerate leaves the root to fully_shard, which keeps it whole from forward to backward"
+        return (Remainder(category="activations", num_bytes=width * _root_parameters(case), reason=reason),)
+
+    @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic:
         """FSDP2's, but what is in no block is gathered once a micro-batch: Accelerate leaves the root to `fully_shard`,
         which then keeps it whole from forward to backward."""
         model = case.workload.model
         traffic = step_traffic(case, rank, fully_sharded(case))
         if case.layout.dp > 1:
-            root = model.num_parameters - model.num_layers * model.block_parameters
             per_micro_batch = traffic["all_gather"] / model.num_parameters / 2
-            traffic["all_gather"] -= per_micro_batch * root
+            traffic["all_gather"] -= per_micro_batch * _root_parameters(case)
         return traffic
 
     def build(self, case: Case, context: RankContext) -> Engine:
@@ -192,6 +205,12 @@ class AccelerateFSDP2(Adapter):
         prepared = _prepare(accelerator, case, context)
         prove(accelerator, "FSDP", accelerator.is_fsdp2 and isinstance(prepared[0], FSDPModule), prepared[0])
         return AccelerateFSDP2Engine(case, context, accelerator, prepared)
+
+
+def _root_parameters(case: Case) -> int:
+    """Embedding and head."""
+    model = case.workload.model
+    return model.num_parameters - model.num_layers * model.block_parameters
 
 
 class _StepLater:

@@ -259,7 +259,7 @@ class DeepSpeed(Adapter):
         the whole float32 gradient for life and the bf16 one besides."""
         if case.precision is Precision.FP32:
             return Recipe(masters=4)
-        return Recipe(weights=2, masters=4, gradients=6 if _keeps_whole_gradients(case) else 4)
+        return Recipe(weights=2, masters=4, gradients=6 if _keeps_whole_gradients(case) else 4, casts_weights=True)
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:

@@ -19,7 +19,7 @@ from meshmark.case import Case
 from meshmark.layout import Precision
 from meshmark.model import parameter_shapes
 from meshmark.objective import build_optimizer, optimizer_arguments, parameter_groups
-from meshmark.plan.states import Remainder
+from meshmark.plan.states import Recipe, Remainder
 from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffic
 
 _FAIRSCALE = (Requirement(module="fairscale", distribution="fairscale"),)
@@ -249,6 +249,10 @@ class FairScaleFSDP(Adapter):
             link="https://github.com/facebookresearch/fairseq/issues/3353",
         ),
     )  # fmt: skip
+
+    @classmethod
+    def recipe(cls, case: Case) -> Recipe:
+        return Recipe.plain(case.precision, casts_weights=True)
 
     @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic:

@@ -21,6 +21,7 @@ from meshmark.initial import initial_value
 from meshmark.layout import Precision
 from meshmark.model import Transformer
 from meshmark.objective import build_optimizer
+from meshmark.plan.states import Recipe
 
 
 class FSDP2Engine(DataParallelEngine):
@@ -62,6 +63,10 @@ class FSDP2(Adapter):
         degrees=frozenset({"dp"}), zero_stages=frozenset({3}),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
     )  # fmt: skip
+
+    @classmethod
+    def recipe(cls, case: Case) -> Recipe:
+        return Recipe.plain(case.precision, casts_weights=True)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         with torch.device("meta"):

@@ -19,6 +19,8 @@ from meshmark.data import Batch
 from meshmark.layout import Precision
 from meshmark.model import Transformer, drawn_name, stage_layers
 from meshmark.objective import build_optimizer, build_schedule, loss_share
+from meshmark.plan.eager import micro_batch_tokens
+from meshmark.plan.states import Remainder
 
 
 class Part(nn.Module):
@@ -151,6 +153,16 @@ class GPipe(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"pp"}), precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16})
     )
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        """PyTorch's last stage keeps its outputs, the logits, as the others keep theirs (which are on the wire)."""
+        if rank < case.layout.pp - 1 or case.layout.pp == 1:
+            return ()
+        width = {Precision.FP64: 8, Precision.FP32: 4}.get(case.precision, 2)
+        logits = micro_batch_tokens(case) * case.workload.model.vocab_size * width
+        reason = "the last stage keeps the logits of every micro-batch until its backward pass"
+        return (Remainder(category="activations", num_bytes=case.layout.num_micro_batches * logits, reason=reason),)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return GPipeEngine(case, context)

@@ -6,14 +6,17 @@ Pure functions from a record to a verdict: a record on disk can be judged again.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshmark.meters.memory import MemoryReading
+from meshmark.plan.states import ModelStates
 from meshmark.record import Record, Verdict
 from meshmark.truth import Deviation
 from meshmark.yardstick import FALSE_ALARMS, compare, zeros
 
 STATE_TOLERANCE = 0.01
-"""Relative, on the bytes of each category of model states."""
+"""Relative, on the bytes of each category of model states, and of activations."""
 TRAFFIC_TOLERANCE = 0.01
 """Relative to all planned bytes, on each kind of collective; room for norms and other scalars, of which frameworks
 exchange a few."""
@@ -89,15 +92,15 @@ def detection_limits(record: Record) -> dict[str, Limit]:
 
 
 def judge_memory(record: Record) -> Verdict:
-    """Bytes of parameters, gradients and optimizer states on every rank within 1 % of the closed form plus what the
-    adapter declares."""
+    """Bytes of parameters, gradients, optimizer states and, where they are planned, activations on every rank within
+    1 % of the closed form plus what the adapter declares."""
     worst = (-1.0, "", 0, 0.0, 0.0)
+    on_cpu = record.environment.device == "cpu"
     for rank, (reading, plan, declared) in enumerate(
         zip(record.memory, record.planned_states, record.remainders, strict=True)
     ):
-        for category in ("parameters", "gradients", "optimizer_states"):
-            expected = getattr(plan, category) + sum(r.num_bytes for r in declared if r.category == category)
-            measured = getattr(reading.states, category)
+        for category, measured, planned in _held(reading, plan, with_activations=on_cpu):
+            expected = planned + sum(r.num_bytes for r in declared if r.category == category)
             worst = max(worst, (abs(measured - expected) / max(expected, 1.0), category, rank, measured, expected))
     error, category, rank, measured, expected = worst
     summary = f"{category} on rank {rank}: {measured:,.0f} bytes, planned {expected:,.0f} ({error:.2%})"
@@ -107,6 +110,16 @@ def judge_memory(record: Record) -> Verdict:
         evidence={"category": category, "rank": rank, "measured_bytes": measured, "planned_bytes": expected,
                   "relative_error": error, "tolerance": STATE_TOLERANCE, "declared": "; ".join(reasons)},
     )  # fmt: skip
+
+
+def _held(
+    reading: MemoryReading, plan: ModelStates, *, with_activations: bool
+) -> Iterator[tuple[str, float, float]]:  # fmt: skip
+    """Category, measured and planned bytes. Activations are those that PyTorch's operators save on a CPU."""
+    for name in ("parameters", "gradients", "optimizer_states"):
+        yield name, getattr(reading.states, name), getattr(plan, name)
+    if with_activations and reading.held is not None and plan.activations is not None:
+        yield "activations", reading.held.activations, plan.activations
 
 
 def judge_communication(record: Record) -> Verdict:

@@ -311,3 +311,39 @@ def test_calls_add_up_by_kind_and_group_size_and_groups_of_one_are_left_out() ->
 def test_windows_are_half_open() -> None:
     window = Window(name="w", step=0, start_ns=10, stop_ns=20)
     assert [window.holds(t) for t in (9, 10, 19, 20)] == [False, True, True, False]
+
+
+# What a forward pass leaves.
+
+
+def test_what_is_held_is_read_when_the_first_backward_pass_begins() -> None:
+    """Two passes; what the second finds is not asked for."""
+    with Watch(CPU) as watch:
+        parameter = torch.ones(1000, requires_grad=True)
+        with watch.window("backward", 0):
+            for scale in (2.0, 3.0):
+                saved = (parameter * scale).exp()
+                saved.sum().backward()
+                del saved
+        named = Named.of(Holdings(parameters=[parameter.detach()], gradients=[parameter.grad]))
+        with watch.window("update", 0):
+            pass
+    assert len(watch.backward_starts()) == 2
+    reading = read_memory(watch, 0, named, named, visible_storages(), None)
+    assert reading.held is not None
+    assert reading.held.parameters == 4000 and reading.held.gradients == 0
+    assert 4000 <= reading.held.activations < 4100, "the exponential, and the gradient of the sum"
+
+
+def test_nothing_is_held_where_no_backward_pass_was_seen() -> None:
+    reading, _ = measure_step()
+    assert reading.held is None
+
+
+def test_an_address_s_name_is_that_of_the_storage_that_was_named() -> None:
+    """What had the address before is not the gradient that was put there later."""
+    lives = [life(5, 1000, 110, 120), life(5, 10, 130)]
+    named = Named(parameters={}, gradients={5: 10}, optimizer_states={}, communication={})
+    reading = read_memory(Canned(lives, []), 0, named, named, set(), None)
+    assert reading.peak == Bytes(activations=1000)
+    assert _classify(lives, 140, named, {}, 100, named_ns=150) == Bytes(gradients=10)

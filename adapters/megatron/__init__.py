@@ -17,7 +17,10 @@ from meshmark.adapter import Adapter, Capabilities, Engine, RankContext, Require
 from meshmark.case import Case
 from meshmark.layout import Precision
 from meshmark.model import Transformer
+from meshmark.model_spec import Family
 from meshmark.objective import build_optimizer
+from meshmark.plan.eager import cast_weight_bytes, micro_batch_tokens
+from meshmark.plan.states import Remainder
 from meshmark.plan.traffic import Traffic, add_traffic, data_parallel_traffic, tensor_parallel_traffic
 
 
@@ -38,6 +41,26 @@ class Megatron(Adapter):
         the head's input), half in fp32 (the embedding, gradients of the blocks' inputs)."""
         stream_bytes = 3 if case.precision is Precision.BF16 else 4
         return add_traffic(data_parallel_traffic(case, rank), tensor_parallel_traffic(case, stream_bytes))
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        """What megatron-core's layers save otherwise than PyTorch's, which are what is planned."""
+        model, tp, tokens = case.workload.model, case.layout.tp, micro_batch_tokens(case)
+        indices = "masks and shifted indices of the vocabulary-parallel embedding and loss"
+        found: list[tuple[float, str]] = [(tokens * (10 if tp == 1 else 19), indices)]
+        if tp > 1 and model.family is Family.LLAMA:
+            found.append((-4 * tokens * model.hidden, "the embedding's output is all-reduced: communication"))
+        if case.precision is Precision.BF16:
+            # Before the head and two norms a block: one wide input in place of a low copy for every product.
+            products = 4 if model.family is Family.GPT else 5
+            inputs = (2 + model.num_layers * (8 - 2 * products)) * model.hidden
+            found.append((tokens * inputs, "linear layers save the input that they find, wide"))
+            if model.family is Family.GPT:
+                wide = 4 * model.num_layers * model.ffn_hidden // tp
+                found.append((tokens * wide, "wide biases make outputs wide, and so what GELU saves"))
+            copies = cast_weight_bytes(model, model.num_layers, True, tp)
+            found.append((-copies, "linear layers save their wide weights, not autocast's copies"))
+        return tuple(Remainder(category="activations", num_bytes=n, reason=reason) for n, reason in found)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from megatron.core import ModelParallelConfig, parallel_state

@@ -45,6 +45,9 @@ class MemoryReading:
     Only the first four categories are filled."""
     peak: Bytes
     """At the instant of the step when most bytes are alive."""
+    held: Bytes | None = None
+    """When the step's first backward pass begins: what forward passes leave for it, and no gradient yet. None when no
+    backward pass was seen."""
     allocator_peak_bytes: int | None = None
     """CUDA: `max_memory_allocated` of the step."""
     allocator_reserved_bytes: int | None = None
@@ -103,6 +106,11 @@ def read_memory(
     lives = [_settle(life, on_wire, named | visible, backward, update) for life in _one_at_a_time(watch.allocations())]
     lives = [life for life in lives if life.stop_ns is None or life.stop_ns > life.start_ns]
     peak_ns = _peak_time(lives, backward.start_ns, update.stop_ns)
+    starts = [start for start in watch.backward_starts() if backward.holds(start)]
+
+    def during(time_ns: int) -> Bytes:
+        return _classify(lives, time_ns, before_update, on_wire, backward.start_ns, named_ns=backward.stop_ns)
+
     return MemoryReading(
         steady=_classify(lives, update.stop_ns, after_update, on_wire, step_start_ns=update.stop_ns),
         states=Bytes(
@@ -110,7 +118,8 @@ def read_memory(
             optimizer_states=sum(after_update.optimizer_states.values()),
             communication=sum(before_update.communication.values()),
         ),
-        peak=_classify(lives, peak_ns, before_update, on_wire, step_start_ns=backward.start_ns),
+        peak=during(peak_ns),
+        held=during(min(starts)) if starts else None,
         allocator_peak_bytes=allocator_peaks[0] if allocator_peaks else None,
         allocator_reserved_bytes=allocator_peaks[1] if allocator_peaks else None,
     )  # fmt: skip
@@ -178,14 +187,16 @@ def _peak_time(allocations: list[Allocation], start_ns: int, stop_ns: int) -> in
 
 
 def _classify(
-    allocations: list[Allocation], time_ns: int, named: Named, on_wire: dict[int, list[int]], step_start_ns: int
-) -> Bytes:
-    """Bytes alive at `time_ns`, by category. `on_wire`: when each address went into a collective."""
+    allocations: list[Allocation], time_ns: int, named: Named, on_wire: dict[int, list[int]], step_start_ns: int,
+    named_ns: int | None = None,
+) -> Bytes:  # fmt: skip
+    """Bytes alive at `time_ns`, by category. `on_wire`: when each address went into a collective. `named_ns`: when
+    storages were named, if not now: what had an address before, or has it since, has not the name."""
     totals: dict[str, int] = {}
     for life in allocations:
         if not life.alive(time_ns):
             continue
-        category = named.category(life.address)
+        category = named.category(life.address) if life.alive(time_ns if named_ns is None else named_ns) else None
         if category is None and any(life.alive(t) for t in on_wire.get(life.address, [])):
             category = "communication"
         if category is None:

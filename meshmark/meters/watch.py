@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+_AUTOGRAD_NODE = "autograd::engine::evaluate_function: "
+"""What the profiler calls a node of the graph that the backward pass walks, and then the node's name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
@@ -150,6 +153,19 @@ class Watch:
                 open_[address] = (event.start_time_ns, size)
         lives += [Allocation(address=a, num_bytes=n, start_ns=t, stop_ns=None) for a, (t, n) in open_.items()]
         return sorted(lives, key=lambda life: life.start_ns)
+
+    def backward_starts(self) -> list[int]:
+        """When autograd began to walk a graph: its first node after anything else on the same level."""
+        starts: list[int] = []
+        walking: dict[int, bool] = {}
+        for event in self._events:
+            if event.name == "[memory]":
+                continue
+            level, is_node = id(event.parent), event.name.startswith(_AUTOGRAD_NODE)
+            if is_node and not walking.get(level):
+                starts.append(event.start_time_ns)
+            walking[level] = is_node
+        return starts
 
     def asked(self) -> list[AskedOperation]:
         """Every collective and point-to-point call, in order."""

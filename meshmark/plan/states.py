@@ -1,4 +1,4 @@
-"""Closed forms of the model states that one rank holds: parameters, gradients, optimizer states."""
+"""Closed forms of what one rank holds: parameters, gradients, optimizer states; activations by `eager.py`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from meshmark.case import Case
 from meshmark.layout import Layout, Precision
 from meshmark.model_spec import Family, ModelSpec
+from meshmark.plan.eager import held_activations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +24,14 @@ class Recipe:
     """Float32 copies that the optimizer updates; sharded from stage 1 on, with the optimizer states."""
     gradients: int = 4
     """Between backward and update; sharded from stage 2 on."""
+    casts_weights: bool = False
+    """A mixed precision runs norms and the residual stream in the low one too, in place of autocast."""
 
     @classmethod
-    def plain(cls, precision: Precision) -> Recipe:
+    def plain(cls, precision: Precision, *, casts_weights: bool = False) -> Recipe:
         """Weights in the wide precision and nothing else; autocast makes its copies one operation at a time."""
-        return cls(weights=8, gradients=8) if precision is Precision.FP64 else cls()
+        width = 8 if precision is Precision.FP64 else 4
+        return cls(weights=width, gradients=width, casts_weights=casts_weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,8 @@ class ModelStates:
     """Weights and masters."""
     gradients: float
     optimizer_states: float
+    activations: float | None = None
+    """When the step's first backward pass begins; None where they are not planned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +51,7 @@ class Remainder:
     """Bytes that a framework really holds beyond (or, negative, short of) the closed form, and why."""
 
     category: str
-    """parameters, gradients or optimizer_states."""
+    """parameters, gradients, optimizer_states or activations."""
     num_bytes: float
     reason: str
 
@@ -64,6 +70,7 @@ def model_states(case: Case, rank: int, recipe: Recipe | None = None) -> ModelSt
         parameters=recipe.weights * share(3) + recipe.masters * share(1),
         gradients=recipe.gradients * share(2),
         optimizer_states=moment * case.workload.optimizer.states_per_parameter * share(1),
+        activations=held_activations(case, rank, casts_weights=recipe.casts_weights),
     )
 
 

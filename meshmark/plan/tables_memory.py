@@ -14,6 +14,7 @@ from meshmark.plan.papers import Row, number, paper
 from meshmark.plan.recipe import recipe
 from meshmark.plan.system import GIB
 from meshmark.plan.tables import Cell, Table
+from meshmark.plan.twins_memory import activations_twin, zero_twin
 
 GB = 1e9
 
@@ -55,7 +56,7 @@ def zero_maximum() -> Table:
         "buffers too, which the source does not size, so theory exceeds them",
         labels=("MP", "gpus"),
         columns=("baseline", "os", "os+g", "os+g+p", "measured baseline", "measured os"), rows=rows,
-        measured="suites/ measure model states by ZeRO stage against the same formula",
+        measured="the next table",
     )  # fmt: skip
 
 
@@ -108,7 +109,7 @@ def activations_10b() -> Table:
         title="Activations of a 10B model by batch", source="Krishnamurthy's deck, citing arXiv:2205.05198",
         formula="s b h L (34 + 5as/h) (arXiv:2205.05198 eq. 2), floor to GB; 48 layers of 4096 with 32 heads and 1024 "
         "tokens are inferred",
-        labels=("batch",), columns=("GB",), rows=rows,
+        labels=("batch",), columns=("GB",), rows=rows, measured="the next table",
     )  # fmt: skip
 
 
@@ -269,6 +270,6 @@ def deepspeed_estimates() -> Table:
 
 
 MEMORY_TABLES: list[Callable[[], Table]] = [
-    gpipe_maximum, zero_maximum, megatron2019, activations_10b, llama_parameters, gpt3_models, llama_models,
-    zero_states, korthikanti_memory, deepspeed_estimates,
+    gpipe_maximum, zero_maximum, zero_twin, megatron2019, activations_10b, activations_twin,
+    llama_parameters, gpt3_models, llama_models, zero_states, korthikanti_memory, deepspeed_estimates,
 ]  # fmt: skip

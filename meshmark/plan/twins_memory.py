@@ -1,0 +1,152 @@
+"""Twins of published memory tables: ZeRO's largest models and activations. See `twins.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from meshmark.case import Case
+from meshmark.layout import Layout, Precision
+from meshmark.model_spec import ModelSpec
+from meshmark.plan.eager import held_activations
+from meshmark.plan.grid import make_grid
+from meshmark.plan.memory import layer_activation_bytes, memory, state_bytes
+from meshmark.plan.papers import Row, number, paper
+from meshmark.plan.tables import Cell, Table
+from meshmark.plan.twins import BARE, EAGER, model_of, origin, twin
+from meshmark.workload import Workload
+
+_STATES = ("parameters", "gradients", "optimizer")
+_MIB = 2**20
+
+
+def zero_twin() -> Table:
+    """ZeRO table 2."""
+    rows = twin("zero")
+    keys = dict.fromkeys((r["dp"], r["zero_stage"], r["adapter"]) for r in rows)
+    out = []
+    for key in keys:
+        by_states, by_peak = (
+            next(r for r in rows if (r["dp"], r["zero_stage"], r["adapter"]) == key and r["judged"] == judged)
+            for judged in ("states", "peak")
+        )
+        cells = (
+            _size_cell(by_states, _formula_bytes), _size_cell(by_states, _declared_bytes),
+            _size_cell(by_peak, _planned_bytes),
+        )  # fmt: skip
+        out.append(((*key, _published_gain(key[1]), by_states["hidden"], by_peak["hidden"]), cells))
+    budget, first = number(rows[0], "budget_bytes") / _MIB, rows[0]
+    return Table(
+        title="ZeRO table 2, twin", source=f"arXiv:1910.02054 table 2; {origin(rows)}",
+        formula="the widest model on the search's grid whose bytes fit: 16 bytes a parameter divided by stage (fp32: "
+        "4 + 4 + 8; sec. 5.1 to 5.3); the bytes that the framework's adapter declares; these and the planner's "
+        "activations, logits and buffers",
+        labels=("dp", "stage", "framework", "paper: gain at dp 64, theory / measured", "width by states",
+                "width by peak"),
+        columns=("by states, 1e6, ZeRO's formula", "by states, 1e6, as declared", "by peak, 1e6, planner"), rows=out,
+        notes=[
+            f"The largest GPT of {first['layers']} layers whose bytes on the fullest rank fit {budget:g} MiB, by "
+            f"bisection over its width in steps of {first['hidden_step']}; {_num_runs(rows)} real runs, fp32, "
+            f"{first['global_batch']} sequences of {first['seq_len']} tokens a step.",
+            "DeepSpeed keeps 20 bytes a parameter in fp32 (weights and masters are two copies), and at stage 1 no",
+            "other rank's reduced gradients, which ZeRO's formula drops from stage 2 on. The peak holds activations,",
+            "gathered weights and buckets besides; which of them are alive at once depends on gloo's threads, so that",
+            "peaks of one model differ from run to run by up to a bucket. At stages 1 and 2 DeepSpeed's holds some",
+            "4 bytes a parameter that the planner does not know: flat copies and buckets, presumably.",
+        ],
+    )  # fmt: skip
+
+
+def _num_runs(rows: list[Row]) -> int:
+    return sum(int(row["runs"]) for row in rows if row["judged"] == "peak")
+
+
+def _published_gain(stage: str) -> str:
+    """How many times larger than the baseline the paper's models are, without tensor parallelism."""
+    row = paper("zero_table2_max_model_size")[0]
+    name = ("baseline", "Pos", "Pos_g", "Pos_g_p")[int(stage)]
+    theory = number(row, f"theory_{name}_billion") / number(row, "theory_baseline_billion")
+    if stage != "1":
+        return f"{theory:.3g}"
+    measured = number(row, "measured_ZeRO_DP_Pos_billion") / number(row, "measured_baseline_billion")
+    return f"{theory:.3g} / {measured:.3g}"
+
+
+def _size_cell(row: Row, held: Callable[[Row, ModelSpec], float]) -> Cell:
+    """Parameters in millions of the largest model, measured and by `held` bytes."""
+    step = int(row["hidden_step"])
+    hidden = step
+    while held(row, model_of(row, hidden + step)) <= number(row, "budget_bytes"):
+        hidden += step
+    return Cell(published=number(row, "parameters") / 1e6, computed=model_of(row, hidden).num_parameters / 1e6)
+
+
+def _formula_bytes(row: Row, model: ModelSpec) -> float:
+    grid = make_grid(dp=[int(row["dp"])], zero_stage=[int(row["zero_stage"])])
+    found = state_bytes(np.array([float(model.num_parameters)]), grid, EAGER)
+    return float(sum(found[name][0] for name in _STATES))
+
+
+def _declared_bytes(row: Row, model: ModelSpec) -> float:
+    names = ("parameters", "gradients", "optimizer_states")
+    return sum(number(row, f"declared_{name}_bytes") for name in names) * model.num_parameters
+
+
+def _planned_bytes(row: Row, model: ModelSpec) -> float:
+    dp, batch = int(row["dp"]), int(row["global_batch"])
+    grid = make_grid(dp=[dp], zero_stage=[int(row["zero_stage"])], micro_batch=[batch // dp])
+    held = memory(model, grid, EAGER, BARE)
+    return float(held.total_bytes[0]) - _formula_bytes(row, model) + _declared_bytes(row, model)
+
+
+def activations_twin() -> Table:
+    """Activations by batch, tensor-parallel degree and stage."""
+    rows, out = twin("activations"), []
+    for row in rows:
+        case = _case_of(row)
+        exact = held_activations(case, int(row["rank"]), casts_weights=row["casts_weights"] == "True")
+        assert exact is not None, "the twin runs nothing that is not planned"
+        held = number(row, "held_bytes") / _MIB
+        label = (
+            row["adapter"], case.layout.id, row["precision"], row["global_batch"], row["rank"],
+            f"{number(row, 'declared_bytes') / _MIB:.3f}",
+        )  # fmt: skip
+        formula = _formula_activations(case) if case.layout.pp == 1 and row["precision"] == "fp32" else None
+        out.append((label, (
+            Cell(published=held, computed=(exact + number(row, "declared_bytes")) / _MIB),
+            Cell(published=held, computed=formula / _MIB) if formula else None,
+        )))  # fmt: skip
+    first = rows[0]
+    reasons = sorted({f"- {row['adapter']}: {row['declared']}." for row in rows if row["declared"]})
+    return Table(
+        title="Activations, twin", source=f"arXiv:2205.05198 table 2; Krishnamurthy's deck; {origin(rows)}",
+        formula="first what PyTorch's eager autograd saves of this project's model, operator by operator, and what the "
+        "adapter declares beyond it (the suites judge this, within 1 %); then the literature's form without dropout "
+        "and scores, s b L (h (16 + 46/t) + 4a/t) bytes in fp32, which has neither head nor loss",
+        labels=("framework", "layout", "precision", "global batch", "rank", "declared MiB"),
+        columns=("held MiB, eager plan", "held MiB, literature"), rows=out,
+        notes=[
+            f"A GPT of {first['layers']} layers, {first['hidden']} wide, {first['seq_len']} tokens, vocabulary "
+            f"{first['vocab']}; read when the step's first backward pass begins. Declared:", "", *reasons,
+        ],
+    )  # fmt: skip
+
+
+def _case_of(row: Row) -> Case:
+    model, batch = model_of(row), int(row["global_batch"])
+    layout = Layout(
+        dp=int(row["dp"]), tp=int(row["tp"]), pp=int(row["pp"]), zero_stage=int(row["zero_stage"]),
+        num_micro_batches=int(row["num_micro_batches"]),
+    )  # fmt: skip
+    return Case(
+        adapter=row["adapter"], layout=layout, precision=Precision(row["precision"]),
+        workload=Workload(name=model.name, model=model, global_batch=batch, masked=False),
+    )  # fmt: skip
+
+
+def _formula_activations(case: Case) -> float:
+    layout, workload = case.layout, case.workload
+    rows = workload.global_batch // (layout.dp * layout.num_micro_batches)
+    each = layer_activation_bytes(workload.model, make_grid(tp=[layout.tp], micro_batch=[rows]), EAGER)
+    return workload.model.num_layers * float(each[0])

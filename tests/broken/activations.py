@@ -1,0 +1,53 @@
+"""Engines that train correctly and hold other activations than they should."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from adapters.data_parallel import initial_model
+from adapters.ddp import DDP, DDPEngine
+from meshmark.adapter import Engine, RankContext
+from meshmark.case import Case
+from meshmark.objective import build_optimizer
+
+
+class _KeepsLogits(DDPEngine):
+    kept: Tensor | None = None
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        self.kept = super().forward(tokens_BT)
+        return self.kept
+
+
+class _Recomputes(DDPEngine):
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        logits: Tensor = checkpoint(super().forward, tokens_BT, use_reentrant=False)
+        return logits
+
+
+class _Copies(DDPEngine):
+    """Hands the model a copy of its input, as needless as it is harmless: 8 bytes a token."""
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        self.copy = tokens_BT.clone()
+        return super().forward(self.copy)
+
+
+class KeepsLogits(DDP):
+    engine: type[DDPEngine] = _KeepsLogits
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        model = initial_model(case, torch.device("cpu"))
+        module: DistributedDataParallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return self.engine(case, context, module, build_optimizer(case.workload.optimizer, model.named_parameters()))
+
+
+class Recomputes(KeepsLogits):
+    engine = _Recomputes
+
+
+class Copies(KeepsLogits):
+    engine = _Copies
