@@ -21,7 +21,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from adapters.data_parallel import AUTOCAST, DataParallelEngine, initial_model
-from adapters.deepspeed import DeepSpeed, DeepSpeedEngine, ds_config, is_deepspeed, settle
+from adapters.deepspeed import DeepSpeed
+from adapters.deepspeed.config import ds_config, settle
+from adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
 from adapters.fsdp2 import FSDP2Engine
 from meshmark.adapter import Adapter, Capabilities, Engine, Feature, RankContext, Requirement
 from meshmark.case import Case

@@ -1,0 +1,130 @@
+"""DeepSpeed's ZeRO stages 1, 2 and 3 over data-parallel ranks (arXiv:1910.02054).
+
+DeepSpeed casts the whole model to bf16 or fp16 and keeps fp32 masters, fp32 moments and, as asked for here, fp32
+gradients, accumulated and reduced in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from adapters.data_parallel import initial_model
+from adapters.deepspeed.config import ds_config, reduce_bucket, settle
+from adapters.deepspeed.engine import DeepSpeedEngine
+from meshmark.adapter import Adapter, Capabilities, Engine, Feature, KnownGap, RankContext, Requirement
+from meshmark.case import Case
+from meshmark.layout import Precision
+from meshmark.model import parameter_shapes
+from meshmark.objective import build_optimizer, build_schedule
+from meshmark.plan.states import Recipe, Remainder
+from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffic
+
+
+class DeepSpeed(Adapter):
+    """No fp64: ZeRO's masters are float32."""
+
+    requires: ClassVar[tuple[Requirement, ...]] = (Requirement(module="deepspeed", distribution="deepspeed"),)
+    preload: ClassVar = ("deepspeed.runtime.zero.muon.muon_optimizer",)
+    """What DeepSpeed imports while it builds: it decorates functions with `torch.compile`, which takes seconds."""
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"dp"}),
+        zero_stages=frozenset({1, 2, 3}),
+        precisions=frozenset({Precision.FP32, Precision.BF16, Precision.FP16}),
+    )
+    known_gaps: ClassVar = (
+        KnownGap(
+            clause="unused", zero_stages=(1, 2), symptom="as if unused parameters had a gradient of zero",
+            reason="a parameter without a gradient counts as one with a gradient of zero: its moments decay, and "
+            "momentum and weight decay move it",
+        ),
+        KnownGap(
+            clause="unused", zero_stages=(3,), symptom="stale gradient",
+            reason="a parameter that a step does not use is updated again with the gradient of the last step that did: "
+            "stage3.py never clears grad_partitions_flat_buffer, whose parts the first micro-batch overwrites only "
+            "where it brings a gradient",
+        ),
+    )  # fmt: skip
+
+    @classmethod
+    def environment(cls, device: str) -> dict[str, str]:
+        """Otherwise DeepSpeed looks for accelerators, and says so."""
+        return {"DS_ACCELERATOR": device}
+
+    @classmethod
+    def refusal(cls, case: Case, device: str, needs: frozenset[Feature] = frozenset()) -> str | None:
+        """DeepSpeed runs fp16 on no CPU without AVX512-FP16."""
+        if case.precision is Precision.FP16 and device == "cpu":
+            return f"{case.adapter} runs precision fp16 on CUDA alone"
+        return super().refusal(case, device, needs)
+
+    @classmethod
+    def recipe(cls, case: Case) -> Recipe:
+        """In float32 too, weights and masters are two copies (at stage 3 two shards: DeepSpeed means to share them, but
+        compares a `torch.device` with a string). In bf16, stage 1 is another optimizer, `BF16_Optimizer`, which keeps
+        the whole float32 gradient for life and the bf16 one besides."""
+        if case.precision is Precision.FP32:
+            return Recipe(masters=4)
+        return Recipe(weights=2, masters=4, gradients=6 if _keeps_whole_gradients(case) else 4, casts_weights=True)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        """Beyond ZeRO's closed form, or short of it: stage 1 does not keep reduced gradients of other ranks either."""
+        layout, count = case.layout, case.workload.model.num_parameters
+        planned = count / (layout.dp if layout.zero_stage == 2 else 1)
+        if layout.zero_stage < 3 and case.precision is Precision.FP32:
+            kept = float(_partition(case, rank))
+            reason = "a rank keeps its partition's gradients alone, and tensors that reach over its ends whole"
+        elif layout.zero_stage == 1 and case.precision is Precision.FP16:
+            kept = count / layout.dp + reduce_bucket(case)
+            reason = "a rank keeps its partition's gradients alone, and the bucket that was reduced last"
+        else:
+            return ()
+        return (Remainder(category="gradients", num_bytes=4 * (kept - planned), reason=reason),)
+
+    @classmethod
+    def traffic(cls, case: Case, rank: int) -> Traffic:
+        """Stages 1 and 2 all-reduce gradients (`use_multi_rank_bucket_allreduce`, the default, in place of a reduce to
+        each owner), at stage 2 after every micro-batch, and all-gather the updated weights. Stage 3 gathers a tied
+        weight for the embedding and again for the head."""
+        model = case.workload.model
+        if case.layout.zero_stage == 3:
+            traffic = step_traffic(case, rank, fully_sharded(case))
+            if model.tied_embeddings and traffic:
+                traffic["all_gather"] *= 1 + model.vocab_size * model.hidden / model.num_parameters
+            return traffic
+        low = case.precision is not Precision.FP32
+        return step_traffic(case, rank, Reduction(
+            every_micro_batch=case.layout.zero_stage == 2, gathers_per_step=1, weight_bytes=2 if low else None
+        ))  # fmt: skip
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        settle(context)
+        import deepspeed
+
+        model = initial_model(case, context.device)
+        spec = case.workload.optimizer
+        optimizer = build_optimizer(spec, model.named_parameters())
+        module, _, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=build_schedule(spec, optimizer), config=ds_config(case)
+        )
+        engine = DeepSpeedEngine(case, context, module, optimizer)
+        engine.restore_masters()
+        return engine
+
+
+def _keeps_whole_gradients(case: Case) -> bool:
+    return case.precision is Precision.BF16 and case.layout.zero_stage == 1
+
+
+def _partition(case: Case, rank: int) -> int:
+    """Elements of all tensors that reach into `rank`'s share of the flat parameters, an even number of elements."""
+    num_ranks = case.layout.dp
+    size = math.ceil(case.workload.model.num_parameters / (2 * num_ranks)) * 2
+    start, total = 0, 0
+    for shape in parameter_shapes(case.workload.model).values():
+        stop = start + math.prod(shape)
+        if start < (rank + 1) * size and stop > rank * size:
+            total += stop - start
+        start = stop
+    return total

@@ -1,0 +1,64 @@
+"""DeepSpeed's configuration, and its settings for a whole process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshmark.adapter import RankContext
+from meshmark.case import Case
+from meshmark.errors import AdapterError
+from meshmark.layout import Precision
+
+DEFAULT_BUCKET = 500_000_000
+"""Elements of DeepSpeed's default reduce bucket."""
+
+
+def reduce_bucket(case: Case) -> int:
+    """Elements of the bucket that gradients are reduced in: DeepSpeed's default, but at most the largest of a block and
+    the token embedding. Stage 3 allocates the bucket whole, 2 GB by default, and a small model would never fill one."""
+    model = case.workload.model
+    return min(DEFAULT_BUCKET, max(model.block_parameters, model.vocab_size * model.hidden))
+
+
+def ds_config(case: Case) -> dict[str, Any]:
+    """DeepSpeed's configuration for `case`, every choice that changes memory, traffic or arithmetic made explicit."""
+    layout, clip_norm = case.layout, case.workload.optimizer.clip_norm
+    micro_batch = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
+    return {
+        "train_batch_size": case.workload.global_batch,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": layout.num_micro_batches,
+        "gradient_clipping": 0.0 if clip_norm is None else clip_norm,  # left out, it would be 1.0
+        "zero_optimization": {
+            "stage": layout.zero_stage,
+            "reduce_bucket_size": reduce_bucket(case),
+            "stage3_param_persistence_threshold": 0,  # 1e5 by default: smaller parameters are not sharded
+            # The defaults keep gathered what is used again within 1e9 elements, or comes up in a look-ahead of 5e7 that
+            # skips what is there already: all of a small model, from forward to backward. Off, stage 3 is ZeRO's: every
+            # layer is gathered when it is used. (Without look-ahead gathers do not overlap with computation.)
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 0,
+        },
+        "zero_allow_untested_optimizer": True,  # SGD is none of the "tested"
+        "bf16": {"enabled": case.precision is Precision.BF16},
+        "fp16": {"enabled": case.precision is Precision.FP16},
+        "communication_data_type": "fp32",  # otherwise gradients are reduced in bf16 or fp16
+        "data_types": {"grad_accum_dtype": "fp32"},  # otherwise they are accumulated in bf16 or fp16
+    }
+
+
+def settle(context: RankContext) -> None:
+    """Hold DeepSpeed to the context's device, and keep it from compiling. Raises `AdapterError` on another device."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    name = get_accelerator().device_name().partition(":")[0]
+    if name != context.device.type:
+        raise AdapterError(
+            f"rank {context.rank}: DeepSpeed chose the accelerator {name!r}, the case runs on {context.device.type!r}; "
+            f"set DS_ACCELERATOR={context.device.type} before deepspeed is imported"
+        )
+    if name == "cpu":
+        # On a CPU init_distributed compiles a shared-memory operator for a minute (gloo is used all the same). It asks
+        # this table whether it may, and looking in fills the table first, by running compilers.
+        deepspeed.ops.__compatible_ops__ = {}

@@ -1,0 +1,164 @@
+"""Trains through a `deepspeed.DeepSpeedEngine`, and finds what it holds at every stage."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adapters.data_parallel import DataParallelEngine, optimizer_state_tensors
+from meshmark.adapter import Holdings
+from meshmark.errors import AdapterError
+from meshmark.initial import initial_value
+from meshmark.layout import Precision
+
+_TAG, _UNIVERSAL = "meshmark", "universal"
+"""Of checkpoints as they are saved, and as converted for any world size."""
+
+
+def is_deepspeed(module: object) -> bool:
+    import deepspeed
+
+    return isinstance(module, deepspeed.DeepSpeedEngine)
+
+
+def masters(zero: Any) -> list[Tensor]:  # noqa: ANN401
+    """This rank's fp32 master weights inside a ZeRO optimizer of any stage; at stage 3 in fp32, the weights."""
+    names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
+    return [t for name in names for t in getattr(zero, name, [])]
+
+
+def gradient_tensors(zero: Any, parameters: list[nn.Parameter]) -> list[Tensor]:  # noqa: ANN401
+    """Every tensor that holds gradients between micro-batches or between backward and update, at any stage."""
+    found = [p.grad for p in parameters] + [getattr(p, "grad_accum", None) for p in parameters]
+    found += [p.grad for p in masters(zero)]
+    for groups in (getattr(zero, "averaged_gradients", {}), getattr(zero, "all_grad_tensors", {})):
+        found += [tensor for group in groups.values() for tensor in group or []]
+    found += getattr(zero, "fp32_groups_gradients_flat", [])  # stage 1 in bf16: BF16_Optimizer's whole fp32 gradient
+    found.append(getattr(zero, "grad_partitions_flat_buffer", None))  # stage 3
+    return [t for t in found if isinstance(t, Tensor)]
+
+
+def bucket_buffers(zero: Any) -> list[Tensor]:  # noqa: ANN401
+    """The buckets that gradients are copied into to be reduced: one of stage 3's for life, of stages 1 and 2 none
+    between steps."""
+    buffers = [bucket.buffer for bucket in getattr(zero, "ipg_buckets", {}).values()]
+    return [t for b in buffers for t in (b if isinstance(b, list) else [b]) if isinstance(t, Tensor)]
+
+
+def weight_tensors(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """This rank's weights as the model computes with them: whole at stages 1 and 2, shards at stage 3."""
+    return [getattr(p, "ds_tensor", p).detach() for p in parameters]
+
+
+class DeepSpeedEngine(DataParallelEngine):
+    """`module` is a `deepspeed.DeepSpeedEngine`, which owns clipping, loss scaling and accumulation."""
+
+    module: Any
+
+    @property
+    def zero(self) -> Any:  # noqa: ANN401
+        """DeepSpeed's optimizer around the optimizer."""
+        return self.module.optimizer
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        yield
+        if not last:
+            self.module.step()  # counts a micro-batch; updates nothing before the last
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        logits: Tensor = self.module(tokens_BT)
+        return logits
+
+    def differentiate(self, loss: Tensor) -> None:
+        self.module.backward(loss, scale_wrt_gas=False)  # shares add up to the mean: no division by their number
+
+    def finish_gradients(self) -> None:
+        """Reduced inside `backward`; kept scaled by fp16's loss scale until the update."""
+
+    def update(self) -> Tensor | None:
+        self.module.step()
+        norm = self.module.get_global_grad_norm()
+        return None if norm is None else torch.as_tensor(norm)
+
+    def make_schedule(self) -> None:
+        """DeepSpeed steps the one that it was given."""
+
+    def save(self, folder: Path) -> None:
+        self.module.save_checkpoint(str(folder), tag=_TAG)
+
+    def load(self, folder: Path) -> None:
+        """Of another world size through DeepSpeed's universal checkpoint, which the first rank converts to."""
+        tag = _TAG
+        if len(list((folder / _TAG).glob("*optim_states.pt"))) != self.context.world_size:
+            tag, self.module._config.load_universal_checkpoint = _UNIVERSAL, True
+            if self.context.rank == 0:
+                _make_universal(folder)
+            torch.distributed.barrier()
+        path, _ = self.module.load_checkpoint(str(folder), tag=tag)
+        if path is None:
+            raise AdapterError(f"rank {self.context.rank}: DeepSpeed found no checkpoint in {folder}")
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.module.module.named_parameters()
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Masters; of frozen parameters, which have none, the weights."""
+        import deepspeed
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        full = {}
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                full[name] = safe_get_full_fp32_param(parameter)
+            else:
+                with deepspeed.zero.GatheredParameters(parameter, enabled=hasattr(parameter, "ds_tensor")):
+                    full[name] = parameter.detach().clone()
+        return full
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        from deepspeed.utils import safe_get_full_grad
+
+        scale = getattr(self.zero, "loss_scale", 1.0)
+        trained = ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
+        return {name: safe_get_full_grad(parameter) / scale for name, parameter in trained}
+
+    def holdings(self) -> Holdings:
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        return Holdings(
+            parameters=weight_tensors(parameters) + [m.detach() for m in masters(self.zero)],
+            gradients=gradient_tensors(self.zero, parameters),
+            optimizer_states=optimizer_state_tensors(self.zero.optimizer),
+            communication=bucket_buffers(self.zero),
+        )
+
+    def restore_masters(self) -> None:
+        """Give the fp32 masters the workload's initial values: DeepSpeed makes them from weights that it has already
+        rounded to bf16 or fp16. A collective call."""
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        if self.case.precision not in (Precision.BF16, Precision.FP16):
+            return
+        workload = self.case.workload
+        for name, parameter in self.named_parameters():
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            value = initial_value(workload.model, name, shape, seed=workload.seed, device=self.context.device)
+            safe_set_full_fp32_param(parameter, value)
+
+
+def _make_universal(folder: Path) -> None:
+    """DeepSpeed's own offline conversion of the checkpoint in `folder`, in this process."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=str(folder / _TAG), output_folder=str(folder / _UNIVERSAL), num_extract_workers=1,
+            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
+        )
+    )  # fmt: skip
