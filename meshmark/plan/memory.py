@@ -220,6 +220,7 @@ def _pinned_bytes(
     """What queued tensor-parallel collectives still hold: two whole-sequence tensors a layer in either direction, each
     with two shards (its result, and the input of the gather before it), no more than the launch queue is deep."""
     whole = tokens(model, grid) * model.hidden * recipe.element_bytes * (1.0 + 2.0 / grid.tp)
-    deep = rates.queued_collectives * np.where(grid.num_micro_batches > 1, 1.0, 0.5)
-    flight = np.where(grid.pp > 1, np.minimum(grid.pp, grid.num_micro_batches), grid.num_micro_batches + 1)
+    deep = rates.queued_collectives
+    alone = np.where(grid.num_micro_batches > 1, grid.num_micro_batches + 1, 1)
+    flight = np.where(grid.pp > 1, np.minimum(grid.pp, grid.num_micro_batches), alone)
     return np.where(grid.tp > 1, ahead * np.minimum(deep, 2.0 * stage.num_layers * flight) * whole, 0.0)

@@ -60,6 +60,8 @@ class Rates:
     zero unless a framework polls for them."""
     pipeline_wait_nodes: float = 1e9
     """Nodes from which jobs wait."""
+    pipeline_wait_tp: float = 1e9
+    """Tensor-parallel ranks from which jobs wait."""
     offload_bandwidth: float = 2.5e10
     """Bytes per second between host and device for offloaded states."""
     fragmentation: float = 0.03

@@ -28,7 +28,7 @@ from meshmark.plan.system import Gpu
 
 PARTS = (
     "matmul", "attention", "elementwise", "tensor_communication", "launch_floor", "point_to_point", "bubble",
-    "data_communication", "optimizer", "host",
+    "message_wait", "data_communication", "optimizer", "host",
 )  # fmt: skip
 _STAGE_PARTS = PARTS[:6]
 # Collectives of one layer's forward and backward pass: with sequence parallelism an all-gather and a reduce-scatter
@@ -52,6 +52,8 @@ class StepTime:
     point_to_point: Column
     bubble: Column
     """Filling and draining the pipeline."""
+    message_wait: Column
+    """Sleeping between polls for pipeline messages, where a framework polls."""
     data_communication: Column
     """What no computation hides."""
     optimizer: Column
@@ -94,11 +96,13 @@ def _pipeline_time(
     most_layers = max(stage.num_layers for stage in cut)
     backward = pace * 2.0 / 3.0
     out["data_communication"] = _data_seconds(grid, heaviest, most_layers, m * pace, backward, gpu, recipe, rates)
+    waits = waits_for_messages(grid, rates, gpu.gpus_per_node)
+    out["message_wait"] = np.where(waits, message_wait_seconds(grid, rates), 0.0)
     out["optimizer"] = _optimizer_seconds(grid, heaviest, gpu, recipe, rates)
     out["host"] = np.full(len(grid), rates.step_seconds)
     device = np.stack([p["device"] for p in by_stage])[slowest, columns]
     floor = np.stack([p["floor"] for p in by_stage])[slowest, columns]
-    out["lag"] = _host_lag(grid, device, floor, gpu.gpus_per_node)
+    out["lag"] = np.where(waits, 0.0, _host_lag(grid, device, floor, gpu.gpus_per_node))
     return out
 
 
@@ -149,12 +153,15 @@ def _elementwise_bytes(model: ModelSpec, grid: Grid) -> Column:
 
 
 def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
-    """The head and the loss of one micro-batch."""
+    """The head, and the loss apart, of one micro-batch."""
     memory = gpu.memory_bandwidth * rates.memory_efficiency
     weights = model.vocab_size * model.hidden / grid.tp
     logits = tokens(model, grid) * model.vocab_size / grid.tp
     matmul = 6.0 * tokens(model, grid) * weights / (gpu.peak(recipe.arithmetic) * rates.gemm_efficiency)
-    return {"matmul": matmul, "elementwise": (logits * _BYTES_PER_LOGIT + weights * 16.0) / memory, "logits": logits}
+    return {
+        "matmul": matmul, "elementwise": weights * 16.0 / memory, "loss": logits * _BYTES_PER_LOGIT / memory,
+        "logits": logits,
+    }  # fmt: skip
 
 
 def _stage_seconds(
@@ -165,11 +172,11 @@ def _stage_seconds(
     n, zero = float(stage.num_layers), np.zeros(len(grid))
     memory = gpu.memory_bandwidth * rates.memory_efficiency
     embedding = model.vocab_size * model.hidden / grid.tp * 10.0 / memory if stage.has_embedding else zero
-    head_parts = head if stage.has_head else {"matmul": zero, "elementwise": zero}
+    head_seconds, loss_seconds = float(stage.has_head) * head["elementwise"], float(stage.has_loss) * head["loss"]
     parts = {
-        "matmul": n * layer["matmul"] + head_parts["matmul"],
+        "matmul": n * layer["matmul"] + float(stage.has_head) * head["matmul"],
         "attention": n * layer["attention"],
-        "elementwise": n * layer["elementwise"] + embedding + head_parts["elementwise"],
+        "elementwise": n * layer["elementwise"] + embedding + head_seconds + loss_seconds,
         "tensor_communication": n * layer["tensor_communication"] + 2.0 * stage.has_head * layer["collective"],
     }
     device = sum(parts.values(), start=zero)
@@ -178,11 +185,10 @@ def _stage_seconds(
     # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather).
     sent = tokens(model, grid) * model.hidden * recipe.element_bytes / grid.tp
     p2p = 2.0 * neighbours * point_to_point_seconds(grid, sent * grid.virtual_stages, rates, gpu.gpus_per_node)
-    waits = (grid.pp > 1) & (grid.num_gpus >= rates.pipeline_wait_nodes * gpu.gpus_per_node)
-    p2p = p2p + np.where(waits, neighbours * rates.pipeline_wait_seconds, 0.0)
     if stage.has_loss != stage.has_head:
-        logits = head["logits"] * recipe.element_bytes
-        p2p = p2p + 2.0 * point_to_point_seconds(grid, logits, rates, gpu.gpus_per_node)
+        # Logits go one way while the gradients of others come back, and both while the stages compute.
+        logits = point_to_point_seconds(grid, head["logits"] * recipe.element_bytes, rates, gpu.gpus_per_node)
+        p2p = p2p + np.maximum(logits - device, 0.0)
     wait = np.maximum(floor - device, 0.0)
     return {**parts, "launch_floor": wait, "point_to_point": p2p + zero, "device": device, "floor": floor}
 
@@ -209,6 +215,24 @@ def bubble_seconds(grid: Grid, totals: Column, pace: Column) -> Column:
     third = np.where(grid.schedule == SCHEDULES.index(Schedule.ZERO_BUBBLE), 1.0 / 3.0, 1.0)
     filled: Column = bubble * third / grid.virtual_stages
     return filled
+
+
+def waits_for_messages(grid: Grid, rates: Rates, gpus_per_node: int) -> Column:
+    """Which pipelines poll for their messages."""
+    large = grid.num_gpus >= rates.pipeline_wait_nodes * gpus_per_node
+    waits: Column = (grid.pp > 1) & (large | (grid.tp >= rates.pipeline_wait_tp))
+    return waits
+
+
+def message_wait_seconds(grid: Grid, rates: Rates) -> Column:
+    """Sleep of a step: once per neighbour and micro-batch, and while the pipeline fills and drains.
+
+    Messages overtake one another while it fills, so a stage then sleeps for two thirds of a message.
+    """
+    neighbours = np.minimum(grid.pp - 1, 2)
+    filling = (2.0 / 3.0) * np.maximum(grid.pp - 2, 0)
+    seconds: Column = rates.pipeline_wait_seconds * (neighbours * grid.num_micro_batches + filling)
+    return seconds
 
 
 def _data_seconds(
