@@ -23,6 +23,7 @@ TIME_BOUNDS = {
     "hop_seconds": (1e-5, 2e-4),
     "tp_network_bandwidth": (5e10, 4.5e11),
     "layer_floor_seconds": (5e-4, 2e-2),
+    "pipeline_floor_seconds": (5e-4, 2e-2),
     "pipeline_stall_seconds": (1e-4, 1e-2),
     "node_bandwidth": (5e10, 8e11),
     "node_bandwidth_decay": (0.01, 1.0),
@@ -39,7 +40,7 @@ MEMORY_BOUNDS = {
     "overhead_bytes": (1e7, 2e9),
 }
 START = Rates(
-    name="h100", layer_floor_seconds=4.4e-3, pipeline_stall_seconds=2e-3, node_bandwidth=3e11, ring_tensor_seconds=5e-6,
+    name="h100", layer_floor_seconds=4.4e-3, pipeline_floor_seconds=4e-3, pipeline_stall_seconds=2e-3, node_bandwidth=3e11, ring_tensor_seconds=5e-6,
     tree_tensor_seconds=1e-4, step_seconds=2e-2, pipeline_wait_seconds=0.6, p2p_bandwidth=5e10, queued_collectives=55.0, overhead_bytes=1e8,
 )  # fmt: skip
 

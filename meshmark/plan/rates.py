@@ -39,6 +39,8 @@ class Rates:
     """The same as `tp_bandwidth` for a group that crosses nodes."""
     layer_floor_seconds: float = 0.0
     """Forward and backward pass of a layer take no less under tensor parallelism: launches and stream hand-overs."""
+    pipeline_floor_seconds: float = 0.0
+    """The same in a pipeline."""
     pipeline_stall_seconds: float = 0.0
     """Added to that floor per layer and tensor-parallel rank when a pipeline crosses nodes."""
     node_bandwidth: float = 2.0e11

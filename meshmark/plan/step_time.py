@@ -131,12 +131,21 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     one = tensor_collective_seconds(grid, whole, rates, gpu.gpus_per_node)
     count = np.where(grid.sequence_parallel, _FORWARD_COLLECTIVES + _BACKWARD_COLLECTIVES, 8.0)
     count = count + np.where(full, _FORWARD_COLLECTIVES, 0.0)
-    across = (grid.pp > 1) & (grid.num_gpus > gpu.gpus_per_node)
-    floor = rates.layer_floor_seconds + np.where(across, rates.pipeline_stall_seconds * t, 0.0)
+    floor = _floor_seconds(grid, count * one, rates, gpu.gpus_per_node)
     return {
         "matmul": matmul, "attention": attention, "elementwise": (traffic + accumulate) / memory,
         "tensor_communication": count * one, "floor": np.where(t > 1, floor, 0.0), "collective": one,
     }  # fmt: skip
+
+
+def _floor_seconds(grid: Grid, collectives: Column, rates: Rates, gpus_per_node: int) -> Column:
+    """What a layer takes however few tokens it gets: its launches and, in a pipeline across nodes, a stall for each
+    tensor-parallel rank, in which only collectives inside a node can hide."""
+    across = (grid.pp > 1) & (grid.num_gpus > gpus_per_node)
+    shown = np.where(grid.tp > gpus_per_node, collectives, 0.0)
+    stalled = np.where(across, rates.pipeline_stall_seconds * grid.tp + shown, 0.0)
+    floor: Column = np.where(grid.pp > 1, rates.pipeline_floor_seconds, rates.layer_floor_seconds) + stalled
+    return floor
 
 
 def _elementwise_bytes(model: ModelSpec, grid: Grid) -> Column:
