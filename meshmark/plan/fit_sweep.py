@@ -39,6 +39,7 @@ MEMORY_BOUNDS = {
     "queued_collectives": (1.0, 120.0),
     "overhead_bytes": (1e7, 2e9),
 }
+PRIOR_WIDTH = 0.3
 START = Rates(
     name="h100", layer_floor_seconds=4.4e-3, pipeline_floor_seconds=4e-3, pipeline_stall_seconds=2e-3, node_bandwidth=3e11, ring_tensor_seconds=5e-6,
     tree_tensor_seconds=1e-4, step_seconds=2e-2, pipeline_wait_seconds=0.6, p2p_bandwidth=5e10, queued_collectives=55.0, overhead_bytes=1e8,
@@ -100,5 +101,5 @@ def fit_sweep(parts: Sequence[Measured], origin: str) -> Rates:
         for nodes in (32.0, 64.0) for tp in (32.0, 1e9)
     ]  # fmt: skip
     best = min(waiting, key=lambda given: float(np.abs(np.expm1(time_errors(given))).mean()))
-    timed = fit_rates(best, TIME_BOUNDS, time_errors)
+    timed = fit_rates(best, TIME_BOUNDS, time_errors, prior_width=PRIOR_WIDTH)
     return fit_rates(timed, MEMORY_BOUNDS, memory_errors)
