@@ -95,7 +95,10 @@ def _pipeline_time(
     heaviest = num_parameters.max() / grid.tp
     most_layers = max(stage.num_layers for stage in cut)
     backward = pace * 2.0 / 3.0
-    out["data_communication"] = _data_seconds(grid, heaviest, most_layers, m * pace, backward, gpu, recipe, rates)
+    embedding = model.vocab_size * model.hidden / grid.tp
+    out["data_communication"] = _data_seconds(
+        grid, heaviest, embedding, most_layers, m * pace, backward, gpu, recipe, rates
+    )
     waits = waits_for_messages(grid, rates, gpu.gpus_per_node)
     out["message_wait"] = np.where(waits, message_wait_seconds(grid, rates), 0.0)
     out["optimizer"] = _optimizer_seconds(grid, heaviest, gpu, recipe, rates)
@@ -245,10 +248,10 @@ def message_wait_seconds(grid: Grid, rates: Rates) -> Column:
 
 
 def _data_seconds(
-    grid: Grid, num_parameters: Column, num_layers: int, compute: Column, backward: Column, gpu: Gpu,
+    grid: Grid, num_parameters: Column, embedding: Column, num_layers: int, compute: Column, backward: Column, gpu: Gpu,
     recipe: TrainingRecipe, rates: Rates,
 ) -> Column:  # fmt: skip
-    """Data-parallel communication that is not hidden, by ZeRO stage."""
+    """Data-parallel communication that is not hidden, by ZeRO stage; parameters are those of the heaviest stage."""
 
     def seconds(bytes_per_parameter: float) -> Column:
         return data_collective_seconds(grid, num_parameters, bytes_per_parameter, rates, gpu.gpus_per_node)
@@ -258,7 +261,10 @@ def _data_seconds(
     tree = np.where(spans, rates.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_tensors, 0.0)
     ring = np.where(spans, rates.ring_tensor_seconds * shards * num_tensors, 0.0)
     hidden = rates.overlap * backward
-    plain = np.maximum(seconds(2.0 * recipe.reduce_bytes) + tree - hidden, 0.0)
+    # The embedding's gradient is the backward pass's last; nothing is left to hide its reduction behind.
+    reduced = seconds(2.0 * recipe.reduce_bytes)
+    last = reduced * np.minimum(embedding / num_parameters, 1.0)
+    plain = np.maximum(reduced - last + tree - hidden, 0.0) + last
     scatter, gather = seconds(recipe.reduce_bytes), seconds(recipe.gather_bytes)
     if recipe.reduces_under_zero1:
         sharded = scatter + gather + ring
