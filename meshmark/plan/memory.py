@@ -49,18 +49,23 @@ class Memory:
         return sum((getattr(self, name) for name in CATEGORIES), start=np.zeros(len(self.parameters)))
 
 
-def memory(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, rates: Rates, *, lag: Column | None = None) -> Memory:
+def memory(
+    model: ModelSpec, grid: Grid, recipe: TrainingRecipe, rates: Rates, *,
+    lag: Column | None = None, capacity_bytes: float = np.inf,
+) -> Memory:  # fmt: skip
     """Peak memory of every layout.
 
     `lag` (0 to 1, one a row) is how far the host runs ahead of the device: tensors handed to a queued collective
-    cannot be reused until it has run (torch's `record_stream`), so a host that is ahead pins more of them.
+    cannot be reused until it has run (torch's `record_stream`), so a host that is ahead pins more of them. Where they
+    would not fit into `capacity_bytes` the allocator waits for the device, frees them and tries again: they then count
+    for nothing.
     """
     parts = {name: np.zeros(len(grid)) for name in (*CATEGORIES, "fullest_stage", "host_bytes")}
     ahead = np.ones(len(grid)) if lag is None else lag
     for pp, rows in grid.by_pipeline():
         sub = grid.take(rows)
         cut = stages(model, pp, balanced=recipe.balanced_stages)
-        by_stage = [_stage_memory(model, sub, recipe, rates, cut, i, ahead[rows]) for i in range(pp)]
+        by_stage = [_stage_memory(model, sub, recipe, rates, cut, i, ahead[rows], capacity_bytes) for i in range(pp)]
         totals = np.stack([sum(part[c] for c in CATEGORIES) for part in by_stage])
         fullest = totals.argmax(axis=0)
         columns = np.arange(len(rows))
@@ -71,8 +76,9 @@ def memory(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, rates: Rates, *
 
 
 def _stage_memory(
-    model: ModelSpec, grid: Grid, recipe: TrainingRecipe, rates: Rates, cut: Sequence[Stage], index: int, ahead: Column
-) -> dict[str, Column]:
+    model: ModelSpec, grid: Grid, recipe: TrainingRecipe, rates: Rates, cut: Sequence[Stage], index: int, ahead: Column,
+    capacity_bytes: float,
+) -> dict[str, Column]:  # fmt: skip
     """Every category of one stage's rank."""
     stage = cut[index]
     num_parameters = stage_parameters(model, stage) / grid.tp
@@ -91,6 +97,9 @@ def _stage_memory(
     extra = np.maximum(start, end) - held - logits
     pinned = _pinned_bytes(model, grid, recipe, rates, stage, ahead)
     peak = np.maximum(start, end)
+    live = sum((states[c] for c in ("parameters", "gradients", "optimizer", "buffers")), start=peak)
+    live = live + rates.fragmentation * peak + rates.overhead_bytes
+    pinned = np.where(live + pinned > capacity_bytes, 0.0, pinned)
     return {
         **states, "activations": held, "logits": logits,
         "buffers": states["buffers"] + np.maximum(extra, 0.0),

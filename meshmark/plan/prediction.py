@@ -60,5 +60,5 @@ class Prediction:
 def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Prediction:
     """Predict every layout of `grid`."""
     time = step_time(model, grid, gpu, recipe, rates)
-    held = memory(model, grid, recipe, rates, lag=time.lag)
+    held = memory(model, grid, recipe, rates, lag=time.lag, capacity_bytes=gpu.memory_bytes)
     return Prediction(model=model, grid=grid, gpu=gpu, memory=held, time=time, arithmetic=recipe.arithmetic)
