@@ -21,6 +21,7 @@ from meshmark.plan.recipe import TrainingRecipe
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "activations", "logits", "buffers", "fragmentation", "overhead",
 )  # fmt: skip
+_OTHERS = ("host_bytes", "released")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class Memory:
     fullest_stage: Column
     host_bytes: Column
     """Optimizer states kept in host memory or on NVMe instead."""
+    released: Column
+    """What queued collectives would pin but the allocator takes back, by waiting, because it would not fit."""
 
     @property
     def total_bytes(self) -> Column:
@@ -58,9 +61,9 @@ def memory(
     `lag` (0 to 1, one a row) is how far the host runs ahead of the device: tensors handed to a queued collective
     cannot be reused until it has run (torch's `record_stream`), so a host that is ahead pins more of them. Where they
     would not fit into `capacity_bytes` the allocator waits for the device, frees them and tries again: they then count
-    for nothing.
+    as `released`.
     """
-    parts = {name: np.zeros(len(grid)) for name in (*CATEGORIES, "fullest_stage", "host_bytes")}
+    parts = {name: np.zeros(len(grid)) for name in (*CATEGORIES, *_OTHERS, "fullest_stage")}
     ahead = np.ones(len(grid)) if lag is None else lag
     for pp, rows in grid.by_pipeline():
         sub = grid.take(rows)
@@ -69,7 +72,7 @@ def memory(
         totals = np.stack([sum(part[c] for c in CATEGORIES) for part in by_stage])
         fullest = totals.argmax(axis=0)
         columns = np.arange(len(rows))
-        for name in (*CATEGORIES, "host_bytes"):
+        for name in (*CATEGORIES, *_OTHERS):
             parts[name][rows] = np.stack([part[name] for part in by_stage])[fullest, columns]
         parts["fullest_stage"][rows] = fullest
     return Memory(**parts)
@@ -99,12 +102,12 @@ def _stage_memory(
     peak = np.maximum(start, end)
     live = sum((states[c] for c in ("parameters", "gradients", "optimizer", "buffers")), start=peak)
     live = live + rates.fragmentation * peak + rates.overhead_bytes
-    pinned = np.where(live + pinned > capacity_bytes, 0.0, pinned)
+    released = np.where(live + pinned > capacity_bytes, pinned, 0.0)
     return {
         **states, "activations": held, "logits": logits,
         "buffers": states["buffers"] + np.maximum(extra, 0.0),
-        "fragmentation": rates.fragmentation * peak + pinned,
-        "overhead": np.full(len(grid), rates.overhead_bytes),
+        "fragmentation": rates.fragmentation * peak + pinned - released,
+        "overhead": np.full(len(grid), rates.overhead_bytes), "released": released,
     }  # fmt: skip
 
 
@@ -194,7 +197,8 @@ def num_in_flight(grid: Grid, index: int) -> Column:
 def _logit_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
     """Logits at the loss, divided over the tensor-parallel ranks by vocabulary; where the loss is elsewhere, those
     that are sent there and their gradient."""
-    per_logit = recipe.logit_bytes if stage.has_loss else (2 * recipe.element_bytes if stage.has_head else 0.0)
+    kept = np.where(grid.num_micro_batches > 1, recipe.kept_logit_bytes, 0.0)
+    per_logit = recipe.logit_bytes + kept if stage.has_loss else (2 * recipe.element_bytes if stage.has_head else 0.0)
     return per_logit * tokens(model, grid) * model.vocab_size / grid.tp
 
 
@@ -227,8 +231,8 @@ def _pinned_bytes(
     model: ModelSpec, grid: Grid, recipe: TrainingRecipe, rates: Rates, stage: Stage, ahead: Column
 ) -> Column:
     """What queued tensor-parallel collectives still hold: two whole-sequence tensors a layer in either direction, each
-    with two shards (its result, and the input of the gather before it), no more than the launch queue is deep."""
-    whole = tokens(model, grid) * model.hidden * recipe.element_bytes * (1.0 + 2.0 / grid.tp)
+    with a shard, no more than the launch queue is deep."""
+    whole = tokens(model, grid) * model.hidden * recipe.element_bytes * (1.0 + 1.0 / grid.tp)
     deep = rates.queued_collectives
     alone = np.where(grid.num_micro_batches > 1, grid.num_micro_batches + 1, 1)
     flight = np.where(grid.pp > 1, np.minimum(grid.pp, grid.num_micro_batches), alone)

@@ -32,6 +32,8 @@ class TrainingRecipe:
     """One activation."""
     logit_bytes: float = 8.0
     """One logit at the loss: its fp32 copy and the shifted one that becomes the softmax."""
+    kept_logit_bytes: float = 0.0
+    """One logit of the micro-batch before, where it is freed late."""
     flash_attention: bool = True
     """The attention core keeps one fp32 statistic a query instead of the scores."""
     dropout_masks: bool = False
@@ -63,8 +65,10 @@ RECIPES: dict[str, TrainingRecipe] = {
                dropout_masks=True),
         # 2 + 4 + 12 = 18, and DDP's buckets of 2. Gradients are all-reduced in fp32; stages are cut by compute. Beside
         # the fresh gradients of 2 lie DDP's first buckets, which it rebuilds after a step and the allocator keeps.
+        # Logits: bf16 and their fp32 copy; the softmax of the micro-batch before is freed after the next forward pass.
         TrainingRecipe(name="nanotron", weight_bytes=2, gradient_bytes=4, master_bytes=4, bucket_bytes=2,
-               fresh_gradient_bytes=4, reduce_bytes=4, balanced_stages=True, reduces_under_zero1=True),
+               fresh_gradient_bytes=4, reduce_bytes=4, balanced_stages=True, reduces_under_zero1=True,
+               logit_bytes=6, kept_logit_bytes=4),
         # 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511).
         TrainingRecipe(name="fsdp2", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=2),
         # 4 + 4 + 8 = 16, everything in fp32.
