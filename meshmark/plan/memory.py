@@ -101,11 +101,11 @@ def _stage_memory(
     pinned = _pinned_bytes(model, grid, recipe, rates, stage, ahead)
     peak = np.maximum(start, end)
     live = sum((states[c] for c in ("parameters", "gradients", "optimizer", "buffers")), start=peak)
-    live = live + rates.fragmentation * peak + rates.overhead_bytes
+    live = live + rates.fragmentation * peak + rates.overhead_bytes + recipe.flat_buffer_bytes
     released = np.where(live + pinned > capacity_bytes, pinned, 0.0)
     return {
         **states, "activations": held, "logits": logits,
-        "buffers": states["buffers"] + np.maximum(extra, 0.0),
+        "buffers": states["buffers"] + np.maximum(extra, 0.0) + recipe.flat_buffer_bytes,
         "fragmentation": rates.fragmentation * peak + pinned - released,
         "overhead": np.full(len(grid), rates.overhead_bytes), "released": released,
     }  # fmt: skip
@@ -127,7 +127,8 @@ def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> d
     """Model states under ZeRO (arXiv:1910.02054 sec. 5): stage 1 divides optimizer states by dp, 2 also gradients,
     3 also weights; stage 3 gathers two blocks at a time (the one computed and the next)."""
     shards = (grid.dp * grid.cp).astype(float)
-    optimizer = (recipe.master_bytes + recipe.moment_bytes) * num_parameters / np.where(grid.zero_stage >= 1, shards, 1)
+    held = recipe.master_bytes + recipe.moment_bytes + recipe.shard_gradient_bytes
+    optimizer = held * num_parameters / np.where(grid.zero_stage >= 1, shards, 1)
     away = grid.offload != OFFLOADS.index(Offload.NONE)
     replicated = (shards > 1) & (grid.zero_stage < 3)
     return {

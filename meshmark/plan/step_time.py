@@ -194,8 +194,9 @@ def _stage_seconds(
     device = sum(parts.values(), start=zero)
     floor = n * layer["floor"]
     neighbours = (index > 0) + (index < len(cut) - 1)
-    # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather).
-    sent = tokens(model, grid) * model.hidden * recipe.element_bytes / grid.tp
+    # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather), in
+    # frameworks that know how.
+    sent = tokens(model, grid) * model.hidden * recipe.element_bytes / (1 if recipe.sends_whole else grid.tp)
     p2p = 2.0 * neighbours * point_to_point_seconds(grid, sent * grid.virtual_stages, rates, gpu.gpus_per_node)
     if stage.has_loss != stage.has_head:
         # Logits go one way while the gradients of others come back, and both while the stages compute.
