@@ -24,7 +24,9 @@ class Rates:
     origin: str = "assumed"
     """Which rows or measurements these come from."""
     gemm_efficiency: float = 0.6
-    """Share of peak FLOP/s that large matrix products reach."""
+    """Share of peak FLOP/s that matrix products of a very wide model reach."""
+    gemm_half_width: float = 0.0
+    """Hidden size at which they reach half of it: narrow products fill the machine worse."""
     attention_efficiency: float = 0.38
     """The same for flash attention (arXiv:2307.08691 fig. 5)."""
     memory_efficiency: float = 0.85

@@ -116,15 +116,15 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
     core_again = full | ((grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (not recipe.flash_attention))
     some = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & recipe.flash_attention
-    weights = layer_matrix_parameters(model) / t
-    matmul = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0)) / (peak * rates.gemm_efficiency)
+    weights, reached = layer_matrix_parameters(model) / t, peak * _gemm_efficiency(model, rates)
+    matmul = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0)) / reached
     core = 2.0 * num_tokens * model.seq_len * model.hidden / t
     if recipe.flash_attention:
         attention = core * np.where(core_again, 4.5, 3.5) / (peak * rates.attention_efficiency)
     else:
         # All scores are computed, and passed over: product, mask and softmax, dropout, product; about 40 bytes a score.
         scores = num_tokens * model.seq_len * model.num_heads / t
-        attention = 2.0 * core * np.where(core_again, 4.0, 3.0) / (peak * rates.gemm_efficiency)
+        attention = 2.0 * core * np.where(core_again, 4.0, 3.0) / reached
         attention += scores * np.where(core_again, 53.0, 40.0) / memory
     traffic = (
         num_tokens * _elementwise_bytes(model, grid) * recipe.element_bytes / 2.0 * np.where(full | some, 1.4, 1.0)
@@ -139,6 +139,10 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
         "matmul": matmul, "attention": attention, "elementwise": (traffic + accumulate) / memory,
         "tensor_communication": count * one, "floor": np.where(t > 1, floor, 0.0), "collective": one,
     }  # fmt: skip
+
+
+def _gemm_efficiency(model: ModelSpec, rates: Rates) -> float:
+    return rates.gemm_efficiency * model.hidden / (model.hidden + rates.gemm_half_width)
 
 
 def _floor_seconds(grid: Grid, collectives: Column, rates: Rates, gpus_per_node: int) -> Column:
@@ -169,7 +173,7 @@ def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe
     memory = gpu.memory_bandwidth * rates.memory_efficiency
     weights = model.vocab_size * model.hidden / grid.tp
     logits = tokens(model, grid) * model.vocab_size / grid.tp
-    matmul = 6.0 * tokens(model, grid) * weights / (gpu.peak(recipe.arithmetic) * rates.gemm_efficiency)
+    matmul = 6.0 * tokens(model, grid) * weights / (gpu.peak(recipe.arithmetic) * _gemm_efficiency(model, rates))
     return {
         "matmul": matmul, "elementwise": weights * 16.0 / memory, "loss": logits * _BYTES_PER_LOGIT / memory,
         "logits": logits,
