@@ -14,12 +14,13 @@ from meshmark.plan.flops import hardware_flops_per_token, model_flops_per_token
 from meshmark.plan.grid import enumerate_grid, make_grid
 from meshmark.plan.memory import num_in_flight
 from meshmark.plan.models import plan_model
+from meshmark.plan.pipeline import bubble_seconds
 from meshmark.plan.prediction import predict_grid
 from meshmark.plan.published import megatron_flops
 from meshmark.plan.rates import rates
 from meshmark.plan.recipe import recipe
 from meshmark.plan.schedule import Run, simulate
-from meshmark.plan.step_time import PARTS, bubble_seconds, step_time
+from meshmark.plan.step_time import PARTS, step_time
 from meshmark.plan.system import gpu
 from meshmark.plan.timeline import timeline_svg
 from meshmark.plan.traffic import Reduction, data_parallel_traffic, fully_sharded

@@ -68,8 +68,8 @@ RECIPES: dict[str, TrainingRecipe] = {
         # 2 + 4 + 12 = 18: gradients are held in fp32 (arXiv:2205.05198 fig. 1; DeepSpeed's estimator).
         TrainingRecipe(name="megatron", weight_bytes=2, gradient_bytes=4, master_bytes=4, arithmetic="fp16",
                flash_attention=False, dropout_masks=True, fresh_gradient_bytes=0),
-        # Megatron-DeepSpeed of 2022, ZeRO-1: an fp32 copy of a rank's share of the gradients (DeepSpeed's stage_1_and_2.py),
-        # a reduce and an all-gather bucket of 5e8 16-bit elements (its defaults); its pipeline sends whole tensors.
+        # Megatron-DeepSpeed of 2022, ZeRO-1: an fp32 copy of a rank's share of the gradients (its stage_1_and_2.py), a
+        # reduce and an all-gather bucket of 5e8 16-bit elements (its defaults); its pipeline sends whole tensors.
         TrainingRecipe(name="megatron-deepspeed", weight_bytes=2, gradient_bytes=2, master_bytes=4,
                shard_gradient_bytes=4, flat_buffer_bytes=2e9, arithmetic="fp16", flash_attention=False,
                dropout_masks=True, sends_whole=True),

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmark.layout import Offload, Recompute, Schedule
+from meshmark.layout import Offload, Recompute
 from meshmark.model_spec import ModelSpec
 from meshmark.plan.flops import layer_matrix_parameters
-from meshmark.plan.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid
+from meshmark.plan.grid import OFFLOADS, RECOMPUTES, Column, Grid
 from meshmark.plan.memory import stage_parameters, tokens
 from meshmark.plan.network import (
     crosses_nodes,
@@ -22,6 +22,7 @@ from meshmark.plan.network import (
     tensor_collective_seconds,
 )
 from meshmark.plan.partition import Stage, stages
+from meshmark.plan.pipeline import bubble_seconds, host_lag, message_wait_seconds, waits_for_messages
 from meshmark.plan.rates import Rates
 from meshmark.plan.recipe import TrainingRecipe
 from meshmark.plan.system import Gpu
@@ -105,7 +106,7 @@ def _pipeline_time(
     out["host"] = np.full(len(grid), rates.step_seconds)
     device = np.stack([p["device"] for p in by_stage])[slowest, columns]
     floor = np.stack([p["floor"] for p in by_stage])[slowest, columns]
-    out["lag"] = np.where(waits, 0.0, _host_lag(grid, device, floor, gpu.gpus_per_node))
+    out["lag"] = np.where(waits, 0.0, host_lag(grid, device, floor, gpu.gpus_per_node))
     return out
 
 
@@ -210,48 +211,6 @@ def _stage_seconds(
     return {**parts, "launch_floor": wait, "point_to_point": p2p + zero, "device": device, "floor": floor}
 
 
-def bubble_seconds(grid: Grid, totals: Column, pace: Column) -> Column:
-    """Time beyond m times the slowest stage, from each stage's own account; `totals` is a row a stage.
-
-    GPipe: every other stage once. 1F1B: stage i waits for the stages before it, at its start and at its end; for those
-    after it, from its first forward to that one's backward, less the n = p - i - 1 forwards it does meanwhile, and
-    again after its last forward, less n backwards. Equal stages give the literature's p - 1 (arXiv:2104.04473 eq. (1)).
-    Interleaving divides it by v; ZB-H1 fills two thirds with weight gradients (arXiv:2401.10241 table 1).
-    """
-    num_stages, m = len(totals), grid.num_micro_batches
-    ends = []
-    for i, own in enumerate(totals):
-        before, after = totals[:i].sum(axis=0), totals[i + 1 :].sum(axis=0)
-        meanwhile = np.minimum(num_stages - i - 1, m - 1)
-        waits = np.maximum(after - meanwhile * own / 3.0, 0.0) + np.maximum(after - meanwhile * own * 2.0 / 3.0, 0.0)
-        waits = np.where(m > 1, waits, after)
-        ends.append(m * own + before + waits)
-    one_f_one_b = np.max(ends, axis=0) - m * pace
-    others = totals.sum(axis=0) - pace
-    bubble = np.where(grid.schedule == SCHEDULES.index(Schedule.GPIPE), others, one_f_one_b)
-    third = np.where(grid.schedule == SCHEDULES.index(Schedule.ZERO_BUBBLE), 1.0 / 3.0, 1.0)
-    filled: Column = bubble * third / grid.virtual_stages
-    return filled
-
-
-def waits_for_messages(grid: Grid, rates: Rates, gpus_per_node: int) -> Column:
-    """Which pipelines poll for their messages."""
-    large = grid.num_gpus >= rates.pipeline_wait_nodes * gpus_per_node
-    waits: Column = (grid.pp > 1) & (large | (grid.tp >= rates.pipeline_wait_tp))
-    return waits
-
-
-def message_wait_seconds(grid: Grid, rates: Rates) -> Column:
-    """Sleep of a step: once per neighbour and micro-batch, and while the pipeline fills and drains.
-
-    Messages overtake one another while it fills, so a stage then sleeps for two thirds of a message.
-    """
-    neighbours = np.minimum(grid.pp - 1, 2)
-    filling = (2.0 / 3.0) * np.maximum(grid.pp - 2, 0)
-    seconds: Column = rates.pipeline_wait_seconds * (neighbours * grid.num_micro_batches + filling)
-    return seconds
-
-
 def _data_seconds(
     grid: Grid, num_parameters: Column, embedding: Column, num_layers: int, compute: Column, backward: Column, gpu: Gpu,
     recipe: TrainingRecipe, rates: Rates,
@@ -293,15 +252,3 @@ def _optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: Tra
     away = grid.offload != OFFLOADS.index(Offload.NONE)
     slower = np.where(grid.offload == OFFLOADS.index(Offload.NVME), 8.0, 1.0)
     return seconds + np.where(away, 2.0 * states * updated * slower / rates.offload_bandwidth, 0.0)
-
-
-def _host_lag(grid: Grid, device: Column, floor: Column, gpus_per_node: int) -> Column:
-    """How far the host is ahead of its device, 0 to 1.
-
-    Without a pipeline nothing holds it. In one, receiving a tensor's shape waits for the device each time, so it only
-    gets ahead where the device is the slower of the two, and while it fills the pipeline: the deeper, the longer.
-    """
-    bound = np.clip((device / np.maximum(floor, 1e-9) - 0.7) / 0.3, 0.0, 1.0)
-    filling = np.minimum(0.45 * (np.log2(grid.pp) - 1.0), 1.0)
-    lag = np.maximum(np.where(grid.tp <= gpus_per_node, bound, 0.0), filling)
-    return np.where(grid.pp == 1, 1.0, np.clip(lag, 0.0, 1.0))

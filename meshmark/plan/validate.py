@@ -58,7 +58,9 @@ def refit() -> None:
     origin = "ultrascale_sweep_1b_8b, both models, consistent rows that ran"
     fitted = fit_sweep(measured_sweep(), origin)
     write_rates(RATES_DIR / "h100-sweep.json", dataclasses.replace(fitted, name="h100-sweep"))
-    plain = dataclasses.replace(fitted, name="h100", pipeline_wait_seconds=0.0, pipeline_wait_nodes=1e9, pipeline_wait_tp=1e9)
+    plain = dataclasses.replace(
+        fitted, name="h100", pipeline_wait_seconds=0.0, pipeline_wait_nodes=1e9, pipeline_wait_tp=1e9
+    )
     write_rates(
         RATES_DIR / "h100.json", dataclasses.replace(plain, origin=f"{origin}; without its polling build's wait")
     )
