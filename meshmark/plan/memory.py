@@ -234,7 +234,7 @@ def _pinned_bytes(
     """What queued tensor-parallel collectives still hold: two whole-sequence tensors a layer in either direction, each
     with a shard, no more than the launch queue is deep."""
     whole = tokens(model, grid) * model.hidden * recipe.element_bytes * (1.0 + 1.0 / grid.tp)
-    deep = rates.queued_collectives
-    alone = np.where(grid.num_micro_batches > 1, grid.num_micro_batches + 1, 1)
-    flight = np.where(grid.pp > 1, np.minimum(grid.pp, grid.num_micro_batches), alone)
-    return np.where(grid.tp > 1, ahead * np.minimum(deep, 2.0 * stage.num_layers * flight) * whole, 0.0)
+    piped, m = grid.pp > 1, grid.num_micro_batches
+    flight = np.where(piped, np.minimum(grid.pp, m), 1.0 + ahead * (m - 1))
+    queued = np.minimum(rates.queued_collectives, 2.0 * stage.num_layers * flight)
+    return np.where(grid.tp > 1, np.where(piped, ahead, 1.0) * queued * whole, 0.0)
