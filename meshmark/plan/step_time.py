@@ -135,7 +135,7 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     one = tensor_collective_seconds(grid, whole, rates, gpu.gpus_per_node)
     count = np.where(grid.sequence_parallel, _FORWARD_COLLECTIVES + _BACKWARD_COLLECTIVES, 8.0)
     count = count + np.where(full, _FORWARD_COLLECTIVES, 0.0)
-    floor = _floor_seconds(grid, count * one, rates, gpu.gpus_per_node)
+    floor = _floor_seconds(grid, count, rates, gpu.gpus_per_node)
     return {
         "matmul": matmul, "attention": attention, "elementwise": (traffic + accumulate) / memory,
         "tensor_communication": count * one, "floor": np.where(t > 1, floor, 0.0), "collective": one,
@@ -146,11 +146,12 @@ def _gemm_efficiency(model: ModelSpec, rates: Rates) -> float:
     return rates.gemm_efficiency * model.hidden / (model.hidden + rates.gemm_half_width)
 
 
-def _floor_seconds(grid: Grid, collectives: Column, rates: Rates, gpus_per_node: int) -> Column:
+def _floor_seconds(grid: Grid, num_collectives: Column, rates: Rates, gpus_per_node: int) -> Column:
     """What a layer takes however few tokens it gets: its launches and, in a pipeline across nodes, a stall for each
-    tensor-parallel rank, in which only collectives inside a node can hide."""
+    tensor-parallel rank, in which only collectives inside a node can hide; of those across nodes the latency counts."""
     across = (grid.pp > 1) & (grid.num_gpus > gpus_per_node)
-    shown = np.where(grid.tp > gpus_per_node, collectives, 0.0)
+    latency = tensor_collective_seconds(grid, np.zeros(len(grid)), rates, gpus_per_node)
+    shown = np.where(grid.tp > gpus_per_node, num_collectives * latency, 0.0)
     stalled = np.where(across, rates.pipeline_stall_seconds * grid.tp + shown, 0.0)
     floor: Column = np.where(grid.pp > 1, rates.pipeline_floor_seconds, rates.layer_floor_seconds) + stalled
     return floor
