@@ -147,3 +147,28 @@ def test_flops_are_those_of_the_megatron_papers() -> None:
     # Equation 3 of arXiv:2104.04473 counts the head's recomputation as 6 V h; the head is not recomputed.
     hardware = hardware_flops_per_token(spec, recompute="full")
     assert hardware * s == pytest.approx(megatron_flops(1, s, layers, h, vocab), rel=0.01)
+
+
+def test_a_polling_pipeline_sleeps_once_a_neighbour_and_micro_batch_and_its_host_is_never_ahead() -> None:
+    grid = make_grid(dp=[32, 16], tp=[8], pp=[2, 4], num_micro_batches=[4, 8], sequence_parallel=True)
+    polling, plain = rates("h100-sweep"), rates("h100")
+    found = step_time(plan_model("sweep-8b"), grid, H100, recipe("nanotron"), polling)
+    wait = polling.pipeline_wait_seconds
+    assert found.message_wait == pytest.approx([4 * wait, (2 * 8 + 4 / 3) * wait])
+    assert list(found.lag) == [0.0, 0.0]
+    assert not step_time(plan_model("sweep-8b"), grid, H100, recipe("nanotron"), plain).message_wait.any()
+
+
+def test_a_wider_model_reaches_more_of_the_peak() -> None:
+    """By the half width, which Megatron SC21's table 1 and both models of the sweep agree on."""
+    given = rates("a100")
+    grid = make_grid()
+    seconds = {}
+    for name in ("megatron-1.7b", "megatron-175b"):
+        spec = plan_model(name)
+        time = step_time(spec, grid, gpu("a100-80"), recipe("megatron"), given).matmul[0]
+        seconds[name] = time / (spec.num_layers * spec.hidden**2)
+    narrow, wide = (plan_model(n).hidden for n in ("megatron-1.7b", "megatron-175b"))
+    assert seconds["megatron-175b"] < seconds["megatron-1.7b"]
+    assert given.gemm_half_width == pytest.approx(323, rel=0.1)
+    assert narrow / (narrow + given.gemm_half_width) < 0.9 < wide / (wide + given.gemm_half_width)

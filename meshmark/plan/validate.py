@@ -50,7 +50,7 @@ _A100_START = Rates(
 
 
 def fit_a100() -> Rates:
-    """Two numbers, from Megatron SC21's table 1."""
+    """Three numbers, from Megatron SC21's table 1."""
     return fit_rates(_A100_START, _A100_BOUNDS, log_time_errors(megatron_table1()))
 
 
@@ -142,12 +142,14 @@ def regret_lines(choices: Sequence[Choice]) -> list[str]:
         "### Regret", "",
         "Throughput lost by taking the planner's best layout, among the rows that ran and that it says fit, instead of",
         "the measured best (global batch 256 throughout), beside that of the rule of thumb 'smallest tp x pp that ran,",
-        "then the largest micro-batch'. Rates are those fitted to the other model.", "",
+        "then the largest micro-batch'. Rates are those fitted to the other model. A choice that took much longer than",
+        "predicted is one of the slow rows above, in which the table shows no cause.", "",
         "| model | nodes | planner's choice | measured best | regret % | rule of thumb % | notes |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for c in choices:
         notes = ["the chosen row stalled"] if c.chosen_stalled else []
+        notes += [f"it took {c.slowdown:.1f} times its prediction"] if c.slowdown * SLOW > 1.0 else []
         notes += ["its first choice of all rows did not run"] if c.first_choice_crashed else []
         lines.append(
             f"| {c.model} | {c.num_nodes} | {c.chosen} | {c.best} | {100 * c.regret:.1f} | {100 * c.rule_regret:.1f} | "
@@ -160,7 +162,7 @@ def paper_lines() -> list[str]:
     """Published A100 and H100 runs."""
     a100, h100 = rates("a100"), rates("h100")
     groups: list[tuple[str, str, Callable[[], list[Published]]]] = [
-        ("Megatron SC21 table 1", "fitted to these rows (2 numbers)", megatron_table1),
+        ("Megatron SC21 table 1", "fitted to these rows (3 numbers)", megatron_table1),
         ("Megatron SC21 table 2, PTD-P", "held out",
          lambda: [r for r in megatron_table2() if r.label.startswith("PTD")]),
         ("Megatron SC21 table 2, ZeRO-3", "held out",

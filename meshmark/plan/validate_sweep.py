@@ -31,6 +31,8 @@ class Choice:
     rule_regret: float
     """The same for the rule of thumb: the smallest tp x pp that ran, then the largest micro-batch."""
     chosen_stalled: bool
+    slowdown: float
+    """Measured over predicted step time of the choice."""
     first_choice_crashed: bool
     """The planner's choice among all rows, those that did not run included, is one that did not."""
 
@@ -120,6 +122,7 @@ def _choices(
     grid = rows.batch.grid
     nodes = grid.num_gpus // 8
     rate = np.where(ran, 1.0 / rows.step_seconds, np.nan)
+    measured_rate = rate * grid.global_batch * rows.batch.model.seq_len / grid.num_gpus
     out = []
     for count in np.unique(nodes):
         here = nodes == count
@@ -136,7 +139,8 @@ def _choices(
             Choice(
                 model=model, num_nodes=int(count), chosen=grid.layout(chosen).id, best=grid.layout(best).id,
                 regret=float(1.0 - rate[chosen] / rate[best]), rule_regret=float(1.0 - rate[thumb] / rate[best]),
-                chosen_stalled=bool(stalled[chosen]), first_choice_crashed=not ran[freely],
+                chosen_stalled=bool(stalled[chosen]), slowdown=float(predicted[chosen] / measured_rate[chosen]),
+                first_choice_crashed=not ran[freely],
             )
         )  # fmt: skip
     return out
