@@ -44,6 +44,9 @@ class TrainingRecipe:
     """One-byte dropout masks are kept, as arXiv:2205.05198 counts them."""
     balanced_stages: bool = False
     """The pipeline is cut by compute, the head counted with the layers; otherwise by number of layers."""
+    hides_backward_gathers: bool = False
+    """Under sequence parallelism the two inputs gathered again in a layer's backward pass travel behind the products of
+    the gradients before them (arXiv:2205.05198 sec. 4.2.2)."""
     sends_whole: bool = False
     """Every tensor-parallel rank sends the whole of a stage's output, not its share (arXiv:2104.04473 sec. 4.1)."""
     reduces_under_zero1: bool = False
@@ -67,7 +70,7 @@ RECIPES: dict[str, TrainingRecipe] = {
                flash_attention=False, dropout_masks=True),
         # 2 + 4 + 12 = 18: gradients are held in fp32 (arXiv:2205.05198 fig. 1; DeepSpeed's estimator).
         TrainingRecipe(name="megatron", weight_bytes=2, gradient_bytes=4, master_bytes=4, arithmetic="fp16",
-               flash_attention=False, dropout_masks=True, fresh_gradient_bytes=0),
+               flash_attention=False, dropout_masks=True, fresh_gradient_bytes=0, hides_backward_gathers=True),
         # Megatron-DeepSpeed of 2022, ZeRO-1: an fp32 copy of a rank's share of the gradients (its stage_1_and_2.py), a
         # reduce and an all-gather bucket of 5e8 16-bit elements (its defaults); its pipeline sends whole tensors.
         TrainingRecipe(name="megatron-deepspeed", weight_bytes=2, gradient_bytes=2, master_bytes=4,

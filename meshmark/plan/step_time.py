@@ -133,7 +133,8 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     accumulate = weights * (4.0 + 2.0 * recipe.gradient_bytes + 4.0)
     whole = num_tokens * model.hidden * recipe.element_bytes
     one = tensor_collective_seconds(grid, whole, rates, gpu.gpus_per_node)
-    count = np.where(grid.sequence_parallel, _FORWARD_COLLECTIVES + _BACKWARD_COLLECTIVES, 8.0)
+    backward = _BACKWARD_COLLECTIVES - 2.0 * recipe.hides_backward_gathers
+    count = np.where(grid.sequence_parallel, _FORWARD_COLLECTIVES + backward, 8.0)
     count = count + np.where(full, _FORWARD_COLLECTIVES, 0.0)
     floor = _floor_seconds(grid, count, rates, gpu.gpus_per_node)
     return {
