@@ -40,7 +40,7 @@ MEMORY_BOUNDS = {
     "overhead_bytes": (1e7, 2e9),
 }
 PRIOR_WIDTH = 0.3
-# Errors of memory are broader than those of time: of 0.02 to 0.4 this width gives the least mean on the rows fitted to.
+# Errors of memory are broader: of 0.02 to 0.4 this gives the least mean, of both models, on the rows fitted to.
 MEMORY_SCALE = 0.2
 START = Rates(
     name="h100",

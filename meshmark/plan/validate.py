@@ -216,9 +216,9 @@ _PAPER_TEXT = [
     "ZeRO-3 rows ran DeepSpeed of early 2021, which hides less of its gathers than the planner assumes of any",
     "ZeRO-3, and of which no rate is published; BLOOM's rows have a quarter of Selene's network (4 x 100 Gb/s",
     "Omni-Path a node), but what is left of their time grows with tensor parallelism and shrinks with the",
-    "micro-batch, and of their memory about 5 GiB whatever the layout, of which CUDA's and NCCL's own would be a",
-    "part if the source (it does not say) read nvidia-smi; torchtitan without compile runs unfused kernels, and its",
-    "rows differ in that.",
+    "micro-batch, and of their memory 7 GiB in the mean, half of the rows between 5 and 9 whatever the layout, of",
+    "which CUDA's and NCCL's own would be a part if the source (it does not say) read nvidia-smi; torchtitan",
+    "without compile runs unfused kernels, and its rows differ in that.",
 ]
 
 
