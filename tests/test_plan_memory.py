@@ -124,7 +124,7 @@ def test_the_balanced_cut_is_nanotrons() -> None:
     layers = [s.num_layers for s in stages(plan_model("sweep-8b"), 4, balanced=True)]
     assert layers == [9, 9, 8, 6]
     last = stages(plan_model("sweep-1b"), 4, balanced=True)[-1]
-    assert (last.num_layers, last.has_head) == (0, True)
+    assert (last.num_layers, last.has_head) == (1, True)
 
 
 @given(st.floats(1e8, 2e12))
@@ -139,3 +139,14 @@ def test_presets_have_their_published_sizes() -> None:
         assert known_models()[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
     assert plan_model("sweep-1b").num_parameters == pytest.approx(1342177280, rel=1e-4)
     assert model_spec("gpt-tiny") in known_models().values()
+
+
+def test_what_queued_collectives_pin_is_given_back_where_it_does_not_fit() -> None:
+    """The allocator waits for them rather than fail, and the plan says how much it took back."""
+    model, fitted = plan_model("sweep-8b"), rates("h100-sweep")
+    grid = make_grid(dp=[2], tp=[8], micro_batch=[8], num_micro_batches=[16], sequence_parallel=True)
+    free = memory(model, grid, recipe("nanotron"), fitted)
+    live = free.total_bytes[0] - 1.0
+    tight = memory(model, grid, recipe("nanotron"), fitted, capacity_bytes=live)
+    assert free.released[0] == 0.0 < tight.released[0]
+    assert tight.total_bytes[0] + tight.released[0] == pytest.approx(free.total_bytes[0])

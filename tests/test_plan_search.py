@@ -159,6 +159,18 @@ def test_fit_finds_rates_that_made_the_data_despite_outliers() -> None:
     assert found.step_seconds == pytest.approx(3e-2, rel=0.05)
 
 
+def test_a_prior_holds_what_the_rows_do_not_determine() -> None:
+    start = Rates(name="t", gemm_efficiency=0.5, overlap=0.5)
+    bounds = {"gemm_efficiency": (0.1, 1.0), "overlap": (0.05, 1.0)}
+
+    def residual(given: Rates) -> np.ndarray:
+        return np.full(50, np.log(given.gemm_efficiency / 0.7)) + 1e-9 * np.log(given.overlap)
+
+    found = fit_rates(start, bounds, residual, prior_width=0.3)
+    assert found.gemm_efficiency == pytest.approx(0.7, rel=1e-3)
+    assert found.overlap == pytest.approx(0.5, rel=1e-3)
+
+
 def test_errors_are_relative_to_the_measured_value() -> None:
     found = errors_of(np.array([1.1, 1.0, 3.0, np.nan]), np.array([1.0, 2.0, 3.0, 4.0]), goal=0.11)
     assert (found.num_rows, found.worst) == (3, pytest.approx(0.5))

@@ -11,14 +11,16 @@ from meshmark.case import Case
 from meshmark.errors import LayoutError
 from meshmark.layout import Layout, Schedule
 from meshmark.plan.flops import hardware_flops_per_token, model_flops_per_token
-from meshmark.plan.grid import enumerate_grid, grid_of, make_grid
+from meshmark.plan.grid import enumerate_grid, make_grid
+from meshmark.plan.memory import num_in_flight
 from meshmark.plan.models import plan_model
+from meshmark.plan.pipeline import bubble_seconds
 from meshmark.plan.prediction import predict_grid
 from meshmark.plan.published import megatron_flops
 from meshmark.plan.rates import rates
 from meshmark.plan.recipe import recipe
-from meshmark.plan.schedule import simulate, uniform_step_seconds
-from meshmark.plan.step_time import PARTS, bubble_seconds, step_time
+from meshmark.plan.schedule import Run, simulate
+from meshmark.plan.step_time import PARTS, step_time
 from meshmark.plan.system import gpu
 from meshmark.plan.timeline import timeline_svg
 from meshmark.plan.traffic import Reduction, data_parallel_traffic, fully_sharded
@@ -27,31 +29,42 @@ from meshmark.workload import workload
 H100 = gpu("h100")
 
 
+def equal_stages(schedule: Schedule, pp: int, num_micro_batches: int, virtual_stages: int = 1) -> Run:
+    """A simulated step of stages of one second each."""
+    layout = Layout(pp=pp, num_micro_batches=num_micro_batches, schedule=schedule, virtual_stages=virtual_stages)
+    return simulate(layout, [1.0] * pp)
+
+
+def peak_in_flight(run: Run, rank: int) -> int:
+    """Forward passes whose backward has not ended, at most."""
+    events = [(s.start, 1) for s in run.slots if s.rank == rank and s.task.kind == "F"]
+    events += [(s.end, -1) for s in run.slots if s.rank == rank and s.task.kind == "B"]
+    return int(np.cumsum([change for _, change in sorted(events)]).max())
+
+
 @given(pp=st.integers(1, 8), m=st.integers(1, 32), schedule=st.sampled_from([Schedule.GPIPE, Schedule.ONE_F_ONE_B]))
 @settings(deadline=None)
 def test_equal_stages_give_the_literatures_bubble(pp: int, m: int, schedule: Schedule) -> None:
-    assert uniform_step_seconds(schedule, pp, m) == pytest.approx(m + pp - 1)
+    assert equal_stages(schedule, pp, m).seconds == pytest.approx(m + pp - 1)
 
 
 @given(pp=st.integers(2, 6), m=st.integers(1, 40))
 @settings(deadline=None)
 def test_the_bubble_falls_with_micro_batches(pp: int, m: int) -> None:
-    few, many = (
-        simulate(Layout(pp=pp, num_micro_batches=n, schedule=Schedule.ONE_F_ONE_B), [1.0] * pp) for n in (m, m + 1)
-    )
+    few, many = (equal_stages(Schedule.ONE_F_ONE_B, pp, n) for n in (m, m + 1))
     assert many.bubble_of_step < few.bubble_of_step
     assert few.bubble_of_step == pytest.approx((pp - 1) / (m + pp - 1))
-    assert few.bubble_of_ideal == pytest.approx((pp - 1) / m)
+    assert few.seconds / m - 1.0 == pytest.approx((pp - 1) / m)  # of the ideal time (arXiv:2104.04473 eq. 1)
 
 
 @pytest.mark.parametrize(("pp", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 16), (8, 2, 16)])
 def test_interleaving_divides_the_bubble_by_the_virtual_stages(pp: int, v: int, m: int) -> None:
-    assert uniform_step_seconds(Schedule.INTERLEAVED, pp, m, v) == pytest.approx(m + (pp - 1) / v)
+    assert equal_stages(Schedule.INTERLEAVED, pp, m, v).seconds == pytest.approx(m + (pp - 1) / v)
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_zero_bubble_fills_two_thirds(pp: int) -> None:
-    bubble = uniform_step_seconds(Schedule.ZERO_BUBBLE, pp, 4 * pp) - 4 * pp
+    bubble = equal_stages(Schedule.ZERO_BUBBLE, pp, 4 * pp).seconds - 4 * pp
     assert bubble == pytest.approx((pp - 1) / 3, abs=0.35 * (pp - 1))
     assert bubble < pp - 1
 
@@ -70,14 +83,16 @@ def test_the_closed_form_is_a_close_lower_bound_of_the_simulator_with_uneven_sta
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_simulated_in_flight_micro_batches_are_those_of_the_memory_formula(pp: int) -> None:
-    run = simulate(Layout(pp=pp, num_micro_batches=8, schedule=Schedule.ONE_F_ONE_B), [1.0] * pp)
-    assert [run.peak_in_flight(i) for i in range(pp)] == [pp - i for i in range(pp)]
+    run = equal_stages(Schedule.ONE_F_ONE_B, pp, 8)
+    grid = make_grid(pp=[pp], num_micro_batches=[8])
+    held = [num_in_flight(grid, i)[0] for i in range(pp)]
+    assert [peak_in_flight(run, i) for i in range(pp)] == held == [pp - i for i in range(pp)]
     assert "<svg" in timeline_svg(run, "a < b") and "a &lt; b" in timeline_svg(run, "a < b")
 
 
 def test_impossible_schedules_are_refused() -> None:
     with pytest.raises(LayoutError, match="multiples of pp 4"):
-        uniform_step_seconds(Schedule.INTERLEAVED, 4, 6, 2)
+        equal_stages(Schedule.INTERLEAVED, 4, 6, 2)
     with pytest.raises(LayoutError, match="interleaved schedule"):
         Layout(pp=2, virtual_stages=2, schedule=Schedule.ONE_F_ONE_B)
     with pytest.raises(LayoutError, match="2 stage times"):
@@ -119,7 +134,7 @@ def test_a_grid_predicts_each_row_as_alone() -> None:
     grid = enumerate_grid(model, 64, 64, max_tp=8, recomputes=["none"])  # type: ignore[list-item]
     together = predict_grid(model, grid, H100, recipe("nanotron"), rates("h100"))
     for row in (0, len(grid) // 2, len(grid) - 1):
-        alone = predict_grid(model, grid_of([grid.layout(row)], 64), H100, recipe("nanotron"), rates("h100"))
+        alone = predict_grid(model, grid.take(np.array([row])), H100, recipe("nanotron"), rates("h100"))
         assert alone.step_seconds[0] == pytest.approx(together.step_seconds[row])
         assert alone.memory_bytes[0] == pytest.approx(together.memory_bytes[row])
 
@@ -132,3 +147,28 @@ def test_flops_are_those_of_the_megatron_papers() -> None:
     # Equation 3 of arXiv:2104.04473 counts the head's recomputation as 6 V h; the head is not recomputed.
     hardware = hardware_flops_per_token(spec, recompute="full")
     assert hardware * s == pytest.approx(megatron_flops(1, s, layers, h, vocab), rel=0.01)
+
+
+def test_a_polling_pipeline_sleeps_once_a_neighbour_and_micro_batch_and_its_host_is_never_ahead() -> None:
+    grid = make_grid(dp=[32, 16], tp=[8], pp=[2, 4], num_micro_batches=[4, 8], sequence_parallel=True)
+    polling, plain = rates("h100-sweep"), rates("h100")
+    found = step_time(plan_model("sweep-8b"), grid, H100, recipe("nanotron"), polling)
+    wait = polling.pipeline_wait_seconds
+    assert found.message_wait == pytest.approx([4 * wait, (2 * 8 + 4 / 3) * wait])
+    assert list(found.lag) == [0.0, 0.0]
+    assert not step_time(plan_model("sweep-8b"), grid, H100, recipe("nanotron"), plain).message_wait.any()
+
+
+def test_a_wider_model_reaches_more_of_the_peak() -> None:
+    """By the half width, which Megatron SC21's table 1 and both models of the sweep agree on."""
+    given = rates("a100")
+    grid = make_grid()
+    seconds = {}
+    for name in ("megatron-1.7b", "megatron-175b"):
+        spec = plan_model(name)
+        time = step_time(spec, grid, gpu("a100-80"), recipe("megatron"), given).matmul[0]
+        seconds[name] = time / (spec.num_layers * spec.hidden**2)
+    narrow, wide = (plan_model(n).hidden for n in ("megatron-1.7b", "megatron-175b"))
+    assert seconds["megatron-175b"] < seconds["megatron-1.7b"]
+    assert given.gemm_half_width == pytest.approx(323, rel=0.1)
+    assert narrow / (narrow + given.gemm_half_width) < 0.9 < wide / (wide + given.gemm_half_width)

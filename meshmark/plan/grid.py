@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshmark.errors import InputError, LayoutError
+from meshmark.errors import InputError
 from meshmark.layout import Layout, Offload, Recompute, Schedule
 from meshmark.model_spec import ModelSpec
 
@@ -69,25 +69,6 @@ class Grid:
             sequence_parallel=bool(self.sequence_parallel[row]), recompute=RECOMPUTES[self.recompute[row]],
             offload=OFFLOADS[self.offload[row]],
         )  # fmt: skip
-
-
-def grid_of(layouts: Iterable[Layout], global_batch: int) -> Grid:
-    """Layouts as a grid. Raises `LayoutError` when one does not divide the global batch."""
-    rows = list(layouts)
-    for layout in rows:
-        if global_batch < 1 or global_batch % (layout.dp * layout.num_micro_batches):
-            raise LayoutError(
-                f"layout {layout.id}: a global batch of {global_batch} sequences is not a positive multiple of "
-                f"dp {layout.dp} x {layout.num_micro_batches} micro-batches"
-            )
-    return make_grid(
-        dp=[x.dp for x in rows], tp=[x.tp for x in rows], pp=[x.pp for x in rows], cp=[x.cp for x in rows],
-        zero_stage=[x.zero_stage for x in rows],
-        micro_batch=[global_batch // (x.dp * x.num_micro_batches) for x in rows],
-        num_micro_batches=[x.num_micro_batches for x in rows], virtual_stages=[x.virtual_stages for x in rows],
-        sequence_parallel=[x.sequence_parallel for x in rows], schedule=[SCHEDULES.index(x.schedule) for x in rows],
-        recompute=[RECOMPUTES.index(x.recompute) for x in rows], offload=[OFFLOADS.index(x.offload) for x in rows],
-    )  # fmt: skip
 
 
 def make_grid(**columns: object) -> Grid:

@@ -21,6 +21,7 @@ from meshmark.plan.recipe import TrainingRecipe
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "activations", "logits", "buffers", "fragmentation", "overhead",
 )  # fmt: skip
+_OTHERS = ("host_bytes", "released")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,36 +44,44 @@ class Memory:
     fullest_stage: Column
     host_bytes: Column
     """Optimizer states kept in host memory or on NVMe instead."""
+    released: Column
+    """What queued collectives would pin but the allocator takes back, by waiting, because it would not fit."""
 
     @property
     def total_bytes(self) -> Column:
         return sum((getattr(self, name) for name in CATEGORIES), start=np.zeros(len(self.parameters)))
 
 
-def memory(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, rates: Rates, *, lag: Column | None = None) -> Memory:
+def memory(
+    model: ModelSpec, grid: Grid, recipe: TrainingRecipe, rates: Rates, *,
+    lag: Column | None = None, capacity_bytes: float = np.inf,
+) -> Memory:  # fmt: skip
     """Peak memory of every layout.
 
     `lag` (0 to 1, one a row) is how far the host runs ahead of the device: tensors handed to a queued collective
-    cannot be reused until it has run (torch's `record_stream`), so a host that is ahead pins more of them.
+    cannot be reused until it has run (torch's `record_stream`), so a host that is ahead pins more of them. Where they
+    would not fit into `capacity_bytes` the allocator waits for the device, frees them and tries again: they then count
+    as `released`.
     """
-    parts = {name: np.zeros(len(grid)) for name in (*CATEGORIES, "fullest_stage", "host_bytes")}
+    parts = {name: np.zeros(len(grid)) for name in (*CATEGORIES, *_OTHERS, "fullest_stage")}
     ahead = np.ones(len(grid)) if lag is None else lag
     for pp, rows in grid.by_pipeline():
         sub = grid.take(rows)
         cut = stages(model, pp, balanced=recipe.balanced_stages)
-        by_stage = [_stage_memory(model, sub, recipe, rates, cut, i, ahead[rows]) for i in range(pp)]
+        by_stage = [_stage_memory(model, sub, recipe, rates, cut, i, ahead[rows], capacity_bytes) for i in range(pp)]
         totals = np.stack([sum(part[c] for c in CATEGORIES) for part in by_stage])
         fullest = totals.argmax(axis=0)
         columns = np.arange(len(rows))
-        for name in (*CATEGORIES, "host_bytes"):
+        for name in (*CATEGORIES, *_OTHERS):
             parts[name][rows] = np.stack([part[name] for part in by_stage])[fullest, columns]
         parts["fullest_stage"][rows] = fullest
     return Memory(**parts)
 
 
 def _stage_memory(
-    model: ModelSpec, grid: Grid, recipe: TrainingRecipe, rates: Rates, cut: Sequence[Stage], index: int, ahead: Column
-) -> dict[str, Column]:
+    model: ModelSpec, grid: Grid, recipe: TrainingRecipe, rates: Rates, cut: Sequence[Stage], index: int, ahead: Column,
+    capacity_bytes: float,
+) -> dict[str, Column]:  # fmt: skip
     """Every category of one stage's rank."""
     stage = cut[index]
     num_parameters = stage_parameters(model, stage) / grid.tp
@@ -91,11 +100,14 @@ def _stage_memory(
     extra = np.maximum(start, end) - held - logits
     pinned = _pinned_bytes(model, grid, recipe, rates, stage, ahead)
     peak = np.maximum(start, end)
+    live = sum((states[c] for c in ("parameters", "gradients", "optimizer", "buffers")), start=peak)
+    live = live + rates.fragmentation * peak + rates.overhead_bytes + recipe.flat_buffer_bytes
+    released = np.where(live + pinned > capacity_bytes, pinned, 0.0)
     return {
         **states, "activations": held, "logits": logits,
-        "buffers": states["buffers"] + np.maximum(extra, 0.0),
-        "fragmentation": rates.fragmentation * peak + pinned,
-        "overhead": np.full(len(grid), rates.overhead_bytes),
+        "buffers": states["buffers"] + np.maximum(extra, 0.0) + recipe.flat_buffer_bytes,
+        "fragmentation": rates.fragmentation * peak + pinned - released,
+        "overhead": np.full(len(grid), rates.overhead_bytes), "released": released,
     }  # fmt: skip
 
 
@@ -115,7 +127,8 @@ def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> d
     """Model states under ZeRO (arXiv:1910.02054 sec. 5): stage 1 divides optimizer states by dp, 2 also gradients,
     3 also weights; stage 3 gathers two blocks at a time (the one computed and the next)."""
     shards = (grid.dp * grid.cp).astype(float)
-    optimizer = (recipe.master_bytes + recipe.moment_bytes) * num_parameters / np.where(grid.zero_stage >= 1, shards, 1)
+    held = recipe.master_bytes + recipe.moment_bytes + recipe.shard_gradient_bytes
+    optimizer = held * num_parameters / np.where(grid.zero_stage >= 1, shards, 1)
     away = grid.offload != OFFLOADS.index(Offload.NONE)
     replicated = (shards > 1) & (grid.zero_stage < 3)
     return {
@@ -185,7 +198,8 @@ def num_in_flight(grid: Grid, index: int) -> Column:
 def _logit_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
     """Logits at the loss, divided over the tensor-parallel ranks by vocabulary; where the loss is elsewhere, those
     that are sent there and their gradient."""
-    per_logit = recipe.logit_bytes if stage.has_loss else (2 * recipe.element_bytes if stage.has_head else 0.0)
+    kept = np.where(grid.num_micro_batches > 1, recipe.kept_logit_bytes, 0.0)
+    per_logit = recipe.logit_bytes + kept if stage.has_loss else (2 * recipe.element_bytes if stage.has_head else 0.0)
     return per_logit * tokens(model, grid) * model.vocab_size / grid.tp
 
 
@@ -218,8 +232,9 @@ def _pinned_bytes(
     model: ModelSpec, grid: Grid, recipe: TrainingRecipe, rates: Rates, stage: Stage, ahead: Column
 ) -> Column:
     """What queued tensor-parallel collectives still hold: two whole-sequence tensors a layer in either direction, each
-    with two shards (its result, and the input of the gather before it), no more than the launch queue is deep."""
-    whole = tokens(model, grid) * model.hidden * recipe.element_bytes * (1.0 + 2.0 / grid.tp)
-    deep = rates.queued_collectives * np.where(grid.num_micro_batches > 1, 1.0, 0.5)
-    flight = np.where(grid.pp > 1, np.minimum(grid.pp, grid.num_micro_batches), grid.num_micro_batches + 1)
-    return np.where(grid.tp > 1, ahead * np.minimum(deep, 2.0 * stage.num_layers * flight) * whole, 0.0)
+    with a shard, no more than the launch queue is deep."""
+    whole = tokens(model, grid) * model.hidden * recipe.element_bytes * (1.0 + 1.0 / grid.tp)
+    piped, m = grid.pp > 1, grid.num_micro_batches
+    flight = np.where(piped, np.minimum(grid.pp, m), 1.0 + ahead * (m - 1))
+    queued = np.minimum(rates.queued_collectives, 2.0 * stage.num_layers * flight)
+    return np.where(grid.tp > 1, np.where(piped, ahead, 1.0) * queued * whole, 0.0)

@@ -32,8 +32,13 @@ class Prediction:
         return self.memory.total_bytes
 
     @property
+    def needed_bytes(self) -> Column:
+        """Memory without the allocator having to wait for queued collectives: where it has to, most runs crash."""
+        return self.memory_bytes + self.memory.released
+
+    @property
     def fits(self) -> Column:
-        return self.memory_bytes <= self.gpu.memory_bytes
+        return self.needed_bytes <= self.gpu.memory_bytes
 
     @property
     def step_seconds(self) -> Column:
@@ -60,5 +65,5 @@ class Prediction:
 def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Prediction:
     """Predict every layout of `grid`."""
     time = step_time(model, grid, gpu, recipe, rates)
-    held = memory(model, grid, recipe, rates, lag=time.lag)
+    held = memory(model, grid, recipe, rates, lag=time.lag, capacity_bytes=gpu.memory_bytes)
     return Prediction(model=model, grid=grid, gpu=gpu, memory=held, time=time, arithmetic=recipe.arithmetic)

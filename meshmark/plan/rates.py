@@ -24,7 +24,9 @@ class Rates:
     origin: str = "assumed"
     """Which rows or measurements these come from."""
     gemm_efficiency: float = 0.6
-    """Share of peak FLOP/s that large matrix products reach."""
+    """Share of peak FLOP/s that matrix products of a very wide model reach."""
+    gemm_half_width: float = 0.0
+    """Hidden size at which they reach half of it: narrow products fill the machine worse."""
     attention_efficiency: float = 0.38
     """The same for flash attention (arXiv:2307.08691 fig. 5)."""
     memory_efficiency: float = 0.85
@@ -39,6 +41,8 @@ class Rates:
     """The same as `tp_bandwidth` for a group that crosses nodes."""
     layer_floor_seconds: float = 0.0
     """Forward and backward pass of a layer take no less under tensor parallelism: launches and stream hand-overs."""
+    pipeline_floor_seconds: float = 0.0
+    """The same in a pipeline."""
     pipeline_stall_seconds: float = 0.0
     """Added to that floor per layer and tensor-parallel rank when a pipeline crosses nodes."""
     node_bandwidth: float = 2.0e11
@@ -60,6 +64,8 @@ class Rates:
     zero unless a framework polls for them."""
     pipeline_wait_nodes: float = 1e9
     """Nodes from which jobs wait."""
+    pipeline_wait_tp: float = 1e9
+    """Tensor-parallel ranks from which jobs wait."""
     offload_bandwidth: float = 2.5e10
     """Bytes per second between host and device for offloaded states."""
     fragmentation: float = 0.03

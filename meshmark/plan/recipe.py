@@ -20,8 +20,12 @@ class TrainingRecipe:
     """Weights that the optimizer updates, where they are a second copy."""
     moment_bytes: float = 8.0
     """Optimizer moments: two fp32 for Adam."""
+    shard_gradient_bytes: float = 0.0
+    """The optimizer's own copy of the gradients of its shard."""
     bucket_bytes: float = 0.0
     """Persistent flat copies of gradients that data parallelism reduces from (DDP's buckets)."""
+    flat_buffer_bytes: float = 0.0
+    """Communication buffers of a fixed size, bytes and not bytes a parameter."""
     fresh_gradient_bytes: float = 0.0
     """Gradients as the backward pass emits them, all alive at its end, before they are added to the held ones."""
     reduce_bytes: float = 2.0
@@ -32,12 +36,19 @@ class TrainingRecipe:
     """One activation."""
     logit_bytes: float = 8.0
     """One logit at the loss: its fp32 copy and the shifted one that becomes the softmax."""
+    kept_logit_bytes: float = 0.0
+    """One logit of the micro-batch before, where it is freed late."""
     flash_attention: bool = True
     """The attention core keeps one fp32 statistic a query instead of the scores."""
     dropout_masks: bool = False
     """One-byte dropout masks are kept, as arXiv:2205.05198 counts them."""
     balanced_stages: bool = False
     """The pipeline is cut by compute, the head counted with the layers; otherwise by number of layers."""
+    hides_backward_gathers: bool = False
+    """Under sequence parallelism the two inputs gathered again in a layer's backward pass travel behind the products of
+    the gradients before them (arXiv:2205.05198 sec. 4.2.2)."""
+    sends_whole: bool = False
+    """Every tensor-parallel rank sends the whole of a stage's output, not its share (arXiv:2104.04473 sec. 4.1)."""
     reduces_under_zero1: bool = False
     """ZeRO-1 waits for the backward pass, then reduce-scatters and gathers, in rings, nothing overlapped."""
     arithmetic: str = "bf16"
@@ -46,7 +57,9 @@ class TrainingRecipe:
     @property
     def state_bytes(self) -> float:
         """Bytes a parameter without sharding and buckets: the 16, 18 or 20 that the literature quotes."""
-        return self.weight_bytes + self.gradient_bytes + self.master_bytes + self.moment_bytes
+        return (
+            self.weight_bytes + self.gradient_bytes + self.master_bytes + self.moment_bytes + self.shard_gradient_bytes
+        )
 
 
 RECIPES: dict[str, TrainingRecipe] = {
@@ -57,16 +70,28 @@ RECIPES: dict[str, TrainingRecipe] = {
                flash_attention=False, dropout_masks=True),
         # 2 + 4 + 12 = 18: gradients are held in fp32 (arXiv:2205.05198 fig. 1; DeepSpeed's estimator).
         TrainingRecipe(name="megatron", weight_bytes=2, gradient_bytes=4, master_bytes=4, arithmetic="fp16",
-               flash_attention=False, dropout_masks=True, fresh_gradient_bytes=0),
+               flash_attention=False, dropout_masks=True, fresh_gradient_bytes=0, hides_backward_gathers=True),
+        # Megatron-DeepSpeed of 2022, ZeRO-1: an fp32 copy of a rank's share of the gradients (its stage_1_and_2.py), a
+        # reduce and an all-gather bucket of 5e8 16-bit elements (its defaults); its pipeline sends whole tensors.
+        TrainingRecipe(name="megatron-deepspeed", weight_bytes=2, gradient_bytes=2, master_bytes=4,
+               shard_gradient_bytes=4, flat_buffer_bytes=2e9, arithmetic="fp16", flash_attention=False,
+               dropout_masks=True, sends_whole=True),
+        # The same with its BF16_Optimizer: 16-bit gradients stay beside an fp32 accumulator of all of them.
+        TrainingRecipe(name="megatron-deepspeed-bf16", weight_bytes=2, gradient_bytes=6, master_bytes=4,
+               flat_buffer_bytes=2e9, arithmetic="fp16", flash_attention=False, dropout_masks=True, sends_whole=True),
         # 2 + 2 + 4 + 12 = 20: an fp32 copy of the gradients beside the 16-bit ones (Krishnamurthy's deck).
         TrainingRecipe(name="mixed20", weight_bytes=2, gradient_bytes=6, master_bytes=4, flash_attention=False,
                dropout_masks=True),
         # 2 + 4 + 12 = 18, and DDP's buckets of 2. Gradients are all-reduced in fp32; stages are cut by compute. Beside
         # the fresh gradients of 2 lie DDP's first buckets, which it rebuilds after a step and the allocator keeps.
+        # Logits: bf16 and their fp32 copy; the softmax of the micro-batch before is freed after the next forward pass.
         TrainingRecipe(name="nanotron", weight_bytes=2, gradient_bytes=4, master_bytes=4, bucket_bytes=2,
-               fresh_gradient_bytes=4, reduce_bytes=4, balanced_stages=True, reduces_under_zero1=True),
-        # 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511).
-        TrainingRecipe(name="fsdp2", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=2),
+               fresh_gradient_bytes=4, reduce_bytes=4, balanced_stages=True, reduces_under_zero1=True,
+               logit_bytes=6, kept_logit_bytes=4),
+        # 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511). A logit is held in
+        # bf16, in fp32, as its log-softmax and as that one's gradient: torch's cross-entropy is not fused.
+        TrainingRecipe(name="fsdp2", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=2,
+               logit_bytes=14),
         # 4 + 4 + 8 = 16, everything in fp32.
         TrainingRecipe(name="fp32", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=4,
                element_bytes=4, flash_attention=False, arithmetic="fp32"),

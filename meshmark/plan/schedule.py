@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshmark.errors import InputError, LayoutError
+from meshmark.errors import LayoutError
 from meshmark.layout import Layout, Schedule
 
 
@@ -52,21 +52,6 @@ class Run:
         """Idle over whole time, the mean of the ranks: (p - 1)/(m + p - 1) for equal stages (arXiv:1811.06965)."""
         idle = sum(self.idle_seconds(rank) for rank in range(self.num_ranks))
         return idle / (self.num_ranks * self.seconds)
-
-    @property
-    def bubble_of_ideal(self) -> float:
-        """Idle over ideal time: (p - 1)/m for equal stages (arXiv:2104.04473 eq. 1)."""
-        return self.bubble_of_step / (1.0 - self.bubble_of_step)
-
-    def peak_in_flight(self, rank: int) -> int:
-        """Forward passes whose backward has not ended, at most."""
-        events = [(s.start, 1) for s in self.slots if s.rank == rank and s.task.kind == "F"]
-        events += [(s.end, -1) for s in self.slots if s.rank == rank and s.task.kind == "B"]
-        held = peak = 0
-        for _, change in sorted(events):
-            held += change
-            peak = max(peak, held)
-        return peak
 
 
 def simulate(layout: Layout, stage_seconds: Sequence[float], *, send_seconds: float = 0.0) -> Run:
@@ -167,11 +152,3 @@ def _interleaved(layout: Layout, rank: int) -> list[Task]:
     for i in range(m * v - warm):
         order += [f[warm + i], b[i]]
     return order + b[m * v - warm :]
-
-
-def uniform_step_seconds(schedule: Schedule, pp: int, num_micro_batches: int, virtual_stages: int = 1) -> float:
-    """Simulated step of equal stages of one second each. Raises `InputError` for sizes below one."""
-    if pp < 1 or num_micro_batches < 1:
-        raise InputError(f"{pp} stages and {num_micro_batches} micro-batches; expected at least 1 of each")
-    layout = Layout(pp=pp, num_micro_batches=num_micro_batches, schedule=schedule, virtual_stages=virtual_stages)
-    return simulate(layout, [1.0] * pp).seconds

@@ -43,7 +43,7 @@ class Search:
 
     def headroom_bytes(self, row: int) -> float:
         """Memory left on the fullest rank; negative where it does not fit."""
-        return float(self.prediction.gpu.memory_bytes - self.prediction.memory_bytes[row])
+        return float(self.prediction.gpu.memory_bytes - self.prediction.needed_bytes[row])
 
 
 def search(
@@ -61,7 +61,7 @@ def search(
         raise NothingFitsError(_why_nothing_fits(prediction, num_gpus, global_batch, recipe, rates, recomputes))
     ranked = fits[np.argsort(-speed[fits], kind="stable")]
     faster = np.nonzero(~prediction.fits & (speed > speed[ranked[0]]))[0]
-    near = faster[np.argsort(prediction.memory_bytes[faster], kind="stable")]
+    near = faster[np.argsort(prediction.needed_bytes[faster], kind="stable")]
     return Search(prediction=prediction, ranked=ranked, just_too_large=near)
 
 
@@ -92,12 +92,12 @@ def _why_nothing_fits(
     recomputes: Sequence[Recompute],
 ) -> str:  # fmt: skip
     """What is missing, and the smallest number of GPUs, by doubling, on which a layout fits."""
-    least = int(prediction.memory_bytes.argmin())
-    missing = (prediction.memory_bytes[least] - prediction.gpu.memory_bytes) / GIB
+    least = int(prediction.needed_bytes.argmin())
+    missing = (prediction.needed_bytes[least] - prediction.gpu.memory_bytes) / GIB
     message = (
         f"{prediction.model.name!r} does not fit on {num_gpus} {prediction.gpu.name} with a global batch of "
         f"{global_batch}: of {len(prediction.grid)} layouts the smallest ({prediction.grid.layout(least).id}) needs "
-        f"{prediction.memory_bytes[least] / GIB:.1f} GiB a gpu, {missing:.1f} GiB more than there is"
+        f"{prediction.needed_bytes[least] / GIB:.1f} GiB a gpu, {missing:.1f} GiB more than there is"
     )
     more = 2 * num_gpus
     while more <= min(_MAX_GPUS, 4096 * num_gpus):

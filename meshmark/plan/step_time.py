@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmark.layout import Offload, Recompute, Schedule
+from meshmark.layout import Offload, Recompute
 from meshmark.model_spec import ModelSpec
 from meshmark.plan.flops import layer_matrix_parameters
-from meshmark.plan.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid
+from meshmark.plan.grid import OFFLOADS, RECOMPUTES, Column, Grid
 from meshmark.plan.memory import stage_parameters, tokens
 from meshmark.plan.network import (
     crosses_nodes,
@@ -22,13 +22,14 @@ from meshmark.plan.network import (
     tensor_collective_seconds,
 )
 from meshmark.plan.partition import Stage, stages
+from meshmark.plan.pipeline import bubble_seconds, host_lag, message_wait_seconds, waits_for_messages
 from meshmark.plan.rates import Rates
 from meshmark.plan.recipe import TrainingRecipe
 from meshmark.plan.system import Gpu
 
 PARTS = (
     "matmul", "attention", "elementwise", "tensor_communication", "launch_floor", "point_to_point", "bubble",
-    "data_communication", "optimizer", "host",
+    "message_wait", "data_communication", "optimizer", "host",
 )  # fmt: skip
 _STAGE_PARTS = PARTS[:6]
 # Collectives of one layer's forward and backward pass: with sequence parallelism an all-gather and a reduce-scatter
@@ -52,6 +53,8 @@ class StepTime:
     point_to_point: Column
     bubble: Column
     """Filling and draining the pipeline."""
+    message_wait: Column
+    """Sleeping between polls for pipeline messages, where a framework polls."""
     data_communication: Column
     """What no computation hides."""
     optimizer: Column
@@ -93,12 +96,17 @@ def _pipeline_time(
     heaviest = num_parameters.max() / grid.tp
     most_layers = max(stage.num_layers for stage in cut)
     backward = pace * 2.0 / 3.0
-    out["data_communication"] = _data_seconds(grid, heaviest, most_layers, m * pace, backward, gpu, recipe, rates)
+    embedding = model.vocab_size * model.hidden / grid.tp
+    out["data_communication"] = _data_seconds(
+        grid, heaviest, embedding, most_layers, m * pace, backward, gpu, recipe, rates
+    )
+    waits = waits_for_messages(grid, rates, gpu.gpus_per_node)
+    out["message_wait"] = np.where(waits, message_wait_seconds(grid, rates), 0.0)
     out["optimizer"] = _optimizer_seconds(grid, heaviest, gpu, recipe, rates)
     out["host"] = np.full(len(grid), rates.step_seconds)
     device = np.stack([p["device"] for p in by_stage])[slowest, columns]
     floor = np.stack([p["floor"] for p in by_stage])[slowest, columns]
-    out["lag"] = _host_lag(grid, device, floor, gpu.gpus_per_node)
+    out["lag"] = np.where(waits, 0.0, host_lag(grid, device, floor, gpu.gpus_per_node))
     return out
 
 
@@ -109,15 +117,15 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
     core_again = full | ((grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (not recipe.flash_attention))
     some = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & recipe.flash_attention
-    weights = layer_matrix_parameters(model) / t
-    matmul = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0)) / (peak * rates.gemm_efficiency)
+    weights, reached = layer_matrix_parameters(model) / t, peak * _gemm_efficiency(model, rates)
+    matmul = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0)) / reached
     core = 2.0 * num_tokens * model.seq_len * model.hidden / t
     if recipe.flash_attention:
         attention = core * np.where(core_again, 4.5, 3.5) / (peak * rates.attention_efficiency)
     else:
         # All scores are computed, and passed over: product, mask and softmax, dropout, product; about 40 bytes a score.
         scores = num_tokens * model.seq_len * model.num_heads / t
-        attention = 2.0 * core * np.where(core_again, 4.0, 3.0) / (peak * rates.gemm_efficiency)
+        attention = 2.0 * core * np.where(core_again, 4.0, 3.0) / reached
         attention += scores * np.where(core_again, 53.0, 40.0) / memory
     traffic = (
         num_tokens * _elementwise_bytes(model, grid) * recipe.element_bytes / 2.0 * np.where(full | some, 1.4, 1.0)
@@ -125,14 +133,29 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     accumulate = weights * (4.0 + 2.0 * recipe.gradient_bytes + 4.0)
     whole = num_tokens * model.hidden * recipe.element_bytes
     one = tensor_collective_seconds(grid, whole, rates, gpu.gpus_per_node)
-    count = np.where(grid.sequence_parallel, _FORWARD_COLLECTIVES + _BACKWARD_COLLECTIVES, 8.0)
+    backward = _BACKWARD_COLLECTIVES - 2.0 * recipe.hides_backward_gathers
+    count = np.where(grid.sequence_parallel, _FORWARD_COLLECTIVES + backward, 8.0)
     count = count + np.where(full, _FORWARD_COLLECTIVES, 0.0)
-    across = (grid.pp > 1) & (grid.num_gpus > gpu.gpus_per_node)
-    floor = rates.layer_floor_seconds + np.where(across, rates.pipeline_stall_seconds * t, 0.0)
+    floor = _floor_seconds(grid, count, rates, gpu.gpus_per_node)
     return {
         "matmul": matmul, "attention": attention, "elementwise": (traffic + accumulate) / memory,
         "tensor_communication": count * one, "floor": np.where(t > 1, floor, 0.0), "collective": one,
     }  # fmt: skip
+
+
+def _gemm_efficiency(model: ModelSpec, rates: Rates) -> float:
+    return rates.gemm_efficiency * model.hidden / (model.hidden + rates.gemm_half_width)
+
+
+def _floor_seconds(grid: Grid, num_collectives: Column, rates: Rates, gpus_per_node: int) -> Column:
+    """What a layer takes however few tokens it gets: its launches and, in a pipeline across nodes, a stall for each
+    tensor-parallel rank, in which only collectives inside a node can hide; of those across nodes the latency counts."""
+    across = (grid.pp > 1) & (grid.num_gpus > gpus_per_node)
+    latency = tensor_collective_seconds(grid, np.zeros(len(grid)), rates, gpus_per_node)
+    shown = np.where(grid.tp > gpus_per_node, num_collectives * latency, 0.0)
+    stalled = np.where(across, rates.pipeline_stall_seconds * grid.tp + shown, 0.0)
+    floor: Column = np.where(grid.pp > 1, rates.pipeline_floor_seconds, rates.layer_floor_seconds) + stalled
+    return floor
 
 
 def _elementwise_bytes(model: ModelSpec, grid: Grid) -> Column:
@@ -149,12 +172,15 @@ def _elementwise_bytes(model: ModelSpec, grid: Grid) -> Column:
 
 
 def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
-    """The head and the loss of one micro-batch."""
+    """The head, and the loss apart, of one micro-batch."""
     memory = gpu.memory_bandwidth * rates.memory_efficiency
     weights = model.vocab_size * model.hidden / grid.tp
     logits = tokens(model, grid) * model.vocab_size / grid.tp
-    matmul = 6.0 * tokens(model, grid) * weights / (gpu.peak(recipe.arithmetic) * rates.gemm_efficiency)
-    return {"matmul": matmul, "elementwise": (logits * _BYTES_PER_LOGIT + weights * 16.0) / memory, "logits": logits}
+    matmul = 6.0 * tokens(model, grid) * weights / (gpu.peak(recipe.arithmetic) * _gemm_efficiency(model, rates))
+    return {
+        "matmul": matmul, "elementwise": weights * 16.0 / memory, "loss": logits * _BYTES_PER_LOGIT / memory,
+        "logits": logits,
+    }  # fmt: skip
 
 
 def _stage_seconds(
@@ -165,57 +191,33 @@ def _stage_seconds(
     n, zero = float(stage.num_layers), np.zeros(len(grid))
     memory = gpu.memory_bandwidth * rates.memory_efficiency
     embedding = model.vocab_size * model.hidden / grid.tp * 10.0 / memory if stage.has_embedding else zero
-    head_parts = head if stage.has_head else {"matmul": zero, "elementwise": zero}
+    head_seconds, loss_seconds = float(stage.has_head) * head["elementwise"], float(stage.has_loss) * head["loss"]
     parts = {
-        "matmul": n * layer["matmul"] + head_parts["matmul"],
+        "matmul": n * layer["matmul"] + float(stage.has_head) * head["matmul"],
         "attention": n * layer["attention"],
-        "elementwise": n * layer["elementwise"] + embedding + head_parts["elementwise"],
+        "elementwise": n * layer["elementwise"] + embedding + head_seconds + loss_seconds,
         "tensor_communication": n * layer["tensor_communication"] + 2.0 * stage.has_head * layer["collective"],
     }
     device = sum(parts.values(), start=zero)
     floor = n * layer["floor"]
     neighbours = (index > 0) + (index < len(cut) - 1)
-    # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather).
-    sent = tokens(model, grid) * model.hidden * recipe.element_bytes / grid.tp
+    # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather), in
+    # frameworks that know how.
+    sent = tokens(model, grid) * model.hidden * recipe.element_bytes / (1 if recipe.sends_whole else grid.tp)
     p2p = 2.0 * neighbours * point_to_point_seconds(grid, sent * grid.virtual_stages, rates, gpu.gpus_per_node)
-    waits = (grid.pp > 1) & (grid.num_gpus >= rates.pipeline_wait_nodes * gpu.gpus_per_node)
-    p2p = p2p + np.where(waits, neighbours * rates.pipeline_wait_seconds, 0.0)
     if stage.has_loss != stage.has_head:
-        logits = head["logits"] * recipe.element_bytes
-        p2p = p2p + 2.0 * point_to_point_seconds(grid, logits, rates, gpu.gpus_per_node)
+        # Logits go one way while the gradients of others come back, and both while the stages compute.
+        logits = point_to_point_seconds(grid, head["logits"] * recipe.element_bytes, rates, gpu.gpus_per_node)
+        p2p = p2p + np.maximum(logits - device, 0.0)
     wait = np.maximum(floor - device, 0.0)
     return {**parts, "launch_floor": wait, "point_to_point": p2p + zero, "device": device, "floor": floor}
 
 
-def bubble_seconds(grid: Grid, totals: Column, pace: Column) -> Column:
-    """Time beyond m times the slowest stage, from each stage's own account; `totals` is a row a stage.
-
-    GPipe: every other stage once. 1F1B: stage i waits for the stages before it, at its start and at its end; for those
-    after it, from its first forward to that one's backward, less the n = p - i - 1 forwards it does meanwhile, and
-    again after its last forward, less n backwards. Equal stages give the literature's p - 1 (arXiv:2104.04473 eq. (1)).
-    Interleaving divides it by v; ZB-H1 fills two thirds with weight gradients (arXiv:2401.10241 table 1).
-    """
-    num_stages, m = len(totals), grid.num_micro_batches
-    ends = []
-    for i, own in enumerate(totals):
-        before, after = totals[:i].sum(axis=0), totals[i + 1 :].sum(axis=0)
-        meanwhile = np.minimum(num_stages - i - 1, m - 1)
-        waits = np.maximum(after - meanwhile * own / 3.0, 0.0) + np.maximum(after - meanwhile * own * 2.0 / 3.0, 0.0)
-        waits = np.where(m > 1, waits, after)
-        ends.append(m * own + before + waits)
-    one_f_one_b = np.max(ends, axis=0) - m * pace
-    others = totals.sum(axis=0) - pace
-    bubble = np.where(grid.schedule == SCHEDULES.index(Schedule.GPIPE), others, one_f_one_b)
-    third = np.where(grid.schedule == SCHEDULES.index(Schedule.ZERO_BUBBLE), 1.0 / 3.0, 1.0)
-    filled: Column = bubble * third / grid.virtual_stages
-    return filled
-
-
 def _data_seconds(
-    grid: Grid, num_parameters: Column, num_layers: int, compute: Column, backward: Column, gpu: Gpu,
+    grid: Grid, num_parameters: Column, embedding: Column, num_layers: int, compute: Column, backward: Column, gpu: Gpu,
     recipe: TrainingRecipe, rates: Rates,
 ) -> Column:  # fmt: skip
-    """Data-parallel communication that is not hidden, by ZeRO stage."""
+    """Data-parallel communication that is not hidden, by ZeRO stage; parameters are those of the heaviest stage."""
 
     def seconds(bytes_per_parameter: float) -> Column:
         return data_collective_seconds(grid, num_parameters, bytes_per_parameter, rates, gpu.gpus_per_node)
@@ -225,7 +227,10 @@ def _data_seconds(
     tree = np.where(spans, rates.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_tensors, 0.0)
     ring = np.where(spans, rates.ring_tensor_seconds * shards * num_tensors, 0.0)
     hidden = rates.overlap * backward
-    plain = np.maximum(seconds(2.0 * recipe.reduce_bytes) + tree - hidden, 0.0)
+    # The embedding's gradient is the backward pass's last; nothing is left to hide its reduction behind.
+    reduced = seconds(2.0 * recipe.reduce_bytes)
+    last = reduced * np.minimum(embedding / num_parameters, 1.0)
+    plain = np.maximum(reduced - last + tree - hidden, 0.0) + last
     scatter, gather = seconds(recipe.reduce_bytes), seconds(recipe.gather_bytes)
     if recipe.reduces_under_zero1:
         sharded = scatter + gather + ring
@@ -249,15 +254,3 @@ def _optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: Tra
     away = grid.offload != OFFLOADS.index(Offload.NONE)
     slower = np.where(grid.offload == OFFLOADS.index(Offload.NVME), 8.0, 1.0)
     return seconds + np.where(away, 2.0 * states * updated * slower / rates.offload_bandwidth, 0.0)
-
-
-def _host_lag(grid: Grid, device: Column, floor: Column, gpus_per_node: int) -> Column:
-    """How far the host is ahead of its device, 0 to 1.
-
-    Without a pipeline nothing holds it. In one, receiving a tensor's shape waits for the device each time, so it only
-    gets ahead where the device is the slower of the two, and while it fills the pipeline: the deeper, the longer.
-    """
-    bound = np.clip((device / np.maximum(floor, 1e-9) - 0.7) / 0.3, 0.0, 1.0)
-    filling = np.minimum(0.45 * (np.log2(grid.pp) - 1.0), 1.0)
-    lag = np.maximum(np.where(grid.tp <= gpus_per_node, bound, 0.0), filling)
-    return np.where(grid.pp == 1, 1.0, np.clip(lag, 0.0, 1.0))

@@ -14,6 +14,8 @@ from meshmark.plan.rates import Rates
 from meshmark.plan.sweep import batches
 
 MEMORY_GOAL, TIME_GOAL, REGRET_MEDIAN_GOAL, REGRET_WORST_GOAL = 0.05, 0.08, 0.03, 0.10
+SLOW = 0.6
+"""A row is slow when its prediction is less than this share of what it took."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,8 @@ class Choice:
     rule_regret: float
     """The same for the rule of thumb: the smallest tp x pp that ran, then the largest micro-batch."""
     chosen_stalled: bool
+    slowdown: float
+    """Measured over predicted step time of the choice."""
     first_choice_crashed: bool
     """The planner's choice among all rows, those that did not run included, is one that did not."""
 
@@ -45,6 +49,10 @@ class SweepReport:
     time_unstalled: Errors
     memory_unstalled: Errors
     num_stalled: int
+    num_slow: int
+    slow_time_share: float
+    """What slow rows add to the mean error of time; the rest is that mean with theirs at zero."""
+    slow_memory_share: float
     fits_table: dict[str, int]
     """Rows by whether they ran and whether they were predicted to fit."""
     choices: list[Choice]
@@ -62,13 +70,16 @@ def sweep_report(fitted_to: str, model: str) -> SweepReport:
     ran = np.array([row["status"] == "ok" for row in rows.rows])
     stalled = stalled_rows(rows, ran)
     time, memory, clear = found.step_seconds, found.memory_bytes, ran & ~stalled
+    slow = ran & (time < SLOW * np.nan_to_num(rows.step_seconds))
     return SweepReport(
         fitted_to=fitted_to, model=model, rates=rates,
         time=errors_of(time[ran], rows.step_seconds[ran], TIME_GOAL),
         memory=errors_of(memory[ran], rows.memory_bytes[ran], MEMORY_GOAL),
         time_unstalled=errors_of(time[clear], rows.step_seconds[clear], TIME_GOAL),
         memory_unstalled=errors_of(memory[clear], rows.memory_bytes[clear], MEMORY_GOAL),
-        num_stalled=int(stalled.sum()),
+        num_stalled=int(stalled.sum()), num_slow=int(slow.sum()),
+        slow_time_share=_share(time, rows.step_seconds, slow, ran),
+        slow_memory_share=_share(memory, rows.memory_bytes, slow, ran),
         fits_table={
             "ran, predicted to fit": int((ran & found.fits).sum()),
             "ran, predicted not to fit": int((ran & ~found.fits).sum()),
@@ -81,6 +92,11 @@ def sweep_report(fitted_to: str, model: str) -> SweepReport:
         },
         choices=_choices(model, rows, ran, stalled, found.fits, found.tokens_per_second_per_gpu),
     )  # fmt: skip
+
+
+def _share(predicted: Column, measured: Column, some: Column, known: Column) -> float:
+    """What some rows add to the mean relative error of all known ones."""
+    return float(np.abs(predicted[some] / measured[some] - 1.0).sum() / known.sum())
 
 
 def stalled_rows(rows: Measured, ran: Column) -> Column:
@@ -106,6 +122,7 @@ def _choices(
     grid = rows.batch.grid
     nodes = grid.num_gpus // 8
     rate = np.where(ran, 1.0 / rows.step_seconds, np.nan)
+    measured_rate = rate * grid.global_batch * rows.batch.model.seq_len / grid.num_gpus
     out = []
     for count in np.unique(nodes):
         here = nodes == count
@@ -122,7 +139,8 @@ def _choices(
             Choice(
                 model=model, num_nodes=int(count), chosen=grid.layout(chosen).id, best=grid.layout(best).id,
                 regret=float(1.0 - rate[chosen] / rate[best]), rule_regret=float(1.0 - rate[thumb] / rate[best]),
-                chosen_stalled=bool(stalled[chosen]), first_choice_crashed=not ran[freely],
+                chosen_stalled=bool(stalled[chosen]), slowdown=float(predicted[chosen] / measured_rate[chosen]),
+                first_choice_crashed=not ran[freely],
             )
         )  # fmt: skip
     return out
