@@ -19,7 +19,7 @@ from meshmark.launch import Launcher
 from meshmark.layout import Layout, Schedule
 from meshmark.plan import twins
 from meshmark.plan.papers import Row, number
-from meshmark.plan.schedule import uniform_step_seconds
+from meshmark.plan.schedule import simulate
 from meshmark.plan.tables import Table
 from meshmark.plan.twins import gpipe_twin, megatron_twin, shared_pipeline_seconds, twin
 from meshmark.plan.twins_memory import activations_twin, zero_twin
@@ -63,7 +63,8 @@ def test_a_budget_that_nothing_fits_is_an_error() -> None:
 
 @given(stages=st.integers(1, 8), micro_batches=st.integers(1, 40))
 def test_with_a_core_a_stage_the_shared_pipeline_is_gpipes(stages: int, micro_batches: int) -> None:
-    each = uniform_step_seconds(Schedule.GPIPE, stages, micro_batches) / stages / micro_batches
+    layout = Layout(pp=stages, num_micro_batches=micro_batches, schedule=Schedule.GPIPE)
+    each = simulate(layout, [1.0] * stages).seconds / stages / micro_batches
     assert shared_pipeline_seconds(stages, micro_batches, cores=stages) == pytest.approx(each)
 
 
