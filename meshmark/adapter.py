@@ -244,7 +244,8 @@ class Adapter(ABC):
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        """Where this framework's states are known to differ from the closed form of its recipe and layout."""
+        """Where this framework's states, or activations, are known to differ from the closed form of its recipe and
+        layout."""
         return ()
 
     @classmethod

@@ -91,7 +91,7 @@ def _evidence(found: Sequence[Result], reading: Reading, baseline: Reading | Non
         "Memory": (
             tables.memory,
             "Fullest rank. Model states as held at their fullest, the rest at the instant of the peak; the verdict "
-            "compares states on every rank with the closed form.",
+            "compares states, and on a CPU activations, of every rank with the closed form.",
         ),
         "Communication": (
             tables.communication,

@@ -78,7 +78,7 @@ def memory(found: Sequence[Result]) -> str:
         reading, peak, verdict = readings[rank], readings[rank].peak, result.observed.verdict("memory")
         row: dict[str, object] = {
             **_names(result), "correct": result.correctness, "states in": result.states,
-            "states as planned": _passed(verdict.passed) if verdict else "",
+            "as planned": _passed(verdict.passed) if verdict else "",
             "worst error": f"{float(verdict.evidence['relative_error']):.2%}" if verdict else "",
             "rank": rank, "parameters": bytes_text(reading.states.parameters),
             "gradients": bytes_text(reading.states.gradients),
