@@ -42,7 +42,7 @@ def diagnose(
     found = _at(case, trace, deviations, yardstick, here, first, drifted)
     if not drift or drift.step != first:
         return found
-    if found.fault in (Fault.UNEXPLAINED, Fault.FORWARD):
+    if found.fault in (Fault.UNEXPLAINED, Fault.FORWARD, Fault.BACKWARD):
         return dataclasses.replace(drift, detail=f"{drift.detail}, which is wrong too")
     return dataclasses.replace(found, ranks=drift.ranks)
 
@@ -137,7 +137,7 @@ def _explained(scene: Scene, deviations: Deviations) -> Diagnosis:
     if scene.loss_is_wrong:
         factor = deviations["loss"][scene.step].factor
         return _diagnosis((Fault.FORWARD, f"the loss is {factor:.6g} times the truth"), scene.step, scene.names)
-    return _diagnosis((Fault.UNEXPLAINED, "the loss is right"), scene.step, scene.names)
+    return _diagnosis((Fault.BACKWARD, "the loss is right"), scene.step, scene.names)
 
 
 def _diagnosis(finding: Finding, step: int, names: Sequence[str]) -> Diagnosis:

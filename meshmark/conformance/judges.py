@@ -107,7 +107,7 @@ def _apart(drifts: list[Drift]) -> str:
 def evaluation(record: Record) -> Finding:
     if "evaluation" not in record.deviations:
         return Finding(result=Result.UNSUPPORTED, evidence="the adapter has no evaluation")
-    return _within(record, "evaluation")
+    return _all_of(_within(record, "evaluation"), equivalent(record))  # training goes on as if it had not been
 
 
 def uneven(record: Record) -> Finding:
@@ -151,8 +151,10 @@ def declared_precision(record: Record) -> Finding:
     """Gradients within bf16's noise; moments, and the bytes of states and of the reduction, as declared."""
     kept = record.state_dtypes.get("optimizer_states", "")
     moments = _finding(kept == "float32", f"moments in {kept}")
+    told = record.state_dtypes.get("gradients", "")
+    reduced = _finding(told in ("", "float32"), f"every value of every gradient is a {told} number")
     judged = [v for v in record.verdicts if v.suite in ("memory", "communication")]
-    return _all_of(moments, *(_finding(v.passed, v.summary) for v in judged), gradients(record))
+    return _all_of(moments, reduced, *(_finding(v.passed, v.summary) for v in judged), gradients(record))
 
 
 def dropout(record: Record) -> Finding:
