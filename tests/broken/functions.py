@@ -4,6 +4,7 @@ Mixins over engines."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,20 +72,26 @@ class HeadIsACopy(Broken):
     """The head has the embedding's first values, and nobody trains them."""
 
     def prepare(self) -> None:
-        for module in self.modules():
-            if isinstance(module, Transformer) and module.head is not None:
-                weight = _whole(module.head.output.weight)
-                module.head.output.forward = lambda x: F.linear(x, weight)
+        for head in _heads(self):
+            head.forward = functools.partial(F.linear, weight=_whole(head.weight))
 
 
 class HeadHasNoGradient(Broken):
     """The tied weight is trained as an embedding alone."""
 
     def prepare(self) -> None:
-        for module in self.modules():
-            if isinstance(module, Transformer) and module.head is not None:
-                output = module.head.output
-                output.forward = lambda x: F.linear(x, output.weight.detach())
+        for head in _heads(self):
+            head.forward = functools.partial(_project, head)
+
+
+def _heads(engine: Broken) -> Iterator[Any]:
+    for module in engine.modules():
+        if isinstance(module, Transformer) and module.head is not None:
+            yield module.head.output
+
+
+def _project(head: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, head.weight.detach())
 
 
 def _whole(parameter: Any) -> Tensor:  # noqa: ANN401

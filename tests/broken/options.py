@@ -52,7 +52,7 @@ class SwapsDecay(Broken):
 
 
 class DecaysAtFullRate(Broken):
-    """Weight decay that the learning rate does not multiply, as in the paper's AdamW: lr x decay becomes decay / 100."""
+    """Weight decay that the learning rate does not multiply, but a constant does."""
 
     def prepare(self) -> None:
         for group in self.optimizer.param_groups:
@@ -141,6 +141,7 @@ class AcceleratesDefault(Adapter):
 
     def build(self, case: Case, context: RankContext) -> Engine:
         import accelerate
+
         import adapters.accelerate as module
 
         module._whole_batches = lambda: accelerate.DataLoaderConfiguration(split_batches=False)
