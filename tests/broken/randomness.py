@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshmark.adapter import Adapter, Engine, RankContext
 from meshmark.case import Case
 from meshmark.data import Batch
-from meshmark.model import Attention
+from meshmark.model import Attention, Block
 from tests.broken.engine import Broken
 
 
@@ -53,12 +53,13 @@ class OnlyInAttention(Broken):
 
 
 class NotRescaled(Broken):
-    """What is kept is not divided by 1 - p."""
+    """What is kept of the blocks' outputs is not divided by 1 - p. (With the embedding's too, the whole residual stream
+    would be smaller by one factor, which its norms take out again: the same function.)"""
 
     def prepare(self) -> None:
         for module in self.modules():
-            if isinstance(module, nn.Dropout):
-                module.register_forward_hook(_shrink)
+            if isinstance(module, Block):
+                module.dropout.register_forward_hook(_shrink)
 
 
 def _shrink(module: nn.Dropout, inputs: Any, output: Tensor) -> Tensor:  # noqa: ANN401
