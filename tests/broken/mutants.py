@@ -18,8 +18,8 @@ _BY = "_off_by_"
 
 
 def sized(adapter: str, kind: str, by: float) -> str:
-    """Name of the adapter with the defect `kind` of SIZED, off by so much."""
-    return f"{adapter}_{kind}{_BY}{by:.3g}"
+    """Name of the adapter with the defect `kind` of SIZED, off by so much: an identifier, 3e-06 is 3em06 in it."""
+    return f"{adapter}_{kind}{_BY}{by:.3g}".replace(".", "p").replace("-", "m")
 
 
 def target(name: str) -> str:
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> type[Adapter]:
     if _BY in name:
         start, _, by = name.partition(_BY)
         adapter, _, kind = start.partition("_")
-        return _broken(adapter, type(name, (SIZED[kind],), {"by": float(by)}))
+        return _broken(adapter, type(name, (SIZED[kind],), {"by": float(by.replace("p", ".").replace("m", "-"))}))
     if name not in BY_NAME:
         raise AttributeError(name)
     return _broken(BY_NAME[name].adapter.partition("/")[0], BY_NAME[name].defect)
