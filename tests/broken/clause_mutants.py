@@ -12,6 +12,7 @@ from tests.broken import randomness as r
 from tests.broken import resume as c
 from tests.broken import states as s
 from tests.broken import updates as u
+from tests.broken import wrapped as w
 from tests.broken.mutant import Mutant, against
 
 F = Fault
@@ -19,9 +20,9 @@ ZERO = "deepspeed/1 deepspeed/2 deepspeed/3"
 CLAUSE_MUTANTS: list[Mutant] = [
     # What the suites judge too, in the adapters that are built on others' engines
     *against("loss", "accelerate deepspeed/1", g.TellsOwnLoss, F.LOSS),
-    *against("gradients", "accelerate deepspeed/3", g.HookedScale, F.SCALED),
+    *against("gradients", "accelerate deepspeed/3", w.HookedScale, F.SCALED),
     # What is not summed into a shard is its owner's part: one rank's, of which the others are left out.
-    *against("gradients", "deepspeed/1 deepspeed/2", g.ZeroNotReduced, F.NOT_REDUCED, F.DROPPED),
+    *against("gradients", "deepspeed/1 deepspeed/2", w.ZeroNotReduced, F.NOT_REDUCED, F.DROPPED),
     *against("gradients", "accelerate deepspeed/2 deepspeed/3", g.SameRows, F.DROPPED),
     *against("gradients", "accelerate deepspeed/3", g.RankLags, F.OTHER_BATCH),
     *against("gradients", "accelerate", g.StaleGradients, F.STALE_GRADIENT),
@@ -40,8 +41,8 @@ CLAUSE_MUTANTS: list[Mutant] = [
     *against("evaluation", "ddp fsdp2 gpipe megatron accelerate", r.EvaluationLeavesGradients, F.SCALED, F.NOT_CLEARED),
     *against("evaluation", "ddp fsdp2 gpipe accelerate deepspeed/2", r.EvaluationSteps, *F),
     # Accumulation, tokens
-    *against("accumulation", ZERO, g.ByMicroBatches, F.SCALED),
-    *against("accumulation", "accelerate accelerate-fsdp2", g.AccelerateDivides, F.SCALED),
+    *against("accumulation", ZERO, w.ByMicroBatches, F.SCALED),
+    *against("accumulation", "accelerate accelerate-fsdp2", w.AccelerateDivides, F.SCALED),
     *against("accumulation", "ddp accelerate deepspeed/2", g.DropsLast, F.DROPPED),
     *against("uneven tokens", "accelerate accelerate-fsdp2 deepspeed/1", g.MeanOfRanks, F.UNEVEN),
     *against("uneven tokens", "accelerate accelerate-fsdp2 deepspeed/3", g.MeanOfMicroBatches, F.UNEVEN),
@@ -49,7 +50,7 @@ CLAUSE_MUTANTS: list[Mutant] = [
     # Clipping
     *against("clipping", "gpipe accelerate accelerate-fsdp2 deepspeed/2", o.NotClipped, F.CLIPPING),
     *against("clipping", "ddp accelerate deepspeed/3", o.ClipsToOne, F.CLIPPING, F.UPDATE),
-    *against("clipping", ZERO, o.ClipsByOwnNorm, F.CLIPPING),
+    *against("clipping", ZERO, w.ClipsByOwnNorm, F.CLIPPING),
     *against("clipping", "ddp fsdp2 gpipe megatron accelerate deepspeed/1", o.TellsClippedNorm, F.CLIPPING),
     *against("clipping", "fsdp2 accelerate deepspeed/2", o.TellsOwnNorm, F.CLIPPING),
     # Groups, frozen, unused
@@ -70,7 +71,7 @@ CLAUSE_MUTANTS: list[Mutant] = [
     *against("schedule", "ddp gpipe fairscale-oss deepspeed/1", o.PerRank, F.UPDATE),
     *against("schedule", "ddp fsdp2 gpipe accelerate deepspeed/2", o.NeverStepped, F.UPDATE),
     *against("schedule", "ddp megatron fairscale-fsdp deepspeed/3", o.NoWarmUp, F.UPDATE),
-    *against("schedule", "accelerate accelerate-fsdp2", o.AcceleratesDefault, F.UPDATE),
+    *against("schedule", "accelerate accelerate-fsdp2", w.AcceleratesDefault, F.UPDATE),
     # Functions
     *against("tied embeddings", "ddp fsdp2 gpipe accelerate deepspeed/1", f.HeadIsACopy, F.BACKWARD),
     *against("tied embeddings", "ddp fsdp2 accelerate deepspeed/2", f.HeadHasNoGradient, F.BACKWARD),
@@ -95,7 +96,7 @@ CLAUSE_MUTANTS: list[Mutant] = [
     *against("bf16 states", "ddp fsdp2 gpipe megatron accelerate", m.RoundsGradients),
     *against("bf16 states", "ddp accelerate", m.CompressesBf16),
     *against("bf16 states", "fsdp2", m.ReducesInBf16),
-    *against("bf16 states", ZERO, m.DeepSpeedsDefault),
+    *against("bf16 states", ZERO, w.DeepSpeedsDefault),
     *against("bf16 states", "ddp fsdp2", m.StaysInFp32),
     *against("fp16 overflow", "ddp", m.NeverSkips),
     *against("fp16 overflow", "ddp", m.RankDoesNotSkip),

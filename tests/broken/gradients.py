@@ -229,57 +229,6 @@ class NoMask(Broken):
         return super().backward(make_batch(dataclasses.replace(self.case.workload, masked=False), self.steps))
 
 
-class ByMicroBatches(Broken):
-    """DeepSpeed divides by the number of micro-batches what is a share already."""
-
-    def differentiate(self, loss: Tensor) -> None:
-        self.module.backward(loss)
-
-
-class AccelerateDivides(Broken):
-    """Accelerate does, and nobody multiplies by it first."""
-
-    def differentiate(self, loss: Tensor) -> None:
-        self.accelerator.backward(loss)
-
-
-class HookedScale(Broken):
-    """A hook scales one norm's gradient before anything is reduced."""
-
-    def prepare(self) -> None:
-        for name, parameter in self.named():
-            if name == ONE_NORM:
-                parameter.register_hook(lambda grad: grad * (1 + 1e-5))
-
-
-class ZeroNotReduced(Broken):
-    """DeepSpeed's gradients are not summed over ranks."""
-
-    def prepare(self) -> None:
-        from deepspeed.runtime.zero import stage_1_and_2
-
-        self.real, self.place = stage_1_and_2.dist, stage_1_and_2
-
-    def backward(self, batch: Batch) -> Tensor:
-        self.place.dist = _OnlyScalars(self.real)
-        loss = super().backward(batch)
-        self.place.dist = self.real
-        return loss
-
-
-class _OnlyScalars:
-    """Collectives, less those over more than one number."""
-
-    def __init__(self, real: Any) -> None:  # noqa: ANN401
-        self.real = real
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        return getattr(self.real, name)
-
-    def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return self.real.all_reduce(tensor, *args, **kwargs) if tensor.numel() == 1 else None
-
-
 class CountsMasked(Broken):
     """Masked positions have no loss, but are divided by."""
 

@@ -44,23 +44,6 @@ class ReducesInBf16(Adapter):
             return super().build(case, context)  # type: ignore[safe-super]
 
 
-class DeepSpeedsDefault(Adapter):
-    """DeepSpeed's defaults in bf16: gradients are accumulated and reduced in bf16."""
-
-    def build(self, case: Case, context: RankContext) -> Engine:
-        import adapters.deepspeed as module
-
-        real = module.ds_config
-
-        def config(case: Case) -> dict[str, Any]:
-            left = real(case)
-            del left["communication_data_type"], left["data_types"]
-            return left
-
-        with mock.patch.object(module, "ds_config", config):
-            return super().build(case, context)  # type: ignore[safe-super]
-
-
 class WholeInBf16(Adapter):
     """The model is cast to bf16, and with it all that is kept of it."""
 

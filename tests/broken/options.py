@@ -136,18 +136,6 @@ class NoWarmUp(Misread):
     optimizing = {"warmup_steps": 0}
 
 
-class AcceleratesDefault(Adapter):
-    """Accelerate without `split_batches`: every rank's batch counts for a step of the schedule."""
-
-    def build(self, case: Case, context: RankContext) -> Engine:
-        import accelerate
-
-        import adapters.accelerate as module
-
-        module._whole_batches = lambda: accelerate.DataLoaderConfiguration(split_batches=False)
-        return super().build(case, context)  # type: ignore[safe-super]
-
-
 class NotClipped(Misread):
     optimizing = {"clip_norm": None}
 
@@ -173,29 +161,6 @@ class TellsOwnNorm(Broken):
     def update(self) -> Tensor | None:
         norm: Tensor | None = super().update()
         return norm if norm is None else norm / self.context.world_size**0.5
-
-
-class ClipsByOwnNorm(Broken):
-    """DeepSpeed: each rank clips by the norm of its own partition (DeepSpeed#1801)."""
-
-    def prepare(self) -> None:
-        from deepspeed.runtime.zero import stage3, stage_1_and_2
-
-        for module in (stage_1_and_2, stage3):
-            module.dist = _Scalarless(module.dist)
-
-
-class _Scalarless:
-    """Collectives, less those over single numbers."""
-
-    def __init__(self, real: Any) -> None:  # noqa: ANN401
-        self.real = real
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        return getattr(self.real, name)
-
-    def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return self.real.all_reduce(tensor, *args, **kwargs) if tensor.numel() > 1 else None
 
 
 class ZeroForUnused(Broken):
