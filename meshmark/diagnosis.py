@@ -15,7 +15,7 @@ import numpy as np
 
 from meshmark.case import Case
 from meshmark.faults import MOST_NAMES, Diagnosis, Fault, named_factor
-from meshmark.gradient_faults import Finding, Scene, explain_gradients, low_precisions
+from meshmark.gradient_faults import Finding, Scene, explain_gradients, low_precisions, own_parts
 from meshmark.trace import Drift, Trace
 from meshmark.truth import Deviations
 from meshmark.update_faults import explain_norm, explain_updates
@@ -133,6 +133,8 @@ def _explained(scene: Scene, deviations: Deviations) -> Diagnosis:
     alone = dataclasses.replace(scene, tolerances={worst: scene.tolerances[worst]})
     if len(scene.names) > 1 and not scene.loss_is_wrong and (found := explain_gradients(alone)):
         fault, detail = found
+        if fault is Fault.DROPPED and (owned := own_parts(scene)):
+            return _diagnosis(owned, scene.step, scene.names)
         return _diagnosis((fault, f"{detail} (the worst; the others are wrong otherwise)"), scene.step, scene.names)
     if scene.loss_is_wrong:
         factor = deviations["loss"][scene.step].factor
