@@ -19,7 +19,7 @@ from meshmark.passes.noise import NUM_RUNS, train_alone
 from meshmark.rank_report import Request, Task
 from meshmark.workload import OptimizerKind, OptimizerSpec, Workload
 from meshmark.yardstick import fit
-from tests.broken.mutants import GPT, TIED
+from tests.broken.mutant import GPT, TIED
 
 RUNS = 26
 """Correct runs of a problem, beside its noise runs."""

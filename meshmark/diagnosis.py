@@ -15,7 +15,7 @@ import numpy as np
 
 from meshmark.case import Case
 from meshmark.faults import MOST_NAMES, Diagnosis, Fault, named_factor
-from meshmark.gradient_faults import Finding, Scene, explain_gradients, low_precisions
+from meshmark.gradient_faults import Finding, Scene, explain_gradients, low_precisions, own_parts
 from meshmark.trace import Drift, Trace
 from meshmark.truth import Deviations
 from meshmark.update_faults import explain_norm, explain_updates
@@ -42,7 +42,7 @@ def diagnose(
     found = _at(case, trace, deviations, yardstick, here, first, drifted)
     if not drift or drift.step != first:
         return found
-    if found.fault in (Fault.UNEXPLAINED, Fault.FORWARD):
+    if found.fault in (Fault.UNEXPLAINED, Fault.FORWARD, Fault.BACKWARD):
         return dataclasses.replace(drift, detail=f"{drift.detail}, which is wrong too")
     return dataclasses.replace(found, ranks=drift.ranks)
 
@@ -133,11 +133,13 @@ def _explained(scene: Scene, deviations: Deviations) -> Diagnosis:
     alone = dataclasses.replace(scene, tolerances={worst: scene.tolerances[worst]})
     if len(scene.names) > 1 and not scene.loss_is_wrong and (found := explain_gradients(alone)):
         fault, detail = found
+        if fault is Fault.DROPPED and (owned := own_parts(scene)):
+            return _diagnosis(owned, scene.step, scene.names)
         return _diagnosis((fault, f"{detail} (the worst; the others are wrong otherwise)"), scene.step, scene.names)
     if scene.loss_is_wrong:
         factor = deviations["loss"][scene.step].factor
         return _diagnosis((Fault.FORWARD, f"the loss is {factor:.6g} times the truth"), scene.step, scene.names)
-    return _diagnosis((Fault.UNEXPLAINED, "the loss is right"), scene.step, scene.names)
+    return _diagnosis((Fault.BACKWARD, "the loss is right"), scene.step, scene.names)
 
 
 def _diagnosis(finding: Finding, step: int, names: Sequence[str]) -> Diagnosis:

@@ -31,6 +31,8 @@ class Fault(StrEnum):
     OTHER_BATCH = "another step's batch"
     FORWARD = "another function computed"
     """Loss and gradients are wrong, and no weighing of the right parts explains them."""
+    BACKWARD = "gradient of another function"
+    """The loss is right, but no weighing of the right parts explains its gradient."""
     PRECISION = "precision lower than asked"
     DRIFT = "replicas drifted apart"
     NEVER_UPDATED = "never updated"

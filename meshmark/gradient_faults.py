@@ -146,6 +146,22 @@ def read_weights(weights: NDArray[np.float64], scene: Scene, batch: Batch) -> Fi
     return Fault.UNEVEN, told
 
 
+def own_parts(scene: Scene) -> Finding | None:
+    """Different tensors are made of different sequences: each shard is the part of the rank that owns it."""
+    batch, own, parts = scene.batch, scene.trace.gradients[scene.step], set()
+    rows = [scene.truth(scene.step, batch.rows(i, i + 1)) for i in range(len(batch.tokens_BT))]
+    for name in scene.names:
+        basis = np.stack([row[name].ravel() for row in rows], axis=1)
+        gradient = np.asarray(own[name], dtype=np.float64).ravel()
+        weights = np.linalg.lstsq(basis, gradient, rcond=None)[0]
+        if np.linalg.norm(gradient - basis @ weights) < LEFT_OVER * np.linalg.norm(gradient):
+            parts.add(tuple(int(i) for i in np.flatnonzero(np.abs(weights) > _SAME * np.abs(weights).max())))
+    if len(parts) < 2 or sum(map(len, parts)) > len(rows):
+        return None
+    told = " or ".join(str(list(part)) for part in sorted(parts))
+    return Fault.NOT_REDUCED, f"each tensor is made of its owner's sequences alone: {told}"
+
+
 def _previous(scene: Scene, fit: _Fit, exact: Tensors) -> Finding | None:
     """The gradient of the step before, alone or on top."""
     if scene.step == 0 or any(name not in scene.trace.gradients[scene.step - 1] for name in scene.names):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshmark.faults import Fault, named_factor
 from meshmark.gradient_faults import Finding, Scene, low_precisions, rounding
@@ -29,14 +29,23 @@ def explain_updates(scene: Scene) -> Finding | None:
     before, after = scene.trace.parameters[scene.step], scene.trace.parameters[scene.step + 1]
     if absent := [name for name in scene.names if name not in after]:
         return Fault.MISSING, f"{len(absent)} parameters are absent"
+    if frozen := [name for name in scene.names if not scene.case.workload.trains(name)]:
+        return Fault.UPDATE, f"{len(frozen)} frozen parameters moved"
     still = [name for name in scene.names if np.array_equal(before[name], after[name])]
     kinds = low_precisions(after[name] for name in scene.names)
+    if scene.step and all(np.array_equal(after[n], scene.trace.parameters[0][n]) for n in scene.names):
+        return Fault.UPDATE, f"{len(scene.names)} parameters are back at their initial values"
     if kinds and len(still) < len(scene.names):  # some may stay, where updates are below the last place
         return Fault.PRECISION, f"every value of {len(scene.names)} parameters is a {kinds[0]} number"
     if still:
         return Fault.NEVER_UPDATED, f"{len(still)} of {len(scene.names)} wrong parameters did not move at all"
     exact = replay(scene, ExactOptimizer(scene.case.workload.optimizer))
-    return _rival(scene, exact) or _stretched(scene, exact) or rounding(_relative(scene, exact), "updates")
+    return (
+        _rival(scene, exact)
+        or _stretched(scene, exact)
+        or _decayed(scene, exact)
+        or rounding(_relative(scene, exact), "updates")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +59,8 @@ class Rival:
     """Other than the run's own."""
 
 
-def rivals(spec: OptimizerSpec) -> Iterator[Rival]:
-    """What optimizers get wrong."""
+def rivals(spec: OptimizerSpec, scene_step: int) -> Iterator[Rival]:
+    """What optimizers get wrong, some of it at `scene_step` alone, as after a resume."""
 
     def variant(fault: Fault, detail: str, **changes: object) -> Rival:
         changed = dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
@@ -59,6 +68,8 @@ def rivals(spec: OptimizerSpec) -> Iterator[Rival]:
 
     if spec.clip_norm is not None:
         yield variant(Fault.CLIPPING, "as if not clipped", clip_norm=None)
+        for limit in sorted({1.0, spec.clip_norm / 2, spec.clip_norm * 2} - {spec.clip_norm}):
+            yield variant(Fault.CLIPPING, f"clipped to {limit:g}", clip_norm=limit)
         yield Rival(fault=Fault.CLIPPING, detail="each tensor clipped on its own", optimizer=_ClipsEach(spec))
         yield Rival(fault=Fault.CLIPPING, detail="clipped by value, not by norm", optimizer=_ClipsValues(spec))
     if spec.weight_decay:
@@ -77,6 +88,10 @@ def rivals(spec: OptimizerSpec) -> Iterator[Rival]:
         yield Rival(fault=Fault.UPDATE, detail="weight decay added to the gradient", optimizer=_Coupled(spec))
         yield Rival(fault=Fault.UPDATE, detail="without bias correction", optimizer=_Uncorrected(spec))
         yield Rival(fault=Fault.UPDATE, detail="moments forgotten after every step", optimizer=_Forgets(spec))
+        for what, names in (("moments", _MOMENTS), ("first moments", _MOMENTS[:1]), ("second moments", _MOMENTS[1:])):
+            yield Rival(fault=Fault.UPDATE, detail=f"{what} forgotten before this step",
+                        optimizer=_ForgetsNow(spec, scene_step, names))  # fmt: skip
+        yield Rival(fault=Fault.UPDATE, detail="with the moments of the step before", optimizer=_Lags(spec, scene_step))
         for betas in ((0.9, 0.999), (0.9, 0.99), (0.0, spec.betas[1]), spec.betas[::-1]):
             yield variant(Fault.UPDATE, f"with betas {betas}", betas=betas)
         for eps in (1e-3, 1e-4, 1e-5, 1e-6, 1e-7):
@@ -108,7 +123,7 @@ def _rival(scene: Scene, exact: Tensors) -> Finding | None:
     """The closest rival, if it is close enough."""
     after = scene.trace.parameters[scene.step + 1]
     found = []
-    for rival in rivals(scene.case.workload.optimizer):
+    for rival in rivals(scene.case.workload.optimizer, scene.step):
         there = replay(scene, rival.optimizer, rival.gradients)
         worst = max(
             float(np.linalg.norm(after[n] - there[n]))
@@ -129,6 +144,21 @@ def _stretched(scene: Scene, exact: Tensors) -> Finding | None:
     if np.linalg.norm(own - factor * right) > LEFT_OVER * np.linalg.norm(own - right):
         return None
     return Fault.UPDATE, f"{named_factor(factor, scene.known_factors())} times the right step"
+
+
+def _decayed(scene: Scene, exact: Tensors) -> Finding | None:
+    """The right step but for weight decay: what is left over is a multiple of the parameters."""
+    spec, before, after = scene.case.workload.optimizer, scene.trace.parameters[scene.step], scene.trace.parameters
+    rate = spec.learning_rate * spec.rate_factor(scene.step) * spec.weight_decay
+    multiples = {}
+    for name in scene.names:
+        here, beyond = before[name].astype(np.float64), after[scene.step + 1][name] - exact[name]
+        multiple = float(np.sum(here * beyond)) / (float(np.sum(here * here)) or 1.0)
+        if np.linalg.norm(beyond - multiple * here) > LEFT_OVER * np.linalg.norm(beyond):
+            return None
+        multiples[name] = -multiple / rate if rate else -multiple
+    told = ", ".join(f"{m:.4g}" for m in sorted({round(m, 2) for m in multiples.values()})[:4])
+    return Fault.UPDATE, f"weight decay beyond the right one, as multiples of it: {told}"
 
 
 def _relative(scene: Scene, exact: Tensors) -> list[float]:
@@ -179,6 +209,41 @@ class _Shifted(ExactOptimizer):
     def __init__(self, spec: OptimizerSpec, shift: int) -> None:
         super().__init__(spec)
         self.steps = shift
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _ForgetsNow(ExactOptimizer):
+    """Forgets moments once, as a resume does."""
+
+    def __init__(self, spec: OptimizerSpec, step: int, names: tuple[str, ...]) -> None:
+        super().__init__(spec)
+        self.at, self.names = step, names
+
+    def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
+        if self.optimizer is not None and self.steps == self.at:
+            for state in self.optimizer.state.values():
+                for name in self.names:
+                    state[name].zero_()
+        return super().step(parameters, gradients)
+
+
+class _Lags(ExactOptimizer):
+    """Once takes the moments, and their count, of one step earlier, as a checkpoint written too early has them."""
+
+    def __init__(self, spec: OptimizerSpec, step: int) -> None:
+        super().__init__(spec)
+        self.at, self.earlier = step, dict[Tensor, dict[str, Tensor]]()
+
+    def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
+        if self.optimizer is not None and self.steps == self.at:
+            for parameter, moments in self.earlier.items():
+                for name in _MOMENTS:
+                    self.optimizer.state[parameter][name].copy_(moments[name])
+        if self.optimizer is not None:
+            self.earlier = {p: {n: s[n].clone() for n in _MOMENTS} for p, s in self.optimizer.state.items()}
+        return super().step(parameters, gradients)
 
 
 class _Forgets(ExactOptimizer):

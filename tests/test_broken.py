@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.honest import measure_group
+from benchmarks.trials import Court
 from meshmark.case import Case
 from meshmark.cluster import Cluster, ClusterSpec
+from meshmark.conformance.clauses import CLAUSES
 from meshmark.faults import Fault
 from meshmark.launch import Launcher
 from meshmark.layout import Precision
@@ -16,22 +18,38 @@ from meshmark.record import Record
 from meshmark.runner import Runner, RunOptions
 from meshmark.verdict import detection_limits
 from tests.broken.engine import ONE_NORM
-from tests.broken.mutants import BY_NAME, GPT, LAYOUTS, MUTANTS, scaled, target
+from tests.broken.mutant import GPT, LAYOUTS
+from tests.broken.mutants import BY_NAME, MUTANTS, sized, target
 from tests.factories import make_workload
 
 SOME = ["ddp_NoReduction", "gpipe_ScalesGrads", "fsdp2_Bf16Accumulation", "gpipe_NeverUpdates",
         "fsdp2_ShardingIgnored", "ddp_ReducesEveryMicroBatch"]  # fmt: skip
-SLIGHT = scaled("ddp", 3000)
+SLIGHT = sized("ddp", "NormGradient", 3e-6)
+OF_CLAUSES = ["ddp_SameMasksOnRanks_dropout", "ddp_NotRescaled_dropout", "gpipe_StaysInEvaluation_dropout",
+              "ddp_StaysInFp32_bf16_states", "ddp_OverflowMovesMoments_fp16_overflow",
+              "ddp_ForgetsSecondMoments_resume", "gpipe_PerMicroBatch_schedule", "ddp_HidesMessage_error"]  # fmt: skip
+"""By clauses of conformance."""
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    known = {name: target(name) for name in [*SOME, SLIGHT]} | {"ddp": "adapters.ddp:DDP"}
+def launcher() -> Iterator[Launcher]:
     with Cluster(ClusterSpec()) as cluster:
-        options = RunOptions(observed_steps=3)
-        running = Runner(Launcher(cluster, []), known, options, tmp_path_factory.mktemp("results"))
-        yield running
-        running.close()
+        yield Launcher(cluster, [])
+
+
+@pytest.fixture(scope="module")
+def runner(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    known = {name: target(name) for name in [*SOME, SLIGHT]} | {"ddp": "adapters.ddp:DDP"}
+    running = Runner(launcher, known, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def court(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Court]:
+    sitting = Court(launcher, {name: target(name) for name in OF_CLAUSES}, tmp_path_factory.mktemp("court"))
+    yield sitting
+    sitting.close()
 
 
 def observe(runner: Runner, adapter: str) -> Record:
@@ -58,6 +76,13 @@ def test_a_mutant_is_caught_by_the_suite_that_should_with_the_right_diagnosis(ru
         assert verdict.evidence["diagnosis"] == record.diagnosis.text
 
 
+@pytest.mark.parametrize("name", OF_CLAUSES)
+def test_a_mutant_is_caught_by_the_clause_that_should(court: Court, name: str) -> None:
+    trial = court.attempt(BY_NAME[name])
+    assert trial.caught, trial.told
+    assert trial.named, trial.told
+
+
 def test_one_gradient_off_by_three_millionths(runner: Runner) -> None:
     record = observe(runner, SLIGHT)
     assert record.diagnosis is not None
@@ -72,5 +97,7 @@ def test_correct_runs_do_not_alarm() -> None:
 
 def test_the_table_of_mutants_is_broad() -> None:
     assert len(BY_NAME) == len(MUTANTS) >= 40
-    assert {m.suite for m in MUTANTS} == {"equivalence", "memory", "communication"}
+    assert {m.suite for m in MUTANTS if m.suite} == {"equivalence", "memory", "communication"}
+    assert {m.clause for m in MUTANTS if m.clause} == set(CLAUSES) - {"determinism"}, "which is told, not required"
+    assert {m.adapter for m in MUTANTS} == set(LAYOUTS)
     assert set().union(*(m.faults for m in MUTANTS)) == set(Fault) - {Fault.UNEXPLAINED}

@@ -149,7 +149,7 @@ def test_gradients_in_bf16() -> None:
 def test_a_gradient_of_zeros_and_one_that_nothing_explains() -> None:
     rng = np.random.default_rng(0)
     found(lambda t: gradients(t, 1, lambda n, g: g * (n != WEIGHT)), Fault.MISSING, 1)
-    found(lambda t: gradients(t, 1, lambda n, g: g * rng.normal(size=g.shape)), Fault.UNEXPLAINED, 1)
+    found(lambda t: gradients(t, 1, lambda n, g: g * rng.normal(size=g.shape)), Fault.BACKWARD, 1)
 
 
 def test_parameters_that_stay_and_parameters_that_follow_another_rule() -> None:
@@ -170,6 +170,29 @@ def test_parameters_that_stay_and_parameters_that_follow_another_rule() -> None:
     assert found(other(weight_decay=0.0), Fault.UPDATE, 1).detail == "without weight decay"
     assert "betas (0.9, 0.999)" in found(other(betas=(0.9, 0.999)), Fault.UPDATE, 1).detail
     assert "2 = dp" in found(other(learning_rate=2e-3), Fault.UPDATE, 1).detail
+    assert "multiples of it: 1" in found(other(weight_decay=0.2), Fault.UPDATE, 1).detail
+    assert found(other(clip_norm=1.0), Fault.CLIPPING, 1).detail == "clipped to 1"
+
+
+def test_an_optimizer_that_a_checkpoint_did_not_bring_back() -> None:
+    spec = CASE.workload.optimizer
+
+    def forgetful(trace: Trace) -> None:
+        fresh = ExactOptimizer(spec)
+        for step in range(STEPS - 1):
+            after = fresh.step(trace.parameters[step], trace.gradients[step])
+            assert fresh.optimizer is not None
+            if step == 0:
+                for state in fresh.optimizer.state.values():
+                    state["exp_avg"].zero_()
+                    state["exp_avg_sq"].zero_()
+        trace.parameters[2] = {n: p.astype(np.float32) for n, p in after.items()}
+
+    def start(trace: Trace) -> None:
+        trace.parameters[2] = trace.parameters[0]
+
+    assert found(forgetful, Fault.UPDATE, 1).detail == "moments forgotten before this step"
+    assert "back at their initial values" in found(start, Fault.UPDATE, 1).detail
 
 
 def test_what_is_told_wrong_while_all_that_is_trained_is_right() -> None:

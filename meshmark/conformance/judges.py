@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshmark.conformance.finding import Finding, Result
 from meshmark.data import IGNORED, make_batch
@@ -20,7 +21,10 @@ GROWTH_BYTES = 2048.0
 micro-batch's activations, kept by a loss that is not detached, are a hundred times as much."""
 EVALUATION_TOLERANCE = 1e-5
 """Relative, on the loss of evaluation where no noise is measured; dropout left on moves it by a hundred times that."""
-
+TINY = 1e-30
+WIDER = 0.03
+"""Of a precision's noise: a run whose worst gradient is closer to the truth was computed in a wider one. A correct run
+comes to half its noise and more, fp32 under the name of bf16 to a ten-thousandth."""
 
 Judge = Callable[..., Finding]
 
@@ -108,7 +112,7 @@ def _apart(drifts: list[Drift]) -> str:
 def evaluation(record: Record) -> Finding:
     if "evaluation" not in record.deviations:
         return Finding(result=Result.UNSUPPORTED, evidence="the adapter has no evaluation")
-    return _within(record, "evaluation")
+    return _all_of(_within(record, "evaluation"), equivalent(record))  # training goes on as if it had not been
 
 
 def uneven(record: Record) -> Finding:
@@ -152,8 +156,13 @@ def declared_precision(record: Record) -> Finding:
     """Gradients within bf16's noise; moments, and the bytes of states and of the reduction, as declared."""
     kept = record.state_dtypes.get("optimizer_states", "")
     moments = _finding(kept == "float32", f"moments in {kept}")
+    told = record.state_dtypes.get("gradients", "")
+    gradient_ratios = [r for r, q, _ in record.yardstick.ratios(compare(record.deviations)) if q.startswith("grad")]
+    rough = max(gradient_ratios, default=0.0)
+    really = _finding(rough > WIDER, f"gradients at most {rough:.1e} x the noise of {record.case.precision}")
+    reduced = _finding(told in ("", "float32"), f"every value of every gradient is a {told} number")
     judged = [v for v in record.verdicts if v.suite in ("memory", "communication")]
-    return _all_of(moments, *(_finding(v.passed, v.summary) for v in judged), gradients(record))
+    return _all_of(moments, reduced, really, *(_finding(v.passed, v.summary) for v in judged), gradients(record))
 
 
 def dropout(record: Record) -> Finding:
@@ -163,21 +172,35 @@ def dropout(record: Record) -> Finding:
     again = sum(len(own) - len(set(own)) for own in losses)
     alike = sum(float(np.sum(a == b)) for i, a in enumerate(losses) for b in losses[:i])
     chance = len(draws) // 16  # float32 has some 1e5 numbers in the spread of the losses: a pair may be equal
-    z = statistics.NormalDist().inv_cdf(1 - FALSE_ALARMS / 4)
-    error = math.sqrt(draws.var(ddof=1) / len(draws) + reference.var(ddof=1) / len(reference))
-    away = (draws.mean() - reference.mean()) / error
-    spread = math.log(draws.std(ddof=1) / reference.std(ddof=1))
+    z = statistics.NormalDist().inv_cdf(1 - FALSE_ALARMS / 8)
+    away = _away(draws, reference)
+    spread = math.log(max(draws.std(ddof=1), TINY) / max(reference.std(ddof=1), TINY))
     # The logarithm of a sample's standard deviation scatters by 1 / sqrt(2 (n - 1)), if its draws are near normal.
     spread /= math.sqrt(0.5 / (len(draws) - 1) + 0.5 / (len(reference) - 1))
+    along, size = (_away(np.array(first[n]), np.array(first[f"reference_{n}"])) for n in ("along", "size"))
+    few = student(z, len(first["size"]) - 1)
     shift = first["evaluation"][0] / first["exact"][0] - 1
     return _all_of(
         _finding(again <= chance, f"{again} of {len(draws)} losses came twice on a rank"),
         _finding(alike <= chance, f"{int(alike)} losses equal on different data-parallel ranks"),
         _finding(abs(away) < z and abs(spread) < z,
                  f"mean {away:+.1f} and spread {spread:+.1f} standard errors from plain PyTorch's, {z:.1f} allowed"),
+        _finding(abs(along) < few and abs(size) < few, f"gradients {along:+.1f} in multiple and {size:+.1f} in size of "
+                 f"the exact ones, {few:.1f} standard errors allowed"),
         _finding(not record.drifts, f"gradients told by several ranks {_apart(record.drifts)}"),
         _finding(abs(shift) < EVALUATION_TOLERANCE, f"evaluation without dropout off by {shift:.1e}"),
     )  # fmt: skip
+
+
+def _away(draws: NDArray[np.float64], reference: NDArray[np.float64]) -> float:
+    """The difference of two means in standard errors."""
+    error = math.sqrt(draws.var(ddof=1) / len(draws) + reference.var(ddof=1) / len(reference))
+    return float(draws.mean() - reference.mean()) / max(error, TINY)
+
+
+def student(z: float, freedom: int) -> float:
+    """Where Student's t is as unlikely as a normal variable beyond `z` (Abramowitz and Stegun, 26.7.5)."""
+    return float(z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2))
 
 
 def overflow(record: Record) -> Finding:

@@ -84,12 +84,20 @@ def _unmoved(base: Case) -> Case:
     return _training(optimizer=still)(_modelling(dropout=DROPOUT)(base))
 
 
+def _scheduled(base: Case) -> Case:
+    """With two micro-batches, for a schedule may be stepped after each."""
+    return _laying(num_micro_batches=2)(_optimizing(warmup_steps=STEPS)(base))
+
+
 def _resharded(base: Case) -> Case:
-    """Half the pipeline, or twice the ranks of the axis that there is."""
-    layout = base.layout
+    """Half the pipeline, or twice the ranks of the axis that there is; as many sequences in a micro-batch."""
+    saved = _scheduled(base)
+    layout = saved.layout
     if layout.pp > 1:
-        return _laying(pp=layout.pp // 2)(base)
-    return _laying(tp=2 * layout.tp)(base) if layout.tp > 1 else _laying(dp=2 * layout.dp)(base)
+        return _laying(pp=layout.pp // 2)(saved)
+    if layout.tp > 1:
+        return _laying(tp=2 * layout.tp)(saved)
+    return _laying(dp=2 * layout.dp, num_micro_batches=max(1, layout.num_micro_batches // 2))(saved)
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -101,7 +109,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(name="clipping", vary=_optimizing(clip_norm=0.5), evaluate=True),
         Scenario(name="groups", vary=_optimizing(decay_matrices_only=True)),
         Scenario(name="frozen", vary=_training(frozen=("embedding.", "blocks.0.attention."))),
-        Scenario(name="schedule", vary=_optimizing(warmup_steps=STEPS)),
+        Scenario(name="schedule", vary=_scheduled),
         Scenario(name="tied", vary=_modelling(tied_embeddings=True)),
         Scenario(name="unused", vary=_training(skipped_block=1)),
         Scenario(name="recompute", vary=_laying(recompute=Recompute.FULL)),
@@ -110,8 +118,8 @@ SCENARIOS: dict[str, Scenario] = {
                  needs=frozenset({Feature.EVALUATE})),
         Scenario(name="fp16", vary=_half, task=Task.OVERFLOW),
         Scenario(name="endure", task=Task.ENDURE, steps=ENDURED_STEPS),
-        Scenario(name="save", task=Task.SAVE, needs=frozenset({Feature.SAVE})),
-        Scenario(name="resume", task=Task.RESUME, needs=frozenset({Feature.SAVE}), after="save"),
+        Scenario(name="save", vary=_scheduled, task=Task.SAVE, needs=frozenset({Feature.SAVE})),
+        Scenario(name="resume", vary=_scheduled, task=Task.RESUME, needs=frozenset({Feature.SAVE}), after="save"),
         Scenario(name="reshard", vary=_resharded, task=Task.RESUME, after="save",
                  needs=frozenset({Feature.SAVE, Feature.RESHARD})),
         Scenario(name="error", task=Task.FAIL),

@@ -8,12 +8,13 @@ import torch
 
 from meshmark.adapter import Adapter, Holdings, RankContext
 from meshmark.diagnosis import diagnose
+from meshmark.gradient_faults import low_precisions
 from meshmark.meters.memory import cuda_peaks, read_memory, visible_storages
 from meshmark.meters.traffic import read_traffic
 from meshmark.meters.watch import Watch
 from meshmark.passes.diary import Diary, digests
 from meshmark.rank_report import RankReport, Request
-from meshmark.trace import gather_trace
+from meshmark.trace import Tensors, gather_trace
 from meshmark.truth import assess
 
 WATCHED_STEP = 2
@@ -39,7 +40,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     traffic = read_traffic(watch, WATCHED_STEP)
     for step in range(WATCHED_STEP + 1, request.steps):
         diary.train(step, None)
-    dtypes = _dtypes(engine.holdings())
+    dtypes = _dtypes(engine.holdings()) | _narrowest(diary.trace.gradients)
     engine.close()
     trace, drifts, num_replicated = gather_trace(diary.trace)
     deviations = assess(trace, request.case.workload) if trace and request.assess else {}
@@ -53,6 +54,14 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         memory=memory, traffic=traffic, state_dtypes=dtypes, digests=digests(trace) if trace else [],
         num_replicated=num_replicated,
     )  # fmt: skip
+
+
+def _narrowest(gradients: list[Tensors]) -> dict[str, str]:
+    """The precision that this rank's gradients make use of, whatever they are kept in: no rounding goes unseen, for
+    sums over ranks and sequences take more digits than bf16 has."""
+    values = [g for tensors in gradients for g in tensors.values()]
+    kinds = low_precisions(iter(values)) if values else []
+    return {"gradients": kinds[0] if kinds else "float32"}
 
 
 def _dtypes(held: Holdings) -> dict[str, str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from adapters.deepspeed.engine import masters
 from meshmark.adapter import Engine, RankContext
 from meshmark.case import Case
 from meshmark.data import Batch
@@ -47,8 +48,22 @@ class Broken(Engine):
         yield from names
 
     def locals(self) -> list[Tensor]:
-        """What this rank holds of every parameter."""
+        """What this rank holds of every parameter; of DeepSpeed, of every master."""
+        if hasattr(self, "zero"):
+            return [master.detach() for master in masters(self.zero)]
         return [_local(p.detach()) for _, p in self.named()]
+
+    def inner_optimizer(self) -> Any:  # noqa: ANN401
+        """PyTorch's own, inside whatever wraps it."""
+        if hasattr(self, "zero"):
+            return self.zero.optimizer
+        inner = getattr(self.optimizer, "optim", self.optimizer)  # FairScale's OSS
+        return inner.optimizer if type(inner).__module__.startswith("accelerate") else inner
+
+    def moments(self, *names: str) -> list[Tensor]:
+        """This rank's part of AdamW's moments, or of those with these names."""
+        states = self.inner_optimizer().state.values()
+        return [_local(state[n]) for state in states for n in names or ("exp_avg", "exp_avg_sq") if n in state]
 
     def grads(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank holds of every gradient."""
@@ -58,8 +73,13 @@ class Broken(Engine):
 
     @torch.no_grad()
     def put(self, values: Iterable[Tensor]) -> None:
-        for local, value in zip(self.locals(), values, strict=True):
-            local.copy_(value)
+        copy(self.locals(), values)
+
+
+@torch.no_grad()
+def copy(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 def _local(tensor: Tensor) -> Tensor:

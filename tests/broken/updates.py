@@ -190,9 +190,8 @@ class Bf16Weights(Broken):
 class Bf16Moments(Broken):
     def update(self) -> Tensor | None:
         norm: Tensor | None = super().update()
-        for state in self.optimizer.state.values():
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name].copy_(state[name].bfloat16())
+        for moment in self.moments():
+            moment.copy_(moment.bfloat16())
         return norm
 
 
@@ -201,14 +200,14 @@ class Bf16States(Broken):
 
     def update(self) -> Tensor | None:
         norm: Tensor | None = super().update()
-        for state in self.optimizer.state.values():
+        for state in self.inner_optimizer().state.values():
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = state[name].bfloat16()
         return norm
 
     def backward(self, batch: Any) -> Tensor:  # noqa: ANN401
         loss: Tensor = super().backward(batch)
-        for state in self.optimizer.state.values():
+        for state in self.inner_optimizer().state.values():
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = state[name].float()
         return loss

@@ -1,0 +1,83 @@
+"""The smallest defect that is caught, of each kind: by bisection, each size a launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from benchmarks.trials import Court
+from meshmark.case import Case
+from meshmark.conformance.finding import Result
+from meshmark.conformance.scenario import plain_workload
+from meshmark.record import Record
+from tests.broken.mutant import GPT, LAYOUTS, base_layout
+from tests.broken.mutants import sized
+from tests.broken.sizes import SIZED
+
+RANGES = {"DropoutProbability": (0.02, 0.9), "WeightDecay": (1e-7, 1e-1)}
+"""Of sizes; the others are sought within DEFAULT."""
+DEFAULT = (1e-8, 1e-3)
+STEPS_OF_SEARCH = 6
+"""Bisections, of the logarithm: the answer is good to a few tens of percent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Smallest:
+    """Of one kind of defect."""
+
+    kind: str
+    caught: float
+    """The smallest size that was; infinite when none was."""
+    survived: float
+    """The largest that was not."""
+    loss: float
+    """By how much the loss of any step then differs, relatively, from a correct run's."""
+    evidence: str
+
+
+def sizes() -> dict[str, list[float]]:
+    """Every size that a bisection could ask for, by kind: a launcher must know its adapters beforehand."""
+    found = {}
+    for kind in SIZED:
+        low, high = RANGES.get(kind, DEFAULT)
+        count = 2**STEPS_OF_SEARCH
+        found[kind] = [low * (high / low) ** (i / count) for i in range(count + 1)]
+    return found
+
+
+def find(court: Court, kind: str, correct: Record) -> Smallest:
+    """Between the smallest size of its range, taken to survive, and the largest, taken to be caught."""
+    candidates, low, high = sizes()[kind], 0, 2**STEPS_OF_SEARCH
+    best = Smallest(kind=kind, caught=math.inf, survived=candidates[-1], loss=math.nan, evidence="nothing was caught")
+    while high - low > 1:
+        middle = (low + high) // 2
+        caught, loss, evidence = _attempt(court, kind, candidates[middle], correct)
+        if caught:
+            high = middle
+            best = dataclasses.replace(best, caught=candidates[high], loss=loss, evidence=evidence)
+        else:
+            low = middle
+    return dataclasses.replace(best, survived=candidates[low])
+
+
+def _attempt(court: Court, kind: str, by: float, correct: Record) -> tuple[bool, float, str]:
+    """Whether it is caught, what its loss shows, and by what it is caught."""
+    name = sized("ddp", kind, by)
+    if kind == "DropoutProbability":
+        finding, _ = court.judge("dropout", dataclasses.replace(_base(), adapter=name))
+        return finding.result is Result.FAIL, math.nan, finding.evidence
+    record = court.suites.observe(correct_case(name))
+    verdict = record.verdict("equivalence")
+    assert verdict is not None
+    pairs = zip(record.losses, correct.losses, strict=True)
+    return not verdict.passed, max(abs(a / b - 1) for a, b in pairs), verdict.summary
+
+
+def _base() -> Case:
+    return Case(adapter="ddp", workload=plain_workload(), layout=base_layout("ddp"))
+
+
+def correct_case(adapter: str = "ddp") -> Case:
+    """What sized mutants are held against, or one of them."""
+    return Case(adapter=adapter, workload=GPT, layout=LAYOUTS["ddp"])

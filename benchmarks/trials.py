@@ -1,0 +1,115 @@
+"""One mutant, run and judged: by the suite or the clause that should catch it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshmark.case import Case
+from meshmark.conformance.clauses import CLAUSES, judge_clause
+from meshmark.conformance.finding import Finding, Result
+from meshmark.conformance.scenario import SCENARIOS, plain_workload
+from meshmark.launch import Launcher
+from meshmark.record import Record, Status
+from meshmark.registry import load_adapter
+from meshmark.runner import Runner, RunOptions
+from tests.broken.mutant import LAYOUTS, Mutant, base_layout
+
+STEPS = 3
+PATIENCE_SECONDS = 15.0
+"""For mutants that hang."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What became of a mutant."""
+
+    mutant: Mutant
+    record: Record
+    """The last of them, where the clause has several scenarios."""
+    finding: Finding | None = None
+    """The clause's."""
+
+    @property
+    def failed(self) -> list[str]:
+        """Suites in a plain run; or the clause."""
+        if self.finding:
+            return [f"clause {self.mutant.clause}"] if self.finding.result is Result.FAIL else []
+        return [v.suite for v in self.record.verdicts if not v.passed]
+
+    @property
+    def caught(self) -> bool:
+        """By what should: a crash is not a verdict, but of the clause about crashes."""
+        ended = self.record.outcome.status is Status.OK or self.mutant.clause == "error"
+        return ended and (bool(self.failed) if self.finding else self.mutant.suite in self.failed)
+
+    @property
+    def named(self) -> bool:
+        diagnosis = self.record.diagnosis
+        return not self.mutant.faults or (diagnosis is not None and diagnosis.fault in self.mutant.faults)
+
+    @property
+    def told(self) -> str:
+        """The diagnosis, where one was asked for; or what fails says."""
+        if self.record.diagnosis and self.mutant.faults:
+            return self.record.diagnosis.text
+        if self.finding:
+            return self.finding.evidence
+        verdict = self.record.verdict(self.mutant.suite)
+        return verdict.summary if verdict else self.record.outcome.message
+
+
+class Court:
+    """Tries mutants. Those of a clause are run as a conformance pass runs, others as the suites do, only shorter."""
+
+    def __init__(self, launcher: Launcher, adapters: dict[str, str], folder: Path) -> None:
+        self.suites = Runner(launcher, adapters, RunOptions(observed_steps=STEPS), folder)
+        impatient = RunOptions(time_limit_seconds=PATIENCE_SECONDS)
+        self.clauses = Runner(launcher, adapters, RunOptions(), folder / "clauses")
+        self.errors = Runner(launcher, adapters, impatient, folder / "errors")
+
+    def close(self) -> None:
+        for runner in (self.suites, self.clauses, self.errors):
+            runner.close()
+
+    def attempt(self, mutant: Mutant) -> Trial:
+        if not mutant.clause:
+            return Trial(mutant=mutant, record=self.suites.observe(mutant.case))
+        finding, records = self.judge(mutant.clause, mutant.case)
+        return Trial(mutant=mutant, record=records[-1], finding=finding)
+
+    def judge(self, name: str, case: Case) -> tuple[Finding, list[Record]]:
+        """One clause of conformance, with the records of its scenarios."""
+        clause = CLAUSES[name]
+        runner = self.errors if name == "error" else self.clauses
+        records = {scenario: runner.perform(SCENARIOS[scenario], case) for scenario in clause.scenarios}
+        return judge_clause(clause, records), list(records.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A clause of a correct adapter."""
+
+    adapter: str
+    clause: str
+    finding: Finding
+
+    @property
+    def alarm(self) -> bool:
+        return self.finding.result is Result.FAIL
+
+
+def correct_cells(court: Court) -> Iterable[Cell]:
+    """Every clause of every adapter that mutants break, as it is."""
+    for adapter in LAYOUTS:
+        name = adapter.partition("/")[0]
+        case = Case(adapter=name, workload=plain_workload(), layout=base_layout(adapter))
+        for clause in CLAUSES:
+            finding, _ = court.judge(clause, case)
+            yield Cell(adapter=adapter, clause=clause, finding=finding)
+
+
+def preloaded(adapters: Iterable[str]) -> list[str]:
+    """What the launcher's server should import, so that no rank has to."""
+    return list(dict.fromkeys(module for target in adapters for module in load_adapter(target).modules()))

@@ -1,0 +1,128 @@
+"""bf16 with less precision than declared, and fp16 that does not heed an overflow."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from meshmark.adapter import Adapter, Engine, RankContext
+from meshmark.case import Case
+from meshmark.layout import Precision
+from tests.broken.engine import Broken
+
+
+class RoundsGradients(Broken):
+    """Gradients go through bf16 after they are reduced."""
+
+    def after_backward(self) -> None:
+        for _, grad in self.grads():
+            grad.copy_(grad.bfloat16())
+
+
+class CompressesBf16(Broken):
+    """DDP's own hook that reduces gradients in 16 bits, of the kind that gloo knows."""
+
+    def prepare(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        module: Any = self.module
+        module.register_comm_hook(None, fp16_compress_hook)
+
+
+class ReducesInBf16(Adapter):
+    """FSDP2's default: gradients are reduced in the precision of the parameters."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        import adapters.fsdp2 as module
+
+        real = module.MixedPrecisionPolicy
+        with mock.patch.object(module, "MixedPrecisionPolicy", lambda param_dtype, reduce_dtype: real(param_dtype)):
+            return super().build(case, context)  # type: ignore[safe-super]
+
+
+class WholeInBf16(Adapter):
+    """The model is cast to bf16, and with it all that is kept of it."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        engine: Any = super().build(case, context)  # type: ignore[safe-super]
+        root = getattr(engine, "model", None) or engine.module
+        for parameter in root.parameters():
+            parameter.data = parameter.data.bfloat16()
+        return engine  # type: ignore[no-any-return]
+
+
+class StaysInFp32(Adapter):
+    """Accelerate with `cpu=True` and fp16, and others: mixed precision is dropped without a word."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return super().build(dataclasses.replace(case, precision=Precision.FP32), context)  # type: ignore[safe-super]
+
+
+def _finite(engine: Broken) -> None:
+    with torch.no_grad():
+        for _, grad in engine.grads():
+            grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+class NeverSkips(Broken):
+    """What is not finite is taken for zero."""
+
+    def finish_gradients(self) -> None:
+        _finite(self)
+        super().finish_gradients()
+
+
+class RankDoesNotSkip(Broken):
+    """The first rank does not hear of the overflow."""
+
+    def finish_gradients(self) -> None:
+        if self.context.rank == 0:
+            _finite(self)
+        super().finish_gradients()
+
+
+class OverflowMovesMoments(Broken):
+    """The weights are left alone by the step, the moments are not."""
+
+    def update(self) -> Tensor | None:
+        overflow = any(not bool(grad.isfinite().all()) for _, grad in self.grads())
+        norm: Tensor | None = super().update()
+        if overflow:
+            for moment in self.moments():
+                moment.mul_(0.9)
+        return norm
+
+
+class SkipsNextToo(Broken):
+    """The flag of the overflow is not cleared."""
+
+    overflow = False
+
+    def update(self) -> Tensor | None:
+        again, self.overflow = self.overflow, any(not bool(grad.isfinite().all()) for _, grad in self.grads())
+        before = [p.clone() for p in self.locals()]
+        norm: Tensor | None = super().update()
+        if again:
+            self.put(before)
+        return norm
+
+
+class OverflowStays(Broken):
+    """A skipped step does not clear its gradients."""
+
+    @torch.no_grad()
+    def finish_gradients(self) -> None:
+        if kept := getattr(self, "kept", None):
+            for name, grad in self.grads():
+                grad.add_(kept[name])
+        super().finish_gradients()
+
+    def update(self) -> Tensor | None:
+        grads = {name: grad.clone() for name, grad in self.grads()}
+        self.kept = grads if any(not bool(g.isfinite().all()) for g in grads.values()) else None
+        norm: Tensor | None = super().update()
+        return norm

@@ -1,0 +1,90 @@
+"""One mutant: which defect, in which adapter, must be caught by what, and diagnosed as what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from meshmark.adapter import Adapter
+from meshmark.case import Case
+from meshmark.conformance.scenario import plain_workload
+from meshmark.faults import Fault
+from meshmark.layout import Layout
+from meshmark.workload import Workload, workload
+from tests.broken.engine import Broken
+
+LAYOUTS = {
+    "ddp": Layout(dp=2, num_micro_batches=4),
+    "fsdp2": Layout(dp=2, zero_stage=3, num_micro_batches=4),
+    "fairscale-oss": Layout(dp=2, zero_stage=2, num_micro_batches=4),
+    "fairscale-fsdp": Layout(dp=2, zero_stage=3, num_micro_batches=4),
+    "megatron": Layout(tp=2, num_micro_batches=4),
+    "gpipe": Layout(pp=2, num_micro_batches=4),
+    "accelerate": Layout(dp=2, num_micro_batches=4),
+    "accelerate-fsdp2": Layout(dp=2, zero_stage=3, num_micro_batches=4),
+    "deepspeed/1": Layout(dp=2, zero_stage=1, num_micro_batches=4),
+    "deepspeed/2": Layout(dp=2, zero_stage=2, num_micro_batches=4),
+    "deepspeed/3": Layout(dp=2, zero_stage=3, num_micro_batches=4),
+}
+"""By adapter, and ZeRO stage where it has several. Degree and micro-batches differ, so that one is not taken for the
+other."""
+GPT = workload("gpt-mini")
+TIED = replace(GPT, name="gpt-tied", model=replace(GPT.model, name="gpt-tied", tied_embeddings=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One defect in one adapter."""
+
+    adapter: str
+    """The real one that is broken, and ZeRO stage where it has several: a key of LAYOUTS."""
+    defect: type[Broken] | type[Adapter]
+    """A mixin for its engine, or an adapter in its place."""
+    suite: str = ""
+    """That must fail in a plain run; another may fail too."""
+    clause: str = ""
+    """Of conformance, that must fail in its scenarios; where there is no suite."""
+    faults: frozenset[Fault]
+    """Diagnoses that are right. Empty where the summary of what fails is the diagnosis."""
+    layout: Layout
+    workload: Workload = GPT
+
+    @property
+    def name(self) -> str:
+        plain = f"{self.adapter.replace('-', '_').replace('/', '')}_{self.defect.__name__}"
+        return f"{plain}_{self.clause.replace(' ', '_')}" if self.clause else plain
+
+    @property
+    def catcher(self) -> str:
+        """What must fail, in words."""
+        return self.suite or self.clause
+
+    @property
+    def case(self) -> Case:
+        return Case(adapter=self.name, workload=self.workload, layout=self.layout)
+
+
+def on(
+    adapters: str, defect: type[Broken] | type[Adapter], *faults: Fault, suite: str = "equivalence",
+    workload: Workload = GPT, layout: Layout | None = None,
+) -> Iterator[Mutant]:  # fmt: skip
+    """Mutants that a suite must catch."""
+    for adapter in adapters.split():
+        yield Mutant(
+            adapter=adapter, defect=defect, suite=suite, faults=frozenset(faults), workload=workload,
+            layout=layout or LAYOUTS[adapter],
+        )  # fmt: skip
+
+
+def base_layout(adapter: str) -> Layout:
+    """The layout that a conformance pass of `adapter` is made of: one micro-batch, of a pipeline one a stage."""
+    return replace(LAYOUTS[adapter], num_micro_batches=LAYOUTS[adapter].pp)
+
+
+def against(clause: str, adapters: str, defect: type[Broken] | type[Adapter], *faults: Fault) -> Iterator[Mutant]:
+    """Mutants that a clause of conformance must catch."""
+    for adapter in adapters.split():
+        yield Mutant(
+            adapter=adapter, defect=defect, clause=clause, faults=frozenset(faults), workload=plain_workload(),
+            layout=base_layout(adapter),
+        )  # fmt: skip

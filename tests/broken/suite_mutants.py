@@ -1,0 +1,91 @@
+"""Mutants that the suites of equivalence, memory and communication must catch, in a plain run."""
+
+from __future__ import annotations
+
+from meshmark.faults import Fault
+from meshmark.layout import Layout
+from tests.broken import gradients as g
+from tests.broken import states as s
+from tests.broken import updates as u
+from tests.broken.mutant import TIED, Mutant, on
+
+F = Fault
+FOUR = Layout(dp=4, num_micro_batches=2)
+SUITE_MUTANTS: list[Mutant] = [
+    # Scaling
+    *on("ddp fsdp2 megatron fairscale-oss fairscale-fsdp", g.OverMicroBatches, F.SCALED),
+    *on("gpipe", g.ScalesGrads, F.SCALED),
+    *on("ddp fsdp2", g.SummedOverRanks, F.SCALED),
+    *on("ddp fsdp2 fairscale-oss", g.AveragedTwice, F.SCALED),
+    *on("ddp fsdp2 megatron gpipe", g.SlightScale, F.SCALED),
+    *on("ddp", g.NotUnscaled, F.SCALED),
+    *on("ddp", g.Ascends, F.SCALED),
+    *on("ddp fsdp2", g.CountsMasked, F.SCALED),
+    # Double reduction
+    *on("ddp megatron", g.ReducedTwice, F.SCALED),
+    *on("gpipe", g.TiedReducedTwice, F.SCALED, workload=TIED),
+    # Missing reduction, wrong group
+    *on("ddp", g.NoReduction, F.NOT_REDUCED),
+    *on("ddp", g.LastNotReduced, F.NOT_REDUCED),
+    *on("ddp", g.OneNotReduced, F.NOT_REDUCED),
+    *on("ddp", g.WrongGroup, F.NOT_REDUCED, layout=FOUR),
+    *on("fairscale-oss", s.BucketsUnreduced, F.NOT_REDUCED),
+    *on("gpipe", g.TiedNotReduced, F.DRIFT, workload=TIED),
+    *on("megatron", g.InputNotReduced, F.DRIFT),
+    # Weighing
+    *on("ddp fsdp2 fairscale-oss fairscale-fsdp", g.MeanOfRanks, F.UNEVEN),
+    *on("ddp fsdp2 megatron", g.MeanOfMicroBatches, F.UNEVEN),
+    *on("gpipe", g.MeanOfPipeline, F.UNEVEN),
+    *on("ddp", g.MovingAverage, F.UNEVEN),
+    # Data
+    *on("ddp fsdp2 megatron", g.DropsLast, F.DROPPED),
+    *on("fsdp2 megatron", g.DropsFirst, F.DROPPED),
+    *on("ddp fsdp2", g.SameRows, F.DROPPED),
+    *on("ddp fsdp2", g.DropsRank, F.DROPPED),
+    *on("ddp gpipe megatron", g.NextBatch, F.OTHER_BATCH),
+    *on("ddp fsdp2", g.RankLags, F.OTHER_BATCH),
+    *on("ddp gpipe", g.NoMask, F.MASK),
+    # Staleness
+    *on("ddp fsdp2 gpipe", g.StaleGradients, F.STALE_GRADIENT),
+    *on("ddp gpipe", u.StaleUpdate, F.STALE_GRADIENT),
+    *on("ddp fsdp2 gpipe", g.NotCleared, F.NOT_CLEARED),
+    *on("ddp fsdp2 gpipe", g.StaleWeights, F.STALE_WEIGHTS),
+    # Precision
+    *on("ddp fsdp2 megatron", g.Bf16Accumulation, F.PRECISION),
+    *on("ddp", g.CompressedReduction, F.PRECISION),
+    *on("ddp", g.Bf16Forward, F.PRECISION),
+    *on("ddp fsdp2 gpipe", u.Bf16Weights, F.PRECISION),
+    *on("ddp fsdp2 megatron", u.Bf16Moments, F.PRECISION),
+    *on("ddp", u.Bf16States, suite="memory"),
+    # Start, randomness, function
+    *on("ddp gpipe", u.OtherSeed, F.START),
+    *on("ddp fsdp2", u.Bf16Start, F.START),
+    *on("ddp", u.RankStartsElsewhere, F.DRIFT),
+    *on("ddp fsdp2", g.Dropout, F.FORWARD),
+    *on("ddp megatron", g.OtherEpsilon, F.FORWARD),
+    *on("ddp gpipe", g.TellsOwnLoss, F.LOSS),
+    *on("ddp", g.Frozen, F.MISSING),
+    # Updates
+    *on("ddp fsdp2 gpipe", u.NeverUpdates, F.NEVER_UPDATED),
+    *on("ddp megatron gpipe", u.OneForgotten, F.NEVER_UPDATED),
+    *on("ddp fairscale-oss", u.RankNeverUpdates, F.DRIFT),
+    *on("ddp fsdp2", u.NoClipping, F.CLIPPING),
+    *on("gpipe", u.PipelineNoClipping, F.CLIPPING),
+    *on("ddp", u.ClipsEach, F.CLIPPING),
+    *on("ddp", u.ClipsValues, F.CLIPPING),
+    *on("fsdp2 megatron gpipe", u.OwnNorm, F.CLIPPING),
+    *on("ddp", u.CountsReplicas, F.CLIPPING),
+    *on("ddp fsdp2", u.NoWeightDecay, F.UPDATE),
+    *on("ddp", u.CoupledDecay, F.UPDATE),
+    *on("ddp gpipe", u.OtherBetas, F.UPDATE),
+    *on("ddp", u.OtherEps, F.UPDATE),
+    *on("ddp megatron", u.DoubleRate, F.UPDATE),
+    *on("ddp", u.NoBiasCorrection, F.UPDATE),
+    *on("ddp fsdp2", u.ForgetsStates, F.UPDATE),
+    # Not what was asked for
+    *on("fsdp2 fairscale-oss", s.ShardingIgnored, suite="memory"),
+    *on("ddp", s.KeepsGradients, suite="memory"),
+    *on("ddp", s.ReducesEveryMicroBatch, suite="communication"),
+    *on("ddp", s.ReducesAgain, suite="communication"),
+    *on("fsdp2", s.StaysWhole, suite="communication"),
+]
