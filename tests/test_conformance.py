@@ -106,9 +106,14 @@ def test_masters_and_moments_must_be_wide() -> None:
     assert judges.declared_precision(plain(state_dtypes=moments)).result is Result.FAIL
 
 
-def dropped(first: np.ndarray, second: np.ndarray, evaluation: float = 5.0) -> Record:
-    reference = np.random.default_rng(9).normal(5.2, 0.01, 96)
-    samples = {"losses": list(first), "reference": list(reference), "evaluation": [evaluation], "exact": [5.0]}
+def dropped(first: np.ndarray, second: np.ndarray, evaluation: float = 5.0, size: float = 1.3) -> Record:
+    draw = np.random.default_rng(9)
+    samples = {
+        "losses": list(first), "reference": list(draw.normal(5.2, 0.01, 96)), "evaluation": [evaluation],
+        "exact": [5.0], "along": list(draw.normal(1.0, 0.01, len(first))),
+        "size": list(draw.normal(size, 0.02, len(first))),
+        "reference_along": list(draw.normal(1.0, 0.01, 96)), "reference_size": list(draw.normal(1.3, 0.02, 96)),
+    }  # fmt: skip
     return plain(task=Task.DROPOUT, samples=[samples, {"losses": list(second)}])
 
 
@@ -121,6 +126,7 @@ def test_dropout_must_be_fresh_different_as_strong_and_off_in_evaluation() -> No
     assert "mean" in failing(judges.dropout(dropped(a + 0.02, b + 0.02)))
     assert "spread" in failing(judges.dropout(dropped(5.2 + (a - 5.2) / 9, 5.2 + (b - 5.2) / 9)))
     assert "evaluation" in failing(judges.dropout(dropped(a, b, evaluation=5.2)))
+    assert "gradients" in failing(judges.dropout(dropped(a, b, size=1.5)))
 
 
 def failing(finding: Finding) -> str:
