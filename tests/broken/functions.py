@@ -43,8 +43,10 @@ class Recomputes(Broken):
     @contextlib.contextmanager
     def _recomputing(self) -> Iterator[None]:
         self.again = True
-        yield
-        self.again = False
+        try:
+            yield
+        finally:  # the checkpoint leaves by an error once it has all that it needs
+            self.again = False
 
 
 class RecomputesRounded(Recomputes):
