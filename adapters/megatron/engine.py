@@ -118,6 +118,8 @@ class MegatronEngine(DataParallelEngine):
                     }
         if self.schedule:
             self.schedule.load_state_dict(loaded["schedule"])
+            for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
+                group["lr"] = rate  # which a scheduler's own state does not bring back
 
     def _sharded_state(self) -> dict[str, Any]:
         """megatron-core's description of everything that this rank holds, for its distributed checkpoint."""
