@@ -141,8 +141,7 @@ class MegatronEngine(DataParallelEngine):
                     self.optimizer.state[parameter] = {key: loaded[f"{key}.{name}"].clone() for key in _STATES} | {
                         "step": torch.tensor(float(loaded["step"]))
                     }
-        if self.schedule:
-            self.schedule.load_state_dict(loaded["schedule"])
+        self.load_schedule(loaded["schedule"])
 
     def _sharded_state(self) -> dict[str, Any]:
         """megatron-core's description of everything that this rank holds, for its distributed checkpoint."""
