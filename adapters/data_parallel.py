@@ -159,8 +159,14 @@ class DataParallelEngine(Engine):
         self.inner().load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
+        self.load_schedule(state["schedule"])
+
+    def load_schedule(self, state: dict[str, Any] | None) -> None:
+        """With the rate that it had come to, which PyTorch's schedulers leave to the optimizer's state."""
         if self.schedule:
-            self.schedule.load_state_dict(state["schedule"])
+            self.schedule.load_state_dict(state)
+            for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
+                group["lr"] = rate
 
     def inner(self) -> nn.Module:
         """The model inside its wrapper, whose parameters have canonical names."""

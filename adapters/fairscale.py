@@ -195,8 +195,7 @@ class FSDPEngine(DataParallelEngine):
         self.module.load_state_dict(torch.load(folder / "model.pt", map_location=self.context.device))
         state = torch.load(folder / f"optimizer-{self.context.rank}.pt", map_location=self.context.device)
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.schedule:
-            self.schedule.load_state_dict(state["schedule"])
+        self.load_schedule(state["schedule"])
 
     def _full(self, shard_of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
         """By canonical name, the pieces of every flat parameter, or of its gradient, gathered from all ranks."""

@@ -29,6 +29,9 @@ from meshmark.workload import workload
 from tests.broken.mutant import GPT, LAYOUTS, Mutant
 from tests.broken.mutants import MUTANTS, sized, target
 
+SEEDED = 6
+"""Adapters, the first of LAYOUTS, that run under other seeds and numbers of micro-batches too."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.power", description=__doc__.partition("\n")[0])
@@ -79,7 +82,7 @@ def real_cases() -> Iterable[Case]:
     """The adapters that the mutants break, as they are, over seeds and numbers of micro-batches."""
     for seed, num_micro_batches in ((0, 4), (1, 2), (2, 1)):
         problem = dataclasses.replace(GPT, name=f"{GPT.name}-seed{seed}", seed=seed)  # an id does not tell seeds apart
-        for adapter, layout in LAYOUTS.items():
+        for adapter, layout in list(LAYOUTS.items())[: None if seed == 0 else SEEDED]:
             own = layout if layout.pp > 1 else dataclasses.replace(layout, num_micro_batches=num_micro_batches)
             yield Case(adapter=adapter, workload=problem, layout=own)
 

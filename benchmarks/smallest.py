@@ -15,10 +15,10 @@ from tests.broken.mutant import GPT, LAYOUTS, base_layout
 from tests.broken.mutants import sized
 from tests.broken.sizes import SIZED
 
-RANGES = {"DropoutProbability": (0.02, 0.9), "WeightDecay": (1e-7, 1e-1)}
+RANGES = {"DropoutProbability": (0.02, 0.9), "WeightDecay": (1e-5, 1e-1), "SecondBeta": (1e-6, 1e-2)}
 """Of sizes; the others are sought within DEFAULT."""
-DEFAULT = (1e-8, 1e-3)
-STEPS_OF_SEARCH = 6
+DEFAULT = (1e-8, 1e-4)
+STEPS_OF_SEARCH = 5
 """Bisections, of the logarithm: the answer is good to a few tens of percent."""
 
 

@@ -21,6 +21,9 @@ from meshmark.truth import Deviations
 from meshmark.update_faults import explain_norm, explain_updates
 from meshmark.yardstick import Yardstick, compare, zeros
 
+RULED = 2
+"""Updates that were right before a step vouch for the rule: betas and moments show in the second, not in the first."""
+
 
 def diagnose(
     case: Case, trace: Trace, deviations: Deviations, drifts: Sequence[Drift], yardstick: Yardstick
@@ -117,6 +120,11 @@ def _at(
         return _diagnosis(explain_norm(told, trace.gradients[step], gradients), step, updates.names)
     if updates.names:
         unknown = Fault.UNEXPLAINED, "the gradients are right, and no known update rule makes this of them"
+        if step >= RULED:
+            unknown = (
+                Fault.UPDATE,
+                "right up to the step before: its states are other ones now, or the rule has changed",
+            )
         return _diagnosis(explain_updates(updates) or unknown, step, updates.names)
     if "loss" not in wrong and "evaluation" in wrong:
         multiple = deviations["evaluation"][step].factor

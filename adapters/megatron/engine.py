@@ -116,10 +116,7 @@ class MegatronEngine(DataParallelEngine):
                     self.optimizer.state[parameter] = {key: loaded[f"{key}.{name}"].clone() for key in _STATES} | {
                         "step": torch.tensor(float(loaded["step"]))
                     }
-        if self.schedule:
-            self.schedule.load_state_dict(loaded["schedule"])
-            for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
-                group["lr"] = rate  # which a scheduler's own state does not bring back
+        self.load_schedule(loaded["schedule"])
 
     def _sharded_state(self) -> dict[str, Any]:
         """megatron-core's description of everything that this rank holds, for its distributed checkpoint."""
