@@ -128,12 +128,28 @@ def test_predict_does_not_read_measured_columns(tmp_path: Path) -> None:
         ({"gpus": "5"}, "dp x tp x pp is"),
         ({"gpu": "H1000"}, "unknown gpu"),
         ({"micro_batch": "-1"}, "micro_batch"),
+        ({"layers": "inf"}, "layers is 'inf'"),
+        ({"hidden": "2e15"}, "is its unit right"),
+        ({"tied_embeddings": "2"}, "tied_embeddings is 2"),
+        ({"tp": "3", "dp": "1", "gpus": "3"}, "row 2: tp 3 does not divide num_heads 32"),
     ],
 )
 def test_predict_names_the_row_and_column_that_cannot_be(tmp_path: Path, changes: dict[str, str], message: str) -> None:
     source = write_table(tmp_path / "in.csv", [{**sweep_rows(1)[0], **changes}])
     with pytest.raises(InputError, match=message):
         predict_file(source, tmp_path / "out.csv")
+
+
+def test_more_stages_than_layers_never_fit_and_odd_rows_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {**sweep_rows(1)[0], "dp": "1", "pp": "32", "gpus": "32"}
+    source, target = write_table(tmp_path / "in.csv", [row]), tmp_path / "out.csv"
+    assert main(["predict", str(source), "-o", str(target)]) == 0
+    err = capsys.readouterr().err
+    assert "row 2: more pipeline stages than layers" in err and "row 2: global_batch is not" in err
+    with target.open(newline="") as file:
+        assert [r["predicted_fits"] for r in csv.DictReader(file)] == ["0"]
 
 
 def test_predict_says_which_column_or_file_is_missing(tmp_path: Path) -> None:
@@ -211,6 +227,9 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert answer["layouts"][0]["memory_bytes"] + answer["layouts"][0]["headroom_bytes"] == H100.memory_bytes
     assert main(["plan", "--gpus", "8", "--max-model"]) == 0
     assert "parameters" in capsys.readouterr().out
+    assert main(["plan", "--gpus", "8", "--top", "0"]) == 2
+    assert main(["plan", "--gpus", "8", "--timeline", str(tmp_path)]) == 2
+    assert "cannot write" in capsys.readouterr().err
     assert main(["plan", "--model", "nothing", "--gpus", "8"]) == 2
     assert "unknown model" in capsys.readouterr().err
 

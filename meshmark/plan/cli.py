@@ -10,14 +10,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from meshmark.errors import MeshmarkError
+from meshmark.errors import InputError, MeshmarkError
 from meshmark.model_spec import ModelSpec
 from meshmark.plan.models import plan_model
+from meshmark.plan.papers import read_rows
 from meshmark.plan.predict import DEFAULT_RECIPE, predict_file, rates_for
 from meshmark.plan.rates import Rates, rates, read_rates
 from meshmark.plan.recipe import RECIPES, recipe
 from meshmark.plan.search import Search, max_model, reason, search
 from meshmark.plan.step_time import PARTS
+from meshmark.plan.sweep import remarks
 from meshmark.plan.system import GIB, gpu
 
 
@@ -63,6 +65,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
         return _print_max_model(arguments, given)
     changes = {"seq_len": arguments.seq_len} if arguments.seq_len is not None else {}
     model = plan_model(arguments.model, **changes)
+    if arguments.top < 1:
+        raise InputError(f"--top is {arguments.top}, expected at least 1")
     start = time.perf_counter()
     found = search(model, arguments.gpus, arguments.global_batch, machine, using, given)
     elapsed = time.perf_counter() - start
@@ -147,7 +151,10 @@ def _draw_timeline(found: Search, path: Path) -> None:
     seconds = prediction.time.total_seconds[row] - prediction.time.bubble[row]
     work = seconds / layout.num_micro_batches
     run = simulate(layout, [work] * layout.pp)
-    path.write_text(timeline_svg(run, f"{prediction.model.name}, {layout.id}"))
+    try:
+        path.write_text(timeline_svg(run, f"{prediction.model.name}, {layout.id}"))
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
     print(f"timeline: {path}", file=sys.stderr)
 
 
@@ -155,6 +162,8 @@ def run_predict(arguments: argparse.Namespace) -> int:
     """Predict a file of layouts."""
     given = _chosen_rates(arguments, None)
     count = predict_file(arguments.layouts, arguments.output, using=recipe(arguments.recipe), given=given)
+    for remark in remarks(read_rows(arguments.layouts)):
+        print(f"meshmark: {remark}", file=sys.stderr)
     print(f"{count} layouts predicted: {arguments.output}")
     return 0
 

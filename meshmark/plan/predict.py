@@ -55,6 +55,7 @@ def predicted_columns(found: Prediction) -> dict[str, Column]:
         "predicted_tokens_per_s_per_gpu": found.tokens_per_second_per_gpu,
         "predicted_step_seconds": found.step_seconds,
         "predicted_mfu_percent": 100.0 * found.mfu,
+        "predicted_hfu_percent": 100.0 * found.hfu,
         "predicted_fullest_stage": found.memory.fullest_stage,
     }
     memory = {f"predicted_{name}_gib": getattr(found.memory, name) / GIB for name in CATEGORIES}
