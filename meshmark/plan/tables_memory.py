@@ -269,7 +269,28 @@ def deepspeed_estimates() -> Table:
     )  # fmt: skip
 
 
+def zero_models() -> Table:
+    """ZeRO table 4, the configurations of its figures."""
+    rows = []
+    for row in paper("zero_table4_model_configs"):
+        sizes = [float(part.strip("B")) for part in row["size_label"].split("-")]
+        depths = [int(part) for part in row["layers"].split(",")]
+        hidden = int(row["hidden"])
+        found = [12.0 * depths[0] * hidden**2 / GB, 12.0 * depths[-1] * hidden**2 / GB][: len(sizes)]
+        cells: list[Cell | None] = [
+            Cell(published=size, computed=computed, flagged=row["note"] if abs(computed / size - 1.0) > 0.2 else "")
+            for size, computed in zip(sizes, found, strict=True)
+        ]
+        cells += [None] * (2 - len(cells))
+        rows.append(((row["figure"], row["size_label"], row["layers"], row["hidden"]), tuple(cells)))
+    return Table(
+        title="ZeRO table 4: model sizes", source="arXiv:1910.02054 table 4",
+        formula="12 L h^2, of the shallowest and of the deepest (embeddings are not stated)",
+        labels=("figure", "size", "layers", "hidden"), columns=("smallest 1e9", "largest 1e9"), rows=rows,
+    )  # fmt: skip
+
+
 MEMORY_TABLES: list[Callable[[], Table]] = [
     gpipe_maximum, zero_maximum, zero_twin, megatron2019, activations_10b, activations_twin,
-    llama_parameters, gpt3_models, llama_models, zero_states, korthikanti_memory, deepspeed_estimates,
+    llama_parameters, gpt3_models, llama_models, zero_states, zero_models, korthikanti_memory, deepspeed_estimates,
 ]  # fmt: skip
