@@ -11,29 +11,35 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshmark.errors import InputError, MeshmarkError
-from meshmark.model_spec import ModelSpec
+from meshmark.layout import Offload
+from meshmark.model_spec import Family, ModelSpec
 from meshmark.plan.models import plan_model
 from meshmark.plan.papers import read_rows
 from meshmark.plan.predict import DEFAULT_RECIPE, predict_file, rates_for
 from meshmark.plan.rates import Rates, rates, read_rates
 from meshmark.plan.recipe import RECIPES, recipe
 from meshmark.plan.search import Search, max_model, reason, search
-from meshmark.plan.step_time import PARTS
+from meshmark.plan.step_time import PARTS, STAGE_PARTS
 from meshmark.plan.sweep import remarks
 from meshmark.plan.system import GIB, gpu
+
+_DEFAULT_MODEL = "llama-8b"
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Mount the planner's verbs; each sets `run`, which raises `InputError` for a user's mistake."""
     plan = subparsers.add_parser("plan", help="the best layout for a model on a cluster")
-    plan.add_argument("--model", default="llama-8b", help="a preset, or a size such as gpt-175b")
+    plan.add_argument("--model", help=f"a preset, or a size such as gpt-175b; {_DEFAULT_MODEL} if not given")
     plan.add_argument("--gpus", type=int, required=True, help="number of GPUs")
     plan.add_argument("--gpu", default="h100", help="kind of GPU")
     plan.add_argument("--global-batch", type=int, default=256, help="sequences in one optimizer step")
     plan.add_argument("--seq-len", type=int, help="tokens in a sequence, if not the model's own")
     plan.add_argument("--top", type=int, default=10, help="layouts to print")
     plan.add_argument("--json", action="store_true", help="print JSON")
-    plan.add_argument("--max-model", action="store_true", help="the largest model that fits, instead")
+    plan.add_argument(
+        "--max-model", action="store_true", help="the largest model that fits, instead, of --model's family"
+    )
+    plan.add_argument("--offload", choices=tuple(Offload), default="none", help="where optimizer states live")
     plan.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
     plan.set_defaults(run=run_plan)
     predict = subparsers.add_parser("predict", help="predict every layout of a CSV file")
@@ -64,11 +70,13 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.max_model:
         return _print_max_model(arguments, given)
     changes = {"seq_len": arguments.seq_len} if arguments.seq_len is not None else {}
-    model = plan_model(arguments.model, **changes)
+    model = plan_model(arguments.model or _DEFAULT_MODEL, **changes)
     if arguments.top < 1:
         raise InputError(f"--top is {arguments.top}, expected at least 1")
     start = time.perf_counter()
-    found = search(model, arguments.gpus, arguments.global_batch, machine, using, given)
+    found = search(
+        model, arguments.gpus, arguments.global_batch, machine, using, given, offload=Offload(arguments.offload)
+    )
     elapsed = time.perf_counter() - start
     if arguments.json:
         print(json.dumps(_as_json(found, arguments.top, elapsed), indent=1))
@@ -84,20 +92,34 @@ def _print_search(found: Search, model: ModelSpec, top: int, elapsed: float) -> 
     size = f"{model.num_parameters / 1e9:.3g}B parameters"
     print(f"{model.name} ({size}) on {prediction.grid.num_gpus[0]} {prediction.gpu.name}: {found.num_examined} layouts")
     print(f"examined in {elapsed:.2f} s, {len(found.ranked)} fit; global batch {prediction.grid.global_batch[0]}")
-    print(f"\n{'layout':44} {'tok/s/gpu':>10} {'MFU':>6} {'step s':>9} {'GiB':>7} {'free':>7}")
+    print(f"\n{'layout':62} {'tok/s/gpu':>10} {'MFU':>6} {'step s':>9} {'GiB':>7} {'free':>7}")
     for row in found.ranked[:top]:
         print(_line(found, int(row)))
+    best = int(found.ranked[0])
     print(f"\nThe best wins because {reason(found)}.")
+    print(f"Its step: {_breakdown(found, best)}; HFU {100 * prediction.hfu[best]:.1f} %.")
+    if host := float(prediction.memory.host_bytes[best]):
+        print(f"Offloaded: {host / GIB:.1f} GiB a gpu, which its host must have.")
     if len(found.just_too_large):
-        print("Faster, but too large by:")
+        speed = prediction.tokens_per_second_per_gpu
+        faster = speed[found.just_too_large[0]] > speed[best]
+        print("Faster, but too large by:" if faster else "Too large (and no faster) by:")
         for row in found.just_too_large[:3]:
             print(f"  {_line(found, int(row))}")
+
+
+def _breakdown(found: Search, row: int) -> str:
+    """Where a step's time goes, the largest part first; below half a percent is left out."""
+    prediction = found.prediction
+    shares = {part: getattr(prediction.time, part)[row] / prediction.step_seconds[row] for part in PARTS}
+    parts = sorted((part for part in PARTS if shares[part] >= 0.005), key=lambda part: -shares[part])
+    return ", ".join(f"{part.replace('_', ' ')} {100 * shares[part]:.0f} %" for part in parts)
 
 
 def _line(found: Search, row: int) -> str:
     p = found.prediction
     return (
-        f"{p.grid.layout(row).id:44} {p.tokens_per_second_per_gpu[row]:10.1f} {100 * p.mfu[row]:5.1f}% "
+        f"{p.grid.layout(row).id:62} {p.tokens_per_second_per_gpu[row]:10.1f} {100 * p.mfu[row]:5.1f}% "
         f"{p.step_seconds[row]:9.3f} {p.memory_bytes[row] / GIB:7.1f} {found.headroom_bytes(row) / GIB:+7.1f}"
     )
 
@@ -117,7 +139,8 @@ def _layout_json(found: Search, row: int) -> dict[str, object]:
     return {
         "layout": dataclasses.asdict(p.grid.layout(row)), "id": p.grid.layout(row).id,
         "micro_batch": int(p.grid.micro_batch[row]), "memory_bytes": float(p.memory_bytes[row]),
-        "headroom_bytes": found.headroom_bytes(row), "step_seconds": float(p.step_seconds[row]),
+        "headroom_bytes": found.headroom_bytes(row), "host_bytes": float(p.memory.host_bytes[row]),
+        "step_seconds": float(p.step_seconds[row]),
         "tokens_per_second_per_gpu": float(p.tokens_per_second_per_gpu[row]), "mfu": float(p.mfu[row]),
         "hfu": float(p.hfu[row]), "seconds": {part: float(getattr(p.time, part)[row]) for part in PARTS},
     }  # fmt: skip
@@ -125,7 +148,10 @@ def _layout_json(found: Search, row: int) -> dict[str, object]:
 
 def _print_max_model(arguments: argparse.Namespace, given: Rates) -> int:
     machine, using = gpu(arguments.gpu), recipe(arguments.recipe)
-    model, grid, held = max_model(arguments.gpus, arguments.global_batch, machine, using, given)
+    family = plan_model(arguments.model).family if arguments.model else Family.GPT
+    model, grid, held = max_model(
+        arguments.gpus, arguments.global_batch, machine, using, given, family=family, seq_len=arguments.seq_len
+    )
     least = int(held.argmin())
     layout = grid.layout(least)
     if arguments.json:
@@ -135,10 +161,10 @@ def _print_max_model(arguments: argparse.Namespace, given: Rates) -> int:
         }  # fmt: skip
         print(json.dumps(answer, indent=1))
         return 0
-    print(
-        f"the largest GPT on {arguments.gpus} {machine.name}: {model.num_parameters / 1e9:.3g}B parameters "
-        f"({model.num_layers} layers, hidden {model.hidden}), as {layout.id}, {held[least] / GIB:.1f} GiB a gpu"
-    )
+    kind, size = "GPT" if family is Family.GPT else "LLaMA", f"{model.num_parameters / 1e9:.3g}B parameters"
+    shape = f"{model.num_layers} layers, hidden {model.hidden}, {model.seq_len} tokens"
+    held_gib = f"{held[least] / GIB:.1f} GiB a gpu"
+    print(f"the largest {kind} on {arguments.gpus} {machine.name}: {size} ({shape}), as {layout.id}, {held_gib}")
     return 0
 
 
@@ -148,11 +174,12 @@ def _draw_timeline(found: Search, path: Path) -> None:
 
     prediction, row = found.prediction, int(found.ranked[0])
     layout = prediction.grid.layout(row)
-    seconds = prediction.time.total_seconds[row] - prediction.time.bubble[row]
+    # Reductions and the optimizer follow the pipeline and are not drawn.
+    seconds = sum(float(getattr(prediction.time, part)[row]) for part in STAGE_PARTS)
     work = seconds / layout.num_micro_batches
     run = simulate(layout, [work] * layout.pp)
     try:
-        path.write_text(timeline_svg(run, f"{prediction.model.name}, {layout.id}"))
+        path.write_text(timeline_svg(run, f"{prediction.model.name}, {layout.id}, passes alone"))
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
     print(f"timeline: {path}", file=sys.stderr)

@@ -95,6 +95,7 @@ def make_grid(**columns: object) -> Grid:
 def enumerate_grid(
     model: ModelSpec, num_gpus: int, global_batch: int, *, max_tp: int, recomputes: Iterable[Recompute],
     zero_stages: Iterable[int] = (0, 1, 2, 3), max_virtual_stages: int = 4,
+    offload: Offload = Offload.NONE,
 ) -> Grid:  # fmt: skip
     """Every layout of `model` on `num_gpus` with `global_batch` sequences a step that divides evenly.
 
@@ -125,7 +126,7 @@ def enumerate_grid(
         joined = {"dp": np.zeros(0, dtype=np.int64)}
     virtual = joined.get("virtual_stages", np.zeros(0))
     schedule = np.where(virtual > 1, SCHEDULES.index(Schedule.INTERLEAVED), SCHEDULES.index(Schedule.ONE_F_ONE_B))
-    return make_grid(**joined, schedule=schedule, sequence_parallel=True)
+    return make_grid(**joined, schedule=schedule, sequence_parallel=True, offload=OFFLOADS.index(offload))
 
 
 def _degrees(model: ModelSpec, num_gpus: int, max_tp: int) -> list[tuple[int, int, int]]:

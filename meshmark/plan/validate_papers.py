@@ -49,9 +49,8 @@ def paper_lines() -> list[str]:
         seconds, memory = (np.array([getattr(f, a)[0] for f in found]) for a in ("step_seconds", "memory_bytes"))
         real = np.array([run.step_seconds for run in runs])
         held = np.array([run.memory_bytes for run in runs])
-        lines.append(
-            f"| {name} | {role} | step time | {error_cells(errors_of(seconds, real, TIME_GOAL))} | {_bias(seconds, real)} |"
-        )
+        errors = error_cells(errors_of(seconds, real, TIME_GOAL))
+        lines.append(f"| {name} | {role} | step time | {errors} | {_bias(seconds, real)} |")
         if np.isfinite(held).any():
             lines.append(
                 f"| {name} | held out | memory | {error_cells(errors_of(memory, held, MEMORY_GOAL))} | "
