@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.layout import Offload
+from meshmark.layout import Offload, Schedule
 from meshmark.plan.calibrate import known_gpu
 from meshmark.plan.cli import main
 from meshmark.plan.errors_of import errors_of
@@ -74,6 +74,18 @@ def test_offloaded_states_leave_the_gpu_and_are_counted_on_the_host() -> None:
     best = int(found.ranked[0])
     assert found.prediction.grid.layout(best).offload is Offload.CPU
     assert found.prediction.memory.host_bytes[best] == pytest.approx(12 * 175e9 / 32, rel=0.15)
+
+
+def test_every_schedule_can_be_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    def examined(*schedules: Schedule) -> set[Schedule]:
+        found = search(plan_model("gpt-175b"), 64, 64, H100, NANOTRON, rates("h100"), schedules=schedules)
+        grid = found.prediction.grid
+        return {grid.layout(int(row)).schedule for row in np.nonzero(grid.pp > 1)[0]}
+
+    assert examined(*Schedule) == set(Schedule)
+    assert examined(Schedule.ZERO_BUBBLE) == {Schedule.ZERO_BUBBLE}
+    assert main(["plan", "--gpus", "8", "--schedules", "1f1b,zerobubble"]) == 2
+    assert "did you mean 'zero_bubble'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_gpus, batch", [(3, 256), (8, 7)])

@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from meshmark.errors import InputError, MeshmarkError
-from meshmark.layout import Offload
+from meshmark.errors import InputError, MeshmarkError, UnknownNameError
+from meshmark.layout import Offload, Schedule
 from meshmark.model_spec import Family, ModelSpec
 from meshmark.plan.models import plan_model
 from meshmark.plan.papers import read_rows
 from meshmark.plan.predict import DEFAULT_RECIPE, predict_file, rates_for
 from meshmark.plan.rates import Rates, rates, read_rates
 from meshmark.plan.recipe import RECIPES, recipe
-from meshmark.plan.search import Search, max_model, reason, search
+from meshmark.plan.search import SEARCHED_SCHEDULES, Search, max_model, reason, search
 from meshmark.plan.step_time import PARTS, STAGE_PARTS
 from meshmark.plan.sweep import remarks
 from meshmark.plan.system import GIB, gpu
@@ -39,6 +39,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     plan.add_argument(
         "--max-model", action="store_true", help="the largest model that fits, instead, of --model's family"
     )
+    plan.add_argument("--schedules", default=",".join(SEARCHED_SCHEDULES), help=f"to search, of {', '.join(Schedule)}")
     plan.add_argument("--offload", choices=tuple(Offload), default="none", help="where optimizer states live")
     plan.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
     plan.set_defaults(run=run_plan)
@@ -73,10 +74,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
     model = plan_model(arguments.model or _DEFAULT_MODEL, **changes)
     if arguments.top < 1:
         raise InputError(f"--top is {arguments.top}, expected at least 1")
+    schedules = [_schedule(name.strip()) for name in arguments.schedules.split(",")]
     start = time.perf_counter()
     found = search(
-        model, arguments.gpus, arguments.global_batch, machine, using, given, offload=Offload(arguments.offload)
-    )
+        model, arguments.gpus, arguments.global_batch, machine, using, given, offload=Offload(arguments.offload),
+        schedules=schedules,
+    )  # fmt: skip
     elapsed = time.perf_counter() - start
     if arguments.json:
         print(json.dumps(_as_json(found, arguments.top, elapsed), indent=1))
@@ -85,6 +88,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.timeline:
         _draw_timeline(found, arguments.timeline)
     return 0
+
+
+def _schedule(name: str) -> Schedule:
+    if name not in tuple(Schedule):
+        raise UnknownNameError("schedule", name, Schedule)
+    return Schedule(name)
 
 
 def _print_search(found: Search, model: ModelSpec, top: int, elapsed: float) -> None:
@@ -150,8 +159,9 @@ def _print_max_model(arguments: argparse.Namespace, given: Rates) -> int:
     machine, using = gpu(arguments.gpu), recipe(arguments.recipe)
     family = plan_model(arguments.model).family if arguments.model else Family.GPT
     model, grid, held = max_model(
-        arguments.gpus, arguments.global_batch, machine, using, given, family=family, seq_len=arguments.seq_len
-    )
+        arguments.gpus, arguments.global_batch, machine, using, given, family=family, seq_len=arguments.seq_len,
+        offload=Offload(arguments.offload),
+    )  # fmt: skip
     least = int(held.argmin())
     layout = grid.layout(least)
     if arguments.json:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshmark.errors import InputError
-from meshmark.layout import Offload, Recompute
+from meshmark.layout import Offload, Recompute, Schedule
 from meshmark.model_spec import ModelSpec
 from meshmark.plan.grid import Column, Grid, enumerate_grid, make_grid
 from meshmark.plan.models import model_of_size
@@ -20,6 +20,8 @@ from meshmark.plan.step_time import PARTS
 from meshmark.plan.system import GIB, Gpu
 
 _RECOMPUTES = tuple(Recompute)
+SEARCHED_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+"""What most frameworks have; GPipe holds more for the same bubble, and few have zero bubble."""
 _MAX_GPUS = 2**20
 
 
@@ -50,6 +52,7 @@ class Search:
 def search(
     model: ModelSpec, num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
     *, recomputes: Sequence[Recompute] = _RECOMPUTES, offload: Offload = Offload.NONE,
+    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES,
 ) -> Search:  # fmt: skip
     """Examine every layout.
 
@@ -57,7 +60,7 @@ def search(
     """
 
     def examine(count: int) -> Prediction:
-        return _predict_all(model, count, global_batch, gpu, recipe, rates, recomputes, offload)
+        return _predict_all(model, count, global_batch, gpu, recipe, rates, recomputes, offload, schedules)
 
     prediction = examine(num_gpus)
     fits = np.nonzero(prediction.fits)[0]
@@ -74,7 +77,8 @@ def search(
 
 def _predict_all(
     model: ModelSpec, num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
-    recomputes: Sequence[Recompute], offload: Offload,
+    recomputes: Sequence[Recompute] = _RECOMPUTES, offload: Offload = Offload.NONE,
+    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES,
 ) -> Prediction:  # fmt: skip
     for name, value in (("gpus", num_gpus), ("global batch", global_batch)):
         if value < 1:
@@ -83,6 +87,7 @@ def _predict_all(
         raise InputError(f"{num_gpus} gpus; at most {_MAX_GPUS} are planned for")
     grid = enumerate_grid(
         model, num_gpus, global_batch, max_tp=4 * gpu.gpus_per_node, recomputes=recomputes, offload=offload,
+        schedules=schedules,
         zero_stages=(0, 3) if recipe.weight_bytes == 4 and recipe.arithmetic != "fp32" else (0, 1, 2, 3),
     )  # fmt: skip
     if not len(grid):
@@ -158,7 +163,7 @@ def reason(found: Search) -> str:
 
 def max_model(
     num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
-    *, family: str = "gpt", seq_len: int | None = None,
+    *, family: str = "gpt", seq_len: int | None = None, offload: Offload = Offload.NONE,
 ) -> tuple[ModelSpec, Grid, Column]:  # fmt: skip
     """The largest model of a family that fits, with the layouts that hold it and the memory that each needs.
 
@@ -173,7 +178,7 @@ def max_model(
         model = model_of_size(float(sizes[index]), family=family)
         model = dataclasses.replace(model, seq_len=seq_len) if seq_len is not None else model
         try:
-            found = _predict_all(model, num_gpus, global_batch, gpu, recipe, rates, _RECOMPUTES, Offload.NONE)
+            found = _predict_all(model, num_gpus, global_batch, gpu, recipe, rates, offload=offload)
         except InputError:
             return model, make_grid(dp=np.zeros(0, dtype=np.int64)), np.zeros(0)
         rows = np.nonzero(found.fits)[0]
