@@ -24,6 +24,10 @@ from meshmark.plan.sweep import remarks
 from meshmark.plan.system import GIB, gpu
 
 _DEFAULT_MODEL = "llama-8b"
+_RATES_HELP = (
+    "name or JSON file of rates, if not the GPU's own; on h100 `predict` takes h100-sweep, the build of the sweep, whose "
+    "pipelines poll for messages on many nodes, and `plan` takes h100, without the polling"
+)
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -53,7 +57,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     calibrate.set_defaults(run=run_calibrate)
     for parser in (plan, predict):
         parser.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"bytes a parameter: {', '.join(RECIPES)}")
-        parser.add_argument("--rates", help="name or JSON file of rates, if not the GPU's own")
+        parser.add_argument("--rates", help=_RATES_HELP)
 
 
 def _chosen_rates(arguments: argparse.Namespace, gpu_name: str | None) -> Rates | None:
