@@ -25,7 +25,7 @@ from meshmark.plan.system import GIB, gpu
 
 _DEFAULT_MODEL = "llama-8b"
 _RATES_HELP = (
-    "name or JSON file of rates, if not the GPU's own; on h100 `predict` takes h100-sweep, the build of the sweep, whose "
+    "name or JSON file of rates, if not the GPU's own; on h100 `predict` takes h100-sweep, the sweep's build, whose "
     "pipelines poll for messages on many nodes, and `plan` takes h100, without the polling"
 )
 
