@@ -134,7 +134,9 @@ def test_a_model_made_to_a_size_has_it(size: float) -> None:
 
 
 def test_presets_have_their_published_sizes() -> None:
-    sizes = {"llama-8b": 8.03, "llama-70b": 70.6, "llama-405b": 405.9, "megatron-1t": 1008.0, "bloom-176b": 176.0}
+    sizes = {"llama-8b": 8.03, "llama-70b": 70.6, "llama-405b": 405.9, "megatron-1t": 1008.0, "bloom-176b": 176.0,
+             "llama2-13b": 13.0, "llama2-70b": 69.0, "gpipe-transformer-3": 0.2822, "gpipe-transformer-1663": 83.9,
+             "zero-40b": 40.5, "zero-60b": 60.8, "zero-170b": 171.0}  # fmt: skip
     for name, billions in sizes.items():
         assert known_models()[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
     assert plan_model("sweep-1b").num_parameters == pytest.approx(1342177280, rel=1e-4)

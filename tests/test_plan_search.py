@@ -13,18 +13,21 @@ import numpy as np
 import pytest
 
 from meshmark.errors import InputError, UnknownNameError
+from meshmark.layout import Offload, Schedule
+from meshmark.plan.calibrate import known_gpu
 from meshmark.plan.cli import main
 from meshmark.plan.errors_of import errors_of
 from meshmark.plan.fit import fit_rates
 from meshmark.plan.grid import make_grid
 from meshmark.plan.models import model_of_size, plan_model
 from meshmark.plan.papers import PAPERS_DIR, paper
-from meshmark.plan.predict import predict_file
+from meshmark.plan.predict import predict_file, rates_for
+from meshmark.plan.published import bloom_sweep, left_out, torchtitan_rows
 from meshmark.plan.rates import Rates, rates, read_rates, write_rates
 from meshmark.plan.recipe import recipe
 from meshmark.plan.search import NothingFitsError, max_model, search
 from meshmark.plan.sweep import LAYOUT_COLUMNS
-from meshmark.plan.system import Gpu, gpu
+from meshmark.plan.system import GPUS, Gpu, gpu
 from meshmark.plan.tables import all_tables, summary_lines, table_lines
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +54,68 @@ def test_the_largest_model_fits_and_more_gpus_hold_a_larger_one() -> None:
     few, many = (max_model(n, 64, H100, NANOTRON, rates("h100")) for n in (8, 64))
     assert few[2].min() <= H100.memory_bytes
     assert many[0].num_parameters > 4 * few[0].num_parameters
+
+
+def test_the_number_of_gpus_named_is_the_smallest_whole_node() -> None:
+    model, given = plan_model("gpt-175b"), rates("a100")
+    with pytest.raises(NothingFitsError, match="it fits on 48 gpus"):
+        search(model, 6, 256, gpu("a100"), NANOTRON, given)
+    assert len(search(model, 48, 256, gpu("a100"), NANOTRON, given).ranked)
+    with pytest.raises(NothingFitsError):
+        search(model, 40, 256, gpu("a100"), NANOTRON, given)
+    with pytest.raises(NothingFitsError, match="no larger number of them that divides this batch: raise the batch"):
+        search(model, 1, 1, gpu("p100"), NANOTRON, given)
+
+
+def test_offloaded_states_leave_the_gpu_and_are_counted_on_the_host() -> None:
+    with pytest.raises(NothingFitsError):
+        search(plan_model("gpt-175b"), 32, 256, H100, NANOTRON, rates("h100"))
+    found = search(plan_model("gpt-175b"), 32, 256, H100, NANOTRON, rates("h100"), offload=Offload.CPU)
+    best = int(found.ranked[0])
+    assert found.prediction.grid.layout(best).offload is Offload.CPU
+    assert found.prediction.memory.host_bytes[best] == pytest.approx(12 * 175e9 / 32, rel=0.15)
+
+
+def test_every_schedule_can_be_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    def examined(*schedules: Schedule) -> set[Schedule]:
+        found = search(plan_model("gpt-175b"), 64, 64, H100, NANOTRON, rates("h100"), schedules=schedules)
+        grid = found.prediction.grid
+        return {grid.layout(int(row)).schedule for row in np.nonzero(grid.pp > 1)[0]}
+
+    assert examined(*Schedule) == set(Schedule)
+    assert examined(Schedule.ZERO_BUBBLE) == {Schedule.ZERO_BUBBLE}
+    assert main(["plan", "--gpus", "8", "--schedules", "1f1b,zerobubble"]) == 2
+    assert "did you mean 'zero_bubble'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_gpus, batch", [(3, 256), (8, 7)])
+def test_the_largest_model_is_found_where_the_smallest_has_no_layout(num_gpus: int, batch: int) -> None:
+    model, grid, needed = max_model(num_gpus, batch, H100, NANOTRON, rates("h100"))
+    assert model.num_parameters > 3e9 and len(grid) and needed.max() <= H100.memory_bytes
+    assert len(search(model, num_gpus, batch, H100, NANOTRON, rates("h100")).ranked)
+
+
+@pytest.mark.parametrize("name", sorted(GPUS))
+def test_every_gpu_can_be_planned_for(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "gpt3-1.3b", "--gpus", "8", "--gpu", name, "--top", "1"]) == 0
+    assert "Its step: " in capsys.readouterr().out
+
+
+def test_a_gpu_without_measurements_takes_its_own_links() -> None:
+    near, far = rates_for("a100"), rates_for("p100")
+    assert near == rates("a100")
+    assert far.tp_bandwidth / near.tp_bandwidth == pytest.approx(16 / 300)
+    assert far.node_bandwidth / near.node_bandwidth == pytest.approx(1.25 / 25)
+
+
+@pytest.mark.parametrize(
+    "device, name",
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100-40"), ("NVIDIA A100-SXM4-80GB", "a100-80"),
+     ("Tesla V100-SXM3-32GB", "v100-32"), ("NVIDIA L4", None)],
+)  # fmt: skip
+def test_calibration_measures_against_the_gpu_that_is_there(device: str, name: str | None) -> None:
+    found = known_gpu(device)
+    assert (found.name if found else None) == name
 
 
 @pytest.mark.parametrize(
@@ -128,12 +193,28 @@ def test_predict_does_not_read_measured_columns(tmp_path: Path) -> None:
         ({"gpus": "5"}, "dp x tp x pp is"),
         ({"gpu": "H1000"}, "unknown gpu"),
         ({"micro_batch": "-1"}, "micro_batch"),
+        ({"layers": "inf"}, "layers is 'inf'"),
+        ({"hidden": "2e15"}, "is its unit right"),
+        ({"tied_embeddings": "2"}, "tied_embeddings is 2"),
+        ({"tp": "3", "dp": "1", "gpus": "3"}, "row 2: tp 3 does not divide num_heads 32"),
     ],
 )
 def test_predict_names_the_row_and_column_that_cannot_be(tmp_path: Path, changes: dict[str, str], message: str) -> None:
     source = write_table(tmp_path / "in.csv", [{**sweep_rows(1)[0], **changes}])
     with pytest.raises(InputError, match=message):
         predict_file(source, tmp_path / "out.csv")
+
+
+def test_more_stages_than_layers_never_fit_and_odd_rows_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {**sweep_rows(1)[0], "dp": "1", "pp": "32", "gpus": "32"}
+    source, target = write_table(tmp_path / "in.csv", [row]), tmp_path / "out.csv"
+    assert main(["predict", str(source), "-o", str(target)]) == 0
+    err = capsys.readouterr().err
+    assert "row 2: more pipeline stages than layers" in err and "row 2: global_batch is not" in err
+    with target.open(newline="") as file:
+        assert [r["predicted_fits"] for r in csv.DictReader(file)] == ["0"]
 
 
 def test_predict_says_which_column_or_file_is_missing(tmp_path: Path) -> None:
@@ -201,6 +282,15 @@ def test_every_published_row_has_a_source_and_every_table_a_report() -> None:
     assert [c.flagged for c in by_title["GPipe table 1"].cells if c.flagged]
 
 
+def test_korthikantis_layer_times_and_the_rows_left_out_are_reported() -> None:
+    by_title = {t.title.split(":")[0]: t for t in all_tables()}
+    layers = by_title["Korthikanti table 4"]
+    assert len(layers.rows) == 5 and max(abs(c.error) for c in layers.cells) < 0.13
+    assert [c.published for c in by_title["ZeRO table 4"].cells if c.flagged] == [40.0, 60.0, 170.0]
+    for name, used in (("torchtitan_performance", torchtitan_rows()), ("bloom_topology_sweep", bloom_sweep())):
+        assert sum(left_out(name).values()) + len(used) == len(paper(name))
+
+
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["plan", "--model", "llama-8b", "--gpus", "64", "--timeline", str(tmp_path / "t.svg")]) == 0
     out = capsys.readouterr().out
@@ -211,6 +301,9 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert answer["layouts"][0]["memory_bytes"] + answer["layouts"][0]["headroom_bytes"] == H100.memory_bytes
     assert main(["plan", "--gpus", "8", "--max-model"]) == 0
     assert "parameters" in capsys.readouterr().out
+    assert main(["plan", "--gpus", "8", "--top", "0"]) == 2
+    assert main(["plan", "--gpus", "8", "--timeline", str(tmp_path)]) == 2
+    assert "cannot write" in capsys.readouterr().err
     assert main(["plan", "--model", "nothing", "--gpus", "8"]) == 2
     assert "unknown model" in capsys.readouterr().err
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshmark.errors import InputError
-from meshmark.plan.rates import Rates, write_rates
-from meshmark.plan.system import GIGA, TERA, gpu
+from meshmark.plan.rates import Rates, rates, write_rates
+from meshmark.plan.system import GIGA, TERA, Gpu, gpu
 
 if TYPE_CHECKING:
     import torch
@@ -58,19 +58,32 @@ def calibrate_here(output: Path | None, seconds: float) -> int:
     return 0
 
 
+def known_gpu(device_name: str) -> Gpu | None:
+    """The GPU of ours that a driver's name ("NVIDIA A100-SXM4-40GB") speaks of; None for any other."""
+    words = device_name.lower().replace("-", " ").split()
+    for name in ("h200", "h100", "a100", "v100", "p100"):
+        if name in words:
+            return gpu("a100-40" if name == "a100" and "40gb" in words else name)
+    return None
+
+
 def rates_from(found: list[Measurement], device: torch.device) -> Rates:
     """Efficiencies over the datasheet of a known GPU, or over the fastest product and copy seen here.
 
     On an unknown machine the best of the sizes stands for the peak, so the efficiency is that of the median size.
+    Links that are not measured (without torchrun) are a CPU's as assumed, or the defaults of `Rates`.
     """
+    import torch
+
     peak_flops = max(m.rate for m in found if m.name == "matmul")
     peak_bytes = max(m.rate for m in found if m.name == "copy")
-    reference = gpu("h100") if device.type == "cuda" else None
+    reference = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if reference and peak_flops < reference.peak("bf16"):
         products, copies = peak_flops / reference.peak("bf16"), peak_bytes / reference.memory_bandwidth
     else:
         products = sorted(m.rate for m in found if m.name == "matmul")[-2] / peak_flops
         copies = sorted(m.rate for m in found if m.name == "copy")[-2] / peak_bytes
+    start = rates("cpu") if device.type == "cpu" else Rates(name="")
     gathers = [m for m in found if m.name == "all-gather"]
     fields: dict[str, float] = {
         "gemm_efficiency": min(products, 1.0), "attention_efficiency": min(products, 1.0) * 0.66,
@@ -78,7 +91,8 @@ def rates_from(found: list[Measurement], device: torch.device) -> Rates:
     }  # fmt: skip
     if gathers:
         fields |= {"tp_bandwidth": max(m.rate for m in gathers), "tp_latency_seconds": min(m.seconds for m in gathers)}
-    return Rates(name=f"measured-{device.type}", origin=f"meshmark calibrate on {os.uname().machine}", **fields)
+    names = {"name": f"measured-{device.type}", "origin": f"meshmark calibrate on {os.uname().machine}"}
+    return dataclasses.replace(start, **names, **fields)  # type: ignore[arg-type]
 
 
 def measure_matmuls(device: torch.device, dtype: torch.dtype, budget: float) -> list[Measurement]:

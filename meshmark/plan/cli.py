@@ -10,28 +10,41 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from meshmark.errors import MeshmarkError
-from meshmark.model_spec import ModelSpec
+from meshmark.errors import InputError, MeshmarkError, UnknownNameError
+from meshmark.layout import Offload, Schedule
+from meshmark.model_spec import Family, ModelSpec
 from meshmark.plan.models import plan_model
+from meshmark.plan.papers import read_rows
 from meshmark.plan.predict import DEFAULT_RECIPE, predict_file, rates_for
 from meshmark.plan.rates import Rates, rates, read_rates
 from meshmark.plan.recipe import RECIPES, recipe
-from meshmark.plan.search import Search, max_model, reason, search
-from meshmark.plan.step_time import PARTS
+from meshmark.plan.search import SEARCHED_SCHEDULES, Search, max_model, reason, search
+from meshmark.plan.step_time import PARTS, STAGE_PARTS
+from meshmark.plan.sweep import remarks
 from meshmark.plan.system import GIB, gpu
+
+_DEFAULT_MODEL = "llama-8b"
+_RATES_HELP = (
+    "name or JSON file of rates, if not the GPU's own; on h100 `predict` takes h100-sweep, the sweep's build, whose "
+    "pipelines poll for messages on many nodes, and `plan` takes h100, without the polling"
+)
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Mount the planner's verbs; each sets `run`, which raises `InputError` for a user's mistake."""
     plan = subparsers.add_parser("plan", help="the best layout for a model on a cluster")
-    plan.add_argument("--model", default="llama-8b", help="a preset, or a size such as gpt-175b")
+    plan.add_argument("--model", help=f"a preset, or a size such as gpt-175b; {_DEFAULT_MODEL} if not given")
     plan.add_argument("--gpus", type=int, required=True, help="number of GPUs")
     plan.add_argument("--gpu", default="h100", help="kind of GPU")
     plan.add_argument("--global-batch", type=int, default=256, help="sequences in one optimizer step")
     plan.add_argument("--seq-len", type=int, help="tokens in a sequence, if not the model's own")
     plan.add_argument("--top", type=int, default=10, help="layouts to print")
     plan.add_argument("--json", action="store_true", help="print JSON")
-    plan.add_argument("--max-model", action="store_true", help="the largest model that fits, instead")
+    plan.add_argument(
+        "--max-model", action="store_true", help="the largest model that fits, instead, of --model's family"
+    )
+    plan.add_argument("--schedules", default=",".join(SEARCHED_SCHEDULES), help=f"to search, of {', '.join(Schedule)}")
+    plan.add_argument("--offload", choices=tuple(Offload), default="none", help="where optimizer states live")
     plan.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
     plan.set_defaults(run=run_plan)
     predict = subparsers.add_parser("predict", help="predict every layout of a CSV file")
@@ -44,7 +57,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     calibrate.set_defaults(run=run_calibrate)
     for parser in (plan, predict):
         parser.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"bytes a parameter: {', '.join(RECIPES)}")
-        parser.add_argument("--rates", help="name or JSON file of rates, if not the GPU's own")
+        parser.add_argument("--rates", help=_RATES_HELP)
 
 
 def _chosen_rates(arguments: argparse.Namespace, gpu_name: str | None) -> Rates | None:
@@ -62,9 +75,15 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.max_model:
         return _print_max_model(arguments, given)
     changes = {"seq_len": arguments.seq_len} if arguments.seq_len is not None else {}
-    model = plan_model(arguments.model, **changes)
+    model = plan_model(arguments.model or _DEFAULT_MODEL, **changes)
+    if arguments.top < 1:
+        raise InputError(f"--top is {arguments.top}, expected at least 1")
+    schedules = [_schedule(name.strip()) for name in arguments.schedules.split(",")]
     start = time.perf_counter()
-    found = search(model, arguments.gpus, arguments.global_batch, machine, using, given)
+    found = search(
+        model, arguments.gpus, arguments.global_batch, machine, using, given, offload=Offload(arguments.offload),
+        schedules=schedules,
+    )  # fmt: skip
     elapsed = time.perf_counter() - start
     if arguments.json:
         print(json.dumps(_as_json(found, arguments.top, elapsed), indent=1))
@@ -75,25 +94,45 @@ def run_plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _schedule(name: str) -> Schedule:
+    if name not in tuple(Schedule):
+        raise UnknownNameError("schedule", name, Schedule)
+    return Schedule(name)
+
+
 def _print_search(found: Search, model: ModelSpec, top: int, elapsed: float) -> None:
     prediction = found.prediction
     size = f"{model.num_parameters / 1e9:.3g}B parameters"
     print(f"{model.name} ({size}) on {prediction.grid.num_gpus[0]} {prediction.gpu.name}: {found.num_examined} layouts")
     print(f"examined in {elapsed:.2f} s, {len(found.ranked)} fit; global batch {prediction.grid.global_batch[0]}")
-    print(f"\n{'layout':44} {'tok/s/gpu':>10} {'MFU':>6} {'step s':>9} {'GiB':>7} {'free':>7}")
+    print(f"\n{'layout':62} {'tok/s/gpu':>10} {'MFU':>6} {'step s':>9} {'GiB':>7} {'free':>7}")
     for row in found.ranked[:top]:
         print(_line(found, int(row)))
+    best = int(found.ranked[0])
     print(f"\nThe best wins because {reason(found)}.")
+    print(f"Its step: {_breakdown(found, best)}; HFU {100 * prediction.hfu[best]:.1f} %.")
+    if host := float(prediction.memory.host_bytes[best]):
+        print(f"Offloaded: {host / GIB:.1f} GiB a gpu, which its host must have.")
     if len(found.just_too_large):
-        print("Faster, but too large by:")
+        speed = prediction.tokens_per_second_per_gpu
+        faster = speed[found.just_too_large[0]] > speed[best]
+        print("Faster, but too large by:" if faster else "Too large (and no faster) by:")
         for row in found.just_too_large[:3]:
             print(f"  {_line(found, int(row))}")
+
+
+def _breakdown(found: Search, row: int) -> str:
+    """Where a step's time goes, the largest part first; below half a percent is left out."""
+    prediction = found.prediction
+    shares = {part: getattr(prediction.time, part)[row] / prediction.step_seconds[row] for part in PARTS}
+    parts = sorted((part for part in PARTS if shares[part] >= 0.005), key=lambda part: -shares[part])
+    return ", ".join(f"{part.replace('_', ' ')} {100 * shares[part]:.0f} %" for part in parts)
 
 
 def _line(found: Search, row: int) -> str:
     p = found.prediction
     return (
-        f"{p.grid.layout(row).id:44} {p.tokens_per_second_per_gpu[row]:10.1f} {100 * p.mfu[row]:5.1f}% "
+        f"{p.grid.layout(row).id:62} {p.tokens_per_second_per_gpu[row]:10.1f} {100 * p.mfu[row]:5.1f}% "
         f"{p.step_seconds[row]:9.3f} {p.memory_bytes[row] / GIB:7.1f} {found.headroom_bytes(row) / GIB:+7.1f}"
     )
 
@@ -113,7 +152,8 @@ def _layout_json(found: Search, row: int) -> dict[str, object]:
     return {
         "layout": dataclasses.asdict(p.grid.layout(row)), "id": p.grid.layout(row).id,
         "micro_batch": int(p.grid.micro_batch[row]), "memory_bytes": float(p.memory_bytes[row]),
-        "headroom_bytes": found.headroom_bytes(row), "step_seconds": float(p.step_seconds[row]),
+        "headroom_bytes": found.headroom_bytes(row), "host_bytes": float(p.memory.host_bytes[row]),
+        "step_seconds": float(p.step_seconds[row]),
         "tokens_per_second_per_gpu": float(p.tokens_per_second_per_gpu[row]), "mfu": float(p.mfu[row]),
         "hfu": float(p.hfu[row]), "seconds": {part: float(getattr(p.time, part)[row]) for part in PARTS},
     }  # fmt: skip
@@ -121,7 +161,11 @@ def _layout_json(found: Search, row: int) -> dict[str, object]:
 
 def _print_max_model(arguments: argparse.Namespace, given: Rates) -> int:
     machine, using = gpu(arguments.gpu), recipe(arguments.recipe)
-    model, grid, held = max_model(arguments.gpus, arguments.global_batch, machine, using, given)
+    family = plan_model(arguments.model).family if arguments.model else Family.GPT
+    model, grid, held = max_model(
+        arguments.gpus, arguments.global_batch, machine, using, given, family=family, seq_len=arguments.seq_len,
+        offload=Offload(arguments.offload),
+    )  # fmt: skip
     least = int(held.argmin())
     layout = grid.layout(least)
     if arguments.json:
@@ -131,10 +175,10 @@ def _print_max_model(arguments: argparse.Namespace, given: Rates) -> int:
         }  # fmt: skip
         print(json.dumps(answer, indent=1))
         return 0
-    print(
-        f"the largest GPT on {arguments.gpus} {machine.name}: {model.num_parameters / 1e9:.3g}B parameters "
-        f"({model.num_layers} layers, hidden {model.hidden}), as {layout.id}, {held[least] / GIB:.1f} GiB a gpu"
-    )
+    kind, size = "GPT" if family is Family.GPT else "LLaMA", f"{model.num_parameters / 1e9:.3g}B parameters"
+    shape = f"{model.num_layers} layers, hidden {model.hidden}, {model.seq_len} tokens"
+    held_gib = f"{held[least] / GIB:.1f} GiB a gpu"
+    print(f"the largest {kind} on {arguments.gpus} {machine.name}: {size} ({shape}), as {layout.id}, {held_gib}")
     return 0
 
 
@@ -144,10 +188,14 @@ def _draw_timeline(found: Search, path: Path) -> None:
 
     prediction, row = found.prediction, int(found.ranked[0])
     layout = prediction.grid.layout(row)
-    seconds = prediction.time.total_seconds[row] - prediction.time.bubble[row]
+    # Reductions and the optimizer follow the pipeline and are not drawn.
+    seconds = sum(float(getattr(prediction.time, part)[row]) for part in STAGE_PARTS)
     work = seconds / layout.num_micro_batches
     run = simulate(layout, [work] * layout.pp)
-    path.write_text(timeline_svg(run, f"{prediction.model.name}, {layout.id}"))
+    try:
+        path.write_text(timeline_svg(run, f"{prediction.model.name}, {layout.id}, passes alone"))
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
     print(f"timeline: {path}", file=sys.stderr)
 
 
@@ -155,6 +203,8 @@ def run_predict(arguments: argparse.Namespace) -> int:
     """Predict a file of layouts."""
     given = _chosen_rates(arguments, None)
     count = predict_file(arguments.layouts, arguments.output, using=recipe(arguments.recipe), given=given)
+    for remark in remarks(read_rows(arguments.layouts)):
+        print(f"meshmark: {remark}", file=sys.stderr)
     print(f"{count} layouts predicted: {arguments.output}")
     return 0
 

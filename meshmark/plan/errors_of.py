@@ -36,6 +36,19 @@ def errors_of(predicted: Column, measured: Column, goal: float) -> Errors:
     )  # fmt: skip
 
 
+def error_cells(errors: Errors) -> str:
+    """A row of a report: rows, mean, median, largest, share within the goal, rank correlation."""
+
+    def percent(value: float) -> str:
+        return "-" if np.isnan(value) else f"{100 * value:.1f}"
+
+    rank = "-" if np.isnan(errors.rank_correlation) else f"{errors.rank_correlation:.3f}"
+    return (
+        f"{errors.num_rows} | {percent(errors.mean)} | {percent(errors.median)} | {percent(errors.worst)} | "
+        f"{percent(errors.within_goal)} | {rank}"
+    )
+
+
 def _spearman(a: Column, b: Column) -> float:
     if len(a) < 3:
         return float("nan")

@@ -95,11 +95,13 @@ def make_grid(**columns: object) -> Grid:
 def enumerate_grid(
     model: ModelSpec, num_gpus: int, global_batch: int, *, max_tp: int, recomputes: Iterable[Recompute],
     zero_stages: Iterable[int] = (0, 1, 2, 3), max_virtual_stages: int = 4,
+    offload: Offload = Offload.NONE, schedules: Iterable[Schedule] = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED),
 ) -> Grid:  # fmt: skip
     """Every layout of `model` on `num_gpus` with `global_batch` sequences a step that divides evenly.
 
     ZeRO 2 and 3 are combined with one pipeline stage only, as frameworks do: their gradients and weights would cross
-    the network once a micro-batch.
+    the network once a micro-batch. Context parallelism is not searched, nor tensor parallelism without sequence
+    parallelism, which costs as much traffic and more memory.
     """
     triples = _degrees(model, num_gpus, max_tp)
     columns: dict[str, list[Column]] = {}
@@ -108,24 +110,35 @@ def enumerate_grid(
             continue
         counts = [m for m in divisors(global_batch // dp) if m >= pp - 1]
         divides = [v for v in range(2, max_virtual_stages + 1) if model.num_layers % (v * pp) == 0]
-        chunks = [1, *(divides if pp > 1 else [])]
+        orders = _orders(schedules, divides) if pp > 1 else [(Schedule.ONE_F_ONE_B, 1)]
         stages = [z for z in zero_stages if (z == 0 or dp > 1) and (z < 2 or pp == 1)]
-        mesh = np.meshgrid(counts, chunks, stages, [RECOMPUTES.index(r) for r in recomputes], indexing="ij")
-        m, v, z, r = (a.ravel() for a in mesh)
+        mesh = np.meshgrid(counts, range(len(orders)), stages, [RECOMPUTES.index(r) for r in recomputes], indexing="ij")
+        m, o, z, r = (a.ravel().astype(np.int64) for a in mesh)
+        code, v = (np.array([pair[i] for pair in _coded(orders)], dtype=np.int64)[o] for i in (0, 1))
         keep = (v == 1) | (m % pp == 0)
-        m, v, z, r = m[keep], v[keep], z[keep], r[keep]
+        m, v, z, r, code = m[keep], v[keep], z[keep], r[keep], code[keep]
         size = len(m)
         for name, column in {
             "dp": np.full(size, dp), "tp": np.full(size, tp), "pp": np.full(size, pp), "zero_stage": z,
             "num_micro_batches": m, "virtual_stages": v, "recompute": r, "micro_batch": global_batch // dp // m,
+            "schedule": code,
         }.items():  # fmt: skip
             columns.setdefault(name, []).append(column)
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
     if not joined:
         joined = {"dp": np.zeros(0, dtype=np.int64)}
-    virtual = joined.get("virtual_stages", np.zeros(0))
-    schedule = np.where(virtual > 1, SCHEDULES.index(Schedule.INTERLEAVED), SCHEDULES.index(Schedule.ONE_F_ONE_B))
-    return make_grid(**joined, schedule=schedule, sequence_parallel=True)
+    return make_grid(**joined, sequence_parallel=True, offload=OFFLOADS.index(offload))
+
+
+def _orders(schedules: Iterable[Schedule], chunks: Iterable[int]) -> list[tuple[Schedule, int]]:
+    """Each schedule with its virtual stages."""
+    named = list(schedules)
+    flat = [(schedule, 1) for schedule in named if schedule is not Schedule.INTERLEAVED]
+    return flat + [(Schedule.INTERLEAVED, v) for v in chunks if Schedule.INTERLEAVED in named]
+
+
+def _coded(orders: Iterable[tuple[Schedule, int]]) -> list[tuple[int, int]]:
+    return [(SCHEDULES.index(schedule), chunks) for schedule, chunks in orders]
 
 
 def _degrees(model: ModelSpec, num_gpus: int, max_tp: int) -> list[tuple[int, int, int]]:

@@ -24,6 +24,9 @@ PLAN_MODELS: dict[str, ModelSpec] = {
         llama("llama-8b", 32, 4096, 32, 14336, **_LLAMA3),
         llama("llama-70b", 80, 8192, 64, 28672, **_LLAMA3),
         llama("llama-405b", 126, 16384, 128, 53248, **_LLAMA3),
+        # Llama 2, arXiv:2307.09288 table 1 and appendix A.2.1 (in torchtitan's tables).
+        llama("llama2-13b", 40, 5120, 40, 13824, seq_len=4096),
+        llama("llama2-70b", 80, 8192, 64, 28672, num_kv_heads=8, seq_len=4096),
         # Megatron-LM 2019, arXiv:1909.08053 table 1.
         gpt("megatron-1.2b", 40, 1536, 16, seq_len=1024, **_MEGATRON),
         gpt("megatron-2.5b", 54, 1920, 20, seq_len=1024, **_MEGATRON),
@@ -43,14 +46,23 @@ PLAN_MODELS: dict[str, ModelSpec] = {
         gpt("megatron-1t", 128, 25600, 160, **_MEGATRON),
         # Korthikanti et al., arXiv:2205.05198 table 3 (the others are Megatron's).
         gpt("megatron-22b", 48, 6144, 64, **_MEGATRON),
-        # ZeRO, arXiv:1910.02054 table 4 (heads are in its appendix; 64 dimensions a head are assumed).
+        # ZeRO, arXiv:1910.02054 table 4 (heads are in its appendix; 64 dimensions a head, 128 from 8B, are assumed).
+        # 40B is printed with a width of 4096, which is 18B; 6144 fits.
         gpt("zero-1.5b", 48, 1600, 25, seq_len=1024),
         gpt("zero-8b", 72, 3072, 24, seq_len=1024),
+        gpt("zero-13b", 62, 4096, 32, seq_len=1024),
+        gpt("zero-40b", 88, 6144, 48, seq_len=1024),
         gpt("zero-60b", 75, 8192, 64, seq_len=1024),
+        gpt("zero-80b", 100, 8192, 64, seq_len=1024),
         gpt("zero-100b", 125, 8192, 64, seq_len=1024),
+        gpt("zero-140b", 175, 8192, 64, seq_len=1024),
         gpt("zero-170b", 212, 8192, 64, seq_len=1024),
-        # GPipe's Transformer-L, arXiv:1811.06965 table 1.
-        gpt("gpipe-transformer-48", 48, 2048, 32, vocab_size=32000, seq_len=1024, tied_embeddings=True),
+        # GPipe's Transformer, arXiv:1811.06965 tables 1 to 3, by its number of layers; embedding and head apart
+        # (2 V d: 282.2M with three layers).
+        *(
+            gpt(f"gpipe-transformer-{n}", n, 2048, 32, vocab_size=32000, seq_len=1024)
+            for n in (3, 13, 24, 48, 103, 415, 1663)
+        ),
         # BLOOM-176B, arXiv:2211.05100 table 3.
         gpt("bloom-176b", 70, 14336, 112, **_BLOOM),
     )

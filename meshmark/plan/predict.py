@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,16 +24,23 @@ DEFAULT_RECIPE = "nanotron"
 
 
 def rates_for(gpu_name: str, *, as_measured: bool = False) -> Rates:
-    """The rates that the planner uses on a GPU: fitted where there were measurements, else the nearest GPU's.
+    """The rates that the planner uses on a GPU: fitted where there were measurements, else the nearest GPU's,
+    their bandwidths in proportion to the two datasheets'.
 
     `as_measured` takes the sweep's cluster with the build it ran, whose pipelines wait for messages on many nodes; a
     search assumes one that does not.
     """
-    name = gpu(gpu_name).name
-    if as_measured and name == "h100":
+    there = gpu(gpu_name)
+    if as_measured and there.name == "h100":
         return rates("h100-sweep")
-    nearest = {"h100": "h100", "h100-96": "h100", "h200": "h100", "cpu": "cpu"}
-    return rates(nearest.get(name, "a100"))
+    nearest = {"h100": "h100", "h100-96": "h100", "h200": "h100", "cpu": "cpu"}.get(there.name, "a100")
+    given, known = rates(nearest), gpu(nearest)
+    inside = there.link_bandwidth / known.link_bandwidth
+    across = there.network_bandwidth * there.gpus_per_node / known.network_bandwidth / known.gpus_per_node
+    return dataclasses.replace(
+        given, tp_bandwidth=given.tp_bandwidth * inside, tp_network_bandwidth=given.tp_network_bandwidth * across,
+        node_bandwidth=given.node_bandwidth * across, p2p_bandwidth=given.p2p_bandwidth * across,
+    )  # fmt: skip
 
 
 def predict_rows(table: Sequence[Row], using: TrainingRecipe, given: Rates | None = None) -> dict[str, Column]:
@@ -55,6 +63,7 @@ def predicted_columns(found: Prediction) -> dict[str, Column]:
         "predicted_tokens_per_s_per_gpu": found.tokens_per_second_per_gpu,
         "predicted_step_seconds": found.step_seconds,
         "predicted_mfu_percent": 100.0 * found.mfu,
+        "predicted_hfu_percent": 100.0 * found.hfu,
         "predicted_fullest_stage": found.memory.fullest_stage,
     }
     memory = {f"predicted_{name}_gib": getattr(found.memory, name) / GIB for name in CATEGORIES}

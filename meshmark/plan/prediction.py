@@ -38,7 +38,9 @@ class Prediction:
 
     @property
     def fits(self) -> Column:
-        return self.needed_bytes <= self.gpu.memory_bytes
+        """Whether every rank has memory enough, and every stage a layer."""
+        there: Column = self.needed_bytes <= self.gpu.memory_bytes
+        return there & (self.grid.pp * self.grid.virtual_stages <= self.model.num_layers)
 
     @property
     def step_seconds(self) -> Column:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from meshmark.plan.papers import Row, number, paper
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
 from meshmark.plan.recipe import TrainingRecipe, recipe
+from meshmark.plan.step_time import step_time
 from meshmark.plan.system import GIB, Gpu, gpu
 
 TERA = 1e12
@@ -125,13 +127,7 @@ def bloom_sweep() -> list[Published]:
     out = []
     for row in paper("bloom_topology_sweep"):
         batch, dp, micro = int(row["global_batch"]), int(row["dp"]), int(row["micro_batch"])
-        heads, hidden = int(number(row, "heads") if row["heads"] != "n/s" else 0), int(row["hidden"])
-        if (
-            not heads
-            or batch % (dp * micro)
-            or hidden % heads
-            or int(row["gpus"]) != dp * int(row["tp"]) * int(row["pp"])
-        ):
+        if _bloom_gap(row):
             continue
         spec = _gpt_of(row, f"BLOOM {row['size_billion']}B")
         grid = _one(
@@ -151,18 +147,27 @@ def bloom_sweep() -> list[Published]:
     return out
 
 
+def _bloom_gap(row: Row) -> str:
+    """Why a row of BLOOM's sweep is left out; empty when it is not."""
+    dp, micro = int(row["dp"]), int(row["micro_batch"])
+    if row["heads"] == "n/s":
+        return "number of heads not stated"
+    if int(row["global_batch"]) % (dp * micro) or int(row["hidden"]) % int(row["heads"]):
+        return "sizes that do not divide"
+    return "" if int(row["gpus"]) == dp * int(row["tp"]) * int(row["pp"]) else "gpus other than dp x tp x pp"
+
+
 def _bloom_seconds(row: Row) -> float:
     """The iteration time, or where only the older, about 3 % too low TFLOP/s is printed, NaN."""
     return number(row, "iteration_time_s")
 
 
 def torchtitan_rows() -> list[Published]:
-    """torchtitan's bf16 rows: FSDP2, with tensor parallelism in some; float8, pipelines of it and recomputation of
-    every second layer are not planned."""
+    """torchtitan's bf16 rows: FSDP2, with tensor parallelism in some; `left_out` counts the others."""
     kinds = {"H100 SXM 96GB": "h100-96", "H100 94": "h100-96", "H200": "h200", "A100": "a100-80"}
     out = []
     for row in paper("torchtitan_performance"):
-        if "float8" in row["precision"] or int(number(row, "pp")) > 1 or "2nd layer" in row["recompute"]:
+        if _torchtitan_gap(row):
             continue
         kind = next(name for prefix, name in kinds.items() if row["gpu"].startswith(prefix))
         spec = llama(
@@ -181,6 +186,35 @@ def torchtitan_rows() -> list[Published]:
         label = f"{row['table']}: {spec.name} {grid.layout(0).id}, {row['recompute']}{detail}"
         one = _published(label, spec, grid, kind, "fsdp2", seconds, row)
         out.append(dataclasses.replace(one, memory_bytes=number(row, "peak_memory_gib") * GIB))
+    return out
+
+
+def _torchtitan_gap(row: Row) -> str:
+    """Why a row of torchtitan's is left out; empty when it is not."""
+    if "float8" in row["precision"]:
+        return "float8 products, which the planner has no rate of"
+    return "every second layer recomputed, which no layout says" if "2nd layer" in row["recompute"] else ""
+
+
+def left_out(name: str) -> dict[str, int]:
+    """Rows of a published table that are not validated on, by reason."""
+    gap = {"bloom_topology_sweep": _bloom_gap, "torchtitan_performance": _torchtitan_gap}[name]
+    return dict(Counter(reason for row in paper(name) if (reason := gap(row))))
+
+
+def korthikanti_table4(given: Rates) -> list[tuple[Row, float]]:
+    """Korthikanti et al. table 4, each row with the predicted seconds of one layer's forward and backward pass: what a
+    second layer adds to a step of one micro-batch (the optimizer's and the head's share taken off with the first's)."""
+    out = []
+    for row in paper("korthikanti_table4_layer_time"):
+        grid = _one(
+            tp=int(row["tp"]), micro_batch=int(row["micro_batch"]), sequence_parallel=row["sequence_parallel"] == "1",
+            recompute=RECOMPUTES.index(Recompute(row["recompute"])),
+        )  # fmt: skip
+        specs = [_gpt_of({**row, "layers": layers, "vocab": "51200"}, "22B") for layers in ("1", "2")]
+        times = [step_time(spec, grid, gpu("a100-80"), recipe("megatron"), given) for spec in specs]
+        layers = [float((time.total_seconds - time.optimizer)[0]) for time in times]
+        out.append((row, layers[1] - layers[0]))
     return out
 
 

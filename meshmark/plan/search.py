@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshmark.errors import InputError
-from meshmark.layout import Recompute
+from meshmark.layout import Offload, Recompute, Schedule
 from meshmark.model_spec import ModelSpec
-from meshmark.plan.grid import Column, Grid, enumerate_grid
-from meshmark.plan.memory import memory
+from meshmark.plan.grid import Column, Grid, enumerate_grid, make_grid
 from meshmark.plan.models import model_of_size
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
@@ -19,7 +19,9 @@ from meshmark.plan.recipe import TrainingRecipe
 from meshmark.plan.step_time import PARTS
 from meshmark.plan.system import GIB, Gpu
 
-_RECOMPUTES = (Recompute.NONE, Recompute.FULL)
+_RECOMPUTES = tuple(Recompute)
+SEARCHED_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+"""What most frameworks have; GPipe holds more for the same bubble, and few have zero bubble."""
 _MAX_GPUS = 2**20
 
 
@@ -35,7 +37,8 @@ class Search:
     ranked: Column
     """Positions of the layouts that fit, the fastest first."""
     just_too_large: Column
-    """Positions of layouts that do not fit, those missing least first, faster than the best."""
+    """Positions of layouts that do not fit, those missing least first: of those faster than the best or, where there
+    are none, of all."""
 
     @property
     def num_examined(self) -> int:
@@ -48,26 +51,34 @@ class Search:
 
 def search(
     model: ModelSpec, num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
-    *, recomputes: Sequence[Recompute] = _RECOMPUTES,
+    *, recomputes: Sequence[Recompute] = _RECOMPUTES, offload: Offload = Offload.NONE,
+    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES,
 ) -> Search:  # fmt: skip
     """Examine every layout.
 
     Raises `InputError` for an impossible request, `NothingFitsError` when no layout fits.
     """
-    prediction = _predict_all(model, num_gpus, global_batch, gpu, recipe, rates, recomputes)
+
+    def examine(count: int) -> Prediction:
+        return _predict_all(model, count, global_batch, gpu, recipe, rates, recomputes, offload, schedules)
+
+    prediction = examine(num_gpus)
     fits = np.nonzero(prediction.fits)[0]
     speed = prediction.tokens_per_second_per_gpu
     if not len(fits):
-        raise NothingFitsError(_why_nothing_fits(prediction, num_gpus, global_batch, recipe, rates, recomputes))
+        raise NothingFitsError(_why_nothing_fits(prediction, num_gpus, global_batch, examine))
     ranked = fits[np.argsort(-speed[fits], kind="stable")]
-    faster = np.nonzero(~prediction.fits & (speed > speed[ranked[0]]))[0]
-    near = faster[np.argsort(prediction.needed_bytes[faster], kind="stable")]
+    large = np.nonzero(~prediction.fits)[0]
+    faster = large[speed[large] > speed[ranked[0]]]
+    near = faster if len(faster) else large
+    near = near[np.argsort(prediction.needed_bytes[near], kind="stable")]
     return Search(prediction=prediction, ranked=ranked, just_too_large=near)
 
 
 def _predict_all(
     model: ModelSpec, num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
-    recomputes: Sequence[Recompute],
+    recomputes: Sequence[Recompute] = _RECOMPUTES, offload: Offload = Offload.NONE,
+    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES,
 ) -> Prediction:  # fmt: skip
     for name, value in (("gpus", num_gpus), ("global batch", global_batch)):
         if value < 1:
@@ -75,7 +86,8 @@ def _predict_all(
     if num_gpus > _MAX_GPUS:
         raise InputError(f"{num_gpus} gpus; at most {_MAX_GPUS} are planned for")
     grid = enumerate_grid(
-        model, num_gpus, global_batch, max_tp=4 * gpu.gpus_per_node, recomputes=recomputes,
+        model, num_gpus, global_batch, max_tp=4 * gpu.gpus_per_node, recomputes=recomputes, offload=offload,
+        schedules=schedules,
         zero_stages=(0, 3) if recipe.weight_bytes == 4 and recipe.arithmetic != "fp32" else (0, 1, 2, 3),
     )  # fmt: skip
     if not len(grid):
@@ -88,10 +100,9 @@ def _predict_all(
 
 
 def _why_nothing_fits(
-    prediction: Prediction, num_gpus: int, global_batch: int, recipe: TrainingRecipe, rates: Rates,
-    recomputes: Sequence[Recompute],
-) -> str:  # fmt: skip
-    """What is missing, and the smallest number of GPUs, by doubling, on which a layout fits."""
+    prediction: Prediction, num_gpus: int, global_batch: int, examine: Callable[[int], Prediction]
+) -> str:
+    """What is missing, and the smallest number of GPUs on which a layout fits."""
     least = int(prediction.needed_bytes.argmin())
     missing = (prediction.needed_bytes[least] - prediction.gpu.memory_bytes) / GIB
     message = (
@@ -99,32 +110,36 @@ def _why_nothing_fits(
         f"{global_batch}: of {len(prediction.grid)} layouts the smallest ({prediction.grid.layout(least).id}) needs "
         f"{prediction.needed_bytes[least] / GIB:.1f} GiB a gpu, {missing:.1f} GiB more than there is"
     )
-    more = 2 * num_gpus
-    while more <= min(_MAX_GPUS, 4096 * num_gpus):
-        try:
-            larger = _predict_all(prediction.model, more, global_batch, prediction.gpu, recipe, rates, recomputes)
-        except InputError:
-            return f"{message}; no larger number of gpus divides this batch: raise the batch"
-        if larger.fits.any():
-            fewest = _fewest(larger, more // 2, more, global_batch, recipe, rates, recomputes)
-            return f"{message}; it fits on {fewest} gpus"
-        more *= 2
-    return f"{message}; it fits on no number of them: ask for full recomputation, offload, or a larger gpu"
+    fewest = _fewest(num_gpus, prediction.gpu.gpus_per_node, examine)
+    if fewest:
+        return f"{message}; it fits on {fewest} gpus"
+    offloaded = (prediction.grid.offload > 0).all()
+    return (
+        f"{message}; it fits on no larger number of them that divides this batch: raise the batch, shorten the "
+        f"sequences, {'' if offloaded else 'try --offload cpu, '}or take a larger gpu"
+    )
 
 
-def _fewest(
-    larger: Prediction, too_few: int, enough: int, global_batch: int, recipe: TrainingRecipe, rates: Rates,
-    recomputes: Sequence[Recompute],
-) -> int:  # fmt: skip
-    """The smallest number between two powers of two, in whole nodes, on which a layout fits."""
-    step = max(1, min(larger.gpu.gpus_per_node, enough // 8))
-    for count in range(too_few + step, enough, step):
+def _fewest(too_few: int, gpus_per_node: int, examine: Callable[[int], Prediction]) -> int | None:
+    """The smallest number on which a layout fits: by doubling, then between the last two in whole nodes (an eighth of
+    the number where that is less)."""
+
+    def fits(count: int) -> bool:
         try:
-            if _predict_all(larger.model, count, global_batch, larger.gpu, recipe, rates, recomputes).fits.any():
-                return count
+            return bool(examine(count).fits.any())
         except InputError:
-            continue
-    return enough
+            return False
+
+    limit = min(_MAX_GPUS, 4096 * too_few)
+    powers = [2**k for k in range(limit.bit_length()) if too_few < 2**k <= limit]
+    doubled = [too_few * 2**k for k in range(1, 13) if too_few * 2**k <= limit]
+    for enough in sorted({*powers, *doubled}):
+        if fits(enough):
+            step = max(1, min(gpus_per_node, enough // 8))
+            between = range((too_few // step + 1) * step, enough, step)
+            return next((count for count in between if fits(count)), enough)
+        too_few = enough
+    return None
 
 
 def reason(found: Search) -> str:
@@ -147,31 +162,37 @@ def reason(found: Search) -> str:
 
 
 def max_model(
-    num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates, *, family: str = "gpt"
-) -> tuple[ModelSpec, Grid, Column]:
-    """The largest model of a family that fits, with the layouts that hold it and their memory; found by bisection.
+    num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
+    *, family: str = "gpt", seq_len: int | None = None, offload: Offload = Offload.NONE,
+) -> tuple[ModelSpec, Grid, Column]:  # fmt: skip
+    """The largest model of a family that fits, with the layouts that hold it and the memory that each needs.
 
-    Raises `NothingFitsError` when not even 10 million parameters fit.
+    Sizes rise by 2 %. They are bisected, then those up to a quarter larger are tried: what divides the GPUs
+    does not fall evenly with size. Raises `NothingFitsError` when none of any size fits.
     """
-
-    def fitting(size: float) -> tuple[ModelSpec, Grid, Column]:
-        model = model_of_size(size, family=family)
-        grid = enumerate_grid(
-            model, num_gpus, global_batch, max_tp=4 * gpu.gpus_per_node, recomputes=_RECOMPUTES, max_virtual_stages=1
-        )
-        held = memory(model, grid, recipe, rates).total_bytes if len(grid) else np.zeros(0)
-        rows = np.nonzero(held <= gpu.memory_bytes)[0]
-        return model, grid.take(rows), held[rows]
-
     if num_gpus < 1 or global_batch < 1:
         raise InputError(f"{num_gpus} gpus and a global batch of {global_batch}; expected at least 1 of each")
     sizes = 1e7 * 1.02 ** np.arange(900)
-    low, high = 0, len(sizes) - 1
-    best = fitting(float(sizes[0]))
-    if not len(best[1]):
-        raise NothingFitsError(f"not even a model of 1e7 parameters fits on {num_gpus} {gpu.name}")
+
+    def fitting(index: int) -> tuple[ModelSpec, Grid, Column]:
+        model = model_of_size(float(sizes[index]), family=family)
+        model = dataclasses.replace(model, seq_len=seq_len) if seq_len is not None else model
+        try:
+            found = _predict_all(model, num_gpus, global_batch, gpu, recipe, rates, offload=offload)
+        except InputError:
+            return model, make_grid(dp=np.zeros(0, dtype=np.int64)), np.zeros(0)
+        rows = np.nonzero(found.fits)[0]
+        return model, found.grid.take(rows), found.needed_bytes[rows]
+
+    low = next((i for i in range(0, len(sizes), 12) if len(fitting(i)[1])), None)
+    if low is None:
+        raise NothingFitsError(
+            f"no model from 1e7 to {sizes[-1]:.0e} parameters has a layout on {num_gpus} {gpu.name} that divides a "
+            f"global batch of {global_batch} and fits; try another batch, or a power of two of gpus"
+        )
+    high = len(sizes)
     while high - low > 1:
         middle = (low + high) // 2
-        candidate = fitting(float(sizes[middle]))
-        low, high, best = (middle, high, candidate) if len(candidate[1]) else (low, middle, best)
-    return best
+        low, high = (middle, high) if len(fitting(middle)[1]) else (low, middle)
+    above = range(min(high + 12, len(sizes) - 1), low, -1)
+    return next((found for found in map(fitting, above) if len(found[1])), None) or fitting(low)

@@ -31,7 +31,8 @@ PARTS = (
     "matmul", "attention", "elementwise", "tensor_communication", "launch_floor", "point_to_point", "bubble",
     "message_wait", "data_communication", "optimizer", "host",
 )  # fmt: skip
-_STAGE_PARTS = PARTS[:6]
+STAGE_PARTS = PARTS[:6]
+"""What a stage spends on every micro-batch."""
 # Collectives of one layer's forward and backward pass: with sequence parallelism an all-gather and a reduce-scatter
 # forward in each of two blocks, six backward (inputs are gathered again); without, four all-reduces of two each.
 _FORWARD_COLLECTIVES, _BACKWARD_COLLECTIVES = 4.0, 6.0
@@ -86,11 +87,11 @@ def _pipeline_time(
     by_stage = [
         _stage_seconds(model, grid, stage, i, cut, layer, head, gpu, recipe, rates) for i, stage in enumerate(cut)
     ]
-    totals = np.stack([sum(parts[name] for name in _STAGE_PARTS) for parts in by_stage])
+    totals = np.stack([sum(parts[name] for name in STAGE_PARTS) for parts in by_stage])
     slowest, columns = totals.argmax(axis=0), np.arange(len(grid))
     pace = totals[slowest, columns]
     m = grid.num_micro_batches
-    out = {name: m * np.stack([p[name] for p in by_stage])[slowest, columns] for name in _STAGE_PARTS}
+    out = {name: m * np.stack([p[name] for p in by_stage])[slowest, columns] for name in STAGE_PARTS}
     out["bubble"] = bubble_seconds(grid, totals, pace)
     num_parameters = np.array([stage_parameters(model, stage) for stage in cut])
     heaviest = num_parameters.max() / grid.tp

@@ -15,6 +15,7 @@ from meshmark.plan.papers import Row
 DIMENSIONS = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "tied_embeddings", "seq_len")
 DEGREES = ("dp", "tp", "pp", "zero_stage", "micro_batch", "grad_accum")
 LAYOUT_COLUMNS = (*DIMENSIONS, *DEGREES, "gpus", "gpu")
+_LARGEST = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ def batches(table: Sequence[Row]) -> Iterator[Batch]:
             micro_batch=degrees["micro_batch"], num_micro_batches=degrees["grad_accum"], sequence_parallel=True,
         )  # fmt: skip
         model = _model(str(name), [int(str(d)) for d in dimensions])
+        _check_shards(model, rows, degrees)
         yield Batch(model=model, gpu_name=str(gpu_name), rows=np.array(rows), grid=grid)
 
 
@@ -69,10 +71,14 @@ def _integer(row: Row, column: str, position: int) -> int:
     except ValueError:
         value = float("nan")
     least = 0 if column in ("zero_stage", "tied_embeddings") else 1
-    if value != value or value != int(value) or value < least:
+    if not (least <= value < float("inf")) or value != int(value):
         raise InputError(f"row {position + 2}: {column} is {text!r}, expected a whole number of at least {least}")
     if column == "zero_stage" and value > 3:
         raise InputError(f"row {position + 2}: zero_stage is {text}, expected 0, 1, 2 or 3")
+    if column == "tied_embeddings" and value > 1:
+        raise InputError(f"row {position + 2}: tied_embeddings is {text}, expected 0 or 1")
+    if value > _LARGEST:
+        raise InputError(f"row {position + 2}: {column} is {text}, more than {_LARGEST}: is its unit right?")
     return int(value)
 
 
@@ -82,3 +88,36 @@ def _check_gpus(table: Sequence[Row], rows: Sequence[int], degrees: dict[str, Co
         gpus = _integer(table[i], "gpus", i)
         if gpus != product[position]:
             raise InputError(f"row {i + 2}: {gpus} gpus, but dp x tp x pp is {product[position]}; correct one of them")
+
+
+def _check_shards(model: ModelSpec, rows: Sequence[int], degrees: dict[str, Column]) -> None:
+    """Tensor parallelism must divide heads and feed-forward width; more stages than layers only never fit."""
+    for name in ("num_heads", "num_kv_heads", "ffn_hidden"):
+        size = getattr(model, name)
+        wrong = np.nonzero(size % degrees["tp"])[0]
+        if len(wrong):
+            tp = degrees["tp"][wrong[0]]
+            raise InputError(f"row {rows[wrong[0]] + 2}: tp {tp} does not divide {name} {size} of {model.name!r}")
+
+
+def remarks(table: Sequence[Row]) -> list[str]:
+    """What is odd about a table's rows but does not keep them from being predicted."""
+    stages, batch = [], []
+    for i, row in enumerate(table):
+        if int(float(row["pp"])) > int(float(row["layers"])):
+            stages.append(i + 2)
+        given = (row.get("global_batch") or "").strip()
+        product = int(float(row["dp"])) * int(float(row["micro_batch"])) * int(float(row["grad_accum"]))
+        if given and given != str(product):
+            batch.append(i + 2)
+    out = []
+    if stages:
+        out.append(f"{_named(stages)}: more pipeline stages than layers; predicted_fits is 0")
+    if batch:
+        out.append(f"{_named(batch)}: global_batch is not dp x micro_batch x grad_accum; that product is predicted")
+    return out
+
+
+def _named(rows: Sequence[int]) -> str:
+    """The first of some rows and how many there are."""
+    return f"row {rows[0]}" if len(rows) == 1 else f"row {rows[0]} and {len(rows) - 1} more"

@@ -43,7 +43,12 @@ class Gpu:
             raise InputError(f"gpu {self.name!r}: {self.memory_bytes:g} bytes of memory; give it in bytes, not GB")
 
     def peak(self, dtype: str) -> float:
-        """Dense FLOP/s in `dtype`. Raises `UnknownNameError` when the GPU has no such arithmetic."""
+        """Dense FLOP/s in `dtype`, or in the other 16-bit format where it has only that one.
+
+        Raises `UnknownNameError` when the GPU has no such arithmetic.
+        """
+        if dtype not in self.peak_flops:
+            dtype = {"bf16": "fp16", "fp16": "bf16"}.get(dtype, dtype)
         if dtype not in self.peak_flops:
             raise UnknownNameError(f"arithmetic of {self.name}", dtype, self.peak_flops)
         return self.peak_flops[dtype]

@@ -68,7 +68,7 @@ def table_lines(table: Table) -> list[str]:
         lines.append(f"| {' | '.join(parts)} |")
     flags = [f"- {', '.join(labels[:2])}: {cell.flagged}" for labels, cells in table.rows for cell in cells
              if cell and cell.flagged]  # fmt: skip
-    lines += ["", "Flagged in the source:", "", *flags] if flags else []
+    lines += ["", "Flagged in the source:", "", *dict.fromkeys(flags)] if flags else []
     lines += ["", *table.notes] if table.notes else []
     lines += ["", f"Measured here: {table.measured}."] if table.measured else []
     return [*lines, ""]

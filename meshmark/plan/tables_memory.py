@@ -67,12 +67,12 @@ def gpipe_maximum() -> Table:
         published, held = number(row, "param_memory_gb"), number(row, "peak_activation_memory_gb")
         computed = 12.0 * number(row, "params") / GIB
         swapped = row["model"] == "Transformer-L" and row["scheme"] == "Naive-1"
-        flag = (
-            f"parameter and activation cells are swapped: 12 B x 282.2M is {computed:.2f} GiB, printed as activations "
-            f"({held})"
-            if swapped
-            else ""
-        )
+        flag = ""
+        if swapped:
+            flag = f"parameter and activation cells are swapped: 12 B x 282.2M is {computed:.2f} GiB, printed as "
+            flag += f"activations ({held})"
+        elif abs(computed / published - 1.0) > 0.1:
+            flag = f"12 B x {row['params']} parameters are {computed:.2f} GiB: more than rounding apart"
         rough = "" if row["model"] == "Transformer-L" else "rounded parameters"
         cells: tuple[Cell | None, ...] = (
             Cell(published=published, computed=computed, flagged=flag),
@@ -82,7 +82,7 @@ def gpipe_maximum() -> Table:
     return Table(
         title="GPipe table 1: largest model", source="arXiv:1811.06965 table 1; Rostami's deck",
         formula="12 bytes a parameter (RMSProp, the paper's caption), in GiB; parameters of Transformer-L as "
-        "(4 d^2 + 2 d d_ff) L + V d, decoder only",
+        "(4 d^2 + 2 d d_ff) L + 2 V d, head and embedding apart",
         labels=("model", "scheme", "L", "note"), columns=("parameter memory GiB", "parameters (1e6)"), rows=rows,
         notes=["Peak activations depend on the micro-batches, which the source does not state: not computed."],
     )  # fmt: skip
@@ -92,7 +92,7 @@ def _transformer_parameters(row: Row) -> Cell | None:
     if row["model"] != "Transformer-L":
         return None
     d, f, layers, vocab = (number(row, c) for c in ("d_model", "d_ff", "layers_L", "vocab"))
-    computed = layers * (4 * d * d + 2 * d * f) + vocab * d
+    computed = layers * (4 * d * d + 2 * d * f) + 2 * vocab * d
     return Cell(published=number(row, "params") / 1e6, computed=computed / 1e6)
 
 
@@ -269,7 +269,28 @@ def deepspeed_estimates() -> Table:
     )  # fmt: skip
 
 
+def zero_models() -> Table:
+    """ZeRO table 4, the configurations of its figures."""
+    rows = []
+    for row in paper("zero_table4_model_configs"):
+        sizes = [float(part.strip("B")) for part in row["size_label"].split("-")]
+        depths = [int(part) for part in row["layers"].split(",")]
+        hidden = int(row["hidden"])
+        found = [12.0 * depths[0] * hidden**2 / GB, 12.0 * depths[-1] * hidden**2 / GB][: len(sizes)]
+        cells: list[Cell | None] = [
+            Cell(published=size, computed=computed, flagged=row["note"] if abs(computed / size - 1.0) > 0.2 else "")
+            for size, computed in zip(sizes, found, strict=True)
+        ]
+        cells += [None] * (2 - len(cells))
+        rows.append(((row["figure"], row["size_label"], row["layers"], row["hidden"]), tuple(cells)))
+    return Table(
+        title="ZeRO table 4: model sizes", source="arXiv:1910.02054 table 4",
+        formula="12 L h^2, of the shallowest and of the deepest (embeddings are not stated)",
+        labels=("figure", "size", "layers", "hidden"), columns=("smallest 1e9", "largest 1e9"), rows=rows,
+    )  # fmt: skip
+
+
 MEMORY_TABLES: list[Callable[[], Table]] = [
     gpipe_maximum, zero_maximum, zero_twin, megatron2019, activations_10b, activations_twin,
-    llama_parameters, gpt3_models, llama_models, zero_states, korthikanti_memory, deepspeed_estimates,
+    llama_parameters, gpt3_models, llama_models, zero_states, zero_models, korthikanti_memory, deepspeed_estimates,
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from meshmark.layout import Layout, Schedule
 from meshmark.model_spec import gpt
 from meshmark.plan.flops import hardware_flops_per_token, model_flops_per_token
 from meshmark.plan.papers import number, paper
-from meshmark.plan.published import TERA, korthikanti_table5, megatron_flops, megatron_table1
+from meshmark.plan.published import TERA, korthikanti_table4, korthikanti_table5, megatron_flops, megatron_table1
 from meshmark.plan.rates import rates
 from meshmark.plan.schedule import simulate
 from meshmark.plan.system import gpu
@@ -64,7 +64,7 @@ def megatron_weak_scaling() -> Table:
         rows.append(((row["gpus"], row["tp"], row["pp"]), cells))
     return Table(
         title="Megatron SC21 table 1: weak scaling", source="arXiv:2104.04473 table 1; Yuan's and the IDRIS decks",
-        formula="the planner's step time with rates fitted to these rows (2 numbers); hardware FLOPs 96 B s L h^2 "
+        formula="the planner's step time with rates fitted to these rows (3 numbers); hardware FLOPs 96 B s L h^2 "
         "(1 + s/6h + V/16Lh) (eq. 3); the aggregate is the printed rate times the GPUs",
         labels=("gpus", "tp", "pp"), columns=("parameters 1e9", "TFLOP/s/gpu", "% of peak", "aggregate PFLOP/s"),
         rows=rows,
@@ -110,6 +110,25 @@ def korthikanti_time() -> Table:
     )  # fmt: skip
 
 
+def korthikanti_layers() -> Table:
+    """Korthikanti table 4."""
+    found = korthikanti_table4(rates("a100"))
+    base_real, base = number(found[0][0], "combined_ms"), 1e3 * found[0][1]
+    rows: list[tuple[tuple[str, ...], tuple[Cell | None, ...]]] = []
+    for row, seconds in found:
+        real, computed = number(row, "combined_ms"), 1e3 * seconds
+        times = Cell(published=real, computed=computed)
+        over = Cell(published=100.0 * real / base_real, computed=100.0 * computed / base)
+        rows.append(((row["experiment"], row["overhead_percent"]), (times, over if rows else None)))
+    return Table(
+        title="Korthikanti table 4: time of a layer", source="arXiv:2205.05198 table 4",
+        formula="what a second layer adds to the planner's step time, rates fitted to Megatron SC21's table 1; the "
+        "share of the baseline checks what recomputation and sequence parallelism cost apart from the rates",
+        labels=("22B, one layer", "overhead as printed %"), columns=("forward + backward ms", "% of baseline"),
+        rows=rows,
+    )  # fmt: skip
+
+
 def _optional(published: float, computed: float) -> Cell | None:
     return None if published != published else Cell(published=published, computed=computed)
 
@@ -133,5 +152,6 @@ def gossip_time() -> Table:
 
 
 TIME_TABLES: list[Callable[[], Table]] = [
-    gpipe_throughput, gpipe_twin, megatron_weak_scaling, megatron_twin, megatron_days, korthikanti_time, gossip_time,
+    gpipe_throughput, gpipe_twin, megatron_weak_scaling, megatron_twin, megatron_days, korthikanti_layers,
+    korthikanti_time, gossip_time,
 ]  # fmt: skip
