@@ -101,7 +101,7 @@ def _settle(place: Place) -> None:
 
 def _join(request: Request, place: Place) -> RankContext:
     """Bring up the default process group over the run's store."""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     # The flight recorder, on any backend; elsewhere it would only take time, and memory with every collective.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "20000" if request.task is Task.OBSERVE else "0"
     torch.manual_seed(request.case.workload.seed + place.rank)
