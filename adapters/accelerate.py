@@ -103,9 +103,6 @@ class AccelerateDDPEngine(AccelerateEngine):
         inner: nn.Module = self.module.module
         return inner
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.module.module.named_parameters()
-
 
 class Accelerate(Adapter):
     """No fp16: on a CPU Accelerate drops it without a word and trains in fp32."""

@@ -131,7 +131,7 @@ class DataParallelEngine(Engine):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Live parameters by canonical name."""
-        yield from self.module.named_parameters()
+        yield from self.inner().named_parameters()
 
     def parameters(self) -> Mapping[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
@@ -152,7 +152,7 @@ class DataParallelEngine(Engine):
         """All that training needs to go on, as PyTorch's own state dicts."""
         return {
             "model": self.inner().state_dict(), "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(), "schedule": self.schedule.state_dict() if self.schedule else None,
+            "scaler": self.scaler.state_dict(), "schedule": self.schedule_state(),
         }  # fmt: skip
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -160,6 +160,9 @@ class DataParallelEngine(Engine):
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.load_schedule(state["schedule"])
+
+    def schedule_state(self) -> dict[str, Any] | None:
+        return self.schedule.state_dict() if self.schedule else None
 
     def load_schedule(self, state: dict[str, Any] | None) -> None:
         """With the rate that it had come to, which PyTorch's schedulers leave to the optimizer's state."""

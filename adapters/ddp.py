@@ -28,9 +28,6 @@ class DDPEngine(DataParallelEngine):
         inner: nn.Module = self.module.module
         return inner
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.module.module.named_parameters()
-
 
 class DDP(Adapter):
     capabilities: ClassVar = Capabilities(degrees=frozenset({"dp"}), precisions=frozenset(Precision))

@@ -41,9 +41,6 @@ class OSSEngine(DataParallelEngine):
         norm: Tensor = self.optimizer.clip_grad_norm(max_norm)
         return norm
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.module.module.named_parameters()
-
     def inner(self) -> nn.Module:
         inner: nn.Module = self.module.module
         return inner
@@ -186,8 +183,7 @@ class FSDPEngine(DataParallelEngine):
         model = self.module.state_dict()  # a collective call
         if self.context.rank == 0:
             torch.save(model, folder / "model.pt")
-        schedule = self.schedule.state_dict() if self.schedule else None
-        state = {"optimizer": self.optimizer.state_dict(), "schedule": schedule}
+        state = {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule_state()}
         torch.save(state, folder / f"optimizer-{self.context.rank}.pt")
         torch.distributed.barrier()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -34,9 +34,6 @@ class FSDP2Engine(DataParallelEngine):
 
     def clip(self, max_norm: float) -> Tensor:
         return cast(DTensor, super().clip(max_norm)).full_tensor()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.module.named_parameters()
 
     def parameters(self) -> Mapping[str, Tensor]:
         return {name: cast(DTensor, p.detach()).full_tensor() for name, p in self.named_parameters()}

@@ -54,7 +54,7 @@ class Drift:
 def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
     """The union of all ranks' traces on rank 0 (None elsewhere), each tensor from the lowest rank that holds it; where
     replicas drifted apart; and how many tensors of all steps more than one rank told. A collective call."""
-    digests = [_digest(own.parameters), _digest(own.gradients)]
+    digests = [tensor_digests(own.parameters), tensor_digests(own.gradients)]
     everyone: list[list[list[dict[str, str]]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, digests)
     mine = Trace(
@@ -80,7 +80,8 @@ def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
     return union, drifts, num_told - num_held
 
 
-def _digest(steps: list[Tensors]) -> list[dict[str, str]]:
+def tensor_digests(steps: list[Tensors]) -> list[dict[str, str]]:
+    """A hash of every tensor's bits, by step and name."""
     return [
         {
             name: hashlib.blake2b(np.ascontiguousarray(value).data, digest_size=8).hexdigest()

@@ -55,11 +55,16 @@ def zeros(deviations: Deviations) -> set[str]:
     """Parameters whose gradient is zero by mathematics, as that of the keys' bias is: in float64 it is nothing but
     rounding beside the others."""
     gradients = {q.partition("/")[2]: steps for q, steps in deviations.items() if q.startswith("gradients/")}
-    num_steps = len(next(iter(gradients.values()), []))
-    norms = [math.hypot(*(steps[step].scale for steps in gradients.values())) for step in range(num_steps)]
+    norms = gradient_norms(deviations)
     return {
         name for name, steps in gradients.items() if all(d.scale < ZERO * n for d, n in zip(steps, norms, strict=True))
     }
+
+
+def gradient_norms(deviations: Deviations) -> list[float]:
+    """The exact global norm of the gradients, by step."""
+    gradients = [steps for quantity, steps in deviations.items() if quantity.startswith("gradients/")]
+    return [math.hypot(*(d.scale for d in step)) for step in zip(*gradients, strict=True)]
 
 
 def noise_run(deviations: Deviations, precision: Precision) -> Comparisons:

@@ -105,8 +105,9 @@ class DeepSpeedEngine(DataParallelEngine):
         if path is None:
             raise AdapterError(f"rank {self.context.rank}: DeepSpeed found no checkpoint in {folder}")
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.module.module.named_parameters()
+    def inner(self) -> nn.Module:
+        inner: nn.Module = self.module.module
+        return inner
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Masters; of frozen parameters, which have none, the weights."""

@@ -89,8 +89,8 @@ class MegatronEngine(DataParallelEngine):
             clip_grad_by_total_norm_fp32(parameters, max_norm, norm)
         return torch.tensor(norm)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.model.named_parameters()
+    def inner(self) -> nn.Module:
+        return self.model
 
     def parameters(self) -> Mapping[str, Tensor]:
         return {name: self._full(p, p.detach()) for name, p in self.named_parameters()}
@@ -120,7 +120,7 @@ class MegatronEngine(DataParallelEngine):
 
     def _sharded_state(self) -> dict[str, Any]:
         """megatron-core's description of everything that this rank holds, for its distributed checkpoint."""
-        state: dict[str, Any] = {"schedule": self.schedule.state_dict() if self.schedule else None, "step": 0.0}
+        state: dict[str, Any] = {"schedule": self.schedule_state(), "step": 0.0}
         for name, parameter in self.named_parameters():
             state[f"model.{name}"] = self._sharded(f"model.{name}", parameter, parameter.detach())
             moments = self.optimizer.state.get(parameter, {})

@@ -14,7 +14,7 @@ from meshmark.data import IGNORED, make_batch
 from meshmark.passes.fail import MESSAGE
 from meshmark.record import Record, Status
 from meshmark.trace import Drift
-from meshmark.yardstick import FALSE_ALARMS, compare
+from meshmark.yardstick import FALSE_ALARMS, compare, gradient_norms
 
 GROWTH_BYTES = 2048.0
 """A step: what memory may grow by. Tables inside gloo and the allocator, which fill slowly, were seen to take 900; one
@@ -130,8 +130,7 @@ def uneven(record: Record) -> Finding:
 
 def clipping(record: Record) -> Finding:
     limit = record.case.workload.optimizer.clip_norm or math.inf
-    norms = [math.hypot(*(steps[step].scale for q, steps in record.deviations.items() if q.startswith("gradients/")))
-             for step in range(record.steps)]  # fmt: skip
+    norms = gradient_norms(record.deviations)
     active = _finding(min(norms) > limit, f"norms {min(norms):.3g} to {max(norms):.3g} clipped to {limit:g}")
     told = _within(record, "norm") if "norm" in record.deviations else _finding(True, "the norm is not told")
     return _all_of(_within(record, "parameters"), told, active)
