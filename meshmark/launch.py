@@ -97,8 +97,8 @@ class Launcher:
         local = world_size // spec.nnodes
         return [
             Place(
-                rank=spec.node_rank * local + i, local_rank=i, world_size=world_size, host=self.cluster.spec.host,
-                port=self.cluster.port, prefix=prefix, folder=folder,
+                rank=spec.node_rank * local + i, local_rank=i, local_world_size=local, world_size=world_size,
+                host=self.cluster.spec.host, port=self.cluster.port, prefix=prefix, folder=folder,
             )
             for i in range(local)
         ]  # fmt: skip

@@ -53,6 +53,8 @@ class Request:
     """TIME: steps before the first that counts."""
     assess: bool = True
     """OBSERVE: compare with the truth; False measures memory and traffic alone."""
+    metered: bool = True
+    """OBSERVE: measure memory and traffic; False compares with the truth alone."""
     yardstick: Yardstick | None = None
     """OBSERVE: what a run that exceeds it is diagnosed by."""
     scenario: str = ""

@@ -102,6 +102,7 @@ class Runner:
         case = scenario.vary(base)
         request = dataclasses.replace(
             self._request(scenario.task, case), steps=scenario.steps, scenario=scenario.name, base=base,
+            metered=scenario.metered,
             evaluate=scenario.evaluate and Feature.EVALUATE not in self._adapter(case).capabilities.lacks,
             checkpoint=str(self._checkpoint(base)) if Feature.SAVE in scenario.needs else "",
         )  # fmt: skip
@@ -155,7 +156,7 @@ class Runner:
         case, adapter = request.case, self._adapter(request.case)
         reports = landing.reports if landing else []
         whole = outcome.status in (Status.OK, Status.NAN)
-        observed = whole and request.task is Task.OBSERVE
+        observed = whole and request.task is Task.OBSERVE and request.metered
         ranks = range(case.world_size) if observed else range(0)
         yardstick = request.yardstick if whole and request.yardstick else Yardstick(noise={}, factors={})
         remarks, self._remarks = self._remarks, []

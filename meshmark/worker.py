@@ -45,6 +45,8 @@ class Place:
 
     rank: int
     local_rank: int
+    local_world_size: int
+    """Ranks of this launch on this node."""
     world_size: int
     host: str
     port: int
@@ -95,7 +97,8 @@ def _settle(place: Place) -> None:
     faulthandler.register(STACK_SIGNAL, file=open(place.file("stack"), "w"), all_threads=True)  # noqa: SIM115
     os.environ.update(
         RANK=str(place.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(place.world_size),
-        MASTER_ADDR=place.host, MASTER_PORT=str(place.port), TORCHELASTIC_USE_AGENT_STORE="True",
+        LOCAL_WORLD_SIZE=str(place.local_world_size), MASTER_ADDR=place.host, MASTER_PORT=str(place.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
 
 
@@ -103,7 +106,7 @@ def _join(request: Request, place: Place) -> RankContext:
     """Bring up the default process group over the run's store."""
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     # The flight recorder, on any backend; elsewhere it would only take time, and memory with every collective.
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "20000" if request.task is Task.OBSERVE else "0"
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "20000" if request.task is Task.OBSERVE and request.metered else "0"
     torch.manual_seed(request.case.workload.seed + place.rank)
     if request.device == "cuda":
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from meshmark.adapter import RankContext
@@ -49,6 +50,8 @@ def ds_config(case: Case) -> dict[str, Any]:
 
 def settle(context: RankContext) -> None:
     """Hold DeepSpeed to the context's device, and keep it from compiling. Raises `AdapterError` on another device."""
+    # As its launcher does. On a CPU it would otherwise start `numactl` four times a step, to count the devices.
+    os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 

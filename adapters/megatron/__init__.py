@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adapters.data_parallel import configure
 from adapters.megatron.engine import MegatronEngine
-from adapters.megatron.layers import initialize, parallelize
+from adapters.megatron.layers import initialize, parallelize, recompute
 from adapters.megatron.on_cpu import seed
 from meshmark.adapter import Adapter, Capabilities, Engine, RankContext, Requirement
 from meshmark.case import Case
-from meshmark.layout import Precision
+from meshmark.layout import Precision, Recompute
 from meshmark.model import Transformer
 from meshmark.model_spec import Family
 from meshmark.objective import build_optimizer
@@ -77,6 +77,8 @@ class Megatron(Adapter):
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         initialize(model, workload.seed, layout.tp, tp_rank, context.device)
         configure(model, case)
+        if case.layout.recompute is Recompute.FULL:
+            model.recompute = recompute
         seed(context.device, workload.seed + 10 * parallel_state.get_data_parallel_rank())
         module: nn.Module = model
         if layout.dp > 1:

@@ -66,6 +66,24 @@ def _draw_own(attention: Attention) -> None:
     attention.forward = draw_own  # type: ignore[method-assign]
 
 
+def recompute(block: nn.Module, x_BTC: Tensor) -> Tensor:
+    """Run `block` by megatron-core's checkpoint. PyTorch's would draw other masks again: of Megatron's random states it
+    knows nothing. Megatron's knows nothing of autocast, and gives no gradient where its input needs none."""
+    from megatron.core import tensor_parallel
+
+    kind = x_BTC.device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def run(x_BTC: Tensor) -> Tensor:
+        with torch.autocast(kind, dtype=dtype, enabled=enabled):
+            out: Tensor = block(x_BTC)
+        return out
+
+    x_BTC = x_BTC if x_BTC.requires_grad else x_BTC.detach().requires_grad_()
+    out: Tensor = tensor_parallel.checkpoint(run, False, x_BTC)
+    return out
+
+
 def _column(layer: nn.Linear, config: Any, group: ProcessGroup, disable_grad_reduce: bool = False) -> Any:  # noqa: ANN401
     """`layer` split along its outputs, which stay split."""
     from megatron.core.tensor_parallel import ColumnParallelLinear

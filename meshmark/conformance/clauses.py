@@ -89,6 +89,8 @@ CLAUSES: dict[str, Clause] = {
                scenarios=("dropout",), judge=judges.dropout),
         Clause(name="recomputation", statement="Computing activations again changes nothing.",
                scenarios=("recompute",), judge=judges.equivalent),
+        Clause(name="recomputed dropout", statement="Computing activations again draws the masks of the forward pass "
+               "again.", scenarios=("dropout", "recomputed dropout"), judge=judges.draws_again),
         Clause(name="bf16 masters", statement="In bf16, updates below a bf16 ulp are not lost: masters are fp32.",
                scenarios=("bf16",), judge=judges.masters),
         Clause(name="bf16 states", statement="In bf16, moments, gradients and reduction are as precise as declared.",

@@ -21,6 +21,8 @@ GROWTH_BYTES = 2048.0
 micro-batch's activations, kept by a loss that is not detached, are a hundred times as much."""
 EVALUATION_TOLERANCE = 1e-5
 """Relative, on the loss of evaluation where no noise is measured; dropout left on moves it by a hundred times that."""
+SAME = 1e-5
+"""Relative, between two runs that differ in nothing but rounding; other masks move gradients by half a percent and more."""
 TINY = 1e-30
 WIDER = 0.03
 """Of a precision's noise: a run whose worst gradient is closer to the truth was computed in a wider one. A correct run
@@ -189,6 +191,17 @@ def dropout(record: Record) -> Finding:
         _finding(not record.drifts, f"gradients told by several ranks {_apart(record.drifts)}"),
         _finding(abs(shift) < EVALUATION_TOLERANCE, f"evaluation without dropout off by {shift:.1e}"),
     )  # fmt: skip
+
+
+def draws_again(kept: Record, recomputed: Record) -> Finding:
+    """The first step's forward pass draws the same masks from the same seed; so must its gradient, if its backward pass
+    draws them again."""
+    loss = abs(recomputed.losses[0] / kept.losses[0] - 1)
+    gradients = [abs(recomputed.samples[0][name][0] / kept.samples[0][name][0] - 1) for name in ("along", "size")]
+    return _all_of(
+        _finding(loss < SAME, f"loss of the first step {loss:.1e} from that without recomputation"),
+        _finding(max(gradients) < SAME, f"its gradients {max(gradients):.1e}"),
+    )
 
 
 def _away(draws: NDArray[np.float64], reference: NDArray[np.float64]) -> float:

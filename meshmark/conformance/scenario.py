@@ -12,7 +12,9 @@ from meshmark.layout import Layout, Precision, Recompute
 from meshmark.rank_report import Task
 from meshmark.workload import OptimizerKind, OptimizerSpec, Workload, workload
 
-STEPS = 4
+STEPS = 3
+RESUMED_STEPS = 4
+"""Of runs that are saved halfway: with two steps before and two after, more can be said of what was forgotten."""
 MICRO_BATCHES = 4
 """Of scenarios that accumulate: more than there are ranks, so that one degree is not taken for the other."""
 ENDURED_STEPS = 50
@@ -32,6 +34,8 @@ class Scenario:
     """Beyond what the variant's training takes."""
     evaluate: bool = False
     """Evaluate every batch before it is trained on, where the adapter can."""
+    metered: bool = False
+    """Measure memory and traffic."""
     after: str | None = None
     """The scenario that must have run before, for what it leaves."""
 
@@ -84,9 +88,18 @@ def _unmoved(base: Case) -> Case:
     return _training(optimizer=still)(_modelling(dropout=DROPOUT)(base))
 
 
+def _unmoved_again(base: Case) -> Case:
+    return _laying(recompute=Recompute.FULL)(_unmoved(base))
+
+
 def _scheduled(base: Case) -> Case:
     """With two micro-batches, for a schedule may be stepped after each."""
-    return _laying(num_micro_batches=2)(_optimizing(warmup_steps=STEPS)(base))
+    return _laying(num_micro_batches=2)(_optimizing(warmup_steps=RESUMED_STEPS)(base))
+
+
+def _shallow(base: Case) -> Case:
+    """A layer a stage: what leaks does so whatever the depth, and many steps of ZeRO-3's gathers take their time."""
+    return _modelling(num_layers=base.layout.pp)(base)
 
 
 def _resharded(base: Case) -> Case:
@@ -103,24 +116,27 @@ def _resharded(base: Case) -> Case:
 SCENARIOS: dict[str, Scenario] = {
     scenario.name: scenario
     for scenario in (
-        Scenario(name="plain"),
+        Scenario(name="plain", metered=True),
         Scenario(name="accumulation", vary=_laying(num_micro_batches=MICRO_BATCHES)),
         Scenario(name="uneven", vary=_uneven),
         Scenario(name="clipping", vary=_optimizing(clip_norm=0.5), evaluate=True),
         Scenario(name="groups", vary=_optimizing(decay_matrices_only=True)),
         Scenario(name="frozen", vary=_training(frozen=("embedding.", "blocks.0.attention."))),
-        Scenario(name="schedule", vary=_scheduled),
+        Scenario(name="schedule", vary=_scheduled, steps=RESUMED_STEPS),
         Scenario(name="tied", vary=_modelling(tied_embeddings=True)),
         Scenario(name="unused", vary=_training(skipped_block=1)),
-        Scenario(name="recompute", vary=_laying(recompute=Recompute.FULL)),
-        Scenario(name="bf16", vary=_low),
+        Scenario(name="recompute", vary=_laying(recompute=Recompute.FULL), metered=True),
+        Scenario(name="bf16", vary=_low, metered=True),
         Scenario(name="dropout", vary=_unmoved, task=Task.DROPOUT, steps=DROPOUT_STEPS,
                  needs=frozenset({Feature.EVALUATE})),
+        Scenario(name="recomputed dropout", vary=_unmoved_again, task=Task.DROPOUT, steps=2,
+                 needs=frozenset({Feature.EVALUATE})),
         Scenario(name="fp16", vary=_half, task=Task.OVERFLOW),
-        Scenario(name="endure", task=Task.ENDURE, steps=ENDURED_STEPS),
-        Scenario(name="save", vary=_scheduled, task=Task.SAVE, needs=frozenset({Feature.SAVE})),
-        Scenario(name="resume", vary=_scheduled, task=Task.RESUME, needs=frozenset({Feature.SAVE}), after="save"),
-        Scenario(name="reshard", vary=_resharded, task=Task.RESUME, after="save",
+        Scenario(name="endure", vary=_shallow, task=Task.ENDURE, steps=ENDURED_STEPS),
+        Scenario(name="save", vary=_scheduled, task=Task.SAVE, steps=RESUMED_STEPS, needs=frozenset({Feature.SAVE})),
+        Scenario(name="resume", vary=_scheduled, task=Task.RESUME, steps=RESUMED_STEPS,
+                 needs=frozenset({Feature.SAVE}), after="save"),
+        Scenario(name="reshard", vary=_resharded, task=Task.RESUME, steps=RESUMED_STEPS, after="save",
                  needs=frozenset({Feature.SAVE, Feature.RESHARD})),
         Scenario(name="error", task=Task.FAIL),
     )

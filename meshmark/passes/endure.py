@@ -18,6 +18,7 @@ def endure(request: Request, adapter: Adapter, context: RankContext, started: fl
     """Bytes in use after every one of `request.steps` steps, as `live_bytes`."""
     engine = adapter.build(request.case, context)
     built, live, losses = time.time(), [], []
+    gc.freeze()  # the collector need not look again and again at what was there before
     for step in range(request.steps):
         losses.append(float(engine.step(make_batch(request.case.workload, step))))
         gc.collect()

@@ -1,7 +1,8 @@
-"""The instrumented pass: what a rank computes, holds and sends."""
+"""The instrumented pass: what a rank computes and, where it is metered, holds and sends."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import torch
@@ -22,22 +23,24 @@ WATCHED_STEP = 2
 
 
 def observe(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Train `request.steps` steps (at least three), the first of them under watch; then compare all that the ranks
-    computed with the truth, on rank 0."""
-    with Watch(context.device) as watch:
+    """Train `request.steps` steps (at least three), the first of them under watch if the pass is metered; then compare
+    all that the ranks computed with the truth, on rank 0."""
+    watch = Watch(context.device) if request.metered else None
+    with watch or contextlib.nullcontext():
         engine = adapter.build(request.case, context)
         built = time.time()
         diary = Diary(engine, request)
         for step in range(WATCHED_STEP):
             diary.train(step, watch)
-        watch.focus()
+        if watch:
+            watch.focus()
         if context.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(context.device)
         before, after = diary.train(WATCHED_STEP, watch)
         allocator_peaks = cuda_peaks(context.device)
         visible = visible_storages()
-    memory = read_memory(watch, WATCHED_STEP, before, after, visible, allocator_peaks)
-    traffic = read_traffic(watch, WATCHED_STEP)
+    memory = read_memory(watch, WATCHED_STEP, before, after, visible, allocator_peaks) if watch else None
+    traffic = read_traffic(watch, WATCHED_STEP) if watch else None
     for step in range(WATCHED_STEP + 1, request.steps):
         diary.train(step, None)
     dtypes = _dtypes(engine.holdings()) | _narrowest(diary.trace.gradients)

@@ -70,6 +70,23 @@ class RecomputesOtherWeights(Recomputes):
         return x + (x * 1e-4).detach()
 
 
+class DrawsOtherMasks(Broken):
+    """Random states are not put back before blocks are computed again."""
+
+    checkpoint = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+    def prepare(self) -> None:
+        for module in self.modules():
+            if isinstance(module, Transformer) and module.recompute:
+                module.recompute = self.checkpoint
+
+
+class PutsBackPyTorchsStates(DrawsOtherMasks):
+    """And Megatron's own not."""
+
+    checkpoint = functools.partial(checkpoint, use_reentrant=False)
+
+
 class HeadIsACopy(Broken):
     """The head has the embedding's first values, and nobody trains them."""
 
