@@ -35,6 +35,7 @@ from meshmark.plan.states import Recipe, Remainder
 from meshmark.plan.traffic import Traffic, fully_sharded, step_traffic
 
 _ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
+_FP16_IS_FP32 = "on a CPU Accelerate drops it without a word and trains in float32"
 
 
 def prove(accelerator: Any, expected: str, active: bool, module: nn.Module) -> None:  # noqa: ANN401
@@ -105,12 +106,11 @@ class AccelerateDDPEngine(AccelerateEngine):
 
 
 class Accelerate(Adapter):
-    """No fp16: on a CPU Accelerate drops it without a word and trains in fp32."""
-
     requires: ClassVar = (_ACCELERATE,)
     capabilities: ClassVar = Capabilities(
-        degrees=frozenset({"dp"}), precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16})
-    )
+        degrees=frozenset({"dp"}), precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
+        lacks={Precision.FP16: _FP16_IS_FP32},
+    )  # fmt: skip
 
     def build(self, case: Case, context: RankContext) -> Engine:
         _choose_device(context)
@@ -155,6 +155,7 @@ class AccelerateFSDP2(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}), zero_stages=frozenset({3}),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
+        lacks={Precision.FP16: _FP16_IS_FP32},
     )  # fmt: skip
 
     @classmethod
@@ -242,8 +243,10 @@ class AccelerateDeepSpeed(DeepSpeed):
 
     requires: ClassVar[tuple[Requirement, ...]] = (_ACCELERATE, *DeepSpeed.requires)
     capabilities: ClassVar = dataclasses.replace(
-        DeepSpeed.capabilities, lacks={Feature.RESHARD: "load_state does not read DeepSpeed's universal checkpoints"}
-    )
+        DeepSpeed.capabilities, lacks={
+            **DeepSpeed.capabilities.lacks, Feature.RESHARD: "load_state does not read DeepSpeed's universal checkpoints"
+        }
+    )  # fmt: skip
 
     def build(self, case: Case, context: RankContext) -> Engine:
         _choose_device(context)

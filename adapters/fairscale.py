@@ -23,6 +23,7 @@ from meshmark.plan.states import Recipe, Remainder
 from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffic
 
 _FAIRSCALE = (Requirement(module="fairscale", distribution="fairscale"),)
+_NO_SCALER = "FairScale's ShardedGradScaler is one of CUDA, and switches itself off without"
 
 
 class OSSEngine(DataParallelEngine):
@@ -73,12 +74,13 @@ class OSSEngine(DataParallelEngine):
 
 
 class FairScaleOSS(Adapter):
-    """No fp64: OSS computes the gradient norm in float32. No fp16: its gradient scaler needs CUDA."""
+    """Data parallelism with sharded gradients and optimizer states."""
 
     requires: ClassVar = _FAIRSCALE
     capabilities: ClassVar = Capabilities(
-        degrees=frozenset({"dp"}), zero_stages=frozenset({2}), precisions=frozenset({Precision.FP32, Precision.BF16})
-    )
+        degrees=frozenset({"dp"}), zero_stages=frozenset({2}), precisions=frozenset({Precision.FP32, Precision.BF16}),
+        lacks={Precision.FP64: "OSS computes the gradient norm in float32", Precision.FP16: _NO_SCALER},
+    )  # fmt: skip
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
@@ -223,13 +225,13 @@ def _canonical(name: str) -> str:
 
 class FairScaleFSDP(Adapter):
     """Every block is wrapped on its own, and the model with what is left: embedding and head. bf16 is FSDP's own: bf16
-    weights are gathered from fp32 shards, and gradients reduced in fp32. No fp64: FSDP takes fp32 parameters alone. No
-    fp16: its gradient scaler needs CUDA."""
+    weights are gathered from fp32 shards, and gradients reduced in fp32."""
 
     requires: ClassVar = _FAIRSCALE
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}), zero_stages=frozenset({3}), precisions=frozenset({Precision.FP32, Precision.BF16}),
         lacks={
+            Precision.FP64: "FSDP takes float32 parameters alone", Precision.FP16: _NO_SCALER,
             Feature.DECAY_GROUPS: "the parameters of a wrapper are one flat tensor, which is in one group",
             Feature.FROZEN: "the parameters of a wrapper are one flat tensor, frozen whole or not at all",
             Feature.RESHARD: "gather_full_optim_state_dict, which it takes, breaks the optimizer that it reads: "

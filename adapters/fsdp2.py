@@ -58,7 +58,7 @@ class FSDP2Engine(DataParallelEngine):
 class FSDP2(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}), zero_stages=frozenset({3}),
-        precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
+        precisions=frozenset(Precision),
     )  # fmt: skip
 
     @classmethod

@@ -151,8 +151,10 @@ def _receive_buffers(schedule: Any) -> list[Tensor]:  # noqa: ANN401
 
 class GPipe(Adapter):
     capabilities: ClassVar = Capabilities(
-        degrees=frozenset({"pp"}), precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16})
-    )
+        degrees=frozenset({"pp"}), precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
+        lacks={Precision.FP16: "torch.distributed.pipelining scales no loss, and PyTorch's GradScaler tells no other "
+               "stage of an overflow"},
+    )  # fmt: skip
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:

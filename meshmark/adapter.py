@@ -64,8 +64,8 @@ class Capabilities:
     zero_stages: frozenset[int] = frozenset({0})
     precisions: frozenset[Precision] = frozenset({Precision.FP32})
     families: frozenset[Family] = frozenset(Family)
-    lacks: Mapping[Feature, str] = field(default_factory=dict)
-    """Features that are missing, each with its reason."""
+    lacks: Mapping[Feature | Precision, str] = field(default_factory=dict)
+    """Features that are missing, each with its reason, and the reasons of missing precisions."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
 
     def refusal(self, case: Case, device: str, needs: frozenset[Feature] = frozenset()) -> str | None:
@@ -82,7 +82,8 @@ class Capabilities:
         if layout.zero_stage not in self.zero_stages:
             unsupported.append(f"ZeRO stage {layout.zero_stage}")
         if case.precision not in self.precisions:
-            unsupported.append(f"precision {case.precision}")
+            reason = self.lacks.get(case.precision)
+            unsupported.append(f"precision {case.precision}" + (f" ({reason})" if reason else ""))
         if model.family not in self.families:
             unsupported.append(f"model family {model.family}")
         unsupported += [f"{f} ({self.lacks[f]})" for f in Feature if f in self.lacks and f in features(case) | needs]

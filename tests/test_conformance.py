@@ -130,7 +130,9 @@ def test_dropout_must_be_fresh_different_as_strong_and_off_in_evaluation() -> No
 
 
 def test_recomputed_dropout_must_have_the_forward_passs_masks() -> None:
-    kept = plain(task=Task.DROPOUT, losses=[5.1, 5.2, 5.3], samples=[{"along": [0.98, 1.1, 1.0], "size": [1.3] * 3}, {}])
+    kept = plain(
+        task=Task.DROPOUT, losses=[5.1, 5.2, 5.3], samples=[{"along": [0.98, 1.1, 1.0], "size": [1.3] * 3}, {}]
+    )
     same = plain(task=Task.DROPOUT, losses=[5.1, 5.4], samples=[{"along": [0.98, 0.9], "size": [1.3, 1.2]}, {}])
     other = plain(task=Task.DROPOUT, losses=[5.1, 5.2], samples=[{"along": [0.97, 1.1], "size": [1.3, 1.3]}, {}])
     elsewhere = plain(task=Task.DROPOUT, losses=[5.2, 5.2], samples=same.samples)

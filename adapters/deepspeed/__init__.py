@@ -22,8 +22,6 @@ from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffi
 
 
 class DeepSpeed(Adapter):
-    """No fp64: ZeRO's masters are float32."""
-
     requires: ClassVar[tuple[Requirement, ...]] = (Requirement(module="deepspeed", distribution="deepspeed"),)
     preload: ClassVar = ("deepspeed.runtime.zero.muon.muon_optimizer",)
     """What DeepSpeed imports while it builds: it decorates functions with `torch.compile`, which takes seconds."""
@@ -31,6 +29,7 @@ class DeepSpeed(Adapter):
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({1, 2, 3}),
         precisions=frozenset({Precision.FP32, Precision.BF16, Precision.FP16}),
+        lacks={Precision.FP64: "ZeRO's masters are float32"},
     )
     known_gaps: ClassVar = (
         KnownGap(

@@ -25,14 +25,17 @@ from meshmark.plan.traffic import Traffic, add_traffic, data_parallel_traffic, t
 
 
 class Megatron(Adapter):
-    """No fp64: the vocabulary-parallel loss and the gradient norm are computed in float32 whatever they are given.
-    No fp16: nothing shares an overflow between tensor-parallel ranks. Every replica seeds its own random states: by
-    Megatron's default (`data_parallel_random_init` off) all would drop the same."""
+    """Every replica seeds its own random states: by Megatron's default (`data_parallel_random_init` off) all would drop
+    the same."""
 
     requires: ClassVar = (Requirement(module="megatron.core", distribution="megatron-core"),)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"tp", "dp"}),
         precisions=frozenset({Precision.FP32, Precision.BF16}),
+        lacks={
+            Precision.FP64: "the vocabulary-parallel loss and the gradient norm are float32 whatever they are given",
+            Precision.FP16: "PyTorch's GradScaler does not tell other tensor-parallel ranks of an overflow",
+        },
     )
 
     @classmethod

@@ -22,7 +22,7 @@ micro-batch's activations, kept by a loss that is not detached, are a hundred ti
 EVALUATION_TOLERANCE = 1e-5
 """Relative, on the loss of evaluation where no noise is measured; dropout left on moves it by a hundred times that."""
 SAME = 1e-5
-"""Relative, between two runs that differ in nothing but rounding; other masks move gradients by half a percent and more."""
+"""Relative, between runs that differ in nothing but rounding; other masks move gradients by half a percent and more."""
 TINY = 1e-30
 WIDER = 0.03
 """Of a precision's noise: a run whose worst gradient is closer to the truth was computed in a wider one. A correct run
