@@ -244,7 +244,7 @@ class AccelerateDeepSpeed(DeepSpeed):
     requires: ClassVar[tuple[Requirement, ...]] = (_ACCELERATE, *DeepSpeed.requires)
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeed.capabilities, lacks={
-            **DeepSpeed.capabilities.lacks, Feature.RESHARD: "load_state does not read DeepSpeed's universal checkpoints"
+            **DeepSpeed.capabilities.lacks, Feature.RESHARD: "load_state reads no universal checkpoints of DeepSpeed"
         }
     )  # fmt: skip
 

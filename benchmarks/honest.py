@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from adapters.single import Single
@@ -17,13 +19,16 @@ from meshmark.layout import Layout, Precision
 from meshmark.model_spec import model_spec
 from meshmark.passes.noise import NUM_RUNS, train_alone
 from meshmark.rank_report import Request, Task
+from meshmark.record import Record
 from meshmark.workload import OptimizerKind, OptimizerSpec, Workload
-from meshmark.yardstick import fit
+from meshmark.yardstick import FALSE_ALARMS, Comparisons, Yardstick, compare, fit, kind_of, tail_factor
 from tests.broken.mutant import GPT, TIED
 
 RUNS = 26
 """Correct runs of a problem, beside its noise runs."""
 STEPS = 3
+CASE_COMPARISONS = 1000
+"""Of a case of the suites, which share its false alarms: as many as gpt-tiny's."""
 _LLAMA = dataclasses.replace(
     model_spec("llama-tiny"), name="llama-mini", num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, ffn_hidden=88,
     seq_len=32, init_std=0.15,
@@ -41,6 +46,10 @@ PROBLEMS: list[tuple[Workload, Precision]] = [
 ]
 
 
+Ratios = Mapping[str, list[float]]
+"""Every comparison of correct runs as a multiple of its noise, by kind of quantity."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """One problem: its noise, and what correct runs came to."""
@@ -52,6 +61,7 @@ class Group:
     """Of each correct run, the largest multiple of its tolerance; above one is an alarm."""
     worst: str
     """What came closest."""
+    ratios: Ratios
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +89,10 @@ class Honest:
     @property
     def alarms(self) -> list[str]:
         return [f"{g.problem} seed {g.seed} ({g.worst})" for g in self.groups if max(g.excesses) > 1]
+
+    @property
+    def ratios(self) -> Ratios:
+        return pool(g.ratios for g in self.groups)
 
     def rows(self) -> Iterator[dict[str, object]]:
         for problem in dict.fromkeys(g.problem for g in self.groups):
@@ -108,12 +122,37 @@ def measure_group(workload: Workload, precision: Precision, seed: int) -> Group:
     context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=Path())
     adapter = Single()
     yardstick = fit([train_alone(request, adapter, context, run) for run in range(NUM_RUNS)])
-    found = [
-        list(yardstick.excesses(train_alone(request, adapter, context, run)))
-        for run in range(NUM_RUNS, NUM_RUNS + RUNS)
-    ]
+    runs = [train_alone(request, adapter, context, run) for run in range(NUM_RUNS, NUM_RUNS + RUNS)]
+    found = [list(yardstick.excesses(run)) for run in runs]
     _, quantity, step = max(worst for run in found for worst in run)
     return Group(
         problem=f"{workload.name} {precision}", seed=seed, num_comparisons=sum(len(run) for run in found),
         excesses=[max(excess for excess, *_ in run) for run in found], worst=f"{quantity}, step {step}",
+        ratios=pool(_ratios(yardstick, run) for run in runs),
     )  # fmt: skip
+
+
+def _ratios(yardstick: Yardstick, run: Comparisons) -> Ratios:
+    found = defaultdict(list)
+    for ratio, quantity, _ in yardstick.ratios(run):
+        found[kind_of(quantity)].append(ratio)
+    return found
+
+
+def ratios_of(records: Iterable[Record]) -> Ratios:
+    """Of those that are equivalent."""
+    passed = [r for r in records if (verdict := r.verdict("equivalence")) is not None and verdict.passed]
+    return pool(_ratios(r.yardstick, compare(r.deviations)) for r in passed)
+
+
+def pool(parts: Iterable[Ratios]) -> Ratios:
+    found = defaultdict(list)
+    for part in parts:
+        for kind, ratios in part.items():
+            found[kind] += ratios
+    return dict(found)
+
+
+def asked_factor(ratios: Sequence[float]) -> float:
+    """What the tail of correct runs asks for: the smallest factor that fails one case in 1 / FALSE_ALARMS."""
+    return tail_factor(np.array(ratios), FALSE_ALARMS / CASE_COMPARISONS)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.honest import Honest
+from benchmarks.honest import CASE_COMPARISONS, Honest, Ratios, asked_factor, ratios_of
 from benchmarks.smallest import Smallest
 from benchmarks.trials import Cell, Trial
 from meshmark.conformance.clauses import CLAUSES
@@ -15,7 +15,7 @@ from meshmark.machine import describe
 from meshmark.record import Record, Status
 from meshmark.report.tables import markdown
 from meshmark.verdict import detection_limits
-from meshmark.yardstick import FALSE_ALARMS, SMALLEST_FACTOR
+from meshmark.yardstick import FALSE_ALARMS, SMALLEST_FACTORS
 from tests.broken.sizes import SIZED
 
 
@@ -59,7 +59,20 @@ class Power:
 
     @property
     def good(self) -> bool:
-        return self.caught == self.named == len(self.trials) and not self.num_alarms
+        return self.caught == self.named == len(self.trials) and not self.num_alarms and self.factors_suffice
+
+    @property
+    def real_ratios(self) -> Ratios:
+        """Of the adapters' correct runs, each once: clauses share records."""
+        records = {id(r): r for r in (*self.real, *(r for c in self.cells for r in c.records))}
+        return ratios_of(records.values())
+
+    @property
+    def factors_suffice(self) -> bool:
+        told = (self.honest.ratios, self.real_ratios)
+        return all(
+            asked_factor(r[kind]) <= least for kind, least in SMALLEST_FACTORS.items() for r in told if kind in r
+        )
 
 
 def report(power: Power) -> str:
@@ -130,12 +143,29 @@ def _correct(power: Power) -> Iterable[str]:
         "SGD, seeds, precisions), each problem with noise runs of its own and correct runs under other chunkings, "
         f"orders and last bits; and {len(power.real)} launches of real adapters. No alarm in n runs bounds the rate "
         f"below 3/n with 95 % confidence, {3 / honest.num_runs:.1g} here: it cannot show {FALSE_ALARMS:g}, which rests "
-        f"on the tail. Factors of {SMALLEST_FACTOR:g} are the floor set by hand, not the tail's."
+        "on the tail."
     )
     yield markdown(list(honest.rows()))
+    yield (
+        "What these runs ask for: the factor on the noise at which the tail of all of them together falls to the "
+        f"false alarms of a case ({FALSE_ALARMS:g} over {CASE_COMPARISONS} comparisons), and the largest multiple of "
+        "its noise that was seen. A case's factor comes from its own eight noise runs, but is never smaller than the "
+        "first column."
+    )
+    yield markdown([_factor_row(kind, honest.ratios, power.real_ratios) for kind in SMALLEST_FACTORS])
     yield markdown([_real_row(record) for record in power.real])
     yield "Every clause of conformance, once, on every adapter that the mutants break:"
     yield markdown([_adapter_row(power.cells, adapter) for adapter in dict.fromkeys(c.adapter for c in power.cells)])
+
+
+def _factor_row(kind: str, honest: Ratios, real: Ratios) -> dict[str, object]:
+    row: dict[str, object] = {"kind": kind, "factor at least": f"{SMALLEST_FACTORS[kind]:.2f}"}
+    for name, ratios in (("`single`", honest.get(kind, [])), ("adapters", real.get(kind, []))):
+        row |= {
+            f"{name}: comparisons": f"{len(ratios):,}",
+            f"{name}: asked": f"{asked_factor(ratios):.2f}", f"{name}: largest": f"{max(ratios, default=0):.2f}",
+        }  # fmt: skip
+    return row
 
 
 def _adapter_row(cells: Sequence[Cell], adapter: str) -> dict[str, object]:

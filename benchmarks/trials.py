@@ -94,6 +94,8 @@ class Cell:
     adapter: str
     clause: str
     finding: Finding
+    records: list[Record]
+    """Of the scenarios that show it."""
 
     @property
     def alarm(self) -> bool:
@@ -106,8 +108,8 @@ def correct_cells(court: Court) -> Iterable[Cell]:
         name = adapter.partition("/")[0]
         case = Case(adapter=name, workload=plain_workload(), layout=base_layout(adapter))
         for clause in CLAUSES:
-            finding, _ = court.judge(clause, case)
-            yield Cell(adapter=adapter, clause=clause, finding=finding)
+            finding, records = court.judge(clause, case)
+            yield Cell(adapter=adapter, clause=clause, finding=finding, records=records)
 
 
 def preloaded(adapters: Iterable[str]) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 
 from meshmark.layout import Precision
 from meshmark.truth import Deviation, Deviations
-from meshmark.yardstick import SMALLEST_FACTOR, Comparisons, Yardstick, compare, fit, noise_run, zeros
+from meshmark.yardstick import SMALLEST_FACTORS, Comparisons, Yardstick, compare, fit, noise_run, zeros
 
 STEPS = 5
 
@@ -33,8 +33,8 @@ def test_correct_runs_do_not_alarm_and_small_defects_do() -> None:
 def test_noise_that_varies_more_gets_a_larger_factor() -> None:
     factors = [fit([draw(rng, spread) for _ in range(8)]).factors["gradients"]
                for spread in (0.01, 0.3, 0.6) for rng in [np.random.default_rng(1)]]  # fmt: skip
-    assert factors[0] == SMALLEST_FACTOR
-    assert SMALLEST_FACTOR <= factors[1] < factors[2] < 10
+    assert factors[0] == SMALLEST_FACTORS["gradients"]
+    assert factors[0] <= factors[1] < factors[2] < 10
 
 
 def test_one_wild_tensor_does_not_excuse_the_others() -> None:
