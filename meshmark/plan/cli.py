@@ -18,7 +18,7 @@ from meshmark.plan.papers import read_rows
 from meshmark.plan.predict import DEFAULT_RECIPE, predict_file, rates_for
 from meshmark.plan.rates import Rates, rates, read_rates
 from meshmark.plan.recipe import RECIPES, recipe
-from meshmark.plan.search import SEARCHED_SCHEDULES, Search, max_model, reason, search
+from meshmark.plan.search import OFFLOAD_PLACES, SEARCHED_SCHEDULES, Search, max_model, reason, search
 from meshmark.plan.step_time import PARTS, STAGE_PARTS
 from meshmark.plan.sweep import remarks
 from meshmark.plan.system import GIB, gpu
@@ -112,7 +112,10 @@ def _print_search(found: Search, model: ModelSpec, top: int, elapsed: float) -> 
     print(f"\nThe best wins because {reason(found)}.")
     print(f"Its step: {_breakdown(found, best)}; HFU {100 * prediction.hfu[best]:.1f} %.")
     if host := float(prediction.memory.host_bytes[best]):
-        print(f"Offloaded: {host / GIB:.1f} GiB a gpu, which its host must have.")
+        layout, left = prediction.grid.layout(best), float(prediction.host_headroom_bytes[best])
+        ranks = min(layout.world_size, prediction.gpu.gpus_per_node)
+        place = f"a node {OFFLOAD_PLACES[layout.offload]}, of {ranks * (host + left) / GIB:.0f} there"
+        print(f"Offloaded: {host / GIB:.1f} GiB a gpu, {ranks * host / GIB:.0f} GiB {place}.")
     if len(found.just_too_large):
         speed = prediction.tokens_per_second_per_gpu
         faster = speed[found.just_too_large[0]] > speed[best]

@@ -43,7 +43,7 @@ class Memory:
     """The framework's own."""
     fullest_stage: Column
     host_bytes: Column
-    """Optimizer states kept in host memory or on NVMe instead."""
+    """Optimizer states kept in host memory or on NVMe instead, of the stage that has most of them."""
     released: Column
     """What queued collectives would pin but the allocator takes back, by waiting, because it would not fit."""
 
@@ -68,13 +68,16 @@ def memory(
     for pp, rows in grid.by_pipeline():
         sub = grid.take(rows)
         cut = stages(model, pp, balanced=recipe.balanced_stages)
-        by_stage = [_stage_memory(model, sub, recipe, rates, cut, i, ahead[rows], capacity_bytes) for i in range(pp)]
+        # Of equal stages the first holds the most: only micro-batches in flight differ, and fall from stage to stage.
+        firsts = sorted({stage: i for i, stage in reversed(list(enumerate(cut)))}.values())
+        by_stage = [_stage_memory(model, sub, recipe, rates, cut, i, ahead[rows], capacity_bytes) for i in firsts]
         totals = np.stack([sum(part[c] for c in CATEGORIES) for part in by_stage])
         fullest = totals.argmax(axis=0)
         columns = np.arange(len(rows))
         for name in (*CATEGORIES, *_OTHERS):
             parts[name][rows] = np.stack([part[name] for part in by_stage])[fullest, columns]
-        parts["fullest_stage"][rows] = fullest
+        parts["host_bytes"][rows] = np.stack([part["host_bytes"] for part in by_stage]).max(axis=0)
+        parts["fullest_stage"][rows] = np.array(firsts)[fullest]
     return Memory(**parts)
 
 

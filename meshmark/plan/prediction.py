@@ -37,9 +37,22 @@ class Prediction:
         return self.memory_bytes + self.memory.released
 
     @property
+    def host_headroom_bytes(self) -> Column:
+        """What a rank's share of its node's host memory, or drives, has left of what is offloaded there."""
+        host, offload = self.gpu.host, self.grid.offload
+        room = np.array([np.inf, host.memory_bytes if host else 0.0, host.nvme_bytes if host else 0.0])
+        share: Column = room[offload] / np.minimum(self.grid.num_gpus, self.gpu.gpus_per_node)
+        return share - self.memory.host_bytes
+
+    @property
+    def headroom_bytes(self) -> Column:
+        """What a rank's memory, or its share of the host's where that is tighter, has left; negative: it misses."""
+        return np.minimum(self.gpu.memory_bytes - self.needed_bytes, self.host_headroom_bytes)
+
+    @property
     def fits(self) -> Column:
         """Whether every rank has memory enough, and every stage a layer."""
-        there: Column = self.needed_bytes <= self.gpu.memory_bytes
+        there: Column = self.headroom_bytes >= 0
         return there & (self.grid.pp * self.grid.virtual_stages <= self.model.num_layers)
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 from meshmark.errors import InputError
 from meshmark.layout import Offload, Recompute, Schedule
 from meshmark.model_spec import ModelSpec
-from meshmark.plan.grid import Column, Grid, enumerate_grid, make_grid
+from meshmark.plan.grid import OFFLOADS, Column, Grid, enumerate_grid, make_grid
 from meshmark.plan.models import model_of_size
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
@@ -22,6 +22,7 @@ from meshmark.plan.system import GIB, Gpu
 _RECOMPUTES = tuple(Recompute)
 SEARCHED_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
 """What most frameworks have; GPipe holds more for the same bubble, and few have zero bubble."""
+OFFLOAD_PLACES = {Offload.CPU: "in host memory", Offload.NVME: "on NVMe"}
 _MAX_GPUS = 2**20
 
 
@@ -45,8 +46,8 @@ class Search:
         return len(self.prediction.grid)
 
     def headroom_bytes(self, row: int) -> float:
-        """Memory left on the fullest rank; negative where it does not fit."""
-        return float(self.prediction.gpu.memory_bytes - self.prediction.needed_bytes[row])
+        """Memory left on the fullest rank, or of its share of its host's; negative where it does not fit."""
+        return float(self.prediction.headroom_bytes[row])
 
 
 def search(
@@ -71,7 +72,7 @@ def search(
     large = np.nonzero(~prediction.fits)[0]
     faster = large[speed[large] > speed[ranked[0]]]
     near = faster if len(faster) else large
-    near = near[np.argsort(prediction.needed_bytes[near], kind="stable")]
+    near = near[np.argsort(-prediction.headroom_bytes[near], kind="stable")]
     return Search(prediction=prediction, ranked=ranked, just_too_large=near)
 
 
@@ -85,6 +86,8 @@ def _predict_all(
             raise InputError(f"{name} is {value}, expected at least 1")
     if num_gpus > _MAX_GPUS:
         raise InputError(f"{num_gpus} gpus; at most {_MAX_GPUS} are planned for")
+    if offload is not Offload.NONE and gpu.host is None:
+        raise InputError(f"nothing can be offloaded: what a node of {gpu.name} has beside its gpus is not known")
     grid = enumerate_grid(
         model, num_gpus, global_batch, max_tp=4 * gpu.gpus_per_node, recomputes=recomputes, offload=offload,
         schedules=schedules,
@@ -103,17 +106,21 @@ def _why_nothing_fits(
     prediction: Prediction, num_gpus: int, global_batch: int, examine: Callable[[int], Prediction]
 ) -> str:
     """What is missing, and the smallest number of GPUs on which a layout fits."""
-    least = int(prediction.needed_bytes.argmin())
-    missing = (prediction.needed_bytes[least] - prediction.gpu.memory_bytes) / GIB
+    least = int(prediction.headroom_bytes.argmax())
+    missing, needed, where = -prediction.headroom_bytes[least], prediction.needed_bytes[least], "gpu"
+    if prediction.host_headroom_bytes[least] == prediction.headroom_bytes[least]:
+        ranks = min(num_gpus, prediction.gpu.gpus_per_node)
+        missing, needed = ranks * missing, ranks * prediction.memory.host_bytes[least]
+        where = f"node {OFFLOAD_PLACES[OFFLOADS[prediction.grid.offload[least]]]}"
     message = (
         f"{prediction.model.name!r} does not fit on {num_gpus} {prediction.gpu.name} with a global batch of "
         f"{global_batch}: of {len(prediction.grid)} layouts the smallest ({prediction.grid.layout(least).id}) needs "
-        f"{prediction.needed_bytes[least] / GIB:.1f} GiB a gpu, {missing:.1f} GiB more than there is"
+        f"{needed / GIB:.1f} GiB a {where}, {missing / GIB:.1f} GiB more than there is"
     )
     fewest = _fewest(num_gpus, prediction.gpu.gpus_per_node, examine)
     if fewest:
         return f"{message}; it fits on {fewest} gpus"
-    offloaded = (prediction.grid.offload > 0).all()
+    offloaded = (prediction.grid.offload > 0).all() or prediction.gpu.host is None
     return (
         f"{message}; it fits on no larger number of them that divides this batch: raise the batch, shorten the "
         f"sequences, {'' if offloaded else 'try --offload cpu, '}or take a larger gpu"

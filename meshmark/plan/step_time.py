@@ -253,5 +253,13 @@ def _optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: Tra
     moved = 4.0 * recipe.gradient_bytes * held + (2.0 * states + recipe.gradient_bytes + 6.0) * updated
     seconds = moved / (gpu.memory_bandwidth * rates.memory_efficiency)
     away = grid.offload != OFFLOADS.index(Offload.NONE)
-    slower = np.where(grid.offload == OFFLOADS.index(Offload.NVME), 8.0, 1.0)
-    return seconds + np.where(away, 2.0 * states * updated * slower / rates.offload_bandwidth, 0.0)
+    return seconds + np.where(away, 2.0 * states * updated / _offload_bandwidth(grid, gpu, rates), 0.0)
+
+
+def _offload_bandwidth(grid: Grid, gpu: Gpu, rates: Rates) -> Column:
+    """Bytes per second at which a rank's states come and go: the narrowest of its link, the host and the drives'."""
+    if gpu.host is None:
+        return np.full(len(grid), rates.offload_bandwidth)
+    from_host = min(rates.offload_bandwidth, gpu.host.bandwidth)
+    from_drives = min(from_host, gpu.host.nvme_bandwidth / gpu.gpus_per_node)
+    return np.where(grid.offload == OFFLOADS.index(Offload.NVME), from_drives, from_host)
