@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.layout import Offload, Schedule
+from meshmark.layout import Schedule
 from meshmark.plan.calibrate import known_gpu
 from meshmark.plan.cli import main
 from meshmark.plan.errors_of import errors_of
@@ -23,13 +22,20 @@ from meshmark.plan.grid import make_grid
 from meshmark.plan.models import model_of_size, plan_model
 from meshmark.plan.papers import PAPERS_DIR, paper
 from meshmark.plan.predict import predict_file, rates_for
-from meshmark.plan.published import bloom_sweep, left_out, torchtitan_rows
+from meshmark.plan.provenance import VALIDATED_ON, provenance
+from meshmark.plan.published import (
+    bloom_sweep,
+    korthikanti_table5,
+    left_out,
+    megatron_table1,
+    megatron_table2,
+    torchtitan_rows,
+)
 from meshmark.plan.rates import Rates, rates, read_rates, write_rates
 from meshmark.plan.recipe import recipe
 from meshmark.plan.search import NothingFitsError, max_model, search
-from meshmark.plan.step_time import step_time
 from meshmark.plan.sweep import LAYOUT_COLUMNS
-from meshmark.plan.system import GIB, GPUS, Gpu, gpu
+from meshmark.plan.system import GPUS, Gpu, gpu
 from meshmark.plan.tables import all_tables, summary_lines, table_lines
 
 ROOT = Path(__file__).parent.parent
@@ -69,54 +75,6 @@ def test_the_number_of_gpus_named_is_the_smallest_whole_node() -> None:
         search(model, 1, 1, gpu("p100"), NANOTRON, given)
 
 
-def test_offloaded_states_leave_the_gpu_and_are_counted_on_the_host() -> None:
-    with pytest.raises(NothingFitsError):
-        search(plan_model("gpt-175b"), 32, 256, H100, NANOTRON, rates("h100"))
-    found = search(plan_model("gpt-175b"), 32, 256, H100, NANOTRON, rates("h100"), offload=Offload.CPU)
-    best = int(found.ranked[0])
-    assert found.prediction.grid.layout(best).offload is Offload.CPU
-    assert found.prediction.memory.host_bytes[best] == pytest.approx(12 * 175e9 / 32, rel=0.15)
-
-
-def small_host(memory_bytes: float, nvme_bytes: float = 3e13) -> Gpu:
-    assert H100.host
-    host = dataclasses.replace(H100.host, memory_bytes=memory_bytes, nvme_bytes=nvme_bytes)
-    return dataclasses.replace(H100, host=host)
-
-
-def test_offloading_more_than_a_node_has_does_not_fit_and_says_by_how_much() -> None:
-    model, given = plan_model("gpt-175b"), rates("h100")
-    # Twelve bytes a parameter, everything sharded over four nodes: 487.9 GiB a node.
-    with pytest.raises(NothingFitsError, match=r"487\.9 GiB a node in host memory, 187\.9 GiB more than there is"):
-        search(model, 32, 256, small_host(300 * GIB), NANOTRON, given, offload=Offload.CPU)
-    with pytest.raises(NothingFitsError, match=r"487\.9 GiB a node on NVMe, 187\.9 GiB more than there is"):
-        search(model, 32, 256, small_host(1e15, 300 * GIB), NANOTRON, given, offload=Offload.NVME)
-    with pytest.raises(InputError, match="nothing can be offloaded: what a node of p100 has"):
-        search(plan_model("gpt3-1.3b"), 8, 256, gpu("p100"), NANOTRON, rates("a100"), offload=Offload.CPU)
-    # Replicas hold their states twice; what a smaller host turns away is what does not fit there, and nothing else.
-    all_of, some = (
-        search(plan_model("megatron-22b"), 8, 256, small_host(b * GIB), NANOTRON, given, offload=Offload.CPU).prediction
-        for b in (2048, 400)
-    )
-    lost = all_of.fits & ~some.fits
-    assert lost.any() and (8 * some.memory.host_bytes[lost] > 400 * GIB).all() and some.fits.any()
-
-
-def test_states_on_drives_come_and_go_at_the_drives_speed() -> None:
-    """arXiv:2104.07857 fig. 2b: on a DGX-2 whose GPUs all read, 3.0 GB/s each from the host, 1.6 from its drives."""
-    model, using = plan_model("megatron-1.2b"), recipe("zero")
-    seconds = [
-        step_time(
-            model, make_grid(dp=[16], zero_stage=[1], offload=[i]), gpu("v100-32"), using, rates("a100")
-        ).optimizer[0]
-        for i in range(3)
-    ]
-    moved = 2 * 12 * model.num_parameters / 16
-    assert seconds[1] - seconds[0] == pytest.approx(moved / 3.0e9, rel=1e-6)
-    assert seconds[2] - seconds[0] == pytest.approx(moved / 1.6e9, rel=1e-6)
-    assert all(found.host is None or found.host.source for found in GPUS.values())
-
-
 def test_every_schedule_can_be_searched(capsys: pytest.CaptureFixture[str]) -> None:
     def examined(*schedules: Schedule) -> set[Schedule]:
         found = search(plan_model("gpt-175b"), 64, 64, H100, NANOTRON, rates("h100"), schedules=schedules)
@@ -147,6 +105,27 @@ def test_a_gpu_without_measurements_takes_its_own_links() -> None:
     assert near == rates("a100")
     assert far.tp_bandwidth / near.tp_bandwidth == pytest.approx(16 / 300)
     assert far.node_bandwidth / near.node_bandwidth == pytest.approx(1.25 / 25)
+
+
+def test_a_plan_says_where_its_rates_come_from_and_what_they_were_held_to(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Only a GPU on which measured runs are predicted in reports/validation.md counts as validated."""
+    runs = [*megatron_table1(), *megatron_table2(), *korthikanti_table5(), *bloom_sweep(), *torchtitan_rows()]
+    measured = {run.gpu.name for run in runs} | {gpu(row["gpu"]).name for row in paper("ultrascale_sweep_1b_8b")}
+    assert set(VALIDATED_ON) == measured
+    for name in GPUS:
+        said = provenance(gpu(name), rates_for(name))
+        assert (f"held to no run on {name}" in said) == (name not in measured)
+        assert rates_for(name).origin in said
+    assert "held to no run on a100-80" in provenance(gpu("a100"), rates("h100"))
+    assert main(["plan", "--model", "gpt3-1.3b", "--gpus", "8", "--gpu", "v100"]) == 0
+    assert "Rates: a100 (megatron_sc21" in (said := capsys.readouterr().out) and "no run on v100-32." in said
+    assert main(["plan", "--gpus", "8", "--max-model"]) == 0
+    assert "held to the 1B and 8B sweep" in capsys.readouterr().out
+    source = write_table(tmp_path / "in.csv", sweep_rows(1))
+    assert main(["predict", str(source), "-o", str(tmp_path / "out.csv")]) == 0
+    assert "Rates: h100-sweep (" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,20 @@ from meshmark.model_spec import Family, ModelSpec
 from meshmark.plan.models import plan_model
 from meshmark.plan.papers import read_rows
 from meshmark.plan.predict import DEFAULT_RECIPE, predict_file, rates_for
+from meshmark.plan.provenance import provenance
 from meshmark.plan.rates import Rates, rates, read_rates
 from meshmark.plan.recipe import RECIPES, recipe
-from meshmark.plan.search import OFFLOAD_PLACES, SEARCHED_SCHEDULES, Search, max_model, reason, search
-from meshmark.plan.step_time import PARTS, STAGE_PARTS
+from meshmark.plan.search import (
+    OFFLOAD_PLACES,
+    SEARCHED_SCHEDULES,
+    Search,
+    max_model,
+    reason,
+    search,
+    simulate_first,
+    stage_times,
+)
+from meshmark.plan.step_time import PARTS
 from meshmark.plan.sweep import remarks
 from meshmark.plan.system import GIB, gpu
 
@@ -80,10 +90,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
         raise InputError(f"--top is {arguments.top}, expected at least 1")
     schedules = [_schedule(name.strip()) for name in arguments.schedules.split(",")]
     start = time.perf_counter()
-    found = search(
+    closed = search(
         model, arguments.gpus, arguments.global_batch, machine, using, given, offload=Offload(arguments.offload),
         schedules=schedules,
     )  # fmt: skip
+    found = simulate_first(closed, arguments.top)
     elapsed = time.perf_counter() - start
     if arguments.json:
         print(json.dumps(_as_json(found, arguments.top, elapsed), indent=1))
@@ -105,6 +116,7 @@ def _print_search(found: Search, model: ModelSpec, top: int, elapsed: float) -> 
     size = f"{model.num_parameters / 1e9:.3g}B parameters"
     print(f"{model.name} ({size}) on {prediction.grid.num_gpus[0]} {prediction.gpu.name}: {found.num_examined} layouts")
     print(f"examined in {elapsed:.2f} s, {len(found.ranked)} fit; global batch {prediction.grid.global_batch[0]}")
+    print(provenance(prediction.gpu, prediction.rates))
     print(f"\n{'layout':62} {'tok/s/gpu':>10} {'MFU':>6} {'step s':>9} {'GiB':>7} {'free':>7}")
     for row in found.ranked[:top]:
         print(_line(found, int(row)))
@@ -146,7 +158,7 @@ def _as_json(found: Search, top: int, elapsed: float) -> dict[str, object]:
     return {
         "model": found.prediction.model.name, "gpu": found.prediction.gpu.name, "num_examined": found.num_examined,
         "num_fit": len(found.ranked), "seconds": round(elapsed, 3), "layouts": rows, "reason": reason(found),
-        "just_too_large": near,
+        "just_too_large": near, "rates": provenance(found.prediction.gpu, found.prediction.rates),
     }  # fmt: skip
 
 
@@ -174,7 +186,7 @@ def _print_max_model(arguments: argparse.Namespace, given: Rates) -> int:
     if arguments.json:
         answer = {
             "num_parameters": model.num_parameters, "model": dataclasses.asdict(model), "layout": layout.id,
-            "memory_bytes": float(held[least]),
+            "memory_bytes": float(held[least]), "rates": provenance(machine, given),
         }  # fmt: skip
         print(json.dumps(answer, indent=1))
         return 0
@@ -182,6 +194,7 @@ def _print_max_model(arguments: argparse.Namespace, given: Rates) -> int:
     shape = f"{model.num_layers} layers, hidden {model.hidden}, {model.seq_len} tokens"
     held_gib = f"{held[least] / GIB:.1f} GiB a gpu"
     print(f"the largest {kind} on {arguments.gpus} {machine.name}: {size} ({shape}), as {layout.id}, {held_gib}")
+    print(provenance(machine, given))
     return 0
 
 
@@ -192,9 +205,7 @@ def _draw_timeline(found: Search, path: Path) -> None:
     prediction, row = found.prediction, int(found.ranked[0])
     layout = prediction.grid.layout(row)
     # Reductions and the optimizer follow the pipeline and are not drawn.
-    seconds = sum(float(getattr(prediction.time, part)[row]) for part in STAGE_PARTS)
-    work = seconds / layout.num_micro_batches
-    run = simulate(layout, [work] * layout.pp)
+    run = simulate(layout, stage_times(found, row))
     try:
         path.write_text(timeline_svg(run, f"{prediction.model.name}, {layout.id}, passes alone"))
     except OSError as error:
@@ -209,6 +220,8 @@ def run_predict(arguments: argparse.Namespace) -> int:
     for remark in remarks(read_rows(arguments.layouts)):
         print(f"meshmark: {remark}", file=sys.stderr)
     print(f"{count} layouts predicted: {arguments.output}")
+    for name in sorted({gpu(row["gpu"]).name for row in read_rows(arguments.layouts)}):
+        print(provenance(gpu(name), given or rates_for(name, as_measured=True)))
     return 0
 
 

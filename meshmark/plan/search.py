@@ -16,7 +16,8 @@ from meshmark.plan.models import model_of_size
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
 from meshmark.plan.recipe import TrainingRecipe
-from meshmark.plan.step_time import PARTS
+from meshmark.plan.schedule import simulated_bubble_seconds
+from meshmark.plan.step_time import PARTS, stage_seconds
 from meshmark.plan.system import GIB, Gpu
 
 _RECOMPUTES = tuple(Recompute)
@@ -74,6 +75,28 @@ def search(
     near = faster if len(faster) else large
     near = near[np.argsort(-prediction.headroom_bytes[near], kind="stable")]
     return Search(prediction=prediction, ranked=ranked, just_too_large=near)
+
+
+def simulate_first(found: Search, count: int) -> Search:
+    """The same with the bubbles of its first `count` layouts taken from the event simulator, these ranked again.
+
+    The closed form, which ranks all, deviates from it with stages of unequal length (see `pipeline.bubble_seconds`).
+    """
+    prediction, first = found.prediction, found.ranked[:count]
+    bubble = prediction.time.bubble.copy()
+    for row in first[prediction.grid.pp[first] > 1]:
+        bubble[row] = simulated_bubble_seconds(prediction.grid.layout(row), stage_times(found, int(row)))
+    time = dataclasses.replace(prediction.time, bubble=bubble)
+    prediction = dataclasses.replace(prediction, time=time)
+    again = first[np.argsort(prediction.step_seconds[first], kind="stable")]
+    return dataclasses.replace(found, prediction=prediction, ranked=np.concatenate([again, found.ranked[count:]]))
+
+
+def stage_times(found: Search, row: int) -> list[float]:
+    """Seconds of one micro-batch on every pipeline stage of one layout."""
+    p = found.prediction
+    one, pp = p.grid.take(np.array([row])), int(p.grid.pp[row])
+    return [float(seconds) for seconds in stage_seconds(p.model, one, pp, p.gpu, p.recipe, p.rates)[:, 0]]
 
 
 def _predict_all(

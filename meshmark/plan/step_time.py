@@ -6,6 +6,7 @@ launches and hand-overs between streams set; the slowest stage sets the pace.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,12 +83,8 @@ def _pipeline_time(
 ) -> dict[str, Column]:
     """All parts for layouts of one pipeline degree."""
     cut = stages(model, pp, balanced=recipe.balanced_stages)
-    layer = _layer_seconds(model, grid, gpu, recipe, rates)
-    head = _head_seconds(model, grid, gpu, recipe, rates)
-    by_stage = [
-        _stage_seconds(model, grid, stage, i, cut, layer, head, gpu, recipe, rates) for i, stage in enumerate(cut)
-    ]
-    totals = np.stack([sum(parts[name] for name in STAGE_PARTS) for parts in by_stage])
+    by_stage = _stage_accounts(model, grid, cut, gpu, recipe, rates)
+    totals = _stage_totals(by_stage)
     slowest, columns = totals.argmax(axis=0), np.arange(len(grid))
     pace = totals[slowest, columns]
     m = grid.num_micro_batches
@@ -109,6 +106,31 @@ def _pipeline_time(
     floor = np.stack([p["floor"] for p in by_stage])[slowest, columns]
     out["lag"] = np.where(waits, 0.0, host_lag(grid, device, floor, gpu.gpus_per_node))
     return out
+
+
+def stage_seconds(
+    model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
+) -> Column:  # fmt: skip
+    """Seconds of one micro-batch on each stage (rows), of layouts (columns) that all have `pp` stages."""
+    cut = stages(model, pp, balanced=recipe.balanced_stages)
+    return _stage_totals(_stage_accounts(model, grid, cut, gpu, recipe, rates))
+
+
+def _stage_totals(by_stage: Sequence[dict[str, Column]]) -> Column:
+    return np.stack([sum(parts[name] for name in STAGE_PARTS) for parts in by_stage])
+
+
+def _stage_accounts(
+    model: ModelSpec, grid: Grid, cut: tuple[Stage, ...], gpu: Gpu, recipe: TrainingRecipe, rates: Rates
+) -> list[dict[str, Column]]:
+    """Every stage's parts of one micro-batch; equal stages with as many neighbours are computed once."""
+    layer = _layer_seconds(model, grid, gpu, recipe, rates)
+    head = _head_seconds(model, grid, gpu, recipe, rates)
+    found: dict[tuple[Stage, int], dict[str, Column]] = {}
+    keys = [(stage, (i > 0) + (i < len(cut) - 1)) for i, stage in enumerate(cut)]
+    for stage, neighbours in dict.fromkeys(keys):
+        found[stage, neighbours] = _stage_seconds(model, grid, stage, neighbours, layer, head, gpu, recipe, rates)
+    return [found[key] for key in keys]
 
 
 def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
@@ -185,8 +207,8 @@ def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe
 
 
 def _stage_seconds(
-    model: ModelSpec, grid: Grid, stage: Stage, index: int, cut: tuple[Stage, ...], layer: dict[str, Column],
-    head: dict[str, Column], gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
+    model: ModelSpec, grid: Grid, stage: Stage, neighbours: int, layer: dict[str, Column], head: dict[str, Column],
+    gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
 ) -> dict[str, Column]:  # fmt: skip
     """One micro-batch on one stage; `device` and `floor` are the two that its launches are bound by."""
     n, zero = float(stage.num_layers), np.zeros(len(grid))
@@ -201,7 +223,6 @@ def _stage_seconds(
     }
     device = sum(parts.values(), start=zero)
     floor = n * layer["floor"]
-    neighbours = (index > 0) + (index < len(cut) - 1)
     # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather), in
     # frameworks that know how.
     sent = tokens(model, grid) * model.hidden * recipe.element_bytes / (1 if recipe.sends_whole else grid.tp)
