@@ -71,7 +71,7 @@ def test_zero_bubble_fills_two_thirds(pp: int) -> None:
 
 
 CLOSED_OVER_SIMULATED = {
-    Schedule.GPIPE: (1.0, 1.0), Schedule.ONE_F_ONE_B: (0.85, 1.0), Schedule.INTERLEAVED: (0.85, 1.05),
+    Schedule.GPIPE: (1.0, 1.0), Schedule.ONE_F_ONE_B: (0.85, 1.0), Schedule.INTERLEAVED: (0.85, 1.0),
     Schedule.ZERO_BUBBLE: (0.9, 1.1),
 }  # fmt: skip
 """Each stage's own account misses waits that two stages pass on to each other: over random times it is 0.3 % off in the
@@ -94,9 +94,8 @@ def test_the_closed_form_is_the_simulator_within_a_bound_with_uneven_stages(
 @given(times=st.lists(st.floats(0.1, 3.0), min_size=2, max_size=6), m=st.integers(1, 24))
 @settings(deadline=None)
 def test_the_closed_form_holds_with_any_number_of_micro_batches(times: list[float], m: int) -> None:
-    assert_close(Layout(pp=len(times), num_micro_batches=m, schedule=Schedule.GPIPE), times)
-    if m >= len(times) - 1:  # what a search examines
-        assert_close(Layout(pp=len(times), num_micro_batches=m, schedule=Schedule.ONE_F_ONE_B), times)
+    for schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B):
+        assert_close(Layout(pp=len(times), num_micro_batches=m, schedule=schedule), times)
 
 
 def assert_close(layout: Layout, times: list[float]) -> None:

@@ -54,6 +54,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "--max-model", action="store_true", help="the largest model that fits, instead, of --model's family"
     )
     plan.add_argument("--schedules", default=",".join(SEARCHED_SCHEDULES), help=f"to search, of {', '.join(Schedule)}")
+    plan.add_argument("--cp", help="context-parallel degrees to search; by default 1, and more for long sequences")
     plan.add_argument("--offload", choices=tuple(Offload), default="none", help="where optimizer states live")
     plan.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
     plan.set_defaults(run=run_plan)
@@ -92,7 +93,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     closed = search(
         model, arguments.gpus, arguments.global_batch, machine, using, given, offload=Offload(arguments.offload),
-        schedules=schedules,
+        schedules=schedules, contexts=_contexts(arguments.cp),
     )  # fmt: skip
     found = simulate_first(closed, arguments.top)
     elapsed = time.perf_counter() - start
@@ -103,6 +104,15 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.timeline:
         _draw_timeline(found, arguments.timeline)
     return 0
+
+
+def _contexts(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"--cp {text!r}: expected whole numbers with commas between") from error
 
 
 def _schedule(name: str) -> Schedule:

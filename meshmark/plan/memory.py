@@ -211,6 +211,8 @@ def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: 
     t, width, num_tokens = grid.tp, recipe.element_bytes, tokens(model, grid)
     whole = num_tokens * model.hidden * width
     block = 3.0 * num_tokens * model.ffn_hidden * width / t + whole * np.where(t > 1, 4.0, 1.0)
+    # A neighbour's keys, values and their gradients, on their way around the ring (arXiv:2310.01889 sec. 3).
+    block = block + np.where(grid.cp > 1, 4.0 * num_tokens * model.kv_hidden * width / t, 0.0)
     again = np.where(
         grid.recompute == RECOMPUTES.index(Recompute.NONE),
         0.0,

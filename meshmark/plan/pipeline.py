@@ -24,8 +24,10 @@ def bubble_seconds(grid: Grid, totals: Column, pace: Column) -> Column:
         before, after = totals[:i].sum(axis=0), totals[i + 1 :].sum(axis=0)
         forwards = np.where(v > 1, 2, 1) * (num_stages - i - 1)
         meanwhile = np.minimum(forwards, m * v - (v - 1) * num_stages - 1)
-        waits = np.maximum(after - meanwhile * own / 3.0, 0.0) + np.maximum(after - meanwhile * own * 2.0 / 3.0, 0.0)
-        waits = np.where(m > 1, waits, after)
+        waits = np.maximum(after - meanwhile * own / 3.0, 0.0)
+        again = np.maximum(after - meanwhile * own * 2.0 / 3.0, 0.0)
+        # With so few micro-batches that all forwards come first, there is one wait alone.
+        waits = waits + np.where(m * v > forwards + (v - 1) * num_stages, again, 0.0)
         ends.append(m * own + (before + waits) / v)
     one_f_one_b = np.max(ends, axis=0) - m * pace
     others = totals.sum(axis=0) - pace

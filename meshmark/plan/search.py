@@ -11,7 +11,7 @@ import numpy as np
 from meshmark.errors import InputError
 from meshmark.layout import Offload, Recompute, Schedule
 from meshmark.model_spec import ModelSpec
-from meshmark.plan.grid import OFFLOADS, Column, Grid, enumerate_grid, make_grid
+from meshmark.plan.grid import OFFLOADS, Column, Grid, enumerate_grid, make_grid, searched_contexts
 from meshmark.plan.models import model_of_size
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
@@ -54,15 +54,15 @@ class Search:
 def search(
     model: ModelSpec, num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
     *, recomputes: Sequence[Recompute] = _RECOMPUTES, offload: Offload = Offload.NONE,
-    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES,
+    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES, contexts: Sequence[int] | None = None,
 ) -> Search:  # fmt: skip
-    """Examine every layout.
+    """Examine every layout, of all context-parallel degrees worth it unless `contexts` names them.
 
     Raises `InputError` for an impossible request, `NothingFitsError` when no layout fits.
     """
 
     def examine(count: int) -> Prediction:
-        return _predict_all(model, count, global_batch, gpu, recipe, rates, recomputes, offload, schedules)
+        return _predict_all(model, count, global_batch, gpu, recipe, rates, recomputes, offload, schedules, contexts)
 
     prediction = examine(num_gpus)
     fits = np.nonzero(prediction.fits)[0]
@@ -102,18 +102,21 @@ def stage_times(found: Search, row: int) -> list[float]:
 def _predict_all(
     model: ModelSpec, num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
     recomputes: Sequence[Recompute] = _RECOMPUTES, offload: Offload = Offload.NONE,
-    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES,
+    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES, contexts: Sequence[int] | None = None,
 ) -> Prediction:  # fmt: skip
     for name, value in (("gpus", num_gpus), ("global batch", global_batch)):
         if value < 1:
             raise InputError(f"{name} is {value}, expected at least 1")
     if num_gpus > _MAX_GPUS:
         raise InputError(f"{num_gpus} gpus; at most {_MAX_GPUS} are planned for")
+    for cp in contexts or ():
+        if cp < 1 or (cp > 1 and model.seq_len % (2 * cp)):
+            raise InputError(f"cp is {cp}: a sequence of {model.seq_len} tokens must divide into 2 x cp equal parts")
     if offload is not Offload.NONE and gpu.host is None:
         raise InputError(f"nothing can be offloaded: what a node of {gpu.name} has beside its gpus is not known")
     grid = enumerate_grid(
         model, num_gpus, global_batch, max_tp=4 * gpu.gpus_per_node, recomputes=recomputes, offload=offload,
-        schedules=schedules,
+        schedules=schedules, contexts=contexts or searched_contexts(model.seq_len),
         zero_stages=(0, 3) if recipe.weight_bytes == 4 and recipe.arithmetic != "fp32" else (0, 1, 2, 3),
     )  # fmt: skip
     if not len(grid):
@@ -176,8 +179,8 @@ def reason(found: Search) -> str:
     """Why the best layout wins: where the runner-up of another shape, and the plainest layout that fits, lose time."""
     prediction, grid = found.prediction, found.prediction.grid
     best = int(found.ranked[0])
-    shape = (grid.dp[best], grid.tp[best], grid.pp[best])
-    others = [int(r) for r in found.ranked[1:] if (grid.dp[r], grid.tp[r], grid.pp[r]) != shape]
+    shape = (grid.dp[best], grid.tp[best], grid.pp[best], grid.cp[best])
+    others = [int(r) for r in found.ranked[1:] if (grid.dp[r], grid.tp[r], grid.pp[r], grid.cp[r]) != shape]
     largest = max(PARTS, key=lambda part: getattr(prediction.time, part)[best])
     text = f"most of its step is {largest.replace('_', ' ')}"
     if not others:

@@ -19,7 +19,9 @@ from meshmark.plan.memory import stage_parameters, tokens
 from meshmark.plan.network import (
     crosses_nodes,
     data_collective_seconds,
+    offload_bandwidth,
     point_to_point_seconds,
+    ring_attention_seconds,
     tensor_collective_seconds,
 )
 from meshmark.plan.partition import Stage, stages
@@ -29,10 +31,10 @@ from meshmark.plan.recipe import TrainingRecipe
 from meshmark.plan.system import Gpu
 
 PARTS = (
-    "matmul", "attention", "elementwise", "tensor_communication", "launch_floor", "point_to_point", "bubble",
-    "message_wait", "data_communication", "optimizer", "host",
+    "matmul", "attention", "elementwise", "tensor_communication", "context_communication", "launch_floor",
+    "point_to_point", "bubble", "message_wait", "data_communication", "optimizer", "host",
 )  # fmt: skip
-STAGE_PARTS = PARTS[:6]
+STAGE_PARTS = PARTS[:7]
 """What a stage spends on every micro-batch."""
 # Collectives of one layer's forward and backward pass: with sequence parallelism an all-gather and a reduce-scatter
 # forward in each of two blocks, six backward (inputs are gathered again); without, four all-reduces of two each.
@@ -50,6 +52,8 @@ class StepTime:
     attention: Column
     elementwise: Column
     tensor_communication: Column
+    context_communication: Column
+    """Keys and values on their way around a ring, what no attention hides."""
     launch_floor: Column
     """What the slowest stage waits because its kernels are too short."""
     point_to_point: Column
@@ -144,12 +148,14 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     matmul = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0)) / reached
     core = 2.0 * num_tokens * model.seq_len * model.hidden / t
     if recipe.flash_attention:
+        forward = core / (peak * rates.attention_efficiency)
         attention = core * np.where(core_again, 4.5, 3.5) / (peak * rates.attention_efficiency)
     else:
         # All scores are computed, and passed over: product, mask and softmax, dropout, product; about 40 bytes a score.
         scores = num_tokens * model.seq_len * model.num_heads / t
         attention = 2.0 * core * np.where(core_again, 4.0, 3.0) / reached
         attention += scores * np.where(core_again, 53.0, 40.0) / memory
+        forward = attention / np.where(core_again, 4.0, 3.0)
     traffic = (
         num_tokens * _elementwise_bytes(model, grid) * recipe.element_bytes / 2.0 * np.where(full | some, 1.4, 1.0)
     )
@@ -159,10 +165,13 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     backward = _BACKWARD_COLLECTIVES - 2.0 * recipe.hides_backward_gathers
     count = np.where(grid.sequence_parallel, _FORWARD_COLLECTIVES + backward, 8.0)
     count = count + np.where(full, _FORWARD_COLLECTIVES, 0.0)
+    block = num_tokens * model.kv_hidden * recipe.element_bytes / t
+    ring = ring_attention_seconds(grid, block, forward, attention, core_again, rates, gpu.gpus_per_node)
     floor = _floor_seconds(grid, count, rates, gpu.gpus_per_node)
     return {
         "matmul": matmul, "attention": attention, "elementwise": (traffic + accumulate) / memory,
-        "tensor_communication": count * one, "floor": np.where(t > 1, floor, 0.0), "collective": one,
+        "tensor_communication": count * one, "context_communication": ring, "floor": np.where(t > 1, floor, 0.0),
+        "collective": one,
     }  # fmt: skip
 
 
@@ -220,6 +229,7 @@ def _stage_seconds(
         "attention": n * layer["attention"],
         "elementwise": n * layer["elementwise"] + embedding + head_seconds + loss_seconds,
         "tensor_communication": n * layer["tensor_communication"] + 2.0 * stage.has_head * layer["collective"],
+        "context_communication": n * layer["context_communication"],
     }
     device = sum(parts.values(), start=zero)
     floor = n * layer["floor"]
@@ -274,13 +284,4 @@ def _optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: Tra
     moved = 4.0 * recipe.gradient_bytes * held + (2.0 * states + recipe.gradient_bytes + 6.0) * updated
     seconds = moved / (gpu.memory_bandwidth * rates.memory_efficiency)
     away = grid.offload != OFFLOADS.index(Offload.NONE)
-    return seconds + np.where(away, 2.0 * states * updated / _offload_bandwidth(grid, gpu, rates), 0.0)
-
-
-def _offload_bandwidth(grid: Grid, gpu: Gpu, rates: Rates) -> Column:
-    """Bytes per second at which a rank's states come and go: the narrowest of its link, the host and the drives'."""
-    if gpu.host is None:
-        return np.full(len(grid), rates.offload_bandwidth)
-    from_host = min(rates.offload_bandwidth, gpu.host.bandwidth)
-    from_drives = min(from_host, gpu.host.nvme_bandwidth / gpu.gpus_per_node)
-    return np.where(grid.offload == OFFLOADS.index(Offload.NVME), from_drives, from_host)
+    return seconds + np.where(away, 2.0 * states * updated / offload_bandwidth(grid, gpu, rates), 0.0)
