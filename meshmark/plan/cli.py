@@ -13,11 +13,12 @@ from pathlib import Path
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
 from meshmark.layout import Offload, Schedule
 from meshmark.model_spec import Family, ModelSpec
+from meshmark.plan.calibrated import gpu_called, rates_called
 from meshmark.plan.models import plan_model
 from meshmark.plan.papers import read_rows
 from meshmark.plan.predict import DEFAULT_RECIPE, predict_file, rates_for
 from meshmark.plan.provenance import provenance
-from meshmark.plan.rates import Rates, rates, read_rates
+from meshmark.plan.rates import Rates
 from meshmark.plan.recipe import RECIPES, recipe
 from meshmark.plan.search import (
     OFFLOAD_PLACES,
@@ -31,9 +32,10 @@ from meshmark.plan.search import (
 )
 from meshmark.plan.step_time import PARTS
 from meshmark.plan.sweep import remarks
-from meshmark.plan.system import GIB, gpu
+from meshmark.plan.system import GIB, Gpu, gpu
 
 _DEFAULT_MODEL = "llama-8b"
+_GPU_HELP = "kind of GPU, or the JSON file of a machine that `meshmark calibrate` measured, with its rates"
 _RATES_HELP = (
     "name or JSON file of rates, if not the GPU's own; on h100 `predict` takes h100-sweep, the sweep's build, whose "
     "pipelines poll for messages on many nodes, and `plan` takes h100, without the polling"
@@ -45,7 +47,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     plan = subparsers.add_parser("plan", help="the best layout for a model on a cluster")
     plan.add_argument("--model", help=f"a preset, or a size such as gpt-175b; {_DEFAULT_MODEL} if not given")
     plan.add_argument("--gpus", type=int, required=True, help="number of GPUs")
-    plan.add_argument("--gpu", default="h100", help="kind of GPU")
+    plan.add_argument("--gpu", default="h100", help=_GPU_HELP)
     plan.add_argument("--global-batch", type=int, default=256, help="sequences in one optimizer step")
     plan.add_argument("--seq-len", type=int, help="tokens in a sequence, if not the model's own")
     plan.add_argument("--top", type=int, default=10, help="layouts to print")
@@ -61,9 +63,11 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     predict = subparsers.add_parser("predict", help="predict every layout of a CSV file")
     predict.add_argument("layouts", type=Path, help="CSV file, one layout a row")
     predict.add_argument("-o", "--output", type=Path, required=True, help="the same with predicted columns")
+    predict.add_argument("--gpu", help=f"{_GPU_HELP}, in place of the file's column gpu")
     predict.set_defaults(run=run_predict)
-    calibrate = subparsers.add_parser("calibrate", help="measure this machine's rates")
-    calibrate.add_argument("-o", "--output", type=Path, help="write them as JSON for --rates")
+    calibrate = subparsers.add_parser("calibrate", help="measure this machine and what of it is reached")
+    calibrate.add_argument("-o", "--output", type=Path, help="write both as JSON, for --gpu")
+    calibrate.add_argument("--ranks", type=int, help="processes that measure together; by default one a GPU or core")
     calibrate.add_argument("--seconds", type=float, default=20.0, help="time to spend")
     calibrate.set_defaults(run=run_calibrate)
     for parser in (plan, predict):
@@ -71,20 +75,19 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         parser.add_argument("--rates", help=_RATES_HELP)
 
 
-def _chosen_rates(arguments: argparse.Namespace, gpu_name: str | None) -> Rates | None:
-    name = arguments.rates
-    if name is None:
-        return rates_for(gpu_name) if gpu_name else None
-    return read_rates(Path(name)) if name.endswith(".json") else rates(name)
+def _machine(arguments: argparse.Namespace) -> tuple[Gpu, Rates]:
+    """The GPU asked for, and the rates asked for or else its own: those in its file, or the planner's."""
+    there = gpu_called(arguments.gpu)
+    if arguments.rates is not None:
+        return there, rates_called(arguments.rates)
+    return there, rates_called(arguments.gpu) if arguments.gpu.endswith(".json") else rates_for(there.name)
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Search and print."""
-    machine, using = gpu(arguments.gpu), recipe(arguments.recipe)
-    given = _chosen_rates(arguments, machine.name)
-    assert given is not None
+    (machine, given), using = _machine(arguments), recipe(arguments.recipe)
     if arguments.max_model:
-        return _print_max_model(arguments, given)
+        return _print_max_model(arguments, machine, given)
     changes = {"seq_len": arguments.seq_len} if arguments.seq_len is not None else {}
     model = plan_model(arguments.model or _DEFAULT_MODEL, **changes)
     if arguments.top < 1:
@@ -184,8 +187,8 @@ def _layout_json(found: Search, row: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _print_max_model(arguments: argparse.Namespace, given: Rates) -> int:
-    machine, using = gpu(arguments.gpu), recipe(arguments.recipe)
+def _print_max_model(arguments: argparse.Namespace, machine: Gpu, given: Rates) -> int:
+    using = recipe(arguments.recipe)
     family = plan_model(arguments.model).family if arguments.model else Family.GPT
     model, grid, held = max_model(
         arguments.gpus, arguments.global_batch, machine, using, given, family=family, seq_len=arguments.seq_len,
@@ -225,13 +228,18 @@ def _draw_timeline(found: Search, path: Path) -> None:
 
 def run_predict(arguments: argparse.Namespace) -> int:
     """Predict a file of layouts."""
-    given = _chosen_rates(arguments, None)
-    count = predict_file(arguments.layouts, arguments.output, using=recipe(arguments.recipe), given=given)
+    machine, given = None, rates_called(arguments.rates) if arguments.rates else None
+    if arguments.gpu:
+        machine, given = _machine(arguments)
+    count = predict_file(
+        arguments.layouts, arguments.output, using=recipe(arguments.recipe), given=given, machine=machine
+    )
     for remark in remarks(read_rows(arguments.layouts)):
         print(f"meshmark: {remark}", file=sys.stderr)
     print(f"{count} layouts predicted: {arguments.output}")
-    for name in sorted({gpu(row["gpu"]).name for row in read_rows(arguments.layouts)}):
-        print(provenance(gpu(name), given or rates_for(name, as_measured=True)))
+    names = {gpu(row["gpu"]).name for row in read_rows(arguments.layouts)} if machine is None else set()
+    for there in [machine] if machine else map(gpu, sorted(names)):
+        print(provenance(there, given or rates_for(there.name, as_measured=True)))
     return 0
 
 
@@ -239,7 +247,7 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     """Measure this machine."""
     from meshmark.plan.calibrate import calibrate_here
 
-    return calibrate_here(arguments.output, arguments.seconds)
+    return calibrate_here(arguments.output, arguments.seconds, arguments.ranks)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -56,7 +56,7 @@ class Gpu:
             if (got := getattr(self, field)) <= 0:
                 raise InputError(f"gpu {self.name!r}: {field} is {got}, expected more than 0, in SI units")
         for dtype, flops in self.peak_flops.items():
-            if not TERA / 100 < flops < 10**17:
+            if not 10**8 < flops < 10**17:
                 raise InputError(
                     f"gpu {self.name!r}: {flops:g} FLOP/s in {dtype} is no accelerator's peak; "
                     "give it in FLOP/s, not in TFLOP/s"
