@@ -3,7 +3,7 @@ by stages and micro-batches, ZeRO's largest model, Megatron's weak scaling, acti
 that the planner predicts from a calibration of this machine.
 
 Leaves one CSV file each in baselines/twins/; `make tables` sets them beside the published tables and the planner.
-Five minutes on two quiet cores: `make twins`, or `python -m benchmarks.twins zero` for one alone.
+Eight minutes on two quiet cores: `make twins`, or `python -m benchmarks.twins zero` for one alone.
 """
 
 from __future__ import annotations

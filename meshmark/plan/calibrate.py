@@ -101,7 +101,8 @@ def calibrate_rank(output: Path | None, seconds: float) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     world = dist.get_world_size() if dist.is_initialized() else 1
-    found = measure(Bench(device=device, world=world), seconds, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    bench = Bench(device=device, world=world, collectives=int(max(5, min(40, 2 * seconds))))
+    found = measure(bench, seconds, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     for one in (*found.on_device, *found.inside, *found.across):
@@ -126,11 +127,11 @@ def measure(bench: Bench, seconds: float, local_world: int) -> Findings:
     cuda = bench.device.type == "cuda"
     main, tokens = (torch.bfloat16, 4096) if cuda else (torch.float32, 512)
     widths = [512, 1024, 2048, 4096, 8192] if cuda else [128, 256, 512, 1024]
-    others = [torch.float16, torch.float32] if cuda else [torch.bfloat16]
+    others, width = ([torch.float16, torch.float32], 4096) if cuda else ([torch.bfloat16], 256)
     length, copied = (2048, 2**28) if cuda else (256, 2**26)
     each = seconds / 12.0
-    found = [m.measure_product(bench, main, width, tokens, each) for width in widths]
-    found += [m.measure_product(bench, dtype, widths[-2], tokens // 4, each) for dtype in others]
+    found = [m.measure_product(bench, main, w, tokens, each) for w in widths]
+    found += [m.measure_product(bench, dtype, width, tokens // 4, each) for dtype in others]
     found.append(m.measure_attention(bench, main, length, each))
     found.append(m.measure_elementwise(bench, main, widths[-2], tokens, each))
     found += [m.measure_copy(bench, size, each) for size in (copied // 16, copied)]
@@ -213,7 +214,9 @@ def width_curve(products: Sequence[Measurement], peak: float) -> tuple[float, fl
     inverse = np.array([peak / m.rate for m in products])
     terms = np.array([[1.0, 1.0 / m.size] for m in products]) / inverse[:, None]
     level, slope = np.linalg.lstsq(terms, np.ones(len(products)), rcond=None)[0]
-    if level < 1.0 or slope < 0.0:  # faster than the peak when extrapolated, or slower the wider: no curve
+    if level < 1.0:  # faster than the peak when extrapolated: they reach all of it
+        level, slope = 1.0, terms[:, 1] @ (1.0 - terms[:, 0]) / (terms[:, 1] @ terms[:, 1])
+    if slope < 0.0:  # slower the wider: no such curve
         return min(1.0, float(np.median(1.0 / inverse))), 0.0
     return float(1.0 / level), float(slope / level)
 
@@ -225,9 +228,10 @@ def latency_and_bandwidth(collectives: Sequence[Measurement]) -> tuple[float, fl
     sent = np.array([m.work / (2.0 if m.kind == "all_reduce" else 1.0) for m in collectives])
     terms = np.stack([np.ones(len(times)), sent], axis=1) / times[:, None]
     latency, per_byte = np.linalg.lstsq(terms, np.ones(len(times)), rcond=None)[0]
-    return max(float(latency), float(times.min()) / 10.0), 1.0 / max(
-        float(per_byte), float((times / sent).min()) / 10.0
-    )
+    # Noise can tilt the line below zero at an end; a tenth of the least that was seen stands there.
+    latency = latency if latency > 0 else times.min() / 10.0
+    per_byte = per_byte if per_byte > 0 else (times / sent).min() / 10.0
+    return float(latency), float(1.0 / per_byte)
 
 
 def main() -> int:

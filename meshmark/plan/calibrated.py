@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshmark.errors import InputError
-from meshmark.plan.rates import Rates, rates, read_rates
-from meshmark.plan.system import Gpu, Host, gpu
+from meshmark.plan.rates import Rates
+from meshmark.plan.system import Gpu, Host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Calibrated:
 
 
 def write_calibrated(path: Path, value: Calibrated) -> None:
-    """Write both as JSON, numbers rounded to four digits. Raises `InputError` when the file cannot be written."""
+    """Write both as JSON, numbers rounded to six digits. Raises `InputError` when the file cannot be written."""
     text = json.dumps(_rounded(dataclasses.asdict(value)), indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,27 +43,18 @@ def read_calibrated(path: Path) -> Calibrated:
         raise InputError(f"{path} holds no machine ({error}); write it with `meshmark calibrate -o {path}`") from error
 
 
-def gpu_called(name: str) -> Gpu:
-    """The GPU of a calibrated machine's file where `name` ends in .json, else the one of that name."""
-    return read_calibrated(Path(name)).gpu if name.endswith(".json") else gpu(name)
-
-
-def rates_called(name: str) -> Rates:
-    """The rates in a file, a calibrated machine's or rates alone, where `name` ends in .json, or those of that name."""
-    if not name.endswith(".json"):
-        return rates(name)
-    path = Path(name)
-    return read_calibrated(path).rates if _holds_machine(path) else read_rates(path)
-
-
-def _holds_machine(path: Path) -> bool:
+def calibrated_at(name: str | None) -> Calibrated | None:
+    """The machine in the file of this name; None where it names no file of one (but a GPU, or rates)."""
+    if name is None or not name.endswith(".json"):
+        return None
     try:
-        return "gpu" in json.loads(path.read_text())
-    except (OSError, ValueError, TypeError):
-        return False
+        holds = "gpu" in json.loads(Path(name).read_text())
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"cannot read {name}: {error}; write it with `meshmark calibrate -o {name}`") from error
+    return read_calibrated(Path(name)) if holds else None
 
 
 def _rounded(value: object) -> object:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -13,12 +13,12 @@ from pathlib import Path
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
 from meshmark.layout import Offload, Schedule
 from meshmark.model_spec import Family, ModelSpec
-from meshmark.plan.calibrated import gpu_called, rates_called
+from meshmark.plan.calibrated import calibrated_at
 from meshmark.plan.models import plan_model
 from meshmark.plan.papers import read_rows
 from meshmark.plan.predict import DEFAULT_RECIPE, predict_file, rates_for
 from meshmark.plan.provenance import provenance
-from meshmark.plan.rates import Rates
+from meshmark.plan.rates import Rates, rates, read_rates
 from meshmark.plan.recipe import RECIPES, recipe
 from meshmark.plan.search import (
     OFFLOAD_PLACES,
@@ -34,7 +34,7 @@ from meshmark.plan.step_time import PARTS
 from meshmark.plan.sweep import remarks
 from meshmark.plan.system import GIB, Gpu, gpu
 
-_DEFAULT_MODEL = "llama-8b"
+_DEFAULT_MODEL, _DEFAULT_GPU = "llama-8b", "h100"
 _GPU_HELP = "kind of GPU, or the JSON file of a machine that `meshmark calibrate` measured, with its rates"
 _RATES_HELP = (
     "name or JSON file of rates, if not the GPU's own; on h100 `predict` takes h100-sweep, the sweep's build, whose "
@@ -47,7 +47,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     plan = subparsers.add_parser("plan", help="the best layout for a model on a cluster")
     plan.add_argument("--model", help=f"a preset, or a size such as gpt-175b; {_DEFAULT_MODEL} if not given")
     plan.add_argument("--gpus", type=int, required=True, help="number of GPUs")
-    plan.add_argument("--gpu", default="h100", help=_GPU_HELP)
+    plan.add_argument("--gpu", help=f"{_GPU_HELP}; {_DEFAULT_GPU} if not given")
     plan.add_argument("--global-batch", type=int, default=256, help="sequences in one optimizer step")
     plan.add_argument("--seq-len", type=int, help="tokens in a sequence, if not the model's own")
     plan.add_argument("--top", type=int, default=10, help="layouts to print")
@@ -76,11 +76,19 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _machine(arguments: argparse.Namespace) -> tuple[Gpu, Rates]:
-    """The GPU asked for, and the rates asked for or else its own: those in its file, or the planner's."""
-    there = gpu_called(arguments.gpu)
-    if arguments.rates is not None:
-        return there, rates_called(arguments.rates)
-    return there, rates_called(arguments.gpu) if arguments.gpu.endswith(".json") else rates_for(there.name)
+    """The GPU and the rates asked for; of a calibrated machine's file both, for its rates are shares of that machine.
+
+    Raises `InputError` when such rates are asked for on another GPU.
+    """
+    own = calibrated_at(arguments.rates)
+    if own and arguments.gpu not in (None, arguments.rates):
+        raise InputError(f"the rates in {arguments.rates} are shares of {own.gpu.name}, which is there too: omit --gpu")
+    own = own or calibrated_at(arguments.gpu)
+    there = own.gpu if own else gpu(arguments.gpu or _DEFAULT_GPU)
+    name = None if own and calibrated_at(arguments.rates) else arguments.rates
+    if name is not None:
+        return there, read_rates(Path(name)) if name.endswith(".json") else rates(name)
+    return there, own.rates if own else rates_for(there.name)
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -228,9 +236,11 @@ def _draw_timeline(found: Search, path: Path) -> None:
 
 def run_predict(arguments: argparse.Namespace) -> int:
     """Predict a file of layouts."""
-    machine, given = None, rates_called(arguments.rates) if arguments.rates else None
-    if arguments.gpu:
+    machine, given = None, None
+    if arguments.gpu or arguments.rates:
         machine, given = _machine(arguments)
+    if not arguments.gpu and not calibrated_at(arguments.rates):
+        machine = None  # each row names its own
     count = predict_file(
         arguments.layouts, arguments.output, using=recipe(arguments.recipe), given=given, machine=machine
     )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-_MOST_SAMPLES, _FEWEST_SAMPLES = 200, 5
+_MOST_SAMPLES, _FEWEST_SAMPLES = 200, 3
 _SAMPLE_SECONDS = 1e-3
 """Shorter operations are repeated within a sample, so that neither clock nor launch is what is measured."""
 
@@ -45,6 +45,8 @@ class Bench:
 
     device: torch.device
     world: int = 1
+    collectives: int = 40
+    """How often each is timed: as often on every rank."""
 
     def seconds(self, run: Callable[[], object], budget: float) -> float:
         """The fastest run, in `budget` seconds about."""
@@ -55,11 +57,11 @@ class Bench:
         count = int(max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, budget / (inner * first))))
         return self.slowest(min(self._sample(run, inner, alone=True) / inner for _ in range(count)))
 
-    def collective_seconds(self, run: Callable[[], object], count: int = 40) -> float:
-        """The fastest collective; every rank takes part as often."""
+    def collective_seconds(self, run: Callable[[], object]) -> float:
+        """The fastest run of what all ranks take part in."""
         run()
         self._together()
-        return self.slowest(min(self._sample(run, 1) for _ in range(count)))
+        return self.slowest(min(self._sample(run, 1) for _ in range(self.collectives)))
 
     def slowest(self, seconds: float) -> float:
         """The largest of all ranks'."""
