@@ -200,7 +200,7 @@ def _print_max_model(arguments: argparse.Namespace, machine: Gpu, given: Rates) 
     family = plan_model(arguments.model).family if arguments.model else Family.GPT
     model, grid, held = max_model(
         arguments.gpus, arguments.global_batch, machine, using, given, family=family, seq_len=arguments.seq_len,
-        offload=Offload(arguments.offload),
+        offload=Offload(arguments.offload), contexts=_contexts(arguments.cp),
     )  # fmt: skip
     least = int(held.argmin())
     layout = grid.layout(least)

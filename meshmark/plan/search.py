@@ -197,6 +197,7 @@ def reason(found: Search) -> str:
 def max_model(
     num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
     *, family: str = "gpt", seq_len: int | None = None, offload: Offload = Offload.NONE,
+    contexts: Sequence[int] | None = None,
 ) -> tuple[ModelSpec, Grid, Column]:  # fmt: skip
     """The largest model of a family that fits, with the layouts that hold it and the memory that each needs.
 
@@ -211,7 +212,7 @@ def max_model(
         model = model_of_size(float(sizes[index]), family=family)
         model = dataclasses.replace(model, seq_len=seq_len) if seq_len is not None else model
         try:
-            found = _predict_all(model, num_gpus, global_batch, gpu, recipe, rates, offload=offload)
+            found = _predict_all(model, num_gpus, global_batch, gpu, recipe, rates, offload=offload, contexts=contexts)
         except InputError:
             return model, make_grid(dp=np.zeros(0, dtype=np.int64)), np.zeros(0)
         rows = np.nonzero(found.fits)[0]
