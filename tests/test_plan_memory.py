@@ -60,20 +60,23 @@ def test_categories_add_up_and_none_is_negative(tp: int, pp: int, micro_batch: i
 
 @given(
     pp=STAGES, m=st.integers(1, 40), schedule=st.sampled_from(Schedule), name=st.sampled_from(["nanotron", "zero"]),
-    micro_batch=POWERS,
+    micro_batch=POWERS, tp=POWERS, capacity=st.sampled_from([np.inf, 7e10, 4e10, 3e10, 2e10]),
 )  # fmt: skip
-@settings(deadline=None)
+@settings(deadline=None, max_examples=300)
 def test_the_fullest_of_all_stages_is_found_among_the_first_of_each_kind(
-    pp: int, m: int, schedule: Schedule, name: str, micro_batch: int
+    pp: int, m: int, schedule: Schedule, name: str, micro_batch: int, tp: int, capacity: float
 ) -> None:
     model, using, given = plan_model("llama-8b"), recipe(name), rates("h100")
     grid = make_grid(
-        pp=[pp], num_micro_batches=[m], micro_batch=[micro_batch], schedule=[SCHEDULES.index(schedule)], offload=[1]
-    )
+        pp=[pp], tp=[tp], num_micro_batches=[m], micro_batch=[micro_batch], schedule=[SCHEDULES.index(schedule)],
+        offload=[1],
+    )  # fmt: skip
     cut, ahead = stages(model, pp, balanced=using.balanced_stages), np.ones(1)
-    every = [_stage_memory(model, grid, using, given, cut, i, ahead, np.inf) for i in range(pp)]
-    held = memory(model, grid, using, given)
-    assert held.total_bytes[0] == pytest.approx(max(sum(part[c][0] for c in CATEGORIES) for part in every))
+    every = [_stage_memory(model, grid, using, given, cut, i, ahead, capacity) for i in range(pp)]
+    totals = [sum(part[c][0] for c in CATEGORIES) for part in every]
+    held = memory(model, grid, using, given, capacity_bytes=capacity)
+    assert held.total_bytes[0] == pytest.approx(max(totals))
+    assert totals[int(held.fullest_stage[0])] == pytest.approx(max(totals))
     assert held.host_bytes[0] == max(part["host_bytes"][0] for part in every)
 
 
