@@ -1,16 +1,19 @@
 """Scaled-down twins of published tables, measured with real processes on this machine's CPU cores: GPipe's throughput
-by stages and micro-batches, ZeRO's largest model, Megatron's weak scaling, activations by batch and layout.
+by stages and micro-batches, ZeRO's largest model, Megatron's weak scaling, activations by batch and layout; and steps
+that the planner predicts from a calibration of this machine.
 
 Leaves one CSV file each in baselines/twins/; `make tables` sets them beside the published tables and the planner.
-Five minutes on two quiet cores: `make twins`, or `python -m benchmarks.twins zero` for one alone.
+Eight minutes on two quiet cores: `make twins`, or `python -m benchmarks.twins zero` for one alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +28,7 @@ from meshmark.launch import Launcher
 from meshmark.layout import Layout, Precision
 from meshmark.machine import describe
 from meshmark.model_spec import ModelSpec, gpt
+from meshmark.plan.calibrate import calibrate_here
 from meshmark.plan.states import model_states
 from meshmark.rank_report import RankReport, Request, Task
 from meshmark.registry import builtin_adapters, load_adapter
@@ -38,6 +42,7 @@ PATIENCE_SECONDS = 60.0
 """How long to wait, in all, for a shared machine to be quiet before something is timed."""
 BUDGET_BYTES = 16 * 2**20
 """Of one rank, in the search for the largest model."""
+CALIBRATION_SECONDS = 20.0
 HIDDEN_STEP = 4
 """The search's grid."""
 
@@ -218,8 +223,35 @@ def activations(bench: Bench) -> list[Row]:
     return rows
 
 
+def calibrated(bench: Bench) -> list[Row]:
+    """Steps of real frameworks beside what the planner says of a machine that `meshmark calibrate` measured in the same
+    sitting; its file stays with the rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench.quiet.wait()
+        machine = Path(folder) / "machine.json"
+        calibrate_here(machine, CALIBRATION_SECONDS)
+        found = json.dumps(json.loads(machine.read_text()))
+    runs = [("single", Layout()), ("single", Layout(num_micro_batches=4)), ("ddp", Layout(dp=2)),
+            ("fsdp2", Layout(dp=2, zero_stage=3)), ("megatron", Layout(tp=2)),
+            ("gpipe", Layout(pp=2, num_micro_batches=4))]  # fmt: skip
+    models = [gpt(f"calibrated-twin-{hidden}", 4, hidden, 4, vocab_size=512, seq_len=128) for hidden in (192, 256, 512)]
+    cases = [
+        Case(adapter=adapter, layout=layout, workload=Workload(name=m.name, model=m, global_batch=8, masked=False))
+        for m in models for adapter, layout in runs
+    ]  # fmt: skip
+    rows: list[Row] = []
+    for case, seconds in zip(cases, bench.rounds(cases, steps=6), strict=True):
+        layout = case.layout
+        rows.append({
+            "adapter": case.adapter, "dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "zero_stage": layout.zero_stage,
+            "num_micro_batches": layout.num_micro_batches, **shape(case.workload.model),
+            "global_batch": case.workload.global_batch, **timed(seconds), "machine_file": found,
+        })  # fmt: skip
+    return rows
+
+
 TWINS: dict[str, Callable[[Bench], list[Row]]] = {
-    "gpipe": gpipe, "megatron": megatron, "zero": zero, "activations": activations
+    "gpipe": gpipe, "megatron": megatron, "zero": zero, "activations": activations, "calibrated": calibrated,
 }  # fmt: skip
 
 

@@ -61,7 +61,7 @@ class Precision(StrEnum):
 class Layout:
     """Degrees of every parallelism; their product is the world size.
 
-    Ranks are numbered with tensor parallelism innermost, then data, then pipeline parallelism outermost.
+    Ranks are numbered with tensor parallelism innermost, then context, then data, then pipeline parallelism outermost.
     """
 
     dp: int = 1

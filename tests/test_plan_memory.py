@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from meshmark.case import Case
 from meshmark.layout import Layout, Recompute, Schedule
 from meshmark.model_spec import model_spec
-from meshmark.plan.grid import RECOMPUTES, Grid, make_grid
+from meshmark.plan.grid import RECOMPUTES, SCHEDULES, Grid, make_grid
 from meshmark.plan.memory import (
     CATEGORIES,
+    _stage_memory,
     layer_activation_bytes,
     memory,
     num_in_flight,
@@ -26,6 +27,7 @@ from meshmark.plan.recipe import RECIPES, recipe
 from meshmark.plan.states import model_states
 from meshmark.workload import workload
 
+STAGES = st.sampled_from([1, 2, 3, 5, 8, 16])
 POWERS = st.sampled_from([1, 2, 4, 8])
 
 
@@ -54,6 +56,28 @@ def test_categories_add_up_and_none_is_negative(tp: int, pp: int, micro_batch: i
     parts = [getattr(held, c)[0] for c in CATEGORIES]
     assert min(parts) >= 0
     assert held.total_bytes[0] == pytest.approx(sum(parts))
+
+
+@given(
+    pp=STAGES, m=st.integers(1, 40), schedule=st.sampled_from(Schedule), name=st.sampled_from(["nanotron", "zero"]),
+    micro_batch=POWERS, tp=POWERS, capacity=st.sampled_from([np.inf, 7e10, 4e10, 3e10, 2e10]),
+)  # fmt: skip
+@settings(deadline=None, max_examples=300)
+def test_the_fullest_of_all_stages_is_found_among_the_first_of_each_kind(
+    pp: int, m: int, schedule: Schedule, name: str, micro_batch: int, tp: int, capacity: float
+) -> None:
+    model, using, given = plan_model("llama-8b"), recipe(name), rates("h100")
+    grid = make_grid(
+        pp=[pp], tp=[tp], num_micro_batches=[m], micro_batch=[micro_batch], schedule=[SCHEDULES.index(schedule)],
+        offload=[1],
+    )  # fmt: skip
+    cut, ahead = stages(model, pp, balanced=using.balanced_stages), np.ones(1)
+    every = [_stage_memory(model, grid, using, given, cut, i, ahead, capacity) for i in range(pp)]
+    totals = [sum(part[c][0] for c in CATEGORIES) for part in every]
+    held = memory(model, grid, using, given, capacity_bytes=capacity)
+    assert held.total_bytes[0] == pytest.approx(max(totals))
+    assert totals[int(held.fullest_stage[0])] == pytest.approx(max(totals))
+    assert held.host_bytes[0] == max(part["host_bytes"][0] for part in every)
 
 
 @given(tp=POWERS, pp=POWERS)

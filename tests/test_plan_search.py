@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.layout import Offload, Schedule
-from meshmark.plan.calibrate import known_gpu
+from meshmark.layout import Schedule
 from meshmark.plan.cli import main
 from meshmark.plan.errors_of import errors_of
 from meshmark.plan.fit import fit_rates
@@ -22,7 +21,15 @@ from meshmark.plan.grid import make_grid
 from meshmark.plan.models import model_of_size, plan_model
 from meshmark.plan.papers import PAPERS_DIR, paper
 from meshmark.plan.predict import predict_file, rates_for
-from meshmark.plan.published import bloom_sweep, left_out, torchtitan_rows
+from meshmark.plan.provenance import VALIDATED_ON, provenance
+from meshmark.plan.published import (
+    bloom_sweep,
+    korthikanti_table5,
+    left_out,
+    megatron_table1,
+    megatron_table2,
+    torchtitan_rows,
+)
 from meshmark.plan.rates import Rates, rates, read_rates, write_rates
 from meshmark.plan.recipe import recipe
 from meshmark.plan.search import NothingFitsError, max_model, search
@@ -45,6 +52,13 @@ def test_all_layouts_of_175b_on_4096_gpus_take_less_than_two_seconds() -> None:
     assert found.headroom_bytes(int(found.just_too_large[0])) < 0
 
 
+def test_the_largest_model_on_4096_gpus_takes_less_than_three_seconds() -> None:
+    start = time.process_time()
+    model, grid, _ = max_model(4096, 4096, H100, NANOTRON, rates("h100"))
+    assert time.process_time() - start < 3.0
+    assert model.num_parameters > 9e12 and (grid.num_gpus == 4096).all()
+
+
 def test_a_model_that_fits_nowhere_says_what_is_missing_and_where_it_would_fit() -> None:
     with pytest.raises(NothingFitsError, match=r"more than there is; it fits on \d+ gpus"):
         search(plan_model("gpt-175b"), 2, 256, gpu("a100"), NANOTRON, rates("a100"))
@@ -65,15 +79,6 @@ def test_the_number_of_gpus_named_is_the_smallest_whole_node() -> None:
         search(model, 40, 256, gpu("a100"), NANOTRON, given)
     with pytest.raises(NothingFitsError, match="no larger number of them that divides this batch: raise the batch"):
         search(model, 1, 1, gpu("p100"), NANOTRON, given)
-
-
-def test_offloaded_states_leave_the_gpu_and_are_counted_on_the_host() -> None:
-    with pytest.raises(NothingFitsError):
-        search(plan_model("gpt-175b"), 32, 256, H100, NANOTRON, rates("h100"))
-    found = search(plan_model("gpt-175b"), 32, 256, H100, NANOTRON, rates("h100"), offload=Offload.CPU)
-    best = int(found.ranked[0])
-    assert found.prediction.grid.layout(best).offload is Offload.CPU
-    assert found.prediction.memory.host_bytes[best] == pytest.approx(12 * 175e9 / 32, rel=0.15)
 
 
 def test_every_schedule_can_be_searched(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,14 +113,25 @@ def test_a_gpu_without_measurements_takes_its_own_links() -> None:
     assert far.node_bandwidth / near.node_bandwidth == pytest.approx(1.25 / 25)
 
 
-@pytest.mark.parametrize(
-    "device, name",
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100-40"), ("NVIDIA A100-SXM4-80GB", "a100-80"),
-     ("Tesla V100-SXM3-32GB", "v100-32"), ("NVIDIA L4", None)],
-)  # fmt: skip
-def test_calibration_measures_against_the_gpu_that_is_there(device: str, name: str | None) -> None:
-    found = known_gpu(device)
-    assert (found.name if found else None) == name
+def test_a_plan_says_where_its_rates_come_from_and_what_they_were_held_to(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Only a GPU on which measured runs are predicted in reports/validation.md counts as validated."""
+    runs = [*megatron_table1(), *megatron_table2(), *korthikanti_table5(), *bloom_sweep(), *torchtitan_rows()]
+    measured = {run.gpu.name for run in runs} | {gpu(row["gpu"]).name for row in paper("ultrascale_sweep_1b_8b")}
+    assert set(VALIDATED_ON) == measured
+    for name in GPUS:
+        said = provenance(gpu(name), rates_for(name))
+        assert (f"held to no run on {name}" in said) == (name not in measured)
+        assert rates_for(name).origin in said
+    assert "held to no run on a100-80" in provenance(gpu("a100"), rates("h100"))
+    assert main(["plan", "--model", "gpt3-1.3b", "--gpus", "8", "--gpu", "v100"]) == 0
+    assert "Rates: a100 (megatron_sc21" in (said := capsys.readouterr().out) and "no run on v100-32." in said
+    assert main(["plan", "--gpus", "8", "--max-model"]) == 0
+    assert "held to the 1B and 8B sweep" in capsys.readouterr().out
+    source = write_table(tmp_path / "in.csv", sweep_rows(1))
+    assert main(["predict", str(source), "-o", str(tmp_path / "out.csv")]) == 0
+    assert "Rates: h100-sweep (" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

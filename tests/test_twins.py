@@ -22,11 +22,18 @@ from meshmark.plan.papers import Row, number
 from meshmark.plan.schedule import simulate
 from meshmark.plan.tables import Table
 from meshmark.plan.twins import gpipe_twin, megatron_twin, shared_pipeline_seconds, twin
+from meshmark.plan.twins_calibrated import calibrated_twin
 from meshmark.plan.twins_memory import activations_twin, zero_twin
 from meshmark.rank_report import Task
 from tests.factories import make_model, make_workload
 
-TABLES = {"gpipe": gpipe_twin, "megatron": megatron_twin, "zero": zero_twin, "activations": activations_twin}
+TABLES = {
+    "gpipe": gpipe_twin,
+    "megatron": megatron_twin,
+    "zero": zero_twin,
+    "activations": activations_twin,
+    "calibrated": calibrated_twin,
+}
 
 
 # The search.
@@ -84,7 +91,13 @@ def test_a_twin_is_read_from_what_was_measured(name: str, tmp_path: Path, monkey
     for row in rows:
         assert row["machine"] and row["commit"] and row["date"] and row["command"].endswith(f"benchmarks.twins {name}")
     before = TABLES[name]()
-    changed = {"gpipe": "step_seconds", "megatron": "step_seconds", "zero": "parameters", "activations": "held_bytes"}
+    changed = {
+        "gpipe": "step_seconds",
+        "megatron": "step_seconds",
+        "zero": "parameters",
+        "activations": "held_bytes",
+        "calibrated": "fastest_seconds",
+    }
     rewrite(tmp_path / f"{name}.csv", [{**rows[0]}] + [{**r, changed[name]: 3 * number(r, changed[name])}
                                                       for r in rows[1:]])  # fmt: skip
     monkeypatch.setattr(twins, "TWINS_DIR", tmp_path)

@@ -4,5 +4,5 @@
 
 Every formula works on a `Grid` (columns of layouts) at once, so that one layout and a hundred thousand take one path.
 `states` and `traffic` are the exact counts of one case that the suites judge against. torch is imported by
-`calibrate` and `dry_run` alone, which measure; no framework is.
+`measure`, and by `calibrate` and `dry_run` where they measure; no framework is.
 """

@@ -1,61 +1,150 @@
-"""`meshmark calibrate`: measure what this machine reaches of its datasheet: matrix products and copies.
+"""`meshmark calibrate`: measure the machine at hand, in about a minute: what it is made of, and what of it is reached.
 
-Minutes at most, on a CPU or a GPU. Collectives need several processes: where torch.distributed is already initialised
-(`torchrun -m meshmark.plan.calibrate`), an all-gather is measured too.
+Every rank is a process of its own, as in training: one a GPU, or one a core (`OMP_NUM_THREADS` cores). Between nodes,
+`torchrun --nnodes 2 ... -m meshmark.plan.calibrate -o FILE` on each; rank 0 writes.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import os
+import re
 import sys
-import time
-from collections.abc import Callable
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from meshmark.errors import InputError
-from meshmark.plan.rates import Rates, rates, write_rates
-from meshmark.plan.system import GIGA, TERA, Gpu, gpu
+from meshmark.plan.calibrated import Calibrated, write_calibrated
+from meshmark.plan.predict import rates_for
+from meshmark.plan.provenance import provenance
+from meshmark.plan.rates import Rates
+from meshmark.plan.system import GIGA, Gpu, gpu
 
 if TYPE_CHECKING:
     import torch
 
+    from meshmark.plan.measure import Bench, Measurement
+
+_KIB, _MIB = 2**10, 2**20
+_COLLECTIVE_SIZES = [4 * _KIB, 64 * _KIB, 512 * _KIB, 2 * _MIB, 8 * _MIB]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """One operation at one size."""
+class Findings:
+    """Everything measured on one machine."""
 
-    name: str
-    size: int
-    """Rows of a square matrix, or bytes."""
-    seconds: float
-    """Median of the repetitions."""
-    rate: float
-    """FLOP/s, or bytes per second."""
+    main_dtype: str
+    """The arithmetic that the efficiencies are for."""
+    on_device: Sequence[Measurement]
+    inside: Sequence[Measurement] = ()
+    """Collectives between the ranks of a node."""
+    across: Sequence[Measurement] = ()
+    """Collectives between nodes."""
+    overlap: float = 0.0
+
+    def of(self, kind: str, dtype: str | None = None) -> list[Measurement]:
+        return [m for m in self.on_device if m.kind == kind and dtype in (None, m.dtype)]
 
 
-def calibrate_here(output: Path | None, seconds: float) -> int:
-    """Measure, print, and write rates when `output` is given; rank 0 only where there are several."""
+def calibrate_here(output: Path | None, seconds: float, ranks: int | None = None) -> int:
+    """Start the ranks, measure, print, and write the machine when `output` is given."""
     import torch
-    import torch.distributed as dist
+    from torch.multiprocessing.spawn import spawn
 
     if seconds <= 0:
         raise InputError(f"{seconds:g} seconds to calibrate in; expected more than 0")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    found = [*measure_matmuls(device, dtype, seconds / 2), *measure_copies(device, seconds / 4)]
-    found += measure_all_gathers(device, seconds / 4)
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return 0
-    for one in found:
-        unit = "GFLOP/s" if one.name == "matmul" else "GB/s"
-        print(f"{one.name:10} {one.size:12d} {one.seconds * 1e6:12.1f} us {one.rate / GIGA:10.1f} {unit}")
-    if output:
-        write_rates(output, rates_from(found, device))
-        print(f"rates: {output}")
+    cuda = torch.cuda.is_available()
+    threads = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
+    most = torch.cuda.device_count() if cuda else max(1, len(os.sched_getaffinity(0)) // threads)
+    count = most if ranks is None else ranks
+    if not 1 <= count <= most:
+        raise InputError(f"{count} ranks to calibrate with, expected 1 to {most}: one a {'GPU' if cuda else 'core'}")
+    with tempfile.TemporaryDirectory() as folder:
+        where = f"file://{folder}/rendezvous"
+        spawn(_rank, (count, where, output, seconds), nprocs=count)  # type: ignore[no-untyped-call]
     return 0
+
+
+def _rank(rank: int, world: int, where: str, output: Path | None, seconds: float) -> None:
+    """One process of `calibrate_here`."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    if world > 1:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, init_method=where, rank=rank, world_size=world)
+    try:
+        calibrate_rank(output, seconds)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def calibrate_rank(output: Path | None, seconds: float) -> None:
+    """Measure with all the ranks of an initialised process group, or alone; the first rank prints and writes."""
+    import torch
+    import torch.distributed as dist
+
+    from meshmark.plan.measure import Bench
+
+    if not torch.cuda.is_available():
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    bench = Bench(device=device, world=world, collectives=int(max(5, min(40, 2 * seconds))))
+    found = measure(bench, seconds, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    for one in (*found.on_device, *found.inside, *found.across):
+        unit = "GFLOP/s" if one.kind in ("product", "attention") else "GB/s"
+        print(f"{one.kind:14} {one.dtype} {one.size:12d} {one.seconds * 1e6:12.1f} us {one.rate / GIGA:10.2f} {unit}")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    there = machine_from(found, gpu_from(found, device, local), world)
+    peaks = ", ".join(f"{dtype} {flops / GIGA:.4g}" for dtype, flops in there.gpu.peak_flops.items())
+    print(f"{there.gpu.name}: {peaks} GFLOP/s a rank. {provenance(there.gpu, there.rates)}")
+    if output:
+        write_calibrated(output, there)
+        print(f"machine and rates: {output}; use: meshmark plan --gpu {output} ...")
+
+
+def measure(bench: Bench, seconds: float, local_world: int) -> Findings:
+    """All of it, in about `seconds`; `local_world` ranks are on this node."""
+    import torch
+    import torch.distributed as dist
+
+    from meshmark.plan import measure as m
+
+    cuda = bench.device.type == "cuda"
+    main, tokens = (torch.bfloat16, 4096) if cuda else (torch.float32, 512)
+    widths = [512, 1024, 2048, 4096, 8192] if cuda else [128, 256, 512, 1024]
+    others, width = ([torch.float16, torch.float32], 4096) if cuda else ([torch.bfloat16], 256)
+    length, copied = (2048, 2**28) if cuda else (256, 2**26)
+    each = seconds / 12.0
+    found = [m.measure_product(bench, main, w, tokens, each) for w in widths]
+    found += [m.measure_product(bench, dtype, width, tokens // 4, each) for dtype in others]
+    found.append(m.measure_attention(bench, main, length, each))
+    found.append(m.measure_elementwise(bench, main, widths[-2], tokens, each))
+    found += [m.measure_copy(bench, size, each) for size in (copied // 16, copied)]
+    findings = Findings(main_dtype=m.name_of(main), on_device=found)
+    if bench.world == 1:
+        return findings
+    groups = [dist.new_group(list(range(first, first + local_world))) for first in range(0, bench.world, local_world)]
+    own = groups[dist.get_rank() // local_world]
+    sizes = [16 * size for size in _COLLECTIVE_SIZES] if cuda else _COLLECTIVE_SIZES
+    inside = m.measure_collectives(bench, sizes, own) if local_world > 1 else []
+    across = m.measure_collectives(bench, sizes) if bench.world > local_world else []
+    overlap = m.measure_overlap(bench, main, widths[-2], tokens, sizes[-2])
+    return dataclasses.replace(findings, inside=inside, across=across, overlap=overlap)
 
 
 def known_gpu(device_name: str) -> Gpu | None:
@@ -67,96 +156,86 @@ def known_gpu(device_name: str) -> Gpu | None:
     return None
 
 
-def rates_from(found: list[Measurement], device: torch.device) -> Rates:
-    """Efficiencies over the datasheet of a known GPU, or over the fastest product and copy seen here.
-
-    On an unknown machine the best of the sizes stands for the peak, so the efficiency is that of the median size.
-    Links that are not measured (without torchrun) are a CPU's as assumed, or the defaults of `Rates`.
-    """
+def gpu_from(found: Findings, device: torch.device, local_world: int) -> Gpu:
+    """The machine: a known GPU's datasheet, so that its MFU means what it does elsewhere, or what was measured: the
+    fastest product of each arithmetic, the largest copy, the memory that there is for each rank."""
     import torch
 
-    peak_flops = max(m.rate for m in found if m.name == "matmul")
-    peak_bytes = max(m.rate for m in found if m.name == "copy")
-    reference = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if reference and peak_flops < reference.peak("bf16"):
-        products, copies = peak_flops / reference.peak("bf16"), peak_bytes / reference.memory_bandwidth
-    else:
-        products = sorted(m.rate for m in found if m.name == "matmul")[-2] / peak_flops
-        copies = sorted(m.rate for m in found if m.name == "copy")[-2] / peak_bytes
-    start = rates("cpu") if device.type == "cpu" else Rates(name="")
-    gathers = [m for m in found if m.name == "all-gather"]
+    from meshmark.machine import describe, versions
+
+    if device.type == "cuda" and (known := known_gpu(torch.cuda.get_device_name(device))):
+        return known
+    here = describe(device.type, "", 1)
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    link = latency_and_bandwidth(found.inside)[1] if found.inside else found.of("copy")[-1].rate
+    network = latency_and_bandwidth(found.across)[1] if found.across else link
+    peaks = {dtype: max(m.rate for m in found.of("product", dtype)) for dtype in dict.fromkeys(
+        m.dtype for m in found.of("product"))}  # fmt: skip
+    return Gpu(
+        name=re.sub(r"[^a-z0-9]+", "-", here.machine.lower()).strip("-") or device.type, peak_flops=peaks,
+        memory_bytes=float(total or here.memory_bytes / local_world), memory_bandwidth=found.of("copy")[-1].rate,
+        link_bandwidth=link, network_bandwidth=network, gpus_per_node=local_world,
+        source=f"meshmark calibrate, {local_world} a node of {here.num_cpus} CPUs, torch {versions()['torch']}, "
+        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+    )  # fmt: skip
+
+
+def machine_from(found: Findings, there: Gpu, world: int) -> Calibrated:
+    """The rates of what was measured, as shares of the machine; what was not (links between nodes, say) is as the
+    planner has it for a known GPU, or as inside the node."""
+    try:
+        start = rates_for(there.name)
+    except InputError:
+        start = Rates(name="", step_seconds=0.0, fragmentation=0.0)
+    peak = there.peak_flops[found.main_dtype]
+    efficiency, half_width = width_curve(found.of("product", found.main_dtype), peak)
     fields: dict[str, float] = {
-        "gemm_efficiency": min(products, 1.0), "attention_efficiency": min(products, 1.0) * 0.66,
-        "memory_efficiency": min(copies, 1.0),
+        "gemm_efficiency": efficiency, "gemm_half_width": half_width,
+        "attention_efficiency": min(1.0, found.of("attention")[0].rate / peak),
+        "memory_efficiency": min(1.0, found.of("elementwise")[0].rate / there.memory_bandwidth),
     }  # fmt: skip
-    if gathers:
-        fields |= {"tp_bandwidth": max(m.rate for m in gathers), "tp_latency_seconds": min(m.seconds for m in gathers)}
-    names = {"name": f"measured-{device.type}", "origin": f"meshmark calibrate on {os.uname().machine}"}
-    return dataclasses.replace(start, **names, **fields)  # type: ignore[arg-type]
+    if found.inside:
+        latency, bandwidth = latency_and_bandwidth(found.inside)
+        fields |= {"tp_latency_seconds": latency, "tp_bandwidth": bandwidth, "overlap": found.overlap}
+        if not start.name:
+            fields |= {"hop_seconds": latency, "tp_network_bandwidth": bandwidth, "node_bandwidth": bandwidth,
+                       "p2p_bandwidth": bandwidth}  # fmt: skip
+    if found.across:
+        latency, bandwidth = latency_and_bandwidth(found.across)
+        fields |= {"hop_seconds": latency / max(1, world - 1), "tp_network_bandwidth": bandwidth,
+                   "node_bandwidth": bandwidth * there.gpus_per_node, "p2p_bandwidth": bandwidth}  # fmt: skip
+    origin = f"measured: {there.source}" if not start.name else f"measured by meshmark calibrate over {start.origin}"
+    return Calibrated(gpu=there, rates=dataclasses.replace(start, name=there.name, origin=origin, **fields))
 
 
-def measure_matmuls(device: torch.device, dtype: torch.dtype, budget: float) -> list[Measurement]:
-    """Square products of rising size, as many as fit the budget."""
-    import torch
-
-    sizes = [256, 512, 1024, 2048] + ([4096, 8192] if device.type == "cuda" else [])
-    out = []
-    for n in sizes:
-        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-        seconds = _median_seconds(lambda a=a, b=b: a @ b, device, budget / len(sizes))  # type: ignore[misc]
-        out.append(Measurement(name="matmul", size=n, seconds=seconds, rate=2.0 * n**3 / seconds))
-    return out
-
-
-def measure_copies(device: torch.device, budget: float) -> list[Measurement]:
-    """Copies inside the device's memory; bytes read and written both count."""
-    import torch
-
-    sizes = [2**20, 2**24, 2**27]
-    out = []
-    for size in sizes:
-        source = torch.zeros(size // 4, device=device)
-        target = torch.empty_like(source)
-        seconds = _median_seconds(lambda s=source, t=target: t.copy_(s), device, budget / len(sizes))  # type: ignore[misc]
-        out.append(Measurement(name="copy", size=size, seconds=seconds, rate=2.0 * size / seconds))
-    return out
+def width_curve(products: Sequence[Measurement], peak: float) -> tuple[float, float]:
+    """Efficiency of very wide products and the width at which half of it is reached: a line through 1/rate over
+    1/width, by least squares of relative errors."""
+    inverse = np.array([peak / m.rate for m in products])
+    terms = np.array([[1.0, 1.0 / m.size] for m in products]) / inverse[:, None]
+    level, slope = np.linalg.lstsq(terms, np.ones(len(products)), rcond=None)[0]
+    if level < 1.0:  # faster than the peak when extrapolated: they reach all of it
+        level, slope = 1.0, terms[:, 1] @ (1.0 - terms[:, 0]) / (terms[:, 1] @ terms[:, 1])
+    if slope < 0.0:  # slower the wider: no such curve
+        return min(1.0, float(np.median(1.0 / inverse))), 0.0
+    return float(1.0 / level), float(slope / level)
 
 
-def measure_all_gathers(device: torch.device, budget: float) -> list[Measurement]:
-    """All-gathers over the initialised process group; none without one."""
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return []
-    world, sizes, out = dist.get_world_size(), [2**12, 2**18, 2**22], []
-    for size in sizes:
-        part = torch.zeros(max(1, size // 4 // world), device=device)
-        parts = [torch.empty_like(part) for _ in range(world)]
-        seconds = _median_seconds(lambda p=part, w=parts: dist.all_gather(w, p), device, 0.0)  # type: ignore[misc]
-        moved = 4.0 * part.numel() * (world - 1)
-        out.append(Measurement(name="all-gather", size=size, seconds=seconds, rate=moved / seconds))
-    return out
-
-
-def _median_seconds(run: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Median of at least five timed runs, more while the budget lasts; the first two are warm-up."""
-    import torch
-
-    samples: list[float] = []
-    start = time.perf_counter()
-    while len(samples) < 7 or (time.perf_counter() - start < budget and len(samples) < 200):
-        begin = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        samples.append(time.perf_counter() - begin)
-    kept = sorted(samples[2:])
-    return max(kept[len(kept) // 2], 1.0 / TERA)
+def latency_and_bandwidth(collectives: Sequence[Measurement]) -> tuple[float, float]:
+    """Seconds of an empty collective and bytes per second of a rank: a line through time over bytes sent, by least
+    squares of relative errors. An all-reduce is two collectives."""
+    times = np.array([m.seconds / (2.0 if m.kind == "all_reduce" else 1.0) for m in collectives])
+    sent = np.array([m.work / (2.0 if m.kind == "all_reduce" else 1.0) for m in collectives])
+    terms = np.stack([np.ones(len(times)), sent], axis=1) / times[:, None]
+    latency, per_byte = np.linalg.lstsq(terms, np.ones(len(times)), rcond=None)[0]
+    # Noise can tilt the line below zero at an end; a tenth of the least that was seen stands there.
+    latency = latency if latency > 0 else times.min() / 10.0
+    per_byte = per_byte if per_byte > 0 else (times / sent).min() / 10.0
+    return float(latency), float(1.0 / per_byte)
 
 
 def main() -> int:
-    """Under torchrun: measure collectives too."""
+    """Under torchrun: measure between nodes too."""
     import torch
     import torch.distributed as dist
 
@@ -165,12 +244,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0)
     parsed = parser.parse_args()
     if "RANK" in os.environ:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
-        return calibrate_here(parsed.output, parsed.seconds)
+        calibrate_rank(parsed.output, parsed.seconds)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":

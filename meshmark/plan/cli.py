@@ -13,17 +13,29 @@ from pathlib import Path
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
 from meshmark.layout import Offload, Schedule
 from meshmark.model_spec import Family, ModelSpec
+from meshmark.plan.calibrated import calibrated_at
 from meshmark.plan.models import plan_model
 from meshmark.plan.papers import read_rows
 from meshmark.plan.predict import DEFAULT_RECIPE, predict_file, rates_for
+from meshmark.plan.provenance import provenance
 from meshmark.plan.rates import Rates, rates, read_rates
 from meshmark.plan.recipe import RECIPES, recipe
-from meshmark.plan.search import SEARCHED_SCHEDULES, Search, max_model, reason, search
-from meshmark.plan.step_time import PARTS, STAGE_PARTS
+from meshmark.plan.search import (
+    OFFLOAD_PLACES,
+    SEARCHED_SCHEDULES,
+    Search,
+    max_model,
+    reason,
+    search,
+    simulate_first,
+    stage_times,
+)
+from meshmark.plan.step_time import PARTS
 from meshmark.plan.sweep import remarks
-from meshmark.plan.system import GIB, gpu
+from meshmark.plan.system import GIB, Gpu, gpu
 
-_DEFAULT_MODEL = "llama-8b"
+_DEFAULT_MODEL, _DEFAULT_GPU = "llama-8b", "h100"
+_GPU_HELP = "kind of GPU, or the JSON file of a machine that `meshmark calibrate` measured, with its rates"
 _RATES_HELP = (
     "name or JSON file of rates, if not the GPU's own; on h100 `predict` takes h100-sweep, the sweep's build, whose "
     "pipelines poll for messages on many nodes, and `plan` takes h100, without the polling"
@@ -35,7 +47,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     plan = subparsers.add_parser("plan", help="the best layout for a model on a cluster")
     plan.add_argument("--model", help=f"a preset, or a size such as gpt-175b; {_DEFAULT_MODEL} if not given")
     plan.add_argument("--gpus", type=int, required=True, help="number of GPUs")
-    plan.add_argument("--gpu", default="h100", help="kind of GPU")
+    plan.add_argument("--gpu", help=f"{_GPU_HELP}; {_DEFAULT_GPU} if not given")
     plan.add_argument("--global-batch", type=int, default=256, help="sequences in one optimizer step")
     plan.add_argument("--seq-len", type=int, help="tokens in a sequence, if not the model's own")
     plan.add_argument("--top", type=int, default=10, help="layouts to print")
@@ -44,15 +56,18 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "--max-model", action="store_true", help="the largest model that fits, instead, of --model's family"
     )
     plan.add_argument("--schedules", default=",".join(SEARCHED_SCHEDULES), help=f"to search, of {', '.join(Schedule)}")
+    plan.add_argument("--cp", help="context-parallel degrees to search; by default 1, and more for long sequences")
     plan.add_argument("--offload", choices=tuple(Offload), default="none", help="where optimizer states live")
     plan.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
     plan.set_defaults(run=run_plan)
     predict = subparsers.add_parser("predict", help="predict every layout of a CSV file")
     predict.add_argument("layouts", type=Path, help="CSV file, one layout a row")
     predict.add_argument("-o", "--output", type=Path, required=True, help="the same with predicted columns")
+    predict.add_argument("--gpu", help=f"{_GPU_HELP}, in place of the file's column gpu")
     predict.set_defaults(run=run_predict)
-    calibrate = subparsers.add_parser("calibrate", help="measure this machine's rates")
-    calibrate.add_argument("-o", "--output", type=Path, help="write them as JSON for --rates")
+    calibrate = subparsers.add_parser("calibrate", help="measure this machine and what of it is reached")
+    calibrate.add_argument("-o", "--output", type=Path, help="write both as JSON, for --gpu")
+    calibrate.add_argument("--ranks", type=int, help="processes that measure together; by default one a GPU or core")
     calibrate.add_argument("--seconds", type=float, default=20.0, help="time to spend")
     calibrate.set_defaults(run=run_calibrate)
     for parser in (plan, predict):
@@ -60,30 +75,38 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         parser.add_argument("--rates", help=_RATES_HELP)
 
 
-def _chosen_rates(arguments: argparse.Namespace, gpu_name: str | None) -> Rates | None:
-    name = arguments.rates
-    if name is None:
-        return rates_for(gpu_name) if gpu_name else None
-    return read_rates(Path(name)) if name.endswith(".json") else rates(name)
+def _machine(arguments: argparse.Namespace) -> tuple[Gpu, Rates]:
+    """The GPU and the rates asked for; of a calibrated machine's file both, for its rates are shares of that machine.
+
+    Raises `InputError` when such rates are asked for on another GPU.
+    """
+    own = calibrated_at(arguments.rates)
+    if own and arguments.gpu not in (None, arguments.rates):
+        raise InputError(f"the rates in {arguments.rates} are shares of {own.gpu.name}, which is there too: omit --gpu")
+    own = own or calibrated_at(arguments.gpu)
+    there = own.gpu if own else gpu(arguments.gpu or _DEFAULT_GPU)
+    name = None if own and calibrated_at(arguments.rates) else arguments.rates
+    if name is not None:
+        return there, read_rates(Path(name)) if name.endswith(".json") else rates(name)
+    return there, own.rates if own else rates_for(there.name)
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Search and print."""
-    machine, using = gpu(arguments.gpu), recipe(arguments.recipe)
-    given = _chosen_rates(arguments, machine.name)
-    assert given is not None
+    (machine, given), using = _machine(arguments), recipe(arguments.recipe)
     if arguments.max_model:
-        return _print_max_model(arguments, given)
+        return _print_max_model(arguments, machine, given)
     changes = {"seq_len": arguments.seq_len} if arguments.seq_len is not None else {}
     model = plan_model(arguments.model or _DEFAULT_MODEL, **changes)
     if arguments.top < 1:
         raise InputError(f"--top is {arguments.top}, expected at least 1")
     schedules = [_schedule(name.strip()) for name in arguments.schedules.split(",")]
     start = time.perf_counter()
-    found = search(
+    closed = search(
         model, arguments.gpus, arguments.global_batch, machine, using, given, offload=Offload(arguments.offload),
-        schedules=schedules,
+        schedules=schedules, contexts=_contexts(arguments.cp),
     )  # fmt: skip
+    found = simulate_first(closed, arguments.top)
     elapsed = time.perf_counter() - start
     if arguments.json:
         print(json.dumps(_as_json(found, arguments.top, elapsed), indent=1))
@@ -92,6 +115,15 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.timeline:
         _draw_timeline(found, arguments.timeline)
     return 0
+
+
+def _contexts(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"--cp {text!r}: expected whole numbers with commas between") from error
 
 
 def _schedule(name: str) -> Schedule:
@@ -105,6 +137,7 @@ def _print_search(found: Search, model: ModelSpec, top: int, elapsed: float) -> 
     size = f"{model.num_parameters / 1e9:.3g}B parameters"
     print(f"{model.name} ({size}) on {prediction.grid.num_gpus[0]} {prediction.gpu.name}: {found.num_examined} layouts")
     print(f"examined in {elapsed:.2f} s, {len(found.ranked)} fit; global batch {prediction.grid.global_batch[0]}")
+    print(provenance(prediction.gpu, prediction.rates))
     print(f"\n{'layout':62} {'tok/s/gpu':>10} {'MFU':>6} {'step s':>9} {'GiB':>7} {'free':>7}")
     for row in found.ranked[:top]:
         print(_line(found, int(row)))
@@ -112,7 +145,10 @@ def _print_search(found: Search, model: ModelSpec, top: int, elapsed: float) -> 
     print(f"\nThe best wins because {reason(found)}.")
     print(f"Its step: {_breakdown(found, best)}; HFU {100 * prediction.hfu[best]:.1f} %.")
     if host := float(prediction.memory.host_bytes[best]):
-        print(f"Offloaded: {host / GIB:.1f} GiB a gpu, which its host must have.")
+        layout, left = prediction.grid.layout(best), float(prediction.host_headroom_bytes[best])
+        ranks = min(layout.world_size, prediction.gpu.gpus_per_node)
+        place = f"a node {OFFLOAD_PLACES[layout.offload]}, of {ranks * (host + left) / GIB:.0f} there"
+        print(f"Offloaded: {host / GIB:.1f} GiB a gpu, {ranks * host / GIB:.0f} GiB {place}.")
     if len(found.just_too_large):
         speed = prediction.tokens_per_second_per_gpu
         faster = speed[found.just_too_large[0]] > speed[best]
@@ -143,7 +179,7 @@ def _as_json(found: Search, top: int, elapsed: float) -> dict[str, object]:
     return {
         "model": found.prediction.model.name, "gpu": found.prediction.gpu.name, "num_examined": found.num_examined,
         "num_fit": len(found.ranked), "seconds": round(elapsed, 3), "layouts": rows, "reason": reason(found),
-        "just_too_large": near,
+        "just_too_large": near, "rates": provenance(found.prediction.gpu, found.prediction.rates),
     }  # fmt: skip
 
 
@@ -159,19 +195,19 @@ def _layout_json(found: Search, row: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _print_max_model(arguments: argparse.Namespace, given: Rates) -> int:
-    machine, using = gpu(arguments.gpu), recipe(arguments.recipe)
+def _print_max_model(arguments: argparse.Namespace, machine: Gpu, given: Rates) -> int:
+    using = recipe(arguments.recipe)
     family = plan_model(arguments.model).family if arguments.model else Family.GPT
     model, grid, held = max_model(
         arguments.gpus, arguments.global_batch, machine, using, given, family=family, seq_len=arguments.seq_len,
-        offload=Offload(arguments.offload),
+        offload=Offload(arguments.offload), contexts=_contexts(arguments.cp),
     )  # fmt: skip
     least = int(held.argmin())
     layout = grid.layout(least)
     if arguments.json:
         answer = {
             "num_parameters": model.num_parameters, "model": dataclasses.asdict(model), "layout": layout.id,
-            "memory_bytes": float(held[least]),
+            "memory_bytes": float(held[least]), "rates": provenance(machine, given),
         }  # fmt: skip
         print(json.dumps(answer, indent=1))
         return 0
@@ -179,6 +215,7 @@ def _print_max_model(arguments: argparse.Namespace, given: Rates) -> int:
     shape = f"{model.num_layers} layers, hidden {model.hidden}, {model.seq_len} tokens"
     held_gib = f"{held[least] / GIB:.1f} GiB a gpu"
     print(f"the largest {kind} on {arguments.gpus} {machine.name}: {size} ({shape}), as {layout.id}, {held_gib}")
+    print(provenance(machine, given))
     return 0
 
 
@@ -189,9 +226,7 @@ def _draw_timeline(found: Search, path: Path) -> None:
     prediction, row = found.prediction, int(found.ranked[0])
     layout = prediction.grid.layout(row)
     # Reductions and the optimizer follow the pipeline and are not drawn.
-    seconds = sum(float(getattr(prediction.time, part)[row]) for part in STAGE_PARTS)
-    work = seconds / layout.num_micro_batches
-    run = simulate(layout, [work] * layout.pp)
+    run = simulate(layout, stage_times(found, row))
     try:
         path.write_text(timeline_svg(run, f"{prediction.model.name}, {layout.id}, passes alone"))
     except OSError as error:
@@ -201,11 +236,20 @@ def _draw_timeline(found: Search, path: Path) -> None:
 
 def run_predict(arguments: argparse.Namespace) -> int:
     """Predict a file of layouts."""
-    given = _chosen_rates(arguments, None)
-    count = predict_file(arguments.layouts, arguments.output, using=recipe(arguments.recipe), given=given)
+    machine, given = None, None
+    if arguments.gpu or arguments.rates:
+        machine, given = _machine(arguments)
+    if not arguments.gpu and not calibrated_at(arguments.rates):
+        machine = None  # each row names its own
+    count = predict_file(
+        arguments.layouts, arguments.output, using=recipe(arguments.recipe), given=given, machine=machine
+    )
     for remark in remarks(read_rows(arguments.layouts)):
         print(f"meshmark: {remark}", file=sys.stderr)
     print(f"{count} layouts predicted: {arguments.output}")
+    names = {gpu(row["gpu"]).name for row in read_rows(arguments.layouts)} if machine is None else set()
+    for there in [machine] if machine else map(gpu, sorted(names)):
+        print(provenance(there, given or rates_for(there.name, as_measured=True)))
     return 0
 
 
@@ -213,7 +257,7 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     """Measure this machine."""
     from meshmark.plan.calibrate import calibrate_here
 
-    return calibrate_here(arguments.output, arguments.seconds)
+    return calibrate_here(arguments.output, arguments.seconds, arguments.ranks)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -96,22 +96,22 @@ def enumerate_grid(
     model: ModelSpec, num_gpus: int, global_batch: int, *, max_tp: int, recomputes: Iterable[Recompute],
     zero_stages: Iterable[int] = (0, 1, 2, 3), max_virtual_stages: int = 4,
     offload: Offload = Offload.NONE, schedules: Iterable[Schedule] = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED),
+    contexts: Iterable[int] = (1,),
 ) -> Grid:  # fmt: skip
     """Every layout of `model` on `num_gpus` with `global_batch` sequences a step that divides evenly.
 
     ZeRO 2 and 3 are combined with one pipeline stage only, as frameworks do: their gradients and weights would cross
-    the network once a micro-batch. Context parallelism is not searched, nor tensor parallelism without sequence
-    parallelism, which costs as much traffic and more memory.
+    the network once a micro-batch. Tensor parallelism without sequence parallelism is not searched: it costs as much
+    traffic and more memory.
     """
-    triples = _degrees(model, num_gpus, max_tp)
     columns: dict[str, list[Column]] = {}
-    for dp, tp, pp in triples:
+    for dp, tp, pp, cp in _degrees(model, num_gpus, max_tp, contexts):
         if global_batch % dp:
             continue
         counts = [m for m in divisors(global_batch // dp) if m >= pp - 1]
         divides = [v for v in range(2, max_virtual_stages + 1) if model.num_layers % (v * pp) == 0]
         orders = _orders(schedules, divides) if pp > 1 else [(Schedule.ONE_F_ONE_B, 1)]
-        stages = [z for z in zero_stages if (z == 0 or dp > 1) and (z < 2 or pp == 1)]
+        stages = [z for z in zero_stages if (z == 0 or dp * cp > 1) and (z < 2 or pp == 1)]
         mesh = np.meshgrid(counts, range(len(orders)), stages, [RECOMPUTES.index(r) for r in recomputes], indexing="ij")
         m, o, z, r = (a.ravel().astype(np.int64) for a in mesh)
         code, v = (np.array([pair[i] for pair in _coded(orders)], dtype=np.int64)[o] for i in (0, 1))
@@ -119,9 +119,9 @@ def enumerate_grid(
         m, v, z, r, code = m[keep], v[keep], z[keep], r[keep], code[keep]
         size = len(m)
         for name, column in {
-            "dp": np.full(size, dp), "tp": np.full(size, tp), "pp": np.full(size, pp), "zero_stage": z,
-            "num_micro_batches": m, "virtual_stages": v, "recompute": r, "micro_batch": global_batch // dp // m,
-            "schedule": code,
+            "dp": np.full(size, dp), "tp": np.full(size, tp), "pp": np.full(size, pp), "cp": np.full(size, cp),
+            "zero_stage": z, "num_micro_batches": m, "virtual_stages": v, "recompute": r,
+            "micro_batch": global_batch // dp // m, "schedule": code,
         }.items():  # fmt: skip
             columns.setdefault(name, []).append(column)
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
@@ -141,17 +141,27 @@ def _coded(orders: Iterable[tuple[Schedule, int]]) -> list[tuple[int, int]]:
     return [(SCHEDULES.index(schedule), chunks) for schedule, chunks in orders]
 
 
-def _degrees(model: ModelSpec, num_gpus: int, max_tp: int) -> list[tuple[int, int, int]]:
-    """All (dp, tp, pp) with that product which the model's dimensions allow."""
-    out = []
-    for tp in divisors(num_gpus):
-        shards = model.num_heads % tp == 0 and model.num_kv_heads % tp == 0 and model.ffn_hidden % tp == 0
-        if tp > max_tp or not shards or model.seq_len % tp:
-            continue
-        for pp in divisors(num_gpus // tp):
-            if pp <= model.num_layers:
-                out.append((num_gpus // tp // pp, tp, pp))
-    return out
+def searched_contexts(seq_len: int) -> tuple[int, ...]:
+    """Context-parallel degrees worth a search: powers of two that leave a rank 4,096 tokens or more of a sequence."""
+    return tuple(2**k for k in range(20) if k == 0 or (seq_len >= 4096 * 2**k and seq_len % 2 ** (k + 1) == 0))
+
+
+def _degrees(
+    model: ModelSpec, num_gpus: int, max_tp: int, contexts: Iterable[int]
+) -> Iterator[tuple[int, int, int, int]]:
+    """All (dp, tp, pp, cp) with that product which the model's dimensions allow.
+
+    A context-parallel rank has two parts of the sequence, an early and a late one, so that causal attention is spread
+    evenly.
+    """
+    for cp in contexts:
+        for tp in divisors(num_gpus // cp) if num_gpus % cp == 0 else []:
+            shards = model.num_heads % tp == 0 and model.num_kv_heads % tp == 0 and model.ffn_hidden % tp == 0
+            if tp > max_tp or not shards or model.seq_len % (tp * cp * (2 if cp > 1 else 1)):
+                continue
+            for pp in divisors(num_gpus // cp // tp):
+                if pp <= model.num_layers:
+                    yield num_gpus // cp // tp // pp, tp, pp, cp
 
 
 def divisors(number: int) -> list[int]:

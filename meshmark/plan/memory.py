@@ -43,7 +43,7 @@ class Memory:
     """The framework's own."""
     fullest_stage: Column
     host_bytes: Column
-    """Optimizer states kept in host memory or on NVMe instead."""
+    """Optimizer states kept in host memory or on NVMe instead, of the stage that has most of them."""
     released: Column
     """What queued collectives would pin but the allocator takes back, by waiting, because it would not fit."""
 
@@ -65,16 +65,29 @@ def memory(
     """
     parts = {name: np.zeros(len(grid)) for name in (*CATEGORIES, *_OTHERS, "fullest_stage")}
     ahead = np.ones(len(grid)) if lag is None else lag
-    for pp, rows in grid.by_pipeline():
+
+    def fill(rows: Column, cut: Sequence[Stage], indices: Sequence[int]) -> Column:
+        """Write the fullest of these stages for these rows; returns which fit one of them only by releasing."""
         sub = grid.take(rows)
-        cut = stages(model, pp, balanced=recipe.balanced_stages)
-        by_stage = [_stage_memory(model, sub, recipe, rates, cut, i, ahead[rows], capacity_bytes) for i in range(pp)]
+        by_stage = [_stage_memory(model, sub, recipe, rates, cut, i, ahead[rows], capacity_bytes) for i in indices]
         totals = np.stack([sum(part[c] for c in CATEGORIES) for part in by_stage])
         fullest = totals.argmax(axis=0)
         columns = np.arange(len(rows))
         for name in (*CATEGORIES, *_OTHERS):
             parts[name][rows] = np.stack([part[name] for part in by_stage])[fullest, columns]
-        parts["fullest_stage"][rows] = fullest
+        parts["host_bytes"][rows] = np.stack([part["host_bytes"] for part in by_stage]).max(axis=0)
+        parts["fullest_stage"][rows] = np.array(indices)[fullest]
+        released = np.stack([part["released"] for part in by_stage])
+        return np.asarray(np.any((released > 0) & (totals <= capacity_bytes), axis=0))
+
+    for pp, rows in grid.by_pipeline():
+        cut = stages(model, pp, balanced=recipe.balanced_stages)
+        # Of equal stages the first holds the most: only micro-batches in flight differ, and fall from stage to stage.
+        # Unless it fits by releasing what a later one can keep; then all are looked at.
+        firsts = sorted({stage: i for i, stage in reversed(list(enumerate(cut)))}.values())
+        tight = fill(rows, cut, firsts)
+        if tight.any():
+            fill(rows[tight], cut, range(pp))
     return Memory(**parts)
 
 
@@ -208,6 +221,8 @@ def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: 
     t, width, num_tokens = grid.tp, recipe.element_bytes, tokens(model, grid)
     whole = num_tokens * model.hidden * width
     block = 3.0 * num_tokens * model.ffn_hidden * width / t + whole * np.where(t > 1, 4.0, 1.0)
+    # A neighbour's keys, values and their gradients, on their way around the ring (arXiv:2310.01889 sec. 3).
+    block = block + np.where(grid.cp > 1, 4.0 * num_tokens * model.kv_hidden * width / t, 0.0)
     again = np.where(
         grid.recompute == RECOMPUTES.index(Recompute.NONE),
         0.0,

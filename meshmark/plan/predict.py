@@ -18,7 +18,7 @@ from meshmark.plan.rates import Rates, rates
 from meshmark.plan.recipe import TrainingRecipe, recipe
 from meshmark.plan.step_time import PARTS
 from meshmark.plan.sweep import batches
-from meshmark.plan.system import GIB, gpu
+from meshmark.plan.system import GIB, Gpu, gpu
 
 DEFAULT_RECIPE = "nanotron"
 
@@ -43,12 +43,18 @@ def rates_for(gpu_name: str, *, as_measured: bool = False) -> Rates:
     )  # fmt: skip
 
 
-def predict_rows(table: Sequence[Row], using: TrainingRecipe, given: Rates | None = None) -> dict[str, Column]:
-    """The predicted columns of a table of layouts, in its order."""
+def predict_rows(
+    table: Sequence[Row], using: TrainingRecipe, given: Rates | None = None, machine: Gpu | None = None
+) -> dict[str, Column]:
+    """The predicted columns of a table of layouts, in its order; on `machine`, or on the GPU that each row names."""
     columns: dict[str, Column] = {}
     for batch in batches(table):
         found = predict_grid(
-            batch.model, batch.grid, gpu(batch.gpu_name), using, given or rates_for(batch.gpu_name, as_measured=True)
+            batch.model,
+            batch.grid,
+            machine or gpu(batch.gpu_name),
+            using,
+            given or rates_for(batch.gpu_name, as_measured=True),
         )
         for name, column in predicted_columns(found).items():
             columns.setdefault(name, np.zeros(len(table)))[batch.rows] = column
@@ -71,13 +77,16 @@ def predicted_columns(found: Prediction) -> dict[str, Column]:
     return {**answers, **memory, **time}
 
 
-def predict_file(source: Path, target: Path, *, using: TrainingRecipe | None = None, given: Rates | None = None) -> int:
+def predict_file(
+    source: Path, target: Path, *, using: TrainingRecipe | None = None, given: Rates | None = None,
+    machine: Gpu | None = None,
+) -> int:  # fmt: skip
     """Read `source`, write it to `target` with the predicted columns appended; returns the number of rows.
 
     Raises `InputError` when a file cannot be used or a row cannot be a layout.
     """
     table = read_rows(source)
-    columns = predict_rows(table, using or recipe(DEFAULT_RECIPE), given)
+    columns = predict_rows(table, using or recipe(DEFAULT_RECIPE), given, machine)
     fields = [f for f in table[0] if f not in columns] + list(columns)
     try:
         with target.open("w", newline="", encoding="utf-8") as file:

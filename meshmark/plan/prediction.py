@@ -23,9 +23,15 @@ class Prediction:
     model: ModelSpec
     grid: Grid
     gpu: Gpu
+    recipe: TrainingRecipe
+    rates: Rates
     memory: Memory
     time: StepTime
-    arithmetic: str
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s of the arithmetic that the matrix products run in."""
+        return self.gpu.peak(self.recipe.arithmetic)
 
     @property
     def memory_bytes(self) -> Column:
@@ -37,9 +43,22 @@ class Prediction:
         return self.memory_bytes + self.memory.released
 
     @property
+    def host_headroom_bytes(self) -> Column:
+        """What a rank's share of its node's host memory, or drives, has left of what is offloaded there."""
+        host, offload = self.gpu.host, self.grid.offload
+        room = np.array([np.inf, host.memory_bytes if host else 0.0, host.nvme_bytes if host else 0.0])
+        share: Column = room[offload] / np.minimum(self.grid.num_gpus, self.gpu.gpus_per_node)
+        return share - self.memory.host_bytes
+
+    @property
+    def headroom_bytes(self) -> Column:
+        """What a rank's memory, or its share of the host's where that is tighter, has left; negative: it misses."""
+        return np.minimum(self.gpu.memory_bytes - self.needed_bytes, self.host_headroom_bytes)
+
+    @property
     def fits(self) -> Column:
         """Whether every rank has memory enough, and every stage a layer."""
-        there: Column = self.needed_bytes <= self.gpu.memory_bytes
+        there: Column = self.headroom_bytes >= 0
         return there & (self.grid.pp * self.grid.virtual_stages <= self.model.num_layers)
 
     @property
@@ -54,13 +73,13 @@ class Prediction:
     def mfu(self) -> Column:
         """Model FLOPs, causal attention counted in half, over peak."""
         flops = model_flops_per_token(self.model, attention="causal")
-        return self.tokens_per_second_per_gpu * flops / self.gpu.peak(self.arithmetic)
+        return self.tokens_per_second_per_gpu * flops / self.peak_flops
 
     @property
     def hfu(self) -> Column:
         """Hardware FLOPs, recomputation counted, over peak."""
         by_code = np.array([hardware_flops_per_token(self.model, recompute=r, attention="causal") for r in RECOMPUTES])
-        share: Column = self.tokens_per_second_per_gpu * by_code[self.grid.recompute] / self.gpu.peak(self.arithmetic)
+        share: Column = self.tokens_per_second_per_gpu * by_code[self.grid.recompute] / self.peak_flops
         return share
 
 
@@ -68,4 +87,4 @@ def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe,
     """Predict every layout of `grid`."""
     time = step_time(model, grid, gpu, recipe, rates)
     held = memory(model, grid, recipe, rates, lag=time.lag, capacity_bytes=gpu.memory_bytes)
-    return Prediction(model=model, grid=grid, gpu=gpu, memory=held, time=time, arithmetic=recipe.arithmetic)
+    return Prediction(model=model, grid=grid, gpu=gpu, recipe=recipe, rates=rates, memory=held, time=time)

@@ -6,11 +6,14 @@ layers for one micro-batch. A rank runs its tasks in the schedule's order, each 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshmark.errors import LayoutError
 from meshmark.layout import Layout, Schedule
+
+_MOST_TASKS, _FEWEST_ROUNDS = 20_000, 2
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -62,46 +65,63 @@ def simulate(layout: Layout, stage_seconds: Sequence[float], *, send_seconds: fl
     if len(stage_seconds) != layout.pp or min(stage_seconds) < 0:
         raise LayoutError(f"layout {layout.id}: {len(stage_seconds)} stage times, expected {layout.pp}, none negative")
     orders = [task_order(layout, rank) for rank in range(layout.pp)]
+    times = _times(layout, orders, stage_seconds, send_seconds)
+    slots = tuple(
+        Slot(rank=rank, task=task, start=start, end=end)
+        for rank, order in enumerate(orders) for task, (start, end) in zip(order, times[rank], strict=True)
+    )  # fmt: skip
+    return Run(slots=slots, num_ranks=layout.pp)
+
+
+def simulated_bubble_seconds(layout: Layout, stage_seconds: Sequence[float]) -> float:
+    """Time of a simulated step beyond what its slowest stage works, which `pipeline.bubble_seconds` approximates.
+
+    Of a long step that many micro-batches are run that fill and drain the pipeline; those between add no bubble.
+    """
+    tasks_each = 2 * layout.pp * layout.virtual_stages
+    rounds = max(_FEWEST_ROUNDS, _MOST_TASKS // (tasks_each * layout.pp))
+    m = min(layout.num_micro_batches, rounds * layout.pp)
+    short = dataclasses.replace(layout, num_micro_batches=m)
+    orders = [task_order(short, rank) for rank in range(layout.pp)]
+    seconds = max(times[-1][1] for times in _times(short, orders, stage_seconds, 0.0))
+    return seconds - m * max(stage_seconds)
+
+
+def _times(
+    layout: Layout, orders: Sequence[Sequence[Task]], stage_seconds: Sequence[float], send: float
+) -> list[list[tuple[float, float]]]:
+    """Start and end of every task of every rank: each starts when the one before it and what it reads have ended."""
+    p, last = layout.pp, layout.pp * layout.virtual_stages - 1
     third = [seconds / 3.0 / layout.virtual_stages for seconds in stage_seconds]
     backward = 1.0 if layout.schedule is Schedule.ZERO_BUBBLE else 2.0
-    last = layout.pp * layout.virtual_stages - 1
-    ended: dict[tuple[str, int, int], float] = {}
-    slots: list[Slot] = []
-    free, position = [0.0] * layout.pp, [0] * layout.pp
-    while any(position[r] < len(orders[r]) for r in range(layout.pp)):
-        progressed = False
-        for rank in range(layout.pp):
-            while position[rank] < len(orders[rank]):
-                task = orders[rank][position[rank]]
-                ready = _ready(task, rank, layout.pp, last, ended, send_seconds)
-                if ready is None:
+    unknown = [-1.0] * layout.num_micro_batches
+    forwards, backwards, weights = ([list(unknown) for _ in range(last + 1)] for _ in range(3))
+    times: list[list[tuple[float, float]]] = [[] for _ in range(p)]
+    waiting = set(range(p))
+    while waiting:
+        before = sum(map(len, times))
+        for rank in [*range(p), *reversed(range(p))]:
+            done, order, free = times[rank], orders[rank], times[rank][-1][1] if times[rank] else 0.0
+            while len(done) < len(order):
+                task = order[len(done)]
+                place, i, ready, seconds = task.chunk * p + rank, task.micro_batch, 0.0, third[rank]
+                if task.kind == "F":
+                    ended = forwards[place]
+                    ready = forwards[place - 1][i] if place else -send
+                elif task.kind == "B":
+                    ended, seconds = backwards[place], seconds * backward
+                    ready = backwards[place + 1][i] if place < last else -send
+                else:
+                    ended, ready = weights[place], backwards[place][i] - send
+                if ready == -1.0:
                     break
-                start = max(ready, free[rank])
-                end = start + third[rank] * (backward if task.kind == "B" else 1.0)
-                slots.append(Slot(rank=rank, task=task, start=start, end=end))
-                ended[task.kind, task.chunk * layout.pp + rank, task.micro_batch] = free[rank] = end
-                position[rank] += 1
-                progressed = True
-        assert progressed, f"schedule {layout.schedule} deadlocks with {layout.id}"
-    return Run(slots=tuple(slots), num_ranks=layout.pp)
-
-
-def _ready(
-    task: Task, rank: int, pp: int, last: int, ended: dict[tuple[str, int, int], float], send: float
-) -> float | None:
-    """When a task's inputs are there; None while they are not known."""
-    place, batch = task.chunk * pp + rank, task.micro_batch
-    if task.kind == "F":
-        needed = [("F", place - 1, batch)] if place else []
-    elif task.kind == "B":
-        needed = [("F", place, batch)] + ([("B", place + 1, batch)] if place < last else [])
-    else:
-        needed = [("B", place, batch)]
-    times = [ended.get(key) for key in needed]
-    if any(t is None for t in times):
-        return None
-    return max((t + (send if key[1] != place else 0.0) for t, key in zip(times, needed, strict=True) if t is not None),
-               default=0.0)  # fmt: skip
+                start = max(free, ready + send)
+                free = ended[i] = start + seconds
+                done.append((start, free))
+            if len(done) == len(order):
+                waiting.discard(rank)
+        assert sum(map(len, times)) > before or not waiting, f"schedule {layout.schedule} deadlocks with {layout.id}"
+    return times
 
 
 def task_order(layout: Layout, rank: int) -> list[Task]:

@@ -11,17 +11,19 @@ import numpy as np
 from meshmark.errors import InputError
 from meshmark.layout import Offload, Recompute, Schedule
 from meshmark.model_spec import ModelSpec
-from meshmark.plan.grid import Column, Grid, enumerate_grid, make_grid
+from meshmark.plan.grid import OFFLOADS, Column, Grid, enumerate_grid, make_grid, searched_contexts
 from meshmark.plan.models import model_of_size
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
 from meshmark.plan.recipe import TrainingRecipe
-from meshmark.plan.step_time import PARTS
+from meshmark.plan.schedule import simulated_bubble_seconds
+from meshmark.plan.step_time import PARTS, stage_seconds
 from meshmark.plan.system import GIB, Gpu
 
 _RECOMPUTES = tuple(Recompute)
 SEARCHED_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
 """What most frameworks have; GPipe holds more for the same bubble, and few have zero bubble."""
+OFFLOAD_PLACES = {Offload.CPU: "in host memory", Offload.NVME: "on NVMe"}
 _MAX_GPUS = 2**20
 
 
@@ -45,22 +47,22 @@ class Search:
         return len(self.prediction.grid)
 
     def headroom_bytes(self, row: int) -> float:
-        """Memory left on the fullest rank; negative where it does not fit."""
-        return float(self.prediction.gpu.memory_bytes - self.prediction.needed_bytes[row])
+        """Memory left on the fullest rank, or of its share of its host's; negative where it does not fit."""
+        return float(self.prediction.headroom_bytes[row])
 
 
 def search(
     model: ModelSpec, num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
     *, recomputes: Sequence[Recompute] = _RECOMPUTES, offload: Offload = Offload.NONE,
-    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES,
+    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES, contexts: Sequence[int] | None = None,
 ) -> Search:  # fmt: skip
-    """Examine every layout.
+    """Examine every layout, of all context-parallel degrees worth it unless `contexts` names them.
 
     Raises `InputError` for an impossible request, `NothingFitsError` when no layout fits.
     """
 
     def examine(count: int) -> Prediction:
-        return _predict_all(model, count, global_batch, gpu, recipe, rates, recomputes, offload, schedules)
+        return _predict_all(model, count, global_batch, gpu, recipe, rates, recomputes, offload, schedules, contexts)
 
     prediction = examine(num_gpus)
     fits = np.nonzero(prediction.fits)[0]
@@ -71,23 +73,50 @@ def search(
     large = np.nonzero(~prediction.fits)[0]
     faster = large[speed[large] > speed[ranked[0]]]
     near = faster if len(faster) else large
-    near = near[np.argsort(prediction.needed_bytes[near], kind="stable")]
+    near = near[np.argsort(-prediction.headroom_bytes[near], kind="stable")]
     return Search(prediction=prediction, ranked=ranked, just_too_large=near)
+
+
+def simulate_first(found: Search, count: int) -> Search:
+    """The same with the bubbles of its first `count` layouts taken from the event simulator, these ranked again.
+
+    The closed form, which ranks all, deviates from it with stages of unequal length (see `pipeline.bubble_seconds`).
+    """
+    prediction, first = found.prediction, found.ranked[:count]
+    bubble = prediction.time.bubble.copy()
+    for row in first[prediction.grid.pp[first] > 1]:
+        bubble[row] = simulated_bubble_seconds(prediction.grid.layout(row), stage_times(found, int(row)))
+    time = dataclasses.replace(prediction.time, bubble=bubble)
+    prediction = dataclasses.replace(prediction, time=time)
+    again = first[np.argsort(prediction.step_seconds[first], kind="stable")]
+    return dataclasses.replace(found, prediction=prediction, ranked=np.concatenate([again, found.ranked[count:]]))
+
+
+def stage_times(found: Search, row: int) -> list[float]:
+    """Seconds of one micro-batch on every pipeline stage of one layout."""
+    p = found.prediction
+    one, pp = p.grid.take(np.array([row])), int(p.grid.pp[row])
+    return [float(seconds) for seconds in stage_seconds(p.model, one, pp, p.gpu, p.recipe, p.rates)[:, 0]]
 
 
 def _predict_all(
     model: ModelSpec, num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
     recomputes: Sequence[Recompute] = _RECOMPUTES, offload: Offload = Offload.NONE,
-    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES,
+    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES, contexts: Sequence[int] | None = None,
 ) -> Prediction:  # fmt: skip
     for name, value in (("gpus", num_gpus), ("global batch", global_batch)):
         if value < 1:
             raise InputError(f"{name} is {value}, expected at least 1")
     if num_gpus > _MAX_GPUS:
         raise InputError(f"{num_gpus} gpus; at most {_MAX_GPUS} are planned for")
+    for cp in contexts or ():
+        if cp < 1 or (cp > 1 and model.seq_len % (2 * cp)):
+            raise InputError(f"cp is {cp}: a sequence of {model.seq_len} tokens must divide into 2 x cp equal parts")
+    if offload is not Offload.NONE and gpu.host is None:
+        raise InputError(f"nothing can be offloaded: what a node of {gpu.name} has beside its gpus is not known")
     grid = enumerate_grid(
         model, num_gpus, global_batch, max_tp=4 * gpu.gpus_per_node, recomputes=recomputes, offload=offload,
-        schedules=schedules,
+        schedules=schedules, contexts=contexts or searched_contexts(model.seq_len),
         zero_stages=(0, 3) if recipe.weight_bytes == 4 and recipe.arithmetic != "fp32" else (0, 1, 2, 3),
     )  # fmt: skip
     if not len(grid):
@@ -103,17 +132,21 @@ def _why_nothing_fits(
     prediction: Prediction, num_gpus: int, global_batch: int, examine: Callable[[int], Prediction]
 ) -> str:
     """What is missing, and the smallest number of GPUs on which a layout fits."""
-    least = int(prediction.needed_bytes.argmin())
-    missing = (prediction.needed_bytes[least] - prediction.gpu.memory_bytes) / GIB
+    least = int(prediction.headroom_bytes.argmax())
+    missing, needed, where = -prediction.headroom_bytes[least], prediction.needed_bytes[least], "gpu"
+    if prediction.host_headroom_bytes[least] == prediction.headroom_bytes[least]:
+        ranks = min(num_gpus, prediction.gpu.gpus_per_node)
+        missing, needed = ranks * missing, ranks * prediction.memory.host_bytes[least]
+        where = f"node {OFFLOAD_PLACES[OFFLOADS[prediction.grid.offload[least]]]}"
     message = (
         f"{prediction.model.name!r} does not fit on {num_gpus} {prediction.gpu.name} with a global batch of "
         f"{global_batch}: of {len(prediction.grid)} layouts the smallest ({prediction.grid.layout(least).id}) needs "
-        f"{prediction.needed_bytes[least] / GIB:.1f} GiB a gpu, {missing:.1f} GiB more than there is"
+        f"{needed / GIB:.1f} GiB a {where}, {missing / GIB:.1f} GiB more than there is"
     )
     fewest = _fewest(num_gpus, prediction.gpu.gpus_per_node, examine)
     if fewest:
         return f"{message}; it fits on {fewest} gpus"
-    offloaded = (prediction.grid.offload > 0).all()
+    offloaded = (prediction.grid.offload > 0).all() or prediction.gpu.host is None
     return (
         f"{message}; it fits on no larger number of them that divides this batch: raise the batch, shorten the "
         f"sequences, {'' if offloaded else 'try --offload cpu, '}or take a larger gpu"
@@ -146,8 +179,8 @@ def reason(found: Search) -> str:
     """Why the best layout wins: where the runner-up of another shape, and the plainest layout that fits, lose time."""
     prediction, grid = found.prediction, found.prediction.grid
     best = int(found.ranked[0])
-    shape = (grid.dp[best], grid.tp[best], grid.pp[best])
-    others = [int(r) for r in found.ranked[1:] if (grid.dp[r], grid.tp[r], grid.pp[r]) != shape]
+    shape = (grid.dp[best], grid.tp[best], grid.pp[best], grid.cp[best])
+    others = [int(r) for r in found.ranked[1:] if (grid.dp[r], grid.tp[r], grid.pp[r], grid.cp[r]) != shape]
     largest = max(PARTS, key=lambda part: getattr(prediction.time, part)[best])
     text = f"most of its step is {largest.replace('_', ' ')}"
     if not others:
@@ -164,6 +197,7 @@ def reason(found: Search) -> str:
 def max_model(
     num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
     *, family: str = "gpt", seq_len: int | None = None, offload: Offload = Offload.NONE,
+    contexts: Sequence[int] | None = None,
 ) -> tuple[ModelSpec, Grid, Column]:  # fmt: skip
     """The largest model of a family that fits, with the layouts that hold it and the memory that each needs.
 
@@ -178,7 +212,7 @@ def max_model(
         model = model_of_size(float(sizes[index]), family=family)
         model = dataclasses.replace(model, seq_len=seq_len) if seq_len is not None else model
         try:
-            found = _predict_all(model, num_gpus, global_batch, gpu, recipe, rates, offload=offload)
+            found = _predict_all(model, num_gpus, global_batch, gpu, recipe, rates, offload=offload, contexts=contexts)
         except InputError:
             return model, make_grid(dp=np.zeros(0, dtype=np.int64)), np.zeros(0)
         rows = np.nonzero(found.fits)[0]

@@ -64,7 +64,7 @@ def model_states(case: Case, rank: int, recipe: Recipe | None = None) -> ModelSt
     moment = 8 if case.precision is Precision.FP64 else 4
 
     def share(from_stage: int) -> float:
-        return count / (layout.dp if stage >= from_stage else 1)
+        return count / (layout.dp * layout.cp if stage >= from_stage else 1)
 
     return ModelStates(
         parameters=recipe.weights * share(3) + recipe.masters * share(1),
@@ -76,9 +76,8 @@ def model_states(case: Case, rank: int, recipe: Recipe | None = None) -> ModelSt
 
 def local_parameters(model: ModelSpec, layout: Layout, rank: int) -> int:
     """Parameters that `rank` computes with: its pipeline stage's, its tensor-parallel shards; ZeRO not counted."""
-    stage = rank // (layout.tp * layout.dp)
-    share, rest = divmod(model.num_layers, layout.pp)
-    count = (share + (stage < rest)) * block_shard(model, layout.tp)
+    stage = rank // (layout.tp * layout.cp * layout.dp)
+    count = stage_layers(model, layout, stage) * block_shard(model, layout.tp)
     if stage == 0:
         positions = model.seq_len if model.family is Family.GPT else 0
         count += model.hidden * (model.vocab_size // layout.tp + positions)
@@ -87,6 +86,12 @@ def local_parameters(model: ModelSpec, layout: Layout, rank: int) -> int:
         own_output = not model.tied_embeddings or layout.pp > 1
         count += norm + (model.vocab_size // layout.tp * model.hidden if own_output else 0)
     return count
+
+
+def stage_layers(model: ModelSpec, layout: Layout, stage: int) -> int:
+    """Blocks of a pipeline stage: spread evenly, the remainder on the first ones."""
+    share, rest = divmod(model.num_layers, layout.pp)
+    return share + (stage < rest)
 
 
 def block_shard(model: ModelSpec, tp: int) -> int:

@@ -6,6 +6,7 @@ launches and hand-overs between streams set; the slowest stage sets the pace.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,9 @@ from meshmark.plan.memory import stage_parameters, tokens
 from meshmark.plan.network import (
     crosses_nodes,
     data_collective_seconds,
+    offload_bandwidth,
     point_to_point_seconds,
+    ring_attention_seconds,
     tensor_collective_seconds,
 )
 from meshmark.plan.partition import Stage, stages
@@ -28,10 +31,10 @@ from meshmark.plan.recipe import TrainingRecipe
 from meshmark.plan.system import Gpu
 
 PARTS = (
-    "matmul", "attention", "elementwise", "tensor_communication", "launch_floor", "point_to_point", "bubble",
-    "message_wait", "data_communication", "optimizer", "host",
+    "matmul", "attention", "elementwise", "tensor_communication", "context_communication", "launch_floor",
+    "point_to_point", "bubble", "message_wait", "data_communication", "optimizer", "host",
 )  # fmt: skip
-STAGE_PARTS = PARTS[:6]
+STAGE_PARTS = PARTS[:7]
 """What a stage spends on every micro-batch."""
 # Collectives of one layer's forward and backward pass: with sequence parallelism an all-gather and a reduce-scatter
 # forward in each of two blocks, six backward (inputs are gathered again); without, four all-reduces of two each.
@@ -49,6 +52,8 @@ class StepTime:
     attention: Column
     elementwise: Column
     tensor_communication: Column
+    context_communication: Column
+    """Keys and values on their way around a ring, what no attention hides."""
     launch_floor: Column
     """What the slowest stage waits because its kernels are too short."""
     point_to_point: Column
@@ -82,12 +87,8 @@ def _pipeline_time(
 ) -> dict[str, Column]:
     """All parts for layouts of one pipeline degree."""
     cut = stages(model, pp, balanced=recipe.balanced_stages)
-    layer = _layer_seconds(model, grid, gpu, recipe, rates)
-    head = _head_seconds(model, grid, gpu, recipe, rates)
-    by_stage = [
-        _stage_seconds(model, grid, stage, i, cut, layer, head, gpu, recipe, rates) for i, stage in enumerate(cut)
-    ]
-    totals = np.stack([sum(parts[name] for name in STAGE_PARTS) for parts in by_stage])
+    by_stage = _stage_accounts(model, grid, cut, gpu, recipe, rates)
+    totals = _stage_totals(by_stage)
     slowest, columns = totals.argmax(axis=0), np.arange(len(grid))
     pace = totals[slowest, columns]
     m = grid.num_micro_batches
@@ -111,6 +112,31 @@ def _pipeline_time(
     return out
 
 
+def stage_seconds(
+    model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
+) -> Column:  # fmt: skip
+    """Seconds of one micro-batch on each stage (rows), of layouts (columns) that all have `pp` stages."""
+    cut = stages(model, pp, balanced=recipe.balanced_stages)
+    return _stage_totals(_stage_accounts(model, grid, cut, gpu, recipe, rates))
+
+
+def _stage_totals(by_stage: Sequence[dict[str, Column]]) -> Column:
+    return np.stack([sum(parts[name] for name in STAGE_PARTS) for parts in by_stage])
+
+
+def _stage_accounts(
+    model: ModelSpec, grid: Grid, cut: tuple[Stage, ...], gpu: Gpu, recipe: TrainingRecipe, rates: Rates
+) -> list[dict[str, Column]]:
+    """Every stage's parts of one micro-batch; equal stages with as many neighbours are computed once."""
+    layer = _layer_seconds(model, grid, gpu, recipe, rates)
+    head = _head_seconds(model, grid, gpu, recipe, rates)
+    found: dict[tuple[Stage, int], dict[str, Column]] = {}
+    keys = [(stage, (i > 0) + (i < len(cut) - 1)) for i, stage in enumerate(cut)]
+    for stage, neighbours in dict.fromkeys(keys):
+        found[stage, neighbours] = _stage_seconds(model, grid, stage, neighbours, layer, head, gpu, recipe, rates)
+    return [found[key] for key in keys]
+
+
 def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
     """One layer's forward and backward pass, recomputation included, of one micro-batch."""
     t, num_tokens = grid.tp.astype(float), tokens(model, grid)
@@ -122,12 +148,14 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     matmul = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0)) / reached
     core = 2.0 * num_tokens * model.seq_len * model.hidden / t
     if recipe.flash_attention:
+        forward = core / (peak * rates.attention_efficiency)
         attention = core * np.where(core_again, 4.5, 3.5) / (peak * rates.attention_efficiency)
     else:
         # All scores are computed, and passed over: product, mask and softmax, dropout, product; about 40 bytes a score.
         scores = num_tokens * model.seq_len * model.num_heads / t
         attention = 2.0 * core * np.where(core_again, 4.0, 3.0) / reached
         attention += scores * np.where(core_again, 53.0, 40.0) / memory
+        forward = attention / np.where(core_again, 4.0, 3.0)
     traffic = (
         num_tokens * _elementwise_bytes(model, grid) * recipe.element_bytes / 2.0 * np.where(full | some, 1.4, 1.0)
     )
@@ -137,10 +165,13 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     backward = _BACKWARD_COLLECTIVES - 2.0 * recipe.hides_backward_gathers
     count = np.where(grid.sequence_parallel, _FORWARD_COLLECTIVES + backward, 8.0)
     count = count + np.where(full, _FORWARD_COLLECTIVES, 0.0)
+    block = num_tokens * model.kv_hidden * recipe.element_bytes / t
+    ring = ring_attention_seconds(grid, block, forward, attention, core_again, rates, gpu.gpus_per_node)
     floor = _floor_seconds(grid, count, rates, gpu.gpus_per_node)
     return {
         "matmul": matmul, "attention": attention, "elementwise": (traffic + accumulate) / memory,
-        "tensor_communication": count * one, "floor": np.where(t > 1, floor, 0.0), "collective": one,
+        "tensor_communication": count * one, "context_communication": ring, "floor": np.where(t > 1, floor, 0.0),
+        "collective": one,
     }  # fmt: skip
 
 
@@ -185,8 +216,8 @@ def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe
 
 
 def _stage_seconds(
-    model: ModelSpec, grid: Grid, stage: Stage, index: int, cut: tuple[Stage, ...], layer: dict[str, Column],
-    head: dict[str, Column], gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
+    model: ModelSpec, grid: Grid, stage: Stage, neighbours: int, layer: dict[str, Column], head: dict[str, Column],
+    gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
 ) -> dict[str, Column]:  # fmt: skip
     """One micro-batch on one stage; `device` and `floor` are the two that its launches are bound by."""
     n, zero = float(stage.num_layers), np.zeros(len(grid))
@@ -198,10 +229,10 @@ def _stage_seconds(
         "attention": n * layer["attention"],
         "elementwise": n * layer["elementwise"] + embedding + head_seconds + loss_seconds,
         "tensor_communication": n * layer["tensor_communication"] + 2.0 * stage.has_head * layer["collective"],
+        "context_communication": n * layer["context_communication"],
     }
     device = sum(parts.values(), start=zero)
     floor = n * layer["floor"]
-    neighbours = (index > 0) + (index < len(cut) - 1)
     # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather), in
     # frameworks that know how.
     sent = tokens(model, grid) * model.hidden * recipe.element_bytes / (1 if recipe.sends_whole else grid.tp)
@@ -253,5 +284,4 @@ def _optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: Tra
     moved = 4.0 * recipe.gradient_bytes * held + (2.0 * states + recipe.gradient_bytes + 6.0) * updated
     seconds = moved / (gpu.memory_bandwidth * rates.memory_efficiency)
     away = grid.offload != OFFLOADS.index(Offload.NONE)
-    slower = np.where(grid.offload == OFFLOADS.index(Offload.NVME), 8.0, 1.0)
-    return seconds + np.where(away, 2.0 * states * updated * slower / rates.offload_bandwidth, 0.0)
+    return seconds + np.where(away, 2.0 * states * updated / offload_bandwidth(grid, gpu, rates), 0.0)

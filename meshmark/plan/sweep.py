@@ -43,10 +43,12 @@ def batches(table: Sequence[Row]) -> Iterator[Batch]:
         groups.setdefault(key, []).append(i)
     for (name, gpu_name, *dimensions), rows in groups.items():
         degrees = {c: np.array([_integer(table[i], c, i) for i in rows]) for c in DEGREES}
+        degrees["cp"] = np.array([_integer({"cp": "1", **table[i]}, "cp", i) for i in rows])
         _check_gpus(table, rows, degrees)
         grid = make_grid(
             dp=degrees["dp"], tp=degrees["tp"], pp=degrees["pp"], zero_stage=degrees["zero_stage"],
-            micro_batch=degrees["micro_batch"], num_micro_batches=degrees["grad_accum"], sequence_parallel=True,
+            cp=degrees["cp"], micro_batch=degrees["micro_batch"], num_micro_batches=degrees["grad_accum"],
+            sequence_parallel=True,
         )  # fmt: skip
         model = _model(str(name), [int(str(d)) for d in dimensions])
         _check_shards(model, rows, degrees)
@@ -83,11 +85,12 @@ def _integer(row: Row, column: str, position: int) -> int:
 
 
 def _check_gpus(table: Sequence[Row], rows: Sequence[int], degrees: dict[str, Column]) -> None:
-    product = degrees["dp"] * degrees["tp"] * degrees["pp"]
+    product = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
     for position, i in enumerate(rows):
         gpus = _integer(table[i], "gpus", i)
         if gpus != product[position]:
-            raise InputError(f"row {i + 2}: {gpus} gpus, but dp x tp x pp is {product[position]}; correct one of them")
+            names = "dp x tp x pp x cp" if "cp" in table[i] else "dp x tp x pp"
+            raise InputError(f"row {i + 2}: {gpus} gpus, but {names} is {product[position]}; correct one of them")
 
 
 def _check_shards(model: ModelSpec, rows: Sequence[int], degrees: dict[str, Column]) -> None:

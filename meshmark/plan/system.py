@@ -12,6 +12,26 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
+class Host:
+    """What a node has beside its GPUs, for offloaded states. Raises `InputError` when a size is not positive."""
+
+    memory_bytes: float
+    """Of one node."""
+    bandwidth: float
+    """One direction, host memory to one GPU while all of the node's are served, bytes per second."""
+    nvme_bytes: float
+    """Of one node's drives."""
+    nvme_bandwidth: float
+    """One node's drives together, reading and writing by turns, bytes per second."""
+    source: str
+
+    def __post_init__(self) -> None:
+        for field in ("memory_bytes", "bandwidth", "nvme_bytes", "nvme_bandwidth"):
+            if (got := getattr(self, field)) <= 0:
+                raise InputError(f"host of {self.source!r}: {field} is {got}, expected more than 0, in SI units")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One accelerator. Raises `InputError` when a size is not positive."""
 
@@ -28,13 +48,15 @@ class Gpu:
     """One direction, GPU to other nodes: its share of the node's adapters, bytes per second."""
     gpus_per_node: int
     source: str
+    host: Host | None = None
+    """None where it is not known: nothing can be offloaded then."""
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "gpus_per_node"):
             if (got := getattr(self, field)) <= 0:
                 raise InputError(f"gpu {self.name!r}: {field} is {got}, expected more than 0, in SI units")
         for dtype, flops in self.peak_flops.items():
-            if not TERA / 100 < flops < 10**17:
+            if not 10**8 < flops < 10**17:
                 raise InputError(
                     f"gpu {self.name!r}: {flops:g} FLOP/s in {dtype} is no accelerator's peak; "
                     "give it in FLOP/s, not in TFLOP/s"
@@ -56,29 +78,44 @@ class Gpu:
 
 def _gpu(
     name: str, tflops: dict[str, float], gigabytes: float, hbm: float, link: float, network: float, per_node: int,
-    source: str,
+    source: str, host: Host | None = None,
 ) -> Gpu:  # fmt: skip
     """A GPU from datasheet figures in TFLOP/s, GB (of 2^30, as HBM is sold) and GB/s."""
     return Gpu(
         name=name, peak_flops={k: v * TERA for k, v in tflops.items()}, memory_bytes=gigabytes * GIB,
         memory_bandwidth=hbm * GIGA, link_bandwidth=link * GIGA, network_bandwidth=network * GIGA,
-        gpus_per_node=per_node, source=source,
+        gpus_per_node=per_node, source=source, host=host,
     )  # fmt: skip
 
 
 _AMPERE = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0}
 _HOPPER = {"fp32": 67.0, "tf32": 494.5, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9}
 
+# A drive of theirs, a Samsung PM1733 of 3.84 TB, reads 7.0 and writes 3.8 GB/s (its datasheet): 4.93 by turns.
+_DGX_H100 = Host(memory_bytes=2048 * GIB, bandwidth=64 * GIGA, nvme_bytes=30.7 * TERA, nvme_bandwidth=39.4 * GIGA,
+                 source="NVIDIA DGX H100 datasheet: 2 TB, PCIe 5 x16, 8 x 3.84 TB NVMe")  # fmt: skip
+_DGX_A100 = Host(memory_bytes=2048 * GIB, bandwidth=32 * GIGA, nvme_bytes=30.7 * TERA, nvme_bandwidth=39.4 * GIGA,
+                 source="NVIDIA DGX A100 640GB datasheet: 2 TB, PCIe 4 x16, 8 x 3.84 TB NVMe")  # fmt: skip
+_DGX_A100_40 = Host(memory_bytes=1024 * GIB, bandwidth=32 * GIGA, nvme_bytes=15.4 * TERA, nvme_bandwidth=19.7 * GIGA,
+                    source="NVIDIA DGX A100 320GB datasheet: 1 TB, PCIe 4 x16, 4 x 3.84 TB NVMe")  # fmt: skip
+_DGX_2 = Host(memory_bytes=1536 * GIB, bandwidth=3 * GIGA, nvme_bytes=28 * TERA, nvme_bandwidth=16 * 1.6 * GIGA,
+              source="arXiv:2104.07857 fig. 2b: 1.5 and 28 TB; 3.0 and 1.6 GB/s a GPU with all 16 reading")  # fmt: skip
+
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("h100", _HOPPER, 79.1, 3352, 450, 50, 8, "NVIDIA H100 SXM5 datasheet; 8 x 400 Gb/s per node"),
-        _gpu("h100-96", _HOPPER, 94.5, 2400, 450, 50, 8, "torchtitan llama3_h100_202412: HBM2e, 500 W cap, 400 Gb/s"),
-        _gpu("h200", _HOPPER, 139.8, 4800, 450, 50, 8, "NVIDIA H200 SXM datasheet; 8 x 400 Gb/s per node"),
-        _gpu("a100-80", _AMPERE, 79.1, 2039, 300, 25, 8, "NVIDIA A100 80GB SXM datasheet; 8 x 200 Gb/s per node"),
-        _gpu("a100-40", _AMPERE, 39.4, 1555, 300, 25, 8, "NVIDIA A100 40GB SXM datasheet; 8 x 200 Gb/s per node"),
+        _gpu("h100", _HOPPER, 79.1, 3352, 450, 50, 8, "NVIDIA H100 SXM5 datasheet; 8 x 400 Gb/s per node",
+             _DGX_H100),
+        _gpu("h100-96", _HOPPER, 94.5, 2400, 450, 50, 8, "torchtitan llama3_h100_202412: HBM2e, 500 W cap, 400 Gb/s",
+             _DGX_H100),
+        _gpu("h200", _HOPPER, 139.8, 4800, 450, 50, 8, "NVIDIA H200 SXM datasheet; 8 x 400 Gb/s per node",
+             _DGX_H100),
+        _gpu("a100-80", _AMPERE, 79.1, 2039, 300, 25, 8, "NVIDIA A100 80GB SXM datasheet; 8 x 200 Gb/s per node",
+             _DGX_A100),
+        _gpu("a100-40", _AMPERE, 39.4, 1555, 300, 25, 8, "NVIDIA A100 40GB SXM datasheet; 8 x 200 Gb/s per node",
+             _DGX_A100_40),
         _gpu("v100-32", {"fp32": 15.7, "fp16": 125.0}, 31.7, 900, 150, 6.25, 16,
-             "NVIDIA V100-SXM3 datasheet; DGX-2H: 16 GPUs, 8 x 100 Gb/s (arXiv:1909.08053 sec. 5)"),
+             "NVIDIA V100-SXM3 datasheet; DGX-2H: 16 GPUs, 8 x 100 Gb/s (arXiv:1909.08053 sec. 5)", _DGX_2),
         _gpu("p100", {"fp32": 10.6, "fp16": 21.2}, 15.9, 732, 16, 1.25, 8,
              "NVIDIA P100 datasheet; PCIe 3 x16 without NVLink (arXiv:1811.06965 table 3)"),
         _gpu("tpu-v3", {"fp32": 3.8, "bf16": 61.5}, 16.0, 450, 70, 70, 2048,

@@ -14,6 +14,7 @@ from meshmark.plan.schedule import simulate
 from meshmark.plan.system import gpu
 from meshmark.plan.tables import Cell, Table
 from meshmark.plan.twins import gpipe_twin, megatron_twin
+from meshmark.plan.twins_calibrated import calibrated_twin
 
 
 def gpipe_throughput() -> Table:
@@ -153,5 +154,5 @@ def gossip_time() -> Table:
 
 TIME_TABLES: list[Callable[[], Table]] = [
     gpipe_throughput, gpipe_twin, megatron_weak_scaling, megatron_twin, megatron_days, korthikanti_layers,
-    korthikanti_time, gossip_time,
+    korthikanti_time, gossip_time, calibrated_twin,
 ]  # fmt: skip

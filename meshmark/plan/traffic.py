@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from meshmark.case import Case
 from meshmark.layout import Precision
-from meshmark.plan.states import local_parameters
+from meshmark.plan.states import local_parameters, stage_layers
 
 Traffic = dict[str, float]
 """Bytes by kind of collective."""
@@ -60,8 +60,8 @@ def fully_sharded(case: Case) -> Reduction:
 
 
 def data_parallel_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic:
-    """Reduction of gradients and gathering of parameters over the data-parallel group."""
-    if case.layout.dp == 1:
+    """Reduction of gradients and gathering of parameters over the data- and context-parallel ranks."""
+    if case.layout.dp * case.layout.cp == 1:
         return {}
     how = reduction or default_reduction(case)
     wide, count = wide_bytes(case.precision), local_parameters(case.workload.model, case.layout, rank)
@@ -81,7 +81,7 @@ def tensor_parallel_traffic(case: Case, activation_bytes: int | None = None) -> 
     if layout.tp == 1:
         return {}
     wide = wide_bytes(case.precision)
-    tokens = case.workload.tokens_per_step // layout.dp
+    tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
     stream = tokens * model.hidden * (activation_bytes or wide)
     return {"all_reduce": float((4 * model.num_layers + 2) * stream + 3 * tokens * wide)}
 
@@ -92,17 +92,33 @@ def pipeline_traffic(case: Case, rank: int, activation_bytes: int | None = None)
     layout = case.layout
     if layout.pp == 1:
         return {}
-    stage = rank // (layout.tp * layout.dp)
+    stage = rank // (layout.tp * layout.cp * layout.dp)
     boundaries = (stage > 0) + (stage < layout.pp - 1)
-    tokens = case.workload.tokens_per_step // layout.dp
+    tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
     stream = tokens * case.workload.model.hidden * (activation_bytes or wide_bytes(case.precision))
     return {"send": float(boundaries * stream), "recv": float(boundaries * stream)}
+
+
+def context_parallel_traffic(case: Case, rank: int, activation_bytes: int | None = None) -> Traffic:
+    """Ring attention (arXiv:2310.01889 sec. 3): in each of cp - 1 hops a rank passes on a block of keys and one of
+    values, and in the backward pass their gradients too."""
+    layout, model = case.layout, case.workload.model
+    if layout.cp == 1:
+        return {}
+    layers = stage_layers(model, layout, rank // (layout.tp * layout.cp * layout.dp))
+    tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
+    block = tokens * model.kv_hidden // layout.tp * (activation_bytes or wide_bytes(case.precision))
+    sent = float(6 * (layout.cp - 1) * layers * block)
+    return {"send": sent, "recv": sent}
 
 
 def step_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic:
     """All of the above."""
     return add_traffic(
-        data_parallel_traffic(case, rank, reduction), tensor_parallel_traffic(case), pipeline_traffic(case, rank)
+        data_parallel_traffic(case, rank, reduction),
+        tensor_parallel_traffic(case),
+        pipeline_traffic(case, rank),
+        context_parallel_traffic(case, rank),
     )
 
 

@@ -1,0 +1,191 @@
+"""What `calibrate` measures: the few operations that a training step is made of, on one device and between ranks.
+
+All ranks measure at the same time, as they train, and the slowest counts; of the repetitions the fastest, for whatever
+else a shared machine does only adds time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+_MOST_SAMPLES, _FEWEST_SAMPLES = 200, 3
+_SAMPLE_SECONDS = 1e-3
+"""Shorter operations are repeated within a sample, so that neither clock nor launch is what is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One operation at one size."""
+
+    kind: str
+    """product, attention, elementwise, copy, or a collective: all_gather, reduce_scatter, all_reduce."""
+    dtype: str
+    size: int
+    """Width of a product, tokens of an attention, or bytes."""
+    seconds: float
+    """Fastest of the repetitions, of the slowest rank."""
+    work: float
+    """Operations of products and attention; bytes of everything else."""
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s, or bytes per second."""
+        return self.work / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Times operations on one device, at the same time on every rank."""
+
+    device: torch.device
+    world: int = 1
+    collectives: int = 40
+    """How often each is timed: as often on every rank."""
+
+    def seconds(self, run: Callable[[], object], budget: float) -> float:
+        """The fastest run, in `budget` seconds about."""
+        run()
+        self._together()
+        first = max(self._sample(run, 1, alone=True), 1e-7)
+        inner = max(1, min(200, int(_SAMPLE_SECONDS / first)))
+        count = int(max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, budget / (inner * first))))
+        return self.slowest(min(self._sample(run, inner, alone=True) / inner for _ in range(count)))
+
+    def collective_seconds(self, run: Callable[[], object]) -> float:
+        """The fastest run of what all ranks take part in."""
+        run()
+        self._together()
+        return self.slowest(min(self._sample(run, 1) for _ in range(self.collectives)))
+
+    def slowest(self, seconds: float) -> float:
+        """The largest of all ranks'."""
+        if self.world == 1:
+            return seconds
+        value = torch.tensor(seconds, device=self.device, dtype=torch.float64)
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return float(value)
+
+    def _together(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def _sample(self, run: Callable[[], object], inner: int, *, alone: bool = False) -> float:
+        """Seconds of `inner` runs. What computes `alone` on one core is timed by the processor time it gets, so that
+        others who share the core do not count; what talks to other ranks cannot be."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            for _ in range(inner):
+                run()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3
+        clock = time.process_time if alone and torch.get_num_threads() == 1 else time.perf_counter
+        begin = clock()
+        for _ in range(inner):
+            run()
+        return clock() - begin
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+
+
+def measure_product(bench: Bench, dtype: torch.dtype, width: int, tokens: int, budget: float) -> Measurement:
+    """A feed-forward matrix of a model of this width, forward and backward."""
+    x, w, g = (
+        torch.randn(*shape, device=bench.device, dtype=dtype)
+        for shape in ((tokens, width), (4 * width, width), (tokens, 4 * width))
+    )
+    x.requires_grad_()
+    w.requires_grad_()
+    seconds = bench.seconds(lambda: torch.autograd.grad(F.linear(x, w), (x, w), g), budget)
+    work = 6.0 * tokens * 4 * width * width
+    return Measurement(kind="product", dtype=name_of(dtype), size=width, seconds=seconds, work=work)
+
+
+def measure_attention(bench: Bench, dtype: torch.dtype, length: int, budget: float) -> Measurement:
+    """PyTorch's causal attention, forward and backward; operations are those of a flash kernel, which computes the
+    scores again, of the causal half (arXiv:2307.08691 sec. 3): 7 s^2 h."""
+    heads, width = 8, 64
+    q, k, v, g = (torch.randn(2, heads, length, width, device=bench.device, dtype=dtype) for _ in range(4))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+
+    def run() -> object:
+        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, g)
+
+    seconds = bench.seconds(run, budget)
+    work = 2.0 * 7.0 * length * length * heads * width
+    return Measurement(kind="attention", dtype=name_of(dtype), size=length, seconds=seconds, work=work)
+
+
+def measure_elementwise(bench: Bench, dtype: torch.dtype, width: int, tokens: int, budget: float) -> Measurement:
+    """A GPT layer's norms, residual additions and GELU, forward and backward, against the bytes that the planner counts
+    for them: 44 h + 10 f a token, of 16-bit elements (`step_time`)."""
+    x = torch.randn(tokens, width, device=bench.device, dtype=dtype, requires_grad=True)
+    f = torch.randn(tokens, 4 * width, device=bench.device, dtype=dtype, requires_grad=True)
+    scale = torch.ones(width, device=bench.device, dtype=dtype, requires_grad=True)
+    gx, gf = torch.ones_like(x), torch.ones_like(f)
+
+    def run() -> None:
+        one = x + F.layer_norm(x, (width,), scale, scale)
+        two = one + F.layer_norm(one, (width,), scale, scale)
+        torch.autograd.grad((two, F.gelu(f)), (x, f, scale), (gx, gf))
+
+    work = tokens * (44.0 + 40.0) * width * x.element_size() / 2.0
+    seconds = bench.seconds(run, budget)
+    return Measurement(kind="elementwise", dtype=name_of(dtype), size=x.nbytes, seconds=seconds, work=work)
+
+
+def measure_copy(bench: Bench, num_bytes: int, budget: float) -> Measurement:
+    """A copy inside the device's memory; bytes read and written both count."""
+    source = torch.zeros(num_bytes // 4, device=bench.device)
+    target = torch.empty_like(source)
+    seconds = bench.seconds(lambda: target.copy_(source), budget)
+    return Measurement(kind="copy", dtype="fp32", size=num_bytes, seconds=seconds, work=2.0 * num_bytes)
+
+
+def measure_collectives(bench: Bench, sizes: list[int], group: dist.ProcessGroup | None = None) -> list[Measurement]:
+    """Collectives of tensors of `sizes` bytes, whole; `work` is what a rank sends in a ring."""
+    world, out = dist.get_world_size(group), []
+    for size in sizes:
+        whole = torch.zeros(size // 4 // world * world, device=bench.device)
+        part = torch.zeros(whole.numel() // world, device=bench.device)
+        for kind, run, times in (
+            ("all_gather", lambda w=whole, p=part: dist.all_gather(list(w.chunk(world)), p, group=group), 1.0),
+            ("reduce_scatter", lambda w=whole, p=part: dist.reduce_scatter(p, list(w.chunk(world)), group=group), 1.0),
+            ("all_reduce", lambda w=whole: dist.all_reduce(w, group=group), 2.0),
+        ):
+            seconds = bench.collective_seconds(run)
+            sent = times * whole.nbytes * (world - 1) / world
+            out.append(Measurement(kind=kind, dtype="fp32", size=whole.nbytes, seconds=seconds, work=sent))
+    return out
+
+
+def measure_overlap(bench: Bench, dtype: torch.dtype, width: int, tokens: int, num_bytes: int) -> float:
+    """Share of an all-reduce's time, 0 to 1, that hides behind products at the same time."""
+    x, w = torch.randn(tokens, width, device=bench.device, dtype=dtype), torch.randn(width, width, dtype=dtype)
+    w, buffer = w.to(bench.device), torch.zeros(num_bytes // 4, device=bench.device)
+    alone = bench.collective_seconds(lambda: dist.all_reduce(buffer))
+    one = bench.collective_seconds(lambda: x @ w)
+    count = max(1, int(1.5 * alone / one))
+
+    def compute() -> None:
+        for _ in range(count):
+            x @ w
+
+    def both() -> None:
+        pending = dist.all_reduce(buffer, async_op=True)
+        compute()
+        assert pending is not None
+        pending.wait()
+
+    computing, together = bench.collective_seconds(compute), bench.collective_seconds(both)
+    return min(1.0, max(0.0, (alone + computing - together) / min(alone, computing)))
