@@ -26,9 +26,8 @@ TIME_BOUNDS = {
     "pipeline_floor_seconds": (5e-4, 2e-2),
     "pipeline_stall_seconds": (1e-4, 1e-2),
     "node_bandwidth": (5e10, 8e11),
-    "node_bandwidth_decay": (0.01, 1.0),
     "overlap": (0.05, 1.0),
-    "ring_tensor_seconds": (1e-7, 1e-4),
+    "copy_tensor_seconds": (1e-7, 1e-4),
     "tree_tensor_seconds": (1e-6, 1e-3),
     "step_seconds": (1e-3, 1e-1),
     "pipeline_wait_seconds": (0.1, 2.0),
@@ -45,8 +44,8 @@ MEMORY_SCALE = 0.2
 START = Rates(
     name="h100",
     gemm_half_width=323.0,  # as on the A100, where Megatron SC21's table 1 tells it
-    layer_floor_seconds=4.4e-3, pipeline_floor_seconds=4e-3, pipeline_stall_seconds=2e-3, node_bandwidth=3e11,
-    ring_tensor_seconds=5e-6, tree_tensor_seconds=1e-4, step_seconds=2e-2, pipeline_wait_seconds=0.6,
+    layer_floor_seconds=4.4e-3, pipeline_floor_seconds=4e-3, pipeline_stall_seconds=2e-3, node_bandwidth=2.4e11,
+    copy_tensor_seconds=5e-6, tree_tensor_seconds=1e-4, step_seconds=2e-2, pipeline_wait_seconds=0.6,
     p2p_bandwidth=5e10, queued_collectives=55.0, overhead_bytes=1e8,
 )  # fmt: skip
 

@@ -46,13 +46,11 @@ class Rates:
     pipeline_stall_seconds: float = 0.0
     """Added to that floor per layer and tensor-parallel rank when a pipeline crosses nodes."""
     node_bandwidth: float = 2.0e11
-    """Bytes per second that a node moves in data-parallel collectives between two nodes."""
-    node_bandwidth_decay: float = 0.25
-    """It falls as (nodes / 2) to minus this power."""
+    """Bytes per second that a node sends to others in data-parallel collectives."""
     overlap: float = 0.8
     """Share of a backward pass that data-parallel communication can hide behind."""
-    ring_tensor_seconds: float = 0.0
-    """A ring's latency per data-parallel rank and weight matrix, where tensors are reduced one by one."""
+    copy_tensor_seconds: float = 0.0
+    """Copying one data-parallel rank's part of one tensor where ZeRO-1 gathers them: a kernel's launch each."""
     tree_tensor_seconds: float = 0.0
     """An all-reduce's latency per doubling of ranks and weight matrix."""
     step_seconds: float = 0.01

@@ -50,7 +50,7 @@ class TrainingRecipe:
     sends_whole: bool = False
     """Every tensor-parallel rank sends the whole of a stage's output, not its share (arXiv:2104.04473 sec. 4.1)."""
     reduces_under_zero1: bool = False
-    """ZeRO-1 waits for the backward pass, then reduce-scatters and gathers, in rings, nothing overlapped."""
+    """ZeRO-1 waits for the backward pass, then all-reduces whole gradients and gathers weights, nothing overlapped."""
     arithmetic: str = "bf16"
     """The dtype whose peak the matrix products are measured against."""
 

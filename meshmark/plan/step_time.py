@@ -100,7 +100,7 @@ def _pipeline_time(
     embedding = model.vocab_size * model.hidden / grid.tp
     out["data_communication"] = _data_seconds(
         grid, heaviest, embedding, most_layers, m * pace, backward, gpu, recipe, rates
-    )
+    ) + _tied_seconds(model, grid, embedding, gpu, recipe, rates)
     waits = waits_for_messages(grid, rates, gpu.gpus_per_node)
     out["message_wait"] = np.where(waits, message_wait_seconds(grid, rates), 0.0)
     out["optimizer"] = _optimizer_seconds(grid, heaviest, gpu, recipe, rates)
@@ -226,7 +226,7 @@ def _data_seconds(
     num_tensors = _MATRICES_PER_LAYER * num_layers + 2.0
     spans, shards = crosses_nodes(grid, gpu.gpus_per_node), grid.dp * grid.cp
     tree = np.where(spans, rates.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_tensors, 0.0)
-    ring = np.where(spans, rates.ring_tensor_seconds * shards * num_tensors, 0.0)
+    copies = rates.copy_tensor_seconds * shards * num_tensors
     hidden = rates.overlap * backward
     # The embedding's gradient is the backward pass's last; nothing is left to hide its reduction behind.
     reduced = seconds(2.0 * recipe.reduce_bytes)
@@ -234,7 +234,7 @@ def _data_seconds(
     plain = np.maximum(reduced - last + tree - hidden, 0.0) + last
     scatter, gather = seconds(recipe.reduce_bytes), seconds(recipe.gather_bytes)
     if recipe.reduces_under_zero1:
-        sharded = scatter + gather + ring
+        sharded = reduced + gather + copies
     else:
         sharded = np.maximum(scatter - hidden, 0.0) + np.maximum(gather - 0.5 * hidden, 0.0)
     # Weights are gathered for the forward and again for the backward pass of every micro-batch.
@@ -242,6 +242,16 @@ def _data_seconds(
     fully = np.maximum(everything - rates.overlap * compute, 0.0) + scatter / np.maximum(num_layers, 1)
     exposed = np.where(grid.zero_stage == 0, plain, np.where(grid.zero_stage <= 2, sharded, fully))
     return np.where(shards > 1, exposed, 0.0)
+
+
+def _tied_seconds(
+    model: ModelSpec, grid: Grid, embedding: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
+) -> Column:
+    """All-reduce of a tied embedding's gradient between the first and the last stage, after everything else; every GPU
+    of a node sends its own."""
+    share = rates.node_bandwidth / gpu.gpus_per_node
+    bandwidth = np.where(grid.num_gpus > gpu.gpus_per_node, share, rates.tp_bandwidth)
+    return np.where((grid.pp > 1) & model.tied_embeddings, embedding * recipe.reduce_bytes / bandwidth, 0.0)
 
 
 def _optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
