@@ -100,9 +100,10 @@ def fit_sweep(parts: Sequence[Measured], origin: str) -> Rates:
     # fitted to.
     waiting = [
         fit_rates(
-            dataclasses.replace(start, pipeline_wait_nodes=nodes, pipeline_wait_tp=tp), WAIT_BOUNDS, time_errors
+            dataclasses.replace(start, pipeline_wait_nodes=nodes, pipeline_wait_dp=dp, pipeline_wait_tp=tp),
+            WAIT_BOUNDS, time_errors,
         )
-        for nodes in (32.0, 64.0) for tp in (32.0, 1e9)
+        for nodes in (32.0, 64.0) for dp in (1.0, 32.0) for tp in (32.0, 1e9)
     ]  # fmt: skip
     best = min(waiting, key=lambda given: float(np.abs(np.expm1(time_errors(given))).mean()))
     timed = fit_rates(best, TIME_BOUNDS, time_errors, prior_width=PRIOR_WIDTH)

@@ -35,7 +35,8 @@ def bubble_seconds(grid: Grid, totals: Column, pace: Column) -> Column:
 
 def waits_for_messages(grid: Grid, rates: Rates, gpus_per_node: int) -> Column:
     """Which pipelines poll for their messages."""
-    large = grid.num_gpus >= rates.pipeline_wait_nodes * gpus_per_node
+    early = (grid.dp < rates.pipeline_wait_dp) | (grid.zero_stage == 0)
+    large = grid.num_gpus >= rates.pipeline_wait_nodes * gpus_per_node * np.where(early, 2, 1)
     waits: Column = (grid.pp > 1) & (large | (grid.tp >= rates.pipeline_wait_tp))
     return waits
 

@@ -62,6 +62,8 @@ class Rates:
     zero unless a framework polls for them."""
     pipeline_wait_nodes: float = 1e9
     """Nodes from which jobs wait."""
+    pipeline_wait_dp: float = 1.0
+    """With fewer data-parallel ranks, or without ZeRO, they wait from twice as many nodes only."""
     pipeline_wait_tp: float = 1e9
     """Tensor-parallel ranks from which jobs wait."""
     offload_bandwidth: float = 2.5e10
