@@ -49,6 +49,8 @@ class TrainingRecipe:
     the gradients before them (arXiv:2205.05198 sec. 4.2.2)."""
     sends_whole: bool = False
     """Every tensor-parallel rank sends the whole of a stage's output, not its share (arXiv:2104.04473 sec. 4.1)."""
+    reduces_by_tensor: bool = False
+    """Data-parallel ranks reduce one weight matrix after another, not buckets."""
     reduces_under_zero1: bool = False
     """ZeRO-1 waits for the backward pass, then all-reduces whole gradients and gathers weights, nothing overlapped."""
     arithmetic: str = "bf16"
@@ -86,7 +88,7 @@ RECIPES: dict[str, TrainingRecipe] = {
         # the fresh gradients of 2 lie DDP's first buckets, which it rebuilds after a step and the allocator keeps.
         # Logits: bf16 and their fp32 copy; the softmax of the micro-batch before is freed after the next forward pass.
         TrainingRecipe(name="nanotron", weight_bytes=2, gradient_bytes=4, master_bytes=4, bucket_bytes=2,
-               fresh_gradient_bytes=4, reduce_bytes=4, balanced_stages=True, reduces_under_zero1=True,
+               fresh_gradient_bytes=4, reduce_bytes=4, balanced_stages=True, reduces_by_tensor=True, reduces_under_zero1=True,
                logit_bytes=6, kept_logit_bytes=4),
         # 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511). A logit is held in
         # bf16, in fp32, as its log-softmax and as that one's gradient: torch's cross-entropy is not fused.
