@@ -55,6 +55,8 @@ class Rates:
     """An all-reduce's latency per doubling of ranks and weight matrix."""
     step_seconds: float = 0.01
     """Host work of a step that nothing hides."""
+    tp_step_seconds: float = 0.0
+    """The same per tensor-parallel rank beyond the first, of groups that cross nodes."""
     p2p_bandwidth: float = 2e10
     """Bytes per second from one pipeline stage to the next across nodes."""
     pipeline_wait_seconds: float = 0.0

@@ -104,7 +104,7 @@ def _pipeline_time(
     waits = waits_for_messages(grid, rates, gpu.gpus_per_node)
     out["message_wait"] = np.where(waits, message_wait_seconds(grid, rates), 0.0)
     out["optimizer"] = _optimizer_seconds(grid, heaviest, gpu, recipe, rates)
-    out["host"] = np.full(len(grid), rates.step_seconds)
+    out["host"] = rates.step_seconds + np.where(grid.tp > gpu.gpus_per_node, rates.tp_step_seconds * (grid.tp - 1), 0.0)
     device = np.stack([p["device"] for p in by_stage])[slowest, columns]
     floor = np.stack([p["floor"] for p in by_stage])[slowest, columns]
     out["lag"] = np.where(waits, 0.0, host_lag(grid, device, floor, gpu.gpus_per_node))
