@@ -73,7 +73,7 @@ class Rates:
     fragmentation: float = 0.03
     """Reserved but unused memory, over activations and working set."""
     queued_collectives: float = 0.0
-    """Whole-sequence tensors that queued collectives pin when the host is far ahead."""
+    """Whole-sequence tensors that queued collectives pin when the host is far ahead, all in forward passes."""
     overhead_bytes: float = 0.0
     """What the framework takes before a model is there."""
 

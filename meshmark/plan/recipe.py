@@ -84,8 +84,9 @@ RECIPES: dict[str, TrainingRecipe] = {
         # 2 + 2 + 4 + 12 = 20: an fp32 copy of the gradients beside the 16-bit ones (Krishnamurthy's deck).
         TrainingRecipe(name="mixed20", weight_bytes=2, gradient_bytes=6, master_bytes=4, flash_attention=False,
                dropout_masks=True),
-        # 2 + 4 + 12 = 18, and DDP's buckets of 2. Gradients are all-reduced in fp32; stages are cut by compute. Beside
-        # the fresh gradients of 2 lie DDP's first buckets, which it rebuilds after a step and the allocator keeps.
+        # 2 + 4 + 12 = 18, and DDP's buckets of 2, or the flat buffer that ZeRO-1 gathers weights into. Gradients are
+        # all-reduced in fp32; stages are cut by compute. Beside the fresh gradients of 2 lie DDP's first buckets, which
+        # it rebuilds after a step and the allocator keeps, or what ZeRO-1 gathers out of and into besides.
         # Logits: bf16 and their fp32 copy; the softmax of the micro-batch before is freed after the next forward pass.
         TrainingRecipe(name="nanotron", weight_bytes=2, gradient_bytes=4, master_bytes=4, bucket_bytes=2,
                fresh_gradient_bytes=4, reduce_bytes=4, balanced_stages=True, reduces_by_tensor=True, reduces_under_zero1=True,
