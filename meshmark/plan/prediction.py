@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from meshmark.model_spec import ModelSpec
 from meshmark.plan.flops import hardware_flops_per_token, model_flops_per_token
 from meshmark.plan.grid import RECOMPUTES, Column, Grid
 from meshmark.plan.memory import Memory, memory
+from meshmark.plan.pipeline import message_wait_seconds
 from meshmark.plan.rates import Rates
 from meshmark.plan.recipe import TrainingRecipe
 from meshmark.plan.step_time import StepTime, step_time
@@ -26,6 +28,8 @@ class Prediction:
     memory: Memory
     time: StepTime
     arithmetic: str
+    outside_bytes: float = 0.0
+    """Device memory that the framework's allocator cannot have."""
 
     @property
     def memory_bytes(self) -> Column:
@@ -39,7 +43,7 @@ class Prediction:
     @property
     def fits(self) -> Column:
         """Whether every rank has memory enough, and every stage a layer."""
-        there: Column = self.needed_bytes <= self.gpu.memory_bytes
+        there: Column = self.needed_bytes <= self.gpu.memory_bytes - self.outside_bytes
         return there & (self.grid.pp * self.grid.virtual_stages <= self.model.num_layers)
 
     @property
@@ -67,5 +71,17 @@ class Prediction:
 def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Prediction:
     """Predict every layout of `grid`."""
     time = step_time(model, grid, gpu, recipe, rates)
-    held = memory(model, grid, recipe, rates, lag=time.lag, capacity_bytes=gpu.memory_bytes)
-    return Prediction(model=model, grid=grid, gpu=gpu, memory=held, time=time, arithmetic=recipe.arithmetic)
+    capacity = gpu.memory_bytes - recipe.outside_bytes
+    held = memory(model, grid, recipe, rates, lag=time.lag, capacity_bytes=capacity)
+    tight = (grid.pp > 1) & (held.total_bytes + held.released > capacity)
+    if rates.pipeline_wait_seconds and tight.any():
+        # On a cluster with both builds, what has no room for a host that runs ahead only runs with the one that polls.
+        waits = np.where(tight, message_wait_seconds(grid, rates), time.message_wait)
+        time = dataclasses.replace(time, message_wait=waits, lag=np.where(tight, 0.0, time.lag))
+        needed = held.total_bytes + held.released
+        held = memory(model, grid, recipe, rates, lag=time.lag, capacity_bytes=capacity)
+        held = dataclasses.replace(held, released=np.where(tight, needed - held.total_bytes, held.released))
+    return Prediction(
+        model=model, grid=grid, gpu=gpu, memory=held, time=time, arithmetic=recipe.arithmetic,
+        outside_bytes=recipe.outside_bytes,
+    )  # fmt: skip
