@@ -44,8 +44,8 @@ START = Rates(
     name="h100",
     gemm_half_width=323.0,  # as on the A100, where Megatron SC21's table 1 tells it
     layer_floor_seconds=4.4e-3, pipeline_floor_seconds=4e-3, pipeline_stall_seconds=2e-3, node_bandwidth=2.4e11,
-    copy_tensor_seconds=5e-6, tree_tensor_seconds=1e-4, step_seconds=2e-2, tp_step_seconds=1e-2, pipeline_wait_seconds=0.6,
-    p2p_bandwidth=5e10, queued_collectives=57.0, overhead_bytes=1e8,
+    copy_tensor_seconds=5e-6, tree_tensor_seconds=1e-4, step_seconds=2e-2, tp_step_seconds=1e-2,
+    pipeline_wait_seconds=0.6, p2p_bandwidth=5e10, queued_collectives=57.0, overhead_bytes=1e8,
 )  # fmt: skip
 
 
@@ -93,7 +93,9 @@ def fit_sweep(parts: Sequence[Measured], origin: str) -> Rates:
         return np.concatenate([np.log(predict_measured(p, given).step_seconds / p.step_seconds) for p in parts])
 
     def memory_errors(given: Rates) -> Column:
-        return np.concatenate([np.log(predict_measured(p, given).memory.first_stage_bytes / p.memory_bytes) for p in parts])
+        return np.concatenate(
+            [np.log(predict_measured(p, given).memory.first_stage_bytes / p.memory_bytes) for p in parts]
+        )
 
     # Part of the sweep's pipelines ran with a build that polls for messages (see reports/validation.md); which is not
     # in the table. From how many nodes and tensor-parallel ranks on is tried, and chosen by the mean error of the rows

@@ -41,9 +41,14 @@ class Prediction:
         return self.memory_bytes + self.memory.released
 
     @property
+    def available_bytes(self) -> float:
+        """What the framework's allocator can have of a GPU."""
+        return self.gpu.memory_bytes - self.outside_bytes
+
+    @property
     def fits(self) -> Column:
         """Whether every rank has memory enough, and every stage a layer."""
-        there: Column = self.needed_bytes <= self.gpu.memory_bytes - self.outside_bytes
+        there: Column = self.needed_bytes <= self.available_bytes
         return there & (self.grid.pp * self.grid.virtual_stages <= self.model.num_layers)
 
     @property

@@ -89,10 +89,11 @@ RECIPES: dict[str, TrainingRecipe] = {
         # 2 + 4 + 12 = 18, and DDP's buckets of 2, or the flat buffer that ZeRO-1 gathers weights into. Gradients are
         # all-reduced in fp32; stages are cut by compute. Beside the fresh gradients of 2 lie DDP's first buckets, which
         # it rebuilds after a step and the allocator keeps, or what ZeRO-1 gathers out of and into besides.
-        # Outside: half a GB of context, and 0.4 for each of the six communicators that it uses. Logits: bf16 and their fp32 copy; the softmax of the micro-batch before is freed after the next forward pass.
+        # Logits: bf16 and their fp32 copy; the softmax of the micro-batch before is freed after the next forward pass.
+        # Outside: half a GB of context, and 0.4 for each of the six communicators that it uses.
         TrainingRecipe(name="nanotron", weight_bytes=2, gradient_bytes=4, master_bytes=4, bucket_bytes=2,
-               fresh_gradient_bytes=4, reduce_bytes=4, balanced_stages=True, reduces_by_tensor=True, reduces_under_zero1=True,
-               logit_bytes=6, kept_logit_bytes=4, outside_bytes=2.8e9),
+               fresh_gradient_bytes=4, reduce_bytes=4, balanced_stages=True, reduces_by_tensor=True,
+               reduces_under_zero1=True, logit_bytes=6, kept_logit_bytes=4, outside_bytes=2.8e9),
         # 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511). A logit is held in
         # bf16, in fp32, as its log-softmax and as that one's gradient: torch's cross-entropy is not fused.
         TrainingRecipe(name="fsdp2", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=2,

@@ -46,7 +46,7 @@ class Search:
 
     def headroom_bytes(self, row: int) -> float:
         """Memory left on the fullest rank; negative where it does not fit."""
-        return float(self.prediction.gpu.memory_bytes - self.prediction.needed_bytes[row])
+        return float(self.prediction.available_bytes - self.prediction.needed_bytes[row])
 
 
 def search(
@@ -104,7 +104,7 @@ def _why_nothing_fits(
 ) -> str:
     """What is missing, and the smallest number of GPUs on which a layout fits."""
     least = int(prediction.needed_bytes.argmin())
-    missing = (prediction.needed_bytes[least] - prediction.gpu.memory_bytes) / GIB
+    missing = (prediction.needed_bytes[least] - prediction.available_bytes) / GIB
     message = (
         f"{prediction.model.name!r} does not fit on {num_gpus} {prediction.gpu.name} with a global batch of "
         f"{global_batch}: of {len(prediction.grid)} layouts the smallest ({prediction.grid.layout(least).id}) needs "

@@ -233,7 +233,8 @@ def _data_seconds(
     last = reduced * np.minimum(embedding / num_parameters, 1.0)
     # In a pipeline each stage's last backward pass waits for the gradient that the next one sends behind its own
     # reductions: their latencies, a hop a rank, add up over the stages.
-    hops = np.where(spans & (grid.pp > 1) & recipe.reduces_by_tensor, rates.hop_seconds * shards * num_tensors * grid.pp, 0.0)
+    hops = rates.hop_seconds * shards * num_tensors * grid.pp
+    hops = np.where(spans & (grid.pp > 1) & recipe.reduces_by_tensor, hops, 0.0)
     plain = np.maximum(reduced - last + tree - hidden, 0.0) + last + hops
     scatter, gather = seconds(recipe.reduce_bytes), seconds(recipe.gather_bytes)
     if recipe.reduces_under_zero1:
