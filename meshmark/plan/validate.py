@@ -128,7 +128,7 @@ _STALL_TEXT = [
     "ranks and micro-batches of more than one sequence; 8B without ZeRO, whose 1B counterparts crashed): they look",
     "like jobs that failed and were run again.",
     "",
-    "Without a pipeline, rows on 64 nodes with 32 or more data-parallel ranks, and a dozen with large micro-batches",
+    "Without a pipeline, most rows on 64 nodes with 32 or more data-parallel ranks, and a dozen of large micro-batches",
     "on 4 to 16 nodes, take about 2.5 ms a layer and tensor-parallel rank more, the stall that all pipelines across",
     "nodes have; they hold little memory, as if their host were made to wait at every collective. Five need more",
     "memory than there is, and their allocator waits. We know no reason for the others, so none is planned. Three",
