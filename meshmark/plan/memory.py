@@ -73,7 +73,7 @@ def memory(
     ahead = np.ones(len(grid)) if lag is None else lag
     for pp, rows in grid.by_pipeline():
         sub = grid.take(rows)
-        cut = stages(model, pp, balanced=recipe.balanced_stages)
+        cut = stages(model, pp, balanced=recipe.balanced_stages, head_share=recipe.head_share)
         by_stage = [_stage_memory(model, sub, recipe, rates, cut, i, ahead[rows], capacity_bytes) for i in range(pp)]
         totals = np.stack([sum(part[c] for c in CATEGORIES) for part in by_stage])
         fullest = totals.argmax(axis=0)

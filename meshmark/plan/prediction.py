@@ -78,14 +78,20 @@ def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe,
     time = step_time(model, grid, gpu, recipe, rates)
     capacity = gpu.memory_bytes - recipe.outside_bytes
     held = memory(model, grid, recipe, rates, lag=time.lag, capacity_bytes=capacity)
-    tight = (grid.pp > 1) & (held.total_bytes + held.released > capacity)
-    if rates.pipeline_wait_seconds and tight.any():
-        # On a cluster with both builds, what has no room for a host that runs ahead only runs with the one that polls.
+    if rates.pipeline_wait_seconds:
+        # On a cluster with both builds, what has no room for a host that runs ahead only runs with the one that polls,
+        # which cuts pipelines as its source says.
+        needed = held.total_bytes + held.released
+        tight = (grid.pp > 1) & (needed > capacity)
         waits = np.where(tight, message_wait_seconds(grid, rates), time.message_wait)
         time = dataclasses.replace(time, message_wait=waits, lag=np.where(tight, 0.0, time.lag))
-        needed = held.total_bytes + held.released
-        held = memory(model, grid, recipe, rates, lag=time.lag, capacity_bytes=capacity)
-        held = dataclasses.replace(held, released=np.where(tight, needed - held.total_bytes, held.released))
+        whole = dataclasses.replace(recipe, head_share=1.0)
+        polled = memory(model, grid, whole, rates, lag=time.lag, capacity_bytes=capacity)
+        polled = dataclasses.replace(polled, released=np.maximum(needed - polled.total_bytes, 0.0) * tight)
+        held = Memory(**{
+            field.name: np.where(waits > 0.0, getattr(polled, field.name), getattr(held, field.name))
+            for field in dataclasses.fields(Memory)
+        })  # fmt: skip
     return Prediction(
         model=model, grid=grid, gpu=gpu, memory=held, time=time, arithmetic=recipe.arithmetic,
         outside_bytes=recipe.outside_bytes,

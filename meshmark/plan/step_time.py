@@ -81,7 +81,7 @@ def _pipeline_time(
     model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
 ) -> dict[str, Column]:
     """All parts for layouts of one pipeline degree."""
-    cut = stages(model, pp, balanced=recipe.balanced_stages)
+    cut = stages(model, pp, balanced=recipe.balanced_stages, head_share=recipe.head_share)
     layer = _layer_seconds(model, grid, gpu, recipe, rates)
     head = _head_seconds(model, grid, gpu, recipe, rates)
     by_stage = [
