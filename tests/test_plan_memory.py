@@ -125,8 +125,11 @@ def test_every_cut_holds_all_layers_and_parameters(pp: int) -> None:
 def test_the_balanced_cut_is_nanotrons() -> None:
     layers = [s.num_layers for s in stages(plan_model("sweep-8b"), 4, balanced=True)]
     assert layers == [9, 9, 8, 6]
-    last = stages(plan_model("sweep-1b"), 4, balanced=True)[-1]
+    share = recipe("nanotron").head_share
+    last = stages(plan_model("sweep-1b"), 4, balanced=True, head_share=share)[-1]
     assert (last.num_layers, last.has_head) == (1, True)
+    # A stage whose share is met exactly stays open in its source: 1B's head is four layers, 20 over 4 stages.
+    assert [s.num_layers for s in stages(plan_model("sweep-1b"), 4, balanced=True)] == [6, 5, 5, 0]
 
 
 @given(st.floats(1e8, 2e12))
