@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -147,8 +149,11 @@ def test_every_cut_holds_all_layers_and_parameters(pp: int) -> None:
 def test_the_balanced_cut_is_nanotrons() -> None:
     layers = [s.num_layers for s in stages(plan_model("sweep-8b"), 4, balanced=True)]
     assert layers == [9, 9, 8, 6]
-    last = stages(plan_model("sweep-1b"), 4, balanced=True)[-1]
+    share = recipe("nanotron").head_share
+    last = stages(plan_model("sweep-1b"), 4, balanced=True, head_share=share)[-1]
     assert (last.num_layers, last.has_head) == (1, True)
+    # A stage whose share is met exactly stays open in its source: 1B's head is four layers, 20 over 4 stages.
+    assert [s.num_layers for s in stages(plan_model("sweep-1b"), 4, balanced=True)] == [6, 5, 5, 0]
 
 
 @given(st.floats(1e8, 2e12))
@@ -176,3 +181,23 @@ def test_what_queued_collectives_pin_is_given_back_where_it_does_not_fit() -> No
     tight = memory(model, grid, recipe("nanotron"), fitted, capacity_bytes=live)
     assert free.released[0] == 0.0 < tight.released[0]
     assert tight.total_bytes[0] + tight.released[0] == pytest.approx(free.total_bytes[0])
+
+
+def test_what_is_pinned_follows_the_launch_queue_and_the_filling_of_a_pipeline() -> None:
+    """Nothing in two stages whose host is the slower, two forward passes' tensors in four, in eight a full queue."""
+    model, fitted = plan_model("sweep-1b"), rates("h100")
+    none = dataclasses.replace(fitted, queued_collectives=0.0)
+    grid = make_grid(tp=[8], pp=[2, 4, 8], num_micro_batches=[32], sequence_parallel=True)
+    lag = np.full(3, 1e-9)
+    held, bare = (memory(model, grid, recipe("nanotron"), r, lag=lag) for r in (fitted, none))
+    whole = model.seq_len * model.hidden * 2 * (1 + 1 / 8)
+    pinned = (held.first_stage_bytes - bare.first_stage_bytes) / whole
+    assert pinned == pytest.approx([0.0, 2 * 5 * 2, fitted.queued_collectives * 3 / (3 + 1.7)], abs=1e-3)
+    assert memory(model, grid, recipe("nanotron"), fitted, lag=np.zeros(3)).fragmentation[1] < held.fragmentation[1]
+
+
+def test_rank_0_holds_the_first_stage() -> None:
+    grid = make_grid(tp=[2], pp=[1, 2], micro_batch=[16], num_micro_batches=[1], sequence_parallel=True)
+    found = memory(plan_model("sweep-1b"), grid, recipe("nanotron"), rates("h100"))
+    assert found.first_stage_bytes[0] == found.total_bytes[0]
+    assert found.fullest_stage[1] == 1 and found.first_stage_bytes[1] < found.total_bytes[1]

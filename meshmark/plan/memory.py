@@ -22,6 +22,10 @@ CATEGORIES = (
     "parameters", "gradients", "optimizer", "activations", "logits", "buffers", "fragmentation", "overhead",
 )  # fmt: skip
 _OTHERS = ("host_bytes", "released")
+# Launches of a pass outside of its layers (loss, messages), and of a backward pass, in those of a layer's forward pass.
+_PASS_LAUNCHES, _BACKWARD_LAUNCHES = 1.7, 1.6
+# How far the host gets ahead in a pipeline of no more micro-batches than stages, of what it does in a longer one.
+_SHORT_PIPELINE = 1.0 / 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,8 @@ class Memory:
     """Optimizer states kept in host memory or on NVMe instead, of the stage that has most of them."""
     released: Column
     """What queued collectives would pin but the allocator takes back, by waiting, because it would not fit."""
+    first_stage_bytes: Column
+    """The same total of the first stage: what rank 0 reports."""
 
     @property
     def total_bytes(self) -> Column:
@@ -63,7 +69,7 @@ def memory(
     would not fit into `capacity_bytes` the allocator waits for the device, frees them and tries again: they then count
     as `released`.
     """
-    parts = {name: np.zeros(len(grid)) for name in (*CATEGORIES, *_OTHERS, "fullest_stage")}
+    parts = {name: np.zeros(len(grid)) for name in (*CATEGORIES, *_OTHERS, "fullest_stage", "first_stage_bytes")}
     ahead = np.ones(len(grid)) if lag is None else lag
 
     def fill(rows: Column, cut: Sequence[Stage], indices: Sequence[int]) -> Column:
@@ -77,11 +83,12 @@ def memory(
             parts[name][rows] = np.stack([part[name] for part in by_stage])[fullest, columns]
         parts["host_bytes"][rows] = np.stack([part["host_bytes"] for part in by_stage]).max(axis=0)
         parts["fullest_stage"][rows] = np.array(indices)[fullest]
+        parts["first_stage_bytes"][rows] = totals[0]
         released = np.stack([part["released"] for part in by_stage])
         return np.asarray(np.any((released > 0) & (totals <= capacity_bytes), axis=0))
 
     for pp, rows in grid.by_pipeline():
-        cut = stages(model, pp, balanced=recipe.balanced_stages)
+        cut = stages(model, pp, balanced=recipe.balanced_stages, head_share=recipe.head_share)
         # Of equal stages the first holds the most: only micro-batches in flight differ, and fall from stage to stage.
         # Unless it fits by releasing what a later one can keep; then all are looked at.
         firsts = sorted({stage: i for i, stage in reversed(list(enumerate(cut)))}.values())
@@ -247,9 +254,19 @@ def _pinned_bytes(
     model: ModelSpec, grid: Grid, recipe: TrainingRecipe, rates: Rates, stage: Stage, ahead: Column
 ) -> Column:
     """What queued tensor-parallel collectives still hold: two whole-sequence tensors a layer in either direction, each
-    with a shard, no more than the launch queue is deep."""
+    with a shard, no more than the launch queue is deep.
+
+    Without a pipeline a backward pass's may follow a forward pass's in the queue. In one, a device slower than its
+    host falls behind by the forward passes in flight, if there are more to come; any falls behind while the pipeline
+    fills, since it waits to send: by all forward passes but its own and the one sent.
+    """
     whole = tokens(model, grid) * model.hidden * recipe.element_bytes * (1.0 + 1.0 / grid.tp)
-    piped, m = grid.pp > 1, grid.num_micro_batches
-    flight = np.where(piped, np.minimum(grid.pp, m), 1.0 + ahead * (m - 1))
-    queued = np.minimum(rates.queued_collectives, 2.0 * stage.num_layers * flight)
-    return np.where(grid.tp > 1, np.where(piped, ahead, 1.0) * queued * whole, 0.0)
+    m, n, pp = grid.num_micro_batches, float(stage.num_layers), grid.pp
+    fit = rates.queued_collectives / 2.0
+    deep = 2.0 * np.minimum(n, fit) + 2.0 * max(fit - n - _PASS_LAUNCHES, 0.0) / _BACKWARD_LAUNCHES
+    alone = np.minimum(deep, 2.0 * n * (np.minimum(ahead / 0.3, 1.0) + ahead * (m - 1)))
+    deep = 2.0 * fit * n / (n + _PASS_LAUNCHES)
+    behind = ahead * np.where(m > pp, 1.0, _SHORT_PIPELINE) * 2.0 * n * np.minimum(pp, m)
+    filling = np.where(ahead > 0.0, 2.0 * n * np.maximum(np.minimum(pp, m) - 2, 0), 0.0)
+    piped = np.minimum(deep, np.maximum(behind, filling))
+    return np.where(grid.tp > 1, np.where(pp > 1, piped, alone) * whole, 0.0)

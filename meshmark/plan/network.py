@@ -27,16 +27,15 @@ def data_collective_seconds(
 ) -> Column:
     """One data-parallel collective of `num_parameters` a rank, latency apart.
 
-    Ranks of a group inside a node reduce there first; a node then sends once for each of its groups, and all groups
-    share the node's adapters.
+    Ranks of a group inside a node reduce there first; a node then sends (n - 1)/n of the bytes to the other n - 1, once
+    for each of its groups, and all groups share the node's adapters.
     """
     shards = grid.dp * grid.cp
     members = np.clip(gpus_per_node // np.minimum(grid.tp, gpus_per_node), 1, shards)
     nodes = np.maximum(1.0, shards / members)
-    between = rates.node_bandwidth * (np.maximum(nodes, 2.0) / 2.0) ** -rates.node_bandwidth_decay
     moved = num_parameters * bytes_per_parameter
     inside = moved * (shards - 1) / shards / rates.tp_bandwidth
-    across = moved * (gpus_per_node / members) / between
+    across = moved * (gpus_per_node / members) * (nodes - 1.0) / nodes / rates.node_bandwidth
     return np.where(shards > 1, np.where(nodes > 1, across, inside), 0.0)
 
 

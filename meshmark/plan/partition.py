@@ -8,11 +8,6 @@ from functools import lru_cache
 from meshmark.errors import LayoutError
 from meshmark.model_spec import ModelSpec
 
-# Nanotron's source counts the head with all its weights. The step times of the sweep's pipelines do not: two stages
-# take half of one's time with 10 of 16 layers on the first, where the source's count gives 11, and on 16 stages the
-# head is not with two layers. Any share between 0.91 and 0.966 gives the cuts that ran, of both models.
-_HEAD_COST = 0.95
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -37,15 +32,16 @@ def uniform_stages(model: ModelSpec, num_stages: int) -> tuple[Stage, ...]:
     )
 
 
-def balanced_stages(model: ModelSpec, num_stages: int) -> tuple[Stage, ...]:
+def balanced_stages(model: ModelSpec, num_stages: int, *, head_share: float = 1.0) -> tuple[Stage, ...]:
     """Blocks in order, each stage closed by the block that takes the running cost past its share of the total.
 
     The cost of a layer or of the head is the number of its matrix weights; embedding, norm and loss cost nothing.
     The block that crosses the threshold stays with the stage, so early stages are the heavier ones, and the last can
-    hold the loss alone: this is how nanotron cuts (`build_model` of its models/base.py), but for `_HEAD_COST`.
+    hold the loss alone: this is how nanotron cuts (`build_model` of its models/base.py). `head_share` is what of the
+    head's weights counts.
     """
     layer = 2 * model.hidden * (model.hidden + model.kv_hidden) + matrix_ffn_parameters(model)
-    head = _HEAD_COST * model.vocab_size * model.hidden
+    head = head_share * model.vocab_size * model.hidden
     blocks = [("embedding", 0), *[("layer", layer)] * model.num_layers, ("head", head), ("loss", 0)]
     total = layer * model.num_layers + head
     held: list[list[str]] = [[] for _ in range(num_stages)]
@@ -71,6 +67,8 @@ def matrix_ffn_parameters(model: ModelSpec) -> int:
 
 
 @lru_cache(maxsize=4096)
-def stages(model: ModelSpec, num_stages: int, *, balanced: bool) -> tuple[Stage, ...]:
+def stages(model: ModelSpec, num_stages: int, *, balanced: bool, head_share: float = 1.0) -> tuple[Stage, ...]:
     """The pipeline's stages under either rule."""
-    return balanced_stages(model, num_stages) if balanced else uniform_stages(model, num_stages)
+    if balanced:
+        return balanced_stages(model, num_stages, head_share=head_share)
+    return uniform_stages(model, num_stages)

@@ -38,7 +38,8 @@ def bubble_seconds(grid: Grid, totals: Column, pace: Column) -> Column:
 
 def waits_for_messages(grid: Grid, rates: Rates, gpus_per_node: int) -> Column:
     """Which pipelines poll for their messages."""
-    large = grid.num_gpus >= rates.pipeline_wait_nodes * gpus_per_node
+    early = (grid.dp < rates.pipeline_wait_dp) | (grid.zero_stage == 0)
+    large = grid.num_gpus >= rates.pipeline_wait_nodes * gpus_per_node * np.where(early, 2, 1)
     waits: Column = (grid.pp > 1) & (large | (grid.tp >= rates.pipeline_wait_tp))
     return waits
 
@@ -58,11 +59,9 @@ def host_lag(grid: Grid, device: Column, floor: Column, gpus_per_node: int) -> C
     """How far the host gets ahead of its device, 0 to 1.
 
     Without a pipeline nothing holds it: it gains on the device what it is faster in each micro-batch, and a little
-    where it is not. In one, receiving a tensor's shape waits for the device each time, so it only gets ahead where the
-    device is the slower of the two, and while it fills the pipeline: the deeper, the longer.
+    where it is not. In one, receiving a tensor's shape waits for the device each time, so it only gets ahead, but for
+    a little while the pipeline fills, where the device is the slower of the two.
     """
     gained = np.clip(1.0 - floor / np.maximum(device, 1e-9), 0.05, 1.0)
-    bound = np.clip((device / np.maximum(floor, 1e-9) - 0.7) / 0.3, 0.0, 1.0)
-    filling = np.minimum(0.45 * (np.log2(grid.pp) - 1.0), 1.0)
-    lag = np.maximum(np.where(grid.tp <= gpus_per_node, bound, 0.0), filling)
-    return np.where(grid.pp == 1, gained, np.clip(lag, 0.0, 1.0))
+    bound = np.clip((device / np.maximum(floor, 1e-9) - 0.7) / 0.3, 0.01, 1.0)
+    return np.where(grid.pp == 1, gained, np.where(grid.tp <= gpus_per_node, bound, 0.01))

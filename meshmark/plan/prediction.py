@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from meshmark.model_spec import ModelSpec
 from meshmark.plan.flops import hardware_flops_per_token, model_flops_per_token
 from meshmark.plan.grid import RECOMPUTES, Column, Grid
 from meshmark.plan.memory import Memory, memory
+from meshmark.plan.pipeline import message_wait_seconds
 from meshmark.plan.rates import Rates
 from meshmark.plan.recipe import TrainingRecipe
 from meshmark.plan.step_time import StepTime, step_time
@@ -51,9 +53,14 @@ class Prediction:
         return share - self.memory.host_bytes
 
     @property
+    def available_bytes(self) -> float:
+        """What the framework's allocator can have of a GPU."""
+        return self.gpu.memory_bytes - self.recipe.outside_bytes
+
+    @property
     def headroom_bytes(self) -> Column:
         """What a rank's memory, or its share of the host's where that is tighter, has left; negative: it misses."""
-        return np.minimum(self.gpu.memory_bytes - self.needed_bytes, self.host_headroom_bytes)
+        return np.minimum(self.available_bytes - self.needed_bytes, self.host_headroom_bytes)
 
     @property
     def fits(self) -> Column:
@@ -86,5 +93,20 @@ class Prediction:
 def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Prediction:
     """Predict every layout of `grid`."""
     time = step_time(model, grid, gpu, recipe, rates)
-    held = memory(model, grid, recipe, rates, lag=time.lag, capacity_bytes=gpu.memory_bytes)
+    capacity = gpu.memory_bytes - recipe.outside_bytes
+    held = memory(model, grid, recipe, rates, lag=time.lag, capacity_bytes=capacity)
+    if rates.pipeline_wait_seconds:
+        # On a cluster with both builds, what has no room for a host that runs ahead only runs with the one that polls,
+        # which cuts pipelines as its source says.
+        needed = held.total_bytes + held.released
+        tight = (grid.pp > 1) & (needed > capacity)
+        waits = np.where(tight, message_wait_seconds(grid, rates), time.message_wait)
+        time = dataclasses.replace(time, message_wait=waits, lag=np.where(tight, 0.0, time.lag))
+        whole = dataclasses.replace(recipe, head_share=1.0)
+        polled = memory(model, grid, whole, rates, lag=time.lag, capacity_bytes=capacity)
+        polled = dataclasses.replace(polled, released=np.maximum(needed - polled.total_bytes, 0.0) * tight)
+        held = Memory(**{
+            field.name: np.where(waits > 0.0, getattr(polled, field.name), getattr(held, field.name))
+            for field in dataclasses.fields(Memory)
+        })  # fmt: skip
     return Prediction(model=model, grid=grid, gpu=gpu, recipe=recipe, rates=rates, memory=held, time=time)

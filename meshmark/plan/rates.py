@@ -46,17 +46,17 @@ class Rates:
     pipeline_stall_seconds: float = 0.0
     """Added to that floor per layer and tensor-parallel rank when a pipeline crosses nodes."""
     node_bandwidth: float = 2.0e11
-    """Bytes per second that a node moves in data-parallel collectives between two nodes."""
-    node_bandwidth_decay: float = 0.25
-    """It falls as (nodes / 2) to minus this power."""
+    """Bytes per second that a node sends to others in data-parallel collectives."""
     overlap: float = 0.8
     """Share of a backward pass that data-parallel communication can hide behind."""
-    ring_tensor_seconds: float = 0.0
-    """A ring's latency per data-parallel rank and weight matrix, where tensors are reduced one by one."""
+    copy_tensor_seconds: float = 0.0
+    """Copying one data-parallel rank's part of one tensor where ZeRO-1 gathers them: a kernel's launch each."""
     tree_tensor_seconds: float = 0.0
     """An all-reduce's latency per doubling of ranks and weight matrix."""
     step_seconds: float = 0.01
     """Host work of a step that nothing hides."""
+    tp_step_seconds: float = 0.0
+    """The same per tensor-parallel rank beyond the first, of groups that cross nodes."""
     p2p_bandwidth: float = 2e10
     """Bytes per second from one pipeline stage to the next across nodes."""
     pipeline_wait_seconds: float = 0.0
@@ -64,6 +64,8 @@ class Rates:
     zero unless a framework polls for them."""
     pipeline_wait_nodes: float = 1e9
     """Nodes from which jobs wait."""
+    pipeline_wait_dp: float = 1.0
+    """With fewer data-parallel ranks, or without ZeRO, they wait from twice as many nodes only."""
     pipeline_wait_tp: float = 1e9
     """Tensor-parallel ranks from which jobs wait."""
     offload_bandwidth: float = 2.5e10
@@ -71,7 +73,7 @@ class Rates:
     fragmentation: float = 0.03
     """Reserved but unused memory, over activations and working set."""
     queued_collectives: float = 0.0
-    """Whole-sequence tensors that queued collectives pin when the host is far ahead."""
+    """Whole-sequence tensors that queued collectives pin when the host is far ahead, all in forward passes."""
     overhead_bytes: float = 0.0
     """What the framework takes before a model is there."""
 

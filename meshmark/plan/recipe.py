@@ -26,6 +26,8 @@ class TrainingRecipe:
     """Persistent flat copies of gradients that data parallelism reduces from (DDP's buckets)."""
     flat_buffer_bytes: float = 0.0
     """Communication buffers of a fixed size, bytes and not bytes a parameter."""
+    outside_bytes: float = 0.0
+    """CUDA's context and NCCL's buffers, which no allocator of the framework counts."""
     fresh_gradient_bytes: float = 0.0
     """Gradients as the backward pass emits them, all alive at its end, before they are added to the held ones."""
     reduce_bytes: float = 2.0
@@ -44,13 +46,17 @@ class TrainingRecipe:
     """One-byte dropout masks are kept, as arXiv:2205.05198 counts them."""
     balanced_stages: bool = False
     """The pipeline is cut by compute, the head counted with the layers; otherwise by number of layers."""
+    head_share: float = 1.0
+    """How much of the head's weights counts in that cut."""
     hides_backward_gathers: bool = False
     """Under sequence parallelism the two inputs gathered again in a layer's backward pass travel behind the products of
     the gradients before them (arXiv:2205.05198 sec. 4.2.2)."""
     sends_whole: bool = False
     """Every tensor-parallel rank sends the whole of a stage's output, not its share (arXiv:2104.04473 sec. 4.1)."""
+    reduces_by_tensor: bool = False
+    """Data-parallel ranks reduce one weight matrix after another, not buckets."""
     reduces_under_zero1: bool = False
-    """ZeRO-1 waits for the backward pass, then reduce-scatters and gathers, in rings, nothing overlapped."""
+    """ZeRO-1 waits for the backward pass, then all-reduces whole gradients and gathers weights, nothing overlapped."""
     arithmetic: str = "bf16"
     """The dtype whose peak the matrix products are measured against."""
 
@@ -82,12 +88,17 @@ RECIPES: dict[str, TrainingRecipe] = {
         # 2 + 2 + 4 + 12 = 20: an fp32 copy of the gradients beside the 16-bit ones (Krishnamurthy's deck).
         TrainingRecipe(name="mixed20", weight_bytes=2, gradient_bytes=6, master_bytes=4, flash_attention=False,
                dropout_masks=True),
-        # 2 + 4 + 12 = 18, and DDP's buckets of 2. Gradients are all-reduced in fp32; stages are cut by compute. Beside
-        # the fresh gradients of 2 lie DDP's first buckets, which it rebuilds after a step and the allocator keeps.
+        # 2 + 4 + 12 = 18, and DDP's buckets of 2, or the flat buffer that ZeRO-1 gathers weights into. Gradients are
+        # all-reduced in fp32; stages are cut by compute. Beside the fresh gradients of 2 lie DDP's first buckets, which
+        # it rebuilds after a step and the allocator keeps, or what ZeRO-1 gathers out of and into besides.
         # Logits: bf16 and their fp32 copy; the softmax of the micro-batch before is freed after the next forward pass.
+        # Its source counts the head whole, and so cut the branch that polls. The step times of other pipelines in the
+        # sweep do not: two stages take half of one's time with 10 of 16 layers on the first, where the source's count
+        # gives 11, and on 16 stages the head is not with two layers. Any share between 0.91 and 0.966 gives their cuts.
+        # Outside: half a GB of context, and 0.4 for each of the six communicators that it uses.
         TrainingRecipe(name="nanotron", weight_bytes=2, gradient_bytes=4, master_bytes=4, bucket_bytes=2,
-               fresh_gradient_bytes=4, reduce_bytes=4, balanced_stages=True, reduces_under_zero1=True,
-               logit_bytes=6, kept_logit_bytes=4),
+               fresh_gradient_bytes=4, reduce_bytes=4, balanced_stages=True, head_share=0.95, reduces_by_tensor=True,
+               reduces_under_zero1=True, logit_bytes=6, kept_logit_bytes=4, outside_bytes=2.8e9),
         # 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511). A logit is held in
         # bf16, in fp32, as its log-softmax and as that one's gradient: torch's cross-entropy is not fused.
         TrainingRecipe(name="fsdp2", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=2,

@@ -40,7 +40,7 @@ STAGE_PARTS = PARTS[:7]
 # forward in each of two blocks, six backward (inputs are gathered again); without, four all-reduces of two each.
 _FORWARD_COLLECTIVES, _BACKWARD_COLLECTIVES = 4.0, 6.0
 # Passes over one logit: cast, max, shift, exp, sum, divide forward; scale and cast backward.
-_BYTES_PER_LOGIT = 58.0
+_BYTES_PER_LOGIT = 52.0
 _MATRICES_PER_LAYER = 6.0
 
 
@@ -86,7 +86,7 @@ def _pipeline_time(
     model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
 ) -> dict[str, Column]:
     """All parts for layouts of one pipeline degree."""
-    cut = stages(model, pp, balanced=recipe.balanced_stages)
+    cut = stages(model, pp, balanced=recipe.balanced_stages, head_share=recipe.head_share)
     by_stage = _stage_accounts(model, grid, cut, gpu, recipe, rates)
     totals = _stage_totals(by_stage)
     slowest, columns = totals.argmax(axis=0), np.arange(len(grid))
@@ -101,11 +101,11 @@ def _pipeline_time(
     embedding = model.vocab_size * model.hidden / grid.tp
     out["data_communication"] = _data_seconds(
         grid, heaviest, embedding, most_layers, m * pace, backward, gpu, recipe, rates
-    )
+    ) + _tied_seconds(model, grid, embedding, gpu, recipe, rates)
     waits = waits_for_messages(grid, rates, gpu.gpus_per_node)
     out["message_wait"] = np.where(waits, message_wait_seconds(grid, rates), 0.0)
     out["optimizer"] = _optimizer_seconds(grid, heaviest, gpu, recipe, rates)
-    out["host"] = np.full(len(grid), rates.step_seconds)
+    out["host"] = rates.step_seconds + np.where(grid.tp > gpu.gpus_per_node, rates.tp_step_seconds * (grid.tp - 1), 0.0)
     device = np.stack([p["device"] for p in by_stage])[slowest, columns]
     floor = np.stack([p["floor"] for p in by_stage])[slowest, columns]
     out["lag"] = np.where(waits, 0.0, host_lag(grid, device, floor, gpu.gpus_per_node))
@@ -116,7 +116,7 @@ def stage_seconds(
     model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
 ) -> Column:  # fmt: skip
     """Seconds of one micro-batch on each stage (rows), of layouts (columns) that all have `pp` stages."""
-    cut = stages(model, pp, balanced=recipe.balanced_stages)
+    cut = stages(model, pp, balanced=recipe.balanced_stages, head_share=recipe.head_share)
     return _stage_totals(_stage_accounts(model, grid, cut, gpu, recipe, rates))
 
 
@@ -257,15 +257,19 @@ def _data_seconds(
     num_tensors = _MATRICES_PER_LAYER * num_layers + 2.0
     spans, shards = crosses_nodes(grid, gpu.gpus_per_node), grid.dp * grid.cp
     tree = np.where(spans, rates.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_tensors, 0.0)
-    ring = np.where(spans, rates.ring_tensor_seconds * shards * num_tensors, 0.0)
+    copies = rates.copy_tensor_seconds * shards * num_tensors
     hidden = rates.overlap * backward
     # The embedding's gradient is the backward pass's last; nothing is left to hide its reduction behind.
     reduced = seconds(2.0 * recipe.reduce_bytes)
     last = reduced * np.minimum(embedding / num_parameters, 1.0)
-    plain = np.maximum(reduced - last + tree - hidden, 0.0) + last
+    # In a pipeline each stage's last backward pass waits for the gradient that the next one sends behind its own
+    # reductions: their latencies, a hop a rank, add up over the stages.
+    hops = rates.hop_seconds * shards * num_tensors * grid.pp
+    hops = np.where(spans & (grid.pp > 1) & recipe.reduces_by_tensor, hops, 0.0)
+    plain = np.maximum(reduced - last + tree - hidden, 0.0) + last + hops
     scatter, gather = seconds(recipe.reduce_bytes), seconds(recipe.gather_bytes)
     if recipe.reduces_under_zero1:
-        sharded = scatter + gather + ring
+        sharded = reduced + gather + copies
     else:
         sharded = np.maximum(scatter - hidden, 0.0) + np.maximum(gather - 0.5 * hidden, 0.0)
     # Weights are gathered for the forward and again for the backward pass of every micro-batch.
@@ -273,6 +277,16 @@ def _data_seconds(
     fully = np.maximum(everything - rates.overlap * compute, 0.0) + scatter / np.maximum(num_layers, 1)
     exposed = np.where(grid.zero_stage == 0, plain, np.where(grid.zero_stage <= 2, sharded, fully))
     return np.where(shards > 1, exposed, 0.0)
+
+
+def _tied_seconds(
+    model: ModelSpec, grid: Grid, embedding: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
+) -> Column:
+    """All-reduce of a tied embedding's gradient between the first and the last stage, after everything else; every GPU
+    of a node sends its own."""
+    share = rates.node_bandwidth / gpu.gpus_per_node
+    bandwidth = np.where(grid.num_gpus > gpu.gpus_per_node, share, rates.tp_bandwidth)
+    return np.where((grid.pp > 1) & model.tied_embeddings, embedding * recipe.reduce_bytes / bandwidth, 0.0)
 
 
 def _optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:

@@ -37,7 +37,8 @@ _A100_BOUNDS = {"gemm_efficiency": (0.3, 0.95), "gemm_half_width": (1.0, 4e3), "
 _A100_START = Rates(
     name="a100", origin="megatron_sc21_table1_weak_scaling, all ten rows", gemm_efficiency=0.65, gemm_half_width=200.0,
     tp_bandwidth=2e11,
-    node_bandwidth=1.2e11, p2p_bandwidth=2.5e10, tp_latency_seconds=2e-5,
+    node_bandwidth=6.7e10,  # 12.9 TB/s between halves of 384 nodes (arXiv:2104.04473 sec. 5.9)
+    p2p_bandwidth=2.5e10, tp_latency_seconds=2e-5,
     fragmentation=0.07,  # of the caching allocator, as the H100 sweep has it
 )  # fmt: skip
 
@@ -76,8 +77,8 @@ def sweep_lines(reports: Sequence[SweepReport]) -> list[str]:
         "The form of the formulas was chosen looking at the residuals of both models (and at nanotron's source);",
         "only the rates are fitted, so the other model's errors are those of the rates, not of an untouched test",
         "set. Chosen by looking, beyond what nanotron's source says: the head's weight in the pipeline's cut",
-        "(partition.py), the two thresholds of polling below, the stall of a layer in a pipeline per",
-        "tensor-parallel rank, and what queued collectives pin.",
+        "(recipe.py), who polls (below), the stall of a layer in a pipeline and the constant of a step per",
+        "tensor-parallel rank, what queued collectives pin, and the room that context and communicators take.",
         "",
         "| fitted to | reported on | what | rows | mean % | median % | max % | within goal % | rank correlation |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -110,18 +111,30 @@ def _slow_line(r: SweepReport) -> str:
 
 
 _STALL_TEXT = [
+    "A row is one step, the third (nanotron's trainer.py stops there), and the memory is what rank 0, on the first",
+    "stage, had then reserved (`log_throughput`), so a hiccup is not averaged out.",
+    "",
     "A row counts as stalled when another row of the same model, tp, pp and micro-batch proves it: at least four",
     "micro-batches, each of which took twice as long, which neither data parallelism nor the ZeRO stage explains.",
     "They take about 0.6 s (two stages) or 1.2 s (more) per micro-batch whatever the model: nanotron's branch",
     "`bench2` of December 2024 waits for pipeline messages in `time.sleep(0.1)` loops, and its host, which sleeps,",
-    "never runs ahead of the device, so that these rows need less memory too. The table does not say which rows ran",
-    "with it. All but one with a pipeline on 64 nodes did, and all with a pipeline and 32 tensor-parallel ranks:",
-    "these two thresholds are tried in the fit, both fits choose them, and these rows are predicted. Of the others",
-    "(with 8B most on 32 nodes, and most with a pipeline, data parallelism and no ZeRO, whose 1B counterparts",
-    "crashed) nothing in the table tells which stalled: they look like jobs that failed and were run again. Without",
-    "a pipeline, many rows on 64 nodes take 0.5 to 0.9 s more per micro-batch, and a dozen with very large",
-    "micro-batches on 4 to 16 nodes twice their time; both hold little memory, as if their host had been made to",
-    "wait for the device. We know of no reason, so neither is planned.",
+    "never runs ahead of the device, so that these rows pin less memory; they hold what the cut in its source gives",
+    "them (1B: 11 or 6 layers on the first of two or four stages, not 10 or 5). The table does not say which rows ran",
+    "with it; the branch's scaling_benchmarks.py says that jobs were submitted by number of GPUs, then by dp, and",
+    "that what was missing was submitted again. Predicted to poll are pipelines late in that order (all of 64 nodes;",
+    "with ZeRO-1 and 32 or more data-parallel ranks, of 32 nodes too), those with 32 tensor-parallel ranks, and those",
+    "that would have run out of memory without. The first two are thresholds that the fit tries, and both fits choose",
+    "them; of the third kind all 8B rows that ran polled (1B has none), and the room that context and communicators",
+    "take was set looking at them. Of the rest nothing in the table tells which stalled (8B on 32 nodes with fewer",
+    "ranks and micro-batches of more than one sequence; 8B without ZeRO, whose 1B counterparts crashed): they look",
+    "like jobs that failed and were run again.",
+    "",
+    "Without a pipeline, most rows on 64 nodes with 32 or more data-parallel ranks, and a dozen of large micro-batches",
+    "on 4 to 16 nodes, take about 2.5 ms a layer and tensor-parallel rank more, the stall that all pipelines across",
+    "nodes have; they hold little memory, as if their host were made to wait at every collective. Five need more",
+    "memory than there is, and their allocator waits. We know no reason for the others, so none is planned. Three",
+    "pipelines (dp 1, 128 GPUs, 256 micro-batches of one sequence) lack that stall and take a fifth to two fifths of",
+    "their prediction.",
 ]
 
 

@@ -101,8 +101,9 @@ def _left_out_lines() -> list[str]:
 _PAPER_TEXT = [
     "On the A100 three numbers are fitted to Megatron SC21's table 1: the efficiency of matrix products, the width",
     "of the model at which they reach half of it, and the bandwidth of tensor-parallel collectives; fragmentation",
-    "is the sweep's; all else is held out. The half width also serves the H100, where it makes 1B and 8B agree on",
-    "the efficiency. Known reasons of what is left: Korthikanti's runs use newer fused kernels than SC21's; SC21's",
+    "is the sweep's, the bandwidth between nodes the one that SC21's sec. 5.9 states; all else is held out. The half",
+    "width also serves the H100, where it makes 1B and 8B agree on the efficiency. Known reasons of what is left:",
+    "Korthikanti's runs use newer fused kernels than SC21's; SC21's",
     "ZeRO-3 rows ran DeepSpeed of early 2021, which hides less of its gathers than the planner assumes of any",
     "ZeRO-3, and of which no rate is published; BLOOM's rows have a quarter of Selene's network (4 x 100 Gb/s",
     "Omni-Path a node), but what is left of their time grows with tensor parallelism and shrinks with the",

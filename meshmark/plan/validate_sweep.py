@@ -69,7 +69,7 @@ def sweep_report(fitted_to: str, model: str) -> SweepReport:
     found = predict_measured(rows, rates)
     ran = np.array([row["status"] == "ok" for row in rows.rows])
     stalled = stalled_rows(rows, ran)
-    time, memory, clear = found.step_seconds, found.memory_bytes, ran & ~stalled
+    time, memory, clear = found.step_seconds, found.memory.first_stage_bytes, ran & ~stalled
     slow = ran & (time < SLOW * np.nan_to_num(rows.step_seconds))
     return SweepReport(
         fitted_to=fitted_to, model=model, rates=rates,
