@@ -27,7 +27,7 @@ from meshmark.plan.cli import main
 from meshmark.plan.grid import make_grid
 from meshmark.plan.measure import Measurement
 from meshmark.plan.prediction import predict_grid
-from meshmark.plan.rates import Rates
+from meshmark.plan.rates import Rates, rates
 from meshmark.plan.recipe import recipe
 from meshmark.plan.system import Gpu, gpu
 from meshmark.plan.twins_calibrated import calibrated_twin
@@ -110,7 +110,7 @@ def test_a_known_gpu_keeps_its_datasheet_and_the_fitted_rates_of_what_was_not_me
     alone = Findings(main_dtype="bf16", on_device=[*products, *findings().on_device[3:]])
     found = machine_from(alone, h100, world=1)
     assert found.gpu == h100 and found.rates.gemm_efficiency == pytest.approx(6e14 / 989.4e12)
-    assert found.rates.node_bandwidth == pytest.approx(2.948e11) and "ultrascale" in found.rates.origin
+    assert found.rates.node_bandwidth == rates("h100-sweep").node_bandwidth and "ultrascale" in found.rates.origin
 
 
 @pytest.mark.parametrize(
