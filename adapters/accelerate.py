@@ -31,7 +31,8 @@ from meshmark.data import Batch
 from meshmark.errors import AdapterError
 from meshmark.layout import Precision
 from meshmark.objective import build_optimizer, build_schedule
-from meshmark.plan.states import Recipe, Remainder
+from meshmark.plan.recipe import TrainingRecipe, eager_recipe
+from meshmark.plan.states import Remainder
 from meshmark.plan.traffic import Traffic, fully_sharded, step_traffic
 
 _ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
@@ -158,8 +159,8 @@ class AccelerateFSDP2(Adapter):
     )  # fmt: skip
 
     @classmethod
-    def recipe(cls, case: Case) -> Recipe:
-        return Recipe.plain(case.precision, casts_weights=True)
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        return eager_recipe(case, casts_weights=True)
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:

@@ -19,7 +19,8 @@ from meshmark.case import Case
 from meshmark.layout import Precision
 from meshmark.model import parameter_shapes
 from meshmark.objective import build_optimizer, optimizer_arguments, parameter_groups
-from meshmark.plan.states import Recipe, Remainder
+from meshmark.plan.recipe import TrainingRecipe, eager_recipe
+from meshmark.plan.states import Remainder
 from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffic
 
 _FAIRSCALE = (Requirement(module="fairscale", distribution="fairscale"),)
@@ -246,8 +247,8 @@ class FairScaleFSDP(Adapter):
     )  # fmt: skip
 
     @classmethod
-    def recipe(cls, case: Case) -> Recipe:
-        return Recipe.plain(case.precision, casts_weights=True)
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        return eager_recipe(case, casts_weights=True)
 
     @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic:

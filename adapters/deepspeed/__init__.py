@@ -6,6 +6,7 @@ gradients, accumulated and reduced in fp32.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import ClassVar
 
@@ -17,7 +18,8 @@ from meshmark.case import Case
 from meshmark.layout import Precision
 from meshmark.model import parameter_shapes
 from meshmark.objective import build_optimizer, build_schedule
-from meshmark.plan.states import Recipe, Remainder
+from meshmark.plan.recipe import TrainingRecipe, eager_recipe
+from meshmark.plan.states import Remainder
 from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffic
 
 
@@ -59,13 +61,16 @@ class DeepSpeed(Adapter):
         return super().refusal(case, device, needs)
 
     @classmethod
-    def recipe(cls, case: Case) -> Recipe:
+    def recipe(cls, case: Case) -> TrainingRecipe:
         """In float32 too, weights and masters are two copies (at stage 3 two shards: DeepSpeed means to share them, but
         compares a `torch.device` with a string). In bf16, stage 1 is another optimizer, `BF16_Optimizer`, which keeps
         the whole float32 gradient for life and the bf16 one besides."""
         if case.precision is Precision.FP32:
-            return Recipe(masters=4)
-        return Recipe(weights=2, masters=4, gradients=6 if _keeps_whole_gradients(case) else 4, casts_weights=True)
+            return dataclasses.replace(eager_recipe(case), master_bytes=4)
+        return dataclasses.replace(
+            eager_recipe(case, casts_weights=True), weight_bytes=2, master_bytes=4,
+            gradient_bytes=6 if _keeps_whole_gradients(case) else 4,
+        )  # fmt: skip
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:

@@ -19,8 +19,8 @@ from meshmark.layout import Precision
 from meshmark.model import Transformer
 from meshmark.model_spec import Family
 from meshmark.objective import build_optimizer
-from meshmark.plan.eager import cast_weight_bytes, micro_batch_tokens
-from meshmark.plan.states import Remainder
+from meshmark.plan.eager import cast_weight_bytes
+from meshmark.plan.states import Remainder, micro_batch_tokens
 from meshmark.plan.traffic import Traffic, add_traffic, data_parallel_traffic, tensor_parallel_traffic
 
 
@@ -58,7 +58,7 @@ class Megatron(Adapter):
             if model.family is Family.GPT:
                 wide = 4 * model.num_layers * model.ffn_hidden // tp
                 found.append((tokens * wide, "wide biases make outputs wide, and so what GELU saves"))
-            copies = cast_weight_bytes(model, model.num_layers, True, tp)
+            copies = cast_weight_bytes(model, model.num_layers, True) / tp
             found.append((-copies, "linear layers save their wide weights, not autocast's copies"))
         return tuple(Remainder(category="activations", num_bytes=n, reason=reason) for n, reason in found)
 

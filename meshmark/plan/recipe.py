@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
+from meshmark.case import Case
 from meshmark.errors import UnknownNameError
+from meshmark.layout import Precision
+from meshmark.plan.eager import Widths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,9 @@ class TrainingRecipe:
     """The attention core keeps one fp32 statistic a query instead of the scores."""
     dropout_masks: bool = False
     """One-byte dropout masks are kept, as arXiv:2205.05198 counts them."""
+    eager: Widths | None = None
+    """PyTorch's eager kernels run this project's own model, with tensors of these widths, and activations are what they
+    save, operation by operation (`eager.py`). None: the fused kernels of the papers, whose formulas then count."""
     balanced_stages: bool = False
     """The pipeline is cut by compute, the head counted with the layers; otherwise by number of layers."""
     hides_backward_gathers: bool = False
@@ -95,6 +102,9 @@ RECIPES: dict[str, TrainingRecipe] = {
         # 4 + 4 + 8 = 16, everything in fp32.
         TrainingRecipe(name="fp32", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=4,
                element_bytes=4, flash_attention=False, arithmetic="fp32"),
+        # How the suites run: the same in PyTorch's eager kernels, whose attention keeps no scores on a CPU either.
+        TrainingRecipe(name="eager", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=4,
+               element_bytes=4, arithmetic="fp32", eager=Widths.of(Precision.FP32, casts_weights=False)),
     )
 }  # fmt: skip
 
@@ -104,3 +114,15 @@ def recipe(name: str) -> TrainingRecipe:
     if name not in RECIPES:
         raise UnknownNameError("recipe", name, RECIPES)
     return RECIPES[name]
+
+
+def eager_recipe(case: Case, *, casts_weights: bool = False) -> TrainingRecipe:
+    """`eager` in the case's precision and with its optimizer: weights, gradients and moments in the wide precision and
+    nothing else, since autocast makes its copies one operation at a time. `casts_weights`: as `Widths.of`."""
+    wide = 8 if case.precision is Precision.FP64 else 4
+    low = 2 if casts_weights and case.precision in (Precision.BF16, Precision.FP16) else wide
+    return dataclasses.replace(
+        recipe("eager"), weight_bytes=wide, gradient_bytes=wide, reduce_bytes=wide, gather_bytes=low,
+        moment_bytes=wide * case.workload.optimizer.states_per_parameter,
+        eager=Widths.of(case.precision, casts_weights=casts_weights),
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -9,12 +10,13 @@ import numpy as np
 from meshmark.case import Case
 from meshmark.layout import Layout, Precision
 from meshmark.model_spec import ModelSpec
-from meshmark.plan.eager import held_activations
 from meshmark.plan.grid import make_grid
 from meshmark.plan.memory import layer_activation_bytes, memory, state_bytes
 from meshmark.plan.papers import Row, number, paper
 from meshmark.plan.tables import Cell, Table
-from meshmark.plan.twins import BARE, EAGER, model_of, origin, twin
+from meshmark.plan.recipe import eager_recipe, recipe
+from meshmark.plan.states import BARE, model_states
+from meshmark.plan.twins import model_of, origin, twin
 from meshmark.workload import Workload
 
 _STATES = ("parameters", "gradients", "optimizer")
@@ -84,7 +86,7 @@ def _size_cell(row: Row, held: Callable[[Row, ModelSpec], float]) -> Cell:
 
 def _formula_bytes(row: Row, model: ModelSpec) -> float:
     grid = make_grid(dp=[int(row["dp"])], zero_stage=[int(row["zero_stage"])])
-    found = state_bytes(np.array([float(model.num_parameters)]), grid, EAGER)
+    found = state_bytes(np.array([float(model.num_parameters)]), grid, recipe("eager"))
     return float(sum(found[name][0] for name in _STATES))
 
 
@@ -96,7 +98,7 @@ def _declared_bytes(row: Row, model: ModelSpec) -> float:
 def _planned_bytes(row: Row, model: ModelSpec) -> float:
     dp, batch = int(row["dp"]), int(row["global_batch"])
     grid = make_grid(dp=[dp], zero_stage=[int(row["zero_stage"])], micro_batch=[batch // dp])
-    held = memory(model, grid, EAGER, BARE)
+    held = memory(model, grid, recipe("eager"), BARE)
     return float(held.total_bytes[0]) - _formula_bytes(row, model) + _declared_bytes(row, model)
 
 
@@ -105,7 +107,8 @@ def activations_twin() -> Table:
     rows, out = twin("activations"), []
     for row in rows:
         case = _case_of(row)
-        exact = held_activations(case, int(row["rank"]), casts_weights=row["casts_weights"] == "True")
+        using = eager_recipe(case, casts_weights=row["casts_weights"] == "True")
+        exact = model_states(case, int(row["rank"]), using).activations
         assert exact is not None, "the twin runs nothing that is not planned"
         held = number(row, "held_bytes") / _MIB
         label = (
@@ -148,5 +151,6 @@ def _case_of(row: Row) -> Case:
 def _formula_activations(case: Case) -> float:
     layout, workload = case.layout, case.workload
     rows = workload.global_batch // (layout.dp * layout.num_micro_batches)
-    each = layer_activation_bytes(workload.model, make_grid(tp=[layout.tp], micro_batch=[rows]), EAGER)
+    literature = dataclasses.replace(recipe("fp32"), flash_attention=True)
+    each = layer_activation_bytes(workload.model, make_grid(tp=[layout.tp], micro_batch=[rows]), literature)
     return workload.model.num_layers * float(each[0])
