@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -248,7 +249,7 @@ class FairScaleFSDP(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        return eager_recipe(case, casts_weights=True)
+        return dataclasses.replace(eager_recipe(case, "eager-fsdp2", casts_weights=True), prefetches=False)
 
     @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic:

@@ -63,7 +63,7 @@ class FSDP2(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        return eager_recipe(case, casts_weights=True)
+        return eager_recipe(case, "eager-fsdp2", casts_weights=True)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         with torch.device("meta"):

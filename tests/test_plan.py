@@ -71,7 +71,9 @@ def test_stages_add_up_to_the_model_and_a_tied_head_s_copy(spec: ModelSpec) -> N
     assert total == spec.num_parameters + (spec.vocab_size * spec.hidden if spec.tied_embeddings else 0)
 
 
-def states(stage: int, dp: int = 4, using: TrainingRecipe | None = None, **changes: object) -> tuple[float, float, float]:
+def states(
+    stage: int, dp: int = 4, using: TrainingRecipe | None = None, **changes: object
+) -> tuple[float, float, float]:
     found = model_states(make_case(layout=Layout(dp=dp, zero_stage=stage), **changes), 0, using)
     return found.parameters, found.gradients, found.optimizer_states
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from meshmark.plan.states import model_states
+from meshmark.plan import eager, memory
 from meshmark.record import Record, read_records
-from meshmark.registry import load_adapter
+from meshmark.report.planned import least, peaks, plans
+from meshmark.verdict import memory_categories
 
 BASELINES = Path(__file__).parents[1] / "baselines"
 RECORDS = {
@@ -20,25 +20,37 @@ TOLERANCE = 0.02
 """The issue's, on each category."""
 
 
-def categories(record: Record) -> Iterator[tuple[int, str, float, float]]:
-    """Rank, category, measured and planned bytes, as the planner of today plans them."""
-    adapter, case = load_adapter(record.adapter), record.case
-    for rank, reading in enumerate(record.memory):
-        plan, declared = model_states(case, rank, adapter.recipe(case)), adapter.remainders(case, rank)
-        assert reading.held is not None and plan.activations is not None
-        for name, measured, planned in (
-            ("parameters", reading.states.parameters, plan.parameters),
-            ("gradients", reading.states.gradients, plan.gradients),
-            ("optimizer_states", reading.states.optimizer_states, plan.optimizer_states),
-            ("activations", reading.held.activations, plan.activations),
-        ):
-            yield rank, name, measured, planned + sum(r.num_bytes for r in declared if r.category == name)
+@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
+def test_every_category_is_as_planned(record: Record) -> None:
+    for rank, (reading, (plan, declared)) in enumerate(zip(record.memory, plans(record), strict=True)):
+        found = list(memory_categories(reading, plan, declared, with_activations=True))
+        assert [name for name, *_ in found] == ["parameters", "gradients", "optimizer_states", "activations"]
+        for name, measured, planned in found:
+            assert measured == pytest.approx(planned, rel=TOLERANCE), f"{name} of rank {rank}"
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
-def test_every_category_is_as_planned(record: Record) -> None:
-    for rank, name, measured, planned in categories(record):
-        assert measured == pytest.approx(planned, rel=TOLERANCE), f"{name} of rank {rank}"
+def test_the_peak_is_as_planned(record: Record) -> None:
+    """Within 2 %, or short of what was measured by buffers of collectives alone, whose end may have been unseen."""
+    found = least(peaks(record))
+    assert found.error <= TOLERANCE
+    assert found.planned >= (found.measured - found.communication) * (1 - TOLERANCE)
+    if not found.communication:
+        assert found.error >= -TOLERANCE
+
+
+def test_most_peaks_are_within_the_tolerance() -> None:
+    """The way out above is for few."""
+    errors = {name: least(peaks(record)).error for name, record in RECORDS.items()}
+    assert sum(abs(error) > TOLERANCE for error in errors.values()) <= len(errors) / 10, errors
+
+
+def test_a_planner_that_is_wrong_by_more_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = next(iter(RECORDS.values()))
+    block = eager.block_bytes
+    monkeypatch.setattr(memory, "block_bytes", lambda *sizes: 1.03 * block(*sizes))
+    with pytest.raises(AssertionError, match="activations of rank 0"):
+        test_every_category_is_as_planned(record)
 
 
 def test_every_adapter_and_axis_is_measured() -> None:

@@ -48,12 +48,15 @@ def test_more_shards_never_need_more_model_states(dp: int, stage: int, name: str
 
 @given(tp=POWERS, pp=POWERS, micro_batch=POWERS, name=st.sampled_from(sorted(RECIPES)))
 @settings(deadline=None)
-def test_categories_add_up_and_none_is_negative(tp: int, pp: int, micro_batch: int, name: str) -> None:
+def test_categories_less_what_is_absent_add_up_and_none_is_negative(
+    tp: int, pp: int, micro_batch: int, name: str
+) -> None:
     grid = make_grid(tp=[tp], pp=[pp], micro_batch=[micro_batch], num_micro_batches=[8], sequence_parallel=[tp > 1])
     held = memory(plan_model("llama-8b"), grid, recipe(name), rates("h100"))
     parts = [getattr(held, c)[0] for c in CATEGORIES]
     assert min(parts) >= 0
-    assert held.total_bytes[0] == pytest.approx(sum(parts))
+    assert held.total_bytes[0] == pytest.approx(sum(parts) - held.absent[0])
+    assert (held.absent[0] == 0) or recipe(name).eager, "the papers' peaks have everything at once"
 
 
 @given(tp=POWERS, pp=POWERS)

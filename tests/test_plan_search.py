@@ -58,11 +58,11 @@ def test_the_largest_model_fits_and_more_gpus_hold_a_larger_one() -> None:
 
 def test_the_number_of_gpus_named_is_the_smallest_whole_node() -> None:
     model, given = plan_model("gpt-175b"), rates("a100")
-    with pytest.raises(NothingFitsError, match="it fits on 48 gpus"):
+    with pytest.raises(NothingFitsError, match="it fits on 56 gpus"):
         search(model, 6, 256, gpu("a100"), NANOTRON, given)
-    assert len(search(model, 48, 256, gpu("a100"), NANOTRON, given).ranked)
+    assert len(search(model, 56, 256, gpu("a100"), NANOTRON, given).ranked)
     with pytest.raises(NothingFitsError):
-        search(model, 40, 256, gpu("a100"), NANOTRON, given)
+        search(model, 48, 256, gpu("a100"), NANOTRON, given)
     with pytest.raises(NothingFitsError, match="no larger number of them that divides this batch: raise the batch"):
         search(model, 1, 1, gpu("p100"), NANOTRON, given)
 

@@ -13,7 +13,9 @@ import numpy as np
 
 from meshmark.layout import Offload, Recompute, Schedule
 from meshmark.model_spec import Family, ModelSpec
+from meshmark.plan.backward_pass import Pass
 from meshmark.plan.eager import INDEX_BYTES, block_bytes, cast_weight_bytes, head_bytes, logit_bytes
+from meshmark.plan.eager_peak import eager_peak
 from meshmark.plan.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid
 from meshmark.plan.partition import Stage, stages
 from meshmark.plan.rates import Rates
@@ -91,23 +93,29 @@ def stage_memory(
     states = state_bytes(num_parameters, grid, recipe)
     held = held_bytes(model, grid, recipe, stage, index)
     logits = _logit_bytes(model, grid, recipe, stage)
-    working = _working_bytes(model, grid, recipe, stage)
-    # A peak of the backward pass at its start (all activations, the logits or a block's working set), and one at its
-    # end (one micro-batch less, every fresh gradient); the larger counts, its excess over the activations as buffers.
-    fresh = recipe.fresh_gradient_bytes * num_parameters
-    start = held + np.maximum(logits, working)
-    end = held * (1.0 - 1.0 / num_in_flight(grid, index)) + fresh
-    peak = np.maximum(start, end)
+    if recipe.eager:
+        flight = num_in_flight(grid, index)
+        one = Pass(model=model, widths=recipe.eager, stage=stage, tokens=tokens(model, grid), tp=grid.tp,
+                   sp=sequence_shards(grid), held=held / flight)  # fmt: skip
+        peak = eager_peak(one, grid, recipe, flight, num_parameters) - states["gradients"]
+        buffers = _received_bytes(model, grid, recipe, index)
+    else:
+        # A peak of the backward pass at its start (all activations, the logits or a block's working set), and one at
+        # its end (one micro-batch less, every fresh gradient).
+        fresh = recipe.fresh_gradient_bytes * num_parameters
+        end = held * (1.0 - 1.0 / num_in_flight(grid, index)) + fresh
+        peak = np.maximum(held + np.maximum(logits, _working_bytes(model, grid, recipe, stage)), end)
+        buffers = states["buffers"] + recipe.flat_buffer_bytes
+    # What the peak holds beyond categories at their fullest counts as buffers, what it lacks of them as absent.
+    more = peak - held - logits
     pinned = _pinned_bytes(model, grid, recipe, rates, stage, ahead)
-    live = sum((states[c] for c in ("parameters", "gradients", "optimizer", "buffers")), start=peak)
-    live = live + rates.fragmentation * peak + rates.overhead_bytes + recipe.flat_buffer_bytes
+    live = sum((states[c] for c in ("parameters", "gradients", "optimizer")), start=peak + buffers)
+    live = live + rates.fragmentation * peak + rates.overhead_bytes
     released = np.where(live + pinned > capacity_bytes, pinned, 0.0)
-    buffers = states.pop("buffers") + np.maximum(peak - held - logits, 0.0) + recipe.flat_buffer_bytes
     return Memory(
-        **states, activations=held, logits=logits, buffers=buffers,
-        fragmentation=rates.fragmentation * peak + pinned - released,
-        overhead=np.full(len(grid), rates.overhead_bytes), absent=np.zeros(len(grid)), released=released,
-        fullest_stage=np.full(len(grid), index),
+        **{**states, "buffers": buffers + np.maximum(more, 0.0)}, activations=held, logits=logits,
+        absent=np.maximum(-more, 0.0), fragmentation=rates.fragmentation * peak + pinned - released,
+        overhead=np.full(len(grid), rates.overhead_bytes), released=released, fullest_stage=np.full(len(grid), index),
     )  # fmt: skip
 
 
@@ -139,7 +147,8 @@ def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> d
     replicated = (shards > 1) & (grid.zero_stage < 3)
     return {
         "parameters": share(recipe.weight_bytes, 3) + np.where(there, masters, 0.0),
-        "gradients": share(recipe.gradient_bytes, 2) + np.where(there, share(recipe.shard_gradient_bytes, 1), 0.0),
+        "gradients": share(recipe.gradient_bytes, recipe.gradient_stage)
+        + np.where(there, share(recipe.shard_gradient_bytes, 1), 0.0),
         "optimizer": np.where(there, moments, 0.0),
         "host_bytes": np.where(there, 0.0, masters + moments + share(recipe.shard_gradient_bytes, 1)),
         "buffers": np.where(replicated, recipe.bucket_bytes * num_parameters, 0.0),
@@ -197,9 +206,10 @@ def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stag
     layer, flight = layer_activation_bytes(model, grid, recipe), num_in_flight(grid, index)
     passes = flight / grid.virtual_stages
     widths, sp = recipe.eager, sequence_shards(grid)
-    if widths is None:
-        return stage.num_layers * passes * layer + np.ceil(passes) * boundary_bytes(model, grid, recipe)
     held: Column = passes * stage.num_layers * layer
+    if widths is None:
+        held = held + np.ceil(passes) * boundary_bytes(model, grid, recipe)
+        return held
     more = np.zeros(len(grid))
     if stage.has_head:
         more = more + tokens(model, grid) * head_bytes(model, widths, grid.tp, sp)
@@ -207,6 +217,9 @@ def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stag
         more = more - tokens(model, grid) * widths.stream * model.hidden / sp
     elif model.family is Family.GPT:
         more = more + INDEX_BYTES * model.seq_len / grid.cp
+    if recipe.keeps_root:
+        root = stage_parameters(model, dataclasses.replace(stage, num_layers=0), grid.tp)
+        more = more + np.where(grid.dp * grid.cp > 1, recipe.gather_bytes * root, 0.0)
     if widths.autocast:
         more = more + cast_weight_bytes(model, stage.num_layers, stage.has_head) / grid.tp
     return held + passes * more
@@ -216,6 +229,13 @@ def sequence_shards(grid: Grid) -> Column:
     """Over how many ranks a sequence is split between tensor-parallel regions."""
     shards: Column = np.where(grid.sequence_parallel, grid.tp, 1)
     return shards
+
+
+def _received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: int) -> Column:
+    """Of all micro-batches, the stage inputs that PyTorch's pipeline receives into buffers made once, and the outputs
+    that it keeps until their gradients are there, which are received into such buffers too."""
+    num_streams = (index > 0) + 2 * (index < grid.pp - 1)
+    return num_streams * grid.num_micro_batches * boundary_bytes(model, grid, recipe)
 
 
 def boundary_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:

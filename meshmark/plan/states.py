@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshmark.case import Case
-from meshmark.layout import Layout, Recompute, Schedule
+from meshmark.layout import Layout, Precision, Recompute, Schedule
 from meshmark.model_spec import ModelSpec
 from meshmark.plan.grid import layout_grid
 from meshmark.plan.memory import stage_memory, stage_parameters
 from meshmark.plan.partition import uniform_stages
 from meshmark.plan.rates import Rates
-from meshmark.plan.recipe import TrainingRecipe, eager_recipe
+from meshmark.plan.recipe import DEEPSPEED_PATHS, TrainingRecipe, eager_recipe
 
 BARE = Rates(name="bare", step_seconds=0.0, fragmentation=0.0)
 """No allocator's or framework's share: what the suites measure are exact bytes of tensors."""
@@ -27,6 +28,9 @@ class ModelStates:
     optimizer_states: float
     activations: float | None = None
     """When the step's first backward pass begins; None where they are not planned."""
+    peak: float | None = None
+    """The most of all at one instant, on the fullest rank of the stage; None where activations are not planned, and of
+    DeepSpeed in mixed precision, whose copies the planner does not know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +38,30 @@ class Remainder:
     """Bytes that a framework really holds beyond (or, negative, short of) the closed form, and why."""
 
     category: str
-    """parameters, gradients, optimizer_states or activations."""
+    """parameters, gradients, optimizer_states, activations, or peak for what is there besides then."""
     num_bytes: float
     reason: str
+
+
+def declared_bytes(declared: Sequence[Remainder], category: str) -> float:
+    """Of one category; at the peak of all but gradients, which the recipe's path brings there."""
+    here = ("parameters", "optimizer_states", "activations", "peak") if category == "peak" else (category,)
+    return sum(r.num_bytes for r in declared if r.category in here)
 
 
 def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) -> ModelStates:
     """What `rank` must hold under `case`'s layout."""
     model, layout = case.workload.model, case.layout
     grid = layout_grid(layout, case.workload.global_batch)
-    held = stage_memory(model, grid, recipe or eager_recipe(case), BARE, pipeline_stage(layout, rank))
+    using = recipe or eager_recipe(case)
+    held = stage_memory(model, grid, using, BARE, pipeline_stage(layout, rank))
+    exact = _is_exact(layout, model)
+    known = case.precision in (Precision.FP32, Precision.FP64) or using.gradient_path not in DEEPSPEED_PATHS
     return ModelStates(
         parameters=float(held.parameters[0]), gradients=float(held.gradients[0]),
         optimizer_states=float(held.optimizer[0]),
-        activations=float(held.activations[0]) if _is_exact(layout, model) else None,
+        activations=float(held.activations[0]) if exact else None,
+        peak=float(held.total_bytes[0]) if exact and known else None,
     )  # fmt: skip
 
 
