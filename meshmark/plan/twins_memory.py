@@ -59,8 +59,9 @@ def zero_twin() -> Table:
             "stage 2 the bucket, its flat copy and the part; AdamW's two temporaries, as large as the one flat tensor",
             "that it is given, and at stage 3 a flat copy of the gradients too. FSDP2's: what is reduced of a block,",
             "gloo's copy of it, and the block gathered ahead. The plan is for collectives whose buffers are gone once",
-            "they are done. gloo's threads may release them later, and then a peak holds up to a block or a bucket",
-            "more: the search stops at the first width where it does, which is why the last column falls short.",
+            "they are done. gloo's threads may release them later, four ranks on two cores more often than two, and",
+            "then a peak holds up to a block or a bucket more, at random: the search stops at the first width where",
+            "it does, so that the last column, measured once, shows how far above the plan that goes.",
         ],
     )  # fmt: skip
 
