@@ -31,7 +31,7 @@ from meshmark.data import Batch
 from meshmark.errors import AdapterError
 from meshmark.layout import Precision
 from meshmark.objective import build_optimizer, build_schedule
-from meshmark.plan.states import Recipe, Remainder
+from meshmark.plan.recipe import TrainingRecipe, eager_recipe
 from meshmark.plan.traffic import Traffic, fully_sharded, step_traffic
 
 _ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
@@ -112,6 +112,10 @@ class Accelerate(Adapter):
         lacks={Precision.FP16: _FP16_IS_FP32},
     )  # fmt: skip
 
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        return eager_recipe(case, "eager-ddp")
+
     def build(self, case: Case, context: RankContext) -> Engine:
         _choose_device(context)
         from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -159,22 +163,13 @@ class AccelerateFSDP2(Adapter):
     )  # fmt: skip
 
     @classmethod
-    def recipe(cls, case: Case) -> Recipe:
-        return Recipe.plain(case.precision, casts_weights=True)
-
-    @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        """What is in no block lies gathered, in the precision of the products, where there is anything to gather."""
-        if case.layout.dp == 1:
-            return ()
-        width = {Precision.FP64: 8, Precision.FP32: 4}.get(case.precision, 2)
-        reason = "Accelerate leaves the root to fully_shard, which keeps it whole from forward to backward"
-        return (Remainder(category="activations", num_bytes=width * _root_parameters(case), reason=reason),)
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """Accelerate leaves the root to `fully_shard`, which keeps it whole from forward to backward."""
+        return dataclasses.replace(eager_recipe(case, "eager-fsdp2", casts_weights=True), keeps_root=True)
 
     @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic:
-        """FSDP2's, but what is in no block is gathered once a micro-batch: Accelerate leaves the root to `fully_shard`,
-        which then keeps it whole from forward to backward."""
+        """FSDP2's, but what is in no block is gathered once a micro-batch."""
         model = case.workload.model
         traffic = step_traffic(case, rank, fully_sharded(case))
         if case.layout.dp > 1:

@@ -14,6 +14,7 @@ from meshmark.adapter import Adapter, Capabilities, Engine, RankContext
 from meshmark.case import Case
 from meshmark.layout import Precision
 from meshmark.objective import build_optimizer
+from meshmark.plan.recipe import TrainingRecipe, eager_recipe
 
 
 class DDPEngine(DataParallelEngine):
@@ -31,6 +32,10 @@ class DDPEngine(DataParallelEngine):
 
 class DDP(Adapter):
     capabilities: ClassVar = Capabilities(degrees=frozenset({"dp"}), precisions=frozenset(Precision))
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        return eager_recipe(case, "eager-ddp")
 
     def build(self, case: Case, context: RankContext) -> Engine:
         model = initial_model(case, context.device)

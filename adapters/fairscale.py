@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,8 @@ from meshmark.case import Case
 from meshmark.layout import Precision
 from meshmark.model import parameter_shapes
 from meshmark.objective import build_optimizer, optimizer_arguments, parameter_groups
-from meshmark.plan.states import Recipe, Remainder
+from meshmark.plan.recipe import TrainingRecipe, eager_recipe
+from meshmark.plan.states import Remainder
 from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffic
 
 _FAIRSCALE = (Requirement(module="fairscale", distribution="fairscale"),)
@@ -248,8 +250,8 @@ class FairScaleFSDP(Adapter):
     )  # fmt: skip
 
     @classmethod
-    def recipe(cls, case: Case) -> Recipe:
-        return Recipe.plain(case.precision, casts_weights=True)
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        return dataclasses.replace(eager_recipe(case, "eager-fsdp2", casts_weights=True), prefetches=False)
 
     @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic:

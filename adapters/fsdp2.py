@@ -21,7 +21,7 @@ from meshmark.initial import initial_value
 from meshmark.layout import Precision
 from meshmark.model import Transformer
 from meshmark.objective import build_optimizer
-from meshmark.plan.states import Recipe
+from meshmark.plan.recipe import TrainingRecipe, eager_recipe
 
 
 class FSDP2Engine(DataParallelEngine):
@@ -62,8 +62,8 @@ class FSDP2(Adapter):
     )  # fmt: skip
 
     @classmethod
-    def recipe(cls, case: Case) -> Recipe:
-        return Recipe.plain(case.precision, casts_weights=True)
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        return eager_recipe(case, "eager-fsdp2", casts_weights=True)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         with torch.device("meta"):

@@ -19,8 +19,7 @@ from meshmark.data import Batch
 from meshmark.layout import Precision
 from meshmark.model import Transformer, drawn_name, stage_layers
 from meshmark.objective import build_optimizer, build_schedule, loss_share
-from meshmark.plan.eager import micro_batch_tokens
-from meshmark.plan.states import Remainder
+from meshmark.plan.states import Remainder, micro_batch_tokens
 
 
 class Part(nn.Module):

@@ -211,6 +211,7 @@ def activations(bench: Bench) -> list[Row]:
         framework = load_adapter(ADAPTERS[adapter])
         for report in bench.run(case, Task.OBSERVE, steps=3)[:: layout.dp * layout.tp]:
             assert report.memory and report.memory.held
+            eager = framework.recipe(case).eager
             declared = [r for r in framework.remainders(case, report.rank) if r.category == "activations"]
             rows.append({
                 "adapter": adapter, "dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "zero_stage": layout.zero_stage,
@@ -218,7 +219,7 @@ def activations(bench: Bench) -> list[Row]:
                 **shape(model), "rank": report.rank, "held_bytes": report.memory.held.activations,
                 "declared_bytes": f"{sum(r.num_bytes for r in declared):.0f}",
                 "declared": "; ".join(r.reason for r in declared),
-                "casts_weights": framework.recipe(case).casts_weights,
+                "casts_weights": eager is not None and eager.casts_weights,
             })  # fmt: skip
     return rows
 

@@ -21,7 +21,8 @@ from meshmark.case import Case
 from meshmark.data import Batch
 from meshmark.layout import Layout, Precision, Recompute
 from meshmark.model_spec import Family
-from meshmark.plan.states import Recipe, Remainder
+from meshmark.plan.recipe import TrainingRecipe, eager_recipe
+from meshmark.plan.states import Remainder
 from meshmark.plan.traffic import Traffic, step_traffic
 
 
@@ -239,9 +240,9 @@ class Adapter(ABC):
         return [*(r.module for r in cls.requires), *cls.preload] if not any(r.missing for r in cls.requires) else []
 
     @classmethod
-    def recipe(cls, case: Case) -> Recipe:
-        """Bytes that this framework keeps for every parameter."""
-        return Recipe.plain(case.precision)
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """How this framework keeps a model in training: what the planner's memory follows from."""
+        return eager_recipe(case)
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:

@@ -6,11 +6,11 @@ Pure functions from a record to a verdict: a record on disk can be judged again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshmark.meters.memory import MemoryReading
-from meshmark.plan.states import ModelStates
+from meshmark.plan.states import ModelStates, Remainder, declared_bytes
 from meshmark.record import Record, Verdict
 from meshmark.truth import Deviation
 from meshmark.yardstick import FALSE_ALARMS, compare, zeros
@@ -99,8 +99,7 @@ def judge_memory(record: Record) -> Verdict:
     for rank, (reading, plan, declared) in enumerate(
         zip(record.memory, record.planned_states, record.remainders, strict=True)
     ):
-        for category, measured, planned in _held(reading, plan, with_activations=on_cpu):
-            expected = planned + sum(r.num_bytes for r in declared if r.category == category)
+        for category, measured, expected in memory_categories(reading, plan, declared, with_activations=on_cpu):
             worst = max(worst, (abs(measured - expected) / max(expected, 1.0), category, rank, measured, expected))
     error, category, rank, measured, expected = worst
     summary = f"{category} on rank {rank}: {measured:,.0f} bytes, planned {expected:,.0f} ({error:.2%})"
@@ -112,14 +111,14 @@ def judge_memory(record: Record) -> Verdict:
     )  # fmt: skip
 
 
-def _held(
-    reading: MemoryReading, plan: ModelStates, *, with_activations: bool
+def memory_categories(
+    reading: MemoryReading, plan: ModelStates, declared: Sequence[Remainder], *, with_activations: bool
 ) -> Iterator[tuple[str, float, float]]:  # fmt: skip
-    """Category, measured and planned bytes. Activations are those that PyTorch's operators save on a CPU."""
+    """Category, measured and expected bytes. Activations are those that PyTorch's operators save on a CPU."""
     for name in ("parameters", "gradients", "optimizer_states"):
-        yield name, getattr(reading.states, name), getattr(plan, name)
+        yield name, getattr(reading.states, name), getattr(plan, name) + declared_bytes(declared, name)
     if with_activations and reading.held is not None and plan.activations is not None:
-        yield "activations", reading.held.activations, plan.activations
+        yield "activations", reading.held.activations, plan.activations + declared_bytes(declared, "activations")
 
 
 def judge_communication(record: Record) -> Verdict:

@@ -20,8 +20,8 @@ from meshmark.meters.memory import Bytes, visible_storages
 from meshmark.model import Transformer
 from meshmark.model_spec import Family, ModelSpec
 from meshmark.objective import loss_share
-from meshmark.plan.eager import held_activations
-from meshmark.plan.states import ModelStates, Remainder
+from meshmark.plan.recipe import eager_recipe
+from meshmark.plan.states import ModelStates, Remainder, model_states
 from meshmark.record import Record, Verdict
 from meshmark.runner import Runner, RunOptions
 from meshmark.verdict import judge_memory
@@ -42,6 +42,10 @@ def one(spec: ModelSpec, precision: Precision = Precision.FP32) -> Case:
     return Case(
         adapter="single", workload=make_workload(model=spec, global_batch=2), layout=Layout(), precision=precision
     )
+
+
+def held_activations(case: Case, rank: int, *, casts_weights: bool = False) -> float | None:
+    return model_states(case, rank, eager_recipe(case, casts_weights=casts_weights)).activations
 
 
 def saved_bytes(case: Case, *, casts_weights: bool = False) -> int:

@@ -13,7 +13,8 @@ from meshmark.meters.traffic import Collective, wire_factor
 from meshmark.model import Transformer, parameter_shapes, stage_layers
 from meshmark.model_spec import MODELS, Family, ModelSpec
 from meshmark.plan.flops import model_flops_per_token
-from meshmark.plan.states import Recipe, local_parameters, model_states
+from meshmark.plan.recipe import TrainingRecipe, recipe
+from meshmark.plan.states import local_parameters, model_states
 from meshmark.plan.traffic import (
     Reduction,
     data_parallel_traffic,
@@ -70,8 +71,10 @@ def test_stages_add_up_to_the_model_and_a_tied_head_s_copy(spec: ModelSpec) -> N
     assert total == spec.num_parameters + (spec.vocab_size * spec.hidden if spec.tied_embeddings else 0)
 
 
-def states(stage: int, dp: int = 4, recipe: Recipe | None = None, **changes: object) -> tuple[float, float, float]:
-    found = model_states(make_case(layout=Layout(dp=dp, zero_stage=stage), **changes), 0, recipe)
+def states(
+    stage: int, dp: int = 4, using: TrainingRecipe | None = None, **changes: object
+) -> tuple[float, float, float]:
+    found = model_states(make_case(layout=Layout(dp=dp, zero_stage=stage), **changes), 0, using)
     return found.parameters, found.gradients, found.optimizer_states
 
 
@@ -93,9 +96,8 @@ def test_zero_shards_stage_by_stage(stage: int, expected: tuple[float, ...]) -> 
 )
 def test_the_figures_of_the_zero_paper(stage: int, total: float) -> None:
     """arXiv:1910.02054, figure 1: 7.5B parameters on 64 ranks take 120, 31.4, 16.6 and 1.9 GB."""
-    recipe = Recipe(weights=2, masters=4, gradients=2)
     workload = make_workload(global_batch=64)
-    found = states(stage, dp=64, recipe=recipe, workload=workload)
+    found = states(stage, dp=64, using=recipe("zero"), workload=workload)
     assert sum(found) == pytest.approx(total * P)
     published = {0: 120e9, 1: 31.4e9, 2: 16.6e9, 3: 1.9e9}[stage]
     assert sum(found) / P * 7.5e9 == pytest.approx(published, rel=0.02)

@@ -127,6 +127,14 @@ def test_model_states_of_the_largest_models_are_as_declared_to_one_step_of_the_s
         assert cells[1] is not None and abs(cells[1].error) < 0.05
 
 
+def test_no_twin_s_peak_is_less_than_the_plan_s() -> None:
+    """More it may be, by what gloo's threads release late; DDP's bucket views are nothing that they hold."""
+    for (_, _, framework, *_), (_, _, _, *peaks) in zero_twin().rows:
+        for cell in peaks:
+            assert cell is not None and cell.error < 0.02
+            assert framework != "ddp" or abs(cell.error) < 0.001
+
+
 def test_measured_activations_are_the_plan_s() -> None:
     for _, cells in activations_twin().rows:
         assert cells[0] is not None and abs(cells[0].error) < 0.001

@@ -6,18 +6,22 @@ gradients, accumulated and reduced in fp32.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from typing import ClassVar
 
+import numpy as np
+
 from adapters.data_parallel import initial_model
-from adapters.deepspeed.config import ds_config, reduce_bucket, settle
+from adapters.deepspeed.config import ds_config, settle
 from adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapter import Adapter, Capabilities, Engine, Feature, KnownGap, RankContext, Requirement
 from meshmark.case import Case
 from meshmark.layout import Precision
-from meshmark.model import parameter_shapes
 from meshmark.objective import build_optimizer, build_schedule
-from meshmark.plan.states import Recipe, Remainder
+from meshmark.plan.parameter_order import bucket_elements, part_elements
+from meshmark.plan.partition import uniform_stages
+from meshmark.plan.recipe import TrainingRecipe, eager_recipe
+from meshmark.plan.states import Remainder
 from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffic
 
 
@@ -58,24 +62,28 @@ class DeepSpeed(Adapter):
         return super().refusal(case, device, needs)
 
     @classmethod
-    def recipe(cls, case: Case) -> Recipe:
+    def recipe(cls, case: Case) -> TrainingRecipe:
         """In float32 too, weights and masters are two copies (at stage 3 two shards: DeepSpeed means to share them, but
         compares a `torch.device` with a string). In bf16, stage 1 is another optimizer, `BF16_Optimizer`, which keeps
         the whole float32 gradient for life and the bf16 one besides."""
+        using = eager_recipe(case, f"eager-deepspeed-{case.layout.zero_stage}", casts_weights=True)
         if case.precision is Precision.FP32:
-            return Recipe(masters=4)
-        return Recipe(weights=2, masters=4, gradients=6 if _keeps_whole_gradients(case) else 4, casts_weights=True)
+            return using
+        if _keeps_whole_gradients(case):
+            using = dataclasses.replace(using, gradient_bytes=6, gradient_stage=2)
+        return dataclasses.replace(using, weight_bytes=2)
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         """Beyond ZeRO's closed form, or short of it: stage 1 does not keep reduced gradients of other ranks either."""
         layout, count = case.layout, case.workload.model.num_parameters
-        planned = count / (layout.dp if layout.zero_stage == 2 else 1)
+        planned = count / layout.dp
         if layout.zero_stage < 3 and case.precision is Precision.FP32:
-            kept = float(_partition(case, rank))
+            one = uniform_stages(case.workload.model, 1)[0]
+            kept = float(part_elements(case.workload.model, one, np.ones(1), np.array([layout.dp]), rank)[0])
             reason = "a rank keeps its partition's gradients alone, and tensors that reach over its ends whole"
         elif layout.zero_stage == 1 and case.precision is Precision.FP16:
-            kept = count / layout.dp + reduce_bucket(case)
+            kept = count / layout.dp + bucket_elements(case.workload.model)
             reason = "a rank keeps its partition's gradients alone, and the bucket that was reduced last"
         else:
             return ()
@@ -114,16 +122,3 @@ class DeepSpeed(Adapter):
 
 def _keeps_whole_gradients(case: Case) -> bool:
     return case.precision is Precision.BF16 and case.layout.zero_stage == 1
-
-
-def _partition(case: Case, rank: int) -> int:
-    """Elements of all tensors that reach into `rank`'s share of the flat parameters, an even number of elements."""
-    num_ranks = case.layout.dp
-    size = math.ceil(case.workload.model.num_parameters / (2 * num_ranks)) * 2
-    start, total = 0, 0
-    for shape in parameter_shapes(case.workload.model).values():
-        stop = start + math.prod(shape)
-        if start < (rank + 1) * size and stop > rank * size:
-            total += stop - start
-        start = stop
-    return total

@@ -9,16 +9,7 @@ from meshmark.adapter import RankContext
 from meshmark.case import Case
 from meshmark.errors import AdapterError
 from meshmark.layout import Precision
-
-DEFAULT_BUCKET = 500_000_000
-"""Elements of DeepSpeed's default reduce bucket."""
-
-
-def reduce_bucket(case: Case) -> int:
-    """Elements of the bucket that gradients are reduced in: DeepSpeed's default, but at most the largest of a block and
-    the token embedding. Stage 3 allocates the bucket whole, 2 GB by default, and a small model would never fill one."""
-    model = case.workload.model
-    return min(DEFAULT_BUCKET, max(model.block_parameters, model.vocab_size * model.hidden))
+from meshmark.plan.parameter_order import bucket_elements
 
 
 def ds_config(case: Case) -> dict[str, Any]:
@@ -32,7 +23,8 @@ def ds_config(case: Case) -> dict[str, Any]:
         "gradient_clipping": 0.0 if clip_norm is None else clip_norm,  # left out, it would be 1.0
         "zero_optimization": {
             "stage": layout.zero_stage,
-            "reduce_bucket_size": reduce_bucket(case),
+            # Stage 3 allocates the bucket whole, 2 GB by default.
+            "reduce_bucket_size": bucket_elements(case.workload.model),
             "stage3_param_persistence_threshold": 0,  # 1e5 by default: smaller parameters are not sharded
             # The defaults keep gathered what is used again within 1e9 elements, or comes up in a look-ahead of 5e7 that
             # skips what is there already: all of a small model, from forward to backward. Off, stage 3 is ZeRO's: every

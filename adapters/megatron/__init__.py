@@ -3,6 +3,7 @@ place of the model's linear layers, embedding and cross-entropy; replicas by PyT
 
 from __future__ import annotations
 
+import dataclasses
 from typing import ClassVar
 
 import torch
@@ -19,8 +20,9 @@ from meshmark.layout import Precision, Recompute
 from meshmark.model import Transformer
 from meshmark.model_spec import Family
 from meshmark.objective import build_optimizer
-from meshmark.plan.eager import cast_weight_bytes, micro_batch_tokens
-from meshmark.plan.states import Remainder
+from meshmark.plan.eager import cast_weight_bytes
+from meshmark.plan.recipe import TrainingRecipe, eager_recipe
+from meshmark.plan.states import Remainder, micro_batch_tokens
 from meshmark.plan.traffic import Traffic, add_traffic, data_parallel_traffic, tensor_parallel_traffic
 
 
@@ -46,6 +48,12 @@ class Megatron(Adapter):
         return add_traffic(data_parallel_traffic(case, rank), tensor_parallel_traffic(case, stream_bytes))
 
     @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """The vocabulary-parallel loss works in place."""
+        using = eager_recipe(case, "eager-ddp" if case.layout.dp > 1 else "eager")
+        return dataclasses.replace(using, loss_tensors=0.0)
+
+    @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         """What megatron-core's layers save otherwise than PyTorch's, which are what is planned."""
         model, tp, tokens = case.workload.model, case.layout.tp, micro_batch_tokens(case)
@@ -61,9 +69,13 @@ class Megatron(Adapter):
             if model.family is Family.GPT:
                 wide = 4 * model.num_layers * model.ffn_hidden // tp
                 found.append((tokens * wide, "wide biases make outputs wide, and so what GELU saves"))
-            copies = cast_weight_bytes(model, model.num_layers, True, tp)
+            copies = cast_weight_bytes(model, model.num_layers, True) / tp
             found.append((-copies, "linear layers save their wide weights, not autocast's copies"))
-        return tuple(Remainder(category="activations", num_bytes=n, reason=reason) for n, reason in found)
+        declared = [Remainder(category="activations", num_bytes=n, reason=reason) for n, reason in found]
+        if tp > 1 and model.family is Family.LLAMA:
+            there = "the embedding's output is there all the same"
+            declared.append(Remainder(category="peak", num_bytes=4 * tokens * model.hidden, reason=there))
+        return tuple(declared)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from megatron.core import ModelParallelConfig, parallel_state

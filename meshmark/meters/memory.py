@@ -103,7 +103,7 @@ def read_memory(
         for operand in (o for argument in operation.operands for o in argument):
             on_wire.setdefault(operand.address, []).append(operation.time_ns)
     named = after_update.addresses | before_update.addresses
-    lives = [_settle(life, on_wire, named | visible, backward, update) for life in _one_at_a_time(watch.allocations())]
+    lives = [_settle(life, on_wire, named | visible, backward) for life in _one_at_a_time(watch.allocations())]
     lives = [life for life in lives if life.stop_ns is None or life.stop_ns > life.start_ns]
     peak_ns = _peak_time(lives, backward.start_ns, update.stop_ns)
     starts = [start for start in watch.backward_starts() if backward.holds(start)]
@@ -137,19 +137,17 @@ def _one_at_a_time(lives: list[Allocation]) -> list[Allocation]:
     return found[::-1]
 
 
-def _settle(
-    life: Allocation, on_wire: dict[int, list[int]], known: set[int], backward: Window, update: Window
-) -> Allocation:
-    """How long a storage lived whose end was not seen: for ever when the engine named it or Python still sees it; when
-    it went into a collective, for ever if it is older than the step (a bucket, used again and again), else until
-    the end of that half of the step; otherwise not at all, for it was a collective's scratch of long ago."""
+def _settle(life: Allocation, on_wire: dict[int, list[int]], known: set[int], backward: Window) -> Allocation:
+    """How long a storage lived whose end was not seen: for ever when the engine named it or Python still sees it, or
+    when it went into a collective and is older than the step (a bucket, used again and again). Else gloo's thread had
+    it last, which lets go when the collective is done: until its last collective, or not at all, for it was a
+    collective's scratch of long ago."""
     if life.stop_ns is not None or life.address in known:
         return life
     uses = [t for t in on_wire.get(life.address, []) if t >= life.start_ns]
     if uses and life.start_ns < backward.start_ns:
         return life
-    half = backward if uses and backward.holds(max(uses)) else update
-    return dataclasses.replace(life, stop_ns=half.stop_ns if uses else life.start_ns)
+    return dataclasses.replace(life, stop_ns=max(uses) + 1 if uses else life.start_ns)
 
 
 def visible_storages() -> set[int]:

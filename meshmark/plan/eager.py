@@ -1,19 +1,23 @@
 """What PyTorch's eager autograd keeps of the forward pass of this project's own model (meshmark/model.py) on a CPU,
 operation by operation, to the byte: no formula of a paper, whose models fuse and mask other things.
 
-Widths a token: h hidden, f feed-forward, v vocabulary; a heads; those inside a tensor-parallel region and v over t
-(arXiv:1909.08053 sec. 3). What two operations save is counted once: a storage is kept, not a use of it.
+Widths a token: h hidden, f feed-forward, v vocabulary; a heads. Those inside a tensor-parallel region and v are over
+`tp` (arXiv:1909.08053 sec. 3), under sequence parallelism those between two over `sp` (arXiv:2205.05198 sec. 4.2.2).
+What two operations save is counted once: a storage is kept, not a use of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshmark.case import Case
-from meshmark.layout import Layout, Precision, Recompute, Schedule
-from meshmark.model_spec import Family, ModelSpec
+import numpy as np
 
-_INDEX_BYTES = 8
+from meshmark.layout import Precision
+from meshmark.model_spec import Family, ModelSpec
+from meshmark.plan.grid import Column
+
+INDEX_BYTES = 8
+"""One position of the learned embedding; tokens' indices are the batch itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,10 @@ class Widths:
             return cls(stream=wide, low=wide, wide=wide)
         return cls(stream=2 if casts_weights else 4, low=2, wide=4, autocast=not casts_weights)
 
+    @property
+    def casts_weights(self) -> bool:
+        return self.stream < self.wide
+
 
 def norm_bytes(model: ModelSpec, widths: Widths, num_products: int) -> int:
     """One norm, a token, before `num_products` matrix products: its input, its inside, and what the products save.
@@ -52,67 +60,37 @@ def norm_bytes(model: ModelSpec, widths: Widths, num_products: int) -> int:
     return widths.wide * (h + 1) + widths.stream * h + output
 
 
-def attention_bytes(model: ModelSpec, widths: Widths, tp: int = 1) -> float:
+def attention_bytes(model: ModelSpec, widths: Widths, tp: Column) -> Column:
     """Queries, keys, values, output and one logarithm a head. The output lies as the queries do: by head where rotary
     positions were written, and then the projection saves a copy that lies by token (of one head, the same thing)."""
-    copied = model.family is Family.LLAMA and model.num_heads > tp
-    elements = (3 if copied else 2) * model.hidden + 2 * model.kv_hidden
+    copied = (model.family is Family.LLAMA) & (model.num_heads > tp)
+    elements = np.where(copied, 3, 2) * model.hidden + 2 * model.kv_hidden
     return (widths.low * elements + widths.wide * model.num_heads) / tp
 
 
-def feed_forward_bytes(model: ModelSpec, widths: Widths, tp: int = 1) -> float:
+def feed_forward_bytes(model: ModelSpec, widths: Widths, tp: Column) -> Column:
     """GELU's input and output; SwiGLU's gate, its SiLU, the other factor and the product."""
     return (2 if model.family is Family.GPT else 4) * widths.low * model.ffn_hidden / tp
 
 
-def block_bytes(model: ModelSpec, widths: Widths, tp: int = 1) -> float:
+def block_bytes(model: ModelSpec, widths: Widths, tp: Column, sp: Column) -> Column:
     """One block, a token. Residual sums save nothing: the streams are the norms' inputs."""
     norms = norm_bytes(model, widths, 3) + norm_bytes(model, widths, 1 if model.family is Family.GPT else 2)
-    return norms + attention_bytes(model, widths, tp) + feed_forward_bytes(model, widths, tp)
+    return norms / sp + attention_bytes(model, widths, tp) + feed_forward_bytes(model, widths, tp)
 
 
-def head_bytes(model: ModelSpec, widths: Widths, tp: int = 1) -> float:
-    """The last norm, and the log-softmax, which the loss saves instead of the logits."""
-    return norm_bytes(model, widths, 1) + widths.wide * model.vocab_size / tp
+def head_bytes(model: ModelSpec, widths: Widths, tp: Column, sp: Column) -> Column:
+    """The last norm, and the log-softmax, which the loss saves instead of the logits, a token."""
+    return norm_bytes(model, widths, 1) / sp + logit_bytes(model, widths, tp)
 
 
-def cast_weight_bytes(model: ModelSpec, num_layers: int, has_head: bool, tp: int) -> float:
-    """The low copies of its matrices that autocast makes for one forward pass, which its products save."""
+def logit_bytes(model: ModelSpec, widths: Widths, tp: Column) -> Column:
+    """One tensor of the loss, a token: the log-softmax, its gradient, or the gradient of the logits."""
+    return widths.wide * model.vocab_size / tp
+
+
+def cast_weight_bytes(model: ModelSpec, num_layers: int, has_head: bool) -> int:
+    """The low copies of its matrices (all over tp) that autocast makes for a forward pass, which its products save."""
     h, f = model.hidden, model.ffn_hidden
     matrices = 2 * h * (h + model.kv_hidden) + (2 if model.family is Family.GPT else 3) * h * f
-    return 2 * (num_layers * matrices + (model.vocab_size * h if has_head else 0)) / tp
-
-
-def micro_batch_tokens(case: Case) -> int:
-    """Of one rank."""
-    layout, workload = case.layout, case.workload
-    return workload.global_batch // (layout.dp * layout.num_micro_batches) * workload.model.seq_len
-
-
-def _is_planned(layout: Layout, model: ModelSpec) -> bool:
-    plain = layout.recompute is Recompute.NONE and layout.cp == 1 and not layout.sequence_parallel
-    return plain and model.dropout == 0 and (layout.pp == 1 or layout.schedule is Schedule.GPIPE)
-
-
-def held_activations(case: Case, rank: int, *, casts_weights: bool = False) -> float | None:
-    """Bytes that the forward passes of `rank` have left when the step's first backward pass begins: of one micro-batch,
-    or of all of them in a pipeline under GPipe's schedule (arXiv:1811.06965). None for what is not planned: dropout,
-    recomputation, other schedules, sequence and context parallelism."""
-    layout, model = case.layout, case.workload.model
-    if not _is_planned(layout, model):
-        return None
-    widths = Widths.of(case.precision, casts_weights=casts_weights)
-    stage = rank // (layout.tp * layout.dp)
-    share, rest = divmod(model.num_layers, layout.pp)
-    num_layers, is_last = share + (stage < rest), stage == layout.pp - 1
-    per_token = num_layers * block_bytes(model, widths, layout.tp)
-    if is_last:
-        per_token += head_bytes(model, widths, layout.tp)
-    if stage:  # the first norm's input lies in the buffer it was received in, which counts as communication
-        per_token -= widths.stream * model.hidden
-    held = micro_batch_tokens(case) * per_token
-    if stage == 0 and model.family is Family.GPT:
-        held += _INDEX_BYTES * model.seq_len  # of the positions; those of the tokens are the batch itself
-    if widths.autocast:
-        held += cast_weight_bytes(model, num_layers, is_last, layout.tp)
-    return held * (layout.num_micro_batches if layout.pp > 1 else 1)
+    return 2 * (num_layers * matrices + (model.vocab_size * h if has_head else 0))

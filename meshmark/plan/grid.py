@@ -92,6 +92,18 @@ def make_grid(**columns: object) -> Grid:
     return grid
 
 
+def layout_grid(layout: Layout, global_batch: int) -> Grid:
+    """The grid of one row: `layout`, with `global_batch` sequences a step."""
+    named = {name: getattr(layout, name) for name in (
+        "dp", "tp", "pp", "cp", "zero_stage", "num_micro_batches", "virtual_stages", "sequence_parallel",
+    )}  # fmt: skip
+    return make_grid(
+        **named, micro_batch=global_batch // (layout.dp * layout.num_micro_batches),
+        schedule=SCHEDULES.index(layout.schedule), recompute=RECOMPUTES.index(layout.recompute),
+        offload=OFFLOADS.index(layout.offload),
+    )  # fmt: skip
+
+
 def enumerate_grid(
     model: ModelSpec, num_gpus: int, global_batch: int, *, max_tp: int, recomputes: Iterable[Recompute],
     zero_stages: Iterable[int] = (0, 1, 2, 3), max_virtual_stages: int = 4,

@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
+from meshmark.case import Case
 from meshmark.errors import UnknownNameError
+from meshmark.layout import Precision
+from meshmark.plan.eager import Widths
+
+
+class GradientPath(StrEnum):
+    """How an eager framework's gradients come from the backward pass to the update: what is alive meanwhile."""
+
+    WHOLE = "whole"
+    """Each in a tensor of its own until the update."""
+    BUCKETS = "buckets"
+    """As views of DDP's buckets, which are there from the start of the step; those of all micro-batches but the last
+    accumulate beside them (`gradient_as_bucket_view`, `no_sync`)."""
+    STAGED = "staged"
+    """DeepSpeed's stage 1: whole until the last micro-batch is over, then through a bucket into the rank's part
+    (`reduce_ipg_grads` and `copy_grads_in_partition` of its runtime/zero/stage_1_and_2.py)."""
+    STREAMED = "streamed"
+    """DeepSpeed's stage 2: the same while every micro-batch's backward pass runs."""
+    MODULES = "modules"
+    """DeepSpeed's stage 3: the same into a flat tensor for life, while each module's weights are gathered alone."""
+    UNITS = "units"
+    """FSDP: block by block whole, then reduce-scattered; what is in no block together at the end."""
+
+
+DEEPSPEED_PATHS = (GradientPath.STAGED, GradientPath.STREAMED, GradientPath.MODULES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +70,20 @@ class TrainingRecipe:
     """The attention core keeps one fp32 statistic a query instead of the scores."""
     dropout_masks: bool = False
     """One-byte dropout masks are kept, as arXiv:2205.05198 counts them."""
+    eager: Widths | None = None
+    """PyTorch's eager kernels run this project's own model, with tensors of these widths, and activations are what they
+    save, operation by operation (`eager.py`). None: the fused kernels of the papers, whose formulas then count."""
+    gradient_stage: int = 2
+    """ZeRO's stage from which the gradients that are held for the update are those of a rank's part alone."""
+    gradient_path: GradientPath = GradientPath.WHOLE
+    """Of eager kernels, as are the following."""
+    loss_tensors: float = 2.0
+    """Of the logits' size, that the loss's backward makes beyond what it was given: the gradients of the log-softmax
+    and of the logits. None where it works in place."""
+    prefetches: bool = True
+    """FSDP gathers a block ahead in the backward pass, and keeps what is being reduced until the next block's is."""
+    keeps_root: bool = False
+    """FSDP leaves what is in no block gathered from forward to backward pass."""
     balanced_stages: bool = False
     """The pipeline is cut by compute, the head counted with the layers; otherwise by number of layers."""
     head_share: float = 1.0
@@ -67,6 +107,12 @@ class TrainingRecipe:
             self.weight_bytes + self.gradient_bytes + self.master_bytes + self.moment_bytes + self.shard_gradient_bytes
         )
 
+
+# How the suites run: fp32 in PyTorch's eager kernels, whose attention keeps no scores on a CPU either.
+_EAGER = TrainingRecipe(
+    name="eager", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=4, element_bytes=4,
+    arithmetic="fp32", eager=Widths.of(Precision.FP32, casts_weights=False),
+)  # fmt: skip
 
 RECIPES: dict[str, TrainingRecipe] = {
     recipe.name: recipe
@@ -106,6 +152,13 @@ RECIPES: dict[str, TrainingRecipe] = {
         # 4 + 4 + 8 = 16, everything in fp32.
         TrainingRecipe(name="fp32", weight_bytes=4, gradient_bytes=4, master_bytes=0, reduce_bytes=4, gather_bytes=4,
                element_bytes=4, flash_attention=False, arithmetic="fp32"),
+        _EAGER,
+        replace(_EAGER, name="eager-ddp", gradient_path=GradientPath.BUCKETS),
+        # DeepSpeed keeps weights and masters in two copies in fp32 too, and at stage 1 no other rank's gradients.
+        replace(_EAGER, name="eager-deepspeed-1", master_bytes=4, gradient_stage=1, gradient_path=GradientPath.STAGED),
+        replace(_EAGER, name="eager-deepspeed-2", master_bytes=4, gradient_path=GradientPath.STREAMED),
+        replace(_EAGER, name="eager-deepspeed-3", master_bytes=4, gradient_path=GradientPath.MODULES),
+        replace(_EAGER, name="eager-fsdp2", gradient_path=GradientPath.UNITS),
     )
 }  # fmt: skip
 
@@ -115,3 +168,15 @@ def recipe(name: str) -> TrainingRecipe:
     if name not in RECIPES:
         raise UnknownNameError("recipe", name, RECIPES)
     return RECIPES[name]
+
+
+def eager_recipe(case: Case, name: str = "eager", *, casts_weights: bool = False) -> TrainingRecipe:
+    """The eager recipe called `name` in the case's precision and with its optimizer: weights, gradients and moments are
+    in the wide one, since autocast makes its copies one operation at a time. `casts_weights`: as `Widths.of`."""
+    wide = 8 if case.precision is Precision.FP64 else 4
+    widths = Widths.of(case.precision, casts_weights=casts_weights)
+    low = 2 if casts_weights and case.precision in (Precision.BF16, Precision.FP16) else wide
+    return replace(
+        recipe(name), weight_bytes=wide, gradient_bytes=wide, reduce_bytes=wide, gather_bytes=low,
+        moment_bytes=wide * case.workload.optimizer.states_per_parameter, element_bytes=widths.stream, eager=widths,
+    )  # fmt: skip

@@ -1,37 +1,21 @@
-"""Closed forms of what one rank holds: parameters, gradients, optimizer states; activations by `eager.py`."""
+"""What the planner's `memory` says of one rank of one case: the form in which the suites hold it to measurement."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshmark.case import Case
-from meshmark.layout import Layout, Precision
-from meshmark.model_spec import Family, ModelSpec
-from meshmark.plan.eager import held_activations
+from meshmark.layout import Layout, Precision, Recompute, Schedule
+from meshmark.model_spec import ModelSpec
+from meshmark.plan.grid import layout_grid
+from meshmark.plan.memory import stage_memory, stage_parameters
+from meshmark.plan.partition import uniform_stages
+from meshmark.plan.rates import Rates
+from meshmark.plan.recipe import DEEPSPEED_PATHS, TrainingRecipe, eager_recipe
 
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Bytes that a framework keeps for every parameter, before any sharding.
-
-    ZeRO's 16 bytes (arXiv:1910.02054, section 3.1) are weights 2, masters 4, gradients 2 and moments 8; frameworks
-    that accumulate gradients in float32 keep 18; plain float32 AdamW keeps 16 too, as 4, 0, 4 and 8.
-    """
-
-    weights: int = 4
-    """What forward and backward use; sharded from ZeRO stage 3 on."""
-    masters: int = 0
-    """Float32 copies that the optimizer updates; sharded from stage 1 on, with the optimizer states."""
-    gradients: int = 4
-    """Between backward and update; sharded from stage 2 on."""
-    casts_weights: bool = False
-    """A mixed precision runs norms and the residual stream in the low one too, in place of autocast."""
-
-    @classmethod
-    def plain(cls, precision: Precision, *, casts_weights: bool = False) -> Recipe:
-        """Weights in the wide precision and nothing else; autocast makes its copies one operation at a time."""
-        width = 8 if precision is Precision.FP64 else 4
-        return cls(weights=width, gradients=width, casts_weights=casts_weights)
+BARE = Rates(name="bare", step_seconds=0.0, fragmentation=0.0)
+"""No allocator's or framework's share: what the suites measure are exact bytes of tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +28,9 @@ class ModelStates:
     optimizer_states: float
     activations: float | None = None
     """When the step's first backward pass begins; None where they are not planned."""
+    peak: float | None = None
+    """The most of all at one instant, on the fullest rank of the stage; None where activations are not planned, and of
+    DeepSpeed in mixed precision, whose copies the planner does not know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,52 +38,51 @@ class Remainder:
     """Bytes that a framework really holds beyond (or, negative, short of) the closed form, and why."""
 
     category: str
-    """parameters, gradients, optimizer_states or activations."""
+    """parameters, gradients, optimizer_states, activations, or peak for what is there besides then."""
     num_bytes: float
     reason: str
 
 
-def model_states(case: Case, rank: int, recipe: Recipe | None = None) -> ModelStates:
-    """What `rank` must hold under `case`'s layout (arXiv:1910.02054, section 5)."""
-    recipe = recipe or Recipe.plain(case.precision)
-    layout, stage = case.layout, case.layout.zero_stage
-    count = local_parameters(case.workload.model, layout, rank)
-    moment = 8 if case.precision is Precision.FP64 else 4
+def declared_bytes(declared: Sequence[Remainder], category: str) -> float:
+    """Of one category; at the peak of all but gradients, which the recipe's path brings there."""
+    here = ("parameters", "optimizer_states", "activations", "peak") if category == "peak" else (category,)
+    return sum(r.num_bytes for r in declared if r.category in here)
 
-    def share(from_stage: int) -> float:
-        return count / (layout.dp * layout.cp if stage >= from_stage else 1)
 
+def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) -> ModelStates:
+    """What `rank` must hold under `case`'s layout."""
+    model, layout = case.workload.model, case.layout
+    grid = layout_grid(layout, case.workload.global_batch)
+    using = recipe or eager_recipe(case)
+    held = stage_memory(model, grid, using, BARE, pipeline_stage(layout, rank))
+    exact = _is_exact(layout, model)
+    known = case.precision in (Precision.FP32, Precision.FP64) or using.gradient_path not in DEEPSPEED_PATHS
     return ModelStates(
-        parameters=recipe.weights * share(3) + recipe.masters * share(1),
-        gradients=recipe.gradients * share(2),
-        optimizer_states=moment * case.workload.optimizer.states_per_parameter * share(1),
-        activations=held_activations(case, rank, casts_weights=recipe.casts_weights),
-    )
+        parameters=float(held.parameters[0]), gradients=float(held.gradients[0]),
+        optimizer_states=float(held.optimizer[0]),
+        activations=float(held.activations[0]) if exact else None,
+        peak=float(held.total_bytes[0]) if exact and known else None,
+    )  # fmt: skip
+
+
+def _is_exact(layout: Layout, model: ModelSpec) -> bool:
+    """Whether activations have been held to what PyTorch saves: without dropout, recomputation, sequence and context
+    parallelism, and in a pipeline under GPipe's schedule alone (arXiv:1811.06965)."""
+    plain = layout.recompute is Recompute.NONE and layout.cp == 1 and not layout.sequence_parallel
+    return plain and model.dropout == 0 and (layout.pp == 1 or layout.schedule is Schedule.GPIPE)
+
+
+def pipeline_stage(layout: Layout, rank: int) -> int:
+    return rank // (layout.tp * layout.dp * layout.cp)
+
+
+def micro_batch_tokens(case: Case) -> int:
+    """Of one rank."""
+    layout, workload = case.layout, case.workload
+    return workload.global_batch // (layout.dp * layout.num_micro_batches) * workload.model.seq_len
 
 
 def local_parameters(model: ModelSpec, layout: Layout, rank: int) -> int:
     """Parameters that `rank` computes with: its pipeline stage's, its tensor-parallel shards; ZeRO not counted."""
-    stage = rank // (layout.tp * layout.cp * layout.dp)
-    count = stage_layers(model, layout, stage) * block_shard(model, layout.tp)
-    if stage == 0:
-        positions = model.seq_len if model.family is Family.GPT else 0
-        count += model.hidden * (model.vocab_size // layout.tp + positions)
-    if stage == layout.pp - 1:
-        norm = model.hidden * (2 if model.family is Family.GPT else 1)
-        own_output = not model.tied_embeddings or layout.pp > 1
-        count += norm + (model.vocab_size // layout.tp * model.hidden if own_output else 0)
-    return count
-
-
-def stage_layers(model: ModelSpec, layout: Layout, stage: int) -> int:
-    """Blocks of a pipeline stage: spread evenly, the remainder on the first ones."""
-    share, rest = divmod(model.num_layers, layout.pp)
-    return share + (stage < rest)
-
-
-def block_shard(model: ModelSpec, tp: int) -> int:
-    """Parameters of one block on one tensor-parallel rank: matrices and the biases of column-parallel ones are split
-    (arXiv:1909.08053, section 3), norms and the biases of row-parallel ones are whole."""
-    h = model.hidden
-    whole = 6 * h if model.family is Family.GPT else 2 * h
-    return (model.block_parameters - whole) // tp + whole
+    stage = uniform_stages(model, layout.pp)[pipeline_stage(layout, rank)]
+    return int(stage_parameters(model, stage, layout.tp))

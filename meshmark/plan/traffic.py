@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from meshmark.case import Case
 from meshmark.layout import Precision
-from meshmark.plan.states import local_parameters, stage_layers
+from meshmark.plan.partition import uniform_stages
+from meshmark.plan.states import local_parameters, pipeline_stage
 
 Traffic = dict[str, float]
 """Bytes by kind of collective."""
@@ -92,7 +93,7 @@ def pipeline_traffic(case: Case, rank: int, activation_bytes: int | None = None)
     layout = case.layout
     if layout.pp == 1:
         return {}
-    stage = rank // (layout.tp * layout.cp * layout.dp)
+    stage = pipeline_stage(layout, rank)
     boundaries = (stage > 0) + (stage < layout.pp - 1)
     tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
     stream = tokens * case.workload.model.hidden * (activation_bytes or wide_bytes(case.precision))
@@ -105,7 +106,7 @@ def context_parallel_traffic(case: Case, rank: int, activation_bytes: int | None
     layout, model = case.layout, case.workload.model
     if layout.cp == 1:
         return {}
-    layers = stage_layers(model, layout, rank // (layout.tp * layout.cp * layout.dp))
+    layers = uniform_stages(model, layout.pp)[pipeline_stage(layout, rank)].num_layers
     tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
     block = tokens * model.kv_hidden // layout.tp * (activation_bytes or wide_bytes(case.precision))
     sent = float(6 * (layout.cp - 1) * layers * block)

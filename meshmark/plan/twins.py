@@ -13,16 +13,12 @@ from meshmark.plan.flops import model_flops_per_token
 from meshmark.plan.grid import make_grid
 from meshmark.plan.papers import Row, number, paper, read_rows
 from meshmark.plan.prediction import Prediction, predict_grid
-from meshmark.plan.rates import Rates
 from meshmark.plan.recipe import recipe
+from meshmark.plan.states import BARE
 from meshmark.plan.system import gpu
 from meshmark.plan.tables import Cell, Table
 
 TWINS_DIR = Path(__file__).parents[2] / "baselines" / "twins"
-EAGER = dataclasses.replace(recipe("fp32"), flash_attention=True)
-"""PyTorch's attention on a CPU keeps no scores either."""
-BARE = Rates(name="twin", step_seconds=0.0, fragmentation=0.0)
-"""No framework's share; what is measured here is exact bytes, and a machine's speed is fitted by itself."""
 
 
 def twin(name: str) -> list[Row]:
@@ -162,7 +158,7 @@ def _predict(row: Row, efficiency: float) -> Prediction:
         tp_bandwidth=bandwidth, tp_network_bandwidth=bandwidth, hop_seconds=0.0,
     )  # fmt: skip
     return predict_grid(
-        model_of(row), make_grid(tp=[tp], micro_batch=[int(row["global_batch"])]), gpu("cpu"), EAGER, given
+        model_of(row), make_grid(tp=[tp], micro_batch=[int(row["global_batch"])]), gpu("cpu"), recipe("eager"), given
     )
 
 

@@ -11,8 +11,9 @@ from meshmark.plan.calibrated import Calibrated, read_calibrated
 from meshmark.plan.grid import SCHEDULES, make_grid
 from meshmark.plan.papers import Row, number
 from meshmark.plan.prediction import Prediction, predict_grid
+from meshmark.plan.recipe import recipe
 from meshmark.plan.tables import Cell, Table
-from meshmark.plan.twins import EAGER, model_of, origin, twin
+from meshmark.plan.twins import model_of, origin, twin
 
 
 def calibrated_twin() -> Table:
@@ -62,4 +63,4 @@ def predict_row(row: Row, there: Calibrated) -> Prediction:
         num_micro_batches=[count], micro_batch=[int(row["global_batch"]) // dp // count],
         schedule=[SCHEDULES.index(Schedule.GPIPE)],
     )  # fmt: skip
-    return predict_grid(model_of(row), grid, there.gpu, EAGER, there.rates)
+    return predict_grid(model_of(row), grid, there.gpu, recipe("eager"), there.rates)

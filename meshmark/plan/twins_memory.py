@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -9,12 +10,13 @@ import numpy as np
 from meshmark.case import Case
 from meshmark.layout import Layout, Precision
 from meshmark.model_spec import ModelSpec
-from meshmark.plan.eager import held_activations
 from meshmark.plan.grid import make_grid
 from meshmark.plan.memory import layer_activation_bytes, memory, state_bytes
 from meshmark.plan.papers import Row, number, paper
+from meshmark.plan.recipe import eager_recipe, recipe
+from meshmark.plan.states import BARE, model_states
 from meshmark.plan.tables import Cell, Table
-from meshmark.plan.twins import BARE, EAGER, model_of, origin, twin
+from meshmark.plan.twins import model_of, origin, twin
 from meshmark.workload import Workload
 
 _STATES = ("parameters", "gradients", "optimizer")
@@ -33,27 +35,33 @@ def zero_twin() -> Table:
         )
         cells = (
             _size_cell(by_states, _formula_bytes), _size_cell(by_states, _declared_bytes),
-            _size_cell(by_peak, _planned_bytes),
+            _size_cell(by_peak, _planned_bytes), _peak_cell(by_peak, "held_bytes", 0),
+            _peak_cell(by_peak, "next_held_bytes", int(by_peak["hidden_step"])),
         )  # fmt: skip
         out.append(((*key, _published_gain(key[1]), by_states["hidden"], by_peak["hidden"]), cells))
     budget, first = number(rows[0], "budget_bytes") / _MIB, rows[0]
     return Table(
         title="ZeRO table 2, twin", source=f"arXiv:1910.02054 table 2; {origin(rows)}",
         formula="the widest model on the search's grid whose bytes fit: 16 bytes a parameter divided by stage (fp32: "
-        "4 + 4 + 8; sec. 5.1 to 5.3); the bytes that the framework's adapter declares; these and the planner's "
-        "activations, logits and buffers",
+        "4 + 4 + 8; sec. 5.1 to 5.3); the bytes that the framework's adapter declares; the planner's peak of the "
+        "framework's eager recipe. Then that peak itself, of the widest model that fitted and of the next",
         labels=("dp", "stage", "framework", "paper: gain at dp 64, theory / measured", "width by states",
                 "width by peak"),
-        columns=("by states, 1e6, ZeRO's formula", "by states, 1e6, as declared", "by peak, 1e6, planner"), rows=out,
+        columns=("by states, 1e6, ZeRO's formula", "by states, 1e6, as declared", "by peak, 1e6, planner",
+                 "its peak MiB", "peak MiB, one step wider"), rows=out,
         notes=[
             f"The largest GPT of {first['layers']} layers whose bytes on the fullest rank fit {budget:g} MiB, by "
             f"bisection over its width in steps of {first['hidden_step']}; {_num_runs(rows)} real runs, fp32, "
             f"{first['global_batch']} sequences of {first['seq_len']} tokens a step.",
             "DeepSpeed keeps 20 bytes a parameter in fp32 (weights and masters are two copies), and at stage 1 no",
-            "other rank's reduced gradients, which ZeRO's formula drops from stage 2 on. The peak holds activations,",
-            "gathered weights and buckets besides; which of them are alive at once depends on gloo's threads, so that",
-            "peaks of one model differ from run to run by up to a bucket. At stages 1 and 2 DeepSpeed's holds some",
-            "4 bytes a parameter that the planner does not know: flat copies and buckets, presumably.",
+            "other rank's reduced gradients, which ZeRO's formula drops from stage 2 on. Its peaks, by the meter's",
+            "list of storages: at stage 1 all whole gradients with the rank's part of them, or with the bucket; at",
+            "stage 2 the bucket, its flat copy and the part; AdamW's two temporaries, as large as the one flat tensor",
+            "that it is given, and at stage 3 a flat copy of the gradients too. FSDP2's: what is reduced of a block,",
+            "gloo's copy of it, and the block gathered ahead. The plan is for collectives whose buffers are gone once",
+            "they are done. gloo's threads may release them later, four ranks on two cores more often than two, and",
+            "then a peak holds up to a block or a bucket more, at random: the search stops at the first width where",
+            "it does, so that the last column, measured once, shows how far above the plan that goes.",
         ],
     )  # fmt: skip
 
@@ -84,7 +92,7 @@ def _size_cell(row: Row, held: Callable[[Row, ModelSpec], float]) -> Cell:
 
 def _formula_bytes(row: Row, model: ModelSpec) -> float:
     grid = make_grid(dp=[int(row["dp"])], zero_stage=[int(row["zero_stage"])])
-    found = state_bytes(np.array([float(model.num_parameters)]), grid, EAGER)
+    found = state_bytes(np.array([float(model.num_parameters)]), grid, recipe("eager"))
     return float(sum(found[name][0] for name in _STATES))
 
 
@@ -94,10 +102,16 @@ def _declared_bytes(row: Row, model: ModelSpec) -> float:
 
 
 def _planned_bytes(row: Row, model: ModelSpec) -> float:
-    dp, batch = int(row["dp"]), int(row["global_batch"])
-    grid = make_grid(dp=[dp], zero_stage=[int(row["zero_stage"])], micro_batch=[batch // dp])
-    held = memory(model, grid, EAGER, BARE)
-    return float(held.total_bytes[0]) - _formula_bytes(row, model) + _declared_bytes(row, model)
+    dp, stage = int(row["dp"]), row["zero_stage"]
+    grid = make_grid(dp=[dp], zero_stage=[int(stage)], micro_batch=[int(row["global_batch"]) // dp])
+    name = f"eager-deepspeed-{stage}" if row["adapter"] == "deepspeed" else f"eager-{row['adapter']}"
+    return float(memory(model, grid, recipe(name), BARE).total_bytes[0])
+
+
+def _peak_cell(row: Row, column: str, wider: int) -> Cell:
+    """The peak of the largest model, or of one wider, measured and planned."""
+    planned = _planned_bytes(row, model_of(row, int(row["hidden"]) + wider))
+    return Cell(published=number(row, column) / _MIB, computed=planned / _MIB)
 
 
 def activations_twin() -> Table:
@@ -105,7 +119,8 @@ def activations_twin() -> Table:
     rows, out = twin("activations"), []
     for row in rows:
         case = _case_of(row)
-        exact = held_activations(case, int(row["rank"]), casts_weights=row["casts_weights"] == "True")
+        using = eager_recipe(case, casts_weights=row["casts_weights"] == "True")
+        exact = model_states(case, int(row["rank"]), using).activations
         assert exact is not None, "the twin runs nothing that is not planned"
         held = number(row, "held_bytes") / _MIB
         label = (
@@ -148,5 +163,6 @@ def _case_of(row: Row) -> Case:
 def _formula_activations(case: Case) -> float:
     layout, workload = case.layout, case.workload
     rows = workload.global_batch // (layout.dp * layout.num_micro_batches)
-    each = layer_activation_bytes(workload.model, make_grid(tp=[layout.tp], micro_batch=[rows]), EAGER)
+    literature = dataclasses.replace(recipe("fp32"), flash_attention=True)
+    each = layer_activation_bytes(workload.model, make_grid(tp=[layout.tp], micro_batch=[rows]), literature)
     return workload.model.num_layers * float(each[0])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from meshmark.record import Reading, Record
 from meshmark.report import tables
+from meshmark.report.planned import planned_memory
 from meshmark.report.plots import memory_plot, throughput_plot
 from meshmark.report.results import Result, results
 from meshmark.throughput import throughput
@@ -78,6 +79,14 @@ def _peak(result: Result) -> int:
     return max(m.peak.total for m in result.observed.memory) if result.observed else 0
 
 
+_PLANNED = (
+    "What was measured beside what the planner computes today, with what adapters declare: the worst rank's error by "
+    "category, and the peak of the fullest stage without what nobody named. Ranks that hold the same by plan differ at "
+    "the peak by buffers of collectives that gloo's threads release late, or where the meter cannot see it: the error "
+    "is that of the rank that holds least beyond its plan."
+)
+
+
 def _evidence(found: Sequence[Result], reading: Reading, baseline: Reading | None) -> list[str]:
     latest = [record for r in found for record in (r.observed, r.timed) if record]
     failed = tables.failures(latest)
@@ -109,6 +118,8 @@ def _evidence(found: Sequence[Result], reading: Reading, baseline: Reading | Non
             parts += [f"## {title}", text, body]
         if title == "Memory" and (declared := tables.remainders(found)):
             parts += ["Declared beyond the closed form, rank 0:", declared]
+        if title == "Memory" and (compared := planned_memory(found)):
+            parts += [_PLANNED, compared]
     if any(r.skipped for r in found):
         parts += ["## Not run", tables.skips(found)]
     if reading.complaints:

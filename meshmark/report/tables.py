@@ -43,7 +43,7 @@ def answer(found: Sequence[Result]) -> str:
     """Which case is correct, how much memory it takes, how fast it is."""
     return markdown([
         {
-            **_names(result), "ranks": result.case.world_size, "correct": result.correctness,
+            **names(result), "ranks": result.case.world_size, "correct": result.correctness,
             "detects": _detects(result), "model states / rank": _of_observed(result, _states_text),
             "peak / rank": _of_observed(result, _peak_text), "tokens/s": _speed(result), "MFU": _mfu(result),
         }
@@ -59,7 +59,7 @@ def equivalence(found: Sequence[Result]) -> str:
             continue
         e = verdict.evidence
         rows.append({
-            **_names(result), "verdict": _passed(verdict.passed), "worst quantity": e["worst_quantity"],
+            **names(result), "verdict": _passed(verdict.passed), "worst quantity": e["worst_quantity"],
             "step": e["worst_step"], "distance / noise": _number(e["ratio"]), "limit": _number(e["factor"]),
             "gradient errors seen from": _number(e["detection_limit"]), "compared": e["compared"],
             "loss, first to last": f"{result.observed.losses[0]:.4f} to {result.observed.losses[-1]:.4f}",
@@ -77,7 +77,7 @@ def memory(found: Sequence[Result]) -> str:
         rank = max(range(len(readings)), key=lambda r: readings[r].peak.total)
         reading, peak, verdict = readings[rank], readings[rank].peak, result.observed.verdict("memory")
         row: dict[str, object] = {
-            **_names(result), "correct": result.correctness, "states in": result.states,
+            **names(result), "correct": result.correctness, "states in": result.states,
             "as planned": _passed(verdict.passed) if verdict else "",
             "worst error": f"{float(verdict.evidence['relative_error']):.2%}" if verdict else "",
             "rank": rank, "parameters": bytes_text(reading.states.parameters),
@@ -98,7 +98,7 @@ def memory(found: Sequence[Result]) -> str:
 def remainders(found: Sequence[Result]) -> str:
     """What adapters declare beyond the closed form; empty when nothing is."""
     rows = [
-        {**_names(result), "category": declared.category, "bytes": f"{declared.num_bytes:,.0f}", "why": declared.reason}
+        {**names(result), "category": declared.category, "bytes": f"{declared.num_bytes:,.0f}", "why": declared.reason}
         for result in found if result.observed and result.observed.remainders
         for declared in result.observed.remainders[0]
     ]  # fmt: skip
@@ -114,7 +114,7 @@ def communication(found: Sequence[Result]) -> str:
         traffic, verdict = result.observed.traffic, result.observed.verdict("communication")
         rank = max(range(len(traffic)), key=lambda r: _wire(traffic[r].asked))
         rows.append({
-            **_names(result), "as planned": _passed(verdict.passed) if verdict else "",
+            **names(result), "as planned": _passed(verdict.passed) if verdict else "",
             "worst error": f"{float(verdict.evidence['relative_error']):.2%}" if verdict else "",
             "asked for": _kinds(traffic[rank].asked), "sent / rank": bytes_text(_wire(traffic[rank].asked)),
             "backend issued": _kinds(traffic[rank].issued),
@@ -133,7 +133,7 @@ def speed(found: Sequence[Result], baseline: Sequence[Result] = ()) -> str:
         milliseconds = 1000 * np.array(result.timed.step_seconds)
         measured = throughput(result.timed)
         row: dict[str, object] = {
-            **_names(result), "correct": result.correctness, "states in": result.states,
+            **names(result), "correct": result.correctness, "states in": result.states,
             "median step": f"{np.median(milliseconds):.4g} ms",
             "fastest": f"{milliseconds.min():.4g} ms", "slowest": f"{milliseconds.max():.4g} ms",
             "samples": len(milliseconds), "tokens/s": f"{measured.tokens_per_second:,.0f}",
@@ -168,7 +168,8 @@ def time_spent(found: Sequence[Result]) -> str:
     ])  # fmt: skip
 
 
-def _names(result: Result) -> dict[str, object]:
+def names(result: Result) -> dict[str, object]:
+    """The columns that say which case a row is of."""
     case = result.case
     return {"adapter": case.adapter, "layout": case.layout.id, "workload": f"{case.workload.name} {case.precision}"}
 
@@ -259,4 +260,4 @@ def _fence(text: str) -> str:
 
 
 def skips(found: Sequence[Result]) -> str:
-    return markdown([{**_names(r), "why": r.any.outcome.message} for r in found if r.skipped])
+    return markdown([{**names(r), "why": r.any.outcome.message} for r in found if r.skipped])

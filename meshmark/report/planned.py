@@ -1,0 +1,79 @@
+"""What the suites measured of memory beside what the planner, as it is today, computes for the same cases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshmark.errors import MeshmarkError
+from meshmark.plan.states import ModelStates, Remainder, declared_bytes, model_states
+from meshmark.record import Record
+from meshmark.registry import load_adapter
+from meshmark.report.results import Result
+from meshmark.report.tables import bytes_text, markdown, names
+from meshmark.verdict import memory_categories
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """Bytes of one rank at its peak, without what was there before the step and nobody named."""
+
+    planned: float
+    measured: int
+    communication: int
+    """Of these, buffers of collectives: gloo's threads release them late, or where the meter cannot see it."""
+
+    @property
+    def error(self) -> float:
+        return self.planned / self.measured - 1.0
+
+
+def plans(record: Record) -> list[tuple[ModelStates, list[Remainder]]]:
+    """By rank, the plan and what the adapter declares, as of today; as recorded where the adapter is not there."""
+    try:
+        adapter = load_adapter(record.adapter)
+    except MeshmarkError:
+        return list(zip(record.planned_states, record.remainders, strict=True))
+    case = record.case
+    return [(model_states(case, rank, adapter.recipe(case)), list(adapter.remainders(case, rank)))
+            for rank in range(len(record.memory))]  # fmt: skip
+
+
+def peaks(record: Record) -> list[Peak]:
+    """Of the ranks of the stage whose plan is fullest; none where it is not planned."""
+    layout, found = record.case.layout, dict[int, list[Peak]]()
+    for rank, (reading, (plan, declared)) in enumerate(zip(record.memory, plans(record), strict=True)):
+        if plan.peak is not None and record.environment.device == "cpu":
+            found.setdefault(rank // (layout.tp * layout.dp), []).append(Peak(
+                planned=plan.peak + declared_bytes(declared, "peak"), communication=reading.peak.communication,
+                measured=reading.peak.total - reading.peak.other,
+            ))  # fmt: skip
+    return max(found.values(), key=lambda ranks: max(peak.planned for peak in ranks), default=[])
+
+
+def least(ranks: Sequence[Peak]) -> Peak:
+    """The one that holds least beyond its plan."""
+    return max(ranks, key=lambda peak: peak.error)
+
+
+def planned_memory(found: Sequence[Result]) -> str:
+    """The worst rank's error of every category, and the peak."""
+    rows = []
+    for result in found:
+        record = result.observed
+        if not record or not record.memory:
+            continue
+        worst: dict[str, float] = {}
+        for reading, (plan, declared) in zip(record.memory, plans(record), strict=True):
+            on_cpu = record.environment.device == "cpu"
+            for name, measured, planned in memory_categories(reading, plan, declared, with_activations=on_cpu):
+                worst[name] = max(worst.get(name, 0.0), abs(planned - measured) / max(measured, 1.0))
+        row: dict[str, object] = {**names(result), **{name: f"{error:.2%}" for name, error in worst.items()}}
+        if ranks := peaks(record):
+            row |= {
+                "peak, planned": bytes_text(max(peak.planned for peak in ranks)),
+                "measured, least": bytes_text(min(peak.measured for peak in ranks)),
+                "most": bytes_text(max(peak.measured for peak in ranks)), "error": f"{least(ranks).error:+.2%}",
+            }  # fmt: skip
+        rows.append(row)
+    return markdown(rows)
