@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -183,3 +184,9 @@ def test_spaces_after_commas_are_forgiven_as_in_pytest(capsys: pytest.CaptureFix
     """`pytest suites --adapters 'ddp, fsdp2'` takes them."""
     assert main(["cases", "--adapters", "ddp, fsdp2"]) == 0
     assert capsys.readouterr().out.endswith("2 cases\n")
+
+
+def test_a_reader_who_has_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m meshmark plan --model llama-8b --gpus 64 --gpu h100 --top 1000 | head -1"
+    ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "") and "llama-8b" in ended.stdout

@@ -154,8 +154,10 @@ def _coded(orders: Iterable[tuple[Schedule, int]]) -> list[tuple[int, int]]:
 
 
 def searched_contexts(seq_len: int) -> tuple[int, ...]:
-    """Context-parallel degrees worth a search: powers of two that leave a rank 4,096 tokens or more of a sequence."""
-    return tuple(2**k for k in range(20) if k == 0 or (seq_len >= 4096 * 2**k and seq_len % 2 ** (k + 1) == 0))
+    """Context-parallel degrees worth a search: for sequences from 32,768 tokens on (for shorter ones cp does what dp
+    does, and no better), powers of two that leave a rank 4,096 tokens or more."""
+    longest = seq_len // 4096 if seq_len >= 32768 else 1
+    return tuple(2**k for k in range(20) if k == 0 or (2**k <= longest and seq_len % 2 ** (k + 1) == 0))
 
 
 def _degrees(

@@ -13,12 +13,14 @@ from meshmark.plan.system import Gpu
 def tensor_collective_seconds(grid: Grid, whole_bytes: Column, rates: Rates, gpus_per_node: int) -> Column:
     """One all-gather or reduce-scatter of `whole_bytes` over the tensor-parallel ranks.
 
-    A ring takes t - 1 steps and moves (t - 1)/t of the bytes; inside a node the steps cost one latency together.
+    A ring takes t - 1 steps and moves (t - 1)/t of the bytes; inside a node the steps cost one latency together. One
+    that leaves the node passes through the links inside it too.
     """
     t = grid.tp
     inside = t <= gpus_per_node
     latency = np.where(inside, rates.tp_latency_seconds, rates.hop_seconds * (t - 1))
-    bandwidth = np.where(inside, rates.tp_bandwidth, rates.tp_network_bandwidth)
+    across = min(rates.tp_network_bandwidth, rates.tp_bandwidth)
+    bandwidth = np.where(inside, rates.tp_bandwidth, across)
     return np.where(t > 1, latency + whole_bytes * (t - 1) / t / bandwidth, 0.0)
 
 
