@@ -20,7 +20,7 @@ from meshmark.layout import Precision, Recompute
 from meshmark.model import Transformer
 from meshmark.model_spec import Family
 from meshmark.objective import build_optimizer
-from meshmark.plan.eager import cast_weight_bytes
+from meshmark.plan.eager import RNG_STATE_BYTES, cast_weight_bytes
 from meshmark.plan.recipe import TrainingRecipe, eager_recipe
 from meshmark.plan.states import Remainder, micro_batch_tokens
 from meshmark.plan.traffic import Traffic, add_traffic, data_parallel_traffic, tensor_parallel_traffic
@@ -71,6 +71,9 @@ class Megatron(Adapter):
                 found.append((tokens * wide, "wide biases make outputs wide, and so what GELU saves"))
             copies = cast_weight_bytes(model, model.num_layers, True) / tp
             found.append((-copies, "linear layers save their wide weights, not autocast's copies"))
+        if case.layout.recompute is Recompute.FULL:
+            states = "its checkpoint keeps a second random state of every block"
+            found.append((model.num_layers * RNG_STATE_BYTES, states))
         declared = [Remainder(category="activations", num_bytes=n, reason=reason) for n, reason in found]
         if tp > 1 and model.family is Family.LLAMA:
             there = "the embedding's output is there all the same"

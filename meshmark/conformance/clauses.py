@@ -87,8 +87,8 @@ CLAUSES: dict[str, Clause] = {
         Clause(name="dropout", statement="Dropout is as strong as asked, fresh in every step and on every "
                "data-parallel rank, one on tensor-parallel ranks, and off in evaluation.",
                scenarios=("dropout",), judge=judges.dropout),
-        Clause(name="recomputation", statement="Computing activations again changes nothing.",
-               scenarios=("recompute",), judge=judges.equivalent),
+        Clause(name="recomputation", statement="Computing activations again changes nothing but what is held.",
+               scenarios=("recompute",), judge=judges.recomputes),
         Clause(name="recomputed dropout", statement="Computing activations again draws the masks of the forward pass "
                "again.", scenarios=("dropout", "recomputed dropout"), judge=judges.draws_again),
         Clause(name="bf16 masters", statement="In bf16, updates below a bf16 ulp are not lost: masters are fp32.",

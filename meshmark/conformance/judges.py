@@ -193,6 +193,15 @@ def dropout(record: Record) -> Finding:
     )  # fmt: skip
 
 
+def recomputes(record: Record) -> Finding:
+    """Ranks hold what is planned, which without recomputation they could not."""
+    held = record.verdict("memory")
+    assert held is not None
+    if not any(planned.activations for planned in record.planned_states):
+        return equivalent(record)
+    return _all_of(equivalent(record), _finding(held.passed, held.summary))
+
+
 def draws_again(kept: Record, recomputed: Record) -> Finding:
     """The first step's forward pass draws the same masks from the same seed; so must its gradient, if its backward pass
     draws them again."""

@@ -18,6 +18,8 @@ from meshmark.plan.grid import Column
 
 INDEX_BYTES = 8
 """One position of the learned embedding; tokens' indices are the batch itself."""
+RNG_STATE_BYTES = 5056
+"""The CPU's random state, which PyTorch's checkpoint keeps of every block that it will compute again."""
 
 
 @dataclass(frozen=True, kw_only=True)

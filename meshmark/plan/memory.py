@@ -15,7 +15,7 @@ import numpy as np
 from meshmark.layout import Offload, Recompute, Schedule
 from meshmark.model_spec import Family, ModelSpec
 from meshmark.plan.backward_pass import Pass
-from meshmark.plan.eager import INDEX_BYTES, block_bytes, cast_weight_bytes, head_bytes, logit_bytes
+from meshmark.plan.eager import INDEX_BYTES, RNG_STATE_BYTES, block_bytes, cast_weight_bytes, head_bytes, logit_bytes
 from meshmark.plan.eager_peak import eager_peak
 from meshmark.plan.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid
 from meshmark.plan.partition import Stage, stages
@@ -233,7 +233,8 @@ def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stag
     if widths is None:
         held = held + np.ceil(passes) * boundary_bytes(model, grid, recipe)
         return held
-    more = np.zeros(len(grid))
+    again = grid.recompute == RECOMPUTES.index(Recompute.FULL)
+    more = np.where(again, float(stage.num_layers * RNG_STATE_BYTES), 0.0)
     if stage.has_head:
         more = more + tokens(model, grid) * head_bytes(model, widths, grid.tp, sp)
     if not stage.has_embedding:

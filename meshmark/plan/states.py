@@ -55,21 +55,24 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     grid = layout_grid(layout, case.workload.global_batch)
     using = recipe or eager_recipe(case)
     held = stage_memory(model, grid, using, BARE, pipeline_stage(layout, rank))
-    exact = _is_exact(layout, model)
+    exact = _is_exact(case)
     known = case.precision in (Precision.FP32, Precision.FP64) or using.gradient_path not in DEEPSPEED_PATHS
     return ModelStates(
         parameters=float(held.parameters[0]), gradients=float(held.gradients[0]),
         optimizer_states=float(held.optimizer[0]),
         activations=float(held.activations[0]) if exact else None,
-        peak=float(held.total_bytes[0]) if exact and known else None,
+        peak=float(held.total_bytes[0]) if exact and known and layout.recompute is Recompute.NONE else None,
     )  # fmt: skip
 
 
-def _is_exact(layout: Layout, model: ModelSpec) -> bool:
-    """Whether activations have been held to what PyTorch saves: without dropout, recomputation, sequence and context
-    parallelism, and in a pipeline under GPipe's schedule alone (arXiv:1811.06965)."""
-    plain = layout.recompute is Recompute.NONE and layout.cp == 1 and not layout.sequence_parallel
-    return plain and model.dropout == 0 and (layout.pp == 1 or layout.schedule is Schedule.GPIPE)
+def _is_exact(case: Case) -> bool:
+    """Whether activations have been held to what PyTorch saves: without dropout, selective recomputation (or any under
+    autocast), sequence and context parallelism, and in a pipeline under GPipe's schedule alone (arXiv:1811.06965)."""
+    layout, again = case.layout, case.layout.recompute
+    wide = case.precision in (Precision.FP32, Precision.FP64)
+    plain = again is Recompute.NONE or (again is Recompute.FULL and wide)
+    plain = plain and layout.cp == 1 and not layout.sequence_parallel and case.workload.model.dropout == 0
+    return plain and (layout.pp == 1 or layout.schedule is Schedule.GPIPE)
 
 
 def pipeline_stage(layout: Layout, rank: int) -> int:

@@ -78,6 +78,7 @@ CLAUSE_MUTANTS: list[Mutant] = [
     *against("recomputation", "ddp fsdp2 gpipe megatron accelerate deepspeed/2", f.RecomputesRounded, F.PRECISION),
     *against("recomputation", "ddp fsdp2 gpipe megatron deepspeed/2", f.RecomputesOtherInput, F.BACKWARD),
     *against("recomputation", "ddp gpipe accelerate deepspeed/1", f.RecomputesOtherWeights, F.BACKWARD),
+    *against("recomputation", "ddp fsdp2 gpipe megatron accelerate deepspeed/3", f.KeepsActivations),
     *against("recomputed dropout", "ddp fsdp2 gpipe megatron accelerate deepspeed/2", f.DrawsOtherMasks),
     *against("recomputed dropout", "megatron", f.PutsBackPyTorchsStates),
     # Randomness

@@ -87,6 +87,15 @@ class PutsBackPyTorchsStates(DrawsOtherMasks):
     checkpoint = functools.partial(checkpoint, use_reentrant=False)
 
 
+class KeepsActivations(Broken):
+    """The option is not heard."""
+
+    def prepare(self) -> None:
+        for module in self.modules():
+            if isinstance(module, Transformer):
+                module.recompute = None
+
+
 class HeadIsACopy(Broken):
     """The head has the embedding's first values, and nobody trains them."""
 
