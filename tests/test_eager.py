@@ -20,6 +20,7 @@ from meshmark.meters.memory import Bytes, visible_storages
 from meshmark.model import Transformer
 from meshmark.model_spec import Family, ModelSpec
 from meshmark.objective import loss_share
+from meshmark.plan.eager import RNG_STATE_BYTES
 from meshmark.plan.recipe import eager_recipe
 from meshmark.plan.states import ModelStates, Remainder, model_states
 from meshmark.record import Record, Verdict
@@ -120,9 +121,15 @@ def test_tensor_parallelism_divides_what_is_between_norms_and_the_logits() -> No
     assert held(Layout(tp=4)) - norms == (held(Layout()) - norms) / 4
 
 
+def test_recomputation_keeps_a_blocks_input_and_a_random_state() -> None:
+    stream = 8 * 12 * 16 * 4
+    block = held(Layout(pp=4), rank=1) + stream
+    assert held(Layout()) - held(Layout(recompute=Recompute.FULL)) == 4 * (block - stream - RNG_STATE_BYTES)
+
+
 @pytest.mark.parametrize(
     "layout, dropout",
-    [(Layout(recompute=Recompute.FULL), 0.0), (Layout(cp=2), 0.0), (Layout(tp=2, sequence_parallel=True), 0.0),
+    [(Layout(recompute=Recompute.SELECTIVE), 0.0), (Layout(cp=2), 0.0), (Layout(tp=2, sequence_parallel=True), 0.0),
      (Layout(pp=2, schedule=Schedule.ONE_F_ONE_B), 0.0), (Layout(), 0.1)],
 )  # fmt: skip
 def test_what_the_forms_do_not_know_is_not_planned(layout: Layout, dropout: float) -> None:
