@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,16 +17,14 @@ from pathlib import Path
 from adapters import ADAPTERS
 from benchmarks.honest import measure_honest
 from benchmarks.power_page import Power, report
+from benchmarks.sittings import sitting, try_all
 from benchmarks.smallest import correct_case, find, sizes
-from benchmarks.trials import Court, Trial, correct_cells, preloaded
 from meshmark.case import Case
-from meshmark.cluster import Cluster, ClusterSpec
-from meshmark.launch import Launcher
 from meshmark.layout import Precision
 from meshmark.runner import Runner, RunOptions
 from meshmark.workload import workload
-from tests.broken.mutant import GPT, LAYOUTS, Mutant
-from tests.broken.mutants import MUTANTS, sized, target
+from tests.broken.mutant import GPT, LAYOUTS
+from tests.broken.mutants import MUTANTS, sized
 
 SEEDED = 6
 """Adapters, the first of LAYOUTS, that run under other seeds and numbers of micro-batches too."""
@@ -40,22 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, default=Path("reports/power.md"))
     parsed = parser.parse_args(arguments)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, Cluster(ClusterSpec()) as cluster:
-        chosen = [m for m in MUTANTS if parsed.k in m.name]
-        names = [m.name for m in chosen] + [sized("ddp", kind, by) for kind, every in sizes().items() for by in every]
-        launcher = Launcher(cluster, preloaded(ADAPTERS.values()))  # one a cluster: it counts launches in the store
-        court = Court(launcher, {name: target(name) for name in names} | ADAPTERS, Path(folder))
-        trials = [_try(court, mutant) for mutant in chosen]
-        cells = []
-        for cell in correct_cells(court):
-            cells.append(cell)
-            print(f"{cell.finding.result:<11} {cell.adapter} {cell.clause} {cell.finding.evidence[:200]}", flush=True)
+    trials, cells = try_all([m.name for m in MUTANTS if parsed.k in m.name], list(LAYOUTS))
+    with sitting([sized("ddp", kind, by) for kind, every in sizes().items() for by in every]) as (
+        court,
+        launcher,
+        folder,
+    ):
         correct = court.suites.observe(correct_case())
         smallest = [find(court, kind, correct) for kind in sizes()]
         real = [court.suites.observe(case) for case in real_cases()]
-        court.close()
         # As the suites run: attention's gradients shrink as training goes on, and with them what can be seen of them.
-        suites = Runner(launcher, ADAPTERS, RunOptions(), Path(folder) / "limits")
+        suites = Runner(launcher, ADAPTERS, RunOptions(), folder / "limits")
         limits = [suites.observe(case) for case in limit_cases()]
         suites.close()
     honest = measure_honest(parsed.groups)
@@ -67,15 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed.output.write_text(report(found))
     print(f"{parsed.output}: {'every mutant caught, no false alarm' if found.good else 'NOT GOOD'}")
     return 0 if found.good else 1
-
-
-def _try(court: Court, mutant: Mutant) -> Trial:
-    started = time.monotonic()
-    trial = court.attempt(mutant)
-    state, seconds = "caught" if trial.caught else "SURVIVED", time.monotonic() - started
-    remark = "" if trial.named else "MISNAMED "
-    print(f"{state:<8} {mutant.name:<50} {seconds:4.1f} s {remark}{trial.told[:300]}", flush=True)
-    return trial
 
 
 def real_cases() -> Iterable[Case]:
