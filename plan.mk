@@ -3,7 +3,7 @@
 tables: install
 	$(BIN)/python -m meshmark.plan.tables
 
-# Scaled-down twins of published tables, measured here into baselines/twins/: eight minutes on two quiet cores, up to two
+# Scaled-down twins of published tables, measured here into baselines/twins/: nine minutes on two quiet cores, up to two
 # more on busy ones.
 twins: install
 	$(BIN)/python -m benchmarks.twins
