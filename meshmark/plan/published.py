@@ -21,6 +21,8 @@ from meshmark.plan.system import GIB, Gpu, gpu
 
 TERA = 1e12
 
+_FULL = RECOMPUTES.index(Recompute.FULL)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
@@ -65,22 +67,30 @@ def _one(**columns: object) -> Grid:
     return make_grid(**{key: [value] for key, value in columns.items()})
 
 
+def _megatron_grid(row: Row, chunks: int, **more: object) -> Grid:
+    """A row's layout under 1F1B, interleaved where a stage has several chunks."""
+    batch, dp, micro = int(row["global_batch"]), int(row["dp"]), int(row["micro_batch"])
+    schedule = Schedule.INTERLEAVED if chunks > 1 else Schedule.ONE_F_ONE_B
+    return _one(
+        dp=dp, tp=int(row["tp"]), pp=int(row["pp"]), micro_batch=micro, num_micro_batches=max(1, batch // dp // micro),
+        virtual_stages=chunks, schedule=SCHEDULES.index(schedule), **more,
+    )  # fmt: skip
+
+
+def _achieved_seconds(row: Row, spec: ModelSpec) -> float:
+    """Of a step, from the FLOP/s that a table gives."""
+    flops = megatron_flops(int(row["global_batch"]), spec.seq_len, spec.num_layers, spec.hidden, spec.vocab_size)
+    return flops / (float(row["achieved_tflops_per_gpu"]) * TERA * int(row["gpus"]))
+
+
 def megatron_table1() -> list[Published]:
     """Megatron SC21 table 1: weak scaling to a trillion parameters, full recomputation."""
     out = []
     for row in paper("megatron_sc21_table1_weak_scaling"):
         label = f"{row['params_billion']}B on {row['gpus']}"
-        spec, batch, dp = _gpt_of(row, label), int(row["global_batch"]), int(row["dp"])
-        flops = megatron_flops(batch, spec.seq_len, spec.num_layers, spec.hidden, spec.vocab_size)
-        seconds = flops / (float(row["achieved_tflops_per_gpu"]) * TERA * int(row["gpus"]))
-        chunks = int(number(row, "virtual_pipeline_chunks"))
-        grid = _one(
-            dp=dp, tp=int(row["tp"]), pp=int(row["pp"]), micro_batch=int(row["micro_batch"]),
-            num_micro_batches=batch // dp // int(row["micro_batch"]), virtual_stages=chunks,
-            recompute=RECOMPUTES.index(Recompute.FULL),
-            schedule=SCHEDULES.index(Schedule.INTERLEAVED if chunks > 1 else Schedule.ONE_F_ONE_B),
-        )  # fmt: skip
-        out.append(_published(label, spec, grid, "a100-80", "megatron", seconds, row))
+        spec = _gpt_of(row, label)
+        grid = _megatron_grid(row, int(number(row, "virtual_pipeline_chunks")), recompute=_FULL)
+        out.append(_published(label, spec, grid, "a100-80", "megatron", _achieved_seconds(row, spec), row))
     return out
 
 
@@ -89,18 +99,11 @@ def megatron_table2() -> list[Published]:
     out = []
     for row in paper("megatron_sc21_table2_zero3_vs_ptdp"):
         label = f"{row['scheme']} {row['params_billion']}B on {row['gpus']}"
-        spec, batch, dp = _gpt_of(row, label), int(row["global_batch"]), int(row["dp"])
-        flops = megatron_flops(batch, spec.seq_len, spec.num_layers, spec.hidden, spec.vocab_size)
-        seconds = flops / (float(row["achieved_tflops_per_gpu"]) * TERA * int(row["gpus"]))
+        spec = _gpt_of(row, label)
         # Interleaved: one layer a chunk for 530B (3 on 35 stages); two for 175B (96 layers on 12 stages, figure 12).
         chunks = (3 if row["layers"] == "105" else 4) if row["pp"] != "1" else 1
-        grid = _one(
-            dp=dp, tp=int(row["tp"]), pp=int(row["pp"]), micro_batch=int(row["micro_batch"]),
-            num_micro_batches=max(1, batch // dp // int(row["micro_batch"])), virtual_stages=chunks,
-            zero_stage=int(row["zero_stage"]), recompute=RECOMPUTES.index(Recompute.FULL),
-            schedule=SCHEDULES.index(Schedule.INTERLEAVED if chunks > 1 else Schedule.ONE_F_ONE_B),
-        )  # fmt: skip
-        out.append(_published(label, spec, grid, "a100-80", "megatron", seconds, row))
+        grid = _megatron_grid(row, chunks, zero_stage=int(row["zero_stage"]), recompute=_FULL)
+        out.append(_published(label, spec, grid, "a100-80", "megatron", _achieved_seconds(row, spec), row))
     return out
 
 
@@ -109,15 +112,12 @@ def korthikanti_table5() -> list[Published]:
     out = []
     for row in paper("korthikanti_table5_iteration_time"):
         label = f"{row['model']} {row['recompute']} on {row['gpus']}"
-        spec, batch, dp = _gpt_of(row, label), int(row["global_batch"]), int(row["dp"])
-        chunks = int(row["interleave_m"])
-        grid = _one(
-            dp=dp, tp=int(row["tp"]), pp=int(row["pp"]), micro_batch=int(row["micro_batch"]),
-            num_micro_batches=batch // dp // int(row["micro_batch"]), virtual_stages=chunks,
-            sequence_parallel=row["sequence_parallel"] == "1", recompute=RECOMPUTES.index(Recompute(row["recompute"])),
-            schedule=SCHEDULES.index(Schedule.INTERLEAVED if chunks > 1 else Schedule.ONE_F_ONE_B),
+        grid = _megatron_grid(
+            row, int(row["interleave_m"]), sequence_parallel=row["sequence_parallel"] == "1",
+            recompute=RECOMPUTES.index(Recompute(row["recompute"])),
         )  # fmt: skip
-        out.append(_published(label, spec, grid, "a100-80", "megatron", number(row, "iteration_time_s"), row))
+        spec, seconds = _gpt_of(row, label), number(row, "iteration_time_s")
+        out.append(_published(label, spec, grid, "a100-80", "megatron", seconds, row))
     return out
 
 
@@ -132,7 +132,7 @@ def bloom_sweep() -> list[Published]:
         spec = _gpt_of(row, f"BLOOM {row['size_billion']}B")
         grid = _one(
             dp=dp, tp=int(row["tp"]), pp=int(row["pp"]), micro_batch=micro, num_micro_batches=batch // dp // micro,
-            zero_stage=int(row["zero_stage"]), recompute=RECOMPUTES.index(Recompute.FULL),
+            zero_stage=int(row["zero_stage"]), recompute=_FULL,
         )  # fmt: skip
         using = recipe("megatron-deepspeed-bf16" if "fp32 grad" in row["precision"] else "megatron-deepspeed")
         label = f"line {row['line']}: {row['size_billion']}B {grid.layout(0).id}"
