@@ -72,12 +72,19 @@ def test_ctrl_c_leaves_readable_records_and_no_process(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         start_new_session=True,
         env={**os.environ, "MESHMARK_TEST": str(tmp_path)},
+        # What a shell starts in the background ignores Ctrl-C, and so would all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     records = tmp_path / "records.jsonl"
-    wait_until(lambda: records.is_file() and records.read_bytes() != b"", seconds=90)
-    time.sleep(2)  # now inside the case that hangs
-    os.killpg(running.pid, signal.SIGINT)
-    out, _ = running.communicate(timeout=30)
+    try:
+        wait_until(lambda: records.is_file() and records.read_bytes() != b"", seconds=90)
+        time.sleep(2)  # now inside the case that hangs
+        os.killpg(running.pid, signal.SIGINT)
+        out, _ = running.communicate(timeout=30)
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.communicate()
     assert running.returncode == 2, out.decode()
     assert [r.case.adapter for r in read_records(tmp_path).records] == ["ddp"]
     wait_until(lambda: not processes_that_mention(str(tmp_path)), seconds=10)
