@@ -17,9 +17,10 @@ from meshmark.adapter import Engine, Holdings, RankContext
 from meshmark.case import Case
 from meshmark.data import Batch
 from meshmark.layout import Precision, Recompute
-from meshmark.model import Transformer, drawn_name
+from meshmark.model import Recomputer, Transformer, drawn_name
 from meshmark.objective import build_schedule, loss_share
 
+PYTORCHS_CHECKPOINT: Recomputer = functools.partial(checkpoint, use_reentrant=False)
 AUTOCAST = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
 
@@ -31,12 +32,12 @@ def initial_model(case: Case, device: torch.device) -> Transformer:
     return configure(model.double() if case.precision is Precision.FP64 else model, case)
 
 
-def configure(model: Transformer, case: Case) -> Transformer:
-    """`model`, with what the case freezes frozen, and with PyTorch's recomputation where it asks for it."""
+def configure(model: Transformer, case: Case, recompute: Recomputer = PYTORCHS_CHECKPOINT) -> Transformer:
+    """`model`, with what the case freezes frozen, and with recomputation where it asks for it."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(case.workload.trains(drawn_name(model.spec, name)))
     if case.layout.recompute is Recompute.FULL:
-        model.recompute = functools.partial(checkpoint, use_reentrant=False)
+        model.recompute = recompute
     return model
 
 

@@ -94,9 +94,7 @@ class Megatron(Adapter):
         parallelize(model, config, parallel_state.get_tensor_model_parallel_group())
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         initialize(model, workload.seed, layout.tp, tp_rank, context.device)
-        configure(model, case)
-        if case.layout.recompute is Recompute.FULL:
-            model.recompute = recompute
+        configure(model, case, recompute)
         seed(context.device, workload.seed + 10 * parallel_state.get_data_parallel_rank())
         module: nn.Module = model
         if layout.dp > 1:

@@ -88,24 +88,24 @@ def _column(layer: nn.Linear, config: Any, group: ProcessGroup, disable_grad_red
     """`layer` split along its outputs, which stay split."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    split = ColumnParallelLinear(
-        layer.in_features, layer.out_features, config=config, init_method=_untouched, bias=layer.bias is not None,
-        gather_output=False, disable_grad_reduce=disable_grad_reduce, tp_group=group,
-    )  # fmt: skip
-    _mark_split(split.weight, 0)
-    split.register_forward_hook(_first)
-    return split
+    return _split(ColumnParallelLinear, 0, layer, config, group, gather_output=False,
+                  disable_grad_reduce=disable_grad_reduce)  # fmt: skip
 
 
 def _row(layer: nn.Linear, config: Any, group: ProcessGroup) -> Any:  # noqa: ANN401
     """`layer` split along its inputs, which come split; its outputs are summed over ranks."""
     from megatron.core.tensor_parallel import RowParallelLinear
 
-    split = RowParallelLinear(
+    return _split(RowParallelLinear, 1, layer, config, group, input_is_parallel=True, skip_bias_add=False)
+
+
+def _split(kind: Any, dim: int, layer: nn.Linear, config: Any, group: ProcessGroup, **how: bool) -> Any:  # noqa: ANN401
+    """A parallel linear layer of that kind, whose weight is split along `dim`, in the place of `layer`."""
+    split = kind(
         layer.in_features, layer.out_features, config=config, init_method=_untouched, bias=layer.bias is not None,
-        input_is_parallel=True, skip_bias_add=False, tp_group=group,
+        tp_group=group, **how,
     )  # fmt: skip
-    _mark_split(split.weight, 1)
+    _mark_split(split.weight, dim)
     split.register_forward_hook(_first)
     return split
 

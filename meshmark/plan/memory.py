@@ -18,7 +18,7 @@ from meshmark.plan.backward_pass import Pass
 from meshmark.plan.eager import INDEX_BYTES, RNG_STATE_BYTES, block_bytes, cast_weight_bytes, head_bytes, logit_bytes
 from meshmark.plan.eager_peak import eager_peak
 from meshmark.plan.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid
-from meshmark.plan.partition import Stage, stages
+from meshmark.plan.partition import Stage
 from meshmark.plan.queued import queued_tensors
 from meshmark.plan.rates import Rates
 from meshmark.plan.recipe import TrainingRecipe
@@ -93,7 +93,7 @@ def memory(
         return np.asarray(np.any((released > 0) & (totals <= capacity_bytes), axis=0))
 
     for pp, rows in grid.by_pipeline():
-        cut = stages(model, pp, balanced=recipe.balanced_stages, head_share=recipe.head_share)
+        cut = recipe.stages(model, pp)
         # Of equal stages the first holds the most: only micro-batches in flight differ, and fall from stage to stage.
         # Unless it fits by releasing what a later one can keep; then all are looked at.
         firsts = sorted({stage: i for i, stage in reversed(list(enumerate(cut)))}.values())
@@ -108,8 +108,7 @@ def stage_memory(
     capacity_bytes: float = np.inf,
 ) -> Memory:  # fmt: skip
     """The same of one stage's ranks, for layouts of one pipeline degree."""
-    cut = stages(model, int(grid.pp[0]), balanced=recipe.balanced_stages, head_share=recipe.head_share)
-    stage = cut[index]
+    stage = recipe.stages(model, int(grid.pp[0]))[index]
     num_parameters = stage_parameters(model, stage, grid.tp)
     states = state_bytes(num_parameters, grid, recipe)
     held = held_bytes(model, grid, recipe, stage, index)

@@ -8,7 +8,9 @@ from enum import StrEnum
 from meshmark.case import Case
 from meshmark.errors import UnknownNameError
 from meshmark.layout import Precision
+from meshmark.model_spec import ModelSpec
 from meshmark.plan.eager import Widths
+from meshmark.plan.partition import Stage, stages
 
 
 class GradientPath(StrEnum):
@@ -106,6 +108,10 @@ class TrainingRecipe:
         return (
             self.weight_bytes + self.gradient_bytes + self.master_bytes + self.moment_bytes + self.shard_gradient_bytes
         )
+
+    def stages(self, model: ModelSpec, num_stages: int) -> tuple[Stage, ...]:
+        """The stages into which a pipeline is cut. Raises `LayoutError` when an even cut finds too few layers."""
+        return stages(model, num_stages, balanced=self.balanced_stages, head_share=self.head_share)
 
 
 # How the suites run: fp32 in PyTorch's eager kernels, whose attention keeps no scores on a CPU either.

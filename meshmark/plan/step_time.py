@@ -24,7 +24,7 @@ from meshmark.plan.network import (
     ring_attention_seconds,
     tensor_collective_seconds,
 )
-from meshmark.plan.partition import Stage, stages
+from meshmark.plan.partition import Stage
 from meshmark.plan.pipeline import bubble_seconds, host_lag, message_wait_seconds, waits_for_messages
 from meshmark.plan.rates import Rates
 from meshmark.plan.recipe import TrainingRecipe
@@ -86,7 +86,7 @@ def _pipeline_time(
     model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
 ) -> dict[str, Column]:
     """All parts for layouts of one pipeline degree."""
-    cut = stages(model, pp, balanced=recipe.balanced_stages, head_share=recipe.head_share)
+    cut = recipe.stages(model, pp)
     by_stage = _stage_accounts(model, grid, cut, gpu, recipe, rates)
     totals = _stage_totals(by_stage)
     slowest, columns = totals.argmax(axis=0), np.arange(len(grid))
@@ -116,7 +116,7 @@ def stage_seconds(
     model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
 ) -> Column:  # fmt: skip
     """Seconds of one micro-batch on each stage (rows), of layouts (columns) that all have `pp` stages."""
-    cut = stages(model, pp, balanced=recipe.balanced_stages, head_share=recipe.head_share)
+    cut = recipe.stages(model, pp)
     return _stage_totals(_stage_accounts(model, grid, cut, gpu, recipe, rates))
 
 

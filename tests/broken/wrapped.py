@@ -3,6 +3,7 @@ their defaults are not what was asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -75,23 +76,23 @@ class ZeroNotReduced(Broken):
         self.real, self.place = stage_1_and_2.dist, stage_1_and_2
 
     def backward(self, batch: Batch) -> Tensor:
-        self.place.dist = _OnlyScalars(self.real)
+        self.place.dist = _Some(self.real, lambda tensor: tensor.numel() == 1)
         loss = super().backward(batch)
         self.place.dist = self.real
         return loss
 
 
-class _OnlyScalars:
-    """Collectives, less those over more than one number."""
+class _Some:
+    """Collectives, less those all-reduces of which `kept` says no."""
 
-    def __init__(self, real: Any) -> None:  # noqa: ANN401
-        self.real = real
+    def __init__(self, real: Any, kept: Callable[[Tensor], bool]) -> None:  # noqa: ANN401
+        self.real, self.kept = real, kept
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         return getattr(self.real, name)
 
     def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return self.real.all_reduce(tensor, *args, **kwargs) if tensor.numel() == 1 else None
+        return self.real.all_reduce(tensor, *args, **kwargs) if self.kept(tensor) else None
 
 
 class ClipsByOwnNorm(Broken):
@@ -101,17 +102,4 @@ class ClipsByOwnNorm(Broken):
         from deepspeed.runtime.zero import stage3, stage_1_and_2
 
         for module in (stage_1_and_2, stage3):
-            module.dist = _Scalarless(module.dist)
-
-
-class _Scalarless:
-    """Collectives, less those over single numbers."""
-
-    def __init__(self, real: Any) -> None:  # noqa: ANN401
-        self.real = real
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        return getattr(self.real, name)
-
-    def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return self.real.all_reduce(tensor, *args, **kwargs) if tensor.numel() > 1 else None
+            module.dist = _Some(module.dist, lambda tensor: tensor.numel() > 1)
