@@ -16,10 +16,11 @@ from meshmark.plan.flops import hardware_flops_per_token, model_flops_per_token
 from meshmark.plan.grid import SCHEDULES, enumerate_grid, make_grid
 from meshmark.plan.memory import num_in_flight
 from meshmark.plan.models import plan_model
+from meshmark.plan.network import tensor_collective_seconds
 from meshmark.plan.pipeline import bubble_seconds
 from meshmark.plan.prediction import predict_grid
 from meshmark.plan.published import megatron_flops
-from meshmark.plan.rates import rates
+from meshmark.plan.rates import Rates, rates
 from meshmark.plan.recipe import recipe
 from meshmark.plan.schedule import Run, simulate, simulated_bubble_seconds
 from meshmark.plan.search import search, simulate_first, stage_times
@@ -258,3 +259,10 @@ def test_a_wider_model_reaches_more_of_the_peak() -> None:
     assert seconds["megatron-175b"] < seconds["megatron-1.7b"]
     assert given.gemm_half_width == pytest.approx(331, rel=0.1)
     assert narrow / (narrow + given.gemm_half_width) < 0.9 < wide / (wide + given.gemm_half_width)
+
+
+def test_a_group_across_nodes_is_no_faster_than_the_links_inside_one() -> None:
+    narrow = Rates(name="narrow", tp_latency_seconds=0.0, hop_seconds=0.0, tp_bandwidth=1e11, tp_network_bandwidth=4e11)
+    grid = make_grid(tp=[8, 16], dp=[1, 1])
+    inside, across = tensor_collective_seconds(grid, np.full(2, 1e9), narrow, gpus_per_node=8)
+    assert across / (15 / 16) == pytest.approx(inside / (7 / 8))
