@@ -4,15 +4,15 @@ The registry maps a name to "module:Class", resolved when needed; importing this
 """
 
 ADAPTERS: dict[str, str] = {
-    "single": "adapters.single:Single",
-    "ddp": "adapters.ddp:DDP",
-    "fsdp2": "adapters.fsdp2:FSDP2",
-    "deepspeed": "adapters.deepspeed:DeepSpeed",
-    "megatron": "adapters.megatron:Megatron",
-    "gpipe": "adapters.gpipe:GPipe",
-    "accelerate": "adapters.accelerate:Accelerate",
-    "accelerate-fsdp2": "adapters.accelerate:AccelerateFSDP2",
-    "accelerate-deepspeed": "adapters.accelerate:AccelerateDeepSpeed",
-    "fairscale-oss": "adapters.fairscale:FairScaleOSS",
-    "fairscale-fsdp": "adapters.fairscale:FairScaleFSDP",
+    "single": "meshmark.adapter.single:Single",
+    "ddp": "meshmark.adapters.ddp:DDP",
+    "fsdp2": "meshmark.adapters.fsdp2:FSDP2",
+    "deepspeed": "meshmark.adapters.deepspeed:DeepSpeed",
+    "megatron": "meshmark.adapters.megatron:Megatron",
+    "gpipe": "meshmark.adapters.gpipe:GPipe",
+    "accelerate": "meshmark.adapters.accelerate:Accelerate",
+    "accelerate-fsdp2": "meshmark.adapters.accelerate:AccelerateFSDP2",
+    "accelerate-deepspeed": "meshmark.adapters.accelerate:AccelerateDeepSpeed",
+    "fairscale-oss": "meshmark.adapters.fairscale:FairScaleOSS",
+    "fairscale-fsdp": "meshmark.adapters.fairscale:FairScaleFSDP",
 }

@@ -20,19 +20,21 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from adapters.data_parallel import AUTOCAST, DataParallelEngine, initial_model
-from adapters.deepspeed import DeepSpeed
-from adapters.deepspeed.config import ds_config, settle
-from adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
-from adapters.fsdp2 import FSDP2Engine
-from meshmark.adapter import Adapter, Capabilities, Engine, Feature, RankContext, Requirement
-from meshmark.case import Case
-from meshmark.data import Batch
+from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, initial_model
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.deepspeed import DeepSpeed
+from meshmark.adapters.deepspeed.config import ds_config, prepare
+from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
+from meshmark.adapters.fsdp2 import FSDP2Engine
 from meshmark.errors import AdapterError
-from meshmark.layout import Precision
-from meshmark.objective import build_optimizer, build_schedule
-from meshmark.plan.recipe import TrainingRecipe, eager_recipe
-from meshmark.plan.traffic import Traffic, fully_sharded, step_traffic
+from meshmark.reference.data import Batch
+from meshmark.reference.objective import build_optimizer, build_schedule
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
+from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.traffic import Traffic, fully_sharded, step_traffic
 
 _ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
 _FP16_IS_FP32 = "on a CPU Accelerate drops it without a word and trains in float32"
@@ -108,9 +110,10 @@ class AccelerateDDPEngine(AccelerateEngine):
 class Accelerate(Adapter):
     requires: ClassVar = (_ACCELERATE,)
     capabilities: ClassVar = Capabilities(
-        degrees=frozenset({"dp"}), precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
+        degrees=frozenset({"dp"}),
+        precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         lacks={Precision.FP16: _FP16_IS_FP32},
-    )  # fmt: skip
+    )
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -124,7 +127,8 @@ class Accelerate(Adapter):
         # Accelerate would otherwise name DDP's device by local rank, which is wrong where ranks share a GPU.
         os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
         accelerator = Accelerator(
-            cpu=on_cpu, mixed_precision=_mixed_precision(case),
+            cpu=on_cpu,
+            mixed_precision=_mixed_precision(case),
             gradient_accumulation_steps=case.layout.num_micro_batches,
             dataloader_config=_whole_batches(),
             kwargs_handlers=[
@@ -133,12 +137,14 @@ class Accelerate(Adapter):
                     gradient_as_bucket_view=True, find_unused_parameters=case.workload.skipped_block is not None
                 ),
             ],
-        )  # fmt: skip
+        )
         prepared = _prepare(accelerator, case, context)
         prove(
-            accelerator, "MULTI_CPU" if on_cpu else "MULTI_GPU",
-            isinstance(prepared[0], DistributedDataParallel), prepared[0],
-        )  # fmt: skip
+            accelerator,
+            "MULTI_CPU" if on_cpu else "MULTI_GPU",
+            isinstance(prepared[0], DistributedDataParallel),
+            prepared[0],
+        )
         return AccelerateDDPEngine(case, context, accelerator, prepared)
 
 
@@ -157,10 +163,11 @@ class AccelerateFSDP2(Adapter):
     preload: ClassVar = ("deepspeed",)
     """Accelerate imports it, where it is installed, to see whether a model is DeepSpeed's."""
     capabilities: ClassVar = Capabilities(
-        degrees=frozenset({"dp"}), zero_stages=frozenset({3}),
+        degrees=frozenset({"dp"}),
+        zero_stages=frozenset({3}),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         lacks={Precision.FP16: _FP16_IS_FP32},
-    )  # fmt: skip
+    )
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -186,17 +193,21 @@ class AccelerateFSDP2(Adapter):
             _allow_fsdp_on_cpu(context)
         low = AUTOCAST.get(case.precision)
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"],
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
             mixed_precision_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else None,
-        )  # fmt: skip
+        )
         accelerator = Accelerator(
-            mixed_precision=_mixed_precision(case), fsdp_plugin=plugin, kwargs_handlers=[_backend(context)],
+            mixed_precision=_mixed_precision(case),
+            fsdp_plugin=plugin,
+            kwargs_handlers=[_backend(context)],
             dataloader_config=_whole_batches(),
             # By default whole gradients are accumulated and reduced once: no longer sharded.
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=case.layout.num_micro_batches, sync_each_batch=True
             ),
-        )  # fmt: skip
+        )
         prepared = _prepare(accelerator, case, context)
         prove(accelerator, "FSDP", accelerator.is_fsdp2 and isinstance(prepared[0], FSDPModule), prepared[0])
         return AccelerateFSDP2Engine(case, context, accelerator, prepared)
@@ -238,20 +249,24 @@ class AccelerateDeepSpeed(DeepSpeed):
 
     requires: ClassVar[tuple[Requirement, ...]] = (_ACCELERATE, *DeepSpeed.requires)
     capabilities: ClassVar = dataclasses.replace(
-        DeepSpeed.capabilities, lacks={
-            **DeepSpeed.capabilities.lacks, Feature.RESHARD: "load_state reads no universal checkpoints of DeepSpeed"
-        }
-    )  # fmt: skip
+        DeepSpeed.capabilities,
+        lacks={
+            **DeepSpeed.capabilities.lacks,
+            Feature.RESHARD: "load_state reads no universal checkpoints of DeepSpeed",
+        },
+    )
 
     def build(self, case: Case, context: RankContext) -> Engine:
         _choose_device(context)
-        settle(context)
+        prepare(context)
         from accelerate import Accelerator
 
         accelerator = Accelerator(
-            deepspeed_plugin=_deepspeed_plugin(case), kwargs_handlers=[_backend(context)],
-            dataloader_config=_whole_batches(), gradient_accumulation_steps=case.layout.num_micro_batches,
-        )  # fmt: skip
+            deepspeed_plugin=_deepspeed_plugin(case),
+            kwargs_handlers=[_backend(context)],
+            dataloader_config=_whole_batches(),
+            gradient_accumulation_steps=case.layout.num_micro_batches,
+        )
         prepared = _prepare(accelerator, case, context)
         module = prepared[0]
         active = is_deepspeed(module) and module.zero_optimization_stage() == case.layout.zero_stage

@@ -9,12 +9,14 @@ from typing import ClassVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adapters.data_parallel import DataParallelEngine, initial_model
-from meshmark.adapter import Adapter, Capabilities, Engine, RankContext
-from meshmark.case import Case
-from meshmark.layout import Precision
-from meshmark.objective import build_optimizer
-from meshmark.plan.recipe import TrainingRecipe, eager_recipe
+from meshmark.adapter.capabilities import Capabilities
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.reference.objective import build_optimizer
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
+from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 
 
 class DDPEngine(DataParallelEngine):

@@ -14,15 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from adapters.data_parallel import DataParallelEngine, initial_model, optimizer_state_tensors
-from meshmark.adapter import Adapter, Capabilities, Engine, Feature, Holdings, KnownGap, RankContext, Requirement
-from meshmark.case import Case
-from meshmark.layout import Precision
-from meshmark.model import parameter_shapes
-from meshmark.objective import build_optimizer, optimizer_arguments, parameter_groups
-from meshmark.plan.recipe import TrainingRecipe, eager_recipe
-from meshmark.plan.states import Remainder
-from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffic
+from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.data_parallel import DataParallelEngine, initial_model, optimizer_state_tensors
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.holdings import Holdings
+from meshmark.reference.objective import build_optimizer, optimizer_arguments, parameter_groups
+from meshmark.reference.transformer import parameter_shapes
+from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
+from meshmark.spec.precision import Precision
+from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.states import Remainder
+from meshmark.theory.traffic import Reduction, Traffic, fully_sharded, step_traffic
 
 _FAIRSCALE = (Requirement(module="fairscale", distribution="fairscale"),)
 _NO_SCALER = "FairScale's ShardedGradScaler is one of CUDA, and switches itself off without"
@@ -80,9 +84,11 @@ class FairScaleOSS(Adapter):
 
     requires: ClassVar = _FAIRSCALE
     capabilities: ClassVar = Capabilities(
-        degrees=frozenset({"dp"}), zero_stages=frozenset({2}), precisions=frozenset({Precision.FP32, Precision.BF16}),
+        degrees=frozenset({"dp"}),
+        zero_stages=frozenset({2}),
+        precisions=frozenset({Precision.FP32, Precision.BF16}),
         lacks={Precision.FP64: "OSS computes the gradient norm in float32", Precision.FP16: _NO_SCALER},
-    )  # fmt: skip
+    )
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
@@ -112,11 +118,13 @@ class FairScaleOSS(Adapter):
         cls, arguments = optimizer_arguments(spec)
         optimizer = OSS(parameter_groups(spec, model.named_parameters()), optim=cls, **arguments)
         module = ShardedDataParallel(
-            model, optimizer, sync_models_at_startup=False,
+            model,
+            optimizer,
+            sync_models_at_startup=False,
             # Gradients in its buckets are kept by every rank, which would be stage 1, and after the first
             # `optimizer.zero_grad()`, which cuts them out of their bucket, are no longer reduced at all.
             reduce_buffer_size=0,
-        )  # fmt: skip
+        )
         return OSSEngine(case, context, module, optimizer)
 
 
@@ -134,9 +142,12 @@ class _TorchWithoutStreams(types.ModuleType):
     """`torch`, with as much of `torch.cuda` as FairScale's FSDP takes for granted, doing nothing."""
 
     cuda = types.SimpleNamespace(
-        is_available=lambda: True, Stream=lambda: _NO_STREAM, current_stream=lambda: _NO_STREAM,
-        stream=lambda stream: contextlib.nullcontext(), synchronize=lambda: None,
-    )  # fmt: skip
+        is_available=lambda: True,
+        Stream=lambda: _NO_STREAM,
+        current_stream=lambda: _NO_STREAM,
+        stream=lambda stream: contextlib.nullcontext(),
+        synchronize=lambda: None,
+    )
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         return getattr(torch, name)
@@ -231,23 +242,27 @@ class FairScaleFSDP(Adapter):
 
     requires: ClassVar = _FAIRSCALE
     capabilities: ClassVar = Capabilities(
-        degrees=frozenset({"dp"}), zero_stages=frozenset({3}), precisions=frozenset({Precision.FP32, Precision.BF16}),
+        degrees=frozenset({"dp"}),
+        zero_stages=frozenset({3}),
+        precisions=frozenset({Precision.FP32, Precision.BF16}),
         lacks={
-            Precision.FP64: "FSDP takes float32 parameters alone", Precision.FP16: _NO_SCALER,
+            Precision.FP64: "FSDP takes float32 parameters alone",
+            Precision.FP16: _NO_SCALER,
             Feature.DECAY_GROUPS: "the parameters of a wrapper are one flat tensor, which is in one group",
             Feature.FROZEN: "the parameters of a wrapper are one flat tensor, frozen whole or not at all",
             Feature.RESHARD: "gather_full_optim_state_dict, which it takes, breaks the optimizer that it reads: "
-                             "facebookresearch/fairscale#1083",
+            "facebookresearch/fairscale#1083",
         },
-    )  # fmt: skip
+    )
 
     known_gaps: ClassVar = (
         KnownGap(
-            clause="unused", symptom="expected to be in states",
+            clause="unused",
+            symptom="expected to be in states",
             reason="a wrapper that takes no part in a backward pass makes the step raise: its state is unexpected",
             link="https://github.com/facebookresearch/fairseq/issues/3353",
         ),
-    )  # fmt: skip
+    )
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -266,11 +281,13 @@ class FairScaleFSDP(Adapter):
             _run_without_cuda()
         mixed = case.precision is Precision.BF16
         arguments = {
-            "compute_device": context.device, "mixed_precision": mixed, "fp32_reduce_scatter": mixed,
+            "compute_device": context.device,
+            "mixed_precision": mixed,
+            "fp32_reduce_scatter": mixed,
             "compute_dtype": torch.bfloat16 if mixed else torch.float32,
             "disable_reshard_on_root": False,  # otherwise embedding and head stay whole from forward to backward
             "bucket_cap_mb": 0,  # a wrapper's gradient is one flat tensor already
-        }  # fmt: skip
+        }
         model = initial_model(case, context.device)
         for key, block in model.blocks.items():
             # Recomputation must come inside a wrapper: FairScale's own, which keeps the block's names.

@@ -13,15 +13,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from adapters.checkpoint import load_sharded, save_sharded
-from adapters.data_parallel import AUTOCAST, DataParallelEngine, configure
-from meshmark.adapter import Adapter, Capabilities, Engine, Holdings, RankContext
-from meshmark.case import Case
-from meshmark.initial import initial_value
-from meshmark.layout import Precision
-from meshmark.model import Transformer
-from meshmark.objective import build_optimizer
-from meshmark.plan.recipe import TrainingRecipe, eager_recipe
+from meshmark.adapter.capabilities import Capabilities
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, configure
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.holdings import Holdings
+from meshmark.adapters.checkpoint import load_sharded, save_sharded
+from meshmark.reference.initial import initial_value
+from meshmark.reference.objective import build_optimizer
+from meshmark.reference.transformer import Transformer
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
+from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 
 
 class FSDP2Engine(DataParallelEngine):
@@ -50,16 +53,18 @@ class FSDP2Engine(DataParallelEngine):
     def holdings(self) -> Holdings:
         held = super().holdings()
         return Holdings(
-            parameters=_locals(held.parameters), gradients=_locals(held.gradients),
+            parameters=_locals(held.parameters),
+            gradients=_locals(held.gradients),
             optimizer_states=_locals(held.optimizer_states),
-        )  # fmt: skip
+        )
 
 
 class FSDP2(Adapter):
     capabilities: ClassVar = Capabilities(
-        degrees=frozenset({"dp"}), zero_stages=frozenset({3}),
+        degrees=frozenset({"dp"}),
+        zero_stages=frozenset({3}),
         precisions=frozenset(Precision),
-    )  # fmt: skip
+    )
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -96,10 +101,15 @@ def fill_shards(model: Transformer, case: Case) -> None:
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, sharded.device_mesh, sharded.placements)
         sharded.to_local().copy_(
             initial_value(
-                case.workload.model, name, parameter.shape, seed=case.workload.seed,
-                shape=shape, offset=offset, device=sharded.to_local().device,
+                case.workload.model,
+                name,
+                parameter.shape,
+                seed=case.workload.seed,
+                shape=shape,
+                offset=offset,
+                device=sharded.to_local().device,
             )
-        )  # fmt: skip
+        )
 
 
 def _locals(tensors: list[Tensor]) -> list[Tensor]:

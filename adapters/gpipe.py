@@ -11,15 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from adapters.checkpoint import load_sharded, save_sharded
-from adapters.data_parallel import AUTOCAST, configure, optimizer_state_tensors, skip_block
-from meshmark.adapter import Adapter, Capabilities, Engine, Holdings, RankContext
-from meshmark.case import Case
-from meshmark.data import Batch
-from meshmark.layout import Precision
-from meshmark.model import Transformer, drawn_name, stage_layers
-from meshmark.objective import build_optimizer, build_schedule, loss_share
-from meshmark.plan.states import Remainder, micro_batch_tokens
+from meshmark.adapter.capabilities import Capabilities
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.data_parallel import AUTOCAST, configure, optimizer_state_tensors, skip_block
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.holdings import Holdings
+from meshmark.adapters.checkpoint import load_sharded, save_sharded
+from meshmark.reference.data import Batch
+from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
+from meshmark.reference.transformer import Transformer, drawn_name, stage_layers
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
+from meshmark.theory.states import Remainder, micro_batch_tokens
 
 
 class Part(nn.Module):
@@ -106,8 +109,11 @@ class GPipeEngine(Engine):
 
     def _clip(self, max_norm: float) -> Tensor:
         """Clip by the norm over all stages, a tied weight counted once; PyTorch leaves this sum to its user."""
-        counted = [p.grad for name, p in self.model.named_parameters()
-                   if p.grad is not None and drawn_name(self.model.spec, name) == name]  # fmt: skip
+        counted = [
+            p.grad
+            for name, p in self.model.named_parameters()
+            if p.grad is not None and drawn_name(self.model.spec, name) == name
+        ]
         square = nn.utils.get_total_norm(counted).square()
         dist.all_reduce(square)
         norm = square.sqrt()
@@ -150,10 +156,13 @@ def _receive_buffers(schedule: Any) -> list[Tensor]:  # noqa: ANN401
 
 class GPipe(Adapter):
     capabilities: ClassVar = Capabilities(
-        degrees=frozenset({"pp"}), precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
-        lacks={Precision.FP16: "torch.distributed.pipelining scales no loss, and PyTorch's GradScaler tells no other "
-               "stage of an overflow"},
-    )  # fmt: skip
+        degrees=frozenset({"pp"}),
+        precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
+        lacks={
+            Precision.FP16: "torch.distributed.pipelining scales no loss, and PyTorch's GradScaler tells no other "
+            "stage of an overflow"
+        },
+    )
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:

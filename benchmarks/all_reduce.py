@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.nothing import NothingEngine
-from meshmark.adapter import Adapter, Capabilities, Engine, RankContext
-from meshmark.case import Case
-from meshmark.data import Batch
+from meshmark.adapter.capabilities import Capabilities
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.reference.data import Batch
+from meshmark.spec.case import Case
 
 REDUCTIONS_PER_STEP = 20
 

@@ -12,16 +12,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from adapters.single import Single
-from meshmark.adapter import RankContext
-from meshmark.case import Case
-from meshmark.layout import Layout, Precision
-from meshmark.model_spec import model_spec
-from meshmark.passes.noise import NUM_RUNS, train_alone
-from meshmark.rank_report import Request, Task
-from meshmark.record import Record
-from meshmark.workload import OptimizerKind, OptimizerSpec, Workload
-from meshmark.yardstick import FALSE_ALARMS, Comparisons, Yardstick, compare, fit, kind_of, tail_factor
+from meshmark.adapter.engine import RankContext
+from meshmark.adapter.single import Single
+from meshmark.judge.yardstick import FALSE_ALARMS, Comparisons, Yardstick, compare, fit, kind_of, tail_factor
+from meshmark.run.passes.noise import NUM_RUNS, train_alone
+from meshmark.run.record import Record
+from meshmark.run.request import Request, Task
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.model_spec import model_spec
+from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import Workload
 from tests.broken.mutant import GPT, TIED
 
 RUNS = 26
@@ -30,9 +32,16 @@ STEPS = 3
 CASE_COMPARISONS = 1000
 """Of a case of the suites, which share its false alarms: as many as gpt-tiny's."""
 _LLAMA = dataclasses.replace(
-    model_spec("llama-tiny"), name="llama-mini", num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, ffn_hidden=88,
-    seq_len=32, init_std=0.15,
-)  # fmt: skip
+    model_spec("llama-tiny"),
+    name="llama-mini",
+    num_layers=2,
+    hidden=32,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden=88,
+    seq_len=32,
+    init_std=0.15,
+)
 _SGD = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0.01, clip_norm=0.5)
 PROBLEMS: list[tuple[Workload, Precision]] = [
     (GPT, Precision.FP32),
@@ -100,10 +109,13 @@ class Honest:
             excesses = sorted(e for g in own for e in g.excesses)
             worst = max(own, key=lambda g: max(g.excesses))
             yield {
-                "problem": problem, "seeds": len(own), "runs": len(excesses), "alarms": sum(e > 1 for e in excesses),
+                "problem": problem,
+                "seeds": len(own),
+                "runs": len(excesses),
+                "alarms": sum(e > 1 for e in excesses),
                 "median of the largest / tolerance": f"{excesses[len(excesses) // 2]:.2f}",
                 "largest / tolerance": f"{excesses[-1]:.2f} ({worst.worst})",
-            }  # fmt: skip
+            }
 
 
 def measure_honest(num_groups: int, problems: Sequence[tuple[Workload, Precision]] = PROBLEMS) -> Honest:
@@ -117,8 +129,15 @@ def measure_group(workload: Workload, precision: Precision, seed: int) -> Group:
     """Noise runs and correct runs differ in nothing but which came first."""
     own = dataclasses.replace(workload, seed=seed)
     case = Case(adapter="single", workload=own, layout=Layout(), precision=precision)
-    request = Request(case=case, adapter="adapters.single:Single", task=Task.NOISE, device="cpu", backend="gloo",
-                      steps=STEPS, time_limit_seconds=600.0)  # fmt: skip
+    request = Request(
+        case=case,
+        adapter="meshmark.adapter.single:Single",
+        task=Task.NOISE,
+        device="cpu",
+        backend="gloo",
+        steps=STEPS,
+        time_limit_seconds=600.0,
+    )
     context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=Path())
     adapter = Single()
     yardstick = fit([train_alone(request, adapter, context, run) for run in range(NUM_RUNS)])
@@ -126,10 +145,13 @@ def measure_group(workload: Workload, precision: Precision, seed: int) -> Group:
     found = [list(yardstick.excesses(run)) for run in runs]
     _, quantity, step = max(worst for run in found for worst in run)
     return Group(
-        problem=f"{workload.name} {precision}", seed=seed, num_comparisons=sum(len(run) for run in found),
-        excesses=[max(excess for excess, *_ in run) for run in found], worst=f"{quantity}, step {step}",
+        problem=f"{workload.name} {precision}",
+        seed=seed,
+        num_comparisons=sum(len(run) for run in found),
+        excesses=[max(excess for excess, *_ in run) for run in found],
+        worst=f"{quantity}, step {step}",
         ratios=pool(_ratios(yardstick, run) for run in runs),
-    )  # fmt: skip
+    )
 
 
 def _ratios(yardstick: Yardstick, run: Comparisons) -> Ratios:

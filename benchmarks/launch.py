@@ -16,13 +16,13 @@ import time
 from pathlib import Path
 
 from benchmarks.goal import verdict
-from meshmark.case import Case
-from meshmark.cluster import Cluster, ClusterSpec
-from meshmark.launch import Launcher
-from meshmark.rank_report import Request, Task
-from meshmark.registry import builtin_adapters, load_adapter
-from meshmark.workload import workload
-from suites.cases import layouts
+from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.launch import Launcher
+from meshmark.run.request import Request, Task
+from meshmark.spec.case import Case
+from meshmark.spec.workload import workload
+from meshmark.suites.cases import layouts
 
 ROOT = Path(__file__).parent.parent
 ROUNDS = 5
@@ -33,9 +33,10 @@ def main() -> int:
     targets = {"nothing": "benchmarks.nothing:Nothing", **builtin_adapters()}
     cases = [
         Case(adapter=name, workload=workload("gpt-tiny"), layout=next(layouts(load_adapter(target), 2)))
-        for name, target in targets.items() if load_adapter(target).capabilities.degrees
+        for name, target in targets.items()
+        if load_adapter(target).capabilities.degrees
         and not any(requirement.missing for requirement in load_adapter(target).requires)
-    ]  # fmt: skip
+    ]
     modules = [module for target in targets.values() for module in load_adapter(target).modules()]
     started = time.monotonic()
     with Cluster(ClusterSpec()) as cluster:
@@ -58,15 +59,21 @@ def main() -> int:
 
 def _request(case: Case, adapter: str) -> Request:
     return Request(
-        case=case, adapter=adapter, task=Task.TIME, device="cpu", backend="gloo", steps=10, warmup=3,
+        case=case,
+        adapter=adapter,
+        task=Task.TIME,
+        device="cpu",
+        backend="gloo",
+        steps=10,
+        warmup=3,
         time_limit_seconds=120,
-    )  # fmt: skip
+    )
 
 
 def _ours(launcher: Launcher, request: Request) -> float:
-    landing = launcher.launch(request, 2)
-    assert not landing.failures, landing.failures[0].message
-    return landing.seconds
+    launched = launcher.launch(request, 2)
+    assert not launched.failures, launched.failures[0].message
+    return launched.seconds
 
 
 def _usual(request: Request) -> float:
@@ -74,8 +81,17 @@ def _usual(request: Request) -> float:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "request.pickle"
         file.write_bytes(pickle.dumps(request))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                   "-m", "benchmarks.torchrun_case", str(file)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "benchmarks.torchrun_case",
+            str(file),
+        ]
         started = time.monotonic()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env=environment)

@@ -8,9 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from meshmark.adapter import Adapter, Capabilities, Engine, Holdings, RankContext
-from meshmark.case import Case
-from meshmark.data import Batch
+from meshmark.adapter.capabilities import Capabilities
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.holdings import Holdings
+from meshmark.reference.data import Batch
+from meshmark.spec.case import Case
 
 
 class NothingEngine(Engine):

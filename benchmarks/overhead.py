@@ -26,18 +26,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.goal import verdict
-from meshmark.adapter import RankContext
-from meshmark.case import Case
-from meshmark.data import Batch, make_batch
-from meshmark.layout import Layout
-from meshmark.model import Transformer
-from meshmark.registry import load_adapter
-from meshmark.workload import workload
+from meshmark.adapter.engine import RankContext
+from meshmark.adapter.registry import load_adapter
+from meshmark.reference.data import Batch, make_batch
+from meshmark.reference.transformer import Transformer
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.workload import workload
 
 WORKLOAD = workload("gpt-tiny")
 LAYOUTS = {
-    "ddp": ("adapters.ddp:DDP", Layout(dp=2, num_micro_batches=2)),
-    "fsdp2": ("adapters.fsdp2:FSDP2", Layout(dp=2, zero_stage=3, num_micro_batches=2)),
+    "ddp": ("meshmark.adapters.ddp:DDP", Layout(dp=2, num_micro_batches=2)),
+    "fsdp2": ("meshmark.adapters.fsdp2:FSDP2", Layout(dp=2, zero_stage=3, num_micro_batches=2)),
 }
 PAIRS = 100
 WARMUP = 5

@@ -14,15 +14,15 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from adapters import ADAPTERS
 from benchmarks.honest import measure_honest
 from benchmarks.power_page import Power, report
 from benchmarks.sittings import sitting, try_all
 from benchmarks.smallest import correct_case, find, sizes
-from meshmark.case import Case
-from meshmark.layout import Precision
-from meshmark.runner import Runner, RunOptions
-from meshmark.workload import workload
+from meshmark.adapters import ADAPTERS
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import workload
 from tests.broken.mutant import GPT, LAYOUTS
 from tests.broken.mutants import MUTANTS, sized
 
@@ -52,9 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         suites.close()
     honest = measure_honest(parsed.groups)
     found = Power(
-        trials=trials, smallest=smallest, cells=cells, real=[*real, *limits], limits=limits, honest=honest,
+        trials=trials,
+        smallest=smallest,
+        cells=cells,
+        real=[*real, *limits],
+        limits=limits,
+        honest=honest,
         seconds=time.monotonic() - started,
-    )  # fmt: skip
+    )
     parsed.output.parent.mkdir(parents=True, exist_ok=True)
     parsed.output.write_text(report(found))
     print(f"{parsed.output}: {'every mutant caught, no false alarm' if found.good else 'NOT GOOD'}")

@@ -10,12 +10,12 @@ from benchmarks.honest import CASE_COMPARISONS, Honest, Ratios, asked_factor, ra
 from benchmarks.smallest import Smallest
 from benchmarks.trials import Cell, Trial
 from meshmark.conformance.clauses import CLAUSES
-from meshmark.conformance.finding import Result
-from meshmark.machine import describe
-from meshmark.record import Record, Status
+from meshmark.conformance.finding import ClauseResult
+from meshmark.judge.verdict import detection_limits
+from meshmark.judge.yardstick import FALSE_ALARMS, SMALLEST_FACTORS
 from meshmark.report.tables import markdown
-from meshmark.verdict import detection_limits
-from meshmark.yardstick import FALSE_ALARMS, SMALLEST_FACTORS
+from meshmark.run.environment import describe
+from meshmark.run.record import Record, Status
 from tests.broken.sizes import SIZED
 
 
@@ -55,7 +55,7 @@ class Power:
 
     @property
     def judged(self) -> list[Cell]:
-        return [c for c in self.cells if c.finding.result is not Result.UNSUPPORTED]
+        return [c for c in self.cells if c.finding.result is not ClauseResult.UNSUPPORTED]
 
     @property
     def good(self) -> bool:
@@ -76,8 +76,15 @@ class Power:
 
 
 def report(power: Power) -> str:
-    parts = ["# The power to fail", *_summary(power), *_smallest(power), *_limits(power), *_correct(power),
-             *_mutants(power), *_origin(power)]  # fmt: skip
+    parts = [
+        "# The power to fail",
+        *_summary(power),
+        *_smallest(power),
+        *_limits(power),
+        *_correct(power),
+        *_mutants(power),
+        *_origin(power),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -102,10 +109,13 @@ def _by_catcher(trials: Sequence[Trial]) -> Iterable[dict[str, object]]:
     for catcher in sorted(counts, key=order.index):
         own = [t for t in trials if t.mutant.catcher == catcher]
         yield {
-            "suite or clause": catcher, "mutants": len(own), "defects": len({t.mutant.defect for t in own}),
-            "caught": sum(t.caught for t in own), "with a diagnosis": sum(bool(t.mutant.faults) for t in own),
+            "suite or clause": catcher,
+            "mutants": len(own),
+            "defects": len({t.mutant.defect for t in own}),
+            "caught": sum(t.caught for t in own),
+            "with a diagnosis": sum(bool(t.mutant.faults) for t in own),
             "named rightly": sum(t.named for t in own if t.mutant.faults),
-        }  # fmt: skip
+        }
 
 
 def _smallest(power: Power) -> Iterable[str]:
@@ -115,12 +125,18 @@ def _smallest(power: Power) -> Iterable[str]:
         "was not, and by how much, relatively, any of the losses of three steps then differs from a correct run's, "
         "where 6e-8 is the rounding of a float32."
     )
-    yield markdown([
-        {"defect": (SIZED[s.kind].__doc__ or "").rstrip("."), "caught": f"{s.caught:.1e}",
-         "survived": f"{s.survived:.1e}", "in the loss": "random" if s.loss != s.loss else f"{s.loss:.1e}",
-         "caught by": s.evidence[:160]}
-        for s in power.smallest
-    ])  # fmt: skip
+    yield markdown(
+        [
+            {
+                "defect": (SIZED[s.kind].__doc__ or "").rstrip("."),
+                "caught": f"{s.caught:.1e}",
+                "survived": f"{s.survived:.1e}",
+                "in the loss": "random" if s.loss != s.loss else f"{s.loss:.1e}",
+                "caught by": s.evidence[:160],
+            }
+            for s in power.smallest
+        ]
+    )
 
 
 def _limits(power: Power) -> Iterable[str]:
@@ -163,15 +179,16 @@ def _factor_row(kind: str, honest: Ratios, real: Ratios) -> dict[str, object]:
     for name, ratios in (("`single`", honest.get(kind, [])), ("adapters", real.get(kind, []))):
         row |= {
             f"{name}: comparisons": f"{len(ratios):,}",
-            f"{name}: asked": f"{asked_factor(ratios):.2f}", f"{name}: largest": f"{max(ratios, default=0):.2f}",
-        }  # fmt: skip
+            f"{name}: asked": f"{asked_factor(ratios):.2f}",
+            f"{name}: largest": f"{max(ratios, default=0):.2f}",
+        }
     return row
 
 
 def _adapter_row(cells: Sequence[Cell], adapter: str) -> dict[str, object]:
     own = [c for c in cells if c.adapter == adapter]
     counts = Counter(c.finding.result for c in own)
-    return {"adapter": adapter} | {str(result): counts[result] for result in Result}
+    return {"adapter": adapter} | {str(result): counts[result] for result in ClauseResult}
 
 
 def _mutants(power: Power) -> Iterable[str]:
@@ -200,21 +217,26 @@ def _equivalent(record: Record) -> bool:
 
 def _row(trial: Trial) -> dict[str, object]:
     return {
-        "adapter": trial.mutant.adapter, "defect": trial.mutant.defect.__name__,
-        "must fail": trial.mutant.catcher, "caught": "yes" if trial.caught else "**no**",
+        "adapter": trial.mutant.adapter,
+        "defect": trial.mutant.defect.__name__,
+        "must fail": trial.mutant.catcher,
+        "caught": "yes" if trial.caught else "**no**",
         "fails": ", ".join(trial.failed),
         "evidence": ("" if trial.named else "**wrong:** ") + trial.told.replace("|", "/")[:240],
-    }  # fmt: skip
+    }
 
 
 def _real_row(record: Record) -> dict[str, object]:
     verdict = record.verdict("equivalence")
     e = verdict.evidence if verdict else {}
     return {
-        "case": record.case.id, "seed": record.case.workload.seed, "passed": "yes" if _equivalent(record) else "**no**",
+        "case": record.case.id,
+        "seed": record.case.workload.seed,
+        "passed": "yes" if _equivalent(record) else "**no**",
         "worst": e.get("worst_quantity", record.outcome.message),
-        "x noise": f"{float(e.get('ratio', 0)):.2f}", "allowed": f"{float(e.get('factor', 0)):.2f}",
-    }  # fmt: skip
+        "x noise": f"{float(e.get('ratio', 0)):.2f}",
+        "allowed": f"{float(e.get('factor', 0)):.2f}",
+    }
 
 
 def _limit_row(record: Record) -> dict[str, object]:
@@ -224,10 +246,11 @@ def _limit_row(record: Record) -> dict[str, object]:
     middle = limits[scaling[len(scaling) // 2]]
     beyond = sum(limit.any_direction > 5e-6 for limit in limits.values())
     return {
-        "workload": record.case.workload.name, "precision": str(record.case.precision),
+        "workload": record.case.workload.name,
+        "precision": str(record.case.precision),
         "scaling": f"{limits[scaling[0]].scaling:.1e} ({scaling[0]})",
         "any direction": f"{limits[blind[0]].any_direction:.1e} ({blind[0]})",
         "medians": f"{middle.scaling:.1e}, {limits[blind[len(blind) // 2]].any_direction:.1e}",
         "beyond 5e-6 in any direction": f"{beyond} of {len(limits)}",
         "factors": ", ".join(f"{kind} {factor:.2f}" for kind, factor in record.factors.items()),
-    }  # fmt: skip
+    }

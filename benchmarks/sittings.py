@@ -11,10 +11,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from adapters import ADAPTERS
 from benchmarks.trials import Cell, Court, Trial, correct_cells, preloaded
-from meshmark.cluster import Cluster, ClusterSpec
-from meshmark.launch import Launcher
+from meshmark.adapters import ADAPTERS
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.launch import Launcher
 from tests.broken.mutants import BY_NAME, target
 
 NUM_SITTINGS = 2

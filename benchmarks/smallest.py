@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 
 from benchmarks.trials import Court
-from meshmark.case import Case
 from meshmark.conformance.finding import Result
 from meshmark.conformance.scenario import plain_workload
-from meshmark.record import Record
+from meshmark.run.record import Record
+from meshmark.spec.case import Case
 from tests.broken.mutant import GPT, LAYOUTS, base_layout
 from tests.broken.mutants import sized
 from tests.broken.sizes import SIZED

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.case import Case
+from meshmark.adapter.registry import load_adapter
 from meshmark.conformance.clauses import CLAUSES, judge_clause
-from meshmark.conformance.finding import Finding, Result
+from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import SCENARIOS, plain_workload
-from meshmark.launch import Launcher
-from meshmark.record import Record, Status
-from meshmark.registry import load_adapter
-from meshmark.runner import Runner, RunOptions
+from meshmark.run.launch import Launcher
+from meshmark.run.record import Record, Status
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.spec.case import Case
 from tests.broken.mutant import Mutant, base_layout
 
 STEPS = 3
@@ -35,7 +35,7 @@ class Trial:
     def failed(self) -> list[str]:
         """Suites in a plain run; or the clause."""
         if self.finding:
-            return [f"clause {self.mutant.clause}"] if self.finding.result is Result.FAIL else []
+            return [f"clause {self.mutant.clause}"] if self.finding.result is ClauseResult.FAIL else []
         return [v.suite for v in self.record.verdicts if not v.passed]
 
     @property
@@ -99,7 +99,7 @@ class Cell:
 
     @property
     def alarm(self) -> bool:
-        return self.finding.result is Result.FAIL
+        return self.finding.result is ClauseResult.FAIL
 
 
 def correct_cells(court: Court, adapter: str) -> Iterable[Cell]:

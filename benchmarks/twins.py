@@ -21,18 +21,20 @@ from pathlib import Path
 from benchmarks.all_reduce import REDUCTIONS_PER_STEP
 from benchmarks.largest import Probe, largest
 from benchmarks.quiet import Quiet
-from meshmark.case import Case
-from meshmark.cluster import Cluster, ClusterSpec
+from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.errors import MeshmarkError
-from meshmark.launch import Launcher
-from meshmark.layout import Layout, Precision
-from meshmark.machine import describe
-from meshmark.model_spec import ModelSpec, gpt
 from meshmark.plan.calibrate import calibrate_here
-from meshmark.plan.states import model_states
-from meshmark.rank_report import RankReport, Request, Task
-from meshmark.registry import builtin_adapters, load_adapter
-from meshmark.workload import Workload
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.environment import describe
+from meshmark.run.launch import Launcher
+from meshmark.run.rank_report import RankReport
+from meshmark.run.request import Request, Task
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.model_spec import ModelSpec, gpt
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import Workload
+from meshmark.theory.states import model_states
 
 TWINS_DIR = Path(__file__).parent.parent / "baselines" / "twins"
 ADAPTERS = {**builtin_adapters(), "all-reduce": "benchmarks.all_reduce:AllReduce"}
@@ -58,13 +60,20 @@ class Bench:
     def run(self, case: Case, task: Task, *, steps: int, warmup: int = 0) -> list[RankReport]:
         """Reports by rank. Raises `MeshmarkError` when a rank failed: a twin with a hole in it is worth nothing."""
         request = Request(
-            case=case, adapter=ADAPTERS[case.adapter], task=task, device="cpu", backend="gloo", steps=steps,
-            warmup=warmup, assess=False, time_limit_seconds=120,
-        )  # fmt: skip
-        landing = self.launcher.launch(request, case.world_size)
-        if landing.failures:
-            raise MeshmarkError(f"{case.id}: {landing.failures[0].message}\n{landing.failures[0].log_tail}")
-        return landing.reports
+            case=case,
+            adapter=ADAPTERS[case.adapter],
+            task=task,
+            device="cpu",
+            backend="gloo",
+            steps=steps,
+            warmup=warmup,
+            assess=False,
+            time_limit_seconds=120,
+        )
+        launched = self.launcher.launch(request, case.world_size)
+        if launched.failures:
+            raise MeshmarkError(f"{case.id}: {launched.failures[0].message}\n{launched.failures[0].log_tail}")
+        return launched.reports
 
     def rounds(self, cases: Sequence[Case], *, steps: int) -> list[list[float]]:
         """Seconds of the slowest rank of every case, `steps` a round after one of warm-up; cases take turns."""
@@ -80,36 +89,52 @@ class Bench:
 def timed(seconds: list[float]) -> Row:
     """The columns of a timed row."""
     return {
-        "step_seconds": f"{statistics.median(seconds):.5g}", "fastest_seconds": f"{min(seconds):.5g}",
-        "slowest_seconds": f"{max(seconds):.5g}", "samples": len(seconds),
-    }  # fmt: skip
+        "step_seconds": f"{statistics.median(seconds):.5g}",
+        "fastest_seconds": f"{min(seconds):.5g}",
+        "slowest_seconds": f"{max(seconds):.5g}",
+        "samples": len(seconds),
+    }
 
 
 def shape(model: ModelSpec) -> Row:
     return {
-        "layers": model.num_layers, "hidden": model.hidden, "heads": model.num_heads, "vocab": model.vocab_size,
-        "seq_len": model.seq_len, "tied_embeddings": model.tied_embeddings, "parameters": model.num_parameters,
-    }  # fmt: skip
+        "layers": model.num_layers,
+        "hidden": model.hidden,
+        "heads": model.num_heads,
+        "vocab": model.vocab_size,
+        "seq_len": model.seq_len,
+        "tied_embeddings": model.tied_embeddings,
+        "parameters": model.num_parameters,
+    }
 
 
 def gpipe(bench: Bench) -> list[Row]:
     """GPipe table 2: K stages and M micro-batches of one mini-batch. K = 1 is the model in one process, accumulating
     gradients over the micro-batches: what the micro-batches alone cost."""
     work = Workload(
-        name="gpipe-twin", model=gpt("gpipe-twin", 4, 128, 4, vocab_size=256, seq_len=256),
-        global_batch=32, masked=False,
-    )  # fmt: skip
+        name="gpipe-twin",
+        model=gpt("gpipe-twin", 4, 128, 4, vocab_size=256, seq_len=256),
+        global_batch=32,
+        masked=False,
+    )
     cases = [
         Case(adapter="gpipe" if k > 1 else "single", workload=work, layout=Layout(pp=k, num_micro_batches=m))
-        for m in (1, 4, 32) for k in (1, 2, 4)
-    ]  # fmt: skip
+        for m in (1, 4, 32)
+        for k in (1, 2, 4)
+    ]
     rows: list[Row] = []
     for case, seconds in zip(cases, bench.rounds(cases, steps=2), strict=True):
         layout = case.layout
-        rows.append({
-            "adapter": case.adapter, "partitions_K": layout.pp, "micro_batches_M": layout.num_micro_batches,
-            **shape(work.model), "global_batch": work.global_batch, **timed(seconds),
-        })  # fmt: skip
+        rows.append(
+            {
+                "adapter": case.adapter,
+                "partitions_K": layout.pp,
+                "micro_batches_M": layout.num_micro_batches,
+                **shape(work.model),
+                "global_batch": work.global_batch,
+                **timed(seconds),
+            }
+        )
     return rows
 
 
@@ -124,16 +149,23 @@ def megatron(bench: Bench) -> list[Row]:
         cases.append(Case(adapter="megatron", workload=work, layout=Layout(tp=tp)))
         if tp > 1:
             reductions[tp] = Case(adapter="all-reduce", workload=work, layout=Layout(tp=tp))
-    seconds_of = dict(zip([*cases, *reductions.values()], bench.rounds([*cases, *reductions.values()], steps=4),
-                          strict=True))  # fmt: skip
+    seconds_of = dict(
+        zip([*cases, *reductions.values()], bench.rounds([*cases, *reductions.values()], steps=4), strict=True)
+    )
     rows: list[Row] = []
     for case in cases:
         reduction = reductions.get(case.layout.tp)
         one = statistics.median(seconds_of[reduction]) / REDUCTIONS_PER_STEP if reduction else 0.0
-        rows.append({
-            "adapter": case.adapter, "tp": case.layout.tp, **shape(case.workload.model),
-            "global_batch": case.workload.global_batch, **timed(seconds_of[case]), "all_reduce_seconds": f"{one:.4g}",
-        })  # fmt: skip
+        rows.append(
+            {
+                "adapter": case.adapter,
+                "tp": case.layout.tp,
+                **shape(case.workload.model),
+                "global_batch": case.workload.global_batch,
+                **timed(seconds_of[case]),
+                "all_reduce_seconds": f"{one:.4g}",
+            }
+        )
     return rows
 
 
@@ -156,13 +188,22 @@ def _largest_models(bench: Bench, adapter: str, layout: Layout) -> list[Row]:
     for judged in ("states", "peak"):
         hidden = largest(partial(probe.number, judged), BUDGET_BYTES, step=HIDDEN_STEP)
         case, following = case_of(hidden), hidden + HIDDEN_STEP
-        rows.append({
-            "adapter": adapter, "zero_stage": layout.zero_stage, "dp": layout.dp, "judged": judged,
-            "budget_bytes": BUDGET_BYTES, "hidden_step": HIDDEN_STEP, **shape(case.workload.model),
-            "global_batch": case.workload.global_batch, "held_bytes": probe.number(judged, hidden),
-            "next_held_bytes": probe.number(judged, following), "runs": len(probe.seen),
-            **_declared(case_of(following)),
-        })  # fmt: skip
+        rows.append(
+            {
+                "adapter": adapter,
+                "zero_stage": layout.zero_stage,
+                "dp": layout.dp,
+                "judged": judged,
+                "budget_bytes": BUDGET_BYTES,
+                "hidden_step": HIDDEN_STEP,
+                **shape(case.workload.model),
+                "global_batch": case.workload.global_batch,
+                "held_bytes": probe.number(judged, hidden),
+                "next_held_bytes": probe.number(judged, following),
+                "runs": len(probe.seen),
+                **_declared(case_of(following)),
+            }
+        )
     return rows
 
 
@@ -188,10 +229,12 @@ def _declared(case: Case) -> Row:
     for rank in range(case.world_size):
         plan = model_states(case, rank, adapter.recipe(case))
         more = adapter.remainders(case, rank)
-        found.append({
-            name: (getattr(plan, name) + sum(r.num_bytes for r in more if r.category == name)) / count
-            for name in ("parameters", "gradients", "optimizer_states")
-        })  # fmt: skip
+        found.append(
+            {
+                name: (getattr(plan, name) + sum(r.num_bytes for r in more if r.category == name)) / count
+                for name in ("parameters", "gradients", "optimizer_states")
+            }
+        )
     fullest = max(found, key=lambda parts: sum(parts.values()))
     return {f"declared_{name}_bytes": f"{value:.8g}" for name, value in fullest.items()}
 
@@ -201,9 +244,13 @@ def activations(bench: Bench) -> list[Row]:
     tensor-parallel degree, pipeline stage and precision."""
     model = gpt("activations-twin", 4, 128, 4, vocab_size=256, seq_len=128)
     runs = [("single", Layout(), batch, Precision.FP32) for batch in (1, 2, 4, 8)]
-    runs += [("single", Layout(), 8, Precision.BF16), ("fsdp2", Layout(dp=2, zero_stage=3), 8, Precision.BF16),
-             ("megatron", Layout(tp=2), 8, Precision.FP32), ("megatron", Layout(tp=4), 8, Precision.FP32),
-             ("gpipe", Layout(pp=2, num_micro_batches=4), 8, Precision.FP32)]  # fmt: skip
+    runs += [
+        ("single", Layout(), 8, Precision.BF16),
+        ("fsdp2", Layout(dp=2, zero_stage=3), 8, Precision.BF16),
+        ("megatron", Layout(tp=2), 8, Precision.FP32),
+        ("megatron", Layout(tp=4), 8, Precision.FP32),
+        ("gpipe", Layout(pp=2, num_micro_batches=4), 8, Precision.FP32),
+    ]
     rows: list[Row] = []
     for adapter, layout, batch, precision in runs:
         work = Workload(name=model.name, model=model, global_batch=batch, masked=False)
@@ -213,14 +260,24 @@ def activations(bench: Bench) -> list[Row]:
             assert report.memory and report.memory.held
             eager = framework.recipe(case).eager
             declared = [r for r in framework.remainders(case, report.rank) if r.category == "activations"]
-            rows.append({
-                "adapter": adapter, "dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "zero_stage": layout.zero_stage,
-                "num_micro_batches": layout.num_micro_batches, "precision": precision, "global_batch": batch,
-                **shape(model), "rank": report.rank, "held_bytes": report.memory.held.activations,
-                "declared_bytes": f"{sum(r.num_bytes for r in declared):.0f}",
-                "declared": "; ".join(r.reason for r in declared),
-                "casts_weights": eager is not None and eager.casts_weights,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "adapter": adapter,
+                    "dp": layout.dp,
+                    "tp": layout.tp,
+                    "pp": layout.pp,
+                    "zero_stage": layout.zero_stage,
+                    "num_micro_batches": layout.num_micro_batches,
+                    "precision": precision,
+                    "global_batch": batch,
+                    **shape(model),
+                    "rank": report.rank,
+                    "held_bytes": report.memory.held.activations,
+                    "declared_bytes": f"{sum(r.num_bytes for r in declared):.0f}",
+                    "declared": "; ".join(r.reason for r in declared),
+                    "casts_weights": eager is not None and eager.casts_weights,
+                }
+            )
     return rows
 
 
@@ -232,37 +289,60 @@ def calibrated(bench: Bench) -> list[Row]:
         machine = Path(folder) / "machine.json"
         calibrate_here(machine, CALIBRATION_SECONDS)
         found = json.dumps(json.loads(machine.read_text()))
-    runs = [("single", Layout()), ("single", Layout(num_micro_batches=4)), ("ddp", Layout(dp=2)),
-            ("fsdp2", Layout(dp=2, zero_stage=3)), ("megatron", Layout(tp=2)),
-            ("gpipe", Layout(pp=2, num_micro_batches=4))]  # fmt: skip
+    runs = [
+        ("single", Layout()),
+        ("single", Layout(num_micro_batches=4)),
+        ("ddp", Layout(dp=2)),
+        ("fsdp2", Layout(dp=2, zero_stage=3)),
+        ("megatron", Layout(tp=2)),
+        ("gpipe", Layout(pp=2, num_micro_batches=4)),
+    ]
     models = [gpt(f"calibrated-twin-{hidden}", 4, hidden, 4, vocab_size=512, seq_len=128) for hidden in (192, 256, 512)]
     cases = [
         Case(adapter=adapter, layout=layout, workload=Workload(name=m.name, model=m, global_batch=8, masked=False))
-        for m in models for adapter, layout in runs
-    ]  # fmt: skip
+        for m in models
+        for adapter, layout in runs
+    ]
     rows: list[Row] = []
     for case, seconds in zip(cases, bench.rounds(cases, steps=6), strict=True):
         layout = case.layout
-        rows.append({
-            "adapter": case.adapter, "dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "zero_stage": layout.zero_stage,
-            "num_micro_batches": layout.num_micro_batches, **shape(case.workload.model),
-            "global_batch": case.workload.global_batch, **timed(seconds), "machine_file": found,
-        })  # fmt: skip
+        rows.append(
+            {
+                "adapter": case.adapter,
+                "dp": layout.dp,
+                "tp": layout.tp,
+                "pp": layout.pp,
+                "zero_stage": layout.zero_stage,
+                "num_micro_batches": layout.num_micro_batches,
+                **shape(case.workload.model),
+                "global_batch": case.workload.global_batch,
+                **timed(seconds),
+                "machine_file": found,
+            }
+        )
     return rows
 
 
 TWINS: dict[str, Callable[[Bench], list[Row]]] = {
-    "gpipe": gpipe, "megatron": megatron, "zero": zero, "activations": activations, "calibrated": calibrated,
-}  # fmt: skip
+    "gpipe": gpipe,
+    "megatron": megatron,
+    "zero": zero,
+    "activations": activations,
+    "calibrated": calibrated,
+}
 
 
 def write(path: Path, rows: list[Row]) -> None:
     """Rows as CSV, each with where it comes from."""
     here = describe("cpu", "gloo", 1, command=["python", "-m", "benchmarks.twins", path.stem])
     origin = {
-        "machine": here.machine, "cores": here.num_cpus, "torch": here.versions["torch"], "commit": here.commit,
-        "date": here.date, "command": here.command,
-    }  # fmt: skip
+        "machine": here.machine,
+        "cores": here.num_cpus,
+        "torch": here.versions["torch"],
+        "commit": here.commit,
+        "date": here.date,
+        "command": here.command,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*rows[0], *origin])

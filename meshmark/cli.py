@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
-from meshmark.device import num_gpus
+from meshmark.adapter.registry import builtin_adapters, load_adapter, select
 from meshmark.errors import AdapterError, MeshmarkError, ResultsError
-from meshmark.layout import Precision
-from meshmark.machine import describe, versions
 from meshmark.options import positive, precision, split_values
 from meshmark.plan.cli import add_commands
-from meshmark.registry import builtin_adapters, load_adapter, select
-from meshmark.workload import WORKLOADS, workload
+from meshmark.run.environment import describe, versions
+from meshmark.run.gpus import num_gpus
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import WORKLOADS, workload
 
 EPILOG = """examples:
   meshmark doctor                       what can run here, and what would be skipped
@@ -47,9 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="meshmark", description="Benchmark and conformance suite for distributed training.",
-        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog="meshmark",
+        description="Benchmark and conformance suite for distributed training.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="frameworks, devices, and what would be skipped and why")
     doctor.set_defaults(run=_doctor)
@@ -108,9 +110,9 @@ def _cases(parsed: argparse.Namespace) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> None:
-    from meshmark.record import read_records
     from meshmark.report.conformance import write_conformance
     from meshmark.report.render import write_report
+    from meshmark.run.record import read_records
 
     reading = read_records(parsed.results)
     for complaint in reading.complaints:

@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 
-from meshmark.case import Case
 from meshmark.conformance.clauses import Clause, judge_clause
-from meshmark.conformance.finding import Result
+from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario import SCENARIOS
-from meshmark.record import Record, Status
-from meshmark.runner import Runner
+from meshmark.run.record import Record, Status
+from meshmark.run.runner import Runner
+from meshmark.spec.case import Case
 
 
 def expect_ran(record: Record) -> None:
@@ -50,12 +50,12 @@ def expect_clause(runner: Runner, case: Case, clause: Clause) -> None:
     __tracebackhide__ = True
     records = {name: runner.perform(SCENARIOS[name], case) for name in clause.scenarios}
     found = judge_clause(clause, records)
-    told = f"{case.adapter} {case.layout.id}, {clause.name}: {found.evidence}"
-    if found.result is Result.UNSUPPORTED:
+    text = f"{case.adapter} {case.layout.id}, {clause.name}: {found.evidence}"
+    if found.result is ClauseResult.UNSUPPORTED:
         pytest.skip(found.evidence)
-    if found.result is Result.KNOWN_GAP:
-        pytest.xfail(f"{told} {found.link}".rstrip())
-    if found.result is Result.STALE_GAP:
-        warnings.warn(f"{told}: passes, take the known gap out of its adapter", StaleGapWarning, stacklevel=2)
-    if found.result is Result.FAIL:
-        pytest.fail(told, pytrace=False)
+    if found.result is ClauseResult.KNOWN_GAP:
+        pytest.xfail(f"{text} {found.link}".rstrip())
+    if found.result is ClauseResult.STALE_GAP:
+        warnings.warn(f"{text}: passes, take the known gap out of its adapter", StaleGapWarning, stacklevel=2)
+    if found.result is ClauseResult.FAIL:
+        pytest.fail(text, pytrace=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.layout import Precision
+from meshmark.spec.precision import Precision
 
 
 def split_values(option: str, text: str) -> list[str]:

@@ -14,23 +14,23 @@ from typing import Any, TypeVar
 
 import pytest
 
-from meshmark.adapter import Adapter
-from meshmark.case import Case
-from meshmark.cluster import Cluster, ClusterSpec
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.registry import builtin_adapters, load_adapter, outside_name, select
 from meshmark.conformance.scenario import SCENARIOS, plain_cases
-from meshmark.data import check_corpus
-from meshmark.device import num_gpus
 from meshmark.errors import ClusterError, InputError, MeshmarkError, ResultsError, UnknownNameError
 from meshmark.expect import expect_ran
-from meshmark.launch import Launcher
-from meshmark.layout import Precision
 from meshmark.options import positive, precision, split_values
-from meshmark.passes.observe import WATCHED_STEP
-from meshmark.rank_report import Task
-from meshmark.record import Record
-from meshmark.registry import builtin_adapters, load_adapter, outside_name, select
-from meshmark.runner import Runner, RunOptions
-from meshmark.workload import Workload, workload
+from meshmark.reference.data import check_corpus
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.gpus import num_gpus
+from meshmark.run.launch import Launcher
+from meshmark.run.passes.observe import WATCHED_STEP
+from meshmark.run.record import Record
+from meshmark.run.request import Task
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import Workload, workload
 
 T = TypeVar("T")
 
@@ -110,15 +110,17 @@ def _select(config: pytest.Config) -> Selection:
         check_corpus(chosen)
     nnodes = option("--nnodes")
     return Selection(
-        targets=targets, adapters={name: load_adapter(target) for name, target in targets.items()},
+        targets=targets,
+        adapters={name: load_adapter(target) for name, target in targets.items()},
         worlds=[positive("--world", text) for text in split_values("--world", option("--world"))],
         workloads=workloads,
         precisions=[precision(text) for text in split_values("--precision", option("--precision"))],
-        options=_run_options(config), results=Path(option("--results")),
-        cluster=ClusterSpec.detect(os.environ) if nnodes is None else ClusterSpec(
-            nnodes=nnodes, node_rank=option("--node-rank"), rdzv=option("--rdzv")
-        ),
-    )  # fmt: skip
+        options=_run_options(config),
+        results=Path(option("--results")),
+        cluster=ClusterSpec.detect(os.environ)
+        if nnodes is None
+        else ClusterSpec(nnodes=nnodes, node_rank=option("--node-rank"), rdzv=option("--rdzv")),
+    )
 
 
 def _workload(name: str, corpus: str | None, global_batch: int | None) -> Workload:
@@ -173,10 +175,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "conforming" in metafunc.fixturenames:
         chosen = selection(metafunc.config)
         plain = [
-            case for name, adapter in chosen.adapters.items()
+            case
+            for name, adapter in chosen.adapters.items()
             for world in (chosen.worlds if adapter.capabilities.degrees else [1])
             for case in plain_cases(name, adapter, world)
-        ]  # fmt: skip
+        ]
         metafunc.parametrize("conforming", plain, ids=lambda c: f"{c.adapter}-{c.layout.id}", scope="session")
 
 

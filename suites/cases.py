@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from meshmark.adapter import Adapter
-from meshmark.case import Case
+from meshmark.adapter.contract import Adapter
 from meshmark.errors import LayoutError
-from meshmark.layout import Layout, Precision
-from meshmark.workload import Workload
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import Workload
 
 ACCUMULATED = 2
 """Micro-batches of layouts without a pipeline: enough for accumulation to go wrong."""

@@ -2,9 +2,9 @@
 
 import pytest
 
-from meshmark.case import Case
 from meshmark.plugin import Selection
-from suites.cases import matrix
+from meshmark.spec.case import Case
+from meshmark.suites.cases import matrix
 
 
 def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[Case]:

@@ -1,7 +1,7 @@
 """Does a layout send what it should? Bytes by kind of collective against theory."""
 
 from meshmark.expect import expect
-from meshmark.record import Record
+from meshmark.run.record import Record
 
 
 def test_communication(observed: Record) -> None:

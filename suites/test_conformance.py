@@ -2,10 +2,10 @@
 
 import pytest
 
-from meshmark.case import Case
 from meshmark.conformance.clauses import CLAUSES, Clause
 from meshmark.expect import expect_clause
-from meshmark.runner import Runner
+from meshmark.run.runner import Runner
+from meshmark.spec.case import Case
 
 
 @pytest.mark.filterwarnings("default::meshmark.expect.StaleGapWarning")

@@ -1,7 +1,7 @@
 """Does the framework train correctly? Loss, gradients and parameters against the float64 single-process truth."""
 
 from meshmark.expect import expect
-from meshmark.record import Record
+from meshmark.run.record import Record
 
 
 def test_equivalence(observed: Record) -> None:

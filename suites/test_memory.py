@@ -1,7 +1,7 @@
 """Does a layout hold what it should? Bytes of model states and activations on every rank against the closed form."""
 
 from meshmark.expect import expect
-from meshmark.record import Record
+from meshmark.run.record import Record
 
 
 def test_memory(observed: Record) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from meshmark.record import Record
-from meshmark.throughput import throughput
+from meshmark.run.record import Record
+from meshmark.run.throughput import throughput
 
 
 class Replay:

@@ -5,35 +5,46 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from meshmark.adapter import KnownGap
-from meshmark.case import Case
-from meshmark.faults import Diagnosis, Fault
-from meshmark.layout import Layout, Precision
-from meshmark.machine import Environment
-from meshmark.meters.memory import Bytes, MemoryReading
-from meshmark.meters.traffic import Collective, TrafficReading
-from meshmark.model_spec import Family, ModelSpec
-from meshmark.plan.states import ModelStates, Remainder
-from meshmark.rank_report import Task
-from meshmark.record import Outcome, Record, Status, Verdict
-from meshmark.trace import Drift
-from meshmark.truth import Deviation
-from meshmark.workload import OptimizerSpec, Workload
+from meshmark.judge.deviation import Deviation, Drift
+from meshmark.judge.faults import Diagnosis, Fault
+from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
+from meshmark.run.environment import Environment
+from meshmark.run.record import Outcome, Record, Status, Verdict
+from meshmark.run.request import Task
+from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
+from meshmark.spec.layout import Layout
+from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.optimizer import OptimizerSpec
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import Workload
+from meshmark.theory.states import ModelStates, Remainder
 
 
 def make_model(**changes: Any) -> ModelSpec:  # noqa: ANN401
     """A GPT small enough for milliseconds, with attention far from uniform."""
     defaults: dict[str, Any] = {
-        "name": "mini", "family": Family.GPT, "num_layers": 2, "hidden": 16, "num_heads": 4, "num_kv_heads": 4,
-        "ffn_hidden": 24, "vocab_size": 256, "seq_len": 12, "init_std": 0.2,
-    }  # fmt: skip
+        "name": "mini",
+        "family": Family.GPT,
+        "num_layers": 2,
+        "hidden": 16,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "ffn_hidden": 24,
+        "vocab_size": 256,
+        "seq_len": 12,
+        "init_std": 0.2,
+    }
     return ModelSpec(**{**defaults, **changes})
 
 
 def make_workload(**changes: Any) -> Workload:  # noqa: ANN401
     defaults: dict[str, Any] = {
-        "name": "mini", "model": make_model(), "global_batch": 4, "optimizer": OptimizerSpec(clip_norm=0.5)
-    }  # fmt: skip
+        "name": "mini",
+        "model": make_model(),
+        "global_batch": 4,
+        "optimizer": OptimizerSpec(clip_norm=0.5),
+    }
     return Workload(**{**defaults, **changes})
 
 
@@ -47,10 +58,18 @@ def make_case(adapter: str = "ddp", layout: Layout | None = None, **changes: Any
 
 def make_environment(**changes: Any) -> Environment:  # noqa: ANN401
     defaults: dict[str, Any] = {
-        "date": "2026-01-02T03:04:05+00:00", "command": "pytest suites", "commit": "0123456789ab",
-        "machine": "Abacus 3000", "system": "Linux 6.1", "num_cpus": 2, "memory_bytes": 8 * 2**30, "device": "cpu",
-        "backend": "gloo", "nnodes": 1, "versions": {"torch": "2.13.0"},
-    }  # fmt: skip
+        "date": "2026-01-02T03:04:05+00:00",
+        "command": "pytest suites",
+        "commit": "0123456789ab",
+        "machine": "Abacus 3000",
+        "system": "Linux 6.1",
+        "num_cpus": 2,
+        "memory_bytes": 8 * 2**30,
+        "device": "cpu",
+        "backend": "gloo",
+        "nnodes": 1,
+        "versions": {"torch": "2.13.0"},
+    }
     return Environment(**{**defaults, **changes})
 
 
@@ -73,13 +92,21 @@ def make_traffic(num_bytes: int = 400) -> TrafficReading:
 def make_verdict(suite: str = "equivalence", passed: bool = True, **changes: Any) -> Verdict:  # noqa: ANN401
     evidence: dict[str, dict[str, float | int | str]] = {
         "equivalence": {
-            "worst_quantity": "gradients/head.norm.bias", "worst_step": 1, "ratio": 1.5, "distance": 3e-7,
-            "truth_norm": 1.0, "multiple_of_truth": 1.0000001, "noise": 2e-7, "factor": 4.0,
-            "detection_limit": 2.5e-6, "failing": 0, "compared": 160,
+            "worst_quantity": "gradients/head.norm.bias",
+            "worst_step": 1,
+            "ratio": 1.5,
+            "distance": 3e-7,
+            "truth_norm": 1.0,
+            "multiple_of_truth": 1.0000001,
+            "noise": 2e-7,
+            "factor": 4.0,
+            "detection_limit": 2.5e-6,
+            "failing": 0,
+            "compared": 160,
         },
         "memory": {"category": "gradients", "rank": 0, "relative_error": 0.001},
         "communication": {"kind": "all_reduce", "rank": 0, "relative_error": 0.002},
-    }  # fmt: skip
+    }
     defaults: dict[str, Any] = {"summary": f"what decided {suite}", "evidence": evidence[suite]}
     return Verdict(suite=suite, passed=passed, **{**defaults, **changes})
 
@@ -88,29 +115,44 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
     """A good instrumented pass over two ranks, every field filled."""
     deviation = Deviation(distance=1e-7, scale=1.0, factor=1.0)
     defaults: dict[str, Any] = {
-        "case": make_case(), "adapter": "adapters.ddp:DDP", "task": Task.OBSERVE, "outcome": Outcome(status=Status.OK),
-        "environment": make_environment(), "steps": 2, "warmup": 1, "launch_seconds": 3.5, "build_seconds": 1.25,
-        "losses": [5.5, 5.25], "norms": [2.0, None],
+        "case": make_case(),
+        "adapter": "meshmark.adapters.ddp:DDP",
+        "task": Task.OBSERVE,
+        "outcome": Outcome(status=Status.OK),
+        "environment": make_environment(),
+        "steps": 2,
+        "warmup": 1,
+        "launch_seconds": 3.5,
+        "build_seconds": 1.25,
+        "losses": [5.5, 5.25],
+        "norms": [2.0, None],
         "deviations": {
-            "loss": [deviation, deviation], "norm": [deviation, deviation],
+            "loss": [deviation, deviation],
+            "norm": [deviation, deviation],
             "gradients/head.norm.bias": [deviation, deviation],
             "initial/head.norm.bias": [Deviation(distance=0.0, scale=1.0, factor=1.0)],
         },
         "noise": {"loss": [1e-7, 1e-7], "norm": [1e-7, 1e-7], "gradients/head.norm.bias": [1e-7, 2e-7]},
         "factors": {"number": 4.0, "gradients": 3.0, "parameters": 2.5},
         "diagnosis": Diagnosis(fault=Fault.DRIFT, step=1, names=["head.norm.bias"], num_names=1, ranks=[1]),
-        "remarks": ["the noise floor was damaged"], "scenario": "plain", "base": make_case(),
-        "samples": [{"live_bytes": [1.0, 2.0]}, {}], "digests": ["abc", "def"], "num_replicated": 3,
+        "remarks": ["the noise floor was damaged"],
+        "scenario": "plain",
+        "base": make_case(),
+        "samples": [{"live_bytes": [1.0, 2.0]}, {}],
+        "digests": ["abc", "def"],
+        "num_replicated": 3,
         "known_gaps": [KnownGap(clause="unused", reason="it is so", symptom="stale", link="there", zero_stages=(3,))],
         "drifts": [Drift(quantity="parameters/head.norm.bias", step=1, ranks=[1])],
         "memory": [make_memory(), make_memory()],
         "planned_states": [ModelStates(parameters=400, gradients=400, optimizer_states=800)] * 2,
         "remainders": [[Remainder(category="gradients", num_bytes=2.0, reason="padding")], []],
         "state_dtypes": {"parameters": "float32", "optimizer_states": "float32"},
-        "traffic": [make_traffic(), make_traffic()], "planned_traffic": [{"all_reduce": 400.0}] * 2,
-        "rank_step_seconds": [[0.5, 0.25], [0.25, 0.75]], "matmul_flops_per_second": [1e9, 2e9],
+        "traffic": [make_traffic(), make_traffic()],
+        "planned_traffic": [{"all_reduce": 400.0}] * 2,
+        "rank_step_seconds": [[0.5, 0.25], [0.25, 0.75]],
+        "matmul_flops_per_second": [1e9, 2e9],
         "verdicts": [make_verdict(suite) for suite in ("equivalence", "memory", "communication")],
-    }  # fmt: skip
+    }
     return Record(**{**defaults, **changes})
 
 
@@ -122,11 +164,24 @@ def make_good(**changes: Any) -> Record:  # noqa: ANN401
 def make_timed(**changes: Any) -> Record:  # noqa: ANN401
     """The untouched pass over the same case."""
     observed = dict.fromkeys(("norms", "drifts", "memory", "planned_states", "remainders", "traffic"), [])
-    empty: dict[str, Any] = {"deviations": {}, "noise": {}, "state_dtypes": {}, "planned_traffic": [], "verdicts": [],
-                             "factors": {}, "diagnosis": None, "remarks": []}  # fmt: skip
+    empty: dict[str, Any] = {
+        "deviations": {},
+        "noise": {},
+        "state_dtypes": {},
+        "planned_traffic": [],
+        "verdicts": [],
+        "factors": {},
+        "diagnosis": None,
+        "remarks": [],
+    }
     return make_record(**{**observed, **empty, **_MATRIX, "task": Task.TIME, "losses": [5.25], **changes})
 
 
 _MATRIX: dict[str, Any] = {
-    "scenario": "", "base": None, "samples": [], "digests": [], "num_replicated": 0, "known_gaps": []
-}  # fmt: skip
+    "scenario": "",
+    "base": None,
+    "samples": [],
+    "digests": [],
+    "num_replicated": 0,
+    "known_gaps": [],
+}

@@ -73,7 +73,7 @@ def roots(names: Iterator[str] | set[str]) -> set[str]:
 
 
 def unit(module: str) -> str:
-    """`meshmark.plan.states` belongs to plan."""
+    """`meshmark.theory.states` belongs to plan."""
     return module.split(".")[1]
 
 
@@ -124,7 +124,7 @@ def test_top_level_imports_see_class_bodies_and_branches_but_not_functions() -> 
 
 LOADED = """
 import importlib, json, pathlib, sys
-import adapters
+import meshmark.adapters
 for file in sorted(pathlib.Path("adapters").glob("*.py")):
     importlib.import_module(f"adapters.{file.stem}".removesuffix(".__init__"))
 after_adapters = sorted({name.partition(".")[0] for name in sys.modules})

@@ -8,26 +8,39 @@ import pytest
 
 from benchmarks.honest import measure_group
 from benchmarks.trials import Court
-from meshmark.case import Case
-from meshmark.cluster import Cluster, ClusterSpec
 from meshmark.conformance.clauses import CLAUSES
-from meshmark.faults import Fault
-from meshmark.launch import Launcher
-from meshmark.layout import Precision
-from meshmark.record import Record
-from meshmark.runner import Runner, RunOptions
-from meshmark.verdict import detection_limits
+from meshmark.judge.faults import Fault
+from meshmark.judge.verdict import detection_limits
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.launch import Launcher
+from meshmark.run.record import Record
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
 from tests.broken.engine import ONE_NORM
 from tests.broken.mutant import GPT, LAYOUTS
 from tests.broken.mutants import BY_NAME, MUTANTS, sized, target
 from tests.factories import make_workload
 
-SOME = ["ddp_NoReduction", "gpipe_ScalesGrads", "fsdp2_Bf16Accumulation", "gpipe_NeverUpdates",
-        "fsdp2_ShardingIgnored", "ddp_ReducesEveryMicroBatch"]  # fmt: skip
+SOME = [
+    "ddp_NoReduction",
+    "gpipe_ScalesGrads",
+    "fsdp2_Bf16Accumulation",
+    "gpipe_NeverUpdates",
+    "fsdp2_ShardingIgnored",
+    "ddp_ReducesEveryMicroBatch",
+]
 SLIGHT = sized("ddp", "NormGradient", 3e-6)
-OF_CLAUSES = ["ddp_SameMasksOnRanks_dropout", "ddp_NotRescaled_dropout", "gpipe_StaysInEvaluation_dropout",
-              "ddp_StaysInFp32_bf16_states", "ddp_OverflowMovesMoments_fp16_overflow",
-              "ddp_ForgetsSecondMoments_resume", "gpipe_PerMicroBatch_schedule", "ddp_HidesMessage_error"]  # fmt: skip
+OF_CLAUSES = [
+    "ddp_SameMasksOnRanks_dropout",
+    "ddp_NotRescaled_dropout",
+    "gpipe_StaysInEvaluation_dropout",
+    "ddp_StaysInFp32_bf16_states",
+    "ddp_OverflowMovesMoments_fp16_overflow",
+    "ddp_ForgetsSecondMoments_resume",
+    "gpipe_PerMicroBatch_schedule",
+    "ddp_HidesMessage_error",
+]
 """By clauses of conformance."""
 
 
@@ -39,7 +52,7 @@ def launcher() -> Iterator[Launcher]:
 
 @pytest.fixture(scope="module")
 def runner(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    known = {name: target(name) for name in [*SOME, SLIGHT]} | {"ddp": "adapters.ddp:DDP"}
+    known = {name: target(name) for name in [*SOME, SLIGHT]} | {"ddp": "meshmark.adapters.ddp:DDP"}
     running = Runner(launcher, known, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
     yield running
     running.close()

@@ -6,13 +6,14 @@ import re
 
 import pytest
 
-from meshmark.adapter import Adapter
-from meshmark.case import Case
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.errors import LayoutError
-from meshmark.layout import Layout, Precision
-from meshmark.registry import builtin_adapters, load_adapter
-from meshmark.workload import WORKLOADS
-from suites.cases import layouts, matrix
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import WORKLOADS
+from meshmark.suites.cases import layouts, matrix
 from tests.factories import make_case
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from meshmark.adapter.registry import builtin_adapters
 from meshmark.cli import main
-from meshmark.record import RecordFile
-from meshmark.registry import builtin_adapters
+from meshmark.run.record import RecordFile
 from tests.factories import make_good, make_timed
 
 ROOT = Path(__file__).parent.parent
@@ -73,8 +73,8 @@ def test_doctor_names_every_adapter_and_what_is_here(capsys: pytest.CaptureFixtu
 def test_doctor_says_what_would_be_skipped_and_what_to_do(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from meshmark.adapter import Requirement
-    from meshmark.registry import load_adapter
+    from meshmark.adapter.capabilities import Requirement
+    from meshmark.adapter.registry import load_adapter
 
     needs = (Requirement(module="no_such_module", distribution="no-such"),)
     monkeypatch.setattr(load_adapter(builtin_adapters()["ddp"]), "requires", needs)

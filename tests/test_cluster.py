@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.cluster import ClusterSpec
 from meshmark.errors import InputError
-from meshmark.record import read_records
+from meshmark.run.cluster import ClusterSpec
+from meshmark.run.record import read_records
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,12 +28,30 @@ def two_nodes(folder: Path, *arguments: str) -> list[tuple[int, str]]:
     rdzv = f"127.0.0.1:{free_port()}"
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "pytest", "suites", "--nnodes", "2", "--node-rank", str(node), "--rdzv", rdzv,
-             "--results", str(folder / str(node)), "-p", "no:cacheprovider", *arguments],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "suites",
+                "--nnodes",
+                "2",
+                "--node-rank",
+                str(node),
+                "--rdzv",
+                rdzv,
+                "--results",
+                str(folder / str(node)),
+                "-p",
+                "no:cacheprovider",
+                *arguments,
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for node in range(2)
-    ]  # fmt: skip
+    ]
     outputs = [process.communicate(timeout=240)[0] for process in running]
     return [(process.returncode, output) for process, output in zip(running, outputs, strict=True)]
 
@@ -56,16 +74,23 @@ def test_a_failure_on_one_node_is_the_same_outcome_on_both(tmp_path: Path) -> No
 
 def test_the_environment_of_torchrun_and_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun = {
-        "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500",
-    }  # fmt: skip
+        "GROUP_RANK": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "29500",
+    }
     assert ClusterSpec.detect(torchrun) == ClusterSpec(nnodes=2, node_rank=1, rdzv="a:29501")
     scontrol = tmp_path / "scontrol"  # SLURM's own tool expands the list of hosts
     scontrol.write_text("#!/bin/sh\nprintf 'node1\\nnode2\\n'\n")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     slurm = {
-        "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[1-2]",
-    }  # fmt: skip
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_NODEID": "1",
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NODELIST": "node[1-2]",
+    }
     assert ClusterSpec.detect(slurm) == ClusterSpec(nnodes=2, node_rank=1, rdzv="node1:20007")
     assert ClusterSpec.detect({}) == ClusterSpec()
 

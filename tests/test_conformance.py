@@ -9,24 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adapters import ADAPTERS
-from meshmark.adapter import KnownGap
-from meshmark.case import Case
-from meshmark.cluster import Cluster, ClusterSpec
+from meshmark.adapter.registry import load_adapter
+from meshmark.adapters import ADAPTERS
 from meshmark.conformance import judges
 from meshmark.conformance.clauses import CLAUSES, judge_clause
-from meshmark.conformance.finding import Finding, Result
+from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import DROPOUT_STEPS, SCENARIOS, plain_cases
-from meshmark.launch import Launcher
-from meshmark.layout import Layout
-from meshmark.passes.fail import MESSAGE
-from meshmark.rank_report import Task
-from meshmark.record import Outcome, Record, Status
-from meshmark.registry import load_adapter
+from meshmark.judge.deviation import Deviation, Drift
 from meshmark.report.conformance import columns, write_conformance
-from meshmark.runner import Runner, RunOptions
-from meshmark.trace import Drift
-from meshmark.truth import Deviation
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.launch import Launcher
+from meshmark.run.passes.fail import MESSAGE
+from meshmark.run.record import Outcome, Record, Status
+from meshmark.run.request import Task
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
+from meshmark.spec.layout import Layout
 from tests.factories import make_case, make_good, make_workload
 
 EXACT = Deviation(distance=0.0, scale=1.0, factor=1.0)
@@ -37,12 +36,23 @@ WRONG = Deviation(distance=1e-3, scale=1.0, factor=1.001)
 def plain(**changes: Any) -> Record:  # noqa: ANN401
     """A good record of the scenario `plain`."""
     defaults: dict[str, Any] = {
-        "scenario": "plain", "base": make_case(), "num_replicated": 4,
-        "deviations": {"loss": [NOISY] * 2, "norm": [NOISY] * 2, "gradients/head.norm.bias": [NOISY] * 2,
-                       "parameters/head.norm.bias": [NOISY] * 2, "initial/head.norm.bias": [EXACT]},
-        "noise": {"loss": [1e-7] * 2, "norm": [1e-7] * 2, "gradients/head.norm.bias": [1e-7] * 2,
-                  "parameters/head.norm.bias": [1e-7] * 2},
-    }  # fmt: skip
+        "scenario": "plain",
+        "base": make_case(),
+        "num_replicated": 4,
+        "deviations": {
+            "loss": [NOISY] * 2,
+            "norm": [NOISY] * 2,
+            "gradients/head.norm.bias": [NOISY] * 2,
+            "parameters/head.norm.bias": [NOISY] * 2,
+            "initial/head.norm.bias": [EXACT],
+        },
+        "noise": {
+            "loss": [1e-7] * 2,
+            "norm": [1e-7] * 2,
+            "gradients/head.norm.bias": [1e-7] * 2,
+            "parameters/head.norm.bias": [1e-7] * 2,
+        },
+    }
     return make_good(**{**defaults, **changes})
 
 
@@ -61,26 +71,26 @@ def deviating(quantity: str, deviation: Deviation = WRONG) -> Record:
     ],
 )
 def test_a_quantity_beyond_its_noise_fails_its_clause_alone(judge: judges.Judge, quantity: str) -> None:
-    assert judge(plain()).result is Result.PASS
-    assert judge(deviating(quantity)).result is Result.FAIL
+    assert judge(plain()).result is ClauseResult.PASS
+    assert judge(deviating(quantity)).result is ClauseResult.FAIL
     for other in {"loss", "gradients/head.norm.bias"} - {quantity}:
-        assert judge(deviating(other)).result is Result.PASS
+        assert judge(deviating(other)).result is ClauseResult.PASS
 
 
 def test_replicas_must_be_equal_and_must_have_been_compared() -> None:
-    assert judges.replicas(plain()).result is Result.PASS
+    assert judges.replicas(plain()).result is ClauseResult.PASS
     apart = plain(drifts=[Drift(quantity="parameters/head.norm.bias", step=1, ranks=[1])])
-    assert judges.replicas(apart).result is Result.FAIL
-    assert judges.replicas(plain(num_replicated=0)).result is Result.UNSUPPORTED
+    assert judges.replicas(apart).result is ClauseResult.FAIL
+    assert judges.replicas(plain(num_replicated=0)).result is ClauseResult.UNSUPPORTED
 
 
 def test_clipping_must_have_been_active() -> None:
     """The gradient's norm is 1 in these records."""
-    assert judges.clipping(plain()).result is Result.PASS
-    assert judges.clipping(deviating("norm")).result is Result.FAIL
+    assert judges.clipping(plain()).result is ClauseResult.PASS
+    assert judges.clipping(deviating("norm")).result is ClauseResult.FAIL
     inactive = plain(case=make_case(workload=make_workload(optimizer=make_optimizer(clip_norm=2.0))))
     assert "clipped to 2" in judges.clipping(inactive).evidence
-    assert judges.clipping(inactive).result is Result.FAIL
+    assert judges.clipping(inactive).result is ClauseResult.FAIL
 
 
 def make_optimizer(**changes: Any) -> Any:  # noqa: ANN401
@@ -92,35 +102,39 @@ def test_frozen_parameters_must_stay_bit_for_bit() -> None:
     case = make_case(workload=make_workload(frozen=("head.",)))
     verdicts = plain().verdicts
     still = deviating("parameters/head.norm.bias", EXACT)
-    assert judges.frozen(dataclasses.replace(still, case=case, verdicts=verdicts)).result is Result.PASS
-    assert judges.frozen(dataclasses.replace(plain(), case=case, verdicts=verdicts)).result is Result.FAIL
-    assert judges.frozen(plain(case=make_case())).result is Result.FAIL, "nothing was frozen"
+    assert judges.frozen(dataclasses.replace(still, case=case, verdicts=verdicts)).result is ClauseResult.PASS
+    assert judges.frozen(dataclasses.replace(plain(), case=case, verdicts=verdicts)).result is ClauseResult.FAIL
+    assert judges.frozen(plain(case=make_case())).result is ClauseResult.FAIL, "nothing was frozen"
 
 
 def test_masters_and_moments_must_be_wide() -> None:
     narrow = {"parameters": "bfloat16", "optimizer_states": "float32"}
-    assert judges.masters(plain()).result is Result.PASS
-    assert judges.masters(plain(state_dtypes=narrow)).result is Result.FAIL
-    assert judges.declared_precision(plain()).result is Result.PASS
+    assert judges.masters(plain()).result is ClauseResult.PASS
+    assert judges.masters(plain(state_dtypes=narrow)).result is ClauseResult.FAIL
+    assert judges.declared_precision(plain()).result is ClauseResult.PASS
     moments = {"parameters": "bfloat16+float32", "optimizer_states": "bfloat16"}
-    assert judges.declared_precision(plain(state_dtypes=moments)).result is Result.FAIL
+    assert judges.declared_precision(plain(state_dtypes=moments)).result is ClauseResult.FAIL
 
 
 def dropped(first: np.ndarray, second: np.ndarray, evaluation: float = 5.0, size: float = 1.3) -> Record:
     draw = np.random.default_rng(9)
     samples = {
-        "losses": list(first), "reference": list(draw.normal(5.2, 0.01, 96)), "evaluation": [evaluation],
-        "exact": [5.0], "along": list(draw.normal(1.0, 0.01, len(first))),
+        "losses": list(first),
+        "reference": list(draw.normal(5.2, 0.01, 96)),
+        "evaluation": [evaluation],
+        "exact": [5.0],
+        "along": list(draw.normal(1.0, 0.01, len(first))),
         "size": list(draw.normal(size, 0.02, len(first))),
-        "reference_along": list(draw.normal(1.0, 0.01, 96)), "reference_size": list(draw.normal(1.3, 0.02, 96)),
-    }  # fmt: skip
+        "reference_along": list(draw.normal(1.0, 0.01, 96)),
+        "reference_size": list(draw.normal(1.3, 0.02, 96)),
+    }
     return plain(task=Task.DROPOUT, samples=[samples, {"losses": list(second)}])
 
 
 def test_dropout_must_be_fresh_different_as_strong_and_off_in_evaluation() -> None:
     draw = np.random.default_rng(1)
     a, b = draw.normal(5.2, 0.01, (2, DROPOUT_STEPS))
-    assert judges.dropout(dropped(a, b)).result is Result.PASS
+    assert judges.dropout(dropped(a, b)).result is ClauseResult.PASS
     assert "twice on a rank" in failing(judges.dropout(dropped(np.full_like(a, 5.2), b)))
     assert "equal on different" in failing(judges.dropout(dropped(a, a)))
     assert "mean" in failing(judges.dropout(dropped(a + 0.02, b + 0.02)))
@@ -136,25 +150,25 @@ def test_recomputed_dropout_must_have_the_forward_passs_masks() -> None:
     same = plain(task=Task.DROPOUT, losses=[5.1, 5.4], samples=[{"along": [0.98, 0.9], "size": [1.3, 1.2]}, {}])
     other = plain(task=Task.DROPOUT, losses=[5.1, 5.2], samples=[{"along": [0.97, 1.1], "size": [1.3, 1.3]}, {}])
     elsewhere = plain(task=Task.DROPOUT, losses=[5.2, 5.2], samples=same.samples)
-    assert judges.draws_again(kept, same).result is Result.PASS  # later steps are others' business
+    assert judges.draws_again(kept, same).result is ClauseResult.PASS  # later steps are others' business
     assert "gradients" in failing(judges.draws_again(kept, other))
     assert "loss" in failing(judges.draws_again(kept, elsewhere))
 
 
 def failing(finding: Finding) -> str:
-    assert finding.result is Result.FAIL
+    assert finding.result is ClauseResult.FAIL
     return finding.evidence
 
 
 def test_an_overflowing_step_must_move_nothing_anywhere() -> None:
-    assert judges.overflow(plain(samples=[{"moved": [0.0]}] * 2)).result is Result.PASS
-    assert judges.overflow(plain(samples=[{"moved": [0.0]}, {"moved": [3.0]}])).result is Result.FAIL
+    assert judges.overflow(plain(samples=[{"moved": [0.0]}] * 2)).result is ClauseResult.PASS
+    assert judges.overflow(plain(samples=[{"moved": [0.0]}, {"moved": [3.0]}])).result is ClauseResult.FAIL
 
 
 def test_memory_must_not_grow_on_any_rank() -> None:
     settled = [1e6 + 5e4 * (step < 5) for step in range(50)]
     leaking = [1e6 + 1e4 * step for step in range(50)]
-    assert judges.endures(plain(steps=50, samples=[{"live_bytes": settled}] * 2)).result is Result.PASS
+    assert judges.endures(plain(steps=50, samples=[{"live_bytes": settled}] * 2)).result is ClauseResult.PASS
     found = judges.endures(plain(steps=50, samples=[{"live_bytes": settled}, {"live_bytes": leaking}]))
     assert "10,000 bytes a step" in failing(found).replace("+", "")
 
@@ -163,7 +177,7 @@ def test_determinism_is_told_and_not_required() -> None:
     first = plain(digests=["a", "b", "c"])
     assert "bitwise equal" in judges.deterministic(first, plain(digests=["a", "b", "c"])).evidence
     differs = judges.deterministic(first, plain(digests=["a", "b", "x"]))
-    assert differs.result is Result.PASS and "differs from step 1" in differs.evidence
+    assert differs.result is ClauseResult.PASS and "differs from step 1" in differs.evidence
 
 
 def test_an_error_must_come_home_from_the_rank_that_raised_it() -> None:
@@ -171,10 +185,10 @@ def test_an_error_must_come_home_from_the_rank_that_raised_it() -> None:
         return judges.ends(plain(scenario="error", outcome=Outcome(**outcome)))
 
     message = f"RuntimeError: {MESSAGE}"
-    assert ended(status=Status.RAISED, rank=1, message=message).result is Result.PASS
+    assert ended(status=Status.RAISED, rank=1, message=message).result is ClauseResult.PASS
     for status, rank, told in ((Status.HUNG, 0, "no end"), (Status.RAISED, 0, message), (Status.RAISED, 1, "peer")):
-        assert ended(status=status, rank=rank, message=told).result is Result.FAIL
-    assert ended(status=Status.OK).result is Result.FAIL, "nothing was raised"
+        assert ended(status=status, rank=rank, message=told).result is ClauseResult.FAIL
+    assert ended(status=Status.OK).result is ClauseResult.FAIL, "nothing was raised"
 
 
 GAP = KnownGap(clause="loss", reason="it is so", symptom="loss at step", link="there")
@@ -183,17 +197,17 @@ GAP = KnownGap(clause="loss", reason="it is so", symptom="loss at step", link="t
 def test_a_known_gap_is_the_known_failure_and_no_other() -> None:
     wrong = dataclasses.replace(deviating("loss"), known_gaps=[GAP])
     found = judge_clause(CLAUSES["loss"], {"plain": wrong})
-    assert (found.result, found.link) == (Result.KNOWN_GAP, "there") and "it is so" in found.evidence
+    assert (found.result, found.link) == (ClauseResult.KNOWN_GAP, "there") and "it is so" in found.evidence
     raised = plain(known_gaps=[GAP], outcome=Outcome(status=Status.RAISED, rank=0, message="other"))
-    assert judge_clause(CLAUSES["loss"], {"plain": raised}).result is Result.FAIL
-    assert judge_clause(CLAUSES["loss"], {"plain": plain(known_gaps=[GAP])}).result is Result.STALE_GAP
+    assert judge_clause(CLAUSES["loss"], {"plain": raised}).result is ClauseResult.FAIL
+    assert judge_clause(CLAUSES["loss"], {"plain": plain(known_gaps=[GAP])}).result is ClauseResult.STALE_GAP
     elsewhere = dataclasses.replace(GAP, zero_stages=(3,))
-    assert judge_clause(CLAUSES["loss"], {"plain": plain(known_gaps=[elsewhere])}).result is Result.PASS
+    assert judge_clause(CLAUSES["loss"], {"plain": plain(known_gaps=[elsewhere])}).result is ClauseResult.PASS
 
 
 def test_what_was_not_run_or_not_finished_is_no_pass() -> None:
     skipped = plain(outcome=Outcome(status=Status.SKIPPED, message="not installed"))
-    assert judge_clause(CLAUSES["loss"], {"plain": skipped}).result is Result.UNSUPPORTED
+    assert judge_clause(CLAUSES["loss"], {"plain": skipped}).result is ClauseResult.UNSUPPORTED
     hung = plain(outcome=Outcome(status=Status.HUNG, rank=1, message="no end"))
     assert "hung on rank 1" in failing(judge_clause(CLAUSES["loss"], {"plain": hung}))
 
@@ -229,7 +243,7 @@ LAUNCHED = ["schedule", "unused", "dropout", "fp16 overflow", "resume", "reshard
 def test_ddp_keeps(runner: Runner, name: str) -> None:
     records = {scenario: runner.perform(SCENARIOS[scenario], DDP) for scenario in CLAUSES[name].scenarios}
     found = judge_clause(CLAUSES[name], records)
-    assert found.result is Result.PASS, found.evidence
+    assert found.result is ClauseResult.PASS, found.evidence
 
 
 def test_a_feature_that_is_lacking_is_an_answer(runner: Runner) -> None:
@@ -238,11 +252,11 @@ def test_a_feature_that_is_lacking_is_an_answer(runner: Runner) -> None:
     assert record.outcome.status is Status.RAISED
     reshard = {name: runner.perform(SCENARIOS[name], single) for name in CLAUSES["reshard"].scenarios}
     found = judge_clause(CLAUSES["reshard"], reshard)
-    assert found.result is Result.UNSUPPORTED and "one rank alone" in found.evidence
+    assert found.result is ClauseResult.UNSUPPORTED and "one rank alone" in found.evidence
 
 
 def test_the_page_has_every_cell_with_its_evidence(tmp_path: Any) -> None:  # noqa: ANN401
-    from meshmark.record import Reading
+    from meshmark.run.record import Reading
 
     wrong = dataclasses.replace(deviating("loss"), known_gaps=[GAP], base=make_case("fsdp2"), case=make_case("fsdp2"))
     reading = Reading(records=[plain(), wrong], complaints=[])

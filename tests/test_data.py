@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshmark.data import IGNORED, Batch, check_corpus, load_corpus, make_batch, standard_text
 from meshmark.errors import CorpusError
+from meshmark.reference.data import IGNORED, Batch, check_corpus, load_corpus, make_batch, standard_text
 from tests.factories import make_model, make_workload
 
 WORKLOAD = make_workload(global_batch=12, model=make_model(seq_len=20))

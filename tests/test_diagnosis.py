@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from adapters.single import Single
-from meshmark.adapter import RankContext
-from meshmark.case import Case
-from meshmark.data import make_batch
-from meshmark.diagnosis import diagnose
-from meshmark.faults import Diagnosis, Fault, named_factor
-from meshmark.layout import Layout
-from meshmark.trace import Drift, Trace, note
-from meshmark.truth import ExactOptimizer, assess, exact_gradients
-from meshmark.workload import OptimizerSpec
-from meshmark.yardstick import Yardstick, fit, noise_run
+from meshmark.adapter.engine import RankContext
+from meshmark.adapter.single import Single
+from meshmark.judge.deviation import Drift
+from meshmark.judge.diagnosis import diagnose
+from meshmark.judge.faults import Diagnosis, Fault, named_factor
+from meshmark.judge.trace import Trace, host_copies
+from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients
+from meshmark.judge.yardstick import Yardstick, fit, noise_run
+from meshmark.reference.data import make_batch
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.optimizer import OptimizerSpec
 from tests.factories import make_case, make_workload
 
 STEPS = 3
@@ -36,13 +37,13 @@ def honest() -> tuple[Trace, Yardstick]:
     case = dataclasses.replace(CASE, layout=Layout())
     context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=Path())
     engine = Single().build(case, context)
-    trace = Trace(parameters=[note(engine.parameters())])
+    trace = Trace(parameters=[host_copies(engine.parameters())])
     for step in range(STEPS):
         trace.losses.append(float(engine.backward(make_batch(case.workload, step))))
-        trace.gradients.append(note(engine.gradients()))
+        trace.gradients.append(host_copies(engine.gradients()))
         norm = engine.update()
         trace.norms.append(None if norm is None else float(norm))
-        trace.parameters.append(note(engine.parameters()))
+        trace.parameters.append(host_copies(engine.parameters()))
     return trace, fit([noise_run(assess(trace, case.workload), case.precision)] * 2)
 
 

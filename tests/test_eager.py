@@ -11,21 +11,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmark.case import Case
-from meshmark.cluster import Cluster, ClusterSpec
-from meshmark.data import make_batch
-from meshmark.launch import Launcher
-from meshmark.layout import Layout, Precision, Recompute, Schedule
-from meshmark.meters.memory import Bytes, visible_storages
-from meshmark.model import Transformer
-from meshmark.model_spec import Family, ModelSpec
-from meshmark.objective import loss_share
-from meshmark.plan.eager import RNG_STATE_BYTES
-from meshmark.plan.recipe import eager_recipe
-from meshmark.plan.states import ModelStates, Remainder, model_states
-from meshmark.record import Record, Verdict
-from meshmark.runner import Runner, RunOptions
-from meshmark.verdict import judge_memory
+from meshmark.judge.verdict import judge_memory
+from meshmark.measure.memory import visible_storages
+from meshmark.measure.readings import Bytes
+from meshmark.reference.data import make_batch
+from meshmark.reference.objective import loss_share
+from meshmark.reference.transformer import Transformer
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.launch import Launcher
+from meshmark.run.record import Record, Verdict
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout, Recompute, Schedule
+from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.precision import Precision
+from meshmark.theory.recipe import eager_recipe
+from meshmark.theory.saved_activations import RNG_STATE_BYTES
+from meshmark.theory.states import ModelStates, Remainder, model_states
 from tests.factories import make_environment, make_good, make_memory, make_model, make_workload
 
 SCALARS = 64
@@ -86,16 +88,25 @@ def test_the_plan_is_what_autograd_saves(spec: ModelSpec, precision: Precision, 
 
 
 @given(
-    heads=st.integers(1, 4), head_dim=st.sampled_from([4, 6, 8]), ffn=st.integers(1, 50), layers=st.integers(1, 3),
-    tokens=st.integers(2, 20), family=st.sampled_from(Family),
-)  # fmt: skip
+    heads=st.integers(1, 4),
+    head_dim=st.sampled_from([4, 6, 8]),
+    ffn=st.integers(1, 50),
+    layers=st.integers(1, 3),
+    tokens=st.integers(2, 20),
+    family=st.sampled_from(Family),
+)
 @settings(deadline=None, max_examples=25)
 def test_whatever_the_dimensions(heads: int, head_dim: int, ffn: int, layers: int, tokens: int, family: Family) -> None:
     """(But one token, or one rotary pair a head, which PyTorch may lay out in either order.)"""
     spec = make_model(
-        family=family, hidden=heads * head_dim, num_heads=heads, num_kv_heads=1, ffn_hidden=ffn, num_layers=layers,
+        family=family,
+        hidden=heads * head_dim,
+        num_heads=heads,
+        num_kv_heads=1,
+        ffn_hidden=ffn,
+        num_layers=layers,
         seq_len=tokens,
-    )  # fmt: skip
+    )
     assert saved_bytes(one(spec)) == pytest.approx(held_activations(one(spec), 0), abs=SCALARS)
 
 
@@ -129,9 +140,14 @@ def test_recomputation_keeps_a_blocks_input_and_a_random_state() -> None:
 
 @pytest.mark.parametrize(
     "layout, dropout",
-    [(Layout(recompute=Recompute.SELECTIVE), 0.0), (Layout(cp=2), 0.0), (Layout(tp=2, sequence_parallel=True), 0.0),
-     (Layout(pp=2, schedule=Schedule.ONE_F_ONE_B), 0.0), (Layout(), 0.1)],
-)  # fmt: skip
+    [
+        (Layout(recompute=Recompute.SELECTIVE), 0.0),
+        (Layout(cp=2), 0.0),
+        (Layout(tp=2, sequence_parallel=True), 0.0),
+        (Layout(pp=2, schedule=Schedule.ONE_F_ONE_B), 0.0),
+        (Layout(), 0.1),
+    ],
+)
 def test_what_the_forms_do_not_know_is_not_planned(layout: Layout, dropout: float) -> None:
     work = make_workload(model=make_model(dropout=dropout))
     assert held_activations(Case(adapter="any", workload=work, layout=layout), 0) is None
@@ -145,9 +161,11 @@ def judged(measured: int, planned: float | None, device: str = "cpu", declared: 
     plan = ModelStates(parameters=400, gradients=400, optimizer_states=800, activations=planned)
     remainder = Remainder(category="activations", num_bytes=declared, reason="masks")
     return make_good(
-        memory=[make_memory(), reading], planned_states=[plan, plan], remainders=[[], [remainder]],
+        memory=[make_memory(), reading],
+        planned_states=[plan, plan],
+        remainders=[[], [remainder]],
         environment=make_environment(device=device),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("measured, passed", [(10_000, True), (10_099, True), (10_101, False), (9_899, False)])
@@ -180,8 +198,12 @@ LLAMA = make_workload(model=make_model(family=Family.LLAMA, hidden=32, ffn_hidde
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known = {name: f"tests.broken.activations:{name}" for name in BROKEN}
-    known |= {"single": "adapters.single:Single", "ddp": "adapters.ddp:DDP", "gpipe": "adapters.gpipe:GPipe",
-              "fsdp2": "adapters.fsdp2:FSDP2"}  # fmt: skip
+    known |= {
+        "single": "meshmark.adapter.single:Single",
+        "ddp": "meshmark.adapters.ddp:DDP",
+        "gpipe": "meshmark.adapters.gpipe:GPipe",
+        "fsdp2": "meshmark.adapters.fsdp2:FSDP2",
+    }
     with Cluster(ClusterSpec()) as cluster:
         options = RunOptions(observed_steps=3)
         running = Runner(Launcher(cluster, []), known, options, tmp_path_factory.mktemp("results"))
@@ -192,9 +214,13 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 @pytest.mark.parametrize("work", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize(
     "adapter, layout",
-    [("single", Layout(num_micro_batches=2)), ("ddp", Layout(dp=2, num_micro_batches=2)),
-     ("fsdp2", Layout(dp=2, zero_stage=3)), ("gpipe", Layout(pp=2, num_micro_batches=4))],
-)  # fmt: skip
+    [
+        ("single", Layout(num_micro_batches=2)),
+        ("ddp", Layout(dp=2, num_micro_batches=2)),
+        ("fsdp2", Layout(dp=2, zero_stage=3)),
+        ("gpipe", Layout(pp=2, num_micro_batches=4)),
+    ],
+)
 def test_adapters_hold_what_is_planned(runner: Runner, adapter: str, layout: Layout, work: object) -> None:
     record = runner.observe(Case(adapter=adapter, layout=layout, workload=work))
     verdict = record.verdict("memory")
@@ -209,9 +235,7 @@ def test_adapters_hold_what_is_planned(runner: Runner, adapter: str, layout: Lay
 @pytest.mark.parametrize(
     "adapter, layout, buckets", [("single", Layout(), False), ("ddp", Layout(dp=2), True)], ids=["single", "ddp"]
 )
-def test_the_peak_is_planned_category_by_category(
-    runner: Runner, adapter: str, layout: Layout, buckets: bool
-) -> None:  # fmt: skip
+def test_the_peak_is_planned_category_by_category(runner: Runner, adapter: str, layout: Layout, buckets: bool) -> None:
     """Where the vocabulary is wide beside a layer the peak is at the loss: two more logits are alive, the gradients of
     the log-softmax and of the logits; of the parameters' gradients, none but DDP's buckets."""
     record = runner.observe(Case(adapter=adapter, layout=layout, workload=GPT))

@@ -13,23 +13,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshmark.adapter import RankContext
-from meshmark.case import Case
-from meshmark.layout import Layout, Precision
-from meshmark.meters.memory import MemoryReading, read_memory, visible_storages
-from meshmark.meters.watch import Watch
-from meshmark.model import parameter_shapes
-from meshmark.model_spec import Family, ModelSpec, gpt, llama
-from meshmark.passes.diary import Diary
-from meshmark.plan.grid import make_grid
-from meshmark.plan.memory import CATEGORIES, memory
-from meshmark.plan.parameter_order import filled_elements, largest_temporaries, parameter_sizes, part_elements
-from meshmark.plan.partition import uniform_stages
-from meshmark.plan.recipe import RECIPES, recipe
-from meshmark.plan.states import BARE, model_states
-from meshmark.rank_report import Request, Task
-from meshmark.registry import builtin_adapters, load_adapter
-from meshmark.workload import OptimizerKind, OptimizerSpec, Workload
+from meshmark.adapter.engine import RankContext
+from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.measure.memory import read_memory, visible_storages
+from meshmark.measure.readings import MemoryReading
+from meshmark.measure.watch import Watch
+from meshmark.reference.transformer import parameter_shapes
+from meshmark.run.passes.observer import Observer
+from meshmark.run.request import Request, Task
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.model_spec import Family, ModelSpec, gpt, llama
+from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import Workload
+from meshmark.theory.grid import make_grid
+from meshmark.theory.memory import CATEGORIES, memory
+from meshmark.theory.parameter_order import filled_elements, largest_temporaries, parameter_sizes, part_elements
+from meshmark.theory.partition import uniform_stages
+from meshmark.theory.recipe import RECIPES, recipe
+from meshmark.theory.states import BARE, model_states
 from tests.factories import make_model
 
 ONE = np.ones(1)
@@ -39,14 +42,23 @@ def measured(case: Case, tmp_path: Path) -> MemoryReading:
     """Of `single`, in this process."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=tmp_path)
-    request = Request(case=case, adapter="", task=Task.OBSERVE, device="cpu", backend="gloo", time_limit_seconds=60,
-                      steps=3, warmup=0, assess=False)  # fmt: skip
+    request = Request(
+        case=case,
+        adapter="",
+        task=Task.OBSERVE,
+        device="cpu",
+        backend="gloo",
+        time_limit_seconds=60,
+        steps=3,
+        warmup=0,
+        assess=False,
+    )
     with Watch(context.device) as watch:
-        diary = Diary(load_adapter(builtin_adapters()["single"])().build(case, context), request)
+        observer = Observer(load_adapter(builtin_adapters()["single"])().build(case, context), request)
         for step in range(2):
-            diary.train(step, watch)
+            observer.train(step, watch)
         watch.focus()
-        before, after = diary.train(2, watch)
+        before, after = observer.train(2, watch)
         visible = visible_storages()
     return read_memory(watch, 2, before, after, visible, None)
 
@@ -61,30 +73,46 @@ GATED = llama("gated", 2, 128, 4, 344, vocab_size=256, seq_len=32, num_kv_heads=
 
 @pytest.mark.parametrize(
     ("spec", "num_micro_batches", "precision", "tolerance"),
-    [(WIDE, 1, Precision.FP32, 0.001), (WIDE, 2, Precision.FP32, 0.001), (LONG, 2, Precision.FP32, 0.001),
-     (GATED, 1, Precision.FP32, 0.001), (GATED, 2, Precision.FP32, 0.001), (WIDE, 1, Precision.BF16, 0.02)],
-)  # fmt: skip
+    [
+        (WIDE, 1, Precision.FP32, 0.001),
+        (WIDE, 2, Precision.FP32, 0.001),
+        (LONG, 2, Precision.FP32, 0.001),
+        (GATED, 1, Precision.FP32, 0.001),
+        (GATED, 2, Precision.FP32, 0.001),
+        (WIDE, 1, Precision.BF16, 0.02),
+    ],
+)
 def test_the_peak_is_planned(
     spec: ModelSpec, num_micro_batches: int, precision: Precision, tolerance: float, tmp_path: Path
 ) -> None:
     """To the byte but for scalars; under autocast the backward pass' copies of one block are planned roughly."""
     work = Workload(name=spec.name, model=spec, global_batch=4, masked=False)
-    case = Case(adapter="single", workload=work, layout=Layout(num_micro_batches=num_micro_batches),
-                precision=precision)  # fmt: skip
+    case = Case(
+        adapter="single", workload=work, layout=Layout(num_micro_batches=num_micro_batches), precision=precision
+    )
     reading = measured(case, tmp_path)
     assert model_states(case, 0).peak == pytest.approx(reading.peak.total - reading.peak.other, rel=tolerance)
 
 
 def test_without_moments_the_update_holds_no_temporaries_of_theirs(tmp_path: Path) -> None:
-    work = Workload(name="sgd", model=WIDE, global_batch=4, masked=False, optimizer=OptimizerSpec(
-        kind=OptimizerKind.SGD, weight_decay=0.0))  # fmt: skip
+    work = Workload(
+        name="sgd",
+        model=WIDE,
+        global_batch=4,
+        masked=False,
+        optimizer=OptimizerSpec(kind=OptimizerKind.SGD, weight_decay=0.0),
+    )
     case = Case(adapter="single", workload=work, layout=Layout())
     reading = measured(case, tmp_path)
     assert model_states(case, 0).peak == pytest.approx(reading.peak.total - reading.peak.other, rel=0.01)
 
 
-SPECS = [make_model(), make_model(tied_embeddings=True), make_model(family=Family.LLAMA, num_kv_heads=2),
-         make_model(family=Family.LLAMA, tied_embeddings=True)]  # fmt: skip
+SPECS = [
+    make_model(),
+    make_model(tied_embeddings=True),
+    make_model(family=Family.LLAMA, num_kv_heads=2),
+    make_model(family=Family.LLAMA, tied_embeddings=True),
+]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -120,9 +148,12 @@ def test_a_bucket_and_the_largest_temporaries() -> None:
 
 
 @given(
-    name=st.sampled_from(sorted(name for name in RECIPES if RECIPES[name].eager)), dp=st.sampled_from([2, 4]),
-    num_micro_batches=st.sampled_from([1, 4]), hidden=st.sampled_from([32, 64]), tokens=st.sampled_from([16, 64]),
-)  # fmt: skip
+    name=st.sampled_from(sorted(name for name in RECIPES if RECIPES[name].eager)),
+    dp=st.sampled_from([2, 4]),
+    num_micro_batches=st.sampled_from([1, 4]),
+    hidden=st.sampled_from([32, 64]),
+    tokens=st.sampled_from([16, 64]),
+)
 def test_the_peak_holds_the_activations_and_grows(
     name: str, dp: int, num_micro_batches: int, hidden: int, tokens: int
 ) -> None:

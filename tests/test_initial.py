@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmark.initial import _signed, _splitmix64, initial_value, random_bits
-from meshmark.model import parameter_shapes
-from meshmark.model_spec import MODELS
+from meshmark.reference.initial import _signed, _splitmix64, initial_value, random_bits
+from meshmark.reference.transformer import parameter_shapes
+from meshmark.spec.model_spec import MODELS
 from tests.factories import make_model
 
 TINY = MODELS["gpt-tiny"]
@@ -99,10 +99,13 @@ def spread(name: str) -> float:
 
 
 SPREADS = {
-    "attention.q.weight": 0.08, "attention.k.weight": 0.08, "attention.v.weight": 0.08,
-    "attention.out.weight": 0.08 / math.sqrt(8), "feed_forward.up.weight": 0.08,
+    "attention.q.weight": 0.08,
+    "attention.k.weight": 0.08,
+    "attention.v.weight": 0.08,
+    "attention.out.weight": 0.08 / math.sqrt(8),
+    "feed_forward.up.weight": 0.08,
     "feed_forward.down.weight": 0.08 / math.sqrt(8),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SPREADS)

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshmark.case import Case
-from meshmark.cluster import Cluster, ClusterSpec
-from meshmark.launch import Launcher
-from meshmark.layout import Layout
-from meshmark.record import Record, Status
-from meshmark.runner import Runner, RunOptions
-from meshmark.workload import workload
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.launch import Launcher
+from meshmark.run.record import Record, Status
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.workload import workload
 
 ACCIDENTS = {
     name.lower(): f"tests.broken.outcomes:{name}"
@@ -30,7 +30,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     with Cluster(ClusterSpec()) as cluster:
         running = Runner(
             Launcher(cluster, []),
-            ACCIDENTS | {"ddp": "adapters.ddp:DDP"},
+            ACCIDENTS | {"ddp": "meshmark.adapters.ddp:DDP"},
             RunOptions(time_limit_seconds=8, observed_steps=4, timed_steps=4),
             tmp_path_factory.mktemp("results"),
         )

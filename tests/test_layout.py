@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from meshmark.errors import LayoutError
-from meshmark.layout import Layout, Precision
+from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
 from tests.factories import make_model
 
 

@@ -9,19 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshmark.adapter import Holdings
-from meshmark.meters.memory import (
-    Bytes,
-    MemoryReading,
-    Named,
-    _classify,
-    _peak_time,
-    cuda_peaks,
-    read_memory,
-    visible_storages,
-)
-from meshmark.meters.traffic import Collective, TrafficReading, _full_bytes, _sum, read_traffic
-from meshmark.meters.watch import Allocation, AskedOperation, Operand, Watch, Window
+from meshmark.adapter.holdings import Holdings
+from meshmark.measure.memory import Named, _classify, _peak_time, cuda_peaks, read_memory, visible_storages
+from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
+from meshmark.measure.traffic import _full_bytes, _sum, read_traffic
+from meshmark.measure.watch import Allocation, AskedOperation, Operand, Watch, Window
 
 CPU = torch.device("cpu")
 NOTHING = Named(parameters={}, gradients={}, optimizer_states={}, communication={})
@@ -146,9 +138,18 @@ def test_the_allocator_s_own_peaks_are_passed_on() -> None:
         ([life(1, 999, 50, 90), life(2, 10, 120)], 120),
         ([], 100),
     ],
-    ids=["held from before", "brief", "overlap", "first of equals", "falls at once", "later is not ours",
-         "freed before allocated", "earlier is not ours", "nothing"],
-)  # fmt: skip
+    ids=[
+        "held from before",
+        "brief",
+        "overlap",
+        "first of equals",
+        "falls at once",
+        "later is not ours",
+        "freed before allocated",
+        "earlier is not ours",
+        "nothing",
+    ],
+)
 def test_the_peak_is_the_first_instant_of_most_bytes_within_the_step(lives: list[Allocation], peak: int) -> None:
     """Steps run from 100 to 200 here."""
     assert _peak_time(lives, 100, 200) == peak
@@ -157,8 +158,14 @@ def test_the_peak_is_the_first_instant_of_most_bytes_within_the_step(lives: list
 def test_bytes_go_to_the_name_then_to_the_wire_then_to_the_step() -> None:
     """A buffer counts as communication while the storage that a collective touched lives, not for its address's
     sake: the allocator hands addresses out again."""
-    lives = [life(1, 1, 0), life(2, 10, 0), life(3, 100, 150), life(4, 1000, 0), life(5, 10_000, 150, 160),
-             life(5, 100_000, 170)]  # fmt: skip
+    lives = [
+        life(1, 1, 0),
+        life(2, 10, 0),
+        life(3, 100, 150),
+        life(4, 1000, 0),
+        life(5, 10_000, 150, 160),
+        life(5, 100_000, 170),
+    ]
     named = Named(parameters={1: 1}, gradients={}, optimizer_states={}, communication={2: 10})
     on_wire = {1: [155], 3: [155], 5: [155]}
     early = _classify(lives, 155, named, on_wire, step_start_ns=100)
@@ -214,9 +221,16 @@ def reduced(address: int, time_ns: int) -> AskedOperation:
         (120, [], set(), {}, {}),
         (50, [], set(), {}, {}),
     ],
-    ids=["seen by Python", "seen by Python, new", "a bucket", "scratch of backward", "scratch of the update",
-         "of a collective that is over", "of long ago"],
-)  # fmt: skip
+    ids=[
+        "seen by Python",
+        "seen by Python, new",
+        "a bucket",
+        "scratch of backward",
+        "scratch of the update",
+        "of a collective that is over",
+        "of long ago",
+    ],
+)
 def test_a_storage_whose_end_nobody_saw(
     born: int, calls: list[AskedOperation], visible: set[int], peak: dict[str, int], steady: dict[str, int]
 ) -> None:
@@ -270,8 +284,9 @@ def test_collectives_are_seen_with_their_operands(group: None) -> None:
     asked = watch.asked()
     assert [a.name for a in asked] == ["c10d::allreduce_", "c10d::broadcast_"]
     assert [a.operands[0] for a in asked] == [
-        (Operand(num_bytes=4000, address=tensor.data_ptr()),), (Operand(num_bytes=16_000, address=out.data_ptr()),)
-    ]  # fmt: skip
+        (Operand(num_bytes=4000, address=tensor.data_ptr()),),
+        (Operand(num_bytes=16_000, address=out.data_ptr()),),
+    ]
     assert reading == TrafficReading(asked=[], issued=[]), "a group of one moves nothing"
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshmark.data import Batch, make_batch
-from meshmark.model import Attention, RMSNorm, Transformer, parameter_shapes, rotate, stage_layers
-from meshmark.model_spec import Family, ModelSpec
-from meshmark.objective import loss_share
+from meshmark.reference.data import Batch, make_batch
+from meshmark.reference.objective import loss_share
+from meshmark.reference.transformer import Attention, RMSNorm, Transformer, parameter_shapes, rotate, stage_layers
+from meshmark.spec.model_spec import Family, ModelSpec
 from tests.factories import make_model, make_workload
 
 GPT = make_model(num_layers=5)
@@ -247,7 +247,7 @@ def test_the_loss_is_computed_wide(dtype: torch.dtype, wide: torch.dtype) -> Non
 
 
 def test_shapes_are_known_without_allocating() -> None:
-    from meshmark.model_spec import MODELS
+    from meshmark.spec.model_spec import MODELS
 
     shapes = parameter_shapes(MODELS["llama-7b"])
     assert shapes["blocks.31.feed_forward.gate.weight"] == (11008, 4096)

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.model import Transformer, parameter_shapes
-from meshmark.model_spec import MODELS, Family, ModelSpec, model_spec
+from meshmark.reference.transformer import Transformer, parameter_shapes
+from meshmark.spec.model_spec import MODELS, Family, ModelSpec, model_spec
 from tests.factories import make_model
 
 VARIANTS = {
@@ -45,10 +45,16 @@ def test_the_parts_of_the_closed_form_are_the_layers(spec: ModelSpec) -> None:
 @pytest.mark.parametrize(
     "name, published",
     [
-        ("gpt3-125m", 125e6), ("gpt3-350m", 356e6), ("gpt3-175b", 175e9), ("gpt2-124m", 124e6),
-        ("llama-7b", 6.7e9), ("llama-13b", 13.0e9), ("llama-33b", 32.5e9), ("llama-65b", 65.2e9),
+        ("gpt3-125m", 125e6),
+        ("gpt3-350m", 356e6),
+        ("gpt3-175b", 175e9),
+        ("gpt2-124m", 124e6),
+        ("llama-7b", 6.7e9),
+        ("llama-13b", 13.0e9),
+        ("llama-33b", 32.5e9),
+        ("llama-65b", 65.2e9),
     ],
-)  # fmt: skip
+)
 def test_presets_have_the_published_size(name: str, published: float) -> None:
     """arXiv:2005.14165 table 2.1 (where 350M stands for 356M), arXiv:2302.13971 table 2."""
     assert MODELS[name].num_parameters == pytest.approx(published, rel=0.01)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.cluster import Cluster, ClusterSpec
-from meshmark.launch import Launcher
-from meshmark.passes.noise import NUM_RUNS, read_noise, write_noise
-from meshmark.runner import Runner, RunOptions
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.launch import Launcher
+from meshmark.run.passes.noise import NUM_RUNS, read_noise, write_noise
+from meshmark.run.runner import Runner, RunOptions
 from tests.factories import make_case
 
 RUNS = [{"loss": [1e-7, 2e-7], "gradients/a": [0.5, 0.25]}, {"loss": [3e-7, 1e-9], "gradients/a": [0.125, 1.0]}]
@@ -49,7 +49,9 @@ def test_a_damaged_file_is_measured_anew_and_the_record_says_so(tmp_path: Path) 
     runs = []
     for attempt in range(3):
         with Cluster(ClusterSpec()) as cluster:
-            runner = Runner(Launcher(cluster, []), {"ddp": "adapters.ddp:DDP"}, RunOptions(observed_steps=3), tmp_path)
+            runner = Runner(
+                Launcher(cluster, []), {"ddp": "meshmark.adapters.ddp:DDP"}, RunOptions(observed_steps=3), tmp_path
+            )
             runs.append(runner.observe(case))
             runner.close()
         (file,) = (tmp_path / "noise").iterdir()

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshmark.adapter.registry import builtin_adapters
 from meshmark.plugin import Selection, selection
-from meshmark.registry import builtin_adapters
-from suites.cases import matrix
+from meshmark.suites.cases import matrix
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent
 OUTSIDE = """
-from meshmark.adapter import Adapter, Capabilities
+from meshmark.adapter.contract import Adapter, Capabilities
 
 class Mine(Adapter):
     capabilities = Capabilities(degrees=frozenset({"dp"}))

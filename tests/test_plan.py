@@ -8,21 +8,22 @@ import math
 import pytest
 import torch
 
-from meshmark.layout import Layout, Precision
-from meshmark.meters.traffic import Collective, wire_factor
-from meshmark.model import Transformer, parameter_shapes, stage_layers
-from meshmark.model_spec import MODELS, Family, ModelSpec
-from meshmark.plan.flops import model_flops_per_token
-from meshmark.plan.recipe import TrainingRecipe, recipe
-from meshmark.plan.states import local_parameters, model_states
-from meshmark.plan.traffic import (
+from meshmark.measure.readings import Collective, wire_factor
+from meshmark.reference.transformer import Transformer, parameter_shapes, stage_layers
+from meshmark.spec.layout import Layout
+from meshmark.spec.model_spec import MODELS, Family, ModelSpec
+from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
+from meshmark.spec.precision import Precision
+from meshmark.theory.flops import model_flops_per_token
+from meshmark.theory.recipe import TrainingRecipe, recipe
+from meshmark.theory.states import local_parameters, model_states
+from meshmark.theory.traffic import (
     Reduction,
     data_parallel_traffic,
     pipeline_traffic,
     step_traffic,
     tensor_parallel_traffic,
 )
-from meshmark.workload import OptimizerKind, OptimizerSpec
 from tests.factories import make_case, make_model, make_workload
 
 SPECS = {
@@ -214,10 +215,17 @@ def test_wide_training_sends_wide() -> None:
 @pytest.mark.parametrize(
     "kind, of_four",
     [
-        ("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("broadcast", 0.75), ("reduce", 0.75),
-        ("all_to_all", 0.75), ("send", 1.0), ("recv", 0.0), ("barrier", 0.0),
+        ("all_reduce", 1.5),
+        ("all_gather", 0.75),
+        ("reduce_scatter", 0.75),
+        ("broadcast", 0.75),
+        ("reduce", 0.75),
+        ("all_to_all", 0.75),
+        ("send", 1.0),
+        ("recv", 0.0),
+        ("barrier", 0.0),
     ],
-)  # fmt: skip
+)
 def test_wire_factors_of_ring_algorithms(kind: str, of_four: float) -> None:
     assert wire_factor(kind, 4) == of_four
     assert Collective(kind=kind, group_size=4, count=1, num_bytes=200).wire_bytes == 200 * of_four
@@ -250,8 +258,8 @@ def test_operations_are_those_that_pytorch_counts() -> None:
     """An independent count of a real forward and backward: matrices as PyTorch has them."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from meshmark.data import make_batch
-    from meshmark.objective import loss_share
+    from meshmark.reference.data import make_batch
+    from meshmark.reference.objective import loss_share
 
     spec = MODELS["gpt-tiny"]
     workload = make_workload(model=spec, global_batch=2)

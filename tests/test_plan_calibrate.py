@@ -13,24 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshmark.errors import InputError
-from meshmark.model_spec import gpt
 from meshmark.plan.calibrate import (
-    Findings,
+    Microbenchmarks,
     calibrate_here,
     known_gpu,
     latency_and_bandwidth,
     machine_from,
     width_curve,
 )
-from meshmark.plan.calibrated import Calibrated, calibrated_at, read_calibrated, write_calibrated
+from meshmark.plan.calibration_file import Calibrated, calibrated_at, read_calibrated, write_calibrated
 from meshmark.plan.cli import main
-from meshmark.plan.grid import make_grid
-from meshmark.plan.measure import Measurement
+from meshmark.plan.microbenchmarks import Measurement
 from meshmark.plan.prediction import predict_grid
 from meshmark.plan.rates import Rates, rates
-from meshmark.plan.recipe import recipe
-from meshmark.plan.system import Gpu, gpu
-from meshmark.plan.twins_calibrated import calibrated_twin
+from meshmark.spec.hardware import Gpu, gpu
+from meshmark.spec.model_spec import gpt
+from meshmark.theory.grid import make_grid
+from meshmark.theory.recipe import recipe
+from studies.twins_calibrated import calibrated_twin
 from tests.test_plan_search import sweep_rows, write_table
 
 
@@ -40,19 +40,30 @@ def measurement(kind: str, seconds: float, work: float, size: int = 512, dtype: 
 
 def some_machine(peak: float = 5e10) -> Gpu:
     return Gpu(
-        name="some-cpu", peak_flops={"fp32": peak}, memory_bytes=8e9, memory_bandwidth=2e10, link_bandwidth=1e9,
-        network_bandwidth=1e9, gpus_per_node=2, source="a test",
-    )  # fmt: skip
+        name="some-cpu",
+        peak_flops={"fp32": peak},
+        memory_bytes=8e9,
+        memory_bandwidth=2e10,
+        link_bandwidth=1e9,
+        network_bandwidth=1e9,
+        gpus_per_node=2,
+        source="a test",
+    )
 
 
-def findings(scale: float = 1.0, peak: float = 5e10) -> Findings:
+def findings(scale: float = 1.0, peak: float = 5e10) -> Microbenchmarks:
     products = [measurement("product", 1e9 / peak / scale, 1e9, size) for size in (128, 256, 512)]
-    return Findings(
+    return Microbenchmarks(
         main_dtype="fp32",
-        on_device=[*products, measurement("attention", 1.0, 0.4 * peak), measurement("elementwise", 1.0, 1e10),
-                   measurement("copy", 1.0, 2e10)],
-        inside=[measurement("all_gather", 1e-4 + b / 1e9, b) for b in (1e4, 1e6, 1e8)], overlap=0.25,
-    )  # fmt: skip
+        on_device=[
+            *products,
+            measurement("attention", 1.0, 0.4 * peak),
+            measurement("elementwise", 1.0, 1e10),
+            measurement("copy", 1.0, 2e10),
+        ],
+        inside=[measurement("all_gather", 1e-4 + b / 1e9, b) for b in (1e4, 1e6, 1e8)],
+        overlap=0.25,
+    )
 
 
 @given(efficiency=st.floats(0.2, 1.0), half=st.floats(0.0, 2000.0))
@@ -107,7 +118,7 @@ def test_what_was_measured_is_in_the_rates_and_what_was_not_is_as_inside_the_nod
 def test_a_known_gpu_keeps_its_datasheet_and_the_fitted_rates_of_what_was_not_measured() -> None:
     h100 = gpu("h100")
     products = [measurement("product", 1.0, 6e14, h, "bf16") for h in (1024, 4096)]
-    alone = Findings(main_dtype="bf16", on_device=[*products, *findings().on_device[3:]])
+    alone = Microbenchmarks(main_dtype="bf16", on_device=[*products, *findings().on_device[3:]])
     found = machine_from(alone, h100, world=1)
     assert found.gpu == h100 and found.rates.gemm_efficiency == pytest.approx(6e14 / 989.4e12)
     assert found.rates.node_bandwidth == rates("h100-sweep").node_bandwidth and "ultrascale" in found.rates.origin
@@ -115,9 +126,14 @@ def test_a_known_gpu_keeps_its_datasheet_and_the_fitted_rates_of_what_was_not_me
 
 @pytest.mark.parametrize(
     "device, name",
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100-40"), ("NVIDIA A100-SXM4-80GB", "a100-80"),
-     ("Tesla V100-SXM3-32GB", "v100-32"), ("NVIDIA L4", None)],
-)  # fmt: skip
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("Tesla V100-SXM3-32GB", "v100-32"),
+        ("NVIDIA L4", None),
+    ],
+)
 def test_calibration_measures_against_the_gpu_that_is_there(device: str, name: str | None) -> None:
     found = known_gpu(device)
     assert (found.name if found else None) == name

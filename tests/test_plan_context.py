@@ -11,22 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshmark.errors import InputError
-from meshmark.layout import Layout, Recompute
-from meshmark.model_spec import ModelSpec
 from meshmark.plan.cli import main
-from meshmark.plan.grid import RECOMPUTES, Grid, make_grid, searched_contexts
-from meshmark.plan.memory import CATEGORIES
-from meshmark.plan.models import plan_model
-from meshmark.plan.papers import paper
-from meshmark.plan.predict import predict_file
+from meshmark.plan.model_names import plan_model
+from meshmark.plan.predict_file import predict_file
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates, rates
-from meshmark.plan.recipe import recipe
 from meshmark.plan.search import search
-from meshmark.plan.states import model_states
 from meshmark.plan.step_time import PARTS
-from meshmark.plan.system import GIB, gpu
-from meshmark.plan.traffic import context_parallel_traffic, data_parallel_traffic, step_traffic
+from meshmark.spec.hardware import GIB, gpu
+from meshmark.spec.layout import Layout, Recompute
+from meshmark.spec.model_spec import ModelSpec
+from meshmark.theory.grid import RECOMPUTES, Grid, make_grid, searched_contexts
+from meshmark.theory.memory import CATEGORIES
+from meshmark.theory.recipe import recipe
+from meshmark.theory.states import model_states
+from meshmark.theory.traffic import context_parallel_traffic, data_parallel_traffic, step_traffic
+from studies.papers import paper
 from tests.factories import make_case, make_model, make_workload
 from tests.test_plan_search import sweep_rows, write_table
 

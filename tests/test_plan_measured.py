@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.plan import eager, memory
-from meshmark.record import Record, read_records
+from meshmark.judge.verdict import memory_categories
 from meshmark.report.planned import least, peaks, plans
-from meshmark.verdict import memory_categories
+from meshmark.run.record import Record, read_records
+from meshmark.theory import memory
+from meshmark.theory import saved_activations as eager
 
 BASELINES = Path(__file__).parents[1] / "baselines"
 RECORDS = {
     f"{path.parent.name}/{record.case.id}": record
-    for path in sorted(BASELINES.glob("*/records.jsonl")) for record in read_records(path).records if record.memory
-}  # fmt: skip
+    for path in sorted(BASELINES.glob("*/records.jsonl"))
+    for record in read_records(path).records
+    if record.memory
+}
 TOLERANCE = 0.02
 """The issue's, on each category."""
 

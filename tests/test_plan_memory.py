@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmark.case import Case
-from meshmark.layout import Layout, Recompute, Schedule
-from meshmark.model_spec import model_spec
-from meshmark.plan.grid import RECOMPUTES, SCHEDULES, Grid, make_grid
-from meshmark.plan.memory import (
+from meshmark.plan.model_names import known_models, model_of_size, plan_model
+from meshmark.plan.rates import Rates, rates
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout, Recompute, Schedule
+from meshmark.spec.model_spec import model_spec
+from meshmark.spec.workload import workload
+from meshmark.theory.grid import RECOMPUTES, SCHEDULES, Grid, make_grid
+from meshmark.theory.memory import (
     CATEGORIES,
     layer_activation_bytes,
     memory,
@@ -22,12 +25,9 @@ from meshmark.plan.memory import (
     stage_parameters,
     state_bytes,
 )
-from meshmark.plan.models import known_models, model_of_size, plan_model
-from meshmark.plan.partition import balanced_stages, stages, uniform_stages
-from meshmark.plan.rates import Rates, rates
-from meshmark.plan.recipe import RECIPES, recipe
-from meshmark.plan.states import model_states
-from meshmark.workload import workload
+from meshmark.theory.partition import balanced_stages, stages, uniform_stages
+from meshmark.theory.recipe import RECIPES, recipe
+from meshmark.theory.states import model_states
 
 STAGES = st.sampled_from([1, 2, 3, 5, 8, 16])
 POWERS = st.sampled_from([1, 2, 4, 8])
@@ -64,18 +64,27 @@ def test_categories_less_what_is_absent_add_up_and_none_is_negative(
 
 
 @given(
-    pp=STAGES, m=st.integers(1, 40), schedule=st.sampled_from(Schedule), name=st.sampled_from(["nanotron", "zero"]),
-    micro_batch=POWERS, tp=POWERS, capacity=st.sampled_from([np.inf, 7e10, 4e10, 3e10, 2e10]),
-)  # fmt: skip
+    pp=STAGES,
+    m=st.integers(1, 40),
+    schedule=st.sampled_from(Schedule),
+    name=st.sampled_from(["nanotron", "zero"]),
+    micro_batch=POWERS,
+    tp=POWERS,
+    capacity=st.sampled_from([np.inf, 7e10, 4e10, 3e10, 2e10]),
+)
 @settings(deadline=None, max_examples=300)
 def test_the_fullest_of_all_stages_is_found_among_the_first_of_each_kind(
     pp: int, m: int, schedule: Schedule, name: str, micro_batch: int, tp: int, capacity: float
 ) -> None:
     model, using, given = plan_model("llama-8b"), recipe(name), rates("h100")
     grid = make_grid(
-        pp=[pp], tp=[tp], num_micro_batches=[m], micro_batch=[micro_batch], schedule=[SCHEDULES.index(schedule)],
+        pp=[pp],
+        tp=[tp],
+        num_micro_batches=[m],
+        micro_batch=[micro_batch],
+        schedule=[SCHEDULES.index(schedule)],
         offload=[1],
-    )  # fmt: skip
+    )
     every = [stage_memory(model, grid, using, given, i, 1.0, capacity) for i in range(pp)]
     totals = [part.total_bytes[0] for part in every]
     held = memory(model, grid, using, given, capacity_bytes=capacity)
@@ -165,9 +174,20 @@ def test_a_model_made_to_a_size_has_it(size: float) -> None:
 
 
 def test_presets_have_their_published_sizes() -> None:
-    sizes = {"llama-8b": 8.03, "llama-70b": 70.6, "llama-405b": 405.9, "megatron-1t": 1008.0, "bloom-176b": 176.0,
-             "llama2-13b": 13.0, "llama2-70b": 69.0, "gpipe-transformer-3": 0.2822, "gpipe-transformer-1663": 83.9,
-             "zero-40b": 40.5, "zero-60b": 60.8, "zero-170b": 171.0}  # fmt: skip
+    sizes = {
+        "llama-8b": 8.03,
+        "llama-70b": 70.6,
+        "llama-405b": 405.9,
+        "megatron-1t": 1008.0,
+        "bloom-176b": 176.0,
+        "llama2-13b": 13.0,
+        "llama2-70b": 69.0,
+        "gpipe-transformer-3": 0.2822,
+        "gpipe-transformer-1663": 83.9,
+        "zero-40b": 40.5,
+        "zero-60b": 60.8,
+        "zero-170b": 171.0,
+    }
     for name, billions in sizes.items():
         assert known_models()[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
     assert plan_model("sweep-1b").num_parameters == pytest.approx(1342177280, rel=1e-4)

@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 
 from meshmark.errors import InputError
-from meshmark.layout import Offload
-from meshmark.plan.grid import make_grid
-from meshmark.plan.models import plan_model
+from meshmark.plan.model_names import plan_model
 from meshmark.plan.rates import rates
-from meshmark.plan.recipe import recipe
 from meshmark.plan.search import NothingFitsError, search
 from meshmark.plan.step_time import step_time
-from meshmark.plan.system import GIB, GPUS, Gpu, gpu
+from meshmark.spec.hardware import GIB, GPUS, Gpu, gpu
+from meshmark.spec.layout import Offload
+from meshmark.theory.grid import make_grid
+from meshmark.theory.recipe import recipe
 
 H100, NANOTRON = gpu("h100"), recipe("nanotron")
 

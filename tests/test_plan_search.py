@@ -13,16 +13,21 @@ import numpy as np
 import pytest
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.layout import Schedule
 from meshmark.plan.cli import main
-from meshmark.plan.errors_of import errors_of
-from meshmark.plan.fit import fit_rates
-from meshmark.plan.grid import make_grid
-from meshmark.plan.models import model_of_size, plan_model
-from meshmark.plan.papers import PAPERS_DIR, paper
-from meshmark.plan.predict import predict_file, rates_for
+from meshmark.plan.layout_table import LAYOUT_COLUMNS
+from meshmark.plan.model_names import model_of_size, plan_model
+from meshmark.plan.predict_file import predict_file, rates_for
 from meshmark.plan.provenance import VALIDATED_ON, provenance
-from meshmark.plan.published import (
+from meshmark.plan.rates import Rates, rates, read_rates, write_rates
+from meshmark.plan.search import NothingFitsError, max_model, search
+from meshmark.spec.hardware import GPUS, Gpu, gpu
+from meshmark.spec.layout import Schedule
+from meshmark.theory.grid import make_grid
+from meshmark.theory.recipe import recipe
+from studies.errors_of import errors_of
+from studies.fit import fit_rates
+from studies.papers import PAPERS_DIR, paper
+from studies.published import (
     bloom_sweep,
     korthikanti_table5,
     left_out,
@@ -30,12 +35,7 @@ from meshmark.plan.published import (
     megatron_table2,
     torchtitan_rows,
 )
-from meshmark.plan.rates import Rates, rates, read_rates, write_rates
-from meshmark.plan.recipe import recipe
-from meshmark.plan.search import NothingFitsError, max_model, search
-from meshmark.plan.sweep import LAYOUT_COLUMNS
-from meshmark.plan.system import GPUS, Gpu, gpu
-from meshmark.plan.tables import all_tables, summary_lines, table_lines
+from studies.tables import all_tables, summary_lines, table_lines
 
 ROOT = Path(__file__).parent.parent
 H100, NANOTRON = gpu("h100"), recipe("nanotron")
@@ -160,12 +160,34 @@ def test_unknown_names_give_near_matches(call: object, message: str) -> None:
         (lambda: model_of_size(175), "at least 1e7"),
         (lambda: Rates(name="x", gemm_efficiency=57.0), "a share between 0 and 1"),
         (lambda: Rates(name="x", tp_bandwidth=-1.0), "0 or more"),
-        (lambda: Gpu(name="x", peak_flops={"bf16": 989.0}, memory_bytes=8e10, memory_bandwidth=1e12,
-                     link_bandwidth=1e11, network_bandwidth=1e10, gpus_per_node=8, source=""), "not in TFLOP/s"),
-        (lambda: Gpu(name="x", peak_flops={"bf16": 1e15}, memory_bytes=80, memory_bandwidth=1e12,
-                     link_bandwidth=1e11, network_bandwidth=1e10, gpus_per_node=8, source=""), "in bytes, not GB"),
+        (
+            lambda: Gpu(
+                name="x",
+                peak_flops={"bf16": 989.0},
+                memory_bytes=8e10,
+                memory_bandwidth=1e12,
+                link_bandwidth=1e11,
+                network_bandwidth=1e10,
+                gpus_per_node=8,
+                source="",
+            ),
+            "not in TFLOP/s",
+        ),
+        (
+            lambda: Gpu(
+                name="x",
+                peak_flops={"bf16": 1e15},
+                memory_bytes=80,
+                memory_bandwidth=1e12,
+                link_bandwidth=1e11,
+                network_bandwidth=1e10,
+                gpus_per_node=8,
+                source="",
+            ),
+            "in bytes, not GB",
+        ),
     ],
-)  # fmt: skip
+)
 def test_impossible_questions_are_refused_with_a_reason(call: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
         call()  # type: ignore[operator]
@@ -328,7 +350,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 
 def test_a_dry_run_at_1024_ranks_agrees_with_the_plan() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "meshmark.plan.dry_run"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "studies.dry_run"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "dp1024.zero3" in run.stdout and "dp256.tp4.zero3" in run.stdout

@@ -9,26 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmark.case import Case
 from meshmark.errors import LayoutError
-from meshmark.layout import Layout, Schedule
-from meshmark.plan.flops import hardware_flops_per_token, model_flops_per_token
-from meshmark.plan.grid import SCHEDULES, enumerate_grid, make_grid
-from meshmark.plan.memory import num_in_flight
-from meshmark.plan.models import plan_model
+from meshmark.plan.bubble import bubble_seconds
+from meshmark.plan.model_names import plan_model
 from meshmark.plan.network import tensor_collective_seconds
-from meshmark.plan.pipeline import bubble_seconds
 from meshmark.plan.prediction import predict_grid
-from meshmark.plan.published import megatron_flops
 from meshmark.plan.rates import Rates, rates
-from meshmark.plan.recipe import recipe
-from meshmark.plan.schedule import Run, simulate, simulated_bubble_seconds
 from meshmark.plan.search import search, simulate_first, stage_times
+from meshmark.plan.simulator import Run, simulate, simulated_bubble_seconds
 from meshmark.plan.step_time import PARTS, STAGE_PARTS, step_time
-from meshmark.plan.system import gpu
 from meshmark.plan.timeline import timeline_svg
-from meshmark.plan.traffic import Reduction, data_parallel_traffic, fully_sharded
-from meshmark.workload import workload
+from meshmark.spec.case import Case
+from meshmark.spec.hardware import gpu
+from meshmark.spec.layout import Layout, Schedule
+from meshmark.spec.workload import workload
+from meshmark.theory.flops import hardware_flops_per_token, model_flops_per_token
+from meshmark.theory.grid import SCHEDULES, enumerate_grid, make_grid
+from meshmark.theory.memory import num_in_flight
+from meshmark.theory.recipe import recipe
+from meshmark.theory.traffic import Reduction, data_parallel_traffic, fully_sharded
+from studies.published import megatron_flops
 
 H100 = gpu("h100")
 
@@ -74,17 +74,21 @@ def test_zero_bubble_fills_two_thirds(pp: int) -> None:
 
 
 CLOSED_OVER_SIMULATED = {
-    Schedule.GPIPE: (1.0, 1.0), Schedule.ONE_F_ONE_B: (0.85, 1.0), Schedule.INTERLEAVED: (0.85, 1.0),
+    Schedule.GPIPE: (1.0, 1.0),
+    Schedule.ONE_F_ONE_B: (0.85, 1.0),
+    Schedule.INTERLEAVED: (0.85, 1.0),
     Schedule.ZERO_BUBBLE: (0.9, 1.1),
-}  # fmt: skip
+}
 """Each stage's own account misses waits that two stages pass on to each other: over random times it is 0.3 % off in the
 mean; a search for the worst found 0.92 to 1.05 times the simulator's."""
 
 
 @given(
-    times=st.lists(st.floats(0.1, 3.0), min_size=2, max_size=8), rounds=st.integers(1, 6), chunks=st.integers(2, 4),
+    times=st.lists(st.floats(0.1, 3.0), min_size=2, max_size=8),
+    rounds=st.integers(1, 6),
+    chunks=st.integers(2, 4),
     schedule=st.sampled_from(Schedule),
-)  # fmt: skip
+)
 @settings(deadline=None, max_examples=300)
 def test_the_closed_form_is_the_simulator_within_a_bound_with_uneven_stages(
     times: list[float], rounds: int, chunks: int, schedule: Schedule
@@ -103,9 +107,11 @@ def test_the_closed_form_holds_with_any_number_of_micro_batches(times: list[floa
 
 def assert_close(layout: Layout, times: list[float]) -> None:
     grid = make_grid(
-        pp=[layout.pp], num_micro_batches=[layout.num_micro_batches], virtual_stages=[layout.virtual_stages],
+        pp=[layout.pp],
+        num_micro_batches=[layout.num_micro_batches],
+        virtual_stages=[layout.virtual_stages],
         schedule=[SCHEDULES.index(layout.schedule)],
-    )  # fmt: skip
+    )
     totals = np.array(times)[:, None]
     closed = layout.num_micro_batches * max(times) + bubble_seconds(grid, totals, totals.max(axis=0))[0]
     low, high = CLOSED_OVER_SIMULATED[layout.schedule]
@@ -121,7 +127,7 @@ def test_a_long_step_s_bubble_is_that_of_the_micro_batches_that_fill_and_drain(
     layout = Layout(pp=len(times), num_micro_batches=40 * len(times), schedule=schedule, virtual_stages=v)
     whole = simulate(layout, times).seconds - layout.num_micro_batches * max(times)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshmark.plan.schedule._MOST_TASKS", 1)  # two rounds are run of forty
+        patch.setattr("meshmark.plan.simulator._MOST_TASKS", 1)  # two rounds are run of forty
         short = simulated_bubble_seconds(layout, times)
     assert short == pytest.approx(whole, abs=0.01 * layout.num_micro_batches * max(times))
     assert simulated_bubble_seconds(layout, times) == pytest.approx(whole)
@@ -221,8 +227,15 @@ def test_a_polling_pipeline_sleeps_once_a_neighbour_and_micro_batch_and_its_host
 
 
 def test_a_pipeline_without_room_for_a_host_that_runs_ahead_polls_where_a_build_does() -> None:
-    grid = make_grid(dp=[4, 4], tp=[2], pp=[4], zero_stage=[1], micro_batch=[2, 4], num_micro_batches=[32, 16],
-                     sequence_parallel=True)  # fmt: skip
+    grid = make_grid(
+        dp=[4, 4],
+        tp=[2],
+        pp=[4],
+        zero_stage=[1],
+        micro_batch=[2, 4],
+        num_micro_batches=[32, 16],
+        sequence_parallel=True,
+    )
     for name in ("h100-sweep", "h100"):
         found = predict_grid(plan_model("sweep-8b"), grid, H100, recipe("nanotron"), rates(name))
         assert list(found.fits) == [True, False]

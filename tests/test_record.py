@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshmark.errors import ResultsError
-from meshmark.record import SCHEMA, RecordFile, read_records
+from meshmark.run.record import SCHEMA, RecordFile, read_records
 from meshmark.serial import encode
 from tests.factories import make_record, make_timed
 
@@ -103,9 +103,19 @@ def test_bytes_cut_inside_a_character_are_a_bad_line_not_a_crash(tmp_path: Path)
         (json.dumps(encode(make_record()) | {"case": []}), ["line 2"]),
         (json.dumps(encode(make_record())).replace('"steps": 2', '"steps": Infinity'), ["line 2"]),
     ],
-    ids=["other schema", "no schema", "list", "null", "unknown field", "bad enum", "no case", "list for dict",
-         "list for case", "infinite int"],
-)  # fmt: skip
+    ids=[
+        "other schema",
+        "no schema",
+        "list",
+        "null",
+        "unknown field",
+        "bad enum",
+        "no case",
+        "list for dict",
+        "list for case",
+        "infinite int",
+    ],
+)
 def test_a_line_that_cannot_be_read_is_named_with_its_reason(tmp_path: Path, line: str, words: list[str]) -> None:
     """And the lines around it are kept."""
     good = json.dumps(encode(make_record()))

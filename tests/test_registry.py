@@ -9,23 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.adapter import Adapter, Capabilities, Feature, Requirement
+from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.registry import builtin_adapters, load_adapter, outside_name, select
 from meshmark.errors import AdapterError, UnknownNameError
-from meshmark.layout import Layout, Precision
-from meshmark.model_spec import Family
-from meshmark.registry import builtin_adapters, load_adapter, outside_name, select
+from meshmark.spec.layout import Layout
+from meshmark.spec.model_spec import Family
+from meshmark.spec.precision import Precision
 from tests.factories import make_case, make_model, make_workload
 
 ROOT = Path(__file__).parent.parent
 GOOD = """
-from meshmark.adapter import Adapter, Capabilities
+from meshmark.adapter.contract import Adapter, Capabilities
 
 class Mine(Adapter):
     capabilities = Capabilities()
     def build(self, case, context):
         raise NotImplementedError
 """
-KNOWN = {"ddp": "adapters.ddp:DDP", "fsdp2": "a:B", "fairscale-oss": "c:D", "fairscale-fsdp": "e:F"}
+KNOWN = {"ddp": "meshmark.adapters.ddp:DDP", "fsdp2": "a:B", "fairscale-oss": "c:D", "fairscale-fsdp": "e:F"}
 
 
 @pytest.mark.parametrize("name", builtin_adapters())
@@ -71,16 +73,27 @@ def test_an_adapter_is_loaded_from_an_installed_package(tmp_path: Path, monkeypa
         ("1 / 0\n", "cannot be imported: ZeroDivisionError"),
         ("raise SystemExit(3)\n", "cannot be imported: SystemExit"),
         ("Yours = 1\n", "cannot be imported: AttributeError: .*Mine"),
-        ("class Mine: pass\n", "Mine is not a subclass of meshmark.adapter.Adapter"),
-        ("Mine = 3\n", "Mine is not a subclass of meshmark.adapter.Adapter"),
-        ("from meshmark.adapter import Adapter\nclass Mine(Adapter): pass\n", "lacks build, capabilities"),
+        ("class Mine: pass\n", "Mine is not a subclass of meshmark.adapter.contract.Adapter"),
+        ("Mine = 3\n", "Mine is not a subclass of meshmark.adapter.contract.Adapter"),
+        ("from meshmark.adapter.contract import Adapter\nclass Mine(Adapter): pass\n", "lacks build, capabilities"),
         (GOOD.replace("def build", "def bild"), "lacks build;"),
         (GOOD.replace("capabilities = Capabilities()", ""), "lacks capabilities;"),
         (GOOD.replace("capabilities = Capabilities()", "capabilities = {'dp'}"), "capabilities"),
     ],
-    ids=["missing module", "syntax", "raises", "exits", "no such class", "no adapter", "no class", "empty",
-         "no build", "no capabilities", "other capabilities"],
-)  # fmt: skip
+    ids=[
+        "missing module",
+        "syntax",
+        "raises",
+        "exits",
+        "no such class",
+        "no adapter",
+        "no class",
+        "empty",
+        "no build",
+        "no capabilities",
+        "other capabilities",
+    ],
+)
 def test_a_bad_adapter_is_refused_with_the_reason(tmp_path: Path, source: str, reason: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(source)

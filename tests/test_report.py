@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.layout import Layout, Precision
-from meshmark.machine import Environment
-from meshmark.meters.traffic import Collective, TrafficReading
-from meshmark.rank_report import Task
-from meshmark.record import Outcome, Reading, Record, Status
+from meshmark.measure.readings import Collective, TrafficReading
 from meshmark.report import tables
 from meshmark.report.render import write_report
 from meshmark.report.results import results
+from meshmark.run.environment import Environment
+from meshmark.run.record import Outcome, Reading, Record, Status
+from meshmark.run.request import Task
+from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
 from tests.factories import (
     make_case,
     make_environment,
@@ -40,25 +41,40 @@ def wrong_record(**changes: object) -> Record:
 def skipped(**changes: object) -> Record:
     outcome = Outcome(status=Status.SKIPPED, message="megatron-core is not installed: pip install megatron-core")
     bare: dict = {"memory": [], "traffic": [], "verdicts": [], "losses": [], "deviations": {}}
-    return make_timed(**{"case": MEGATRON, "task": Task.OBSERVE, "outcome": outcome, **bare, "rank_step_seconds": [],
-                         "launch_seconds": 0.0, **changes})  # fmt: skip
+    return make_timed(
+        **{
+            "case": MEGATRON,
+            "task": Task.OBSERVE,
+            "outcome": outcome,
+            **bare,
+            "rank_step_seconds": [],
+            "launch_seconds": 0.0,
+            **changes,
+        }
+    )
 
 
 def crashed(**changes: object) -> Record:
     outcome = Outcome(
-        status=Status.HUNG, rank=1, message="no end within 8 s", log_tail="last words",
+        status=Status.HUNG,
+        rank=1,
+        message="no end within 8 s",
+        log_tail="last words",
         stacks={0: "File a.py in wait", 1: "File b.py in sleep"},
-    )  # fmt: skip
+    )
     return skipped(**{"case": GPIPE, "outcome": outcome, "launch_seconds": 8.0, **changes})
 
 
 def all_sorts() -> list[Record]:
     """One right, one wrong, one that hung, one skipped; the first two timed at 96 and 192 tokens a second."""
     return [
-        make_good(case=DDP), make_timed(case=DDP, rank_step_seconds=[[0.5, 0.5]] * 2),
-        wrong_record(), make_timed(case=FSDP2, rank_step_seconds=[[0.25, 0.25]] * 2),
-        crashed(), skipped(),
-    ]  # fmt: skip
+        make_good(case=DDP),
+        make_timed(case=DDP, rank_step_seconds=[[0.5, 0.5]] * 2),
+        wrong_record(),
+        make_timed(case=FSDP2, rank_step_seconds=[[0.25, 0.25]] * 2),
+        crashed(),
+        skipped(),
+    ]
 
 
 def render(tmp_path: Path, records: list[Record], complaints: list[str] | None = None) -> str:
@@ -361,9 +377,7 @@ def test_without_a_baseline_there_is_no_such_column(tmp_path: Path) -> None:
 
 def test_the_time_of_all_launches_is_accounted_for(page: str) -> None:
     found = {row["adapter"]: row for row in rows(section(page, "Where the time went"))}
-    assert found["ddp"] == {
-        "adapter": "ddp", "launches": "2", "seconds": "7.0", "of these building engines": "2.5"
-    }  # fmt: skip
+    assert found["ddp"] == {"adapter": "ddp", "launches": "2", "seconds": "7.0", "of these building engines": "2.5"}
     assert (found["all"]["launches"], found["all"]["seconds"]) == ("5", "22.0")
     assert found["megatron"]["launches"] == "0"
 
@@ -444,9 +458,18 @@ def test_the_same_records_make_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "count, text",
-    [(0, "0 B"), (999, "999 B"), (1000, "0.977 KiB"), (1024, "1 KiB"), (925 * 1024, "925 KiB"),
-     (3 * 2**20, "3 MiB"), (80 * 2**30, "80 GiB"), (2 * 2**40, "2 TiB"), (2048 * 2**40, "2.05e+03 TiB")],
-)  # fmt: skip
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (1024, "1 KiB"),
+        (925 * 1024, "925 KiB"),
+        (3 * 2**20, "3 MiB"),
+        (80 * 2**30, "80 GiB"),
+        (2 * 2**40, "2 TiB"),
+        (2048 * 2**40, "2.05e+03 TiB"),
+    ],
+)
 def test_bytes_have_three_digits_and_binary_units(count: int, text: str) -> None:
     assert tables.bytes_text(count) == text
 

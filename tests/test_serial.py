@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from meshmark.layout import Layout, Precision
-from meshmark.rank_report import RankFailure, RankReport
-from meshmark.record import Outcome, Record, Status
+from meshmark.judge.deviation import Deviation
+from meshmark.run.rank_report import RankFailure, RankReport
+from meshmark.run.record import Outcome, Record, Status
 from meshmark.serial import decode, encode
-from meshmark.truth import Deviation
+from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
 from tests.factories import make_case, make_memory, make_record, make_timed, make_traffic, make_verdict
 
 
@@ -42,10 +43,15 @@ class Outer:
 
 
 OUTER = Outer(
-    colour=Colour.RED, maybe=None, nested={"a": [Inner(pair=(1.5, 2), many=(3, 4, 5))], "b": []},
-    by_rank={0: "zero", 11: "eleven"}, mixed={"f": 0.5, "i": 3, "s": "text"}, flag=True, optional=Inner(pair=(0.0, 1)),
+    colour=Colour.RED,
+    maybe=None,
+    nested={"a": [Inner(pair=(1.5, 2), many=(3, 4, 5))], "b": []},
+    by_rank={0: "zero", 11: "eleven"},
+    mixed={"f": 0.5, "i": 3, "s": "text"},
+    flag=True,
+    optional=Inner(pair=(0.0, 1)),
     names=["x", "ü"],
-)  # fmt: skip
+)
 
 
 def through_json(value: object) -> Any:  # noqa: ANN401
@@ -63,11 +69,20 @@ def filled(record: Record) -> set[str]:
 
 
 REPORT = RankReport(
-    rank=1, build_seconds=0.5, run_seconds=2.0, losses=[1.0], norms=[None, 2.0],
-    deviations={"loss": [Deviation(distance=1e-7, scale=1.0, factor=1.0)]}, drifts=make_record().drifts,
-    memory=make_memory(), traffic=make_traffic(), step_seconds=[0.1], matmul_flops_per_second=1e9,
-    state_dtypes={"parameters": "float32"}, noise_runs=[{"loss": [1e-7]}],
-)  # fmt: skip
+    rank=1,
+    build_seconds=0.5,
+    run_seconds=2.0,
+    losses=[1.0],
+    norms=[None, 2.0],
+    deviations={"loss": [Deviation(distance=1e-7, scale=1.0, factor=1.0)]},
+    drifts=make_record().drifts,
+    memory=make_memory(),
+    traffic=make_traffic(),
+    step_seconds=[0.1],
+    matmul_flops_per_second=1e9,
+    state_dtypes={"parameters": "float32"},
+    noise_runs=[{"loss": [1e-7]}],
+)
 FAILURE = RankFailure(
     rank=3, kind="hung", message="no end\nwithin 8 s", time=1.5, traceback="t", log_tail="l", stack='File "x"'
 )

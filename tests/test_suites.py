@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import psutil
 
-from meshmark.record import RecordFile, read_records
+from meshmark.run.record import RecordFile, read_records
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,10 +38,15 @@ def test_collection_lists_stable_ids_and_imports_no_framework() -> None:
 
 def test_a_run_leaves_records_junit_and_benchmark_data(tmp_path: Path) -> None:
     done = suites(
-        "--adapters", "ddp", "-k", "not conformance", "--results", tmp_path / "r",
+        "--adapters",
+        "ddp",
+        "-k",
+        "not conformance",
+        "--results",
+        tmp_path / "r",
         f"--junitxml={tmp_path / 'junit.xml'}",
         f"--benchmark-json={tmp_path / 'bench.json'}",
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     observed, timed = read_records(tmp_path / "r").records
     assert [v.suite for v in observed.verdicts] == ["equivalence", "memory", "communication"]
@@ -63,8 +68,20 @@ def test_a_broken_adapter_from_outside_fails_the_equivalence_suite(tmp_path: Pat
 
 def test_ctrl_c_leaves_readable_records_and_no_process(tmp_path: Path) -> None:
     target = ROOT / "tests" / "broken" / "outcomes.py"
-    command = [sys.executable, "-m", "pytest", "suites/test_throughput.py", "--adapters", "ddp", "--adapter",
-               f"{target}:Hangs", "--results", str(tmp_path), "-p", "no:cacheprovider"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "suites/test_throughput.py",
+        "--adapters",
+        "ddp",
+        "--adapter",
+        f"{target}:Hangs",
+        "--results",
+        str(tmp_path),
+        "-p",
+        "no:cacheprovider",
+    ]
     running = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -109,7 +126,7 @@ def processes_that_mention(text: str) -> list[int]:
 
 def test_a_framework_that_is_not_installed_is_a_skip_with_the_command(tmp_path: Path) -> None:
     (tmp_path / "absent.py").write_text(
-        "from adapters.ddp import DDP\nfrom meshmark.adapter import Requirement\n"
+        "from meshmark.adapters.ddp import DDP\nfrom meshmark.adapter.contract import Requirement\n"
         "class Absent(DDP):\n    requires = (Requirement(module='no_such_framework', distribution='no-such'),)\n"
     )
     done = suites("--adapter", f"{tmp_path / 'absent.py'}:Absent", "--results", tmp_path, "-k", "equivalence", "-rs")

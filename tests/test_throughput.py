@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from meshmark.layout import Layout, Precision
-from meshmark.plan.flops import model_flops_per_token
-from meshmark.throughput import peak_flops_per_second, throughput
+from meshmark.run.throughput import peak_flops_per_second, throughput
+from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
+from meshmark.theory.flops import model_flops_per_token
 from tests.factories import make_case, make_environment, make_timed
 
 TOKENS = 4 * 12

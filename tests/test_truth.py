@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from meshmark.data import make_batch
 from meshmark.errors import AdapterError
-from meshmark.initial import initial_value
-from meshmark.model import Transformer
-from meshmark.model_spec import Family
-from meshmark.objective import loss_share
-from meshmark.trace import Tensors, Trace, note
-from meshmark.truth import ExactOptimizer, assess, deviation, exact_gradients, global_norm, initial_values
-from meshmark.workload import OptimizerKind, OptimizerSpec, Workload
+from meshmark.judge.deviation import Tensors, deviation, global_norm
+from meshmark.judge.trace import Trace, host_copies
+from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients, initial_values
+from meshmark.reference.data import make_batch
+from meshmark.reference.initial import initial_value
+from meshmark.reference.objective import loss_share
+from meshmark.reference.transformer import Transformer
+from meshmark.spec.model_spec import Family
+from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
+from meshmark.spec.workload import Workload
 from tests.factories import make_model, make_workload
 
 STEPS = 4
@@ -41,7 +43,7 @@ def honest_run(workload: Workload, tamper: Tamper | None = None) -> Trace:
         model.parameters(), lr=workload.optimizer.learning_rate, weight_decay=workload.optimizer.weight_decay, **more
     )
     parameters = dict(model.named_parameters())
-    trace = Trace(parameters=[note(parameters)])
+    trace = Trace(parameters=[host_copies(parameters)])
     for step in range(STEPS):
         batch, total = make_batch(workload, step), 0.0
         for row in batch.micro_batches(workload.global_batch):
@@ -51,12 +53,12 @@ def honest_run(workload: Workload, tamper: Tamper | None = None) -> Trace:
         if tamper:
             tamper(step, model)
         trace.losses.append(total)
-        trace.gradients.append(note({name: p.grad for name, p in parameters.items()}))
+        trace.gradients.append(host_copies({name: p.grad for name, p in parameters.items()}))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), workload.optimizer.clip_norm or float("inf"))
         trace.norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
-        trace.parameters.append(note(parameters))
+        trace.parameters.append(host_copies(parameters))
     return trace
 
 
@@ -81,8 +83,10 @@ def at(step: int, kind: str) -> set[tuple[str, int]]:
 
 KEY_BIASES = {
     (f"{kind}/blocks.{i}.attention.k.bias", step)
-    for kind in ("gradients", "parameters") for i in (0, 1) for step in range(STEPS)
-}  # fmt: skip
+    for kind in ("gradients", "parameters")
+    for i in (0, 1)
+    for step in range(STEPS)
+}
 """Softmax ignores them: their gradient is zero by mathematics, and they never leave zero by much."""
 
 
@@ -371,7 +375,7 @@ def test_a_missing_tensor_is_infinitely_far() -> None:
 def test_notes_are_exact_copies() -> None:
     """bf16 widens to float32; float64 stays; later changes of the tensor do not reach the note."""
     tensors = {"a": torch.tensor([1.0, 2.0], dtype=torch.bfloat16), "b": torch.tensor([1 / 3], dtype=torch.float64)}
-    notes = note(tensors)
+    notes = host_copies(tensors)
     tensors["a"].zero_()
     tensors["b"].zero_()
     assert notes["a"].dtype == np.float32 and notes["a"].tolist() == [1.0, 2.0]

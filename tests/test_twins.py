@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from benchmarks.largest import Probe, largest
 from benchmarks.quiet import Quiet
 from benchmarks.twins import ADAPTERS, TWINS, Bench, write
-from meshmark.case import Case
-from meshmark.cluster import Cluster, ClusterSpec
 from meshmark.errors import InputError, MeshmarkError
-from meshmark.launch import Launcher
-from meshmark.layout import Layout, Schedule
-from meshmark.plan import twins
-from meshmark.plan.papers import Row, number
-from meshmark.plan.schedule import simulate
-from meshmark.plan.tables import Table
-from meshmark.plan.twins import gpipe_twin, megatron_twin, shared_pipeline_seconds, twin
-from meshmark.plan.twins_calibrated import calibrated_twin
-from meshmark.plan.twins_memory import activations_twin, zero_twin
-from meshmark.rank_report import Task
+from meshmark.plan.rows import Row, number
+from meshmark.plan.simulator import simulate
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.launch import Launcher
+from meshmark.run.request import Task
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout, Schedule
+from studies import twins
+from studies.table import Table
+from studies.twins import gpipe_twin, megatron_twin, shared_pipeline_seconds, twin
+from studies.twins_calibrated import calibrated_twin
+from studies.twins_memory import activations_twin, zero_twin
 from tests.factories import make_model, make_workload
 
 TABLES = {
@@ -98,8 +98,9 @@ def test_a_twin_is_read_from_what_was_measured(name: str, tmp_path: Path, monkey
         "activations": "held_bytes",
         "calibrated": "fastest_seconds",
     }
-    rewrite(tmp_path / f"{name}.csv", [{**rows[0]}] + [{**r, changed[name]: 3 * number(r, changed[name])}
-                                                      for r in rows[1:]])  # fmt: skip
+    rewrite(
+        tmp_path / f"{name}.csv", [{**rows[0]}] + [{**r, changed[name]: 3 * number(r, changed[name])} for r in rows[1:]]
+    )
     monkeypatch.setattr(twins, "TWINS_DIR", tmp_path)
     assert published(TABLES[name]()) != published(before)
 

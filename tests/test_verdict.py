@@ -6,13 +6,12 @@ import math
 
 import pytest
 
-from meshmark.faults import Diagnosis, Fault
-from meshmark.meters.traffic import Collective, TrafficReading
-from meshmark.plan.states import ModelStates, Remainder
-from meshmark.record import Record
-from meshmark.trace import Drift
-from meshmark.truth import Deviation
-from meshmark.verdict import Limit, detection_limits, judge_communication, judge_equivalence, judge_memory
+from meshmark.judge.deviation import Deviation, Drift
+from meshmark.judge.faults import Diagnosis, Fault
+from meshmark.judge.verdict import Limit, detection_limits, judge_communication, judge_equivalence, judge_memory
+from meshmark.measure.readings import Collective, TrafficReading
+from meshmark.run.record import Record
+from meshmark.theory.states import ModelStates, Remainder
 from tests.factories import make_good, make_memory, make_traffic
 
 GRADIENT, OTHER = "gradients/a.weight", "parameters/b.weight"
@@ -44,9 +43,17 @@ def test_the_worst_quantity_is_the_evidence() -> None:
     assert not verdict.passed
     assert verdict.summary == f"{GRADIENT} at step 1 is 15 x its noise, 1.25 x the truth"
     expected = {
-        "worst_quantity": GRADIENT, "worst_step": 1, "ratio": 15.0, "distance": 30.0, "truth_norm": 1e6,
-        "multiple_of_truth": 1.25, "noise": 2.0, "factor": FACTOR, "failing": 1, "compared": 6,
-    }  # fmt: skip
+        "worst_quantity": GRADIENT,
+        "worst_step": 1,
+        "ratio": 15.0,
+        "distance": 30.0,
+        "truth_norm": 1e6,
+        "multiple_of_truth": 1.25,
+        "noise": 2.0,
+        "factor": FACTOR,
+        "failing": 1,
+        "compared": 6,
+    }
     assert expected.items() <= verdict.evidence.items()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.model_spec import MODELS
-from meshmark.workload import WORKLOADS, OptimizerKind, OptimizerSpec, workload
+from meshmark.spec.model_spec import MODELS
+from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
+from meshmark.spec.workload import WORKLOADS, workload
 from tests.factories import make_model, make_workload
 
 
@@ -40,7 +41,7 @@ def test_states_that_each_optimizer_keeps() -> None:
     """Real optimizers of PyTorch, one step."""
     import torch
 
-    from meshmark.objective import build_optimizer
+    from meshmark.reference.objective import build_optimizer
 
     for kind in OptimizerKind:
         spec = OptimizerSpec(kind=kind)
@@ -54,8 +55,9 @@ def test_states_that_each_optimizer_keeps() -> None:
 
 def test_clipping_is_active_in_the_tiny_workloads() -> None:
     """The first gradient is longer than the clip norm, so a wrong norm changes the parameters."""
-    from meshmark.data import make_batch
-    from meshmark.truth import exact_gradients, global_norm, initial_values
+    from meshmark.judge.deviation import global_norm
+    from meshmark.judge.truth import exact_gradients, initial_values
+    from meshmark.reference.data import make_batch
 
     for name in ("gpt-tiny", "llama-tiny"):
         tiny = WORKLOADS[name]

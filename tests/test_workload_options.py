@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from meshmark.data import make_batch
 from meshmark.errors import InputError
-from meshmark.model import Transformer, parameter_shapes
-from meshmark.objective import build_optimizer, build_schedule, loss_share, parameter_groups
-from meshmark.truth import ExactOptimizer, exact_gradients, initial_values
-from meshmark.workload import OptimizerSpec, Workload
+from meshmark.judge.truth import ExactOptimizer, exact_gradients, initial_values
+from meshmark.reference.data import make_batch
+from meshmark.reference.objective import build_optimizer, build_schedule, loss_share, parameter_groups
+from meshmark.reference.transformer import Transformer, parameter_shapes
+from meshmark.spec.optimizer import OptimizerSpec
+from meshmark.spec.workload import Workload
 from tests.factories import make_model, make_workload
 
 FROZEN = ("embedding.", "blocks.0.attention.")
@@ -51,7 +52,7 @@ def test_pytorchs_schedule_is_the_specs() -> None:
 
 def test_the_exact_optimizer_follows_the_schedule() -> None:
     """SGD without decay: the way it goes is the rate."""
-    from meshmark.workload import OptimizerKind
+    from meshmark.spec.optimizer import OptimizerKind
 
     spec = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.5, weight_decay=0.0, clip_norm=None, warmup_steps=2)
     exact, here, ways = ExactOptimizer(spec), {"w": np.zeros(3)}, []
@@ -114,8 +115,11 @@ def test_a_model_without_a_block_is_the_model_less_that_block() -> None:
 def test_what_has_no_gradient_stays_with_its_moments_as_in_pytorch() -> None:
     spec = OptimizerSpec(clip_norm=None)
     draw = np.random.default_rng(0)
-    gradients = [{"a": draw.normal(size=3), "b": draw.normal(size=3)}, {"a": draw.normal(size=3)},
-                 {"a": draw.normal(size=3), "b": draw.normal(size=3)}]  # fmt: skip
+    gradients = [
+        {"a": draw.normal(size=3), "b": draw.normal(size=3)},
+        {"a": draw.normal(size=3)},
+        {"a": draw.normal(size=3), "b": draw.normal(size=3)},
+    ]
     exact, here = ExactOptimizer(spec), {"a": np.ones(3), "b": np.ones(3)}
     plain = {name: torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for name in here}
     optimizer = torch.optim.AdamW(

@@ -5,17 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshmark.layout import Precision
-from meshmark.truth import Deviation, Deviations
-from meshmark.yardstick import SMALLEST_FACTORS, Comparisons, Yardstick, compare, fit, noise_run, zeros
+from meshmark.judge.deviation import Deviation, Deviations
+from meshmark.judge.yardstick import SMALLEST_FACTORS, Comparisons, Yardstick, compare, fit, noise_run, zeros
+from meshmark.spec.precision import Precision
 
 STEPS = 5
 
 
 def draw(rng: np.random.Generator, spread: float = 0.2, tensors: int = 60) -> Comparisons:
     """A run whose tensors' distances spread by that much around their mean, and whose numbers are normal."""
-    run = {f"{kind}/{i}": list((1 + i) * np.abs(1 + spread * rng.normal(size=STEPS)))
-           for kind in ("gradients", "parameters") for i in range(tensors)}  # fmt: skip
+    run = {
+        f"{kind}/{i}": list((1 + i) * np.abs(1 + spread * rng.normal(size=STEPS)))
+        for kind in ("gradients", "parameters")
+        for i in range(tensors)
+    }
     return run | {f"scale/{i}": list(1e-7 * np.abs(rng.normal(size=STEPS))) for i in range(tensors)}
 
 
@@ -31,8 +34,11 @@ def test_correct_runs_do_not_alarm_and_small_defects_do() -> None:
 
 
 def test_noise_that_varies_more_gets_a_larger_factor() -> None:
-    factors = [fit([draw(rng, spread) for _ in range(8)]).factors["gradients"]
-               for spread in (0.01, 0.3, 0.6) for rng in [np.random.default_rng(1)]]  # fmt: skip
+    factors = [
+        fit([draw(rng, spread) for _ in range(8)]).factors["gradients"]
+        for spread in (0.01, 0.3, 0.6)
+        for rng in [np.random.default_rng(1)]
+    ]
     assert factors[0] == SMALLEST_FACTORS["gradients"]
     assert factors[0] <= factors[1] < factors[2] < 10
 

@@ -11,18 +11,21 @@ from typing import ClassVar
 
 import numpy as np
 
-from adapters.data_parallel import initial_model
-from adapters.deepspeed.config import ds_config, settle
-from adapters.deepspeed.engine import DeepSpeedEngine
-from meshmark.adapter import Adapter, Capabilities, Engine, Feature, KnownGap, RankContext, Requirement
-from meshmark.case import Case
-from meshmark.layout import Precision
-from meshmark.objective import build_optimizer, build_schedule
-from meshmark.plan.parameter_order import bucket_elements, part_elements
-from meshmark.plan.partition import uniform_stages
-from meshmark.plan.recipe import TrainingRecipe, eager_recipe
-from meshmark.plan.states import Remainder
-from meshmark.plan.traffic import Reduction, Traffic, fully_sharded, step_traffic
+from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.data_parallel import initial_model
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.deepspeed.config import ds_config, prepare
+from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
+from meshmark.reference.objective import build_optimizer, build_schedule
+from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
+from meshmark.spec.precision import Precision
+from meshmark.theory.parameter_order import bucket_elements, part_elements
+from meshmark.theory.partition import uniform_stages
+from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.states import Remainder
+from meshmark.theory.traffic import Reduction, Traffic, fully_sharded, step_traffic
 
 
 class DeepSpeed(Adapter):
@@ -37,17 +40,21 @@ class DeepSpeed(Adapter):
     )
     known_gaps: ClassVar = (
         KnownGap(
-            clause="unused", zero_stages=(1, 2), symptom="as if unused parameters had a gradient of zero",
+            clause="unused",
+            zero_stages=(1, 2),
+            symptom="as if unused parameters had a gradient of zero",
             reason="a parameter without a gradient counts as one with a gradient of zero: its moments decay, and "
             "momentum and weight decay move it",
         ),
         KnownGap(
-            clause="unused", zero_stages=(3,), symptom="stale gradient",
+            clause="unused",
+            zero_stages=(3,),
+            symptom="stale gradient",
             reason="a parameter that a step does not use is updated again with the gradient of the last step that did: "
             "stage3.py never clears grad_partitions_flat_buffer, whose parts the first micro-batch overwrites only "
             "where it brings a gradient",
         ),
-    )  # fmt: skip
+    )
 
     @classmethod
     def environment(cls, device: str) -> dict[str, str]:
@@ -101,12 +108,16 @@ class DeepSpeed(Adapter):
                 traffic["all_gather"] *= 1 + model.vocab_size * model.hidden / model.num_parameters
             return traffic
         low = case.precision is not Precision.FP32
-        return step_traffic(case, rank, Reduction(
-            every_micro_batch=case.layout.zero_stage == 2, gathers_per_step=1, weight_bytes=2 if low else None
-        ))  # fmt: skip
+        return step_traffic(
+            case,
+            rank,
+            Reduction(
+                every_micro_batch=case.layout.zero_stage == 2, gathers_per_step=1, weight_bytes=2 if low else None
+            ),
+        )
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        settle(context)
+        prepare(context)
         import deepspeed
 
         model = initial_model(case, context.device)

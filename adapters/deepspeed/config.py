@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from meshmark.adapter import RankContext
-from meshmark.case import Case
+from meshmark.adapter.engine import RankContext
 from meshmark.errors import AdapterError
-from meshmark.layout import Precision
-from meshmark.plan.parameter_order import bucket_elements
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
+from meshmark.theory.parameter_order import bucket_elements
 
 
 def ds_config(case: Case) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def ds_config(case: Case) -> dict[str, Any]:
     }
 
 
-def settle(context: RankContext) -> None:
+def prepare(context: RankContext) -> None:
     """Hold DeepSpeed to the context's device, and keep it from compiling. Raises `AdapterError` on another device."""
     # As its launcher does. On a CPU it would otherwise start `numactl` four times a step, to count the devices.
     os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]

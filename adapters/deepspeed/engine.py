@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adapters.data_parallel import DataParallelEngine, optimizer_state_tensors
-from meshmark.adapter import Holdings
+from meshmark.adapter.data_parallel import DataParallelEngine, optimizer_state_tensors
+from meshmark.adapter.holdings import Holdings
 from meshmark.errors import AdapterError
-from meshmark.initial import initial_value
-from meshmark.layout import Precision
+from meshmark.reference.initial import initial_value
+from meshmark.spec.precision import Precision
 
 _TAG, _UNIVERSAL = "meshmark", "universal"
 """Of checkpoints as they are saved, and as converted for any world size."""
@@ -159,7 +159,12 @@ def _make_universal(folder: Path) -> None:
 
     ds_to_universal.main(
         argparse.Namespace(
-            input_folder=str(folder / _TAG), output_folder=str(folder / _UNIVERSAL), num_extract_workers=1,
-            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
+            input_folder=str(folder / _TAG),
+            output_folder=str(folder / _UNIVERSAL),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
         )
-    )  # fmt: skip
+    )

@@ -10,20 +10,23 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adapters.data_parallel import configure
-from adapters.megatron.engine import MegatronEngine
-from adapters.megatron.layers import initialize, parallelize, recompute
-from adapters.megatron.on_cpu import seed
-from meshmark.adapter import Adapter, Capabilities, Engine, RankContext, Requirement
-from meshmark.case import Case
-from meshmark.layout import Precision, Recompute
-from meshmark.model import Transformer
-from meshmark.model_spec import Family
-from meshmark.objective import build_optimizer
-from meshmark.plan.eager import RNG_STATE_BYTES, cast_weight_bytes
-from meshmark.plan.recipe import TrainingRecipe, eager_recipe
-from meshmark.plan.states import Remainder, micro_batch_tokens
-from meshmark.plan.traffic import Traffic, add_traffic, data_parallel_traffic, tensor_parallel_traffic
+from meshmark.adapter.capabilities import Capabilities, Requirement
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.data_parallel import configure
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.megatron.engine import MegatronEngine
+from meshmark.adapters.megatron.layers import initialize, parallelize, recompute
+from meshmark.adapters.megatron.on_cpu import seed
+from meshmark.reference.objective import build_optimizer
+from meshmark.reference.transformer import Transformer
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Recompute
+from meshmark.spec.model_spec import Family
+from meshmark.spec.precision import Precision
+from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.saved_activations import RNG_STATE_BYTES, cast_weight_bytes
+from meshmark.theory.states import Remainder, micro_batch_tokens
+from meshmark.theory.traffic import Traffic, add_traffic, data_parallel_traffic, tensor_parallel_traffic
 
 
 class Megatron(Adapter):
@@ -86,9 +89,10 @@ class Megatron(Adapter):
         layout, workload = case.layout, case.workload
         parallel_state.initialize_model_parallel(layout.tp, create_gloo_process_groups=False)
         config = ModelParallelConfig(
-            tensor_model_parallel_size=layout.tp, perform_initialization=False,
+            tensor_model_parallel_size=layout.tp,
+            perform_initialization=False,
             use_cpu_initialization=context.device.type == "cpu",  # elsewhere, shards are made on the current GPU
-        )  # fmt: skip
+        )
         with torch.device("meta"):
             model = Transformer(workload.model)
         parallelize(model, config, parallel_state.get_tensor_model_parallel_group())
@@ -99,10 +103,12 @@ class Megatron(Adapter):
         module: nn.Module = model
         if layout.dp > 1:
             module = DistributedDataParallel(
-                model, process_group=parallel_state.get_data_parallel_group(), gradient_as_bucket_view=True,
+                model,
+                process_group=parallel_state.get_data_parallel_group(),
+                gradient_as_bucket_view=True,
                 find_unused_parameters=workload.skipped_block is not None,
                 device_ids=[context.device] if context.device.type == "cuda" else None,
-            )  # fmt: skip
+            )
         return MegatronEngine(
             case, context, model, module, build_optimizer(workload.optimizer, model.named_parameters())
         )

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from adapters.data_parallel import AUTOCAST, DataParallelEngine
-from adapters.megatron.layers import split_dim
-from adapters.megatron.on_cpu import CudaNamesOnCPU, checkpointing_on
-from meshmark.adapter import RankContext
-from meshmark.case import Case
-from meshmark.data import IGNORED, Batch
-from meshmark.model import Transformer
+from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine
+from meshmark.adapter.engine import RankContext
+from meshmark.adapters.megatron.layers import split_dim
+from meshmark.adapters.megatron.on_cpu import CudaNamesOnCPU, checkpointing_on
+from meshmark.reference.data import IGNORED, Batch
+from meshmark.reference.transformer import Transformer
+from meshmark.spec.case import Case
 
 _STATES = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of a parameter beside its count of steps."""
@@ -62,7 +62,7 @@ class MegatronEngine(DataParallelEngine):
         return share if self.tp_rank == 0 else torch.zeros_like(share)
 
     def loss_share(self, logits_BTV: Tensor, batch: Batch) -> Tensor:
-        """What `meshmark.objective.loss_share` is, of logits split over the vocabulary. Scalar, float32."""
+        """What `meshmark.reference.objective.loss_share` is, of logits split over the vocabulary. Scalar, float32."""
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
         loss_BT: Tensor = vocab_parallel_cross_entropy(logits_BTV, batch.targets_BT)

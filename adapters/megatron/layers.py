@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from meshmark.initial import initial_value
-from meshmark.model import Attention, FeedForward, Transformer, drawn_name
+from meshmark.reference.initial import initial_value
+from meshmark.reference.transformer import Attention, FeedForward, Transformer, drawn_name
 
 
 def split_dim(parameter: nn.Parameter) -> int | None:
@@ -88,8 +88,9 @@ def _column(layer: nn.Linear, config: Any, group: ProcessGroup, disable_grad_red
     """`layer` split along its outputs, which stay split."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    return _split(ColumnParallelLinear, 0, layer, config, group, gather_output=False,
-                  disable_grad_reduce=disable_grad_reduce)  # fmt: skip
+    return _split(
+        ColumnParallelLinear, 0, layer, config, group, gather_output=False, disable_grad_reduce=disable_grad_reduce
+    )
 
 
 def _row(layer: nn.Linear, config: Any, group: ProcessGroup) -> Any:  # noqa: ANN401
@@ -102,9 +103,14 @@ def _row(layer: nn.Linear, config: Any, group: ProcessGroup) -> Any:  # noqa: AN
 def _split(kind: Any, dim: int, layer: nn.Linear, config: Any, group: ProcessGroup, **how: bool) -> Any:  # noqa: ANN401
     """A parallel linear layer of that kind, whose weight is split along `dim`, in the place of `layer`."""
     split = kind(
-        layer.in_features, layer.out_features, config=config, init_method=_untouched, bias=layer.bias is not None,
-        tp_group=group, **how,
-    )  # fmt: skip
+        layer.in_features,
+        layer.out_features,
+        config=config,
+        init_method=_untouched,
+        bias=layer.bias is not None,
+        tp_group=group,
+        **how,
+    )
     _mark_split(split.weight, dim)
     split.register_forward_hook(_first)
     return split
@@ -140,7 +146,12 @@ def initialize(model: Transformer, seed: int, tp: int, tp_rank: int, device: tor
             full[dim] *= tp
         parameter.copy_(
             initial_value(
-                model.spec, drawn_name(model.spec, name), full,
-                seed=seed, shape=parameter.shape, offset=offset, device=device,
+                model.spec,
+                drawn_name(model.spec, name),
+                full,
+                seed=seed,
+                shape=parameter.shape,
+                offset=offset,
+                device=device,
             )
-        )  # fmt: skip
+        )

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshmark.conformance import judges
-from meshmark.conformance.finding import Finding, Result
+from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import SCENARIOS
-from meshmark.record import Record, Status
+from meshmark.run.record import Record, Status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,11 @@ def judge_clause(clause: Clause, records: Mapping[str, Record]) -> Finding:
     needed = [records[name] for name in clause.scenarios]
     found = _obstacle(needed, clause) or clause.judge(*needed)
     gap = next((g for g in needed[0].known_gaps if g.covers(needed[0].case, clause.name)), None)
-    if gap is None or found.result is Result.UNSUPPORTED:
+    if gap is None or found.result is ClauseResult.UNSUPPORTED:
         return found
-    if found.result is Result.FAIL and gap.symptom not in found.evidence:
+    if found.result is ClauseResult.FAIL and gap.symptom not in found.evidence:
         return found  # another failure than the known one
-    result = Result.STALE_GAP if found.result is Result.PASS else Result.KNOWN_GAP
+    result = ClauseResult.STALE_GAP if found.result is ClauseResult.PASS else ClauseResult.KNOWN_GAP
     return Finding(result=result, evidence=f"{gap.reason} ({found.evidence})", link=gap.link)
 
 
@@ -43,69 +43,170 @@ def _obstacle(records: list[Record], clause: Clause) -> Finding | None:
     for record in records:
         outcome = record.outcome
         if outcome.status is Status.SKIPPED:
-            return Finding(result=Result.UNSUPPORTED, evidence=outcome.message)
+            return Finding(result=ClauseResult.UNSUPPORTED, evidence=outcome.message)
         if outcome.status is not Status.OK and SCENARIOS[record.scenario].name != "error":
             where = "" if outcome.rank is None else f" on rank {outcome.rank}"
             message = f"{record.scenario}: {outcome.status}{where}: {outcome.message}"
-            return Finding(result=Result.FAIL, evidence=message)
+            return Finding(result=ClauseResult.FAIL, evidence=message)
     return None
 
 
 CLAUSES: dict[str, Clause] = {
     clause.name: clause
     for clause in (
-        Clause(name="loss", statement="The loss of every step is the global mean.",
-               scenarios=("plain",), judge=judges.loss),
-        Clause(name="gradients", statement="Every gradient of every step is right.",
-               scenarios=("plain",), judge=judges.gradients),
-        Clause(name="parameters", statement="The start is the prescribed one, and every update is right.",
-               scenarios=("plain",), judge=judges.parameters),
-        Clause(name="replicas", statement="What several ranks hold is equal bit for bit, after every step.",
-               scenarios=("plain",), judge=judges.replicas),
-        Clause(name="sharding", statement="Ranks hold the bytes of states that the layout promises, no more.",
-               scenarios=("plain",), judge=judges.verdict("memory", "has nothing to shard")),
-        Clause(name="traffic", statement="A step sends the bytes that theory asks for.",
-               scenarios=("plain",), judge=judges.verdict("communication", "sends nothing")),
-        Clause(name="evaluation", statement="Evaluation computes the loss that training does, and leaves no trace.",
-               scenarios=("clipping",), judge=judges.evaluation),
-        Clause(name="accumulation", statement="N micro-batches equal one large batch.",
-               scenarios=("accumulation",), judge=judges.equivalent),
-        Clause(name="uneven tokens", statement="Ranks and micro-batches with unequal numbers of tokens weigh by token.",
-               scenarios=("uneven",), judge=judges.uneven),
-        Clause(name="clipping", statement="Clipping by the global norm is right while active, and so is the norm told.",
-               scenarios=("clipping",), judge=judges.clipping),
-        Clause(name="decay groups", statement="Norms and biases without weight decay, in a group of their own.",
-               scenarios=("groups",), judge=judges.equivalent),
-        Clause(name="frozen", statement="Frozen parameters stay bit for bit, the others train as they should.",
-               scenarios=("frozen",), judge=judges.frozen),
-        Clause(name="schedule", statement="Every step uses its own learning rate.",
-               scenarios=("schedule",), judge=judges.equivalent),
-        Clause(name="tied embeddings", statement="Embedding and head share a weight, across pipeline stages too.",
-               scenarios=("tied",), judge=judges.equivalent),
-        Clause(name="unused", statement="A step leaves parameters that it does not use, and their moments, alone.",
-               scenarios=("unused",), judge=judges.equivalent),
-        Clause(name="dropout", statement="Dropout is as strong as asked, fresh in every step and on every "
-               "data-parallel rank, one on tensor-parallel ranks, and off in evaluation.",
-               scenarios=("dropout",), judge=judges.dropout),
-        Clause(name="recomputation", statement="Computing activations again changes nothing but what is held.",
-               scenarios=("recompute",), judge=judges.recomputes),
-        Clause(name="recomputed dropout", statement="Computing activations again draws the masks of the forward pass "
-               "again.", scenarios=("dropout", "recomputed dropout"), judge=judges.draws_again),
-        Clause(name="bf16 masters", statement="In bf16, updates below a bf16 ulp are not lost: masters are fp32.",
-               scenarios=("bf16",), judge=judges.masters),
-        Clause(name="bf16 states", statement="In bf16, moments, gradients and reduction are as precise as declared.",
-               scenarios=("bf16",), judge=judges.declared_precision),
-        Clause(name="fp16 overflow", statement="An overflow on one rank skips the step on all, and leaves no trace.",
-               scenarios=("fp16",), judge=judges.overflow),
-        Clause(name="resume", statement="Save, load in fresh processes and go on equals never having stopped.",
-               scenarios=("save", "resume"), judge=judges.resumes),
-        Clause(name="reshard", statement="The same on another world size.",
-               scenarios=("save", "reshard"), judge=judges.resumes),
-        Clause(name="determinism", statement="Two runs are equal bit for bit (told, not required).",
-               scenarios=("schedule", "save"), judge=judges.deterministic),
-        Clause(name="memory growth", statement=f"No memory is kept from step to step over {SCENARIOS['endure'].steps}.",
-               scenarios=("endure",), judge=judges.endures),
-        Clause(name="error", statement="An error on one rank ends the case with its message, not in a hang.",
-               scenarios=("error",), judge=judges.ends),
+        Clause(
+            name="loss", statement="The loss of every step is the global mean.", scenarios=("plain",), judge=judges.loss
+        ),
+        Clause(
+            name="gradients",
+            statement="Every gradient of every step is right.",
+            scenarios=("plain",),
+            judge=judges.gradients,
+        ),
+        Clause(
+            name="parameters",
+            statement="The start is the prescribed one, and every update is right.",
+            scenarios=("plain",),
+            judge=judges.parameters,
+        ),
+        Clause(
+            name="replicas",
+            statement="What several ranks hold is equal bit for bit, after every step.",
+            scenarios=("plain",),
+            judge=judges.replicas,
+        ),
+        Clause(
+            name="sharding",
+            statement="Ranks hold the bytes of states that the layout promises, no more.",
+            scenarios=("plain",),
+            judge=judges.verdict("memory", "has nothing to shard"),
+        ),
+        Clause(
+            name="traffic",
+            statement="A step sends the bytes that theory asks for.",
+            scenarios=("plain",),
+            judge=judges.verdict("communication", "sends nothing"),
+        ),
+        Clause(
+            name="evaluation",
+            statement="Evaluation computes the loss that training does, and leaves no trace.",
+            scenarios=("clipping",),
+            judge=judges.evaluation,
+        ),
+        Clause(
+            name="accumulation",
+            statement="N micro-batches equal one large batch.",
+            scenarios=("accumulation",),
+            judge=judges.equivalent,
+        ),
+        Clause(
+            name="uneven tokens",
+            statement="Ranks and micro-batches with unequal numbers of tokens weigh by token.",
+            scenarios=("uneven",),
+            judge=judges.uneven,
+        ),
+        Clause(
+            name="clipping",
+            statement="Clipping by the global norm is right while active, and so is the norm reported.",
+            scenarios=("clipping",),
+            judge=judges.clipping,
+        ),
+        Clause(
+            name="decay groups",
+            statement="Norms and biases without weight decay, in a group of their own.",
+            scenarios=("groups",),
+            judge=judges.equivalent,
+        ),
+        Clause(
+            name="frozen",
+            statement="Frozen parameters stay bit for bit, the others train as they should.",
+            scenarios=("frozen",),
+            judge=judges.frozen,
+        ),
+        Clause(
+            name="schedule",
+            statement="Every step uses its own learning rate.",
+            scenarios=("schedule",),
+            judge=judges.equivalent,
+        ),
+        Clause(
+            name="tied embeddings",
+            statement="Embedding and head share a weight, across pipeline stages too.",
+            scenarios=("tied",),
+            judge=judges.equivalent,
+        ),
+        Clause(
+            name="unused",
+            statement="A step leaves parameters that it does not use, and their moments, alone.",
+            scenarios=("unused",),
+            judge=judges.equivalent,
+        ),
+        Clause(
+            name="dropout",
+            statement="Dropout is as strong as asked, fresh in every step and on every "
+            "data-parallel rank, one on tensor-parallel ranks, and off in evaluation.",
+            scenarios=("dropout",),
+            judge=judges.dropout,
+        ),
+        Clause(
+            name="recomputation",
+            statement="Computing activations again changes nothing but what is held.",
+            scenarios=("recompute",),
+            judge=judges.recomputes,
+        ),
+        Clause(
+            name="recomputed dropout",
+            statement="Computing activations again draws the masks of the forward pass again.",
+            scenarios=("dropout", "recomputed dropout"),
+            judge=judges.draws_again,
+        ),
+        Clause(
+            name="bf16 masters",
+            statement="In bf16, updates below a bf16 ulp are not lost: masters are fp32.",
+            scenarios=("bf16",),
+            judge=judges.masters,
+        ),
+        Clause(
+            name="bf16 states",
+            statement="In bf16, moments, gradients and reduction are as precise as declared.",
+            scenarios=("bf16",),
+            judge=judges.declared_precision,
+        ),
+        Clause(
+            name="fp16 overflow",
+            statement="An overflow on one rank skips the step on all, and leaves no trace.",
+            scenarios=("fp16",),
+            judge=judges.overflow,
+        ),
+        Clause(
+            name="resume",
+            statement="Save, load in fresh processes and go on equals never having stopped.",
+            scenarios=("save", "resume"),
+            judge=judges.resumes,
+        ),
+        Clause(
+            name="reshard",
+            statement="The same on another world size.",
+            scenarios=("save", "reshard"),
+            judge=judges.resumes,
+        ),
+        Clause(
+            name="determinism",
+            statement="Two runs are equal bit for bit (reported, not required).",
+            scenarios=("schedule", "save"),
+            judge=judges.deterministic,
+        ),
+        Clause(
+            name="memory growth",
+            statement=f"No memory is kept from step to step over {SCENARIOS['endure'].steps}.",
+            scenarios=("endure",),
+            judge=judges.endures,
+        ),
+        Clause(
+            name="error",
+            statement="An error on one rank ends the case with its message, not in a hang.",
+            scenarios=("error",),
+            judge=judges.ends,
+        ),
     )
-}  # fmt: skip
+}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Result(StrEnum):
+class ClauseResult(StrEnum):
     """A cell of the conformance table."""
 
     PASS = "pass"
@@ -23,6 +23,6 @@ class Result(StrEnum):
 class Finding:
     """One cell, with what it rests on."""
 
-    result: Result
+    result: ClauseResult
     evidence: str
     link: str = ""

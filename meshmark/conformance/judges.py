@@ -9,12 +9,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmark.conformance.finding import Finding, Result
-from meshmark.data import IGNORED, make_batch
-from meshmark.passes.fail import MESSAGE
-from meshmark.record import Record, Status
-from meshmark.trace import Drift
-from meshmark.yardstick import FALSE_ALARMS, compare, gradient_norms
+from meshmark.conformance.finding import ClauseResult, Finding
+from meshmark.judge.deviation import Drift
+from meshmark.judge.yardstick import FALSE_ALARMS, compare, gradient_norms
+from meshmark.reference.data import IGNORED, make_batch
+from meshmark.run.passes.fail import MESSAGE
+from meshmark.run.record import Record, Status
 
 GROWTH_BYTES = 2048.0
 """A step: what memory may grow by. Tables inside gloo and the allocator, which fill slowly, were seen to take 900; one
@@ -32,12 +32,14 @@ Judge = Callable[..., Finding]
 
 
 def _finding(passed: bool, evidence: str) -> Finding:
-    return Finding(result=Result.PASS if passed else Result.FAIL, evidence=evidence)
+    return Finding(result=ClauseResult.PASS if passed else ClauseResult.FAIL, evidence=evidence)
 
 
 def _alone(record: Record, what: str) -> Finding | None:
     """A finding for one rank, of which nothing can be said."""
-    return Finding(result=Result.UNSUPPORTED, evidence=f"one rank {what}") if record.case.world_size == 1 else None
+    return (
+        Finding(result=ClauseResult.UNSUPPORTED, evidence=f"one rank {what}") if record.case.world_size == 1 else None
+    )
 
 
 def _within(record: Record, *kinds: str) -> Finding:
@@ -57,7 +59,7 @@ def _within(record: Record, *kinds: str) -> Finding:
 
 def _all_of(*findings: Finding) -> Finding:
     """The first that fails, or all."""
-    failed = next((f for f in findings if f.result is not Result.PASS), None)
+    failed = next((f for f in findings if f.result is not ClauseResult.PASS), None)
     return failed or _finding(True, "; ".join(f.evidence for f in findings))
 
 
@@ -98,13 +100,13 @@ def replicas(record: Record) -> Finding:
     if alone := _alone(record, "has no replicas"):
         return alone
     if not record.num_replicated:
-        return Finding(result=Result.UNSUPPORTED, evidence="no tensor is held by two ranks")
+        return Finding(result=ClauseResult.UNSUPPORTED, evidence="no tensor is held by two ranks")
     return _finding(
-        not record.drifts, f"{record.num_replicated} tensors told by several ranks, {_apart(record.drifts)}"
+        not record.drifts, f"{record.num_replicated} tensors reported by several ranks, {_drift_text(record.drifts)}"
     )
 
 
-def _apart(drifts: list[Drift]) -> str:
+def _drift_text(drifts: list[Drift]) -> str:
     if not drifts:
         return "equal bit for bit"
     first = drifts[0]
@@ -113,7 +115,7 @@ def _apart(drifts: list[Drift]) -> str:
 
 def evaluation(record: Record) -> Finding:
     if "evaluation" not in record.deviations:
-        return Finding(result=Result.UNSUPPORTED, evidence="the adapter has no evaluation")
+        return Finding(result=ClauseResult.UNSUPPORTED, evidence="the adapter has no evaluation")
     return _all_of(_within(record, "evaluation"), equivalent(record))  # training goes on as if it had not been
 
 
@@ -121,12 +123,13 @@ def uneven(record: Record) -> Finding:
     layout, workload = record.case.layout, record.case.workload
     counts = [
         int((micro.targets_BT != IGNORED).sum())
-        for step in range(record.steps) for rank in range(layout.dp)
+        for step in range(record.steps)
+        for rank in range(layout.dp)
         for micro in make_batch(workload, step).shard(rank, layout.dp).micro_batches(layout.num_micro_batches)
-    ]  # fmt: skip
+    ]
     found = equivalent(record)
     return _finding(
-        found.result is Result.PASS, f"{min(counts)} to {max(counts)} tokens a micro-batch; {found.evidence}"
+        found.result is ClauseResult.PASS, f"{min(counts)} to {max(counts)} tokens a micro-batch; {found.evidence}"
     )
 
 
@@ -134,14 +137,17 @@ def clipping(record: Record) -> Finding:
     limit = record.case.workload.optimizer.clip_norm or math.inf
     norms = gradient_norms(record.deviations)
     active = _finding(min(norms) > limit, f"norms {min(norms):.3g} to {max(norms):.3g} clipped to {limit:g}")
-    told = _within(record, "norm") if "norm" in record.deviations else _finding(True, "the norm is not told")
-    return _all_of(_within(record, "parameters"), told, active)
+    reported = _within(record, "norm") if "norm" in record.deviations else _finding(True, "the norm is not reported")
+    return _all_of(_within(record, "parameters"), reported, active)
 
 
 def frozen(record: Record) -> Finding:
     workload = record.case.workload
-    fixed = {q: steps for q, steps in record.deviations.items()
-             if q.startswith("parameters/") and not workload.trains(q.partition("/")[2])}  # fmt: skip
+    fixed = {
+        q: steps
+        for q, steps in record.deviations.items()
+        if q.startswith("parameters/") and not workload.trains(q.partition("/")[2])
+    }
     moved = [q for q, steps in fixed.items() if any(d.distance for d in steps)]
     stayed = _finding(bool(fixed) and not moved, f"{len(fixed)} frozen parameters, {len(moved)} of them moved")
     return _all_of(stayed, equivalent(record))
@@ -157,11 +163,11 @@ def declared_precision(record: Record) -> Finding:
     """Gradients within bf16's noise; moments, and the bytes of states and of the reduction, as declared."""
     kept = record.state_dtypes.get("optimizer_states", "")
     moments = _finding(kept == "float32", f"moments in {kept}")
-    told = record.state_dtypes.get("gradients", "")
+    reported = record.state_dtypes.get("gradients", "")
     gradient_ratios = [r for r, q, _ in record.yardstick.ratios(compare(record.deviations)) if q.startswith("grad")]
     rough = max(gradient_ratios, default=0.0)
     really = _finding(rough > WIDER, f"gradients at most {rough:.1e} x the noise of {record.case.precision}")
-    reduced = _finding(told in ("", "float32"), f"every value of every gradient is a {told} number")
+    reduced = _finding(reported in ("", "float32"), f"every value of every gradient is a {reported} number")
     judged = [v for v in record.verdicts if v.suite in ("memory", "communication")]
     return _all_of(moments, reduced, really, *(_finding(v.passed, v.summary) for v in judged), gradients(record))
 
@@ -184,13 +190,18 @@ def dropout(record: Record) -> Finding:
     return _all_of(
         _finding(again <= chance, f"{again} of {len(draws)} losses came twice on a rank"),
         _finding(alike <= chance, f"{int(alike)} losses equal on different data-parallel ranks"),
-        _finding(abs(away) < z and abs(spread) < z,
-                 f"mean {away:+.1f} and spread {spread:+.1f} standard errors from plain PyTorch's, {z:.1f} allowed"),
-        _finding(abs(along) < few and abs(size) < few, f"gradients {along:+.1f} in multiple and {size:+.1f} in size of "
-                 f"the exact ones, {few:.1f} standard errors allowed"),
-        _finding(not record.drifts, f"gradients told by several ranks {_apart(record.drifts)}"),
+        _finding(
+            abs(away) < z and abs(spread) < z,
+            f"mean {away:+.1f} and spread {spread:+.1f} standard errors from plain PyTorch's, {z:.1f} allowed",
+        ),
+        _finding(
+            abs(along) < few and abs(size) < few,
+            f"gradients {along:+.1f} in multiple and {size:+.1f} in size of "
+            f"the exact ones, {few:.1f} standard errors allowed",
+        ),
+        _finding(not record.drifts, f"gradients reported by several ranks {_drift_text(record.drifts)}"),
         _finding(abs(shift) < EVALUATION_TOLERANCE, f"evaluation without dropout off by {shift:.1e}"),
-    )  # fmt: skip
+    )
 
 
 def recomputes(record: Record) -> Finding:
@@ -252,11 +263,11 @@ def resumes(never_stopped: Record, resumed: Record) -> Finding:
     later = never_stopped.digests[-len(resumed.digests) :]
     same = "bitwise equal to" if later == resumed.digests else "not bitwise equal to"
     found = equivalent(resumed)
-    return _finding(found.result is Result.PASS, f"{same} a run that never stopped; {found.evidence}")
+    return _finding(found.result is ClauseResult.PASS, f"{same} a run that never stopped; {found.evidence}")
 
 
 def ends(record: Record) -> Finding:
     outcome, last = record.outcome, record.case.world_size - 1
     right = outcome.status is Status.RAISED and outcome.rank == last and MESSAGE in outcome.message
-    told = f"{outcome.status} on rank {outcome.rank} after {record.launch_seconds:.1f} s: {outcome.message}"
-    return _finding(right, told)
+    reported = f"{outcome.status} on rank {outcome.rank} after {record.launch_seconds:.1f} s: {outcome.message}"
+    return _finding(right, reported)

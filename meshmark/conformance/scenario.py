@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from meshmark.adapter import Adapter, Feature
-from meshmark.case import Case
-from meshmark.layout import Layout, Precision, Recompute
-from meshmark.rank_report import Task
-from meshmark.workload import OptimizerKind, OptimizerSpec, Workload, workload
+from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.contract import Adapter
+from meshmark.run.request import Task
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout, Recompute
+from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import Workload, workload
 
 STEPS = 3
 RESUMED_STEPS = 4
@@ -127,20 +130,38 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(name="unused", vary=_training(skipped_block=1)),
         Scenario(name="recompute", vary=_laying(recompute=Recompute.FULL), metered=True),
         Scenario(name="bf16", vary=_low, metered=True),
-        Scenario(name="dropout", vary=_unmoved, task=Task.DROPOUT, steps=DROPOUT_STEPS,
-                 needs=frozenset({Feature.EVALUATE})),
-        Scenario(name="recomputed dropout", vary=_unmoved_again, task=Task.DROPOUT, steps=2,
-                 needs=frozenset({Feature.EVALUATE})),
+        Scenario(
+            name="dropout", vary=_unmoved, task=Task.DROPOUT, steps=DROPOUT_STEPS, needs=frozenset({Feature.EVALUATE})
+        ),
+        Scenario(
+            name="recomputed dropout",
+            vary=_unmoved_again,
+            task=Task.DROPOUT,
+            steps=2,
+            needs=frozenset({Feature.EVALUATE}),
+        ),
         Scenario(name="fp16", vary=_half, task=Task.OVERFLOW),
         Scenario(name="endure", vary=_shallow, task=Task.ENDURE, steps=ENDURED_STEPS),
         Scenario(name="save", vary=_scheduled, task=Task.SAVE, steps=RESUMED_STEPS, needs=frozenset({Feature.SAVE})),
-        Scenario(name="resume", vary=_scheduled, task=Task.RESUME, steps=RESUMED_STEPS,
-                 needs=frozenset({Feature.SAVE}), after="save"),
-        Scenario(name="reshard", vary=_resharded, task=Task.RESUME, steps=RESUMED_STEPS, after="save",
-                 needs=frozenset({Feature.SAVE, Feature.RESHARD})),
+        Scenario(
+            name="resume",
+            vary=_scheduled,
+            task=Task.RESUME,
+            steps=RESUMED_STEPS,
+            needs=frozenset({Feature.SAVE}),
+            after="save",
+        ),
+        Scenario(
+            name="reshard",
+            vary=_resharded,
+            task=Task.RESUME,
+            steps=RESUMED_STEPS,
+            after="save",
+            needs=frozenset({Feature.SAVE, Feature.RESHARD}),
+        ),
         Scenario(name="error", task=Task.FAIL),
     )
-}  # fmt: skip
+}
 
 
 def plain_workload() -> Workload:

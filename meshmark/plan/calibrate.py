@@ -20,23 +20,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshmark.errors import InputError
-from meshmark.plan.calibrated import Calibrated, write_calibrated
-from meshmark.plan.predict import rates_for
+from meshmark.plan.calibration_file import Calibrated, write_calibrated
+from meshmark.plan.predict_file import rates_for
 from meshmark.plan.provenance import provenance
 from meshmark.plan.rates import Rates
-from meshmark.plan.system import GIGA, Gpu, gpu
+from meshmark.spec.hardware import GIGA, Gpu, gpu
 
 if TYPE_CHECKING:
     import torch
 
-    from meshmark.plan.measure import Bench, Measurement
+    from meshmark.plan.microbenchmarks import Bench, Measurement
 
 _KIB, _MIB = 2**10, 2**20
 _COLLECTIVE_SIZES = [4 * _KIB, 64 * _KIB, 512 * _KIB, 2 * _MIB, 8 * _MIB]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Findings:
+class Microbenchmarks:
     """Everything measured on one machine."""
 
     main_dtype: str
@@ -95,7 +95,7 @@ def calibrate_rank(output: Path | None, seconds: float) -> None:
     import torch
     import torch.distributed as dist
 
-    from meshmark.plan.measure import Bench
+    from meshmark.plan.microbenchmarks import Bench
 
     if not torch.cuda.is_available():
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -117,12 +117,12 @@ def calibrate_rank(output: Path | None, seconds: float) -> None:
         print(f"machine and rates: {output}; use: meshmark plan --gpu {output} ...")
 
 
-def measure(bench: Bench, seconds: float, local_world: int) -> Findings:
+def measure(bench: Bench, seconds: float, local_world: int) -> Microbenchmarks:
     """All of it, in about `seconds`; `local_world` ranks are on this node."""
     import torch
     import torch.distributed as dist
 
-    from meshmark.plan import measure as m
+    from meshmark.plan import microbenchmarks as m
 
     cuda = bench.device.type == "cuda"
     main, tokens = (torch.bfloat16, 4096) if cuda else (torch.float32, 512)
@@ -135,7 +135,7 @@ def measure(bench: Bench, seconds: float, local_world: int) -> Findings:
     found.append(m.measure_attention(bench, main, length, each))
     found.append(m.measure_elementwise(bench, main, widths[-2], tokens, each))
     found += [m.measure_copy(bench, size, each) for size in (copied // 16, copied)]
-    findings = Findings(main_dtype=m.name_of(main), on_device=found)
+    findings = Microbenchmarks(main_dtype=m.name_of(main), on_device=found)
     if bench.world == 1:
         return findings
     groups = [dist.new_group(list(range(first, first + local_world))) for first in range(0, bench.world, local_world)]
@@ -156,12 +156,12 @@ def known_gpu(device_name: str) -> Gpu | None:
     return None
 
 
-def gpu_from(found: Findings, device: torch.device, local_world: int) -> Gpu:
+def gpu_from(found: Microbenchmarks, device: torch.device, local_world: int) -> Gpu:
     """The machine: a known GPU's datasheet, so that its MFU means what it does elsewhere, or what was measured: the
     fastest product of each arithmetic, the largest copy, the memory that there is for each rank."""
     import torch
 
-    from meshmark.machine import describe, versions
+    from meshmark.run.environment import describe, versions
 
     if device.type == "cuda" and (known := known_gpu(torch.cuda.get_device_name(device))):
         return known
@@ -169,18 +169,24 @@ def gpu_from(found: Findings, device: torch.device, local_world: int) -> Gpu:
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     link = latency_and_bandwidth(found.inside)[1] if found.inside else found.of("copy")[-1].rate
     network = latency_and_bandwidth(found.across)[1] if found.across else link
-    peaks = {dtype: max(m.rate for m in found.of("product", dtype)) for dtype in dict.fromkeys(
-        m.dtype for m in found.of("product"))}  # fmt: skip
+    peaks = {
+        dtype: max(m.rate for m in found.of("product", dtype))
+        for dtype in dict.fromkeys(m.dtype for m in found.of("product"))
+    }
     return Gpu(
-        name=re.sub(r"[^a-z0-9]+", "-", here.machine.lower()).strip("-") or device.type, peak_flops=peaks,
-        memory_bytes=float(total or here.memory_bytes / local_world), memory_bandwidth=found.of("copy")[-1].rate,
-        link_bandwidth=link, network_bandwidth=network, gpus_per_node=local_world,
+        name=re.sub(r"[^a-z0-9]+", "-", here.machine.lower()).strip("-") or device.type,
+        peak_flops=peaks,
+        memory_bytes=float(total or here.memory_bytes / local_world),
+        memory_bandwidth=found.of("copy")[-1].rate,
+        link_bandwidth=link,
+        network_bandwidth=network,
+        gpus_per_node=local_world,
         source=f"meshmark calibrate, {local_world} a node of {here.num_cpus} CPUs, torch {versions()['torch']}, "
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-    )  # fmt: skip
+    )
 
 
-def machine_from(found: Findings, there: Gpu, world: int) -> Calibrated:
+def machine_from(found: Microbenchmarks, there: Gpu, world: int) -> Calibrated:
     """The rates of what was measured, as shares of the machine; what was not (links between nodes, say) is as the
     planner has it for a known GPU, or as inside the node."""
     try:
@@ -190,20 +196,29 @@ def machine_from(found: Findings, there: Gpu, world: int) -> Calibrated:
     peak = there.peak_flops[found.main_dtype]
     efficiency, half_width = width_curve(found.of("product", found.main_dtype), peak)
     fields: dict[str, float] = {
-        "gemm_efficiency": efficiency, "gemm_half_width": half_width,
+        "gemm_efficiency": efficiency,
+        "gemm_half_width": half_width,
         "attention_efficiency": min(1.0, found.of("attention")[0].rate / peak),
         "memory_efficiency": min(1.0, found.of("elementwise")[0].rate / there.memory_bandwidth),
-    }  # fmt: skip
+    }
     if found.inside:
         latency, bandwidth = latency_and_bandwidth(found.inside)
         fields |= {"tp_latency_seconds": latency, "tp_bandwidth": bandwidth, "overlap": found.overlap}
         if not start.name:
-            fields |= {"hop_seconds": latency, "tp_network_bandwidth": bandwidth, "node_bandwidth": bandwidth,
-                       "p2p_bandwidth": bandwidth}  # fmt: skip
+            fields |= {
+                "hop_seconds": latency,
+                "tp_network_bandwidth": bandwidth,
+                "node_bandwidth": bandwidth,
+                "p2p_bandwidth": bandwidth,
+            }
     if found.across:
         latency, bandwidth = latency_and_bandwidth(found.across)
-        fields |= {"hop_seconds": latency / max(1, world - 1), "tp_network_bandwidth": bandwidth,
-                   "node_bandwidth": bandwidth * there.gpus_per_node, "p2p_bandwidth": bandwidth}  # fmt: skip
+        fields |= {
+            "hop_seconds": latency / max(1, world - 1),
+            "tp_network_bandwidth": bandwidth,
+            "node_bandwidth": bandwidth * there.gpus_per_node,
+            "p2p_bandwidth": bandwidth,
+        }
     origin = f"measured: {there.source}" if not start.name else f"measured by meshmark calibrate over {start.origin}"
     return Calibrated(gpu=there, rates=dataclasses.replace(start, name=there.name, origin=origin, **fields))
 

@@ -11,15 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
-from meshmark.layout import Offload, Schedule
-from meshmark.model_spec import Family, ModelSpec
-from meshmark.plan.calibrated import calibrated_at
-from meshmark.plan.models import plan_model
-from meshmark.plan.papers import read_rows
-from meshmark.plan.predict import DEFAULT_RECIPE, predict_file, rates_for
+from meshmark.plan.calibration_file import calibrated_at
+from meshmark.plan.layout_table import remarks
+from meshmark.plan.model_names import plan_model
+from meshmark.plan.predict_file import DEFAULT_RECIPE, predict_file, rates_for
 from meshmark.plan.provenance import provenance
 from meshmark.plan.rates import Rates, rates, read_rates
-from meshmark.plan.recipe import RECIPES, recipe
+from meshmark.plan.rows import read_rows
 from meshmark.plan.search import (
     OFFLOAD_PLACES,
     SEARCHED_SCHEDULES,
@@ -31,8 +29,10 @@ from meshmark.plan.search import (
     stage_times,
 )
 from meshmark.plan.step_time import PARTS
-from meshmark.plan.sweep import remarks
-from meshmark.plan.system import GIB, Gpu, gpu
+from meshmark.spec.hardware import GIB, Gpu, gpu
+from meshmark.spec.layout import Offload, Schedule
+from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.theory.recipe import RECIPES, recipe
 
 _DEFAULT_MODEL, _DEFAULT_GPU = "llama-8b", "h100"
 _GPU_HELP = "kind of GPU, or the JSON file of a machine that `meshmark calibrate` measured, with its rates"
@@ -103,9 +103,16 @@ def run_plan(arguments: argparse.Namespace) -> int:
     schedules = [_schedule(name.strip()) for name in arguments.schedules.split(",")]
     start = time.perf_counter()
     closed = search(
-        model, arguments.gpus, arguments.global_batch, machine, using, given, offload=Offload(arguments.offload),
-        schedules=schedules, contexts=_contexts(arguments.cp),
-    )  # fmt: skip
+        model,
+        arguments.gpus,
+        arguments.global_batch,
+        machine,
+        using,
+        given,
+        offload=Offload(arguments.offload),
+        schedules=schedules,
+        contexts=_contexts(arguments.cp),
+    )
     found = simulate_first(closed, arguments.top)
     elapsed = time.perf_counter() - start
     if arguments.json:
@@ -177,38 +184,59 @@ def _as_json(found: Search, top: int, elapsed: float) -> dict[str, object]:
     rows = [_layout_json(found, int(row)) for row in found.ranked[:top]]
     near = [_layout_json(found, int(row)) for row in found.just_too_large[:3]]
     return {
-        "model": found.prediction.model.name, "gpu": found.prediction.gpu.name, "num_examined": found.num_examined,
-        "num_fit": len(found.ranked), "seconds": round(elapsed, 3), "layouts": rows, "reason": reason(found),
-        "just_too_large": near, "rates": provenance(found.prediction.gpu, found.prediction.rates),
-    }  # fmt: skip
+        "model": found.prediction.model.name,
+        "gpu": found.prediction.gpu.name,
+        "num_examined": found.num_examined,
+        "num_fit": len(found.ranked),
+        "seconds": round(elapsed, 3),
+        "layouts": rows,
+        "reason": reason(found),
+        "just_too_large": near,
+        "rates": provenance(found.prediction.gpu, found.prediction.rates),
+    }
 
 
 def _layout_json(found: Search, row: int) -> dict[str, object]:
     p = found.prediction
     return {
-        "layout": dataclasses.asdict(p.grid.layout(row)), "id": p.grid.layout(row).id,
-        "micro_batch": int(p.grid.micro_batch[row]), "memory_bytes": float(p.memory_bytes[row]),
-        "headroom_bytes": found.headroom_bytes(row), "host_bytes": float(p.memory.host_bytes[row]),
+        "layout": dataclasses.asdict(p.grid.layout(row)),
+        "id": p.grid.layout(row).id,
+        "micro_batch": int(p.grid.micro_batch[row]),
+        "memory_bytes": float(p.memory_bytes[row]),
+        "headroom_bytes": found.headroom_bytes(row),
+        "host_bytes": float(p.memory.host_bytes[row]),
         "step_seconds": float(p.step_seconds[row]),
-        "tokens_per_second_per_gpu": float(p.tokens_per_second_per_gpu[row]), "mfu": float(p.mfu[row]),
-        "hfu": float(p.hfu[row]), "seconds": {part: float(getattr(p.time, part)[row]) for part in PARTS},
-    }  # fmt: skip
+        "tokens_per_second_per_gpu": float(p.tokens_per_second_per_gpu[row]),
+        "mfu": float(p.mfu[row]),
+        "hfu": float(p.hfu[row]),
+        "seconds": {part: float(getattr(p.time, part)[row]) for part in PARTS},
+    }
 
 
 def _print_max_model(arguments: argparse.Namespace, machine: Gpu, given: Rates) -> int:
     using = recipe(arguments.recipe)
     family = plan_model(arguments.model).family if arguments.model else Family.GPT
     model, grid, held = max_model(
-        arguments.gpus, arguments.global_batch, machine, using, given, family=family, seq_len=arguments.seq_len,
-        offload=Offload(arguments.offload), contexts=_contexts(arguments.cp),
-    )  # fmt: skip
+        arguments.gpus,
+        arguments.global_batch,
+        machine,
+        using,
+        given,
+        family=family,
+        seq_len=arguments.seq_len,
+        offload=Offload(arguments.offload),
+        contexts=_contexts(arguments.cp),
+    )
     least = int(held.argmin())
     layout = grid.layout(least)
     if arguments.json:
         answer = {
-            "num_parameters": model.num_parameters, "model": dataclasses.asdict(model), "layout": layout.id,
-            "memory_bytes": float(held[least]), "rates": provenance(machine, given),
-        }  # fmt: skip
+            "num_parameters": model.num_parameters,
+            "model": dataclasses.asdict(model),
+            "layout": layout.id,
+            "memory_bytes": float(held[least]),
+            "rates": provenance(machine, given),
+        }
         print(json.dumps(answer, indent=1))
         return 0
     kind, size = "GPT" if family is Family.GPT else "LLaMA", f"{model.num_parameters / 1e9:.3g}B parameters"
@@ -220,7 +248,7 @@ def _print_max_model(arguments: argparse.Namespace, machine: Gpu, given: Rates) 
 
 
 def _draw_timeline(found: Search, path: Path) -> None:
-    from meshmark.plan.schedule import simulate
+    from meshmark.plan.simulator import simulate
     from meshmark.plan.timeline import timeline_svg
 
     prediction, row = found.prediction, int(found.ranked[0])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshmark.layout import Offload
-from meshmark.plan.grid import OFFLOADS, Column, Grid
 from meshmark.plan.rates import Rates
-from meshmark.plan.system import Gpu
+from meshmark.spec.hardware import Gpu
+from meshmark.spec.layout import Offload
+from meshmark.theory.grid import OFFLOADS, Column, Grid
 
 
 def tensor_collective_seconds(grid: Grid, whole_bytes: Column, rates: Rates, gpus_per_node: int) -> Column:

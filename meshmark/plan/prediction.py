@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmark.model_spec import ModelSpec
-from meshmark.plan.flops import hardware_flops_per_token, model_flops_per_token
-from meshmark.plan.grid import RECOMPUTES, Column, Grid
-from meshmark.plan.memory import Memory, memory
-from meshmark.plan.pipeline import message_wait_seconds
+from meshmark.plan.bubble import message_wait_seconds
 from meshmark.plan.rates import Rates
-from meshmark.plan.recipe import TrainingRecipe
 from meshmark.plan.step_time import StepTime, step_time
-from meshmark.plan.system import Gpu
+from meshmark.spec.hardware import Gpu
+from meshmark.spec.model_spec import ModelSpec
+from meshmark.theory.flops import hardware_flops_per_token, model_flops_per_token
+from meshmark.theory.grid import RECOMPUTES, Column, Grid
+from meshmark.theory.memory import Memory, memory
+from meshmark.theory.recipe import TrainingRecipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +105,10 @@ def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe,
         whole = dataclasses.replace(recipe, head_share=1.0)
         polled = memory(model, grid, whole, rates, lag=time.lag, capacity_bytes=capacity)
         polled = dataclasses.replace(polled, released=np.maximum(needed - polled.total_bytes, 0.0) * tight)
-        held = Memory(**{
-            field.name: np.where(waits > 0.0, getattr(polled, field.name), getattr(held, field.name))
-            for field in dataclasses.fields(Memory)
-        })  # fmt: skip
+        held = Memory(
+            **{
+                field.name: np.where(waits > 0.0, getattr(polled, field.name), getattr(held, field.name))
+                for field in dataclasses.fields(Memory)
+            }
+        )
     return Prediction(model=model, grid=grid, gpu=gpu, recipe=recipe, rates=rates, memory=held, time=time)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshmark.plan.rates import Rates
-from meshmark.plan.system import Gpu
+from meshmark.spec.hardware import Gpu
 
 VALIDATED_ON: dict[str, tuple[tuple[str, ...], str]] = {
     "h100": (("h100", "h100-sweep"), "the 1B and 8B sweep"),

@@ -1,6 +1,6 @@
 """How much of a machine's datasheet a framework reaches: few, physical numbers, fitted or measured, never per model.
 
-Fitted rates lie beside this file as JSON, each with where it came from; `python -m meshmark.plan.validate --refit`
+Fitted rates lie beside this file as JSON, each with where it came from; `python -m studies.validate --refit`
 writes them again.
 """
 

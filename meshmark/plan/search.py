@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshmark.errors import InputError
-from meshmark.layout import Offload, Recompute, Schedule
-from meshmark.model_spec import ModelSpec
-from meshmark.plan.grid import OFFLOADS, Column, Grid, enumerate_grid, make_grid, searched_contexts
-from meshmark.plan.models import model_of_size
+from meshmark.plan.model_names import model_of_size
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
-from meshmark.plan.recipe import TrainingRecipe
-from meshmark.plan.schedule import simulated_bubble_seconds
+from meshmark.plan.simulator import simulated_bubble_seconds
 from meshmark.plan.step_time import PARTS, stage_seconds
-from meshmark.plan.system import GIB, Gpu
+from meshmark.spec.hardware import GIB, Gpu
+from meshmark.spec.layout import Offload, Recompute, Schedule
+from meshmark.spec.model_spec import ModelSpec
+from meshmark.theory.grid import OFFLOADS, Column, Grid, enumerate_grid, make_grid, searched_contexts
+from meshmark.theory.recipe import TrainingRecipe
 
 _RECOMPUTES = tuple(Recompute)
 SEARCHED_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
@@ -52,10 +52,18 @@ class Search:
 
 
 def search(
-    model: ModelSpec, num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
-    *, recomputes: Sequence[Recompute] = _RECOMPUTES, offload: Offload = Offload.NONE,
-    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES, contexts: Sequence[int] | None = None,
-) -> Search:  # fmt: skip
+    model: ModelSpec,
+    num_gpus: int,
+    global_batch: int,
+    gpu: Gpu,
+    recipe: TrainingRecipe,
+    rates: Rates,
+    *,
+    recomputes: Sequence[Recompute] = _RECOMPUTES,
+    offload: Offload = Offload.NONE,
+    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES,
+    contexts: Sequence[int] | None = None,
+) -> Search:
     """Examine every layout, of all context-parallel degrees worth it unless `contexts` names them.
 
     Raises `InputError` for an impossible request, `NothingFitsError` when no layout fits.
@@ -100,10 +108,17 @@ def stage_times(found: Search, row: int) -> list[float]:
 
 
 def _predict_all(
-    model: ModelSpec, num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
-    recomputes: Sequence[Recompute] = _RECOMPUTES, offload: Offload = Offload.NONE,
-    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES, contexts: Sequence[int] | None = None,
-) -> Prediction:  # fmt: skip
+    model: ModelSpec,
+    num_gpus: int,
+    global_batch: int,
+    gpu: Gpu,
+    recipe: TrainingRecipe,
+    rates: Rates,
+    recomputes: Sequence[Recompute] = _RECOMPUTES,
+    offload: Offload = Offload.NONE,
+    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES,
+    contexts: Sequence[int] | None = None,
+) -> Prediction:
     for name, value in (("gpus", num_gpus), ("global batch", global_batch)):
         if value < 1:
             raise InputError(f"{name} is {value}, expected at least 1")
@@ -115,10 +130,16 @@ def _predict_all(
     if offload is not Offload.NONE and gpu.host is None:
         raise InputError(f"nothing can be offloaded: what a node of {gpu.name} has beside its gpus is not known")
     grid = enumerate_grid(
-        model, num_gpus, global_batch, max_tp=4 * gpu.gpus_per_node, recomputes=recomputes, offload=offload,
-        schedules=schedules, contexts=contexts or searched_contexts(model.seq_len),
+        model,
+        num_gpus,
+        global_batch,
+        max_tp=4 * gpu.gpus_per_node,
+        recomputes=recomputes,
+        offload=offload,
+        schedules=schedules,
+        contexts=contexts or searched_contexts(model.seq_len),
         zero_stages=(0, 3) if recipe.weight_bytes == 4 and recipe.arithmetic != "fp32" else (0, 1, 2, 3),
-    )  # fmt: skip
+    )
     if not len(grid):
         raise InputError(
             f"no layout of {model.name!r} on {num_gpus} gpus divides {model.num_heads} heads, "
@@ -195,10 +216,17 @@ def reason(found: Search) -> str:
 
 
 def max_model(
-    num_gpus: int, global_batch: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
-    *, family: str = "gpt", seq_len: int | None = None, offload: Offload = Offload.NONE,
+    num_gpus: int,
+    global_batch: int,
+    gpu: Gpu,
+    recipe: TrainingRecipe,
+    rates: Rates,
+    *,
+    family: str = "gpt",
+    seq_len: int | None = None,
+    offload: Offload = Offload.NONE,
     contexts: Sequence[int] | None = None,
-) -> tuple[ModelSpec, Grid, Column]:  # fmt: skip
+) -> tuple[ModelSpec, Grid, Column]:
     """The largest model of a family that fits, with the layouts that hold it and the memory that each needs.
 
     Sizes rise by 2 %. They are bisected, then those up to a quarter larger are tried: what divides the GPUs

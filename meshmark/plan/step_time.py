@@ -11,11 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmark.layout import Offload, Recompute
-from meshmark.model_spec import ModelSpec
-from meshmark.plan.flops import layer_matrix_parameters
-from meshmark.plan.grid import OFFLOADS, RECOMPUTES, Column, Grid
-from meshmark.plan.memory import stage_parameters, tokens
+from meshmark.plan.bubble import bubble_seconds, host_lag, message_wait_seconds, waits_for_messages
 from meshmark.plan.network import (
     crosses_nodes,
     data_collective_seconds,
@@ -24,16 +20,30 @@ from meshmark.plan.network import (
     ring_attention_seconds,
     tensor_collective_seconds,
 )
-from meshmark.plan.partition import Stage
-from meshmark.plan.pipeline import bubble_seconds, host_lag, message_wait_seconds, waits_for_messages
 from meshmark.plan.rates import Rates
-from meshmark.plan.recipe import TrainingRecipe
-from meshmark.plan.system import Gpu
+from meshmark.spec.hardware import Gpu
+from meshmark.spec.layout import Offload, Recompute
+from meshmark.spec.model_spec import ModelSpec
+from meshmark.theory.flops import layer_matrix_parameters
+from meshmark.theory.grid import OFFLOADS, RECOMPUTES, Column, Grid
+from meshmark.theory.memory import stage_parameters, tokens
+from meshmark.theory.partition import Stage
+from meshmark.theory.recipe import TrainingRecipe
 
 PARTS = (
-    "matmul", "attention", "elementwise", "tensor_communication", "context_communication", "launch_floor",
-    "point_to_point", "bubble", "message_wait", "data_communication", "optimizer", "host",
-)  # fmt: skip
+    "matmul",
+    "attention",
+    "elementwise",
+    "tensor_communication",
+    "context_communication",
+    "launch_floor",
+    "point_to_point",
+    "bubble",
+    "message_wait",
+    "data_communication",
+    "optimizer",
+    "host",
+)
 STAGE_PARTS = PARTS[:7]
 """What a stage spends on every micro-batch."""
 # Collectives of one layer's forward and backward pass: with sequence parallelism an all-gather and a reduce-scatter
@@ -112,9 +122,7 @@ def _pipeline_time(
     return out
 
 
-def stage_seconds(
-    model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
-) -> Column:  # fmt: skip
+def stage_seconds(model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
     """Seconds of one micro-batch on each stage (rows), of layouts (columns) that all have `pp` stages."""
     cut = recipe.stages(model, pp)
     return _stage_totals(_stage_accounts(model, grid, cut, gpu, recipe, rates))
@@ -169,10 +177,14 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     ring = ring_attention_seconds(grid, block, forward, attention, core_again, rates, gpu.gpus_per_node)
     floor = _floor_seconds(grid, count, rates, gpu.gpus_per_node)
     return {
-        "matmul": matmul, "attention": attention, "elementwise": (traffic + accumulate) / memory,
-        "tensor_communication": count * one, "context_communication": ring, "floor": np.where(t > 1, floor, 0.0),
+        "matmul": matmul,
+        "attention": attention,
+        "elementwise": (traffic + accumulate) / memory,
+        "tensor_communication": count * one,
+        "context_communication": ring,
+        "floor": np.where(t > 1, floor, 0.0),
         "collective": one,
-    }  # fmt: skip
+    }
 
 
 def _gemm_efficiency(model: ModelSpec, rates: Rates) -> float:
@@ -210,15 +222,24 @@ def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe
     logits = tokens(model, grid) * model.vocab_size / grid.tp
     matmul = 6.0 * tokens(model, grid) * weights / (gpu.peak(recipe.arithmetic) * _gemm_efficiency(model, rates))
     return {
-        "matmul": matmul, "elementwise": weights * 16.0 / memory, "loss": logits * _BYTES_PER_LOGIT / memory,
+        "matmul": matmul,
+        "elementwise": weights * 16.0 / memory,
+        "loss": logits * _BYTES_PER_LOGIT / memory,
         "logits": logits,
-    }  # fmt: skip
+    }
 
 
 def _stage_seconds(
-    model: ModelSpec, grid: Grid, stage: Stage, neighbours: int, layer: dict[str, Column], head: dict[str, Column],
-    gpu: Gpu, recipe: TrainingRecipe, rates: Rates,
-) -> dict[str, Column]:  # fmt: skip
+    model: ModelSpec,
+    grid: Grid,
+    stage: Stage,
+    neighbours: int,
+    layer: dict[str, Column],
+    head: dict[str, Column],
+    gpu: Gpu,
+    recipe: TrainingRecipe,
+    rates: Rates,
+) -> dict[str, Column]:
     """One micro-batch on one stage; `device` and `floor` are the two that its launches are bound by."""
     n, zero = float(stage.num_layers), np.zeros(len(grid))
     memory = gpu.memory_bandwidth * rates.memory_efficiency
@@ -246,9 +267,16 @@ def _stage_seconds(
 
 
 def _data_seconds(
-    grid: Grid, num_parameters: Column, embedding: Column, num_layers: int, compute: Column, backward: Column, gpu: Gpu,
-    recipe: TrainingRecipe, rates: Rates,
-) -> Column:  # fmt: skip
+    grid: Grid,
+    num_parameters: Column,
+    embedding: Column,
+    num_layers: int,
+    compute: Column,
+    backward: Column,
+    gpu: Gpu,
+    recipe: TrainingRecipe,
+    rates: Rates,
+) -> Column:
     """Data-parallel communication that is not hidden, by ZeRO stage; parameters are those of the heaviest stage."""
 
     def seconds(bytes_per_parameter: float) -> Column:

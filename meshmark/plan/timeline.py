@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from meshmark.plan.schedule import Run
+from meshmark.plan.simulator import Run
 
 _COLOURS = {"F": "#5b8dd6", "B": "#6fb98f", "W": "#e3a857"}
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}

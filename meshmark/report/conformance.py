@@ -7,21 +7,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.case import Case
 from meshmark.conformance.clauses import CLAUSES, Clause, judge_clause
-from meshmark.conformance.finding import Finding, Result
+from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import SCENARIOS
-from meshmark.record import Reading, Record
 from meshmark.report.tables import markdown
+from meshmark.run.record import Reading, Record
+from meshmark.spec.case import Case
 
 _MARKS = {
-    Result.PASS: "yes", Result.FAIL: "**no**", Result.UNSUPPORTED: "–", Result.KNOWN_GAP: "gap",
-    Result.STALE_GAP: "yes, **stale gap**",
-}  # fmt: skip
+    ClauseResult.PASS: "yes",
+    ClauseResult.FAIL: "**no**",
+    ClauseResult.UNSUPPORTED: "–",
+    ClauseResult.KNOWN_GAP: "gap",
+    ClauseResult.STALE_GAP: "yes, **stale gap**",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class AdapterColumn:
     """One adapter in one layout."""
 
     base: Case
@@ -37,7 +40,7 @@ class Column:
         return f"{self.base.adapter}{stage}"
 
 
-def columns(records: Iterable[Record]) -> list[Column]:
+def columns(records: Iterable[Record]) -> list[AdapterColumn]:
     """What records of the conformance suite say, in order of first appearance; of several of one scenario the last
     counts."""
     by_base: dict[Case, dict[str, Record]] = {}
@@ -45,12 +48,13 @@ def columns(records: Iterable[Record]) -> list[Column]:
         if record.base:
             by_base.setdefault(record.base, {})[record.scenario] = record
     return [
-        Column(
-            base=base, findings={c.name: f for c in CLAUSES.values() if (f := _finding(c, found))},
+        AdapterColumn(
+            base=base,
+            findings={c.name: f for c in CLAUSES.values() if (f := _finding(c, found))},
             launch_seconds=sum(r.launch_seconds for r in found.values()),
         )
         for base, found in by_base.items()
-    ]  # fmt: skip
+    ]
 
 
 def _finding(clause: Clause, found: Mapping[str, Record]) -> Finding | None:
@@ -72,17 +76,18 @@ def write_conformance(reading: Reading, path: Path, command: str) -> None:
     path.write_text("\n\n".join([*_answer(found), *_evidence(found), *_origin(found, records, command)]) + "\n")
 
 
-def _answer(found: Sequence[Column]) -> list[str]:
+def _answer(found: Sequence[AdapterColumn]) -> list[str]:
     cells = Counter(f.result for column in found for f in column.findings.values())
-    judged = sum(cells.values()) - cells[Result.UNSUPPORTED]
-    headline = f"**{cells[Result.PASS]} of {judged} cells hold**; {cells[Result.KNOWN_GAP]} known gaps"
-    headline += f", {cells[Result.FAIL]} failures, {cells[Result.UNSUPPORTED]} cells without an answer, with reasons."
-    if cells[Result.STALE_GAP]:
-        headline += f" {cells[Result.STALE_GAP]} known gaps no longer show: take them out of their adapters."
+    judged = sum(cells.values()) - cells[ClauseResult.UNSUPPORTED]
+    headline = f"**{cells[ClauseResult.PASS]} of {judged} cells hold**; {cells[ClauseResult.KNOWN_GAP]} known gaps"
+    headline += f", {cells[ClauseResult.FAIL]} failures, {cells[ClauseResult.UNSUPPORTED]} cells without an answer, with reasons."
+    if cells[ClauseResult.STALE_GAP]:
+        headline += f" {cells[ClauseResult.STALE_GAP]} known gaps no longer show: take them out of their adapters."
     rows: list[dict[str, object]] = [
         {"clause": clause.name, **{c.title: _mark(c, clause, found) for c in found}}
-        for clause in CLAUSES.values() if any(clause.name in c.findings for c in found)
-    ]  # fmt: skip
+        for clause in CLAUSES.values()
+        if any(clause.name in c.findings for c in found)
+    ]
     return [
         "# Conformance",
         headline,
@@ -92,35 +97,37 @@ def _answer(found: Sequence[Column]) -> list[str]:
     ]
 
 
-def _mark(column: Column, clause: Clause, found: Sequence[Column]) -> str:
+def _mark(column: AdapterColumn, clause: Clause, found: Sequence[AdapterColumn]) -> str:
     finding = column.findings.get(clause.name)
     if finding is None:
         return ""
-    number = f" [{list(_gaps(found)).index(finding) + 1}](#known-gaps)" if finding.result is Result.KNOWN_GAP else ""
+    number = (
+        f" [{list(_gaps(found)).index(finding) + 1}](#known-gaps)" if finding.result is ClauseResult.KNOWN_GAP else ""
+    )
     return f"{_MARKS[finding.result]}{number}"
 
 
-def _gaps(found: Sequence[Column]) -> dict[Finding, list[str]]:
+def _gaps(found: Sequence[AdapterColumn]) -> dict[Finding, list[str]]:
     """Every gap, with the cells that show it."""
     gaps: dict[Finding, list[str]] = {}
     for column in found:
         for name, finding in column.findings.items():
-            if finding.result is Result.KNOWN_GAP:
+            if finding.result is ClauseResult.KNOWN_GAP:
                 gaps.setdefault(finding, []).append(f"{column.title} ({name})")
     return gaps
 
 
-def _evidence(found: Sequence[Column]) -> list[str]:
+def _evidence(found: Sequence[AdapterColumn]) -> list[str]:
     every = [(column, CLAUSES[name], f) for column in found for name, f in column.findings.items()]
     parts = ["## What each clause says", "\n".join(f"- **{c.name}**: {c.statement}" for c in CLAUSES.values())]
-    if failed := [_line(*cell) for cell in every if cell[2].result in (Result.FAIL, Result.STALE_GAP)]:
+    if failed := [_line(*cell) for cell in every if cell[2].result in (ClauseResult.FAIL, ClauseResult.STALE_GAP)]:
         parts += ["## Failures", "\n".join(failed)]
     if gaps := _gaps(found):
-        lines = [f"{i}. **{', '.join(cells)}**: {_told(gap)}" for i, (gap, cells) in enumerate(gaps.items(), 1)]
+        lines = [f"{i}. **{', '.join(cells)}**: {_text(gap)}" for i, (gap, cells) in enumerate(gaps.items(), 1)]
         parts += ["## Known gaps", "\n".join(lines), "Proved without Meshmark in tests/gaps/."]
     reasons: dict[str, list[str]] = {}
     for column, clause, finding in every:
-        if finding.result is Result.UNSUPPORTED:
+        if finding.result is ClauseResult.UNSUPPORTED:
             reasons.setdefault(finding.evidence, []).append(f"{column.title} ({clause.name})")
     if reasons:
         parts += ["## Without an answer", "\n".join(f"- {why}: {', '.join(where)}" for why, where in reasons.items())]
@@ -134,15 +141,15 @@ def _evidence(found: Sequence[Column]) -> list[str]:
     return parts
 
 
-def _line(column: Column, clause: Clause, finding: Finding) -> str:
-    return f"- **{column.title} ({clause.name})**: {_told(finding)}"
+def _line(column: AdapterColumn, clause: Clause, finding: Finding) -> str:
+    return f"- **{column.title} ({clause.name})**: {_text(finding)}"
 
 
-def _told(finding: Finding) -> str:
+def _text(finding: Finding) -> str:
     return f"{finding.evidence} {f'<{finding.link}>' if finding.link else ''}".rstrip()
 
 
-def _origin(found: Sequence[Column], records: Sequence[Record], command: str) -> list[str]:
+def _origin(found: Sequence[AdapterColumn], records: Sequence[Record], command: str) -> list[str]:
     last = records[-1]
     environment, model = last.environment, found[0].base.workload.model
     commands = sorted({record.environment.command for record in records})

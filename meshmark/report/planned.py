@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshmark.adapter.registry import load_adapter
 from meshmark.errors import MeshmarkError
-from meshmark.plan.states import ModelStates, Remainder, declared_bytes, model_states
-from meshmark.record import Record
-from meshmark.registry import load_adapter
-from meshmark.report.results import Result
+from meshmark.judge.verdict import memory_categories
+from meshmark.report.results import CaseResult
 from meshmark.report.tables import bytes_text, markdown, names
-from meshmark.verdict import memory_categories
+from meshmark.run.record import Record
+from meshmark.theory.states import ModelStates, Remainder, declared_bytes, model_states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,10 @@ def plans(record: Record) -> list[tuple[ModelStates, list[Remainder]]]:
     except MeshmarkError:
         return list(zip(record.planned_states, record.remainders, strict=True))
     case = record.case
-    return [(model_states(case, rank, adapter.recipe(case)), list(adapter.remainders(case, rank)))
-            for rank in range(len(record.memory))]  # fmt: skip
+    return [
+        (model_states(case, rank, adapter.recipe(case)), list(adapter.remainders(case, rank)))
+        for rank in range(len(record.memory))
+    ]
 
 
 def peaks(record: Record) -> list[Peak]:
@@ -44,10 +46,13 @@ def peaks(record: Record) -> list[Peak]:
     layout, found = record.case.layout, dict[int, list[Peak]]()
     for rank, (reading, (plan, declared)) in enumerate(zip(record.memory, plans(record), strict=True)):
         if plan.peak is not None and record.environment.device == "cpu":
-            found.setdefault(rank // (layout.tp * layout.dp), []).append(Peak(
-                planned=plan.peak + declared_bytes(declared, "peak"), communication=reading.peak.communication,
-                measured=reading.peak.total - reading.peak.other,
-            ))  # fmt: skip
+            found.setdefault(rank // (layout.tp * layout.dp), []).append(
+                Peak(
+                    planned=plan.peak + declared_bytes(declared, "peak"),
+                    communication=reading.peak.communication,
+                    measured=reading.peak.total - reading.peak.other,
+                )
+            )
     return max(found.values(), key=lambda ranks: max(peak.planned for peak in ranks), default=[])
 
 
@@ -56,7 +61,7 @@ def least(ranks: Sequence[Peak]) -> Peak:
     return max(ranks, key=lambda peak: peak.error)
 
 
-def planned_memory(found: Sequence[Result]) -> str:
+def planned_memory(found: Sequence[CaseResult]) -> str:
     """The worst rank's error of every category, and the peak."""
     rows = []
     for result in found:
@@ -73,7 +78,8 @@ def planned_memory(found: Sequence[Result]) -> str:
             row |= {
                 "peak, planned": bytes_text(max(peak.planned for peak in ranks)),
                 "measured, least": bytes_text(min(peak.measured for peak in ranks)),
-                "most": bytes_text(max(peak.measured for peak in ranks)), "error": f"{least(ranks).error:+.2%}",
-            }  # fmt: skip
+                "most": bytes_text(max(peak.measured for peak in ranks)),
+                "error": f"{least(ranks).error:+.2%}",
+            }
         rows.append(row)
     return markdown(rows)

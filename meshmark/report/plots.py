@@ -10,25 +10,33 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-from meshmark.report.results import Result  # noqa: E402
+from meshmark.report.results import CaseResult  # noqa: E402
 
 # One hue a category, in the order of the stack; the Okabe-Ito palette, which colour-blind readers can tell apart.
 _CATEGORIES = {
-    "parameters": "#0072B2", "gradients": "#56B4E9", "optimizer_states": "#009E73",
-    "activations": "#E69F00", "communication": "#CC79A7", "other": "#999999",
-}  # fmt: skip
+    "parameters": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer_states": "#009E73",
+    "activations": "#E69F00",
+    "communication": "#CC79A7",
+    "other": "#999999",
+}
 _STYLE = {
-    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "meshmark",
-    "svg.fonttype": "none", "figure.facecolor": "white",
-}  # fmt: skip
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "meshmark",
+    "svg.fonttype": "none",
+    "figure.facecolor": "white",
+}
 
 
-def _label(result: Result) -> str:
+def _label(result: CaseResult) -> str:
     case = result.case
     return f"{case.adapter}  {case.layout.id}  {case.workload.name} {case.precision}"
 
 
-def memory_plot(found: Sequence[Result], path: Path) -> bool:
+def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
     """Stacked bytes at the peak of each case's fullest rank. False when there is nothing to draw."""
     rows = [(r, max(r.observed.memory, key=lambda m: m.peak.total)) for r in found if r.observed and r.observed.memory]
     if not rows:
@@ -52,7 +60,7 @@ def memory_plot(found: Sequence[Result], path: Path) -> bool:
     return True
 
 
-def throughput_plot(found: Sequence[Result], path: Path) -> bool:
+def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
     """Tokens per second of every sampled step, with the median; hollow where they are no result. False without any."""
     rows = [(r, r.timed) for r in found if r.timed and r.timed.rank_step_seconds]
     if not rows:

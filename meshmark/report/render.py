@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshmark.record import Reading, Record
+from meshmark.judge.yardstick import FALSE_ALARMS
 from meshmark.report import tables
 from meshmark.report.planned import planned_memory
 from meshmark.report.plots import memory_plot, throughput_plot
-from meshmark.report.results import Result, results
-from meshmark.throughput import throughput
-from meshmark.yardstick import FALSE_ALARMS
+from meshmark.report.results import CaseResult, results
+from meshmark.run.record import Reading, Record
+from meshmark.run.throughput import throughput
 
 
 def write_report(reading: Reading, path: Path, command: str, baseline: Reading | None = None) -> None:
@@ -33,7 +33,7 @@ def write_report(reading: Reading, path: Path, command: str, baseline: Reading |
     )
 
 
-def _answer(found: Sequence[Result], reading: Reading) -> list[str]:
+def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
     environment = reading.records[-1].environment
     return [
         f"# Meshmark report: {environment.machine}, {environment.num_cpus} CPUs, {environment.device}",
@@ -48,7 +48,7 @@ def _answer(found: Sequence[Result], reading: Reading) -> list[str]:
     ]
 
 
-def _headline(found: Sequence[Result]) -> str:
+def _headline(found: Sequence[CaseResult]) -> str:
     ran = [r for r in found if not r.skipped]
     right = [r for r in ran if r.correct]
     equal = [r for r in right if r.comparable]
@@ -75,7 +75,7 @@ def _headline(found: Sequence[Result]) -> str:
     return " ".join(parts)
 
 
-def _peak(result: Result) -> int:
+def _peak(result: CaseResult) -> int:
     return max(m.peak.total for m in result.observed.memory) if result.observed else 0
 
 
@@ -87,11 +87,11 @@ _PLANNED = (
 )
 
 
-def _evidence(found: Sequence[Result], reading: Reading, baseline: Reading | None) -> list[str]:
+def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading | None) -> list[str]:
     latest = [record for r in found for record in (r.observed, r.timed) if record]
     failed = tables.failures(latest)
     parts = ["## What failed", failed or "Nothing: every case that ran reached its end and passed every suite."]
-    sections: dict[str, tuple[Callable[[Sequence[Result]], str], str]] = {
+    sections: dict[str, tuple[Callable[[Sequence[CaseResult]], str], str]] = {
         "Equivalence": (
             tables.equivalence,
             "Each step is judged on its own: loss and gradients against float64 at the parameters where the run is, "
@@ -127,16 +127,20 @@ def _evidence(found: Sequence[Result], reading: Reading, baseline: Reading | Non
     return parts
 
 
-def _origin(found: Sequence[Result], reading: Reading, command: str) -> list[str]:
+def _origin(found: Sequence[CaseResult], reading: Reading, command: str) -> list[str]:
     last: Record = reading.records[-1]
     environment = last.environment
     facts = {
-        "machine": environment.machine, "CPUs": environment.num_cpus,
-        "memory": tables.bytes_text(environment.memory_bytes), "system": environment.system,
-        "device and backend": f"{environment.device}, {environment.backend}", "nodes": environment.nnodes,
-        "commit": environment.commit or "unknown", "date": environment.date,
+        "machine": environment.machine,
+        "CPUs": environment.num_cpus,
+        "memory": tables.bytes_text(environment.memory_bytes),
+        "system": environment.system,
+        "device and backend": f"{environment.device}, {environment.backend}",
+        "nodes": environment.nnodes,
+        "commit": environment.commit or "unknown",
+        "date": environment.date,
         **environment.versions,
-    }  # fmt: skip
+    }
     commands = sorted({record.environment.command for record in reading.records})
     return [
         "## How it was obtained",

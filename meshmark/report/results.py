@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshmark.case import Case
-from meshmark.layout import Precision
-from meshmark.rank_report import Task
-from meshmark.record import Record, Status
+from meshmark.run.record import Record, Status
+from meshmark.run.request import Task
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class CaseResult:
     """All that is known of a case; at least one of the passes is there."""
 
     case: Case
@@ -85,7 +85,7 @@ class Result:
         return ("yes" if self.correct else "**no**") + where + narrow
 
 
-def results(records: Iterable[Record]) -> list[Result]:
+def results(records: Iterable[Record]) -> list[CaseResult]:
     """One result a case, in order of first appearance; of several records of one pass the last one counts."""
     latest: dict[tuple[Key, Task], Record] = {}
     cases: dict[Key, Case] = {}
@@ -98,12 +98,14 @@ def results(records: Iterable[Record]) -> list[Result]:
         if verdict is not None and (_kinship(record.case) not in judged or not verdict.passed):
             judged[_kinship(record.case)] = record
     return [
-        Result(
-            case=case, observed=latest.get((key, Task.OBSERVE)), timed=latest.get((key, Task.TIME)),
+        CaseResult(
+            case=case,
+            observed=latest.get((key, Task.OBSERVE)),
+            timed=latest.get((key, Task.TIME)),
             proxy=judged.get(_kinship(case)),
         )
         for key, case in cases.items()
-    ]  # fmt: skip
+    ]
 
 
 Key = tuple[str, str, str | None]

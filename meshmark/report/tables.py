@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pandas as pd
 
-from meshmark.meters.memory import MemoryReading
-from meshmark.meters.traffic import Collective
-from meshmark.record import Record
-from meshmark.report.results import Result
-from meshmark.throughput import throughput
+from meshmark.measure.readings import Collective, MemoryReading
+from meshmark.report.results import CaseResult
+from meshmark.run.record import Record
+from meshmark.run.throughput import throughput
 
 KIB = 1024.0
 
@@ -39,35 +38,50 @@ def _cell(value: object) -> str:
     return "" if value is None else " ".join(str(value).split()).replace("|", "\\|")
 
 
-def answer(found: Sequence[Result]) -> str:
+def answer(found: Sequence[CaseResult]) -> str:
     """Which case is correct, how much memory it takes, how fast it is."""
-    return markdown([
-        {
-            **names(result), "ranks": result.case.world_size, "correct": result.correctness,
-            "detects": _detects(result), "model states / rank": _of_observed(result, _states_text),
-            "peak / rank": _of_observed(result, _peak_text), "tokens/s": _speed(result), "MFU": _mfu(result),
-        }
-        for result in found if not result.skipped
-    ])  # fmt: skip
+    return markdown(
+        [
+            {
+                **names(result),
+                "ranks": result.case.world_size,
+                "correct": result.correctness,
+                "detects": _detects(result),
+                "model states / rank": _of_observed(result, _states_text),
+                "peak / rank": _of_observed(result, _peak_text),
+                "tokens/s": _speed(result),
+                "MFU": _mfu(result),
+            }
+            for result in found
+            if not result.skipped
+        ]
+    )
 
 
-def equivalence(found: Sequence[Result]) -> str:
+def equivalence(found: Sequence[CaseResult]) -> str:
     rows = []
     for result in found:
         verdict = result.observed.verdict("equivalence") if result.observed else None
         if result.observed is None or verdict is None:
             continue
         e = verdict.evidence
-        rows.append({
-            **names(result), "verdict": _passed(verdict.passed), "worst quantity": e["worst_quantity"],
-            "step": e["worst_step"], "distance / noise": _number(e["ratio"]), "limit": _number(e["factor"]),
-            "gradient errors seen from": _number(e["detection_limit"]), "compared": e["compared"],
-            "loss, first to last": f"{result.observed.losses[0]:.4f} to {result.observed.losses[-1]:.4f}",
-        })  # fmt: skip
+        rows.append(
+            {
+                **names(result),
+                "verdict": _passed(verdict.passed),
+                "worst quantity": e["worst_quantity"],
+                "step": e["worst_step"],
+                "distance / noise": _number(e["ratio"]),
+                "limit": _number(e["factor"]),
+                "gradient errors seen from": _number(e["detection_limit"]),
+                "compared": e["compared"],
+                "loss, first to last": f"{result.observed.losses[0]:.4f} to {result.observed.losses[-1]:.4f}",
+            }
+        )
     return markdown(rows)
 
 
-def memory(found: Sequence[Result]) -> str:
+def memory(found: Sequence[CaseResult]) -> str:
     """The rank with the highest peak, by category at that instant."""
     rows = []
     for result in found:
@@ -77,15 +91,21 @@ def memory(found: Sequence[Result]) -> str:
         rank = max(range(len(readings)), key=lambda r: readings[r].peak.total)
         reading, peak, verdict = readings[rank], readings[rank].peak, result.observed.verdict("memory")
         row: dict[str, object] = {
-            **names(result), "correct": result.correctness, "states in": result.states,
+            **names(result),
+            "correct": result.correctness,
+            "states in": result.states,
             "as planned": _passed(verdict.passed) if verdict else "",
             "worst error": f"{float(verdict.evidence['relative_error']):.2%}" if verdict else "",
-            "rank": rank, "parameters": bytes_text(reading.states.parameters),
+            "rank": rank,
+            "parameters": bytes_text(reading.states.parameters),
             "gradients": bytes_text(reading.states.gradients),
-            "optimizer": bytes_text(reading.states.optimizer_states), "activations": bytes_text(peak.activations),
-            "communication": bytes_text(peak.communication), "other": bytes_text(peak.other),
-            "peak": bytes_text(peak.total), "steady": bytes_text(reading.steady.total),
-        }  # fmt: skip
+            "optimizer": bytes_text(reading.states.optimizer_states),
+            "activations": bytes_text(peak.activations),
+            "communication": bytes_text(peak.communication),
+            "other": bytes_text(peak.other),
+            "peak": bytes_text(peak.total),
+            "steady": bytes_text(reading.steady.total),
+        }
         if reading.allocator_peak_bytes is not None and reading.allocator_reserved_bytes is not None:
             row |= {
                 "allocator peak": bytes_text(reading.allocator_peak_bytes),
@@ -95,17 +115,18 @@ def memory(found: Sequence[Result]) -> str:
     return markdown(rows)
 
 
-def remainders(found: Sequence[Result]) -> str:
+def remainders(found: Sequence[CaseResult]) -> str:
     """What adapters declare beyond the closed form; empty when nothing is."""
     rows = [
         {**names(result), "category": declared.category, "bytes": f"{declared.num_bytes:,.0f}", "why": declared.reason}
-        for result in found if result.observed and result.observed.remainders
+        for result in found
+        if result.observed and result.observed.remainders
         for declared in result.observed.remainders[0]
-    ]  # fmt: skip
+    ]
     return markdown(rows) if rows else ""
 
 
-def communication(found: Sequence[Result]) -> str:
+def communication(found: Sequence[CaseResult]) -> str:
     """The rank that sends most, bytes of one step."""
     rows = []
     for result in found:
@@ -113,17 +134,21 @@ def communication(found: Sequence[Result]) -> str:
             continue
         traffic, verdict = result.observed.traffic, result.observed.verdict("communication")
         rank = max(range(len(traffic)), key=lambda r: _wire(traffic[r].asked))
-        rows.append({
-            **names(result), "as planned": _passed(verdict.passed) if verdict else "",
-            "worst error": f"{float(verdict.evidence['relative_error']):.2%}" if verdict else "",
-            "asked for": _kinds(traffic[rank].asked), "sent / rank": bytes_text(_wire(traffic[rank].asked)),
-            "backend issued": _kinds(traffic[rank].issued),
-            "really sent / rank": bytes_text(_wire(traffic[rank].issued)),
-        })  # fmt: skip
+        rows.append(
+            {
+                **names(result),
+                "as planned": _passed(verdict.passed) if verdict else "",
+                "worst error": f"{float(verdict.evidence['relative_error']):.2%}" if verdict else "",
+                "asked for": _kinds(traffic[rank].asked),
+                "sent / rank": bytes_text(_wire(traffic[rank].asked)),
+                "backend issued": _kinds(traffic[rank].issued),
+                "really sent / rank": bytes_text(_wire(traffic[rank].issued)),
+            }
+        )
     return markdown(rows)
 
 
-def speed(found: Sequence[Result], baseline: Sequence[Result] = ()) -> str:
+def speed(found: Sequence[CaseResult], baseline: Sequence[CaseResult] = ()) -> str:
     """With a `baseline`, each median also as a multiple of the same case's there."""
     before = {r.case.id: np.median(r.timed.step_seconds) for r in baseline if r.timed and r.timed.rank_step_seconds}
     rows = []
@@ -133,12 +158,17 @@ def speed(found: Sequence[Result], baseline: Sequence[Result] = ()) -> str:
         milliseconds = 1000 * np.array(result.timed.step_seconds)
         measured = throughput(result.timed)
         row: dict[str, object] = {
-            **names(result), "correct": result.correctness, "states in": result.states,
+            **names(result),
+            "correct": result.correctness,
+            "states in": result.states,
             "median step": f"{np.median(milliseconds):.4g} ms",
-            "fastest": f"{milliseconds.min():.4g} ms", "slowest": f"{milliseconds.max():.4g} ms",
-            "samples": len(milliseconds), "tokens/s": f"{measured.tokens_per_second:,.0f}",
-            "MFU": f"{measured.mfu:.1%}", "peak from": measured.peak_source,
-        }  # fmt: skip
+            "fastest": f"{milliseconds.min():.4g} ms",
+            "slowest": f"{milliseconds.max():.4g} ms",
+            "samples": len(milliseconds),
+            "tokens/s": f"{measured.tokens_per_second:,.0f}",
+            "MFU": f"{measured.mfu:.1%}",
+            "peak from": measured.peak_source,
+        }
         if baseline:
             known = before.get(result.case.id)
             row["median / baseline's"] = f"{np.median(milliseconds) / 1000 / known:.2f}" if known else "new"
@@ -146,7 +176,7 @@ def speed(found: Sequence[Result], baseline: Sequence[Result] = ()) -> str:
     return markdown(rows)
 
 
-def time_spent(found: Sequence[Result]) -> str:
+def time_spent(found: Sequence[CaseResult]) -> str:
     """Seconds by adapter: processes from start to end, and of these until the engines stood."""
     rows: dict[str, dict[str, float]] = {}
     for result in found:
@@ -161,14 +191,20 @@ def time_spent(found: Sequence[Result]) -> str:
         key: sum(row[key] for row in rows.values()) for key in ("launches", "seconds", "of these building engines")
     }
     rows["all"] = total
-    return markdown([
-        {"adapter": name, "launches": int(row["launches"]), "seconds": f"{row['seconds']:.1f}",
-         "of these building engines": f"{row['of these building engines']:.1f}"}
-        for name, row in rows.items()
-    ])  # fmt: skip
+    return markdown(
+        [
+            {
+                "adapter": name,
+                "launches": int(row["launches"]),
+                "seconds": f"{row['seconds']:.1f}",
+                "of these building engines": f"{row['of these building engines']:.1f}",
+            }
+            for name, row in rows.items()
+        ]
+    )
 
 
-def names(result: Result) -> dict[str, object]:
+def names(result: CaseResult) -> dict[str, object]:
     """The columns that say which case a row is of."""
     case = result.case
     return {"adapter": case.adapter, "layout": case.layout.id, "workload": f"{case.workload.name} {case.precision}"}
@@ -182,17 +218,17 @@ def _number(value: object) -> str:
     return "" if not isinstance(value, int | float) else f"{value:.3g}" if math.isfinite(value) else "no bound"
 
 
-def _detects(result: Result) -> str:
+def _detects(result: CaseResult) -> str:
     record = result.observed
     verdict = record.verdict("equivalence") if record else None
     return _number(verdict.evidence["detection_limit"]) if verdict else ""
 
 
-def _of_observed(result: Result, text: Callable[[list[MemoryReading]], str]) -> str:
+def _of_observed(result: CaseResult, text: Callable[[list[MemoryReading]], str]) -> str:
     if not result.observed or not result.observed.memory:
         return ""
-    told = text(result.observed.memory)
-    return told if result.comparable else f"~~{told}~~"
+    shown = text(result.observed.memory)
+    return shown if result.comparable else f"~~{shown}~~"
 
 
 def _states_text(readings: list[MemoryReading]) -> str:
@@ -203,7 +239,7 @@ def _peak_text(readings: list[MemoryReading]) -> str:
     return bytes_text(max(r.peak.total for r in readings))
 
 
-def _speed(result: Result) -> str:
+def _speed(result: CaseResult) -> str:
     if not result.timed or not result.timed.rank_step_seconds:
         return ""
     text = f"{throughput(result.timed).tokens_per_second:,.0f}"
@@ -212,7 +248,7 @@ def _speed(result: Result) -> str:
     return text if result.comparable else f"~~{text}~~ wrong run"
 
 
-def _mfu(result: Result) -> str:
+def _mfu(result: CaseResult) -> str:
     if not result.timed or not result.timed.rank_step_seconds or not result.comparable:
         return ""
     return f"{throughput(result.timed).mfu:.1%}"
@@ -259,5 +295,5 @@ def _fence(text: str) -> str:
     return "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
 
 
-def skips(found: Sequence[Result]) -> str:
+def skips(found: Sequence[CaseResult]) -> str:
     return markdown([{**names(r), "why": r.any.outcome.message} for r in found if r.skipped])

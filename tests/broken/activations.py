@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from adapters.data_parallel import initial_model
-from adapters.ddp import DDP, DDPEngine
-from meshmark.adapter import Engine, RankContext
-from meshmark.case import Case
-from meshmark.objective import build_optimizer
+from meshmark.adapter.data_parallel import initial_model
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.ddp import DDP, DDPEngine
+from meshmark.reference.objective import build_optimizer
+from meshmark.spec.case import Case
 
 
 class _KeepsLogits(DDPEngine):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshmark.faults import Fault
+from meshmark.judge.faults import Fault
 from tests.broken import endings as e
 from tests.broken import functions as f
 from tests.broken import gradients as g

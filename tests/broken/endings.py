@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-import meshmark.passes.fail as failing
-from meshmark.data import Batch
+import meshmark.run.passes.fail as failing
+from meshmark.reference.data import Batch
 from tests.broken.engine import Broken
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from adapters.deepspeed.engine import masters
-from meshmark.adapter import Engine, RankContext
-from meshmark.case import Case
-from meshmark.data import Batch
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.deepspeed.engine import masters
+from meshmark.reference.data import Batch
+from meshmark.spec.case import Case
 
 ONE_NORM = "blocks.1.attention_norm.weight"
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from meshmark.model import Transformer
+from meshmark.reference.transformer import Transformer
 from tests.broken.engine import Broken
 
 

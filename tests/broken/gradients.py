@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import all_reduce
 
-from meshmark.data import IGNORED, Batch, make_batch
-from meshmark.objective import loss_share
+from meshmark.reference.data import IGNORED, Batch, make_batch
+from meshmark.reference.objective import loss_share
 from tests.broken.engine import ONE_NORM, Broken
 
 

@@ -9,9 +9,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from meshmark.adapter import Adapter, Engine, RankContext
-from meshmark.case import Case
-from meshmark.layout import Precision
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
 from tests.broken.engine import Broken
 
 
@@ -37,7 +38,7 @@ class ReducesInBf16(Adapter):
     """FSDP2's default: gradients are reduced in the precision of the parameters."""
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        import adapters.fsdp2 as module
+        import meshmark.adapters.fsdp2 as module
 
         real = module.MixedPrecisionPolicy
         with mock.patch.object(module, "MixedPrecisionPolicy", lambda param_dtype, reduce_dtype: real(param_dtype)):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from meshmark.adapter import Adapter
-from meshmark.case import Case
+from meshmark.adapter.contract import Adapter
 from meshmark.conformance.scenario import plain_workload
-from meshmark.faults import Fault
-from meshmark.layout import Layout
-from meshmark.workload import Workload, workload
+from meshmark.judge.faults import Fault
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.workload import Workload, workload
 from tests.broken.engine import Broken
 
 LAYOUTS = {
@@ -65,15 +65,23 @@ class Mutant:
 
 
 def on(
-    adapters: str, defect: type[Broken] | type[Adapter], *faults: Fault, suite: str = "equivalence",
-    workload: Workload = GPT, layout: Layout | None = None,
-) -> Iterator[Mutant]:  # fmt: skip
+    adapters: str,
+    defect: type[Broken] | type[Adapter],
+    *faults: Fault,
+    suite: str = "equivalence",
+    workload: Workload = GPT,
+    layout: Layout | None = None,
+) -> Iterator[Mutant]:
     """Mutants that a suite must catch."""
     for adapter in adapters.split():
         yield Mutant(
-            adapter=adapter, defect=defect, suite=suite, faults=frozenset(faults), workload=workload,
+            adapter=adapter,
+            defect=defect,
+            suite=suite,
+            faults=frozenset(faults),
+            workload=workload,
             layout=layout or LAYOUTS[adapter],
-        )  # fmt: skip
+        )
 
 
 def base_layout(adapter: str) -> Layout:
@@ -85,6 +93,10 @@ def against(clause: str, adapters: str, defect: type[Broken] | type[Adapter], *f
     """Mutants that a clause of conformance must catch."""
     for adapter in adapters.split():
         yield Mutant(
-            adapter=adapter, defect=defect, clause=clause, faults=frozenset(faults), workload=plain_workload(),
+            adapter=adapter,
+            defect=defect,
+            clause=clause,
+            faults=frozenset(faults),
+            workload=plain_workload(),
             layout=base_layout(adapter),
-        )  # fmt: skip
+        )

@@ -3,10 +3,11 @@ launch can be told `tests.broken.mutants:ddp_OverMicroBatches`."""
 
 from __future__ import annotations
 
-from adapters import ADAPTERS
-from meshmark.adapter import Adapter, Engine, RankContext
-from meshmark.case import Case
-from meshmark.registry import load_adapter
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.registry import load_adapter
+from meshmark.adapters import ADAPTERS
+from meshmark.spec.case import Case
 from tests.broken.clause_mutants import CLAUSE_MUTANTS
 from tests.broken.engine import Broken, breaks
 from tests.broken.sizes import SIZED

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshmark.adapter import Adapter, Engine, RankContext
-from meshmark.case import Case
-from meshmark.data import Batch
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.reference.data import Batch
+from meshmark.spec.case import Case
 from tests.broken.engine import Broken
 from tests.broken.updates import Option
 

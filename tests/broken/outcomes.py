@@ -9,10 +9,10 @@ import time
 import torch
 from torch import Tensor
 
-from adapters.ddp import DDP, DDPEngine
-from meshmark.adapter import Engine, RankContext
-from meshmark.case import Case
-from meshmark.data import Batch
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.ddp import DDP, DDPEngine
+from meshmark.reference.data import Batch
+from meshmark.spec.case import Case
 
 
 class Accident(DDP):

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapter import Adapter, Engine, RankContext
-from meshmark.case import Case
-from meshmark.data import Batch
-from meshmark.model import Attention, Block
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.reference.data import Batch
+from meshmark.reference.transformer import Attention, Block
+from meshmark.spec.case import Case
 from tests.broken.engine import Broken
 
 

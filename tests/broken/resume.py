@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshmark.initial import initial_value
+from meshmark.reference.initial import initial_value
 from tests.broken.engine import ONE_NORM, Broken, copy
 
 

@@ -84,6 +84,15 @@ class DropoutProbability(OtherProbability, Sized):
 
 SIZED: dict[str, type[Broken]] = {
     kind.__name__: kind
-    for kind in (NormGradient, AllGradients, LearningRate, WeightDecay, SecondBeta, ClipNorm, NormTold, LossTold,
-                 DropoutProbability)
-}  # fmt: skip
+    for kind in (
+        NormGradient,
+        AllGradients,
+        LearningRate,
+        WeightDecay,
+        SecondBeta,
+        ClipNorm,
+        NormTold,
+        LossTold,
+        DropoutProbability,
+    )
+}

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from torch.distributed import all_reduce
 
-from adapters.ddp import DDP
-from meshmark.adapter import Adapter, Engine, Holdings, RankContext
-from meshmark.case import Case
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.holdings import Holdings
+from meshmark.adapters.ddp import DDP
+from meshmark.spec.case import Case
 from tests.broken.engine import Broken
 
 
@@ -38,9 +40,10 @@ class KeepsGradients(Broken):
         held: Holdings = super().holdings()
         self.copies = [grad.clone() for grad in held.gradients]
         return Holdings(
-            parameters=held.parameters, gradients=[*held.gradients, *self.copies],
+            parameters=held.parameters,
+            gradients=[*held.gradients, *self.copies],
             optimizer_states=held.optimizer_states,
-        )  # fmt: skip
+        )
 
 
 class ReducesEveryMicroBatch(Broken):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from meshmark.faults import Fault
-from meshmark.layout import Layout
+from meshmark.judge.faults import Fault
+from meshmark.spec.layout import Layout
 from tests.broken import gradients as g
 from tests.broken import states as s
 from tests.broken import updates as u

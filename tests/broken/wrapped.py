@@ -9,9 +9,10 @@ from unittest import mock
 
 from torch import Tensor
 
-from meshmark.adapter import Adapter, Engine, RankContext
-from meshmark.case import Case
-from meshmark.data import Batch
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.reference.data import Batch
+from meshmark.spec.case import Case
 from tests.broken.engine import ONE_NORM, Broken
 
 
@@ -35,7 +36,7 @@ class AcceleratesDefault(Adapter):
     def build(self, case: Case, context: RankContext) -> Engine:
         import accelerate
 
-        import adapters.accelerate as module
+        import meshmark.adapters.accelerate as module
 
         module._whole_batches = lambda: accelerate.DataLoaderConfiguration(split_batches=False)
         return super().build(case, context)  # type: ignore[safe-super]
@@ -45,7 +46,7 @@ class DeepSpeedsDefault(Adapter):
     """DeepSpeed's defaults in bf16: gradients are accumulated and reduced in bf16."""
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        import adapters.deepspeed as module
+        import meshmark.adapters.deepspeed as module
 
         real = module.ds_config
 

@@ -38,9 +38,14 @@ def on_two_ranks(function: Callable[[int], Any]) -> Any:  # noqa: ANN401
 
 def _rank(function: Callable[[int], Any], rank: int, port: int, answer: Connection) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1",
-    )  # fmt: skip
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        DS_ACCELERATOR="cpu",
+        OMP_NUM_THREADS="1",
+    )
     import torch
 
     torch.set_num_threads(1)

@@ -37,9 +37,12 @@ def moves(rank: int) -> dict[str, list[float]]:
         model = TwoLayers()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
         config = {
-            "train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
-        }  # fmt: skip
+            "train_batch_size": 2,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+        }
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         weights = [safe_get_full_fp32_param(model.sometimes.weight).clone()]
         for both in (True, False):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adapters.fairscale import _run_without_cuda
+from meshmark.adapters.fairscale import _run_without_cuda
 from tests.gaps.ranks import on_two_ranks
 
 

@@ -20,9 +20,13 @@ def is_marked(rank: int) -> dict[bool, bool]:
             tensor_model_parallel_size=2, perform_initialization=initialized, use_cpu_initialization=True
         )
         layer = ColumnParallelLinear(
-            4, 4, config=config, init_method=torch.nn.init.ones_, bias=False,
+            4,
+            4,
+            config=config,
+            init_method=torch.nn.init.ones_,
+            bias=False,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
-        )  # fmt: skip
+        )
         found[initialized] = bool(getattr(layer.weight, "tensor_model_parallel", False))
     return found
 

@@ -1,0 +1,65 @@
+"""The one interface that every framework is put behind.
+
+An `Adapter` says what its framework can do and builds an `Engine` inside each rank; an engine trains. Neither times
+nor judges itself: meters watch from outside.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
+from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.states import Remainder
+from meshmark.theory.traffic import Traffic, step_traffic
+
+
+class Adapter(ABC):
+    """One framework. Its module must import without the framework: the import belongs into `build`."""
+
+    requires: ClassVar[tuple[Requirement, ...]] = ()
+    preload: ClassVar[tuple[str, ...]] = ()
+    """Modules that `build` will import besides, slow enough to be worth importing once for all ranks."""
+    capabilities: ClassVar[Capabilities]
+    known_gaps: ClassVar[tuple[KnownGap, ...]] = ()
+
+    @abstractmethod
+    def build(self, case: Case, context: RankContext) -> Engine:
+        """An engine ready for its first step, holding the workload's initial values."""
+
+    @classmethod
+    def environment(cls, device: str) -> dict[str, str]:
+        """Variables that the framework reads when it is imported."""
+        return {}
+
+    @classmethod
+    def modules(cls) -> list[str]:
+        """What ranks will import; nothing when the framework is not installed."""
+        return [*(r.module for r in cls.requires), *cls.preload] if not any(r.missing for r in cls.requires) else []
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """How this framework keeps a model in training: what the planner's memory follows from."""
+        return eager_recipe(case)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        """Where this framework's states, or activations, are known to differ from the closed form of its recipe and
+        layout."""
+        return ()
+
+    @classmethod
+    def traffic(cls, case: Case, rank: int) -> Traffic:
+        """What this framework's algorithm asks for in one step, bytes by kind; scalars need not be counted."""
+        return step_traffic(case, rank)
+
+    @classmethod
+    def refusal(cls, case: Case, device: str, needs: frozenset[Feature] = frozenset()) -> str | None:
+        """Why `case` must be skipped on `device`: unsupported, or not installed. None when it can run. `needs`: what
+        the pass takes beyond the case."""
+        missing = [reason for requirement in cls.requires if (reason := requirement.missing)]
+        return cls.capabilities.refusal(case, device, needs) or (missing[0] if missing else None)

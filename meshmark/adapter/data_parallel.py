@@ -1,0 +1,189 @@
+"""What all engines share that run a whole model on every rank's part of the batch: micro-batches, mixed precision
+by autocast, loss scaling, clipping."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.holdings import Holdings
+from meshmark.reference.data import Batch
+from meshmark.reference.objective import build_schedule, loss_share
+from meshmark.reference.transformer import Recomputer, Transformer, drawn_name
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Recompute
+from meshmark.spec.precision import Precision
+
+PYTORCHS_CHECKPOINT: Recomputer = functools.partial(checkpoint, use_reentrant=False)
+AUTOCAST = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+
+
+def initial_model(case: Case, device: torch.device) -> Transformer:
+    """The whole model on `device` with its initial values, in float64 or float32."""
+    with device:
+        model = Transformer(case.workload.model)
+    model.initialize(case.workload.seed)
+    return configure(model.double() if case.precision is Precision.FP64 else model, case)
+
+
+def configure(model: Transformer, case: Case, recompute: Recomputer = PYTORCHS_CHECKPOINT) -> Transformer:
+    """`model`, with what the case freezes frozen, and with recomputation where it asks for it."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(case.workload.trains(drawn_name(model.spec, name)))
+    if case.layout.recompute is Recompute.FULL:
+        model.recompute = recompute
+    return model
+
+
+def skip_block(module: nn.Module, batch: Batch) -> None:
+    """Tell the transformer inside `module` which of its blocks `batch` leaves out."""
+    for part in module.modules():
+        if isinstance(part, Transformer):
+            part.skipped_block = batch.skipped_block
+
+
+def optimizer_state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+class DataParallelEngine(Engine):
+    """Trains `module` on this rank's rows. Gradients are left averaged over data-parallel ranks, as every framework
+    does by default; the loss is scaled so that this average is the global mean."""
+
+    def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.case, self.context, self.module, self.optimizer = case, context, module, optimizer
+        self.scaler = torch.amp.GradScaler(context.device.type, enabled=case.precision is Precision.FP16)
+        self.schedule: Any = self.make_schedule()
+
+    def make_schedule(self) -> Any:  # noqa: ANN401
+        """PyTorch's scheduler; None when the rate is constant, or when the framework has its own."""
+        return build_schedule(self.case.workload.optimizer, self.optimizer)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the batch's shards is this rank's."""
+        return self.context.rank
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around one micro-batch's forward and backward: put off the reduction unless `last`."""
+        yield
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits [B, T, V] under this engine's precision."""
+        dtype = AUTOCAST.get(self.case.precision)
+        with torch.autocast(self.context.device.type, dtype=dtype, enabled=dtype is not None):
+            logits: Tensor = self.module(tokens_BT)
+        return logits
+
+    def loss_share(self, logits_BTV: Tensor, batch: Batch) -> Tensor:
+        return loss_share(logits_BTV, batch)
+
+    def backward(self, batch: Batch) -> Tensor:
+        layout = self.case.layout
+        part = batch.shard(self.dp_rank, layout.dp).to(self.context.device)
+        skip_block(self.module, batch)
+        total = torch.zeros((), device=self.context.device)
+        for i, micro in enumerate(part.micro_batches(layout.num_micro_batches)):
+            with self.micro_batch(last=i == layout.num_micro_batches - 1):
+                share = self.loss_share(self.forward(micro.tokens_BT), micro)
+                self.differentiate(share * layout.dp)
+            total = total + share.detach()
+        self.finish_gradients()
+        return total
+
+    def differentiate(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def finish_gradients(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+
+    def update(self) -> Tensor | None:
+        clip = self.case.workload.optimizer.clip_norm
+        norm = None if clip is None else self.clip(clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.advance_schedule()
+        return norm
+
+    def advance_schedule(self) -> None:
+        if self.schedule:
+            self.schedule.step()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        layout = self.case.layout
+        part = batch.shard(self.dp_rank, layout.dp).to(self.context.device)
+        skip_block(self.module, batch)
+        self.module.eval()
+        shares = [self.loss_share(self.forward(m.tokens_BT), m) for m in part.micro_batches(layout.num_micro_batches)]
+        self.module.train()
+        return torch.stack(shares).sum()
+
+    def clip(self, max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Live parameters by canonical name."""
+        yield from self.inner().named_parameters()
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.named_parameters()}
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        return {name: parameter.grad for name, parameter in self.named_parameters() if parameter.grad is not None}
+
+    def save(self, folder: Path) -> None:
+        """Every rank holds all of it: the first writes one file."""
+        if self.context.rank == 0:
+            torch.save(self.state(), folder / "state.pt")
+        torch.distributed.barrier()
+
+    def load(self, folder: Path) -> None:
+        self.load_state(torch.load(folder / "state.pt", map_location=self.context.device))
+
+    def state(self) -> dict[str, Any]:
+        """All that training needs to go on, as PyTorch's own state dicts."""
+        return {
+            "model": self.inner().state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "schedule": self.schedule_state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.inner().load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.load_schedule(state["schedule"])
+
+    def schedule_state(self) -> dict[str, Any] | None:
+        return self.schedule.state_dict() if self.schedule else None
+
+    def load_schedule(self, state: dict[str, Any] | None) -> None:
+        """With the rate that it had come to, which PyTorch's schedulers leave to the optimizer's state."""
+        if self.schedule:
+            self.schedule.load_state_dict(state)
+            for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
+                group["lr"] = rate
+
+    def inner(self) -> nn.Module:
+        """The model inside its wrapper, whose parameters have canonical names."""
+        return self.module
+
+    def holdings(self) -> Holdings:
+        parameters = list(self.module.parameters())
+        return Holdings(
+            parameters=[p.detach() for p in parameters],
+            gradients=[p.grad for p in parameters if p.grad is not None],
+            optimizer_states=optimizer_state_tensors(self.optimizer),
+        )

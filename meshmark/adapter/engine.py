@@ -1,0 +1,84 @@
+"""One rank's part of a training run under one framework."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshmark.adapter.capabilities import Feature
+from meshmark.reference.data import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """Where an engine finds itself. The default process group is up before `build` is called."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str
+    """gloo or nccl."""
+    scratch: Path
+    """A folder of this case's own, removed after it."""
+
+
+_MISSING = "this engine has no `{}`: write it, or name Feature.{} in its adapter's `Capabilities.lacks`"
+
+
+class Engine(ABC):
+    """One rank's part of a training run under one framework."""
+
+    @abstractmethod
+    def backward(self, batch: Batch) -> Tensor:
+        """Forward and backward over a whole *global* batch (on the CPU), of which the engine trains its part.
+
+        Afterwards every reduction over ranks is done: the gradient is that of the mean over all unmasked tokens of the
+        global batch, not yet clipped. Returns this rank's share of the loss, a scalar on any device: the shares of all
+        ranks add up to the global mean (a rank that computes none, or the same as another, returns zero).
+        """
+
+    @abstractmethod
+    def update(self) -> Tensor | None:
+        """Clip, step the optimizer, forget the gradients. Returns the global gradient norm before clipping, where the
+        framework tells it."""
+
+    def step(self, batch: Batch) -> Tensor:
+        """One whole optimizer step; what the clock is held to. Returns what `backward` does."""
+        loss = self.backward(batch)
+        self.update()
+        return loss
+
+    @abstractmethod
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The full value, by canonical name, of every parameter of which this rank holds any part; a collective call.
+        Master weights where there are such. Without data parallelism's help: a replica returns its own."""
+
+    @abstractmethod
+    def gradients(self) -> Mapping[str, Tensor]:
+        """The full reduced, unclipped gradients, like `parameters`; to be called between `backward` and `update`."""
+
+    @abstractmethod
+    def holdings(self) -> Holdings:
+        """What this rank holds right now."""
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """This rank's share of the loss of a whole global batch in evaluation: no dropout, no gradients; the next step
+        is as if it had not happened."""
+        raise NotImplementedError(_MISSING.format("evaluate", Feature.EVALUATE.name))
+
+    def save(self, folder: Path) -> None:
+        """Leave all that training needs to go on in `folder`, which exists and all ranks share; a collective call."""
+        raise NotImplementedError(_MISSING.format("save", Feature.SAVE.name))
+
+    def load(self, folder: Path) -> None:
+        """Go on from where the engine was that saved to `folder`: in the same layout or, unless the adapter lacks
+        `RESHARD`, another. To be called before the first step; a collective call."""
+        raise NotImplementedError(_MISSING.format("load", Feature.SAVE.name))
+
+    def close(self) -> None:  # noqa: B027
+        """Release what the process's end would not."""

@@ -1,0 +1,155 @@
+"""Names the likely class of what is wrong with a run, and where it begins.
+
+Runs on rank 0, where the whole trace is, and only when something exceeds its tolerance. The earliest step at which
+anything is wrong decides; there the start comes before gradients, gradients before the update, and the update before
+what is merely reported, because each makes the next wrong. Two runs of a step that are both wrong in themselves leave one
+diagnosis: mend it, and run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshmark.judge.deviation import Deviations, Drift
+from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault, named_factor
+from meshmark.judge.gradient_faults import Explanation, FailedStep, explain_gradients, low_precisions, own_parts
+from meshmark.judge.trace import Trace
+from meshmark.judge.update_faults import explain_norm, explain_updates
+from meshmark.judge.yardstick import Yardstick, compare, zeros
+from meshmark.spec.case import Case
+
+RULED = 2
+"""Updates that were right before a step vouch for the rule: betas and moments show in the second, not in the first."""
+
+
+def diagnose(
+    case: Case, trace: Trace, deviations: Deviations, drifts: Sequence[Drift], yardstick: Yardstick
+) -> Diagnosis | None:
+    """None when nothing is wrong."""
+    wrong = {(q, step): excess for excess, q, step in yardstick.excesses(compare(deviations)) if not excess <= 1}
+    if start := [q.partition("/")[2] for q, d in deviations.items() if q.startswith("initial/") and d[0].distance != 0]:
+        return _start(trace, start)
+    if drifts_at_start := [drift for drift in drifts if drift.quantity.startswith("parameters/") and drift.step == 0]:
+        return _first_drift(drifts_at_start)
+    first = min((step for _, step in wrong), default=None)
+    drift = _first_drift(drifts)
+    if drift and (first is None or drift.step < first or (drift.step == first and not _wrong(wrong, first, drift))):
+        return drift
+    if first is None:
+        return None
+    here = {q: e for (q, step), e in wrong.items() if step == first}
+    drifted = drift is not None and drift.step == first and drift.detail.startswith("gradients")
+    found = _at(case, trace, deviations, yardstick, here, first, drifted)
+    if not drift or drift.step != first:
+        return found
+    if found.fault in (Fault.UNEXPLAINED, Fault.FORWARD, Fault.BACKWARD):
+        return dataclasses.replace(drift, detail=f"{drift.detail}, which is wrong too")
+    return dataclasses.replace(found, ranks=drift.ranks)
+
+
+def _wrong(wrong: dict[tuple[str, int], float], step: int, drift: Diagnosis) -> bool:
+    """Whether the very tensors that drift, or the norm that clipped them, are wrong on the lowest rank too, which then
+    says more."""
+    if ("norm", step) in wrong and drift.detail.startswith("parameters"):
+        return True
+    return any(
+        (f"{kind}/{name}", step) in wrong for kind in ("gradients", "scale", "parameters") for name in drift.names
+    )
+
+
+def _start(trace: Trace, names: list[str]) -> Diagnosis:
+    present = [trace.parameters[0][name] for name in names if name in trace.parameters[0]]
+    kinds = low_precisions(iter(present)) if any(np.any(t % 1) for t in present) else []
+    detail = f"{len(names)} initial values differ" + (f"; they are all {kinds[0]} numbers" if kinds else "")
+    return _diagnosis((Fault.START, detail), 0, names)
+
+
+def _first_drift(drifts: Sequence[Drift]) -> Diagnosis | None:
+    if not drifts:
+        return None
+
+    # Parameters are noted before the first step and after each, gradients in it.
+    def since(drift: Drift) -> int:
+        return max(drift.step - 1, 0) if drift.quantity.startswith("parameters/") else drift.step
+
+    step = min(since(drift) for drift in drifts)
+    here = [drift for drift in drifts if since(drift) == step]
+    kinds = {drift.quantity.partition("/")[0] for drift in here}
+    kind = "gradients" if "gradients" in kinds else "parameters"
+    names = [drift.quantity.partition("/")[2] for drift in here if drift.quantity.startswith(kind)]
+    ranks = sorted({rank for drift in here for rank in drift.ranks})
+    return dataclasses.replace(
+        _diagnosis((Fault.DRIFT, f"{kind} differ from those of the lowest rank that holds them"), step, names),
+        ranks=ranks,
+    )
+
+
+def _at(
+    case: Case,
+    trace: Trace,
+    deviations: Deviations,
+    yardstick: Yardstick,
+    wrong: dict[str, float],
+    step: int,
+    drifted: bool,
+) -> Diagnosis:
+    """What is wrong at `step`, where the quantities `wrong` exceed their tolerances."""
+
+    def failed(*kinds: str) -> FailedStep:
+        worst: dict[str, float] = {}
+        for quantity, excess in wrong.items():
+            kind, _, name = quantity.partition("/")
+            if kind in kinds:
+                worst[name] = max(worst.get(name, 0.0), excess)
+        names = sorted(worst, key=lambda name: -worst[name])
+        tolerances = {name: yardstick.tolerance(f"{kinds[0]}/{name}", step) for name in names}
+        return FailedStep(
+            case=case, trace=trace, step=step, tolerances=tolerances, drifted=drifted, loss_is_wrong="loss" in wrong
+        )
+
+    gradients, updates = failed("gradients", "scale"), failed("parameters")
+    if solid := {name: t for name, t in gradients.tolerances.items() if name not in zeros(deviations)}:
+        gradients = dataclasses.replace(gradients, tolerances=solid)  # the others are all rounding
+    if gradients.names:
+        return _explained(gradients, deviations)
+    if "norm" in wrong:
+        reported = trace.norms[step] or 0.0
+        return _diagnosis(explain_norm(reported, trace.gradients[step], gradients), step, updates.names)
+    if updates.names:
+        unknown = Fault.UNEXPLAINED, "the gradients are right, and no known update rule makes this of them"
+        if step >= RULED:
+            unknown = (
+                Fault.UPDATE,
+                "right up to the step before: its states are other ones now, or the rule has changed",
+            )
+        return _diagnosis(explain_updates(updates) or unknown, step, updates.names)
+    if "loss" not in wrong and "evaluation" in wrong:
+        multiple = deviations["evaluation"][step].factor
+        return _diagnosis((Fault.EVALUATION, f"its loss is {multiple:.7g} times the truth"), step, [])
+    factor = named_factor(deviations["loss"][step].factor, gradients.known_factors())
+    return _diagnosis((Fault.LOSS, f"{factor} times the truth, while every gradient is right"), step, [])
+
+
+def _explained(failed: FailedStep, deviations: Deviations) -> Diagnosis:
+    """All wrong gradients by one hypothesis; or the worst one alone, where they differ."""
+    if found := explain_gradients(failed):
+        return _diagnosis(found, failed.step, failed.names)
+    worst = failed.names[0]
+    alone = dataclasses.replace(failed, tolerances={worst: failed.tolerances[worst]})
+    if len(failed.names) > 1 and not failed.loss_is_wrong and (found := explain_gradients(alone)):
+        fault, detail = found
+        if fault is Fault.DROPPED and (owned := own_parts(failed)):
+            return _diagnosis(owned, failed.step, failed.names)
+        return _diagnosis((fault, f"{detail} (the worst; the others are wrong otherwise)"), failed.step, failed.names)
+    if failed.loss_is_wrong:
+        factor = deviations["loss"][failed.step].factor
+        return _diagnosis((Fault.FORWARD, f"the loss is {factor:.6g} times the truth"), failed.step, failed.names)
+    return _diagnosis((Fault.BACKWARD, "the loss is right"), failed.step, failed.names)
+
+
+def _diagnosis(finding: Explanation, step: int, names: Sequence[str]) -> Diagnosis:
+    fault, detail = finding
+    return Diagnosis(fault=fault, step=step, names=list(names[:MOST_NAMES]), num_names=len(names), detail=detail)

@@ -1,0 +1,254 @@
+"""Explains gradients that are wrong: by which combination of gradients that could have been computed instead?
+
+Every hypothesis is a few candidate gradients, computed in float64, of which the run's is fitted as a weighted sum; the
+first that leaves no more than rounding (or 5 % of the deviation) is taken. The most telling candidates are the
+gradients of the single sequences of the batch: their weights say what was dropped, reduced, or averaged how.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmark.judge.deviation import Tensors, global_norm
+from meshmark.judge.faults import Fault, named_factor
+from meshmark.judge.trace import Trace
+from meshmark.judge.truth import exact_gradients
+from meshmark.reference.data import Batch, make_batch
+from meshmark.spec.case import Case
+
+LEFT_OVER = 0.05
+"""Part of a deviation that may stay unexplained."""
+_ALONG = 0.3
+"""Part of a deviation by rounding that lies along the gradient itself."""
+_SAME = 0.02
+"""Weights of sequences that differ by less, relative to the largest, are one weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedStep:
+    """A step of a run at which some tensors are wrong."""
+
+    case: Case
+    trace: Trace
+    step: int
+    tolerances: dict[str, float]
+    """By name of the wrong tensors, the worst first."""
+    drifted: bool = False
+    """Whether ranks that should hold the same gradient do not."""
+    loss_is_wrong: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.tolerances)
+
+    @property
+    def batch(self) -> Batch:
+        return make_batch(self.case.workload, self.step)
+
+    def truth(self, step: int, batch: Batch) -> Tensors:
+        """The exact gradients by `batch` at the run's parameters before `step`."""
+        return exact_gradients(self.case.workload, self.trace.parameters[step], batch).gradients
+
+    def known_factors(self) -> dict[str, float]:
+        """Constants by which gradients and losses are multiplied by mistake."""
+        layout, batch = self.case.layout, self.batch
+        counts = {
+            "dp": layout.dp,
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "num_micro_batches": layout.num_micro_batches,
+            "dp x num_micro_batches": layout.dp * layout.num_micro_batches if layout.dp > 1 else 1,
+        }
+        known = {name: float(n) for name, n in counts.items() if n > 1}
+        known |= {f"1/({name})" if " " in name else f"1/{name}": 1 / n for name, n in known.items()}
+        known |= {
+            "the wrong sign": -1.0,
+            "number of tokens": float(batch.num_tokens),
+            "unmasked part of the tokens": batch.num_tokens / batch.targets_BT.numel(),
+        }
+        clip, gradients = self.case.workload.optimizer.clip_norm, self.trace.gradients[self.step]
+        if clip is not None and (norm := global_norm(self.truth(self.step, batch))):
+            known |= {"clip_norm / global norm": clip / norm, "global norm / clip_norm": norm / clip}
+        return known if gradients else {}
+
+
+Explanation = tuple[Fault, str]
+
+
+def explain_gradients(failed: FailedStep) -> Explanation | None:
+    """The first hypothesis that fits all wrong tensors together."""
+    own = failed.trace.gradients[failed.step]
+    if absent := [name for name in failed.names if name not in own or not np.any(own[name])]:
+        return Fault.MISSING, f"{len(absent)} of {len(failed.names)} wrong gradients are absent or all zero"
+    exact = failed.truth(failed.step, failed.batch)
+    fit = _Fit(failed, own, exact)
+    hypotheses: Sequence[Callable[[FailedStep, _Fit, Tensors], Explanation | None]] = (
+        _scaled,
+        _weighed,
+        _previous,
+        _old_weights,
+        _other_batch,
+        _unmasked,
+        _low_precision,
+    )
+    return next((found for hypothesis in hypotheses if (found := hypothesis(failed, fit, exact))), None)
+
+
+class _Fit:
+    """Least squares over all wrong tensors together, each in units of the norm of its own exact gradient."""
+
+    def __init__(self, failed: FailedStep, own: Tensors, exact: Tensors) -> None:
+        self.units = {name: float(np.linalg.norm(exact[name])) or 1.0 for name in failed.names}
+        self.own = self.flat(own)
+        self.exact = self.flat(exact)
+        self.deviations = {n: float(np.linalg.norm(own[n] - exact[n])) / u for n, u in self.units.items()}
+        allowed = [max(failed.tolerances[n] / u, LEFT_OVER * self.deviations[n]) for n, u in self.units.items()]
+        self.allowed = float(np.linalg.norm(allowed))
+
+    def flat(self, tensors: Tensors) -> NDArray[np.float64]:
+        return np.concatenate([np.asarray(tensors[n], dtype=np.float64).ravel() / u for n, u in self.units.items()])
+
+    def weights(self, *candidates: NDArray[np.float64]) -> NDArray[np.float64] | None:
+        """Of the (flat) candidates whose weighted sum is the run's gradient; None when there are none."""
+        basis = np.stack(candidates, axis=1)
+        found = np.linalg.lstsq(basis, self.own, rcond=None)[0]
+        return np.asarray(found) if np.linalg.norm(self.own - basis @ found) <= self.allowed else None
+
+
+def _scaled(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
+    weights = fit.weights(fit.exact)
+    if weights is None:
+        return None
+    return Fault.SCALED, f"{named_factor(float(weights[0]), failed.known_factors())} times the truth"
+
+
+def _weighed(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
+    batch = failed.batch
+    rows = [fit.flat(failed.truth(failed.step, batch.rows(i, i + 1))) for i in range(len(batch.tokens_BT))]
+    weights = fit.weights(*rows)
+    return None if weights is None else read_weights(weights, failed, batch)
+
+
+def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch) -> Explanation:
+    """What the weights of the batch's sequences in a gradient, which should all be one, say."""
+    layout = failed.case.layout
+    size = layout.dp * layout.num_micro_batches
+    grid = weights.reshape(layout.dp, layout.num_micro_batches, -1)
+    nothing = np.abs(grid) < _SAME * np.abs(weights).max()
+    listed = "weights of the sequences: " + ", ".join(f"{w:.4g}" for w in weights)
+    absent = nothing.all(axis=2)
+    alone = [micro for micro, ranks in enumerate(absent.T) if ranks.any() and not ranks.all()]
+    # A rank whose part is dropped leaves the others' as they are, and replicas the same.
+    dropped = not failed.drifted and (failed.loss_is_wrong or np.allclose(grid[~nothing], 1, atol=_SAME))
+    if alone and not dropped:
+        ranks = [int(rank) for rank in np.flatnonzero(~absent[:, alone[0]])]
+        which = "" if len(alone) == layout.num_micro_batches else f" in micro-batches {alone}"
+        return Fault.NOT_REDUCED, f"the part of data-parallel ranks {ranks} alone{which}; {listed}"
+    if nothing.any():
+        return Fault.DROPPED, f"{int(nothing.sum())} of {weights.size} sequences are not in it; {listed}"
+    for parts, name in ((layout.dp, "ranks"), (size, "micro-batches"), (weights.size, "sequences")):
+        tokens = np.array([int((b.targets_BT >= 0).sum()) for b in batch.micro_batches(parts)])
+        means = weights.reshape(parts, -1).mean(axis=1) * tokens
+        if parts > 1 and np.ptp(means) < _SAME * np.abs(means).max():
+            return Fault.UNEVEN, f"a mean of the means of {parts} {name} with unequal numbers of tokens; {listed}"
+    return Fault.UNEVEN, listed
+
+
+def own_parts(failed: FailedStep) -> Explanation | None:
+    """Different tensors are made of different sequences: each shard is the part of the rank that owns it."""
+    batch, own, parts = failed.batch, failed.trace.gradients[failed.step], set()
+    rows = [failed.truth(failed.step, batch.rows(i, i + 1)) for i in range(len(batch.tokens_BT))]
+    for name in failed.names:
+        basis = np.stack([row[name].ravel() for row in rows], axis=1)
+        gradient = np.asarray(own[name], dtype=np.float64).ravel()
+        weights = np.linalg.lstsq(basis, gradient, rcond=None)[0]
+        if np.linalg.norm(gradient - basis @ weights) < LEFT_OVER * np.linalg.norm(gradient):
+            parts.add(tuple(int(i) for i in np.flatnonzero(np.abs(weights) > _SAME * np.abs(weights).max())))
+    if len(parts) < 2 or sum(map(len, parts)) > len(rows):
+        return None
+    listed = " or ".join(str(list(part)) for part in sorted(parts))
+    return Fault.NOT_REDUCED, f"each tensor is made of its owner's sequences alone: {listed}"
+
+
+def _previous(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
+    """The gradient of the step before, alone or on top."""
+    if failed.step == 0 or any(name not in failed.trace.gradients[failed.step - 1] for name in failed.names):
+        return None
+    weights = fit.weights(fit.exact, fit.flat(failed.trace.gradients[failed.step - 1]))
+    if weights is None:
+        return None
+    now, before = (float(w) for w in weights)
+    if abs(now) < _SAME:
+        return Fault.STALE_GRADIENT, f"{before:.4g} times the gradient of step {failed.step - 1}"
+    return Fault.NOT_CLEARED, f"{now:.4g} times the truth plus {before:.4g} times the gradient before"
+
+
+def _old_weights(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
+    """The first step with old weights is the second; how old they are beyond one step is not listed apart."""
+    if failed.step == 0:
+        return None
+    weights = fit.weights(fit.flat(failed.truth(failed.step - 1, failed.batch)))
+    return (
+        None
+        if weights is None
+        else (
+            Fault.STALE_WEIGHTS,
+            f"{weights[0]:.4g} times the gradient at the parameters before step {failed.step - 1}",
+        )
+    )
+
+
+def _other_batch(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
+    """Wholly another step's batch, or one data-parallel rank's part of it."""
+    dp = failed.case.layout.dp
+    for step in (failed.step - 1, failed.step + 1):
+        if step < 0:
+            continue
+        other = make_batch(failed.case.workload, step)
+        parts = [fit.flat(failed.truth(failed.step, b.shard(r, dp))) for b in (other, failed.batch) for r in range(dp)]
+        if (weights := fit.weights(*parts)) is not None:
+            ranks = [r for r in range(dp) if abs(weights[r]) > _SAME]
+            return Fault.OTHER_BATCH, f"the batch of step {step} on data-parallel ranks {ranks}"
+    return None
+
+
+def _unmasked(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
+    """All positions count. The batches without masks are cut from the same places."""
+    if not failed.case.workload.masked:
+        return None
+    whole = make_batch(dataclasses.replace(failed.case.workload, masked=False), failed.step)
+    dp = failed.case.layout.dp
+    weights = fit.weights(*(fit.flat(failed.truth(failed.step, whole.shard(r, dp))) for r in range(dp)))
+    return None if weights is None else (Fault.MASK, "positions that are masked count like the others")
+
+
+def _low_precision(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
+    own = failed.trace.gradients[failed.step]
+    if kinds := [kind for kind in low_precisions(own[name] for name in failed.names)]:
+        return Fault.PRECISION, f"every value of {len(failed.names)} gradients is a {kinds[0]} number"
+    # Rounding goes in all directions; what changes the function mostly stretches its gradients.
+    along = sorted(
+        abs(float(np.sum((own[n].astype(np.float64) - exact[n]) * exact[n]))) / unit**2 / fit.deviations[n]
+        for n, unit in fit.units.items()
+    )
+    return rounding(sorted(fit.deviations.values()), "gradients") if along[len(along) // 2] < _ALONG else None
+
+
+def low_precisions(tensors: Iterator[NDArray[np.floating]]) -> list[str]:
+    """The formats narrower than float32 that hold every value of all tensors."""
+    flat = np.concatenate([np.asarray(t, dtype=np.float64).ravel() for t in tensors])
+    mantissa = np.frexp(flat)[0]
+    return [name for name, bits in (("bf16", 8), ("fp16", 11)) if np.all(np.mod(mantissa * 2.0**bits, 1) == 0)]
+
+
+def rounding(relative: Sequence[float], what: str) -> Explanation | None:
+    """Relative deviations (sorted) of the size of bf16's or fp16's rounding, alike in all tensors."""
+    low, middle, high = relative[0], relative[len(relative) // 2], relative[-1]
+    if not (2**-14 <= middle <= 2**-5 and high <= 20 * middle and low >= middle / 20):
+        return None
+    return Fault.PRECISION, f"{what} off by {middle:.2g} in relative norm, alike in {len(relative)} tensors: rounding"

@@ -1,0 +1,169 @@
+"""Judges what was recorded: against the truth and its noise, and against the plan.
+
+Pure functions from a record to a verdict: a record on disk can be judged again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from meshmark.judge.deviation import Deviation
+from meshmark.judge.yardstick import FALSE_ALARMS, compare, zeros
+from meshmark.measure.readings import MemoryReading
+from meshmark.run.record import Record, Verdict
+from meshmark.theory.states import ModelStates, Remainder, declared_bytes
+
+STATE_TOLERANCE = 0.01
+"""Relative, on the bytes of each category of model states, and of activations."""
+TRAFFIC_TOLERANCE = 0.01
+"""Relative to all planned bytes, on each kind of collective; room for norms and other scalars, of which frameworks
+exchange a few."""
+
+
+def judge_equivalence(record: Record) -> Verdict:
+    """Every loss, norm, gradient and parameter within its factor of its noise, the start exact, replicas equal."""
+    wrong_start = [q for q, steps in record.deviations.items() if q.startswith("initial/") and steps[0].distance]
+    yardstick, run = record.yardstick, compare(record.deviations)
+    excesses = list(yardstick.excesses(run))
+    excess, quantity, step = max(excesses)
+    noise, factor, worst = yardstick.noise_of(quantity, step), yardstick.factor_of(quantity), _worst(record, quantity)
+    limits = detection_limits(record)
+    blindest = max(limits, key=lambda name: limits[name].scaling, default="")
+    evidence: dict[str, float | int | str] = {
+        "worst_quantity": quantity,
+        "worst_step": step,
+        "ratio": excess * factor,
+        "distance": run[quantity][step],
+        "truth_norm": worst[step].scale,
+        "multiple_of_truth": worst[step].factor,
+        "noise": noise,
+        "factor": factor,
+        "false_alarm_probability": FALSE_ALARMS,
+        "detection_limit": max((limit.scaling for limit in limits.values()), default=math.inf),
+        "blindest": blindest,
+        "detection_limit_any_direction": max((limit.any_direction for limit in limits.values()), default=math.inf),
+        "failing": sum(not e <= 1 for e, *_ in excesses),
+        "compared": len(excesses),
+    }
+    if record.diagnosis:
+        evidence["diagnosis"] = record.diagnosis.text
+    if wrong_start:
+        summary = f"starts elsewhere: {len(wrong_start)} initial values differ, first {wrong_start[0]}"
+    elif excess > 1:
+        summary = (
+            f"{quantity} at step {step} is {excess * factor:.3g} x its noise, {worst[step].factor:.6g} x the truth"
+        )
+    elif record.drifts:
+        first = record.drifts[0]
+        summary = f"replicas differ: {first.quantity} at step {first.step} on ranks {first.ranks}"
+    else:
+        summary = f"worst {quantity} at step {step}: {excess * factor:.2f} x its noise where {factor:.2f} x is allowed"
+    passed = not wrong_start and excess <= 1 and not record.drifts
+    return Verdict(suite="equivalence", passed=passed, summary=summary, evidence=evidence)
+
+
+def _worst(record: Record, quantity: str) -> list[Deviation]:
+    """The deviations behind a compared quantity."""
+    return record.deviations[quantity.replace("scale/", "gradients/", 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """The smallest relative errors of one parameter's gradient that would have been caught at every step."""
+
+    scaling: float
+    """Of a factor on it."""
+    any_direction: float
+    """Of an error that leaves its size alone."""
+
+
+def detection_limits(record: Record) -> dict[str, Limit]:
+    """By parameter; those whose gradient is zero by mathematics have none."""
+    yardstick, zero, limits = record.yardstick, zeros(record.deviations), {}
+    for quantity, steps in record.deviations.items():
+        kind, _, name = quantity.partition("/")
+        if kind != "gradients" or name in zero or quantity not in yardstick.noise:
+            continue
+        distances = [
+            yardstick.tolerance(quantity, step) / d.scale if d.scale else math.inf for step, d in enumerate(steps)
+        ]
+        multiple = f"scale/{name}"
+        # A number's noise may point the other way, and then hides as much as it is.
+        by_multiple = (
+            yardstick.tolerance(multiple, 0) + yardstick.noise_of(multiple, 0)
+            if multiple in yardstick.noise
+            else math.inf
+        )
+        limits[name] = Limit(scaling=min(max(distances), by_multiple), any_direction=max(distances))
+    return limits
+
+
+def judge_memory(record: Record) -> Verdict:
+    """Bytes of parameters, gradients, optimizer states and, where they are planned, activations on every rank within
+    1 % of the closed form plus what the adapter declares."""
+    worst = (-1.0, "", 0, 0.0, 0.0)
+    on_cpu = record.environment.device == "cpu"
+    for rank, (reading, plan, declared) in enumerate(
+        zip(record.memory, record.planned_states, record.remainders, strict=True)
+    ):
+        for category, measured, expected in memory_categories(reading, plan, declared, with_activations=on_cpu):
+            worst = max(worst, (abs(measured - expected) / max(expected, 1.0), category, rank, measured, expected))
+    error, category, rank, measured, expected = worst
+    summary = f"{category} on rank {rank}: {measured:,.0f} bytes, planned {expected:,.0f} ({error:.2%})"
+    reasons = sorted({r.reason for declared in record.remainders for r in declared})
+    return Verdict(
+        suite="memory",
+        passed=error <= STATE_TOLERANCE,
+        summary=summary,
+        evidence={
+            "category": category,
+            "rank": rank,
+            "measured_bytes": measured,
+            "planned_bytes": expected,
+            "relative_error": error,
+            "tolerance": STATE_TOLERANCE,
+            "declared": "; ".join(reasons),
+        },
+    )
+
+
+def memory_categories(
+    reading: MemoryReading, plan: ModelStates, declared: Sequence[Remainder], *, with_activations: bool
+) -> Iterator[tuple[str, float, float]]:
+    """Category, measured and expected bytes. Activations are those that PyTorch's operators save on a CPU."""
+    for name in ("parameters", "gradients", "optimizer_states"):
+        yield name, getattr(reading.states, name), getattr(plan, name) + declared_bytes(declared, name)
+    if with_activations and reading.held is not None and plan.activations is not None:
+        yield "activations", reading.held.activations, plan.activations + declared_bytes(declared, "activations")
+
+
+def judge_communication(record: Record) -> Verdict:
+    """Bytes by kind on every rank, as asked for, against the closed form."""
+    worst = (0.0, "", 0, 0.0, 0.0)
+    for rank, (reading, plan) in enumerate(zip(record.traffic, record.planned_traffic, strict=True)):
+        measured: dict[str, float] = {}
+        for collective in reading.asked:
+            measured[collective.kind] = measured.get(collective.kind, 0.0) + collective.num_bytes
+        total = max(sum(plan.values()), sum(measured.values()) if not plan else 1.0)
+        for kind in sorted(plan.keys() | measured.keys()):
+            found, expected = measured.get(kind, 0.0), plan.get(kind, 0.0)
+            error = abs(found - expected) / total if total else 0.0
+            worst = max(worst, (error, kind, rank, found, expected))
+    error, kind, rank, found, expected = worst
+    passed = error <= TRAFFIC_TOLERANCE
+    what = f"{kind} on rank {rank}: {found:,.0f} bytes, planned {expected:,.0f}" if kind else "nothing to communicate"
+    return Verdict(
+        suite="communication",
+        passed=passed,
+        summary=f"{what} ({error:.2%} of the step's traffic)" if kind else what,
+        evidence={
+            "kind": kind,
+            "rank": rank,
+            "measured_bytes": found,
+            "planned_bytes": expected,
+            "relative_error": error,
+            "tolerance": TRAFFIC_TOLERANCE,
+        },
+    )

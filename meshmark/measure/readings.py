@@ -1,0 +1,95 @@
+"""What the meters found: values, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """A number of bytes, split by what they are for."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_states: int = 0
+    communication: int = 0
+    """Buffers that collectives read or write and that are nothing above."""
+    activations: int = 0
+    """All else that a step allocates: saved tensors, temporaries, gathered parameters."""
+    other: int = 0
+    """Alive outside the step and named by nobody."""
+
+    @property
+    def total(self) -> int:
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer_states
+            + self.communication
+            + self.activations
+            + self.other
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReading:
+    """One rank's memory during one step after warm-up."""
+
+    steady: Bytes
+    """Between two steps."""
+    states: Bytes
+    """Model states as held at their fullest: gradients between backward and update, the rest after the update.
+    Only the first four categories are filled."""
+    peak: Bytes
+    """At the instant of the step when most bytes are alive."""
+    held: Bytes | None = None
+    """When the step's first backward pass begins: what forward passes leave for it, and no gradient yet. None when no
+    backward pass was seen."""
+    allocator_peak_bytes: int | None = None
+    """CUDA: `max_memory_allocated` of the step."""
+    allocator_reserved_bytes: int | None = None
+    """CUDA: `max_memory_reserved` of the step."""
+
+
+def wire_factor(kind: str, group_size: int) -> float:
+    """Bytes that each rank sends for one byte of a collective's full tensor, under ring algorithms (Thakur et al. 2005,
+    as nccl-tests' bus bandwidth has it). A receive is its sender's traffic."""
+    n = group_size
+    return {
+        "all_reduce": 2 * (n - 1) / n,
+        "all_gather": (n - 1) / n,
+        "reduce_scatter": (n - 1) / n,
+        "broadcast": (n - 1) / n,
+        "reduce": (n - 1) / n,
+        "all_to_all": (n - 1) / n,
+        "gather": (n - 1) / n,
+        "scatter": (n - 1) / n,
+        "send": 1.0,
+        "recv": 0.0,
+        "barrier": 0.0,
+    }[kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """All calls of one kind over groups of one size within one step."""
+
+    kind: str
+    group_size: int
+    count: int
+    num_bytes: int
+    """Of the full tensors: what an all-gather yields, what a reduce-scatter takes."""
+
+    @property
+    def wire_bytes(self) -> float:
+        return self.num_bytes * wire_factor(self.kind, self.group_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficReading:
+    """One rank's communication in one step after warm-up."""
+
+    asked: list[Collective]
+    """What the framework called for: the same on every backend."""
+    issued: list[Collective]
+    """What the backend did for it: gloo, for one, has no reduce-scatter and issues an all-reduce."""

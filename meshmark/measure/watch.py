@@ -1,0 +1,239 @@
+"""Watches allocations and collectives of this process through PyTorch's own profiler and flight recorder.
+
+The profiler sees every allocation of the c10 allocators (exact bytes, from C++ too) and every collective that was
+asked for; the flight recorder, what the backend issued for it and in which group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+_AUTOGRAD_NODE = "autograd::engine::evaluate_function: "
+"""What the profiler calls a node of the graph that the backward pass walks, and then the node's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A stretch of time worth looking at, on the clock of the profiler."""
+
+    name: str
+    step: int
+    start_ns: int
+    stop_ns: int
+
+    def holds(self, time_ns: int) -> bool:
+        return self.start_ns <= time_ns < self.stop_ns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """A tensor that went into a collective."""
+
+    num_bytes: int
+    address: int
+    """Of its storage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """One storage's life."""
+
+    address: int
+    num_bytes: int
+    start_ns: int
+    stop_ns: int | None
+    """None when no end was seen. Gloo frees what it worked on in threads of its own, which the profiler cannot see: the
+    storage may be long gone."""
+
+    def alive(self, time_ns: int) -> bool:
+        return self.start_ns <= time_ns and (self.stop_ns is None or time_ns < self.stop_ns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedOperation:
+    """A call of PyTorch's communication layer."""
+
+    name: str
+    """As the profiler has it: `c10d::allreduce_`."""
+    time_ns: int
+    operands: tuple[tuple[Operand, ...], ...]
+    """By argument; an argument that is one tensor counts as one operand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IssuedOperation:
+    """What the backend did."""
+
+    kind: str
+    """As the backend calls it, without its own name: `all_reduce`."""
+    time_ns: int
+    group_size: int
+    num_bytes: int
+    """Of the larger of its input and its output."""
+
+
+class Watch:
+    """Context manager: every allocation between its entry and its exit is seen, and every collective after `focus`.
+
+    Tensors allocated before the entry are not seen: enter before the engine is built. Operands are recorded only after
+    `focus`, because the profiler then holds weak references to tensors, and PyTorch refuses to swap such tensors, as
+    some frameworks do while they build.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.windows: list[Window] = []
+        self._events: list[Any] = []
+        self._recorded: dict[str, Any] = {}
+
+    def __enter__(self) -> Watch:
+        self._start(operands=False)
+        return self
+
+    def focus(self) -> None:
+        """From here on see collectives too, with their operands."""
+        self._stop()
+        self._start(operands=True)
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        if torch.distributed.is_initialized():
+            self._recorded = _flight_recorder()
+
+    def _start(self, *, operands: bool) -> None:
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=operands)
+        self._profile.start()
+
+    def _stop(self) -> None:
+        self._profile.stop()
+        results: Any = self._profile.profiler.kineto_results  # type: ignore[union-attr]
+        stack, events = list(results.experimental_event_tree()), []
+        while stack:
+            event = stack.pop()
+            stack.extend(event.children)
+            events.append(event)
+        self._events += sorted(events, key=lambda event: event.start_time_ns)
+
+    @contextlib.contextmanager
+    def window(self, name: str, step: int) -> Iterator[None]:
+        """Marks what runs inside, once the device has caught up on both sides."""
+        self._synchronize()
+        start = time.time_ns()
+        try:
+            yield
+        finally:
+            self._synchronize()
+            self.windows.append(Window(name=name, step=step, start_ns=start, stop_ns=time.time_ns()))
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def allocations(self) -> list[Allocation]:
+        """Every allocation on the watched device, in order of its start."""
+        lives: list[Allocation] = []
+        open_: dict[int, tuple[int, int]] = {}
+        for event in self._events:
+            if event.name != "[memory]" or event.extra_fields.device.type != self.device.type:
+                continue
+            address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+            begun = open_.pop(address, None)
+            if begun is not None:
+                seen_ns = event.start_time_ns if size < 0 else None
+                lives.append(Allocation(address=address, num_bytes=begun[1], start_ns=begun[0], stop_ns=seen_ns))
+            if size > 0:
+                open_[address] = (event.start_time_ns, size)
+        lives += [Allocation(address=a, num_bytes=n, start_ns=t, stop_ns=None) for a, (t, n) in open_.items()]
+        return sorted(lives, key=lambda life: life.start_ns)
+
+    def backward_starts(self) -> list[int]:
+        """When autograd began to walk a graph: its first node after anything else on the same level."""
+        starts: list[int] = []
+        walking: dict[int, bool] = {}
+        for event in self._events:
+            if event.name == "[memory]":
+                continue
+            level, is_node = id(event.parent), event.name.startswith(_AUTOGRAD_NODE)
+            if is_node and not walking.get(level):
+                starts.append(event.start_time_ns)
+            walking[level] = is_node
+        return starts
+
+    def asked(self) -> list[AskedOperation]:
+        """Every collective and point-to-point call, in order."""
+        return [
+            AskedOperation(
+                name=event.name,
+                time_ns=event.start_time_ns,
+                operands=tuple(tuple(_operands(argument)) for argument in event.extra_fields.inputs),
+            )
+            for event in self._events
+            if event.name.startswith("c10d::")
+        ]
+
+    def issued(self) -> list[IssuedOperation]:
+        """Every collective (not point-to-point) that the backend carried out, in order."""
+        # The recorder's own table of groups has no names on gloo.
+        sizes = {name: group.size() for group, name in torch.distributed.distributed_c10d._world.pg_names.items()}
+        return [
+            IssuedOperation(
+                kind=entry["profiling_name"].split(":")[-1].lstrip("_"),
+                time_ns=entry["time_created_ns"],
+                group_size=sizes.get(entry["process_group"][0], 0),
+                num_bytes=max(_recorded_bytes(entry, "input"), _recorded_bytes(entry, "output")),
+            )
+            for entry in self._recorded.get("entries", [])
+            if not entry.get("is_p2p")
+        ]
+
+
+def _operands(argument: Any) -> Iterator[Operand]:  # noqa: ANN401
+    """Tensors inside one argument of a recorded operator."""
+    if isinstance(argument, list | tuple):
+        for part in argument:
+            yield from _operands(part)
+    elif hasattr(argument, "storage_data_ptr"):
+        count = 1
+        for size in argument.sizes:
+            count *= size
+        yield Operand(num_bytes=count * argument.dtype.itemsize, address=argument.storage_data_ptr or 0)
+
+
+def _flight_recorder() -> dict[str, Any]:
+    """The flight recorder's dump; TORCH_FR_BUFFER_SIZE must have been set before the first group was made."""
+    c10d = torch._C._distributed_c10d
+    dump = c10d._dump_nccl_trace if torch.distributed.get_backend() == "nccl" else c10d._dump_fr_trace  # type: ignore[attr-defined]
+    recorded: dict[str, Any] = pickle.loads(dump())
+    return recorded
+
+
+_ITEM_BYTES = {
+    "Float": 4,
+    "Double": 8,
+    "Half": 2,
+    "BFloat16": 2,
+    "Long": 8,
+    "Int": 4,
+    "Short": 2,
+    "Char": 1,
+    "Byte": 1,
+    "Bool": 1,
+}
+
+
+def _recorded_bytes(entry: dict[str, Any], side: str) -> int:
+    total = 0
+    for sizes, dtype in zip(entry[f"{side}_sizes"], entry[f"{side}_dtypes"], strict=True):
+        count = _ITEM_BYTES[dtype]
+        for size in sizes:
+            count *= size
+        total += count
+    return total

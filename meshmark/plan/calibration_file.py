@@ -1,0 +1,60 @@
+"""A machine as `meshmark calibrate` found it, in one JSON file: what it is made of, and what of it was reached."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshmark.errors import InputError
+from meshmark.plan.rates import Rates
+from meshmark.spec.hardware import Gpu, Host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrated:
+    """Rates mean nothing without the machine that they are shares of, so the two stay together."""
+
+    gpu: Gpu
+    rates: Rates
+
+
+def write_calibrated(path: Path, value: Calibrated) -> None:
+    """Write both as JSON, numbers rounded to six digits. Raises `InputError` when the file cannot be written."""
+    text = json.dumps(_rounded(dataclasses.asdict(value)), indent=1) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def read_calibrated(path: Path) -> Calibrated:
+    """A file that `meshmark calibrate` wrote. Raises `InputError` when it is not one."""
+    try:
+        fields = json.loads(path.read_text())
+        machine, host = fields["gpu"], fields["gpu"].get("host")
+        there = Gpu(**{**machine, "host": Host(**host) if host else None})
+        return Calibrated(gpu=there, rates=Rates(**fields["rates"]))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} holds no machine ({error}); write it with `meshmark calibrate -o {path}`") from error
+
+
+def calibrated_at(name: str | None) -> Calibrated | None:
+    """The machine in the file of this name; None where it names no file of one (but a GPU, or rates)."""
+    if name is None or not name.endswith(".json"):
+        return None
+    try:
+        holds = "gpu" in json.loads(Path(name).read_text())
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"cannot read {name}: {error}; write it with `meshmark calibrate -o {name}`") from error
+    return read_calibrated(Path(name)) if holds else None
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -1,0 +1,124 @@
+"""Models that the published tables speak of, added to the project's own presets, and models made to a size."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+from meshmark.errors import InputError, UnknownNameError
+from meshmark.spec.model_spec import MODELS, ModelSpec, gpt, llama
+
+_MEGATRON = {"vocab_size": 51200, "tied_embeddings": True}
+_BLOOM = {"vocab_size": 250880, "tied_embeddings": True}
+_LLAMA3 = {"num_kv_heads": 8, "vocab_size": 128256, "seq_len": 8192}
+_SWEEP = {"vocab_size": 131072, "seq_len": 4096}
+
+PLAN_MODELS: dict[str, ModelSpec] = {
+    spec.name: spec
+    for spec in (
+        # The Ultra-Scale Playbook's sweep: many heads for wide tensor parallelism, a large vocabulary.
+        llama("sweep-1b", 16, 2048, 32, 8192, tied_embeddings=True, **_SWEEP),
+        llama("sweep-8b", 32, 4096, 32, 14336, **_SWEEP),
+        # Llama 3, arXiv:2407.21783 table 3.
+        llama("llama-8b", 32, 4096, 32, 14336, **_LLAMA3),
+        llama("llama-70b", 80, 8192, 64, 28672, **_LLAMA3),
+        llama("llama-405b", 126, 16384, 128, 53248, **_LLAMA3),
+        # Llama 2, arXiv:2307.09288 table 1 and appendix A.2.1 (in torchtitan's tables).
+        llama("llama2-13b", 40, 5120, 40, 13824, seq_len=4096),
+        llama("llama2-70b", 80, 8192, 64, 28672, num_kv_heads=8, seq_len=4096),
+        # Megatron-LM 2019, arXiv:1909.08053 table 1.
+        gpt("megatron-1.2b", 40, 1536, 16, seq_len=1024, **_MEGATRON),
+        gpt("megatron-2.5b", 54, 1920, 20, seq_len=1024, **_MEGATRON),
+        gpt("megatron-4.2b", 64, 2304, 24, seq_len=1024, **_MEGATRON),
+        gpt("megatron-8.3b", 72, 3072, 32, seq_len=1024, **_MEGATRON),
+        # Megatron-LM SC21, arXiv:2104.04473 table 1.
+        gpt("megatron-1.7b", 24, 2304, 24, **_MEGATRON),
+        gpt("megatron-3.6b", 30, 3072, 32, **_MEGATRON),
+        gpt("megatron-7.5b", 36, 4096, 32, **_MEGATRON),
+        gpt("megatron-18b", 40, 6144, 48, **_MEGATRON),
+        gpt("megatron-39b", 48, 8192, 64, **_MEGATRON),
+        gpt("megatron-76b", 60, 10240, 80, **_MEGATRON),
+        gpt("megatron-145b", 80, 12288, 96, **_MEGATRON),
+        gpt("megatron-175b", 96, 12288, 96, **_MEGATRON),
+        gpt("megatron-310b", 96, 16384, 128, **_MEGATRON),
+        gpt("megatron-530b", 105, 20480, 128, **_MEGATRON),
+        gpt("megatron-1t", 128, 25600, 160, **_MEGATRON),
+        # Korthikanti et al., arXiv:2205.05198 table 3 (the others are Megatron's).
+        gpt("megatron-22b", 48, 6144, 64, **_MEGATRON),
+        # ZeRO, arXiv:1910.02054 table 4 (heads are in its appendix; 64 dimensions a head, 128 from 8B, are assumed).
+        # 40B is printed with a width of 4096, which is 18B; 6144 fits.
+        gpt("zero-1.5b", 48, 1600, 25, seq_len=1024),
+        gpt("zero-8b", 72, 3072, 24, seq_len=1024),
+        gpt("zero-13b", 62, 4096, 32, seq_len=1024),
+        gpt("zero-40b", 88, 6144, 48, seq_len=1024),
+        gpt("zero-60b", 75, 8192, 64, seq_len=1024),
+        gpt("zero-80b", 100, 8192, 64, seq_len=1024),
+        gpt("zero-100b", 125, 8192, 64, seq_len=1024),
+        gpt("zero-140b", 175, 8192, 64, seq_len=1024),
+        gpt("zero-170b", 212, 8192, 64, seq_len=1024),
+        # GPipe's Transformer, arXiv:1811.06965 tables 1 to 3, by its number of layers; embedding and head apart
+        # (2 V d: 282.2M with three layers).
+        *(
+            gpt(f"gpipe-transformer-{n}", n, 2048, 32, vocab_size=32000, seq_len=1024)
+            for n in (3, 13, 24, 48, 103, 415, 1663)
+        ),
+        # BLOOM-176B, arXiv:2211.05100 table 3.
+        gpt("bloom-176b", 70, 14336, 112, **_BLOOM),
+    )
+}
+
+
+# Sizes that have a published shape.
+_SHAPES = {"gpt-175b": "megatron-175b", "gpt-530b": "megatron-530b", "gpt-1t": "megatron-1t", "gpt-22b": "megatron-22b"}
+
+
+def known_models() -> dict[str, ModelSpec]:
+    """All presets by name: the project's and the planner's."""
+    return {**MODELS, **PLAN_MODELS}
+
+
+def plan_model(name: str, **changes: object) -> ModelSpec:
+    """The preset called `name`, or a GPT of about the size that a name like `gpt-175b` asks for, with fields changed.
+
+    Raises `UnknownNameError` with near matches for any other name.
+    """
+    known, name = known_models(), _SHAPES.get(name, name)
+    if name in known:
+        spec = known[name]
+    elif match := re.fullmatch(r"(gpt|llama)-(\d+(?:\.\d+)?)([bt])", name):
+        num_parameters = float(match[2]) * (1e9 if match[3] == "b" else 1e12)
+        spec = model_of_size(num_parameters, family=match[1], name=name)
+    else:
+        raise UnknownNameError("model", name, known)
+    return dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
+
+
+def model_of_size(num_parameters: float, *, family: str = "gpt", name: str | None = None) -> ModelSpec:
+    """A transformer of about `num_parameters`, in the proportions of the family's published sizes.
+
+    Depth grows with the cube root of size over 12 h^2, width is a multiple of 1024 (128 for small ones), heads have
+    128 dimensions; the depth is then chosen so that the size is met within half a block.
+    """
+    if num_parameters < 1e7:
+        raise InputError(f"a model of {num_parameters:g} parameters is not planned: give the number, at least 1e7")
+    # GPT-3's table 2.1 and Megatron's table 1 keep h / L between 100 and 200, rising with size.
+    ratio = min(200.0, 64.0 * (num_parameters / 1e9) ** 0.12 + 32.0)
+    width = (num_parameters * ratio / 12.0) ** (1.0 / 3.0)
+    step = 1024 if width > 3000 else 128
+    hidden = max(step, round(width / step) * step)
+    make = _gpt_of if family == "gpt" else _llama_of
+    one, two = (make("", depth, hidden).num_parameters for depth in (1, 2))
+    depth = max(1, round((num_parameters - (one - (two - one))) / (two - one)))
+    return make(name or f"{family}-{num_parameters / 1e9:.3g}b", depth, hidden)
+
+
+def _gpt_of(name: str, depth: int, hidden: int) -> ModelSpec:
+    return gpt(name, depth, hidden, hidden // 128, **_MEGATRON)
+
+
+def _llama_of(name: str, depth: int, hidden: int) -> ModelSpec:
+    heads = hidden // 128
+    return llama(
+        name, depth, hidden, heads, 3584 * math.ceil(hidden / 1024), **{**_LLAMA3, "num_kv_heads": math.gcd(heads, 8)}
+    )

@@ -1,0 +1,111 @@
+"""`meshmark predict`: memory and time of every layout in a CSV file, from its layout columns alone."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from meshmark.errors import InputError
+from meshmark.plan.layout_table import batches
+from meshmark.plan.prediction import Prediction, predict_grid
+from meshmark.plan.rates import Rates, rates
+from meshmark.plan.rows import Row, read_rows
+from meshmark.plan.step_time import PARTS
+from meshmark.spec.hardware import GIB, Gpu, gpu
+from meshmark.theory.grid import Column
+from meshmark.theory.memory import CATEGORIES
+from meshmark.theory.recipe import TrainingRecipe, recipe
+
+DEFAULT_RECIPE = "nanotron"
+
+
+def rates_for(gpu_name: str, *, as_measured: bool = False) -> Rates:
+    """The rates that the planner uses on a GPU: fitted where there were measurements, else the nearest GPU's,
+    their bandwidths in proportion to the two datasheets'.
+
+    `as_measured` takes the sweep's cluster with the build it ran, whose pipelines wait for messages on many nodes; a
+    search assumes one that does not.
+    """
+    there = gpu(gpu_name)
+    if as_measured and there.name == "h100":
+        return rates("h100-sweep")
+    nearest = {"h100": "h100", "h100-96": "h100", "h200": "h100", "cpu": "cpu"}.get(there.name, "a100")
+    given, known = rates(nearest), gpu(nearest)
+    inside = there.link_bandwidth / known.link_bandwidth
+    across = there.network_bandwidth * there.gpus_per_node / known.network_bandwidth / known.gpus_per_node
+    return dataclasses.replace(
+        given,
+        tp_bandwidth=given.tp_bandwidth * inside,
+        tp_network_bandwidth=given.tp_network_bandwidth * across,
+        node_bandwidth=given.node_bandwidth * across,
+        p2p_bandwidth=given.p2p_bandwidth * across,
+    )
+
+
+def predict_rows(
+    table: Sequence[Row], using: TrainingRecipe, given: Rates | None = None, machine: Gpu | None = None
+) -> dict[str, Column]:
+    """The predicted columns of a table of layouts, in its order; on `machine`, or on the GPU that each row names."""
+    columns: dict[str, Column] = {}
+    for batch in batches(table):
+        found = predict_grid(
+            batch.model,
+            batch.grid,
+            machine or gpu(batch.gpu_name),
+            using,
+            given or rates_for(batch.gpu_name, as_measured=True),
+        )
+        for name, column in predicted_columns(found).items():
+            columns.setdefault(name, np.zeros(len(table)))[batch.rows] = column
+    return columns
+
+
+def predicted_columns(found: Prediction) -> dict[str, Column]:
+    """What `predict` appends: the three answers, then their breakdown."""
+    answers = {
+        "predicted_memory_gib": found.memory_bytes / GIB,
+        "predicted_fits": found.fits.astype(float),
+        "predicted_tokens_per_s_per_gpu": found.tokens_per_second_per_gpu,
+        "predicted_step_seconds": found.step_seconds,
+        "predicted_mfu_percent": 100.0 * found.mfu,
+        "predicted_hfu_percent": 100.0 * found.hfu,
+        "predicted_fullest_stage": found.memory.fullest_stage,
+    }
+    memory = {f"predicted_{name}_gib": getattr(found.memory, name) / GIB for name in CATEGORIES}
+    time = {f"predicted_{name}_seconds": getattr(found.time, name) for name in PARTS}
+    return {**answers, **memory, **time}
+
+
+def predict_file(
+    source: Path,
+    target: Path,
+    *,
+    using: TrainingRecipe | None = None,
+    given: Rates | None = None,
+    machine: Gpu | None = None,
+) -> int:
+    """Read `source`, write it to `target` with the predicted columns appended; returns the number of rows.
+
+    Raises `InputError` when a file cannot be used or a row cannot be a layout.
+    """
+    table = read_rows(source)
+    columns = predict_rows(table, using or recipe(DEFAULT_RECIPE), given, machine)
+    fields = [f for f in table[0] if f not in columns] + list(columns)
+    try:
+        with target.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fields, extrasaction="ignore")
+            writer.writeheader()
+            for i, row in enumerate(table):
+                writer.writerow({**row, **{name: _cell(name, column[i]) for name, column in columns.items()}})
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror or error}") from error
+    return len(table)
+
+
+def _cell(name: str, value: float) -> str:
+    whole = name in ("predicted_fits", "predicted_fullest_stage")
+    return str(int(value)) if whole else f"{value:.6g}"

@@ -1,0 +1,30 @@
+"""CSV files of layouts, as columns of text."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from meshmark.errors import InputError
+
+Row = dict[str, str]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a CSV file. Raises `InputError` when it is missing or has no rows."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    if not rows:
+        raise InputError(f"{path} has no rows; expected a header and one layout a row")
+    return rows
+
+
+def number(row: Row, column: str) -> float:
+    """A cell as a number; NaN when it is empty or not one."""
+    try:
+        return float(row.get(column) or "nan")
+    except ValueError:
+        return float("nan")

@@ -1,0 +1,216 @@
+"""The decoder-only transformer that every framework trains, as a list of layers.
+
+Shape suffixes: B sequences, T tokens, C hidden, H query heads, K key-value heads, D head width, F feed-forward width,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshmark.reference.initial import initial_value
+from meshmark.spec.model_spec import Family, ModelSpec
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (arXiv:1910.07467), computed in at least float32."""
+
+    def __init__(self, size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        wide = x_BTC if x_BTC.dtype is torch.float64 else x_BTC.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return normed.to(x_BTC.dtype) * self.weight
+
+
+def norm(spec: ModelSpec) -> nn.Module:
+    return nn.LayerNorm(spec.hidden) if spec.family is Family.GPT else RMSNorm(spec.hidden)
+
+
+@functools.lru_cache(maxsize=8)
+def _rotation(num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary positions (arXiv:2104.09864, eq. 15), each [T, D/2], rounded once from float64."""
+    with torch.no_grad():
+        frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angle = torch.outer(torch.arange(num_tokens, dtype=torch.float64), frequency)
+        return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+
+def rotate(x_BHTD: Tensor) -> Tensor:
+    """Rotary position embedding, in at least float32; halves are rotated against each other."""
+    wide = x_BHTD if x_BHTD.dtype is torch.float64 else x_BHTD.float()
+    cos_TD, sin_TD = _rotation(x_BHTD.shape[2], x_BHTD.shape[3], wide.dtype, wide.device)
+    a, b = wide.chunk(2, dim=-1)
+    return torch.cat((a * cos_TD - b * sin_TD, a * sin_TD + b * cos_TD), dim=-1).to(x_BHTD.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries.
+
+    The number of heads is read off the projections' outputs, so that a tensor-parallel adapter can replace `q`, `k`,
+    `v` by layers that yield this rank's heads alone, and `out` by one that sums over ranks.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        bias = spec.family is Family.GPT
+        self.head_dim, self.dropout, self.rotary = spec.head_dim, spec.dropout, spec.family is Family.LLAMA
+        self.q = nn.Linear(spec.hidden, spec.hidden, bias=bias)
+        self.k = nn.Linear(spec.hidden, spec.kv_hidden, bias=bias)
+        self.v = nn.Linear(spec.hidden, spec.kv_hidden, bias=bias)
+        self.out = nn.Linear(spec.hidden, spec.hidden, bias=bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        B, T, _ = x_BTC.shape
+        q_BHTD = self.q(x_BTC).view(B, T, -1, self.head_dim).transpose(1, 2)
+        k_BKTD = self.k(x_BTC).view(B, T, -1, self.head_dim).transpose(1, 2)
+        v_BKTD = self.v(x_BTC).view(B, T, -1, self.head_dim).transpose(1, 2)
+        if self.rotary:
+            q_BHTD, k_BKTD = rotate(q_BHTD), rotate(k_BKTD)
+        y_BHTD = F.scaled_dot_product_attention(
+            q_BHTD,
+            k_BKTD,
+            v_BKTD,
+            is_causal=True,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=q_BHTD.shape[1] != k_BKTD.shape[1],
+        )
+        out: Tensor = self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))
+        return out
+
+
+class FeedForward(nn.Module):
+    """GELU network of a GPT, or SwiGLU network of a LLaMA (arXiv:2002.05202, eq. 6)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        bias = spec.family is Family.GPT
+        self.gate = None if bias else nn.Linear(spec.hidden, spec.ffn_hidden, bias=False)
+        self.up = nn.Linear(spec.hidden, spec.ffn_hidden, bias=bias)
+        self.down = nn.Linear(spec.ffn_hidden, spec.hidden, bias=bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        up_BTF = self.up(x_BTC)
+        y_BTF = F.gelu(up_BTF, approximate="tanh") if self.gate is None else F.silu(self.gate(x_BTC)) * up_BTF
+        out: Tensor = self.down(y_BTF)
+        return out
+
+
+class Embedding(nn.Module):
+    """First layer: tokens [B, T] to the residual stream [B, T, C]."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(spec.vocab_size, spec.hidden)
+        self.positions = nn.Embedding(spec.seq_len, spec.hidden) if spec.family is Family.GPT else None
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTC = self.tokens(tokens_BT)
+        if self.positions is not None:
+            x_BTC = x_BTC + self.positions(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
+        out: Tensor = self.dropout(x_BTC)
+        return out
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block, [B, T, C] to [B, T, C]."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = norm(spec), Attention(spec)
+        self.feed_forward_norm, self.feed_forward = norm(spec), FeedForward(spec)
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC)))
+        out: Tensor = x_BTC + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTC)))
+        return out
+
+
+class Head(nn.Module):
+    """Last layer: residual stream [B, T, C] to logits [B, T, V]."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.norm = norm(spec)
+        self.output = nn.Linear(spec.hidden, spec.vocab_size, bias=False)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        out: Tensor = self.output(self.norm(x_BTC))
+        return out
+
+
+Recomputer = Callable[[nn.Module, Tensor], Tensor]
+"""`torch.utils.checkpoint.checkpoint`, or a framework's own."""
+
+
+class Transformer(nn.Module):
+    """All of the model, or some of its layers: 0 is the embedding, 1 to num_layers the blocks, num_layers + 1 the head.
+
+    Parameter names are canonical: the same for a part as for the whole. A tied head shares the embedding's parameter
+    where a part holds both, and holds a copy called `head.output.weight` where it does not.
+    Values are not initialised (build under `torch.device("meta")` to allocate none); see `initialize`.
+    """
+
+    def __init__(self, spec: ModelSpec, layers: Sequence[int] | None = None) -> None:
+        super().__init__()
+        layers = range(spec.num_layers + 2) if layers is None else layers
+        self.spec = spec
+        self.skipped_block: int | None = None
+        """Left out of the forward pass; set before every step."""
+        self.recompute: Recomputer | None = None
+        """Runs a block so that its activations are computed again in the backward pass; None keeps them."""
+        self.embedding = Embedding(spec) if 0 in layers else None
+        self.blocks = nn.ModuleDict({str(i - 1): Block(spec) for i in layers if 1 <= i <= spec.num_layers})
+        self.head = Head(spec) if spec.num_layers + 1 in layers else None
+        if spec.tied_embeddings and self.embedding is not None and self.head is not None:
+            self.head.output.weight = self.embedding.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for index, block in self.blocks.items():
+            if int(index) != self.skipped_block:
+                x = self.recompute(block, x) if self.recompute and self.training else block(x)
+        return x if self.head is None else cast(Tensor, self.head(x))
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Fill every (materialised, unsharded) parameter with its initial value."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(
+                initial_value(
+                    self.spec, drawn_name(self.spec, name), parameter.shape, seed=seed, device=parameter.device
+                )
+            )
+
+
+def drawn_name(spec: ModelSpec, name: str) -> str:
+    """The name under which a parameter's values are drawn: a tied head's copy takes the embedding's."""
+    tied = spec.tied_embeddings and name == "head.output.weight"
+    return "embedding.tokens.weight" if tied else name
+
+
+def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Canonical name and full shape of every parameter, without allocating any."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Transformer(spec).named_parameters()}
+
+
+def stage_layers(spec: ModelSpec, num_stages: int, stage: int) -> list[int]:
+    """The layers of one of `num_stages` pipeline stages: blocks split as evenly as they go, the first stages taking the
+    rest; the embedding joins the first stage and the head the last."""
+    share, rest = divmod(spec.num_layers, num_stages)
+    first = 1 + stage * share + min(stage, rest)
+    layers = list(range(first, first + share + (stage < rest)))
+    return [0] * (stage == 0) + layers + [spec.num_layers + 1] * (stage == num_stages - 1)

@@ -1,0 +1,119 @@
+"""Where a run took place: machine, versions, commit, command."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import meshmark
+
+PACKAGES = (
+    "torch",
+    "numpy",
+    "pytest",
+    "pytest-benchmark",
+    "pandas",
+    "deepspeed",
+    "accelerate",
+    "fairscale",
+    "megatron-core",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Everything around a case that could change its numbers."""
+
+    date: str
+    """UTC, ISO 8601."""
+    command: str
+    commit: str
+    """Of the checkout; ends in -dirty when it had changes; empty outside a repository."""
+    machine: str
+    """Processor or GPU, in words."""
+    system: str
+    num_cpus: int
+    memory_bytes: int
+    device: str
+    """cpu or cuda."""
+    backend: str
+    nnodes: int
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | None = None) -> Environment:
+    """The environment of this process."""
+    return Environment(
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=" ".join(command if command is not None else ["pytest", *sys.argv[1:]]),
+        commit=_commit(),
+        machine=_machine(device),
+        system=f"{platform.system()} {platform.release()}",
+        num_cpus=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        device=device,
+        backend=backend,
+        nnodes=nnodes,
+        versions=versions(),
+    )
+
+
+def installed(distribution: str) -> str | None:
+    """Version of an installed distribution; None when it is not."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    found = {"meshmark": meshmark.__version__, "python": platform.python_version()}
+    return found | {name: version for name in PACKAGES if (version := installed(name))}
+
+
+@functools.cache
+def _commit() -> str:
+    root = Path(__file__).parent.parent
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+@functools.cache
+def _machine(device: str) -> str:
+    if device == "cuda":
+        return _nvidia_smi()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _nvidia_smi() -> str:
+    """Names of the GPUs, asked of the driver: this process must not touch CUDA, for it forks."""
+    try:
+        names = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True
+        ).stdout.split("\n")
+    except (OSError, subprocess.CalledProcessError):
+        return f"{torch.cuda.device_count()} CUDA devices"
+    found = [name.strip() for name in names if name.strip()]
+    return f"{len(found)} x {found[0]}" if found else "no GPU"

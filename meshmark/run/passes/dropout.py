@@ -1,0 +1,105 @@
+"""The same step again and again, without ever moving: what dropout does to the loss, by rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+import numpy as np
+import torch
+
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import RankContext
+from meshmark.judge.deviation import Tensors, global_norm
+from meshmark.judge.trace import Trace, gather_trace, host_copies
+from meshmark.judge.truth import exact_gradients, initial_values
+from meshmark.judge.yardstick import ZERO
+from meshmark.reference.data import IGNORED, Batch, make_batch
+from meshmark.reference.objective import loss_share
+from meshmark.reference.transformer import Transformer
+from meshmark.run.rank_report import RankReport
+from meshmark.run.request import Request
+from meshmark.spec.workload import Workload
+
+NUM_REFERENCES = 96
+"""Draws of the single process that the ranks' losses are held against."""
+
+
+def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """`losses`: this rank's mean loss over the same rows, which all data-parallel ranks train on, again and again; on
+    rank 0 also `reference`, a single process's, and `evaluation` beside `exact`. Of the gradients, `along` (their
+    multiples of the exact ones without dropout) and `size` (their squares over those of the exact ones), each the mean
+    over tensors, beside `reference_along` and `reference_size`. The optimizer must not move."""
+    case = request.case
+    engine = adapter.build(case, context)
+    built, batch = time.time(), _same_rows(case.workload, case.layout.dp)
+    losses, trace = [], Trace(parameters=[host_copies(engine.parameters())])
+    for step in range(request.steps):
+        if step == request.steps // 2:  # amid training, which must not notice
+            evaluation = torch.tensor(float(engine.evaluate(batch)), device=context.device)
+        losses.append(float(engine.backward(batch)) * case.layout.dp)
+        trace.gradients.append(host_copies(engine.gradients()))
+        engine.update()
+    torch.distributed.all_reduce(evaluation)
+    trace.parameters.append(host_copies(engine.parameters()))
+    engine.close()
+    trace.losses, trace.norms = losses, [None] * len(losses)
+    union, drifts, num_replicated = gather_trace(trace)
+    samples = {"losses": losses}
+    if union:
+        exact = exact_gradients(case.workload, initial_values(case.workload), batch)
+        reference, gradients = _references(case.workload, batch.shard(0, case.layout.dp), case.layout.dp)
+        samples |= {"reference": reference, "evaluation": [float(evaluation)], "exact": [exact.loss]}
+        samples |= _summaries("", union.gradients, exact.gradients)
+        samples |= _summaries("reference_", gradients, exact.gradients)
+    return RankReport(
+        rank=context.rank,
+        build_seconds=built - started,
+        run_seconds=time.time() - built,
+        losses=losses,
+        samples=samples,
+        drifts=drifts,
+        num_replicated=num_replicated,
+    )
+
+
+def _same_rows(workload: Workload, dp: int) -> Batch:
+    """A global batch that holds the rows of the first data-parallel rank `dp` times."""
+    batch = make_batch(workload, 0).shard(0, dp)
+    tokens, targets = (t.repeat(dp, 1) for t in (batch.tokens_BT, batch.targets_BT))
+    return dataclasses.replace(batch, tokens_BT=tokens, targets_BT=targets, num_tokens=int((targets != IGNORED).sum()))
+
+
+def _references(workload: Workload, rows: Batch, dp: int) -> tuple[list[float], list[Tensors]]:
+    """Losses of plain PyTorch with dropout on the same rows, and gradients, each summed over as many draws as there are
+    data-parallel ranks."""
+    model = Transformer(workload.model)
+    model.initialize(workload.seed)
+    torch.manual_seed(workload.seed + 1)
+    losses, gradients = [], []
+    for draw in range(1, NUM_REFERENCES // dp * dp + 1):
+        loss = loss_share(model(rows.tokens_BT), rows)
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(float(loss.detach()) * dp)
+        if draw % dp == 0:
+            gradients.append(host_copies({name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+            model.zero_grad()
+    return losses, gradients
+
+
+def _summaries(prefix: str, steps: list[Tensors], exact: Tensors) -> dict[str, list[float]]:
+    """`along` and `size` of every step's gradients; those that are zero by mathematics are left out."""
+    norm = global_norm(exact)
+    squares = {name: float(np.sum(x * x)) for name, x in exact.items()}
+    counted = [name for name, square in squares.items() if math.sqrt(square) > ZERO * norm]
+
+    def mean(numbers: list[float]) -> float:
+        return sum(numbers) / max(len(numbers), 1)
+
+    return {
+        f"{prefix}along": [
+            mean([float(np.sum(g[n] * exact[n])) / squares[n] for n in counted if n in g]) for g in steps
+        ],
+        f"{prefix}size": [mean([float(np.sum(g[n] * g[n])) / squares[n] for n in counted if n in g]) for g in steps],
+    }

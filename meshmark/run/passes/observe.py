@@ -1,0 +1,87 @@
+"""The instrumented pass: what a rank computes and, where it is metered, holds and sends."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch
+
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import RankContext
+from meshmark.adapter.holdings import Holdings
+from meshmark.judge.deviation import Tensors
+from meshmark.judge.diagnosis import diagnose
+from meshmark.judge.gradient_faults import low_precisions
+from meshmark.judge.trace import gather_trace
+from meshmark.judge.truth import assess
+from meshmark.measure.memory import cuda_peaks, read_memory, visible_storages
+from meshmark.measure.traffic import read_traffic
+from meshmark.measure.watch import Watch
+from meshmark.run.passes.observer import Observer, digests
+from meshmark.run.rank_report import RankReport
+from meshmark.run.request import Request
+
+WATCHED_STEP = 2
+"""The step whose memory and traffic are read: the first builds optimizer states, the second settles caches."""
+
+
+def observe(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """Train `request.steps` steps (at least three), the first of them under watch if the pass is metered; then compare
+    all that the ranks computed with the truth, on rank 0."""
+    watch = Watch(context.device) if request.metered else None
+    with watch or contextlib.nullcontext():
+        engine = adapter.build(request.case, context)
+        built = time.time()
+        observer = Observer(engine, request)
+        for step in range(WATCHED_STEP):
+            observer.train(step, watch)
+        if watch:
+            watch.focus()
+        if context.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(context.device)
+        before, after = observer.train(WATCHED_STEP, watch)
+        allocator_peaks = cuda_peaks(context.device)
+        visible = visible_storages()
+    memory = read_memory(watch, WATCHED_STEP, before, after, visible, allocator_peaks) if watch else None
+    traffic = read_traffic(watch, WATCHED_STEP) if watch else None
+    for step in range(WATCHED_STEP + 1, request.steps):
+        observer.train(step, None)
+    dtypes = _dtypes(engine.holdings()) | _narrowest(observer.trace.gradients)
+    engine.close()
+    trace, drifts, num_replicated = gather_trace(observer.trace)
+    deviations = assess(trace, request.case.workload) if trace and request.assess else {}
+    diagnosis = None
+    if trace and deviations and request.yardstick:
+        diagnosis = diagnose(request.case, trace, deviations, drifts, request.yardstick)
+    return RankReport(
+        rank=context.rank,
+        build_seconds=built - started,
+        run_seconds=time.time() - built,
+        losses=observer.trace.losses,
+        norms=observer.trace.norms,
+        deviations=deviations,
+        drifts=drifts,
+        diagnosis=diagnosis,
+        memory=memory,
+        traffic=traffic,
+        state_dtypes=dtypes,
+        digests=digests(trace) if trace else [],
+        num_replicated=num_replicated,
+    )
+
+
+def _narrowest(gradients: list[Tensors]) -> dict[str, str]:
+    """The precision that this rank's gradients make use of, whatever they are kept in: no rounding goes unseen, for
+    sums over ranks and sequences take more digits than bf16 has."""
+    values = [g for tensors in gradients for g in tensors.values()]
+    kinds = low_precisions(iter(values)) if values else []
+    return {"gradients": kinds[0] if kinds else "float32"}
+
+
+def _dtypes(held: Holdings) -> dict[str, str]:
+    """The precisions in which an engine holds its states: "float32", or several joined by +."""
+    return {
+        name: "+".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors if t.numel() > 1}))
+        for name, tensors in (("parameters", held.parameters), ("optimizer_states", held.optimizer_states))
+    }

@@ -1,0 +1,89 @@
+"""Save halfway, go on; and in other processes, go on from what was saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import RankContext
+from meshmark.judge.diagnosis import diagnose
+from meshmark.judge.trace import Trace, gather_trace
+from meshmark.judge.truth import assess
+from meshmark.run.passes.observer import Observer, digests
+from meshmark.run.rank_report import RankReport
+from meshmark.run.request import Request
+
+_TRACE = "meshmark-trace.pickle"
+
+
+def save_halfway(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """Train `request.steps` steps, and leave a checkpoint after half of them, with the trace up to there."""
+    folder = Path(request.checkpoint)
+    engine = adapter.build(request.case, context)
+    built, observer = time.time(), Observer(engine, request)
+    for step in range(halfway(request)):
+        observer.train(step)
+    engine.save(folder)
+    so_far, _, _ = gather_trace(observer.trace)
+    if so_far:
+        (folder / _TRACE).write_bytes(pickle.dumps(so_far))
+    for step in range(halfway(request), request.steps):
+        observer.train(step)
+    engine.close()
+    trace, drifts, _ = gather_trace(observer.trace)
+    return RankReport(
+        rank=context.rank,
+        build_seconds=built - started,
+        run_seconds=time.time() - built,
+        losses=observer.trace.losses,
+        drifts=drifts,
+        digests=digests(trace) if trace else [],
+    )
+
+
+def resume(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """Load what `save_halfway` left and train the other half; both halves together are one run to be judged."""
+    folder, half = Path(request.checkpoint), halfway(request)
+    engine = adapter.build(request.case, context)
+    built = time.time()
+    engine.load(folder)
+    observer = Observer(engine, request)
+    for step in range(half, request.steps):
+        observer.train(step)
+    engine.close()
+    second, drifts, _ = gather_trace(observer.trace)
+    dist.barrier()
+    report = RankReport(
+        rank=context.rank,
+        build_seconds=built - started,
+        run_seconds=time.time() - built,
+        losses=observer.trace.losses,
+        drifts=[dataclasses.replace(drift, step=drift.step + half) for drift in drifts],
+    )
+    if second is None:
+        return report
+    whole = _join(pickle.loads((folder / _TRACE).read_bytes()), second)
+    deviations = assess(whole, request.case.workload)
+    diagnosis = (
+        diagnose(request.case, whole, deviations, report.drifts, request.yardstick) if request.yardstick else None
+    )
+    return dataclasses.replace(report, deviations=deviations, diagnosis=diagnosis, digests=digests(second))
+
+
+def halfway(request: Request) -> int:
+    return request.steps // 2
+
+
+def _join(first: Trace, second: Trace) -> Trace:
+    """One run of two halves; where they meet, the parameters are those that were loaded."""
+    return Trace(
+        parameters=first.parameters[:-1] + second.parameters,
+        gradients=first.gradients + second.gradients,
+        losses=first.losses + second.losses,
+        norms=first.norms + second.norms,
+    )

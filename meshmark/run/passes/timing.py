@@ -1,0 +1,81 @@
+"""The untouched pass: seconds per optimizer step."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.reference.data import Batch, make_batch
+from meshmark.run.rank_report import RankReport
+from meshmark.run.request import Request
+from meshmark.spec.precision import Precision
+
+_DTYPES = {
+    Precision.FP64: torch.float64,
+    Precision.FP32: torch.float32,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+}
+
+
+def time_steps(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """Seconds of every step after `request.warmup` steps, raw."""
+    engine = adapter.build(request.case, context)
+    batches = [make_batch(request.case.workload, step) for step in range(request.warmup + request.steps)]
+    built = time.time()
+    losses = [engine.step(batch) for batch in batches[: request.warmup]]
+    torch.distributed.barrier()
+    clock = _cuda_seconds if context.device.type == "cuda" else _cpu_seconds
+    seconds = clock(engine, batches[request.warmup :], losses)
+    engine.close()
+    flops_per_second = matmul_flops_per_second(_DTYPES[request.case.precision], context.device)
+    return RankReport(
+        rank=context.rank,
+        build_seconds=built - started,
+        run_seconds=time.time() - built,
+        losses=[float(loss) for loss in losses],
+        step_seconds=seconds,
+        matmul_flops_per_second=flops_per_second,
+    )
+
+
+def _cpu_seconds(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[float]:
+    """Seconds of each step; its loss is appended, unread, for reading would wait for the device."""
+    marks = [time.perf_counter()]
+    for batch in batches:
+        losses.append(engine.step(batch))
+        marks.append(time.perf_counter())
+    return [stop - start for start, stop in pairwise(marks)]
+
+
+def _cuda_seconds(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[float]:
+    """The same by CUDA events between steps: the host may run ahead, as it does in training."""
+    torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    for batch, mark in zip(batches, marks[1:], strict=True):
+        losses.append(engine.step(batch))
+        mark.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(stop) / 1000 for start, stop in pairwise(marks)]
+
+
+def matmul_flops_per_second(dtype: torch.dtype, device: torch.device) -> float:
+    """The best rate of a square matrix product out of several, for use as this device's peak. A tenth of a second."""
+    n = 8192 if device.type == "cuda" else 384
+    a, b = torch.randn(2, n, n, device=device).to(dtype)
+    best = float("inf")
+    torch.distributed.barrier()
+    deadline = time.perf_counter() + 0.1
+    while time.perf_counter() < deadline:
+        start = time.perf_counter()
+        torch.mm(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best

@@ -1,0 +1,63 @@
+"""What one rank measured, and what it was asked to measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshmark.judge.deviation import Deviation, Drift
+from meshmark.judge.faults import Diagnosis
+from meshmark.judge.yardstick import Comparisons
+from meshmark.measure.readings import MemoryReading, TrafficReading
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """One rank's measurements. Lists run over steps; what a task does not measure is empty."""
+
+    rank: int
+    build_seconds: float
+    """From the rank's first instruction to an engine ready to train."""
+    run_seconds: float
+    """The rest."""
+    losses: list[float] = field(default_factory=list)
+    """This rank's shares."""
+    norms: list[float | None] = field(default_factory=list)
+    """Global gradient norm before clipping, where the framework tells it."""
+    deviations: dict[str, list[Deviation]] = field(default_factory=dict)
+    """From the truth, by quantity, then step; on rank 0, for all ranks."""
+    drifts: list[Drift] = field(default_factory=list)
+    """On rank 0, for all ranks."""
+    diagnosis: Diagnosis | None = None
+    """On rank 0, of a run that is not equivalent."""
+    memory: MemoryReading | None = None
+    traffic: TrafficReading | None = None
+    step_seconds: list[float] = field(default_factory=list)
+    matmul_flops_per_second: float | None = None
+    """Best rate of a matrix product in the case's precision, all ranks at once; the peak where none is published."""
+    state_dtypes: dict[str, str] = field(default_factory=dict)
+    """Precision of what the engine holds, by category."""
+    noise_runs: list[Comparisons] = field(default_factory=list)
+    """NOISE: this rank's share of the runs."""
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    """What only the passes of the conformance suite measure, by name."""
+    digests: list[str] = field(default_factory=list)
+    """On rank 0, for all ranks: a hash of every parameter's bits before the first step and after each."""
+    num_replicated: int = 0
+    """On rank 0, for all ranks: tensors that more than one rank told, and that were compared bit for bit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """Why a rank ended without a report."""
+
+    rank: int
+    kind: str
+    """raised, oom, killed or hung."""
+    message: str
+    """Exception and text, or signal."""
+    time: float
+    """Seconds since the epoch."""
+    traceback: str = ""
+    log_tail: str = ""
+    stack: str = ""
+    """hung: what every Python thread was doing."""

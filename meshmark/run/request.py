@@ -1,0 +1,63 @@
+"""What a rank is asked to measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshmark.judge.yardstick import Yardstick
+from meshmark.spec.case import Case
+
+
+class Task(StrEnum):
+    """One of the passes over a case; each runs in processes of its own."""
+
+    OBSERVE = "observe"
+    """Instrumented: losses, gradients, parameters, memory, traffic."""
+    TIME = "time"
+    """Untouched: seconds per step."""
+    NOISE = "noise"
+    """How far rounding alone carries the adapter `single` from the truth, in one process."""
+    SAVE = "save"
+    """Train, and save halfway."""
+    RESUME = "resume"
+    """Go on in fresh processes from what SAVE left."""
+    ENDURE = "endure"
+    """Many steps: does memory grow?"""
+    DROPOUT = "dropout"
+    """The same step again and again: is dropout random where it should be, and of the right strength?"""
+    OVERFLOW = "overflow"
+    """fp16: one rank's gradients overflow."""
+    FAIL = "fail"
+    """One rank raises an error while the others train on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a rank is to do; the same for every rank of a launch."""
+
+    case: Case
+    adapter: str
+    """"module:Class" or "path/to/file.py:Class"."""
+    task: Task
+    device: str
+    """cpu or cuda."""
+    backend: str
+    steps: int
+    warmup: int = 0
+    """TIME: steps before the first that counts."""
+    assess: bool = True
+    """OBSERVE: compare with the truth; False measures memory and traffic alone."""
+    metered: bool = True
+    """OBSERVE: measure memory and traffic; False compares with the truth alone."""
+    yardstick: Yardstick | None = None
+    """OBSERVE: what a run that exceeds it is diagnosed by."""
+    scenario: str = ""
+    """The conformance scenario that this belongs to, if any."""
+    base: Case | None = None
+    """What the scenario varies."""
+    evaluate: bool = False
+    """OBSERVE: evaluate every batch before it is trained on."""
+    checkpoint: str = ""
+    """SAVE and RESUME: folder that all ranks share."""
+    time_limit_seconds: float

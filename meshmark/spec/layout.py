@@ -1,0 +1,130 @@
+"""How a workload is laid over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshmark.errors import LayoutError
+from meshmark.spec.model_spec import ModelSpec
+
+
+class Schedule(StrEnum):
+    """The order in which a pipeline works its micro-batches off."""
+
+    GPIPE = "gpipe"
+    """All forwards, then all backwards: every micro-batch's activations are held (arXiv:1811.06965)."""
+    ONE_F_ONE_B = "1f1b"
+    """One forward, one backward: stage i of p holds at most p - i micro-batches (arXiv:2104.04473 sec. 2.2.1)."""
+    INTERLEAVED = "interleaved"
+    """1F1B over several chunks of layers a rank: the bubble falls by their number (arXiv:2104.04473 sec. 2.2.2)."""
+    ZERO_BUBBLE = "zero_bubble"
+    """ZB-H1: weight gradients are computed late, where the bubble was (arXiv:2401.10241)."""
+
+
+class Recompute(StrEnum):
+    """Which activations the backward pass computes again instead of keeping (arXiv:2205.05198)."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    """The attention core only: scores, softmax and dropout. With flash attention, which keeps none of them, every
+    second matrix product and what lies between, as torchtitan's selective (op) policy does."""
+    FULL = "full"
+    """Every block from its input."""
+
+
+class Offload(StrEnum):
+    """Where optimizer states and master weights live between steps."""
+
+    NONE = "none"
+    CPU = "cpu"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of every parallelism; their product is the world size.
+
+    Ranks are numbered with tensor parallelism innermost, then context, then data, then pipeline parallelism outermost.
+    """
+
+    dp: int = 1
+    """Data-parallel degree: replicas, or shards under ZeRO."""
+    tp: int = 1
+    """Tensor-parallel degree."""
+    pp: int = 1
+    """Pipeline stages."""
+    zero_stage: int = 0
+    """ZeRO stage over the data-parallel ranks (arXiv:1910.02054): 1 shards optimizer states, 2 also gradients,
+    3 also parameters (FSDP)."""
+    num_micro_batches: int = 1
+    """Micro-batches of one step: gradient accumulation, or what a pipeline is filled with."""
+    schedule: Schedule = Schedule.GPIPE
+    """Pipeline schedule; means nothing when pp is 1."""
+    cp: int = 1
+    """Context-parallel degree: ranks that share one sequence."""
+    virtual_stages: int = 1
+    """Chunks of layers a pipeline rank holds; more than one only in the interleaved schedule."""
+    sequence_parallel: bool = False
+    """Between tensor-parallel regions, activations are split by sequence over the tp ranks (arXiv:2205.05198)."""
+    recompute: Recompute = Recompute.NONE
+    """Activations computed again in the backward pass."""
+    offload: Offload = Offload.NONE
+    """Where optimizer states live between steps."""
+
+    def __post_init__(self) -> None:
+        for degree in ("dp", "tp", "pp", "cp", "num_micro_batches", "virtual_stages"):
+            if (got := getattr(self, degree)) < 1:
+                raise LayoutError(f"layout: {degree} is {got}, expected at least 1")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise LayoutError(f"layout: zero_stage is {self.zero_stage}, expected 0, 1, 2 or 3")
+        if self.virtual_stages > 1 and self.schedule is not Schedule.INTERLEAVED:
+            raise LayoutError(
+                f"layout: {self.virtual_stages} virtual stages need the interleaved schedule, got {self.schedule}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def id(self) -> str:
+        """Degrees above one, joined by dots: `dp2.zero3.mb2`; `one` when nothing is parallel."""
+        parts = [f"{name}{degree}" for name in ("dp", "tp", "pp", "cp") if (degree := getattr(self, name)) > 1]
+        parts = parts or ["one"]
+        if self.pp > 1 and self.schedule is not Schedule.GPIPE:
+            parts.append(self.schedule)
+        if self.virtual_stages > 1:
+            parts.append(f"v{self.virtual_stages}")
+        if self.sequence_parallel:
+            parts.append("sp")
+        if self.zero_stage:
+            parts.append(f"zero{self.zero_stage}")
+        if self.num_micro_batches > 1:
+            parts.append(f"mb{self.num_micro_batches}")
+        if self.recompute is not Recompute.NONE:
+            parts.append(f"recompute_{self.recompute}")
+        if self.offload is not Offload.NONE:
+            parts.append(f"offload_{self.offload}")
+        return ".".join(parts)
+
+    def check(self, model: ModelSpec, global_batch: int) -> None:
+        """Raise `LayoutError` when this layout cannot be laid over `model` with `global_batch` sequences a step."""
+        problems = []
+        if model.num_heads % self.tp or model.num_kv_heads % self.tp:
+            problems.append(f"tp {self.tp} does not divide {model.num_heads} heads and {model.num_kv_heads} kv heads")
+        if model.vocab_size % self.tp:
+            problems.append(f"tp {self.tp} does not divide a vocabulary of {model.vocab_size}")
+        if model.ffn_hidden % self.tp:
+            problems.append(f"tp {self.tp} does not divide ffn_hidden {model.ffn_hidden}")
+        if self.pp * self.virtual_stages > model.num_layers:
+            problems.append(f"pp {self.pp * self.virtual_stages} stages are more than {model.num_layers} layers")
+        if model.seq_len % self.cp:
+            problems.append(f"cp {self.cp} does not divide a sequence of {model.seq_len}")
+        if global_batch % (self.dp * self.num_micro_batches):
+            problems.append(
+                f"a global batch of {global_batch} sequences is not divisible by "
+                f"dp {self.dp} x {self.num_micro_batches} micro-batches"
+            )
+        if problems:
+            raise LayoutError(f"layout {self.id} does not fit model {model.name!r}: {'; '.join(problems)}")

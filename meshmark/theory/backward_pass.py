@@ -1,0 +1,128 @@
+"""What is alive while the backward pass of one micro-batch runs in PyTorch's eager mode: what an operation saved is
+freed as soon as its own backward has run. Letters as in `eager.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.theory.grid import Column
+from meshmark.theory.partition import Stage
+from meshmark.theory.saved_activations import Widths, block_bytes, cast_weight_bytes, logit_bytes, norm_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instant:
+    """While one operation's backward runs."""
+
+    activations: Column
+    """Bytes of what is still saved, and of gradients of activations."""
+    made: Column
+    """Parameters whose gradients this backward pass has made so far, the operation's own included."""
+    own: Column
+    """The operation's own: held twice where there is a gradient to add to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One micro-batch of one stage, by its sizes on one rank."""
+
+    model: ModelSpec
+    widths: Widths
+    stage: Stage
+    tokens: Column
+    tp: Column
+    sp: Column
+    held: Column
+    """Bytes that its forward pass leaves."""
+
+    @property
+    def logits(self) -> Column:
+        """Bytes of one tensor of the loss."""
+        return self.tokens * logit_bytes(self.model, self.widths, self.tp)
+
+    @property
+    def stream(self) -> Column:
+        """Bytes of the residual stream, or of its gradient."""
+        return self.tokens * self.widths.stream * self.model.hidden / self.sp
+
+    @property
+    def block(self) -> Column:
+        """Bytes that a block saves."""
+        saved = self.tokens * block_bytes(self.model, self.widths, self.tp, self.sp)
+        return saved + self._cast(cast_weight_bytes(self.model, 1, False))
+
+    @property
+    def block_parameters(self) -> Column:
+        return self.model.block_parameters / self.tp
+
+    @property
+    def head_parameters(self) -> Column:
+        """The output projection, whose gradient is made first."""
+        found: Column = self.model.vocab_size * self.model.hidden / self.tp * self.stage.has_head
+        return found
+
+    @property
+    def landmarks(self) -> list[int]:
+        """Numbers of blocks done at which a peak can lie: all grows or shrinks evenly from the second to the last."""
+        return sorted({0, 1, self.stage.num_layers - 1} & set(range(self.stage.num_layers)))
+
+    def before_block(self, done: int) -> Column:
+        """Bytes of what is saved when `done` blocks are through: theirs and the head's are gone."""
+        head = self.tokens * norm_bytes(self.model, self.widths, 1) / self.sp + self.logits
+        head = head + self._cast(cast_weight_bytes(self.model, 0, True))
+        saved: Column = self.held - head * self.stage.has_head - done * self.block
+        return saved
+
+    def loss(self, tensors: float) -> Instant:
+        """`tensors`: of the logits' size, that the loss's backward makes beyond what it was given; 2 are the gradients
+        of the log-softmax and of the logits."""
+        none = np.zeros(len(self.tokens))
+        return Instant(activations=self.held + tensors * self.logits, made=none, own=none)
+
+    def head(self) -> Instant:
+        """The output projection; the log-softmax has made way for the gradient of the logits."""
+        made = self.head_parameters
+        return Instant(activations=self.held + self.stream, made=made, own=made)
+
+    def in_block(self, done: int) -> list[Instant]:
+        """The fullest ones of the block after `done`: the last product of its feed-forward network, the gate of a
+        SwiGLU, the product before, and the projections of queries, keys and values, when all else is freed."""
+        model, low = self.model, self.widths.low
+        inside = self.tokens * low * model.ffn_hidden / self.tp
+        matrix = model.ffn_hidden * model.hidden / self.tp
+        remaining = self.tokens * norm_bytes(model, self.widths, 3) / self.sp
+        q_k_v = self.tokens * low * (model.hidden + 2 * model.kv_hidden) / self.tp
+        made = self.head_parameters + done * self.block_parameters
+        # The gradient that a later stage sends lies in the buffer that it was received in.
+        start = self.before_block(done) - (self.stream if not self.stage.has_head and not done else 0.0)
+        gate = [Instant(activations=start + self.stream + 2 * inside, made=made + matrix, own=0 * matrix)]
+        return [
+            Instant(activations=start + self.stream + inside, made=made + matrix, own=matrix),
+            *(gate if model.family is Family.LLAMA else []),
+            Instant(activations=start + 2 * self.stream - inside, made=made + 2 * matrix, own=matrix),
+            Instant(
+                activations=start - self.block + remaining + 3 * self.stream + q_k_v,
+                made=made + self.block_parameters,
+                own=model.hidden**2 / self.tp,
+            ),
+        ]
+
+    def embedding(self) -> Instant:
+        """The embedding's own backward, the last."""
+        own = self.model.vocab_size * self.model.hidden / self.tp
+        blocks = self.head_parameters + self.stage.num_layers * self.block_parameters
+        rest = self.before_block(self.stage.num_layers)
+        return Instant(activations=rest + self.stream, made=blocks + own, own=own)
+
+    def instants(self, loss_tensors: float) -> list[Instant]:
+        """All of the above."""
+        found = [self.loss(loss_tensors), self.head()] if self.stage.has_head else []
+        found += [instant for done in self.landmarks for instant in self.in_block(done)]
+        return found + ([self.embedding()] if self.stage.has_embedding else [])
+
+    def _cast(self, num_bytes: float) -> Column:
+        """Autocast's copies of weights, which are freed with what else their products saved."""
+        return (num_bytes if self.widths.autocast else 0.0) / self.tp

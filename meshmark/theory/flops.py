@@ -1,0 +1,41 @@
+"""Floating-point operations of a training step, with the conventions that the literature mixes named apart.
+
+A multiply-add is two operations; the backward pass does twice the matrix products of the forward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from meshmark.spec.model_spec import ModelSpec
+from meshmark.theory.partition import matrix_ffn_parameters
+
+Attention = Literal["full", "causal"]
+
+
+def layer_matrix_parameters(model: ModelSpec) -> int:
+    """Weights of one layer's matrices; norms and biases do no matrix products."""
+    return 2 * model.hidden * (model.hidden + model.kv_hidden) + matrix_ffn_parameters(model)
+
+
+def model_flops_per_token(model: ModelSpec, *, attention: Attention = "full") -> float:
+    """Forward and backward pass of one token, without recomputation.
+
+    6 a weight of a matrix (the head's counts, the embedding's does not), and 12 s h a layer for the scores and their
+    product with the values, half of it when only the causal half is counted. With full attention this is PaLM's count
+    (arXiv:2204.02311 appendix B), and for a GPT that of arXiv:2205.05198 appendix A: 72 B L s h^2 (1 + s/6h + V/12hL).
+    """
+    weights = model.num_layers * layer_matrix_parameters(model) + model.vocab_size * model.hidden
+    scores = 12.0 * model.num_layers * model.seq_len * model.hidden * (0.5 if attention == "causal" else 1.0)
+    return 6.0 * weights + scores
+
+
+def hardware_flops_per_token(model: ModelSpec, *, recompute: str, attention: Attention = "full") -> float:
+    """What the device really computes: `full` recomputation repeats the layers' forward pass (not the head's),
+    `selective` that of the attention core: arXiv:2205.05198 appendix A, arXiv:2104.04473 eq. (3)."""
+    flops = model_flops_per_token(model, attention=attention)
+    half = 0.5 if attention == "causal" else 1.0
+    core = 4.0 * model.num_layers * model.seq_len * model.hidden * half
+    if recompute == "full":
+        return flops + 2.0 * model.num_layers * layer_matrix_parameters(model) + core
+    return flops + (core if recompute == "selective" else 0.0)

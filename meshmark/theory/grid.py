@@ -1,0 +1,231 @@
+"""Many layouts of one model as columns, so that every formula runs over all of them at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from meshmark.errors import InputError
+from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
+from meshmark.spec.model_spec import ModelSpec
+
+Column = npt.NDArray[Any]
+
+SCHEDULES = tuple(Schedule)
+RECOMPUTES = tuple(Recompute)
+OFFLOADS = tuple(Offload)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Columns of equal length, one layout a row; enums are held as their position in `SCHEDULES` and so on."""
+
+    dp: Column
+    tp: Column
+    pp: Column
+    cp: Column
+    zero_stage: Column
+    micro_batch: Column
+    """Sequences in one micro-batch of one replica."""
+    num_micro_batches: Column
+    virtual_stages: Column
+    sequence_parallel: Column
+    schedule: Column
+    recompute: Column
+    offload: Column
+
+    def __len__(self) -> int:
+        return len(self.dp)
+
+    @property
+    def num_gpus(self) -> Column:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def global_batch(self) -> Column:
+        """Sequences in one optimizer step."""
+        return self.dp * self.micro_batch * self.num_micro_batches
+
+    def take(self, rows: Column) -> Grid:
+        """The rows at these positions, or where a boolean column holds."""
+        return Grid(**{f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self)})
+
+    def by_pipeline(self) -> Iterator[tuple[int, Column]]:
+        """Each pipeline degree with the positions of its rows: stages are a second dimension of equal length there."""
+        for pp in np.unique(self.pp):
+            yield int(pp), np.nonzero(self.pp == pp)[0]
+
+    def layout(self, row: int) -> Layout:
+        """One row as a `Layout`."""
+        return Layout(
+            dp=int(self.dp[row]),
+            tp=int(self.tp[row]),
+            pp=int(self.pp[row]),
+            cp=int(self.cp[row]),
+            zero_stage=int(self.zero_stage[row]),
+            num_micro_batches=int(self.num_micro_batches[row]),
+            schedule=SCHEDULES[self.schedule[row]],
+            virtual_stages=int(self.virtual_stages[row]),
+            sequence_parallel=bool(self.sequence_parallel[row]),
+            recompute=RECOMPUTES[self.recompute[row]],
+            offload=OFFLOADS[self.offload[row]],
+        )
+
+
+def make_grid(**columns: object) -> Grid:
+    """A grid from the columns given; scalars are repeated and what is missing is one device, 1F1B, nothing else.
+
+    Raises `InputError` for a degree below one.
+    """
+    defaults: dict[str, object] = {
+        "dp": 1,
+        "tp": 1,
+        "pp": 1,
+        "cp": 1,
+        "zero_stage": 0,
+        "micro_batch": 1,
+        "num_micro_batches": 1,
+        "virtual_stages": 1,
+        "sequence_parallel": False,
+        "schedule": SCHEDULES.index(Schedule.ONE_F_ONE_B),
+        "recompute": 0,
+        "offload": 0,
+    }
+    if unknown := set(columns) - set(defaults):
+        raise InputError(f"a grid has no column {', '.join(sorted(unknown))}; it has {', '.join(defaults)}")
+    arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(v)) for v in {**defaults, **columns}.values()))
+    grid = Grid(
+        **{
+            k: np.array(a, dtype=bool if k == "sequence_parallel" else np.int64)
+            for k, a in zip(defaults, arrays, strict=True)
+        }
+    )
+    for name in ("dp", "tp", "pp", "cp", "micro_batch", "num_micro_batches", "virtual_stages"):
+        if len(grid) and (low := int(getattr(grid, name).min())) < 1:
+            raise InputError(f"{name} is {low} in a layout, expected at least 1")
+    return grid
+
+
+def layout_grid(layout: Layout, global_batch: int) -> Grid:
+    """The grid of one row: `layout`, with `global_batch` sequences a step."""
+    named = {
+        name: getattr(layout, name)
+        for name in (
+            "dp",
+            "tp",
+            "pp",
+            "cp",
+            "zero_stage",
+            "num_micro_batches",
+            "virtual_stages",
+            "sequence_parallel",
+        )
+    }
+    return make_grid(
+        **named,
+        micro_batch=global_batch // (layout.dp * layout.num_micro_batches),
+        schedule=SCHEDULES.index(layout.schedule),
+        recompute=RECOMPUTES.index(layout.recompute),
+        offload=OFFLOADS.index(layout.offload),
+    )
+
+
+def enumerate_grid(
+    model: ModelSpec,
+    num_gpus: int,
+    global_batch: int,
+    *,
+    max_tp: int,
+    recomputes: Iterable[Recompute],
+    zero_stages: Iterable[int] = (0, 1, 2, 3),
+    max_virtual_stages: int = 4,
+    offload: Offload = Offload.NONE,
+    schedules: Iterable[Schedule] = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED),
+    contexts: Iterable[int] = (1,),
+) -> Grid:
+    """Every layout of `model` on `num_gpus` with `global_batch` sequences a step that divides evenly.
+
+    ZeRO 2 and 3 are combined with one pipeline stage only, as frameworks do: their gradients and weights would cross
+    the network once a micro-batch. Tensor parallelism without sequence parallelism is not searched: it costs as much
+    traffic and more memory.
+    """
+    columns: dict[str, list[Column]] = {}
+    for dp, tp, pp, cp in _degrees(model, num_gpus, max_tp, contexts):
+        if global_batch % dp:
+            continue
+        counts = [m for m in divisors(global_batch // dp) if m >= pp - 1]
+        divides = [v for v in range(2, max_virtual_stages + 1) if model.num_layers % (v * pp) == 0]
+        orders = _orders(schedules, divides) if pp > 1 else [(Schedule.ONE_F_ONE_B, 1)]
+        stages = [z for z in zero_stages if (z == 0 or dp * cp > 1) and (z < 2 or pp == 1)]
+        mesh = np.meshgrid(counts, range(len(orders)), stages, [RECOMPUTES.index(r) for r in recomputes], indexing="ij")
+        m, o, z, r = (a.ravel().astype(np.int64) for a in mesh)
+        code, v = (np.array([pair[i] for pair in _coded(orders)], dtype=np.int64)[o] for i in (0, 1))
+        keep = (v == 1) | (m % pp == 0)
+        m, v, z, r, code = m[keep], v[keep], z[keep], r[keep], code[keep]
+        size = len(m)
+        for name, column in {
+            "dp": np.full(size, dp),
+            "tp": np.full(size, tp),
+            "pp": np.full(size, pp),
+            "cp": np.full(size, cp),
+            "zero_stage": z,
+            "num_micro_batches": m,
+            "virtual_stages": v,
+            "recompute": r,
+            "micro_batch": global_batch // dp // m,
+            "schedule": code,
+        }.items():
+            columns.setdefault(name, []).append(column)
+    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    if not joined:
+        joined = {"dp": np.zeros(0, dtype=np.int64)}
+    return make_grid(**joined, sequence_parallel=True, offload=OFFLOADS.index(offload))
+
+
+def _orders(schedules: Iterable[Schedule], chunks: Iterable[int]) -> list[tuple[Schedule, int]]:
+    """Each schedule with its virtual stages."""
+    named = list(schedules)
+    flat = [(schedule, 1) for schedule in named if schedule is not Schedule.INTERLEAVED]
+    return flat + [(Schedule.INTERLEAVED, v) for v in chunks if Schedule.INTERLEAVED in named]
+
+
+def _coded(orders: Iterable[tuple[Schedule, int]]) -> list[tuple[int, int]]:
+    return [(SCHEDULES.index(schedule), chunks) for schedule, chunks in orders]
+
+
+def searched_contexts(seq_len: int) -> tuple[int, ...]:
+    """Context-parallel degrees worth a search: for sequences from 32,768 tokens on (for shorter ones cp does what dp
+    does, and no better), powers of two that leave a rank 4,096 tokens or more."""
+    longest = seq_len // 4096 if seq_len >= 32768 else 1
+    return tuple(2**k for k in range(20) if k == 0 or (2**k <= longest and seq_len % 2 ** (k + 1) == 0))
+
+
+def _degrees(
+    model: ModelSpec, num_gpus: int, max_tp: int, contexts: Iterable[int]
+) -> Iterator[tuple[int, int, int, int]]:
+    """All (dp, tp, pp, cp) with that product which the model's dimensions allow.
+
+    A context-parallel rank has two parts of the sequence, an early and a late one, so that causal attention is spread
+    evenly.
+    """
+    for cp in contexts:
+        for tp in divisors(num_gpus // cp) if num_gpus % cp == 0 else []:
+            shards = model.num_heads % tp == 0 and model.num_kv_heads % tp == 0 and model.ffn_hidden % tp == 0
+            if tp > max_tp or not shards or model.seq_len % (tp * cp * (2 if cp > 1 else 1)):
+                continue
+            for pp in divisors(num_gpus // cp // tp):
+                if pp <= model.num_layers:
+                    yield num_gpus // cp // tp // pp, tp, pp, cp
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors in rising order. Raises `InputError` below one."""
+    if number < 1:
+        raise InputError(f"{number} has no divisors; expected at least 1")
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]

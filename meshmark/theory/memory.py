@@ -1,0 +1,353 @@
+"""Peak memory of a rank, by pipeline stage and category, in closed form.
+
+Letters in the formulas: s sequence, b micro-batch, h hidden, a heads, f feed-forward width, t tensor-parallel degree,
+p pipeline stages, m micro-batches, v virtual stages, L layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshmark.plan.rates import Rates
+from meshmark.spec.layout import Offload, Recompute, Schedule
+from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.theory.backward_pass import Pass
+from meshmark.theory.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid
+from meshmark.theory.partition import Stage
+from meshmark.theory.peak import eager_peak
+from meshmark.theory.queued import queued_tensors
+from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.saved_activations import (
+    INDEX_BYTES,
+    RNG_STATE_BYTES,
+    block_bytes,
+    cast_weight_bytes,
+    head_bytes,
+    logit_bytes,
+)
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "buffers",
+    "fragmentation",
+    "overhead",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of a rank, one row a layout: every category at its fullest. The peak, `total_bytes`, is their sum less what
+    is `absent` then."""
+
+    parameters: Column
+    """Weights, and the master copies that the optimizer updates."""
+    gradients: Column
+    """Between backward pass and update."""
+    optimizer: Column
+    """Moments."""
+    activations: Column
+    """What the backward pass needs of all micro-batches in flight."""
+    logits: Column
+    """What the loss needs beyond that."""
+    buffers: Column
+    """DDP's buckets, ZeRO-3's gathered weights, tensor-parallel gathers, fresh gradients, working set of a block."""
+    fragmentation: Column
+    """What the caching allocator holds beyond live tensors, and memory that queued collectives still pin."""
+    overhead: Column
+    """The framework's own."""
+    absent: Column
+    """Of the above, what is not there at the peak."""
+    fullest_stage: Column
+    """The pipeline stage that these bytes are of."""
+    host_bytes: Column
+    """Moments and master weights kept in host memory or on NVMe instead, of the stage that has most of them."""
+    released: Column
+    """What queued collectives would pin but the allocator takes back, by waiting, because it would not fit."""
+    first_stage_bytes: Column
+    """The same total of the first stage: what rank 0 reports. Not a number where one stage alone was asked for."""
+
+    @property
+    def total_bytes(self) -> Column:
+        return sum((getattr(self, name) for name in CATEGORIES), start=-self.absent)
+
+
+def memory(
+    model: ModelSpec,
+    grid: Grid,
+    recipe: TrainingRecipe,
+    rates: Rates,
+    *,
+    lag: Column | None = None,
+    capacity_bytes: float = np.inf,
+) -> Memory:
+    """Peak memory of every layout, on its fullest stage.
+
+    `lag` (0 to 1, one a row) is how far the host runs ahead of the device: tensors handed to a queued collective
+    cannot be reused until it has run (torch's `record_stream`), so a host that is ahead pins more of them. Where they
+    would not fit into `capacity_bytes` the allocator waits for the device, frees them and tries again: they then count
+    as `released`.
+    """
+    found = {field.name: np.zeros(len(grid)) for field in dataclasses.fields(Memory)}
+    ahead = np.ones(len(grid)) if lag is None else lag
+
+    def fill(rows: Column, indices: Sequence[int]) -> Column:
+        """Write the fullest of these stages for these rows; returns which fit one of them only by releasing."""
+        sub, columns = grid.take(rows), np.arange(len(rows))
+        by_stage = [stage_memory(model, sub, recipe, rates, i, ahead[rows], capacity_bytes) for i in indices]
+        totals = np.stack([stage.total_bytes for stage in by_stage])
+        fullest = totals.argmax(axis=0)
+        for name, column in found.items():
+            column[rows] = np.stack([getattr(stage, name) for stage in by_stage])[fullest, columns]
+        found["host_bytes"][rows] = np.stack([stage.host_bytes for stage in by_stage]).max(axis=0)
+        found["first_stage_bytes"][rows] = totals[0]
+        released = np.stack([stage.released for stage in by_stage])
+        return np.asarray(np.any((released > 0) & (totals <= capacity_bytes), axis=0))
+
+    for pp, rows in grid.by_pipeline():
+        cut = recipe.stages(model, pp)
+        # Of equal stages the first holds the most: only micro-batches in flight differ, and fall from stage to stage.
+        # Unless it fits by releasing what a later one can keep; then all are looked at.
+        firsts = sorted({stage: i for i, stage in reversed(list(enumerate(cut)))}.values())
+        tight = fill(rows, firsts)
+        if tight.any():
+            fill(rows[tight], range(pp))
+    return Memory(**found)
+
+
+def stage_memory(
+    model: ModelSpec,
+    grid: Grid,
+    recipe: TrainingRecipe,
+    rates: Rates,
+    index: int,
+    ahead: Column | float = 1.0,
+    capacity_bytes: float = np.inf,
+) -> Memory:
+    """The same of one stage's ranks, for layouts of one pipeline degree."""
+    stage = recipe.stages(model, int(grid.pp[0]))[index]
+    num_parameters = stage_parameters(model, stage, grid.tp)
+    states = state_bytes(num_parameters, grid, recipe)
+    held = held_bytes(model, grid, recipe, stage, index)
+    logits = _logit_bytes(model, grid, recipe, stage)
+    if recipe.eager:
+        flight = num_in_flight(grid, index)
+        one = Pass(
+            model=model,
+            widths=recipe.eager,
+            stage=stage,
+            tokens=tokens(model, grid),
+            tp=grid.tp,
+            sp=sequence_shards(grid),
+            held=held / flight,
+        )
+        peak = eager_peak(one, grid, recipe, flight, num_parameters) - states["gradients"]
+        buffers = _received_bytes(model, grid, recipe, index)
+    else:
+        # A peak of the backward pass at its start (all activations, the logits or a block's working set), and one at
+        # its end (one micro-batch less, every fresh gradient).
+        fresh = recipe.fresh_gradient_bytes * num_parameters
+        end = held * (1.0 - 1.0 / num_in_flight(grid, index)) + fresh
+        peak = np.maximum(held + np.maximum(logits, _working_bytes(model, grid, recipe, stage)), end)
+        buffers = states["buffers"] + recipe.flat_buffer_bytes
+    # What the peak holds beyond categories at their fullest counts as buffers, what it lacks of them as absent.
+    more = peak - held - logits
+    whole = tokens(model, grid) * model.hidden * recipe.element_bytes
+    pinned = queued_tensors(grid, rates, stage.num_layers, ahead) * whole * (1.0 + 1.0 / grid.tp)
+    live = sum((states[c] for c in ("parameters", "gradients", "optimizer")), start=peak + buffers)
+    live = live + rates.fragmentation * peak + rates.overhead_bytes
+    released = np.where(live + pinned > capacity_bytes, pinned, 0.0)
+    return Memory(
+        **{**states, "buffers": buffers + np.maximum(more, 0.0)},
+        activations=held,
+        logits=logits,
+        absent=np.maximum(-more, 0.0),
+        fragmentation=rates.fragmentation * peak + pinned - released,
+        overhead=np.full(len(grid), rates.overhead_bytes),
+        released=released,
+        fullest_stage=np.full(len(grid), index),
+        first_stage_bytes=np.full(len(grid), np.nan),
+    )
+
+
+def stage_parameters(model: ModelSpec, stage: Stage, tp: Column | int = 1) -> Column:
+    """Parameters of one stage on one tensor-parallel rank: matrices, the biases of column-parallel ones and the
+    vocabulary are split (arXiv:1909.08053 sec. 3); norms, the biases of row-parallel ones and learned positions are
+    whole. A tied weight is held by the first and by the last stage, once where they are one."""
+    h, is_gpt = model.hidden, model.family is Family.GPT
+    whole, norm = (6 * h, 2 * h) if is_gpt else (2 * h, h)
+    vocabulary = model.vocab_size * h / np.asarray(tp)
+    total: Column = stage.num_layers * ((model.block_parameters - whole) / np.asarray(tp) + whole)
+    if stage.has_embedding:
+        total = total + vocabulary + (model.seq_len * h if is_gpt else 0)
+    if stage.has_head:
+        total = total + norm + (0 if model.tied_embeddings and stage.has_embedding else vocabulary)
+    return total
+
+
+def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> dict[str, Column]:
+    """Model states under ZeRO (arXiv:1910.02054 sec. 5): stage 1 divides optimizer states and masters by dp, 2 also
+    gradients, 3 also weights."""
+    shards = (grid.dp * grid.cp).astype(float)
+
+    def share(num_bytes: float, from_stage: int) -> Column:
+        return num_bytes * num_parameters / np.where(grid.zero_stage >= from_stage, shards, 1)
+
+    masters, moments = share(recipe.master_bytes, 1), share(recipe.moment_bytes, 1)
+    there = grid.offload == OFFLOADS.index(Offload.NONE)
+    replicated = (shards > 1) & (grid.zero_stage < 3)
+    return {
+        "parameters": share(recipe.weight_bytes, 3) + np.where(there, masters, 0.0),
+        "gradients": share(recipe.gradient_bytes, recipe.gradient_stage)
+        + np.where(there, share(recipe.shard_gradient_bytes, 1), 0.0),
+        "optimizer": np.where(there, moments, 0.0),
+        "host_bytes": np.where(there, 0.0, masters + moments + share(recipe.shard_gradient_bytes, 1)),
+        "buffers": np.where(replicated, recipe.bucket_bytes * num_parameters, 0.0),
+    }
+
+
+def tokens(model: ModelSpec, grid: Grid) -> Column:
+    """Tokens of one micro-batch on one rank."""
+    return grid.micro_batch * model.seq_len / grid.cp
+
+
+def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
+    """Bytes that one layer keeps of one micro-batch.
+
+    GPT: arXiv:2205.05198 table 2, s b h (10 + 24/t + 5as/ht), all over t with sequence parallelism; without dropout
+    masks the 34 are 31 and the 5 are 4; flash attention keeps 4a/h instead of the scores, and so does selective
+    recomputation. LLaMA: four tensors of h between the parallel regions, q, k, v and the output, and four of f.
+    Eager kernels: `eager.py`.
+    """
+    t, h, s = grid.tp.astype(float), model.hidden, model.seq_len / grid.cp
+    width = recipe.element_bytes
+    if recipe.eager:
+        kept = block_bytes(model, recipe.eager, t, sequence_shards(grid))
+        stream = recipe.eager.stream * h / sequence_shards(grid)
+        return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), stream, kept)
+    if model.family == "gpt":
+        between, inside = (10.0, 24.0) if recipe.dropout_masks else (8.0, 23.0)
+        scores = 5.0 if recipe.dropout_masks else 4.0
+        between, inside = between * width / 2.0 * h, inside * width / 2.0 * h
+    else:
+        between = 4.0 * width * h
+        inside = width * (2.0 * h + 2.0 * model.kv_hidden + 4.0 * model.ffn_hidden)
+        scores = 4.0
+    core = np.where(_keeps_scores(grid, recipe), scores * width / 2.0 * model.num_heads * s, 4.0 * model.num_heads)
+    per_token = between / np.where(grid.sequence_parallel, t, 1.0) + (inside + core) / t
+    if recipe.flash_attention:
+        products = 3.0 * h + 2.0 * model.kv_hidden + 2.0 * model.ffn_hidden
+        some = width * (h / np.where(grid.sequence_parallel, t, 1.0) + (h + 0.5 * products) / t)
+        per_token = np.where(grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE), some, per_token)
+    full = width * h / np.where(grid.sequence_parallel, t, 1.0)
+    return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), full, per_token)
+
+
+def _keeps_scores(grid: Grid, recipe: TrainingRecipe) -> Column:
+    keeps: Column = (grid.recompute == RECOMPUTES.index(Recompute.NONE)) & (not recipe.flash_attention)
+    return keeps
+
+
+def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, index: int) -> Column:
+    """What the forward passes of all micro-batches in flight leave for the backward pass.
+
+    Of eager kernels this is the embedding's positions and the head's norm and log-softmax too; the input of a later
+    stage lies in the buffer that it was received in, and counts there.
+    """
+    layer, flight = layer_activation_bytes(model, grid, recipe), num_in_flight(grid, index)
+    passes = flight / grid.virtual_stages
+    widths, sp = recipe.eager, sequence_shards(grid)
+    held: Column = passes * stage.num_layers * layer
+    if widths is None:
+        held = held + np.ceil(passes) * boundary_bytes(model, grid, recipe)
+        return held
+    again = grid.recompute == RECOMPUTES.index(Recompute.FULL)
+    more = np.where(again, float(stage.num_layers * RNG_STATE_BYTES), 0.0)
+    if stage.has_head:
+        more = more + tokens(model, grid) * head_bytes(model, widths, grid.tp, sp)
+    if not stage.has_embedding:
+        more = more - tokens(model, grid) * widths.stream * model.hidden / sp
+    elif model.family is Family.GPT:
+        more = more + INDEX_BYTES * model.seq_len / grid.cp
+    if recipe.keeps_root:
+        root = stage_parameters(model, dataclasses.replace(stage, num_layers=0), grid.tp)
+        more = more + np.where(grid.dp * grid.cp > 1, recipe.gather_bytes * root, 0.0)
+    if widths.autocast:
+        more = more + cast_weight_bytes(model, stage.num_layers, stage.has_head) / grid.tp
+    return held + passes * more
+
+
+def sequence_shards(grid: Grid) -> Column:
+    """Over how many ranks a sequence is split between tensor-parallel regions."""
+    shards: Column = np.where(grid.sequence_parallel, grid.tp, 1)
+    return shards
+
+
+def _received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: int) -> Column:
+    """Of all micro-batches, the stage inputs that PyTorch's pipeline receives into buffers made once, and the outputs
+    that it keeps until their gradients are there, which are received into such buffers too."""
+    num_streams = (index > 0) + 2 * (index < grid.pp - 1)
+    return num_streams * grid.num_micro_batches * boundary_bytes(model, grid, recipe)
+
+
+def boundary_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
+    """A stage's input for one micro-batch."""
+    return tokens(model, grid) * model.hidden * recipe.element_bytes / np.where(grid.sequence_parallel, grid.tp, 1)
+
+
+def num_in_flight(grid: Grid, index: int) -> Column:
+    """Forward passes, of a chunk of layers each, whose activations stage `index` holds at its peak.
+
+    GPipe m; 1F1B and ZB-H1 p - i; interleaved 2(p - i - 1) + (v - 1)p + 1 chunks (arXiv:2104.04473, arXiv:2205.05198
+    sec. 4.2.3: L(1 + (p-1)/(pv)) layers on the first stage).
+    """
+    m, v = grid.num_micro_batches, grid.virtual_stages
+    one_f_one_b = np.minimum(grid.pp - index, m)
+    interleaved = np.minimum(2 * (grid.pp - index - 1) + (v - 1) * grid.pp + 1, m * v)
+    flight = np.where(grid.schedule == SCHEDULES.index(Schedule.GPIPE), m, one_f_one_b)
+    return np.where(v > 1, interleaved, np.where(grid.pp > 1, flight, 1)).astype(float)
+
+
+def _logit_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
+    """Logits at the loss, divided over the tensor-parallel ranks by vocabulary; where the loss is elsewhere, those
+    that are sent there and their gradient."""
+    if recipe.eager:  # the gradients of the log-softmax and of the logits
+        loss = 2.0 * tokens(model, grid) * logit_bytes(model, recipe.eager, grid.tp)
+        return loss if stage.has_loss else np.zeros(len(grid))
+    kept = np.where(grid.num_micro_batches > 1, recipe.kept_logit_bytes, 0.0)
+    per_logit = recipe.logit_bytes + kept if stage.has_loss else (2 * recipe.element_bytes if stage.has_head else 0.0)
+    return per_logit * tokens(model, grid) * model.vocab_size / grid.tp
+
+
+def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
+    """What the backward pass of a block needs beyond its saved tensors, and the gathered inputs and weights."""
+    t, width, num_tokens = grid.tp, recipe.element_bytes, tokens(model, grid)
+    whole = num_tokens * model.hidden * width
+    block = 3.0 * num_tokens * model.ffn_hidden * width / t + whole * np.where(t > 1, 4.0, 1.0)
+    # A neighbour's keys, values and their gradients, on their way around the ring (arXiv:2310.01889 sec. 3).
+    block = block + np.where(grid.cp > 1, 4.0 * num_tokens * model.kv_hidden * width / t, 0.0)
+    again = np.where(
+        grid.recompute == RECOMPUTES.index(Recompute.NONE),
+        0.0,
+        layer_activation_bytes(model, _without_recompute(grid), recipe),
+    )
+    shards = (grid.dp * grid.cp).astype(float)
+    largest = max(2 * model.block_parameters, model.vocab_size * model.hidden)
+    gathered = np.where(
+        (grid.zero_stage >= 3) & (shards > 1),
+        (recipe.gather_bytes + recipe.reduce_bytes / 2.0) * largest / t,
+        0.0,
+    )
+    return (block + again if stage.num_layers else np.zeros(len(grid))) + gathered
+
+
+def _without_recompute(grid: Grid) -> Grid:
+    columns = {name: getattr(grid, name) for name in grid.__dataclass_fields__}
+    return Grid(**{**columns, "recompute": np.zeros_like(grid.recompute)})

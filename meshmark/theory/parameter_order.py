@@ -1,0 +1,77 @@
+"""The parameters of a stage in the order in which optimizers go through them, and parts of their flat sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.theory.grid import Column
+from meshmark.theory.partition import Stage
+
+
+def parameter_sizes(model: ModelSpec, stage: Stage, tp: Column) -> tuple[list[Column], list[Column], list[Column]]:
+    """Elements of every parameter on one tensor-parallel rank: of the embedding, of one block and of the head, as the
+    stage has them."""
+    h, kv, f = model.hidden, model.kv_hidden / tp, model.ffn_hidden / tp
+    q, gpt, one = h / tp, model.family is Family.GPT, np.ones(len(tp))
+    norm = [h * one] * (2 if gpt else 1)
+    vocabulary = model.vocab_size * h / tp
+
+    def linear(inner: Column, outer: Column) -> list[Column]:
+        return [inner * outer, outer] if gpt else [inner * outer]
+
+    attention = [*linear(h * one, q), *linear(h * one, kv), *linear(h * one, kv), *linear(q, h * one)]
+    feed_forward = [*([] if gpt else [h * f]), *linear(h * one, f), *linear(f, h * one)]
+    embedding = [vocabulary, *([model.seq_len * h * one] if gpt else [])]
+    shared = model.tied_embeddings and stage.has_embedding
+    return (
+        embedding if stage.has_embedding else [],
+        [*norm, *attention, *norm, *feed_forward] if stage.num_layers else [],
+        [*norm, *([] if shared else [vocabulary])] if stage.has_head else [],
+    )
+
+
+def largest_temporaries(model: ModelSpec, stage: Stage, tp: Column) -> Column:
+    """Elements of AdamW's temporaries on a CPU, where it goes from parameter to parameter: the root of the second
+    moments and its quotient, while the quotient of the parameter before is still there."""
+    embedding, block, head = parameter_sizes(model, stage, tp)
+    sizes = [*embedding, *block, *head]
+    found: Column = np.max([before + 2 * own for before, own in zip([0 * tp, *sizes], sizes, strict=False)], axis=0)
+    return found
+
+
+def part_elements(model: ModelSpec, stage: Stage, tp: Column, num_parts: Column, part: int) -> Column:
+    """Elements of all tensors that reach into one of equal parts, of an even number of elements, of the sequence."""
+    embedding, block, head = parameter_sizes(model, stage, tp)
+    before, each = sum(embedding, start=0.0 * tp), sum(block, start=0.0 * tp)
+    total = before + stage.num_layers * each + sum(head, start=0.0 * tp)
+    size = 2 * np.ceil(total / (2 * num_parts))
+    low, high = np.minimum(part * size, total), np.minimum((part + 1) * size, total)
+
+    def edges(position: Column) -> Column:
+        """Ends of tensors near `position`."""
+        index = np.clip((position - before) // np.maximum(each, 1), 0, max(stage.num_layers - 1, 0))
+        starts = [0 * tp + start for start in (0.0, before + index * each, total - sum(head, start=0.0 * tp))]
+        found: Column = np.concatenate(
+            [np.cumsum([start, *sizes], axis=0) for start, sizes in zip(starts, (embedding, block, head), strict=True)]
+        )
+        return found
+
+    first = np.max(np.where(edges(low) <= low, edges(low), 0.0), axis=0)
+    last = np.min(np.where(edges(high) >= high, edges(high), total), axis=0)
+    elements: Column = last - first
+    return elements
+
+
+def bucket_elements(model: ModelSpec) -> int:
+    """Of the bucket that the suites give DeepSpeed: its default, but at most the larger of a block and the token
+    embedding, for a small model would never fill more."""
+    return min(500_000_000, max(model.block_parameters, model.vocab_size * model.hidden))
+
+
+def filled_elements(model: ModelSpec, stage: Stage, tp: Column, bucket: float) -> Column:
+    """Elements of the first tensors that fit into a bucket of no more than a block or the embedding."""
+    embedding, block, head = parameter_sizes(model, stage, tp)
+    ends = np.cumsum([*embedding, *block, *(block if stage.num_layers > 1 else []), *head], axis=0)
+    found: Column = np.where(ends <= bucket, ends, 0).max(axis=0)
+    return found

@@ -1,0 +1,162 @@
+"""The most that an eager run holds at one instant of a step: at the loss, within the backward pass, or in the update.
+
+What is alive beside the activations depends on how a framework brings gradients from the one to the other, and on
+gloo, whose all-gathers and reduce-scatters work on a copy of the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from meshmark.theory.backward_pass import Pass
+from meshmark.theory.grid import Column, Grid
+from meshmark.theory.parameter_order import bucket_elements, filled_elements, largest_temporaries, part_elements
+from meshmark.theory.recipe import GradientPath, TrainingRecipe
+
+
+def eager_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, flight: Column, num_parameters: Column) -> Column:
+    """The most bytes alive at once beyond parameters, masters and moments, on the fullest rank of a stage. `one`: a
+    micro-batch of the `flight` ones that the stage holds when its first backward pass begins.
+
+    In a pipeline the first backward pass finds most activations and no gradient, the second one micro-batch less and
+    all gradients; without one, only the last micro-batch's counts.
+    """
+    peaks = _DEEPSPEED.get(recipe.gradient_path, _sharded_peak)
+    piped, accumulated = grid.pp > 1, grid.num_micro_batches > 1
+    first = peaks(one, grid, recipe, num_parameters, False) + (flight - 1) * one.held
+    later = peaks(one, grid, recipe, num_parameters, True) + np.maximum(flight - 2, 0) * one.held
+    peak = np.maximum(np.where(piped | ~accumulated, first, 0.0), np.where(accumulated, later, 0.0))
+    return _most([peak, _update_peak(one, grid, recipe, num_parameters)])
+
+
+def _most(found: Sequence[Column]) -> Column:
+    """Row by row."""
+    most: Column = np.max(found, axis=0)
+    return most
+
+
+def _update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column) -> Column:
+    """Gradients and AdamW's temporaries; DeepSpeed gives it one flat tensor, and the root of the second moments and its
+    quotient are as large."""
+    path, width = recipe.gradient_path, recipe.gradient_bytes
+    shards = np.where(grid.zero_stage >= recipe.gradient_stage, grid.dp * grid.cp, 1)
+    held = width * num_parameters / shards
+    flat = held * (3 if recipe.moment_bytes else 1)
+    if path in (GradientPath.STAGED, GradientPath.STREAMED):
+        return flat
+    if path is GradientPath.MODULES:
+        return held + flat + width * bucket_elements(one.model)  # the flat tensor is a copy
+    own = np.where(grid.zero_stage >= 3, shards, 1)  # below stage 3 an owner has whole tensors (FairScale's OSS)
+    temporaries = largest_temporaries(one.model, one.stage, one.tp) / own
+    return held + (width if recipe.moment_bytes else 0.0) * temporaries
+
+
+def _whole_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
+    """Of tensors or of buckets, which are there from the start of the step; DDP's other micro-batches' beside them."""
+    width, buckets = recipe.gradient_bytes, recipe.gradient_path is GradientPath.BUCKETS
+    beside = width * num_parameters * np.where(grid.pp == 1, buckets and later, 0)
+    return _most(
+        [
+            instant.activations + beside + width * (num_parameters + instant.own if later or buckets else instant.made)
+            for instant in one.instants(recipe.loss_tensors)
+        ]
+    )
+
+
+def _staged_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
+    """DeepSpeed's stage 1: beside whole gradients stands the bucket, from the first gradient of the step on; when it is
+    full for the first time, its gradients are there no more, and the rank's part is made."""
+    width, bucket = recipe.gradient_bytes, bucket_elements(one.model)
+    before = _most(
+        [
+            instant.activations
+            + width
+            * (num_parameters + instant.own + bucket if later else instant.made + np.where(instant.made > 0, bucket, 0))
+            for instant in one.instants(recipe.loss_tensors)
+        ]
+    )
+    filled = filled_elements(one.model, one.stage, one.tp, bucket)
+    part = part_elements(one.model, one.stage, one.tp, grid.dp, 0)
+    return _most([before, width * (num_parameters + part + bucket - filled)])
+
+
+def _streamed_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
+    """DeepSpeed's stage 2: bucket by bucket, each about a block, is reduced in a flat copy; the rank's part of this
+    micro-batch's is made after the first."""
+    width, bucket = recipe.gradient_bytes, bucket_elements(one.model)
+    part = _fullest_part(one, grid)
+    found = [one.loss(recipe.loss_tensors).activations, one.head().activations + width * (bucket + one.head_parameters)]
+    for done in one.landmarks:
+        *within, last = one.in_block(done)
+        made = part if done else 0.0
+        found += [i.activations + width * (i.own + bucket + made) for i in within]
+        found.append(last.activations + width * (last.own + 2 * bucket + made))
+    return _most(found) + (width * part if later else 0.0)
+
+
+def _fullest_part(one: Pass, grid: Grid) -> Column:
+    """Elements of the tensors that reach into a rank's part, on the rank with most of the first 16."""
+    parts = [
+        part_elements(one.model, one.stage, one.tp, grid.dp, i) * (grid.dp > i)
+        for i in range(min(int(grid.dp.max()), 16))
+    ]
+    return _most(parts)
+
+
+def _modules_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
+    """DeepSpeed's stage 3: all of a rank's gradients and the bucket are there for life; a module's weight is gathered
+    when it is used, and a full bucket, once more flat, is reduced."""
+    width, bucket = recipe.gradient_bytes, bucket_elements(one.model)
+    found = [one.loss(recipe.loss_tensors).activations]
+    for instant in [one.head(), *(i for done in one.landmarks for i in one.in_block(done))]:
+        found.append(instant.activations + (width + recipe.gather_bytes) * instant.own)
+    found += [one.in_block(done)[-1].activations + recipe.reduce_bytes * 2 * bucket for done in one.landmarks]
+    return _most(found) + width * (num_parameters / grid.dp + bucket)
+
+
+def _units_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
+    """FSDP's units, the blocks and the root (all else): weights gathered for a unit and for the one that comes next,
+    its whole gradients, and those of the root, which is gathered all through the backward pass."""
+    low, wide, shards = recipe.gather_bytes, recipe.reduce_bytes, grid.dp * grid.cp
+    unit, last = one.block_parameters, one.stage.num_layers - 1
+    # A root that is kept is among what the forward pass leaves.
+    root = (num_parameters - one.stage.num_layers * unit) * (not recipe.keeps_root)
+    kept = recipe.gradient_bytes * num_parameters / shards if later else 0.0
+    ahead = low * unit * recipe.prefetches
+    # When the root is gathered its copy is made; then the first block's, ahead.
+    copies = np.maximum(low * root, 2 * ahead)
+    found = [one.loss(recipe.loss_tensors).activations, one.held + low * root + copies]
+    beside = low * (root + one.head_parameters)
+    found.append(one.head().activations + beside + ahead)
+    for done in one.landmarks:
+        following = ahead if done < last else 0.0
+        start = one.before_block(done) + one.stream + beside
+        shard = recipe.gradient_bytes * unit / shards
+        reduced = 0.0 if later else done * shard
+        queued = wide * unit * recipe.prefetches if done else 0.0  # the last unit's, until this one's are reduced
+        copy = following if recipe.prefetches else low * unit
+        found.append(start + low * unit + following + copy + queued + reduced)
+        for i in one.in_block(done):
+            made = i.made - one.head_parameters - done * unit
+            found.append(i.activations + beside + low * (unit + made) + following + queued + reduced)
+        copied = wide * unit * (2 if recipe.prefetches else 3)
+        found.append(start - one.block + copied + following + reduced + shard)
+    start = one.before_block(one.stage.num_layers) + one.stream
+    found.append(start + low * root + wide * root * 2)
+    return _most(found) + kept
+
+
+def _sharded_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
+    """Weights that are sharded are gathered as FSDP does, whatever the path."""
+    whole, units = (peak(one, grid, recipe, num_parameters, later) for peak in (_whole_peak, _units_peak))
+    found: Column = np.where(grid.zero_stage >= 3, units, whole)
+    return found
+
+
+_DEEPSPEED: dict[GradientPath, Callable[[Pass, Grid, TrainingRecipe, Column, bool], Column]] = {
+    GradientPath.STAGED: _staged_peak,
+    GradientPath.STREAMED: _streamed_peak,
+    GradientPath.MODULES: _modules_peak,
+}

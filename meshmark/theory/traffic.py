@@ -1,0 +1,132 @@
+"""Closed forms of what one rank communicates in one optimizer step.
+
+Bytes are those of full tensors, by kind of collective, as a framework asks for them; `wire_factor` of
+`meshmark.measure.traffic` turns them into bytes sent under ring algorithms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
+from meshmark.theory.partition import uniform_stages
+from meshmark.theory.states import local_parameters, pipeline_stage
+
+Traffic = dict[str, float]
+"""Bytes by kind of collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """How a framework keeps data-parallel ranks together."""
+
+    kind: str = "all_reduce"
+    """Collective that reduces gradients: all_reduce, reduce_scatter or reduce."""
+    every_micro_batch: bool = False
+    """Whether each micro-batch is reduced by itself, or their sum once."""
+    gradient_bytes: int | None = None
+    """Bytes an element on the wire; None means the wide precision's."""
+    gathers_per_micro_batch: int = 0
+    """All-gathers of the parameters for each micro-batch: 2 under ZeRO-3, one for forward and one for backward."""
+    gathers_per_step: int = 0
+    """All-gathers of the updated parameters: 1 under ZeRO-1 and 2."""
+    gather_kind: str = "all_gather"
+    """Collective that brings parameters together: all_gather, or owners' broadcasts."""
+    weight_bytes: int | None = None
+    """Bytes an element of a gathered weight."""
+
+
+def wide_bytes(precision: Precision) -> int:
+    return 8 if precision is Precision.FP64 else 4
+
+
+def default_reduction(case: Case) -> Reduction:
+    """The textbook's: one all-reduce a step, or under ZeRO reduce-scatter and all-gather (arXiv:1910.02054, section 7:
+    2P elements up to stage 2, 3P at stage 3)."""
+    if case.layout.zero_stage == 0:
+        return Reduction()
+    if case.layout.zero_stage < 3:
+        return Reduction(kind="reduce_scatter", gathers_per_step=1)
+    return fully_sharded(case)
+
+
+def fully_sharded(case: Case) -> Reduction:
+    """ZeRO-3 as FSDP does it: low-precision weights gathered for forward and again for backward, wide gradients reduced
+    after every micro-batch, so that they stay sharded."""
+    low = case.precision in (Precision.BF16, Precision.FP16)
+    return Reduction(
+        kind="reduce_scatter", gathers_per_micro_batch=2, every_micro_batch=True, weight_bytes=2 if low else None
+    )
+
+
+def data_parallel_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic:
+    """Reduction of gradients and gathering of parameters over the data- and context-parallel ranks."""
+    if case.layout.dp * case.layout.cp == 1:
+        return {}
+    how = reduction or default_reduction(case)
+    wide, count = wide_bytes(case.precision), local_parameters(case.workload.model, case.layout, rank)
+    times = case.layout.num_micro_batches if how.every_micro_batch else 1
+    gathers = how.gathers_per_step + how.gathers_per_micro_batch * case.layout.num_micro_batches
+    traffic: Traffic = {how.kind: float(times * count * (how.gradient_bytes or wide))}
+    if gathers:
+        traffic[how.gather_kind] = float(gathers * count * (how.weight_bytes or wide))
+    return traffic
+
+
+def tensor_parallel_traffic(case: Case, activation_bytes: int | None = None) -> Traffic:
+    """Four all-reduces of B x T x C a block, two in forward and two in backward (arXiv:1909.08053, section 3); one for
+    the embedding, one for the gradient of the head's input; and three scalars a token for the vocabulary-parallel loss.
+    """
+    layout, model = case.layout, case.workload.model
+    if layout.tp == 1:
+        return {}
+    wide = wide_bytes(case.precision)
+    tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
+    stream = tokens * model.hidden * (activation_bytes or wide)
+    return {"all_reduce": float((4 * model.num_layers + 2) * stream + 3 * tokens * wide)}
+
+
+def pipeline_traffic(case: Case, rank: int, activation_bytes: int | None = None) -> Traffic:
+    """The residual stream forward and its gradient backward over every boundary that `rank` has (GPipe,
+    arXiv:1811.06965, section 2.2)."""
+    layout = case.layout
+    if layout.pp == 1:
+        return {}
+    stage = pipeline_stage(layout, rank)
+    boundaries = (stage > 0) + (stage < layout.pp - 1)
+    tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
+    stream = tokens * case.workload.model.hidden * (activation_bytes or wide_bytes(case.precision))
+    return {"send": float(boundaries * stream), "recv": float(boundaries * stream)}
+
+
+def context_parallel_traffic(case: Case, rank: int, activation_bytes: int | None = None) -> Traffic:
+    """Ring attention (arXiv:2310.01889 sec. 3): in each of cp - 1 hops a rank passes on a block of keys and one of
+    values, and in the backward pass their gradients too."""
+    layout, model = case.layout, case.workload.model
+    if layout.cp == 1:
+        return {}
+    layers = uniform_stages(model, layout.pp)[pipeline_stage(layout, rank)].num_layers
+    tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
+    block = tokens * model.kv_hidden // layout.tp * (activation_bytes or wide_bytes(case.precision))
+    sent = float(6 * (layout.cp - 1) * layers * block)
+    return {"send": sent, "recv": sent}
+
+
+def step_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic:
+    """All of the above."""
+    return add_traffic(
+        data_parallel_traffic(case, rank, reduction),
+        tensor_parallel_traffic(case),
+        pipeline_traffic(case, rank),
+        context_parallel_traffic(case, rank),
+    )
+
+
+def add_traffic(*parts: Traffic) -> Traffic:
+    """Sum by kind."""
+    total: Traffic = {}
+    for part in parts:
+        for kind, num_bytes in part.items():
+            total[kind] = total.get(kind, 0.0) + num_bytes
+    return total

@@ -1,0 +1,104 @@
+"""`make tables`: every published table as shown, each cell beside what the planner computes, with the error.
+
+Written to reports/tables.md. A table is a `Table`; `tables_memory.py` and `tables_time.py` make them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from studies.table import Cell, Table
+
+REPORTS_DIR = Path(__file__).parents[2] / "reports"
+
+
+def table_lines(table: Table) -> list[str]:
+    """A table in Markdown: published, computed, error."""
+    lines = [f"## {table.title}", "", f"Source: {table.source}.", ""]
+    if table.formula:
+        lines += [f"Computed: {table.formula}.", ""]
+    head = [*table.labels]
+    for name in table.columns:
+        head += [name, "computed", "error %"]
+    lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for labels, cells in table.rows:
+        parts = list(labels)
+        for cell in cells:
+            parts += _cell_texts(cell)
+        lines.append(f"| {' | '.join(parts)} |")
+    flags = [
+        f"- {', '.join(labels[:2])}: {cell.flagged}"
+        for labels, cells in table.rows
+        for cell in cells
+        if cell and cell.flagged
+    ]
+    lines += ["", "Flagged in the source:", "", *dict.fromkeys(flags)] if flags else []
+    lines += ["", *table.notes] if table.notes else []
+    lines += ["", f"Measured here: {table.measured}."] if table.measured else []
+    return [*lines, ""]
+
+
+def _cell_texts(cell: Cell | None) -> list[str]:
+    if cell is None:
+        return ["", "", ""]
+    mark = " (!)" if cell.flagged else ""
+    error = "" if np.isnan(cell.error) else f"{100 * cell.error:+.1f}"
+    return [f"{cell.published:.6g}{mark}", f"{cell.computed:.6g}", error]
+
+
+def summary_lines(tables: list[Table]) -> list[str]:
+    """One line a table: cells, mean and largest error, flagged cells."""
+    lines = [
+        "## Summary",
+        "",
+        "| table | cells compared | mean error % | largest error % | flagged in the source |",
+        "|---|---|---|---|---|",
+    ]
+    for table in tables:
+        fair = [abs(c.error) for c in table.cells if not c.flagged and not np.isnan(c.error)]
+        mean, worst = (f"{100 * np.mean(fair):.2f}", f"{100 * max(fair):.1f}") if fair else ("-", "-")
+        flagged = sum(bool(c.flagged) for c in table.cells)
+        lines.append(f"| {table.title} | {len(fair)} | {mean} | {worst} | {flagged} |")
+    return [*lines, ""]
+
+
+def all_tables() -> list[Table]:
+    """Every table, in the order of the report."""
+    from studies.tables_facts import FACT_TABLES
+    from studies.tables_memory import MEMORY_TABLES
+    from studies.tables_time import TIME_TABLES
+
+    makers: list[Callable[[], Table]] = [*MEMORY_TABLES, *TIME_TABLES, *FACT_TABLES]
+    return [make() for make in makers]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the report and print its summary."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, default=REPORTS_DIR / "tables.md")
+    parsed = parser.parse_args(arguments)
+    tables = all_tables()
+    head = [
+        "# Published tables beside the planner",
+        "",
+        "Made by `make tables`; not edited by hand. A cell marked",
+        "(!) is wrong in its source, with the reason below its table, and is not in the summary.",
+        "",
+    ]
+    lines = head + summary_lines(tables)
+    for table in tables:
+        lines += table_lines(table)
+    parsed.output.parent.mkdir(parents=True, exist_ok=True)
+    parsed.output.write_text("\n".join(lines), encoding="utf-8")
+    print("\n".join(summary_lines(tables)))
+    print(f"written: {parsed.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
