@@ -22,10 +22,10 @@ from benchmarks.all_reduce import REDUCTIONS_PER_STEP
 from benchmarks.largest import Probe, largest
 from benchmarks.quiet import Quiet
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.environment import describe
 from meshmark.errors import MeshmarkError
 from meshmark.plan.calibrate import calibrate_here
 from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.environment import describe
 from meshmark.run.launch import Launcher
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request, Task

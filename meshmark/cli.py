@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter, select
+from meshmark.environment import describe, versions
 from meshmark.errors import AdapterError, MeshmarkError, ResultsError
 from meshmark.options import positive, precision, split_values
 from meshmark.plan.cli import add_commands
-from meshmark.run.environment import describe, versions
 from meshmark.run.gpus import num_gpus
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import WORKLOADS, workload

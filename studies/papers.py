@@ -7,7 +7,7 @@ from pathlib import Path
 from meshmark.errors import UnknownNameError
 from meshmark.plan.rows import Row, read_rows
 
-PAPERS_DIR = Path(__file__).parents[2] / "baselines" / "papers"
+PAPERS_DIR = Path(__file__).parents[1] / "baselines" / "papers"
 
 
 def paper(name: str) -> list[Row]:

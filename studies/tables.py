@@ -14,7 +14,7 @@ import numpy as np
 
 from studies.table import Cell, Table
 
-REPORTS_DIR = Path(__file__).parents[2] / "reports"
+REPORTS_DIR = Path(__file__).parents[1] / "reports"
 
 
 def table_lines(table: Table) -> list[str]:

@@ -8,6 +8,7 @@ import dataclasses
 from pathlib import Path
 
 from meshmark.plan.prediction import Prediction, predict_grid
+from meshmark.plan.rates import Rates
 from meshmark.plan.rows import Row, number, read_rows
 from meshmark.spec.hardware import gpu
 from meshmark.spec.layout import Layout
@@ -15,11 +16,10 @@ from meshmark.spec.model_spec import ModelSpec, gpt
 from meshmark.theory.flops import model_flops_per_token
 from meshmark.theory.grid import make_grid
 from meshmark.theory.recipe import recipe
-from meshmark.theory.states import BARE
 from studies.papers import paper
 from studies.table import Cell, Table
 
-TWINS_DIR = Path(__file__).parents[2] / "baselines" / "twins"
+TWINS_DIR = Path(__file__).parents[1] / "baselines" / "twins"
 
 
 def twin(name: str) -> list[Row]:
@@ -182,7 +182,7 @@ def _predict(row: Row, efficiency: float) -> Prediction:
     tp, one = layout.tp, number(row, "all_reduce_seconds") / 2.0  # an all-reduce is two collectives to the planner
     bandwidth = whole * (tp - 1) / tp / one if tp > 1 else 1.0
     given = dataclasses.replace(
-        BARE,
+        Rates(name="bare", step_seconds=0.0, fragmentation=0.0),
         gemm_efficiency=efficiency,
         attention_efficiency=efficiency,
         tp_latency_seconds=0.0,

@@ -13,10 +13,12 @@ from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
+from meshmark.theory.activations import layer_activation_bytes
 from meshmark.theory.grid import make_grid
-from meshmark.theory.memory import layer_activation_bytes, memory, state_bytes
+from meshmark.theory.memory import memory, state_bytes
+from meshmark.theory.overheads import Overheads
 from meshmark.theory.recipe import eager_recipe, recipe
-from meshmark.theory.states import BARE, model_states
+from meshmark.theory.states import model_states
 from studies.papers import paper
 from studies.table import Cell, Table
 from studies.twins import model_of, origin, twin
@@ -122,7 +124,7 @@ def _planned_bytes(row: Row, model: ModelSpec) -> float:
     dp, stage = int(row["dp"]), row["zero_stage"]
     grid = make_grid(dp=[dp], zero_stage=[int(stage)], micro_batch=[int(row["global_batch"]) // dp])
     name = f"eager-deepspeed-{stage}" if row["adapter"] == "deepspeed" else f"eager-{row['adapter']}"
-    return float(memory(model, grid, recipe(name), BARE).total_bytes[0])
+    return float(memory(model, grid, recipe(name), Overheads()).total_bytes[0])
 
 
 def _peak_cell(row: Row, column: str, wider: int) -> Cell:

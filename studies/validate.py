@@ -32,7 +32,7 @@ from studies.validate_sweep import (
     sweep_report,
 )
 
-REPORTS_DIR = Path(__file__).parents[2] / "reports"
+REPORTS_DIR = Path(__file__).parents[1] / "reports"
 _A100_BOUNDS = {"gemm_efficiency": (0.3, 0.95), "gemm_half_width": (1.0, 4e3), "tp_bandwidth": (5e10, 3e11)}
 _A100_START = Rates(
     name="a100",

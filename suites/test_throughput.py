@@ -32,7 +32,9 @@ def test_throughput(timed: Record, benchmark: BenchmarkFixture) -> None:
     """Raw samples after warm-up; the report says whether the run that they belong to was correct."""
     samples = timed.step_seconds
     replay.load(samples)
-    benchmark.pedantic(lambda: None, rounds=len(samples), iterations=1)
+    benchmark.pedantic(  # type: ignore[no-untyped-call]
+        lambda: None, rounds=len(samples), iterations=1
+    )
     speed = throughput(timed)
     benchmark.extra_info.update(
         case=timed.case.id, tokens_per_second=speed.tokens_per_second, mfu=speed.mfu, peak=speed.peak_source

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from meshmark.environment import Environment
 from meshmark.judge.deviation import Deviation, Drift
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
-from meshmark.run.environment import Environment
 from meshmark.run.record import Outcome, Record, Status, Verdict
 from meshmark.run.request import Task
 from meshmark.spec.case import Case

@@ -17,28 +17,33 @@ ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"deepspeed", "accelerate", "fairscale", "megatron", "transformers", "lightning", "pytorch_lightning"}
 MAX_LINES = 320
 
-ORDER = """
-    errors model_spec layout workload case
-    serial device machine initial data model objective
-    plan
-    adapter registry
-    trace truth yardstick faults gradient_faults update_faults diagnosis
-    meters rank_report passes
-    worker preload
-    cluster launch
-    record
-    verdict
-    conformance
-    runner
-    throughput report
-    options expect plugin cli __main__
-""".split()
-"""The modules and packages of the core, a stage a line: each may import only what stands before it. Values come first;
-a launcher stands behind the worker because it names the function that its processes run. A new module gets a place."""
+CORE = ROOT / "meshmark"
+BASE = {"errors", "serial", "environment"}
+"""Modules that every folder may import."""
+FRONT = {"__init__", "__main__", "cli", "expect", "options", "plugin"}
+"""Modules that bring the folders together: what users call."""
+OUTSIDE = {"adapters", "suites"}
+"""Real folders at the top of the checkout, linked into the package under one name."""
 
 
 def python_files(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).rglob("*.py"))
+    """Without following the links of OUTSIDE: each file has one place."""
+    return sorted(
+        p for p in (ROOT / folder).rglob("*.py") if not (CORE / "adapters" in p.parents or CORE / "suites" in p.parents)
+    )
+
+
+def folders() -> dict[str, set[str]]:
+    """Each folder of the core, and those that its docstring says it may import: the tree itself tells the order."""
+    found = {}
+    for path in sorted(CORE.glob("*/__init__.py")):
+        if path.parent.name not in OUTSIDE:
+            last = (ast.get_docstring(parse(path)) or "").splitlines()[-1]
+            assert (match := re.fullmatch(r"May import: (.*)\.", last)), (
+                f"{path.parent.name}: no line «May import: ...»"
+            )
+            found[path.parent.name] = set(match[1].split(", ")) - {"nothing"}
+    return found
 
 
 @cache
@@ -72,35 +77,43 @@ def roots(names: Iterator[str] | set[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def unit(module: str) -> str:
-    """`meshmark.theory.states` belongs to plan."""
-    return module.split(".")[1]
-
-
-def core_units() -> set[str]:
-    return {path.relative_to(ROOT / "meshmark").parts[0].removesuffix(".py") for path in python_files("meshmark")}
+def used_by(path: Path) -> set[str]:
+    """Folders and modules of the core that `path` imports: `meshmark.theory.states` belongs to theory."""
+    units = {path.stem for path in CORE.iterdir()}
+    return {m.split(".")[1] for m in imports_of(parse(path)) if m.startswith("meshmark.")} & units
 
 
 @pytest.mark.parametrize("path", python_files("meshmark"), ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_core_imports_no_framework_no_adapter_and_no_suite(path: Path) -> None:
-    forbidden = FRAMEWORKS | {"adapters", "suites", "tests"}
-    assert not roots(imports_of(parse(path))) & forbidden
+    assert not roots(imports_of(parse(path))) & (FRAMEWORKS | {"adapters", "suites", "studies", "tests"})
+    assert not used_by(path) & OUTSIDE
 
 
-def test_every_module_of_the_core_has_a_place_in_the_order() -> None:
-    assert core_units() - {"__init__"} == set(ORDER)
-    assert len(ORDER) == len(set(ORDER))
+def test_every_module_of_the_core_stands_in_a_folder_or_is_named_here() -> None:
+    assert {path.stem for path in CORE.glob("*.py")} == BASE | FRONT
 
 
-@pytest.mark.parametrize("name", ORDER)
-def test_no_stage_imports_a_later_one(name: str) -> None:
-    folder = ROOT / "meshmark" / name
-    paths = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
-    allowed = set(ORDER[: ORDER.index(name) + 1])
-    for path in paths:
-        # `from meshmark import report` reads meshmark and meshmark.report; only names that are modules count.
-        used = {unit(m) for m in imports_of(parse(path)) if m.startswith("meshmark.")} & set(ORDER)
-        assert used <= allowed, f"{path.name} imports {sorted(used - allowed)}, which stand after {name}"
+def test_folders_may_import_without_a_circle() -> None:
+    allowed, placed = folders(), set[str]()
+    while ready := {name for name, may in allowed.items() if name not in placed and may <= placed}:
+        placed |= ready
+    assert placed == allowed.keys()
+
+
+@pytest.mark.parametrize("name", sorted(folders()))
+def test_a_folder_imports_what_its_docstring_says_alone(name: str) -> None:
+    may = folders()[name]
+    used: dict[str, list[str]] = {}
+    for path in python_files(f"meshmark/{name}"):
+        for other in used_by(path) - {name} - BASE:
+            used.setdefault(other, []).append(path.name)
+    assert used.keys() <= may, {other: used[other] for other in used.keys() - may}
+    assert may <= used.keys(), f"{name} may import {sorted(may - used.keys())} and does not"
+
+
+def test_base_modules_import_no_folder() -> None:
+    for name in BASE:
+        assert used_by(CORE / f"{name}.py") <= BASE
 
 
 @pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
@@ -126,7 +139,7 @@ LOADED = """
 import importlib, json, pathlib, sys
 import meshmark.adapters
 for file in sorted(pathlib.Path("adapters").glob("*.py")):
-    importlib.import_module(f"adapters.{file.stem}".removesuffix(".__init__"))
+    importlib.import_module(f"meshmark.adapters.{file.stem}".removesuffix(".__init__"))
 after_adapters = sorted({name.partition(".")[0] for name in sys.modules})
 import pytest
 status = pytest.main(["suites", "--collect-only", "-q", "-p", "no:cacheprovider"])
@@ -143,7 +156,7 @@ def loaded() -> list:
 
 
 def test_importing_every_adapter_loads_no_framework(loaded: list) -> None:
-    assert {"adapters", "torch"} <= set(loaded[0])
+    assert {"meshmark", "torch"} <= set(loaded[0])
     assert not set(loaded[0]) & FRAMEWORKS
 
 
@@ -153,11 +166,13 @@ def test_collecting_the_suites_loads_no_framework(loaded: list) -> None:
     assert not set(loaded[1]) & FRAMEWORKS
 
 
-def test_the_planner_loads_no_torch() -> None:
-    """A planner must answer on a login node, and fast. `measure` is what `calibrate` alone loads, when it measures."""
-    names = [path.stem for path in python_files("meshmark/plan")]
-    modules = [f"meshmark.plan.{name}" for name in names if name not in ("__init__", "measure")]
-    code = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
+def test_asking_planning_and_reading_records_load_no_torch() -> None:
+    """A planner must answer on a login node, and fast; a reader of records has no use for torch. `microbenchmarks` is
+    what `calibrate` alone loads, when it measures."""
+    paths = [p for name in ("spec", "theory", "plan") for p in python_files(f"meshmark/{name}")]
+    names = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in paths if p.stem != "microbenchmarks"]
+    names += ["meshmark.run.record", "meshmark.environment"]
+    code = f"import sys, {', '.join(n.removesuffix('.__init__') for n in names)}; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
 

@@ -29,10 +29,11 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
 from meshmark.theory.grid import make_grid
 from meshmark.theory.memory import CATEGORIES, memory
+from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import filled_elements, largest_temporaries, parameter_sizes, part_elements
 from meshmark.theory.partition import uniform_stages
 from meshmark.theory.recipe import RECIPES, recipe
-from meshmark.theory.states import BARE, model_states
+from meshmark.theory.states import model_states
 from tests.factories import make_model
 
 ONE = np.ones(1)
@@ -162,7 +163,7 @@ def test_the_peak_holds_the_activations_and_grows(
     def held(hidden: int, tokens: int) -> float:
         spec = gpt("some", 3, hidden, 4, vocab_size=64, seq_len=tokens)
         grid = make_grid(dp=[dp], zero_stage=[stage], num_micro_batches=[num_micro_batches])
-        found = memory(spec, grid, recipe(name), BARE)
+        found = memory(spec, grid, recipe(name), Overheads())
         assert min(float(getattr(found, part)[0]) for part in (*CATEGORIES, "absent")) >= 0
         total = float(found.total_bytes[0])
         assert total >= found.parameters[0] + found.optimizer[0] + found.activations[0]

@@ -49,9 +49,8 @@ def test_a_damaged_file_is_measured_anew_and_the_record_says_so(tmp_path: Path) 
     runs = []
     for attempt in range(3):
         with Cluster(ClusterSpec()) as cluster:
-            runner = Runner(
-                Launcher(cluster, []), {"ddp": "meshmark.adapters.ddp:DDP"}, RunOptions(observed_steps=3), tmp_path
-            )
+            adapters = {"ddp": "meshmark.adapters.ddp:DDP"}
+            runner = Runner(Launcher(cluster, []), adapters, RunOptions(observed_steps=3), tmp_path)
             runs.append(runner.observe(case))
             runner.close()
         (file,) = (tmp_path / "noise").iterdir()

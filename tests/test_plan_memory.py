@@ -15,16 +15,10 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.model_spec import model_spec
 from meshmark.spec.workload import workload
+from meshmark.theory.activations import layer_activation_bytes, num_in_flight
 from meshmark.theory.grid import RECOMPUTES, SCHEDULES, Grid, make_grid
-from meshmark.theory.memory import (
-    CATEGORIES,
-    layer_activation_bytes,
-    memory,
-    num_in_flight,
-    stage_memory,
-    stage_parameters,
-    state_bytes,
-)
+from meshmark.theory.memory import CATEGORIES, memory, stage_memory, state_bytes
+from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import balanced_stages, stages, uniform_stages
 from meshmark.theory.recipe import RECIPES, recipe
 from meshmark.theory.states import model_states
@@ -56,7 +50,7 @@ def test_categories_less_what_is_absent_add_up_and_none_is_negative(
     tp: int, pp: int, micro_batch: int, name: str
 ) -> None:
     grid = make_grid(tp=[tp], pp=[pp], micro_batch=[micro_batch], num_micro_batches=[8], sequence_parallel=[tp > 1])
-    held = memory(plan_model("llama-8b"), grid, recipe(name), rates("h100"))
+    held = memory(plan_model("llama-8b"), grid, recipe(name), rates("h100").overheads)
     parts = [getattr(held, c)[0] for c in CATEGORIES]
     assert min(parts) >= 0
     assert held.total_bytes[0] == pytest.approx(sum(parts) - held.absent[0])
@@ -85,9 +79,9 @@ def test_the_fullest_of_all_stages_is_found_among_the_first_of_each_kind(
         schedule=[SCHEDULES.index(schedule)],
         offload=[1],
     )
-    every = [stage_memory(model, grid, using, given, i, 1.0, capacity) for i in range(pp)]
+    every = [stage_memory(model, grid, using, given.overheads, i, 1.0, capacity) for i in range(pp)]
     totals = [part.total_bytes[0] for part in every]
-    held = memory(model, grid, using, given, capacity_bytes=capacity)
+    held = memory(model, grid, using, given.overheads, capacity_bytes=capacity)
     assert held.total_bytes[0] == pytest.approx(max(totals))
     assert totals[int(held.fullest_stage[0])] == pytest.approx(max(totals))
     assert held.host_bytes[0] == max(part.host_bytes[0] for part in every)
@@ -97,9 +91,9 @@ def test_the_fullest_of_all_stages_is_found_among_the_first_of_each_kind(
 @settings(deadline=None)
 def test_one_rank_of_a_layout_never_needs_more_than_the_single_gpu(tp: int, pp: int) -> None:
     plain = Rates(name="plain")
-    one = memory(plan_model("llama-8b"), make_grid(num_micro_batches=[8]), recipe("megatron"), plain)
+    one = memory(plan_model("llama-8b"), make_grid(num_micro_batches=[8]), recipe("megatron"), plain.overheads)
     cut = make_grid(tp=[tp], pp=[pp], num_micro_batches=[8], sequence_parallel=True)
-    many = memory(plan_model("llama-8b"), cut, recipe("megatron"), plain)
+    many = memory(plan_model("llama-8b"), cut, recipe("megatron"), plain.overheads)
     assert many.parameters[0] <= one.parameters[0] * (1 + 1e-9)
     assert many.optimizer[0] <= one.optimizer[0] * (1 + 1e-9)
 
@@ -198,9 +192,9 @@ def test_what_queued_collectives_pin_is_given_back_where_it_does_not_fit() -> No
     """The allocator waits for them rather than fail, and the plan says how much it took back."""
     model, fitted = plan_model("sweep-8b"), rates("h100-sweep")
     grid = make_grid(dp=[2], tp=[8], micro_batch=[8], num_micro_batches=[16], sequence_parallel=True)
-    free = memory(model, grid, recipe("nanotron"), fitted)
+    free = memory(model, grid, recipe("nanotron"), fitted.overheads)
     live = free.total_bytes[0] - 1.0
-    tight = memory(model, grid, recipe("nanotron"), fitted, capacity_bytes=live)
+    tight = memory(model, grid, recipe("nanotron"), fitted.overheads, capacity_bytes=live)
     assert free.released[0] == 0.0 < tight.released[0]
     assert tight.total_bytes[0] + tight.released[0] == pytest.approx(free.total_bytes[0])
 
@@ -211,15 +205,18 @@ def test_what_is_pinned_follows_the_launch_queue_and_the_filling_of_a_pipeline()
     none = dataclasses.replace(fitted, queued_collectives=0.0)
     grid = make_grid(tp=[8], pp=[2, 4, 8], num_micro_batches=[32], sequence_parallel=True)
     lag = np.full(3, 1e-9)
-    held, bare = (memory(model, grid, recipe("nanotron"), r, lag=lag) for r in (fitted, none))
+    held, bare = (memory(model, grid, recipe("nanotron"), r.overheads, lag=lag) for r in (fitted, none))
     whole = model.seq_len * model.hidden * 2 * (1 + 1 / 8)
     pinned = (held.first_stage_bytes - bare.first_stage_bytes) / whole
     assert pinned == pytest.approx([0.0, 2 * 5 * 2, fitted.queued_collectives * 3 / (3 + 1.7)], abs=1e-3)
-    assert memory(model, grid, recipe("nanotron"), fitted, lag=np.zeros(3)).fragmentation[1] < held.fragmentation[1]
+    assert (
+        memory(model, grid, recipe("nanotron"), fitted.overheads, lag=np.zeros(3)).fragmentation[1]
+        < held.fragmentation[1]
+    )
 
 
 def test_rank_0_holds_the_first_stage() -> None:
     grid = make_grid(tp=[2], pp=[1, 2], micro_batch=[16], num_micro_batches=[1], sequence_parallel=True)
-    found = memory(plan_model("sweep-1b"), grid, recipe("nanotron"), rates("h100"))
+    found = memory(plan_model("sweep-1b"), grid, recipe("nanotron"), rates("h100").overheads)
     assert found.first_stage_bytes[0] == found.total_bytes[0]
     assert found.fullest_stage[1] == 1 and found.first_stage_bytes[1] < found.total_bytes[1]

@@ -23,9 +23,9 @@ from meshmark.spec.case import Case
 from meshmark.spec.hardware import gpu
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.workload import workload
+from meshmark.theory.activations import num_in_flight
 from meshmark.theory.flops import hardware_flops_per_token, model_flops_per_token
 from meshmark.theory.grid import SCHEDULES, enumerate_grid, make_grid
-from meshmark.theory.memory import num_in_flight
 from meshmark.theory.recipe import recipe
 from meshmark.theory.traffic import Reduction, data_parallel_traffic, fully_sharded
 from studies.published import megatron_flops

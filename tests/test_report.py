@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from meshmark.environment import Environment
 from meshmark.measure.readings import Collective, TrafficReading
 from meshmark.report import tables
 from meshmark.report.render import write_report
 from meshmark.report.results import results
-from meshmark.run.environment import Environment
 from meshmark.run.record import Outcome, Reading, Record, Status
 from meshmark.run.request import Task
 from meshmark.spec.layout import Layout

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.holdings import Holdings
 from meshmark.reference.data import Batch
 
 

@@ -56,21 +56,8 @@ def _import_file(path: Path) -> object:
 
 
 def builtin_adapters() -> dict[str, str]:
-    """The registry of the checkout: name to target.
-
-    Raises `AdapterError` when there is none, or when `adapters` is somebody else's package (one exists on PyPI).
-    """
-    try:
-        module = importlib.import_module("adapters")
-    except ImportError as error:
-        raise AdapterError(
-            "no adapters: the wheel ships the core alone; run inside a checkout of Meshmark, or name --adapter"
-        ) from error
-    registry = getattr(module, "ADAPTERS", None)
-    if not isinstance(registry, dict):
-        raise AdapterError(
-            f"the package `adapters` at {module.__file__} is not Meshmark's; run from the checkout, or uninstall it"
-        )
+    """Meshmark's own adapters: name to target."""
+    registry: dict[str, str] = importlib.import_module("meshmark.adapters").ADAPTERS
     return registry
 
 

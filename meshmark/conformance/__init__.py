@@ -1,1 +1,4 @@
-"""What must hold of any framework: scenarios that show it, clauses that say it, judges that find it out."""
+"""What must hold of any framework: scenarios that show it, clauses that say it, judges that find it out.
+
+May import: spec, reference, theory, adapter, measure, judge, run.
+"""

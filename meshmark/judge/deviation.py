@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmark.judge.deviation import Tensors
-
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:

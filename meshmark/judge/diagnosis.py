@@ -2,8 +2,8 @@
 
 Runs on rank 0, where the whole trace is, and only when something exceeds its tolerance. The earliest step at which
 anything is wrong decides; there the start comes before gradients, gradients before the update, and the update before
-what is merely reported, because each makes the next wrong. Two runs of a step that are both wrong in themselves leave one
-diagnosis: mend it, and run again.
+what is merely reported, because each makes the next wrong. Two runs of a step that are both wrong in themselves leave
+one diagnosis: mend it, and run again.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def rivals(spec: OptimizerSpec, scene_step: int) -> Iterator[Rival]:
 def replay(
     failed: FailedStep, optimizer: ExactOptimizer, gradients: Callable[[Trace, int], Tensors] | None = None
 ) -> Tensors:
-    """Where `optimizer` puts the run's parameters after the failed's step, having seen its gradients from the first step
-    on; those of parameters that a step does not use are left out, unless `gradients` brings them."""
+    """Where `optimizer` puts the run's parameters after the failed step, having seen its gradients from the first on;
+    those of parameters that a step does not use are left out, unless `gradients` brings them."""
     trace, uses, after = failed.trace, failed.case.workload.uses, {}
     for step in range(failed.step + 1):
         own = {name: g for name, g in trace.gradients[step].items() if uses(name, step)}

@@ -1,1 +1,4 @@
-"""Meters watch an engine from outside: what the allocator and the communication layer did, not what an adapter says."""
+"""What really happened in one step of one rank: memory, traffic, time.
+
+May import: spec, adapter.
+"""

@@ -161,7 +161,7 @@ def gpu_from(found: Microbenchmarks, device: torch.device, local_world: int) -> 
     fastest product of each arithmetic, the largest copy, the memory that there is for each rank."""
     import torch
 
-    from meshmark.run.environment import describe, versions
+    from meshmark.environment import describe, versions
 
     if device.type == "cuda" and (known := known_gpu(torch.cuda.get_device_name(device))):
         return known

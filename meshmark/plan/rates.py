@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshmark.errors import InputError, UnknownNameError
+from meshmark.theory.overheads import Overheads
 
 RATES_DIR = Path(__file__).parent / "rates"
 
@@ -76,6 +77,15 @@ class Rates:
     """Whole-sequence tensors that queued collectives pin when the host is far ahead, all in forward passes."""
     overhead_bytes: float = 0.0
     """What the framework takes before a model is there."""
+
+    @property
+    def overheads(self) -> Overheads:
+        """The part that memory depends on."""
+        return Overheads(
+            fragmentation=self.fragmentation,
+            queued_collectives=self.queued_collectives,
+            overhead_bytes=self.overhead_bytes,
+        )
 
     def __post_init__(self) -> None:
         for field in ("gemm_efficiency", "attention_efficiency", "memory_efficiency"):

@@ -13,20 +13,19 @@ import numpy as np
 
 from meshmark.plan.bubble import bubble_seconds, host_lag, message_wait_seconds, waits_for_messages
 from meshmark.plan.network import (
-    crosses_nodes,
-    data_collective_seconds,
-    offload_bandwidth,
     point_to_point_seconds,
     ring_attention_seconds,
     tensor_collective_seconds,
 )
 from meshmark.plan.rates import Rates
+from meshmark.plan.update_time import data_seconds, optimizer_seconds, tied_seconds
 from meshmark.spec.hardware import Gpu
-from meshmark.spec.layout import Offload, Recompute
+from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import ModelSpec
+from meshmark.theory.activations import tokens
 from meshmark.theory.flops import layer_matrix_parameters
-from meshmark.theory.grid import OFFLOADS, RECOMPUTES, Column, Grid
-from meshmark.theory.memory import stage_parameters, tokens
+from meshmark.theory.grid import RECOMPUTES, Column, Grid
+from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.recipe import TrainingRecipe
 
@@ -51,7 +50,6 @@ STAGE_PARTS = PARTS[:7]
 _FORWARD_COLLECTIVES, _BACKWARD_COLLECTIVES = 4.0, 6.0
 # Passes over one logit: cast, max, shift, exp, sum, divide forward; scale and cast backward.
 _BYTES_PER_LOGIT = 52.0
-_MATRICES_PER_LAYER = 6.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +107,12 @@ def _pipeline_time(
     most_layers = max(stage.num_layers for stage in cut)
     backward = pace * 2.0 / 3.0
     embedding = model.vocab_size * model.hidden / grid.tp
-    out["data_communication"] = _data_seconds(
+    out["data_communication"] = data_seconds(
         grid, heaviest, embedding, most_layers, m * pace, backward, gpu, recipe, rates
-    ) + _tied_seconds(model, grid, embedding, gpu, recipe, rates)
+    ) + tied_seconds(model, grid, embedding, gpu, recipe, rates)
     waits = waits_for_messages(grid, rates, gpu.gpus_per_node)
     out["message_wait"] = np.where(waits, message_wait_seconds(grid, rates), 0.0)
-    out["optimizer"] = _optimizer_seconds(grid, heaviest, gpu, recipe, rates)
+    out["optimizer"] = optimizer_seconds(grid, heaviest, gpu, recipe, rates)
     out["host"] = rates.step_seconds + np.where(grid.tp > gpu.gpus_per_node, rates.tp_step_seconds * (grid.tp - 1), 0.0)
     device = np.stack([p["device"] for p in by_stage])[slowest, columns]
     floor = np.stack([p["floor"] for p in by_stage])[slowest, columns]
@@ -264,66 +262,3 @@ def _stage_seconds(
         p2p = p2p + np.maximum(logits - device, 0.0)
     wait = np.maximum(floor - device, 0.0)
     return {**parts, "launch_floor": wait, "point_to_point": p2p + zero, "device": device, "floor": floor}
-
-
-def _data_seconds(
-    grid: Grid,
-    num_parameters: Column,
-    embedding: Column,
-    num_layers: int,
-    compute: Column,
-    backward: Column,
-    gpu: Gpu,
-    recipe: TrainingRecipe,
-    rates: Rates,
-) -> Column:
-    """Data-parallel communication that is not hidden, by ZeRO stage; parameters are those of the heaviest stage."""
-
-    def seconds(bytes_per_parameter: float) -> Column:
-        return data_collective_seconds(grid, num_parameters, bytes_per_parameter, rates, gpu.gpus_per_node)
-
-    num_tensors = _MATRICES_PER_LAYER * num_layers + 2.0
-    spans, shards = crosses_nodes(grid, gpu.gpus_per_node), grid.dp * grid.cp
-    tree = np.where(spans, rates.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_tensors, 0.0)
-    copies = rates.copy_tensor_seconds * shards * num_tensors
-    hidden = rates.overlap * backward
-    # The embedding's gradient is the backward pass's last; nothing is left to hide its reduction behind.
-    reduced = seconds(2.0 * recipe.reduce_bytes)
-    last = reduced * np.minimum(embedding / num_parameters, 1.0)
-    # In a pipeline each stage's last backward pass waits for the gradient that the next one sends behind its own
-    # reductions: their latencies, a hop a rank, add up over the stages.
-    hops = rates.hop_seconds * shards * num_tensors * grid.pp
-    hops = np.where(spans & (grid.pp > 1) & recipe.reduces_by_tensor, hops, 0.0)
-    plain = np.maximum(reduced - last + tree - hidden, 0.0) + last + hops
-    scatter, gather = seconds(recipe.reduce_bytes), seconds(recipe.gather_bytes)
-    if recipe.reduces_under_zero1:
-        sharded = reduced + gather + copies
-    else:
-        sharded = np.maximum(scatter - hidden, 0.0) + np.maximum(gather - 0.5 * hidden, 0.0)
-    # Weights are gathered for the forward and again for the backward pass of every micro-batch.
-    everything = grid.num_micro_batches * (2.0 * gather + scatter)
-    fully = np.maximum(everything - rates.overlap * compute, 0.0) + scatter / np.maximum(num_layers, 1)
-    exposed = np.where(grid.zero_stage == 0, plain, np.where(grid.zero_stage <= 2, sharded, fully))
-    return np.where(shards > 1, exposed, 0.0)
-
-
-def _tied_seconds(
-    model: ModelSpec, grid: Grid, embedding: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
-) -> Column:
-    """All-reduce of a tied embedding's gradient between the first and the last stage, after everything else; every GPU
-    of a node sends its own."""
-    share = rates.node_bandwidth / gpu.gpus_per_node
-    bandwidth = np.where(grid.num_gpus > gpu.gpus_per_node, share, rates.tp_bandwidth)
-    return np.where((grid.pp > 1) & model.tied_embeddings, embedding * recipe.reduce_bytes / bandwidth, 0.0)
-
-
-def _optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
-    """Norm, clipping and zeroing pass over the held gradients, the update over states, gradient and weights."""
-    shards = grid.dp * grid.cp
-    held = num_parameters / np.where(grid.zero_stage >= 2, shards, 1)
-    updated = num_parameters / np.where(grid.zero_stage >= 1, shards, 1)
-    states = recipe.master_bytes + recipe.moment_bytes
-    moved = 4.0 * recipe.gradient_bytes * held + (2.0 * states + recipe.gradient_bytes + 6.0) * updated
-    seconds = moved / (gpu.memory_bandwidth * rates.memory_efficiency)
-    away = grid.offload != OFFLOADS.index(Offload.NONE)
-    return seconds + np.where(away, 2.0 * states * updated / offload_bandwidth(grid, gpu, rates), 0.0)

@@ -1,1 +1,4 @@
-"""Markdown reports from records alone."""
+"""Markdown reports from records alone.
+
+May import: spec, theory, measure, judge, run, conformance.
+"""

@@ -80,7 +80,8 @@ def _answer(found: Sequence[AdapterColumn]) -> list[str]:
     cells = Counter(f.result for column in found for f in column.findings.values())
     judged = sum(cells.values()) - cells[ClauseResult.UNSUPPORTED]
     headline = f"**{cells[ClauseResult.PASS]} of {judged} cells hold**; {cells[ClauseResult.KNOWN_GAP]} known gaps"
-    headline += f", {cells[ClauseResult.FAIL]} failures, {cells[ClauseResult.UNSUPPORTED]} cells without an answer, with reasons."
+    unanswered = cells[ClauseResult.UNSUPPORTED]
+    headline += f", {cells[ClauseResult.FAIL]} failures, {unanswered} cells without an answer, with reasons."
     if cells[ClauseResult.STALE_GAP]:
         headline += f" {cells[ClauseResult.STALE_GAP]} known gaps no longer show: take them out of their adapters."
     rows: list[dict[str, object]] = [

@@ -1,0 +1,4 @@
+"""From a case to its record: requests, passes, ranks, launches, nodes.
+
+May import: spec, reference, theory, adapter, measure, judge.
+"""

@@ -23,6 +23,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import meshmark
 from meshmark.errors import ClusterError
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.rank_report import RankFailure, RankReport
@@ -57,7 +58,7 @@ class Launcher:
         """`preload`: modules of the frameworks that will be needed."""
         self.cluster = cluster
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        root = str(Path(__file__).parent.parent)  # the server imports the checkout wherever it was started
+        root = str(Path(meshmark.__file__).parent.parent)  # the server imports the checkout wherever it was started
         path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         os.environ.update(
             PYTHONPATH=os.pathsep.join(dict.fromkeys(path)),

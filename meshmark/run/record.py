@@ -10,12 +10,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import IO
 
+from meshmark.environment import Environment
 from meshmark.errors import ResultsError
 from meshmark.judge.deviation import Deviation, Drift
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.yardstick import Yardstick
 from meshmark.measure.readings import MemoryReading, TrafficReading
-from meshmark.run.environment import Environment
 from meshmark.run.request import Task
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case

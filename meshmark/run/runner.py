@@ -14,10 +14,10 @@ from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.scenario import SCENARIOS, Scenario
+from meshmark.environment import describe
 from meshmark.errors import MeshmarkError
 from meshmark.judge.verdict import judge_communication, judge_equivalence, judge_memory
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
-from meshmark.run.environment import describe
 from meshmark.run.launch import Launcher, LaunchResult
 from meshmark.run.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS, noise_key, read_noise, write_noise
 from meshmark.run.record import Outcome, Record, RecordFile, Status

@@ -1,0 +1,4 @@
+"""What is asked: case, layout, workload, optimizer, precision, model, hardware. No torch.
+
+May import: nothing.
+"""

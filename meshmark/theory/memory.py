@@ -12,21 +12,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmark.plan.rates import Rates
-from meshmark.spec.layout import Offload, Recompute, Schedule
-from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.layout import Offload, Recompute
+from meshmark.spec.model_spec import ModelSpec
+from meshmark.theory.activations import (
+    boundary_bytes,
+    held_bytes,
+    layer_activation_bytes,
+    num_in_flight,
+    sequence_shards,
+    tokens,
+)
 from meshmark.theory.backward_pass import Pass
-from meshmark.theory.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid
+from meshmark.theory.grid import OFFLOADS, RECOMPUTES, Column, Grid
+from meshmark.theory.overheads import Overheads
+from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.peak import eager_peak
 from meshmark.theory.queued import queued_tensors
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.saved_activations import (
-    INDEX_BYTES,
-    RNG_STATE_BYTES,
-    block_bytes,
-    cast_weight_bytes,
-    head_bytes,
     logit_bytes,
 )
 
@@ -83,7 +87,7 @@ def memory(
     model: ModelSpec,
     grid: Grid,
     recipe: TrainingRecipe,
-    rates: Rates,
+    overheads: Overheads,
     *,
     lag: Column | None = None,
     capacity_bytes: float = np.inf,
@@ -101,7 +105,7 @@ def memory(
     def fill(rows: Column, indices: Sequence[int]) -> Column:
         """Write the fullest of these stages for these rows; returns which fit one of them only by releasing."""
         sub, columns = grid.take(rows), np.arange(len(rows))
-        by_stage = [stage_memory(model, sub, recipe, rates, i, ahead[rows], capacity_bytes) for i in indices]
+        by_stage = [stage_memory(model, sub, recipe, overheads, i, ahead[rows], capacity_bytes) for i in indices]
         totals = np.stack([stage.total_bytes for stage in by_stage])
         fullest = totals.argmax(axis=0)
         for name, column in found.items():
@@ -126,7 +130,7 @@ def stage_memory(
     model: ModelSpec,
     grid: Grid,
     recipe: TrainingRecipe,
-    rates: Rates,
+    overheads: Overheads,
     index: int,
     ahead: Column | float = 1.0,
     capacity_bytes: float = np.inf,
@@ -160,36 +164,21 @@ def stage_memory(
     # What the peak holds beyond categories at their fullest counts as buffers, what it lacks of them as absent.
     more = peak - held - logits
     whole = tokens(model, grid) * model.hidden * recipe.element_bytes
-    pinned = queued_tensors(grid, rates, stage.num_layers, ahead) * whole * (1.0 + 1.0 / grid.tp)
+    pinned = queued_tensors(grid, overheads, stage.num_layers, ahead) * whole * (1.0 + 1.0 / grid.tp)
     live = sum((states[c] for c in ("parameters", "gradients", "optimizer")), start=peak + buffers)
-    live = live + rates.fragmentation * peak + rates.overhead_bytes
+    live = live + overheads.fragmentation * peak + overheads.overhead_bytes
     released = np.where(live + pinned > capacity_bytes, pinned, 0.0)
     return Memory(
         **{**states, "buffers": buffers + np.maximum(more, 0.0)},
         activations=held,
         logits=logits,
         absent=np.maximum(-more, 0.0),
-        fragmentation=rates.fragmentation * peak + pinned - released,
-        overhead=np.full(len(grid), rates.overhead_bytes),
+        fragmentation=overheads.fragmentation * peak + pinned - released,
+        overhead=np.full(len(grid), overheads.overhead_bytes),
         released=released,
         fullest_stage=np.full(len(grid), index),
         first_stage_bytes=np.full(len(grid), np.nan),
     )
-
-
-def stage_parameters(model: ModelSpec, stage: Stage, tp: Column | int = 1) -> Column:
-    """Parameters of one stage on one tensor-parallel rank: matrices, the biases of column-parallel ones and the
-    vocabulary are split (arXiv:1909.08053 sec. 3); norms, the biases of row-parallel ones and learned positions are
-    whole. A tied weight is held by the first and by the last stage, once where they are one."""
-    h, is_gpt = model.hidden, model.family is Family.GPT
-    whole, norm = (6 * h, 2 * h) if is_gpt else (2 * h, h)
-    vocabulary = model.vocab_size * h / np.asarray(tp)
-    total: Column = stage.num_layers * ((model.block_parameters - whole) / np.asarray(tp) + whole)
-    if stage.has_embedding:
-        total = total + vocabulary + (model.seq_len * h if is_gpt else 0)
-    if stage.has_head:
-        total = total + norm + (0 if model.tied_embeddings and stage.has_embedding else vocabulary)
-    return total
 
 
 def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> dict[str, Column]:
@@ -213,106 +202,11 @@ def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> d
     }
 
 
-def tokens(model: ModelSpec, grid: Grid) -> Column:
-    """Tokens of one micro-batch on one rank."""
-    return grid.micro_batch * model.seq_len / grid.cp
-
-
-def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
-    """Bytes that one layer keeps of one micro-batch.
-
-    GPT: arXiv:2205.05198 table 2, s b h (10 + 24/t + 5as/ht), all over t with sequence parallelism; without dropout
-    masks the 34 are 31 and the 5 are 4; flash attention keeps 4a/h instead of the scores, and so does selective
-    recomputation. LLaMA: four tensors of h between the parallel regions, q, k, v and the output, and four of f.
-    Eager kernels: `eager.py`.
-    """
-    t, h, s = grid.tp.astype(float), model.hidden, model.seq_len / grid.cp
-    width = recipe.element_bytes
-    if recipe.eager:
-        kept = block_bytes(model, recipe.eager, t, sequence_shards(grid))
-        stream = recipe.eager.stream * h / sequence_shards(grid)
-        return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), stream, kept)
-    if model.family == "gpt":
-        between, inside = (10.0, 24.0) if recipe.dropout_masks else (8.0, 23.0)
-        scores = 5.0 if recipe.dropout_masks else 4.0
-        between, inside = between * width / 2.0 * h, inside * width / 2.0 * h
-    else:
-        between = 4.0 * width * h
-        inside = width * (2.0 * h + 2.0 * model.kv_hidden + 4.0 * model.ffn_hidden)
-        scores = 4.0
-    core = np.where(_keeps_scores(grid, recipe), scores * width / 2.0 * model.num_heads * s, 4.0 * model.num_heads)
-    per_token = between / np.where(grid.sequence_parallel, t, 1.0) + (inside + core) / t
-    if recipe.flash_attention:
-        products = 3.0 * h + 2.0 * model.kv_hidden + 2.0 * model.ffn_hidden
-        some = width * (h / np.where(grid.sequence_parallel, t, 1.0) + (h + 0.5 * products) / t)
-        per_token = np.where(grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE), some, per_token)
-    full = width * h / np.where(grid.sequence_parallel, t, 1.0)
-    return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), full, per_token)
-
-
-def _keeps_scores(grid: Grid, recipe: TrainingRecipe) -> Column:
-    keeps: Column = (grid.recompute == RECOMPUTES.index(Recompute.NONE)) & (not recipe.flash_attention)
-    return keeps
-
-
-def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, index: int) -> Column:
-    """What the forward passes of all micro-batches in flight leave for the backward pass.
-
-    Of eager kernels this is the embedding's positions and the head's norm and log-softmax too; the input of a later
-    stage lies in the buffer that it was received in, and counts there.
-    """
-    layer, flight = layer_activation_bytes(model, grid, recipe), num_in_flight(grid, index)
-    passes = flight / grid.virtual_stages
-    widths, sp = recipe.eager, sequence_shards(grid)
-    held: Column = passes * stage.num_layers * layer
-    if widths is None:
-        held = held + np.ceil(passes) * boundary_bytes(model, grid, recipe)
-        return held
-    again = grid.recompute == RECOMPUTES.index(Recompute.FULL)
-    more = np.where(again, float(stage.num_layers * RNG_STATE_BYTES), 0.0)
-    if stage.has_head:
-        more = more + tokens(model, grid) * head_bytes(model, widths, grid.tp, sp)
-    if not stage.has_embedding:
-        more = more - tokens(model, grid) * widths.stream * model.hidden / sp
-    elif model.family is Family.GPT:
-        more = more + INDEX_BYTES * model.seq_len / grid.cp
-    if recipe.keeps_root:
-        root = stage_parameters(model, dataclasses.replace(stage, num_layers=0), grid.tp)
-        more = more + np.where(grid.dp * grid.cp > 1, recipe.gather_bytes * root, 0.0)
-    if widths.autocast:
-        more = more + cast_weight_bytes(model, stage.num_layers, stage.has_head) / grid.tp
-    return held + passes * more
-
-
-def sequence_shards(grid: Grid) -> Column:
-    """Over how many ranks a sequence is split between tensor-parallel regions."""
-    shards: Column = np.where(grid.sequence_parallel, grid.tp, 1)
-    return shards
-
-
 def _received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: int) -> Column:
     """Of all micro-batches, the stage inputs that PyTorch's pipeline receives into buffers made once, and the outputs
     that it keeps until their gradients are there, which are received into such buffers too."""
     num_streams = (index > 0) + 2 * (index < grid.pp - 1)
     return num_streams * grid.num_micro_batches * boundary_bytes(model, grid, recipe)
-
-
-def boundary_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
-    """A stage's input for one micro-batch."""
-    return tokens(model, grid) * model.hidden * recipe.element_bytes / np.where(grid.sequence_parallel, grid.tp, 1)
-
-
-def num_in_flight(grid: Grid, index: int) -> Column:
-    """Forward passes, of a chunk of layers each, whose activations stage `index` holds at its peak.
-
-    GPipe m; 1F1B and ZB-H1 p - i; interleaved 2(p - i - 1) + (v - 1)p + 1 chunks (arXiv:2104.04473, arXiv:2205.05198
-    sec. 4.2.3: L(1 + (p-1)/(pv)) layers on the first stage).
-    """
-    m, v = grid.num_micro_batches, grid.virtual_stages
-    one_f_one_b = np.minimum(grid.pp - index, m)
-    interleaved = np.minimum(2 * (grid.pp - index - 1) + (v - 1) * grid.pp + 1, m * v)
-    flight = np.where(grid.schedule == SCHEDULES.index(Schedule.GPIPE), m, one_f_one_b)
-    return np.where(v > 1, interleaved, np.where(grid.pp > 1, flight, 1)).astype(float)
 
 
 def _logit_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshmark.plan.rates import Rates
 from meshmark.theory.grid import Column, Grid
+from meshmark.theory.overheads import Overheads
 
 # Launches of a pass outside of its layers (loss, messages), and of a backward pass, in those of a layer's forward pass.
 _PASS_LAUNCHES, _BACKWARD_LAUNCHES = 1.7, 1.6
@@ -13,7 +13,7 @@ _PASS_LAUNCHES, _BACKWARD_LAUNCHES = 1.7, 1.6
 _SHORT_PIPELINE = 1.0 / 3.0
 
 
-def queued_tensors(grid: Grid, rates: Rates, num_layers: int, ahead: Column | float) -> Column:
+def queued_tensors(grid: Grid, overheads: Overheads, num_layers: int, ahead: Column | float) -> Column:
     """Whole-sequence tensors that queued tensor-parallel collectives of a stage still hold, each with a shard: two a
     layer in either direction, no more than the launch queue is deep.
 
@@ -22,7 +22,7 @@ def queued_tensors(grid: Grid, rates: Rates, num_layers: int, ahead: Column | fl
     fills, since it waits to send: by all forward passes but its own and the one sent.
     """
     m, n, pp = grid.num_micro_batches, float(num_layers), grid.pp
-    fit = rates.queued_collectives / 2.0
+    fit = overheads.queued_collectives / 2.0
     deep = 2.0 * np.minimum(n, fit) + 2.0 * max(fit - n - _PASS_LAUNCHES, 0.0) / _BACKWARD_LAUNCHES
     alone = np.minimum(deep, 2.0 * n * (np.minimum(ahead / 0.3, 1.0) + ahead * (m - 1)))
     deep = 2.0 * fit * n / (n + _PASS_LAUNCHES)

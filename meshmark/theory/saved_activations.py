@@ -1,5 +1,6 @@
-"""What PyTorch's eager autograd keeps of the forward pass of this project's own model (meshmark/reference/transformer.py) on a CPU,
-operation by operation, to the byte: no formula of a paper, whose models fuse and mask other things.
+"""What PyTorch's eager autograd keeps of the forward pass of this project's own model
+(meshmark/reference/transformer.py) on a CPU, operation by operation, to the byte: no formula of a paper, whose models
+fuse and mask other things.
 
 Widths a token: h hidden, f feed-forward, v vocabulary; a heads. Those inside a tensor-parallel region and v are over
 `tp` (arXiv:1909.08053 sec. 3), under sequence parallelism those between two over `sp` (arXiv:2205.05198 sec. 4.2.2).

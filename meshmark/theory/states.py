@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshmark.plan.rates import Rates
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.precision import Precision
 from meshmark.theory.grid import layout_grid
-from meshmark.theory.memory import stage_memory, stage_parameters
+from meshmark.theory.memory import stage_memory
+from meshmark.theory.overheads import Overheads
+from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import uniform_stages
 from meshmark.theory.recipe import DEEPSPEED_PATHS, TrainingRecipe, eager_recipe
-
-BARE = Rates(name="bare", step_seconds=0.0, fragmentation=0.0)
-"""No allocator's or framework's share: what the suites measure are exact bytes of tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +53,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     model, layout = case.workload.model, case.layout
     grid = layout_grid(layout, case.workload.global_batch)
     using = recipe or eager_recipe(case)
-    held = stage_memory(model, grid, using, BARE, pipeline_stage(layout, rank))
+    held = stage_memory(model, grid, using, Overheads(), pipeline_stage(layout, rank))
     exact = _is_exact(case)
     known = case.precision in (Precision.FP32, Precision.FP64) or using.gradient_path not in DEEPSPEED_PATHS
     return ModelStates(

@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 import meshmark
 
 PACKAGES = (
@@ -114,6 +112,8 @@ def _nvidia_smi() -> str:
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True
         ).stdout.split("\n")
     except (OSError, subprocess.CalledProcessError):
+        import torch  # a record is read without it
+
         return f"{torch.cuda.device_count()} CUDA devices"
     found = [name.strip() for name in names if name.strip()]
     return f"{len(found)} x {found[0]}" if found else "no GPU"

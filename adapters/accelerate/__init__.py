@@ -22,15 +22,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, initial_model
+from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.accelerate.prepare import (
+    allow_fsdp_on_cpu,
+    backend_arguments,
+    choose_device,
+    deepspeed_plugin,
+    mixed_precision,
+    prepare_parts,
+    prove,
+    whole_batches,
+)
 from meshmark.adapters.deepspeed import DeepSpeed
-from meshmark.adapters.deepspeed.config import ds_config, prepare
+from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
 from meshmark.adapters.fsdp2 import FSDP2Engine
-from meshmark.errors import AdapterError
 from meshmark.reference.data import Batch
-from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
@@ -38,16 +46,6 @@ from meshmark.theory.traffic import Traffic, fully_sharded, step_traffic
 
 _ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
 _FP16_IS_FP32 = "on a CPU Accelerate drops it without a word and trains in float32"
-
-
-def prove(accelerator: Any, expected: str, active: bool, module: nn.Module) -> None:  # noqa: ANN401
-    """Raise `AdapterError` unless Accelerate is in the mode that was asked for and `active` is true of the module."""
-    mode = str(accelerator.distributed_type.value)
-    if mode != expected or not active:
-        raise AdapterError(
-            f"Accelerate runs {mode} with a {type(module).__name__} where {expected} was asked for: it is not measured "
-            f"under that name"
-        )
 
 
 class _ThroughAccelerate(DataParallelEngine):
@@ -120,7 +118,7 @@ class Accelerate(Adapter):
         return eager_recipe(case, "eager-ddp")
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        _choose_device(context)
+        choose_device(context)
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
         on_cpu = context.device.type == "cpu"
@@ -128,17 +126,17 @@ class Accelerate(Adapter):
         os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
         accelerator = Accelerator(
             cpu=on_cpu,
-            mixed_precision=_mixed_precision(case),
+            mixed_precision=mixed_precision(case),
             gradient_accumulation_steps=case.layout.num_micro_batches,
-            dataloader_config=_whole_batches(),
+            dataloader_config=whole_batches(),
             kwargs_handlers=[
-                _backend(context),
+                backend_arguments(context),
                 DistributedDataParallelKwargs(
                     gradient_as_bucket_view=True, find_unused_parameters=case.workload.skipped_block is not None
                 ),
             ],
         )
-        prepared = _prepare(accelerator, case, context)
+        prepared = prepare_parts(accelerator, case, context)
         prove(
             accelerator,
             "MULTI_CPU" if on_cpu else "MULTI_GPU",
@@ -185,12 +183,12 @@ class AccelerateFSDP2(Adapter):
         return traffic
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        _choose_device(context)
+        choose_device(context)
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
         from accelerate.utils import GradientAccumulationPlugin
 
         if context.device.type == "cpu":
-            _allow_fsdp_on_cpu(context)
+            allow_fsdp_on_cpu(context)
         low = AUTOCAST.get(case.precision)
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
@@ -199,16 +197,16 @@ class AccelerateFSDP2(Adapter):
             mixed_precision_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else None,
         )
         accelerator = Accelerator(
-            mixed_precision=_mixed_precision(case),
+            mixed_precision=mixed_precision(case),
             fsdp_plugin=plugin,
-            kwargs_handlers=[_backend(context)],
-            dataloader_config=_whole_batches(),
+            kwargs_handlers=[backend_arguments(context)],
+            dataloader_config=whole_batches(),
             # By default whole gradients are accumulated and reduced once: no longer sharded.
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=case.layout.num_micro_batches, sync_each_batch=True
             ),
         )
-        prepared = _prepare(accelerator, case, context)
+        prepared = prepare_parts(accelerator, case, context)
         prove(accelerator, "FSDP", accelerator.is_fsdp2 and isinstance(prepared[0], FSDPModule), prepared[0])
         return AccelerateFSDP2Engine(case, context, accelerator, prepared)
 
@@ -257,74 +255,20 @@ class AccelerateDeepSpeed(DeepSpeed):
     )
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        _choose_device(context)
+        choose_device(context)
         prepare(context)
         from accelerate import Accelerator
 
         accelerator = Accelerator(
-            deepspeed_plugin=_deepspeed_plugin(case),
-            kwargs_handlers=[_backend(context)],
-            dataloader_config=_whole_batches(),
+            deepspeed_plugin=deepspeed_plugin(case),
+            kwargs_handlers=[backend_arguments(context)],
+            dataloader_config=whole_batches(),
             gradient_accumulation_steps=case.layout.num_micro_batches,
         )
-        prepared = _prepare(accelerator, case, context)
+        prepared = prepare_parts(accelerator, case, context)
         module = prepared[0]
         active = is_deepspeed(module) and module.zero_optimization_stage() == case.layout.zero_stage
         prove(accelerator, "DEEPSPEED", active, module)
         engine = AccelerateDeepSpeedEngine(case, context, accelerator, prepared)
         engine.restore_masters()
         return engine
-
-
-def _choose_device(context: RankContext) -> None:
-    """Accelerate by itself picks a GPU where there is one, and by local rank; this tells it which."""
-    os.environ["ACCELERATE_TORCH_DEVICE"] = str(context.device)
-
-
-def _mixed_precision(case: Case) -> str:
-    return case.precision.value if case.precision in AUTOCAST else "no"
-
-
-def _whole_batches() -> Any:  # noqa: ANN401
-    """Says that a batch is the global one. Otherwise Accelerate steps a schedule once for every rank, since each rank
-    brings a batch of its own: a warm-up over 100 optimizer steps is over after 100 / ranks."""
-    from accelerate import DataLoaderConfiguration
-
-    return DataLoaderConfiguration(split_batches=True)
-
-
-def _backend(context: RankContext) -> Any:  # noqa: ANN401
-    """Tells Accelerate which backend the process group has."""
-    from accelerate import InitProcessGroupKwargs
-
-    return InitProcessGroupKwargs(backend=context.backend)
-
-
-def _allow_fsdp_on_cpu(context: RankContext) -> None:
-    """Accelerate heeds the FSDP plugin only in a mode with several accelerators, and its one mode for several CPUs
-    (`cpu=True`) ignores plugins. So its shared state, which is on the CPU already, is given such a mode's name."""
-    from accelerate import PartialState
-    from accelerate.utils import DistributedType
-
-    PartialState(backend=context.backend).distributed_type = DistributedType.MULTI_GPU
-
-
-def _deepspeed_plugin(case: Case) -> Any:  # noqa: ANN401
-    """Accelerate's plugin, which must not want `transformers`: it leaves its configuration there for `from_pretrained`,
-    which nobody calls here, and fails when the package is not installed."""
-    from accelerate import DeepSpeedPlugin
-
-    class Plugin(DeepSpeedPlugin):  # type: ignore[misc]
-        def set_deepspeed_weakref(self) -> None:
-            pass
-
-    return Plugin(hf_ds_config=ds_config(case), zero3_init_flag=False)
-
-
-def _prepare(accelerator: Any, case: Case, context: RankContext) -> tuple[Any, ...]:  # noqa: ANN401
-    """The model with its initial values, its optimizer and its schedule (or None), as Accelerate wraps them."""
-    model, spec = initial_model(case, context.device), case.workload.optimizer
-    optimizer = build_optimizer(spec, model.named_parameters())
-    schedule = build_schedule(spec, optimizer)
-    prepared = accelerator.prepare(model, optimizer, *([schedule] if schedule else []))
-    return (*prepared, None) if schedule is None else tuple(prepared)

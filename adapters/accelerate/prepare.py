@@ -1,0 +1,79 @@
+"""How Accelerate is made to run what was asked for, on a CPU too, and how that is proved."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from meshmark.adapter.data_parallel import AUTOCAST, initial_model
+from meshmark.adapter.engine import RankContext
+from meshmark.adapters.deepspeed.config import ds_config
+from meshmark.errors import AdapterError
+from meshmark.reference.objective import build_optimizer, build_schedule
+from meshmark.spec.case import Case
+
+
+def prove(accelerator: Any, expected: str, active: bool, module: nn.Module) -> None:  # noqa: ANN401
+    """Raise `AdapterError` unless Accelerate is in the mode that was asked for and `active` is true of the module."""
+    mode = str(accelerator.distributed_type.value)
+    if mode != expected or not active:
+        raise AdapterError(
+            f"Accelerate runs {mode} with a {type(module).__name__} where {expected} was asked for: it is not measured "
+            f"under that name"
+        )
+
+
+def choose_device(context: RankContext) -> None:
+    """Accelerate by itself picks a GPU where there is one, and by local rank; this tells it which."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = str(context.device)
+
+
+def mixed_precision(case: Case) -> str:
+    return case.precision.value if case.precision in AUTOCAST else "no"
+
+
+def whole_batches() -> Any:  # noqa: ANN401
+    """Says that a batch is the global one. Otherwise Accelerate steps a schedule once for every rank, since each rank
+    brings a batch of its own: a warm-up over 100 optimizer steps is over after 100 / ranks."""
+    from accelerate import DataLoaderConfiguration
+
+    return DataLoaderConfiguration(split_batches=True)
+
+
+def backend_arguments(context: RankContext) -> Any:  # noqa: ANN401
+    """Tells Accelerate which backend the process group has."""
+    from accelerate import InitProcessGroupKwargs
+
+    return InitProcessGroupKwargs(backend=context.backend)
+
+
+def allow_fsdp_on_cpu(context: RankContext) -> None:
+    """Accelerate heeds the FSDP plugin only in a mode with several accelerators, and its one mode for several CPUs
+    (`cpu=True`) ignores plugins. So its shared state, which is on the CPU already, is given such a mode's name."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(backend=context.backend).distributed_type = DistributedType.MULTI_GPU
+
+
+def deepspeed_plugin(case: Case) -> Any:  # noqa: ANN401
+    """Accelerate's plugin, which must not want `transformers`: it leaves its configuration there for `from_pretrained`,
+    which nobody calls here, and fails when the package is not installed."""
+    from accelerate import DeepSpeedPlugin
+
+    class Plugin(DeepSpeedPlugin):  # type: ignore[misc]
+        def set_deepspeed_weakref(self) -> None:
+            pass
+
+    return Plugin(hf_ds_config=ds_config(case), zero3_init_flag=False)
+
+
+def prepare_parts(accelerator: Any, case: Case, context: RankContext) -> tuple[Any, ...]:  # noqa: ANN401
+    """The model with its initial values, its optimizer and its schedule (or None), as Accelerate wraps them."""
+    model, spec = initial_model(case, context.device), case.workload.optimizer
+    optimizer = build_optimizer(spec, model.named_parameters())
+    schedule = build_schedule(spec, optimizer)
+    prepared = accelerator.prepare(model, optimizer, *([schedule] if schedule else []))
+    return (*prepared, None) if schedule is None else tuple(prepared)

@@ -1,0 +1,82 @@
+"""Time of what follows the backward passes: data-parallel collectives and the optimizer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshmark.plan.network import (
+    crosses_nodes,
+    data_collective_seconds,
+    offload_bandwidth,
+)
+from meshmark.plan.rates import Rates
+from meshmark.spec.hardware import Gpu
+from meshmark.spec.layout import Offload
+from meshmark.spec.model_spec import ModelSpec
+from meshmark.theory.grid import OFFLOADS, Column, Grid
+from meshmark.theory.recipe import TrainingRecipe
+
+_MATRICES_PER_LAYER = 6.0
+
+
+def data_seconds(
+    grid: Grid,
+    num_parameters: Column,
+    embedding: Column,
+    num_layers: int,
+    compute: Column,
+    backward: Column,
+    gpu: Gpu,
+    recipe: TrainingRecipe,
+    rates: Rates,
+) -> Column:
+    """Data-parallel communication that is not hidden, by ZeRO stage; parameters are those of the heaviest stage."""
+
+    def seconds(bytes_per_parameter: float) -> Column:
+        return data_collective_seconds(grid, num_parameters, bytes_per_parameter, rates, gpu.gpus_per_node)
+
+    num_tensors = _MATRICES_PER_LAYER * num_layers + 2.0
+    spans, shards = crosses_nodes(grid, gpu.gpus_per_node), grid.dp * grid.cp
+    tree = np.where(spans, rates.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_tensors, 0.0)
+    copies = rates.copy_tensor_seconds * shards * num_tensors
+    hidden = rates.overlap * backward
+    # The embedding's gradient is the backward pass's last; nothing is left to hide its reduction behind.
+    reduced = seconds(2.0 * recipe.reduce_bytes)
+    last = reduced * np.minimum(embedding / num_parameters, 1.0)
+    # In a pipeline each stage's last backward pass waits for the gradient that the next one sends behind its own
+    # reductions: their latencies, a hop a rank, add up over the stages.
+    hops = rates.hop_seconds * shards * num_tensors * grid.pp
+    hops = np.where(spans & (grid.pp > 1) & recipe.reduces_by_tensor, hops, 0.0)
+    plain = np.maximum(reduced - last + tree - hidden, 0.0) + last + hops
+    scatter, gather = seconds(recipe.reduce_bytes), seconds(recipe.gather_bytes)
+    if recipe.reduces_under_zero1:
+        sharded = reduced + gather + copies
+    else:
+        sharded = np.maximum(scatter - hidden, 0.0) + np.maximum(gather - 0.5 * hidden, 0.0)
+    # Weights are gathered for the forward and again for the backward pass of every micro-batch.
+    everything = grid.num_micro_batches * (2.0 * gather + scatter)
+    fully = np.maximum(everything - rates.overlap * compute, 0.0) + scatter / np.maximum(num_layers, 1)
+    exposed = np.where(grid.zero_stage == 0, plain, np.where(grid.zero_stage <= 2, sharded, fully))
+    return np.where(shards > 1, exposed, 0.0)
+
+
+def tied_seconds(
+    model: ModelSpec, grid: Grid, embedding: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
+) -> Column:
+    """All-reduce of a tied embedding's gradient between the first and the last stage, after everything else; every GPU
+    of a node sends its own."""
+    share = rates.node_bandwidth / gpu.gpus_per_node
+    bandwidth = np.where(grid.num_gpus > gpu.gpus_per_node, share, rates.tp_bandwidth)
+    return np.where((grid.pp > 1) & model.tied_embeddings, embedding * recipe.reduce_bytes / bandwidth, 0.0)
+
+
+def optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
+    """Norm, clipping and zeroing pass over the held gradients, the update over states, gradient and weights."""
+    shards = grid.dp * grid.cp
+    held = num_parameters / np.where(grid.zero_stage >= 2, shards, 1)
+    updated = num_parameters / np.where(grid.zero_stage >= 1, shards, 1)
+    states = recipe.master_bytes + recipe.moment_bytes
+    moved = 4.0 * recipe.gradient_bytes * held + (2.0 * states + recipe.gradient_bytes + 6.0) * updated
+    seconds = moved / (gpu.memory_bandwidth * rates.memory_efficiency)
+    away = grid.offload != OFFLOADS.index(Offload.NONE)
+    return seconds + np.where(away, 2.0 * states * updated / offload_bandwidth(grid, gpu, rates), 0.0)

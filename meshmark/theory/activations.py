@@ -1,0 +1,116 @@
+"""What forward passes leave for the backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from meshmark.spec.layout import Recompute, Schedule
+from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.theory.grid import RECOMPUTES, SCHEDULES, Column, Grid
+from meshmark.theory.parameters import stage_parameters
+from meshmark.theory.partition import Stage
+from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.saved_activations import (
+    INDEX_BYTES,
+    RNG_STATE_BYTES,
+    block_bytes,
+    cast_weight_bytes,
+    head_bytes,
+)
+
+
+def tokens(model: ModelSpec, grid: Grid) -> Column:
+    """Tokens of one micro-batch on one rank."""
+    return grid.micro_batch * model.seq_len / grid.cp
+
+
+def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
+    """Bytes that one layer keeps of one micro-batch.
+
+    GPT: arXiv:2205.05198 table 2, s b h (10 + 24/t + 5as/ht), all over t with sequence parallelism; without dropout
+    masks the 34 are 31 and the 5 are 4; flash attention keeps 4a/h instead of the scores, and so does selective
+    recomputation. LLaMA: four tensors of h between the parallel regions, q, k, v and the output, and four of f.
+    Eager kernels: `eager.py`.
+    """
+    t, h, s = grid.tp.astype(float), model.hidden, model.seq_len / grid.cp
+    width = recipe.element_bytes
+    if recipe.eager:
+        kept = block_bytes(model, recipe.eager, t, sequence_shards(grid))
+        stream = recipe.eager.stream * h / sequence_shards(grid)
+        return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), stream, kept)
+    if model.family == "gpt":
+        between, inside = (10.0, 24.0) if recipe.dropout_masks else (8.0, 23.0)
+        scores = 5.0 if recipe.dropout_masks else 4.0
+        between, inside = between * width / 2.0 * h, inside * width / 2.0 * h
+    else:
+        between = 4.0 * width * h
+        inside = width * (2.0 * h + 2.0 * model.kv_hidden + 4.0 * model.ffn_hidden)
+        scores = 4.0
+    core = np.where(_keeps_scores(grid, recipe), scores * width / 2.0 * model.num_heads * s, 4.0 * model.num_heads)
+    per_token = between / np.where(grid.sequence_parallel, t, 1.0) + (inside + core) / t
+    if recipe.flash_attention:
+        products = 3.0 * h + 2.0 * model.kv_hidden + 2.0 * model.ffn_hidden
+        some = width * (h / np.where(grid.sequence_parallel, t, 1.0) + (h + 0.5 * products) / t)
+        per_token = np.where(grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE), some, per_token)
+    full = width * h / np.where(grid.sequence_parallel, t, 1.0)
+    return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), full, per_token)
+
+
+def _keeps_scores(grid: Grid, recipe: TrainingRecipe) -> Column:
+    keeps: Column = (grid.recompute == RECOMPUTES.index(Recompute.NONE)) & (not recipe.flash_attention)
+    return keeps
+
+
+def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, index: int) -> Column:
+    """What the forward passes of all micro-batches in flight leave for the backward pass.
+
+    Of eager kernels this is the embedding's positions and the head's norm and log-softmax too; the input of a later
+    stage lies in the buffer that it was received in, and counts there.
+    """
+    layer, flight = layer_activation_bytes(model, grid, recipe), num_in_flight(grid, index)
+    passes = flight / grid.virtual_stages
+    widths, sp = recipe.eager, sequence_shards(grid)
+    held: Column = passes * stage.num_layers * layer
+    if widths is None:
+        held = held + np.ceil(passes) * boundary_bytes(model, grid, recipe)
+        return held
+    again = grid.recompute == RECOMPUTES.index(Recompute.FULL)
+    more = np.where(again, float(stage.num_layers * RNG_STATE_BYTES), 0.0)
+    if stage.has_head:
+        more = more + tokens(model, grid) * head_bytes(model, widths, grid.tp, sp)
+    if not stage.has_embedding:
+        more = more - tokens(model, grid) * widths.stream * model.hidden / sp
+    elif model.family is Family.GPT:
+        more = more + INDEX_BYTES * model.seq_len / grid.cp
+    if recipe.keeps_root:
+        root = stage_parameters(model, dataclasses.replace(stage, num_layers=0), grid.tp)
+        more = more + np.where(grid.dp * grid.cp > 1, recipe.gather_bytes * root, 0.0)
+    if widths.autocast:
+        more = more + cast_weight_bytes(model, stage.num_layers, stage.has_head) / grid.tp
+    return held + passes * more
+
+
+def sequence_shards(grid: Grid) -> Column:
+    """Over how many ranks a sequence is split between tensor-parallel regions."""
+    shards: Column = np.where(grid.sequence_parallel, grid.tp, 1)
+    return shards
+
+
+def boundary_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
+    """A stage's input for one micro-batch."""
+    return tokens(model, grid) * model.hidden * recipe.element_bytes / np.where(grid.sequence_parallel, grid.tp, 1)
+
+
+def num_in_flight(grid: Grid, index: int) -> Column:
+    """Forward passes, of a chunk of layers each, whose activations stage `index` holds at its peak.
+
+    GPipe m; 1F1B and ZB-H1 p - i; interleaved 2(p - i - 1) + (v - 1)p + 1 chunks (arXiv:2104.04473, arXiv:2205.05198
+    sec. 4.2.3: L(1 + (p-1)/(pv)) layers on the first stage).
+    """
+    m, v = grid.num_micro_batches, grid.virtual_stages
+    one_f_one_b = np.minimum(grid.pp - index, m)
+    interleaved = np.minimum(2 * (grid.pp - index - 1) + (v - 1) * grid.pp + 1, m * v)
+    flight = np.where(grid.schedule == SCHEDULES.index(Schedule.GPIPE), m, one_f_one_b)
+    return np.where(v > 1, interleaved, np.where(grid.pp > 1, flight, 1)).astype(float)

@@ -1,0 +1,24 @@
+"""How many parameters a rank computes with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.theory.grid import Column
+from meshmark.theory.partition import Stage
+
+
+def stage_parameters(model: ModelSpec, stage: Stage, tp: Column | int = 1) -> Column:
+    """Parameters of one stage on one tensor-parallel rank: matrices, the biases of column-parallel ones and the
+    vocabulary are split (arXiv:1909.08053 sec. 3); norms, the biases of row-parallel ones and learned positions are
+    whole. A tied weight is held by the first and by the last stage, once where they are one."""
+    h, is_gpt = model.hidden, model.family is Family.GPT
+    whole, norm = (6 * h, 2 * h) if is_gpt else (2 * h, h)
+    vocabulary = model.vocab_size * h / np.asarray(tp)
+    total: Column = stage.num_layers * ((model.block_parameters - whole) / np.asarray(tp) + whole)
+    if stage.has_embedding:
+        total = total + vocabulary + (model.seq_len * h if is_gpt else 0)
+    if stage.has_head:
+        total = total + norm + (0 if model.tied_embeddings and stage.has_embedding else vocabulary)
+    return total
