@@ -9,8 +9,7 @@ import pytest
 from meshmark.judge.verdict import memory_categories
 from meshmark.report.planned import least, peaks, plans
 from meshmark.run.record import Record, read_records
-from meshmark.theory import memory
-from meshmark.theory import saved_activations as eager
+from meshmark.theory import activations, saved_activations
 
 BASELINES = Path(__file__).parents[1] / "baselines"
 RECORDS = {
@@ -50,8 +49,8 @@ def test_most_peaks_are_within_the_tolerance() -> None:
 
 def test_a_planner_that_is_wrong_by_more_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     record = next(iter(RECORDS.values()))
-    block = eager.block_bytes
-    monkeypatch.setattr(memory, "block_bytes", lambda *sizes: 1.03 * block(*sizes))
+    block = saved_activations.block_bytes
+    monkeypatch.setattr(activations, "block_bytes", lambda *sizes: 1.03 * block(*sizes))
     with pytest.raises(AssertionError, match="activations of rank 0"):
         test_every_category_is_as_planned(record)
 
