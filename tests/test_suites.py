@@ -40,8 +40,6 @@ def test_a_run_leaves_records_junit_and_benchmark_data(tmp_path: Path) -> None:
     done = suites(
         "--adapters",
         "ddp",
-        "-k",
-        "not conformance",
         "--results",
         tmp_path / "r",
         f"--junitxml={tmp_path / 'junit.xml'}",
