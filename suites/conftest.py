@@ -14,5 +14,8 @@ def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[C
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Conformance, at 26 clauses an adapter, is asked for. Pytest does not ask this about a file that is named."""
-    return True if collection_path.name == "test_conformance.py" and not config.getoption("--conformance") else None
+    """Conformance, at 26 clauses an adapter, is asked for: by its option or its file."""
+    if collection_path.name != "test_conformance.py" or config.getoption("--conformance"):
+        return None
+    named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
+    return None if collection_path in named else True

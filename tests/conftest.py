@@ -1,4 +1,4 @@
-"""What holds of Meshmark's own tests, and not of the suites, whose users bring adapters and frameworks that may warn."""
+"""What holds of Meshmark's own tests alone: the suites' users bring adapters, frameworks and plugins that may warn."""
 
 import pytest
 
