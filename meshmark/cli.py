@@ -19,6 +19,7 @@ from meshmark.errors import AdapterError, MeshmarkError, ResultsError
 from meshmark.options import positive, precision, split_values
 from meshmark.plan.cli import add_commands
 from meshmark.run.gpus import num_gpus
+from meshmark.spec.case import Case, expect_fit
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import WORKLOADS, workload
 
@@ -102,11 +103,13 @@ def _cases(parsed: argparse.Namespace) -> None:
     workloads = [workload(name) for name in split_values("--workload", parsed.workload)]
     precisions = [precision(text) for text in split_values("--precision", parsed.precision)]
     adapters = {name: load_adapter(target) for name, target in targets.items()}
-    cases = importlib.import_module("suites.cases").matrix(adapters, worlds, workloads, precisions)
-    for case in cases:
-        reason = adapters[case.adapter].refusal(case, parsed.device)
-        print(f"{case.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())
-    print(f"{len(cases)} cases")
+    cells = importlib.import_module("suites.cases").matrix(adapters, worlds, workloads, precisions)
+    expect_fit(cells)
+    for cell in cells:
+        fits = isinstance(cell, Case)
+        reason = adapters[cell.adapter].refusal(cell, parsed.device) if fits else cell.reason
+        print(f"{cell.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())
+    print(f"{len(cells)} cases")
 
 
 def _report(parsed: argparse.Namespace) -> None:

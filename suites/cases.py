@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from meshmark.adapter.contract import Adapter
-from meshmark.errors import LayoutError
-from meshmark.spec.case import Case
+from meshmark.spec.case import Case, Misfit, cell
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
@@ -41,22 +40,15 @@ def matrix(
     worlds: Iterable[int],
     workloads: Iterable[Workload],
     precisions: Iterable[Precision],
-) -> list[Case]:
-    """All cases. A precision that an adapter lacks still makes a case,
-    so that the report shows the gap. An adapter with no parallel axis, such as `single`, joins at world size 1.
-
-    Raises `LayoutError` when a layout does not fit a workload: nothing is dropped silently.
-    """
-    cases, misfits = [], []
-    for workload in workloads:
-        for precision in precisions:
-            for name, adapter in adapters.items():
-                for world_size in worlds if adapter.capabilities.degrees else [1]:
-                    for layout in layouts(adapter, world_size):
-                        try:
-                            cases.append(Case(adapter=name, workload=workload, layout=layout, precision=precision))
-                        except LayoutError as error:
-                            misfits.append(f"{name}: {error}")
-    if misfits:
-        raise LayoutError("; ".join(misfits) + "; choose another --world, --global-batch, --workload or --adapters")
-    return cases
+) -> list[Case | Misfit]:
+    """All cells. A precision that an adapter lacks still makes a case, so that the report shows the gap, and a layout
+    that does not fit a workload a misfit: nothing is dropped silently. An adapter with no parallel axis, such as
+    `single`, joins at world size 1."""
+    return [
+        cell(adapter=name, workload=workload, layout=layout, precision=precision)
+        for workload in workloads
+        for precision in precisions
+        for name, adapter in adapters.items()
+        for world_size in (worlds if adapter.capabilities.degrees else [1])
+        for layout in layouts(adapter, world_size)
+    ]

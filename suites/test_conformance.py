@@ -8,7 +8,6 @@ from meshmark.run.runner import Runner
 from meshmark.spec.case import Case
 
 
-@pytest.mark.filterwarnings("default::meshmark.expect.StaleGapWarning")
 @pytest.mark.parametrize("clause", CLAUSES.values(), ids=lambda clause: clause.name.replace(" ", "_"))
 def test_conformance(runner: Runner, conforming: Case, clause: Clause) -> None:
     """Clauses share their scenarios' launches."""

@@ -9,7 +9,7 @@ import pytest
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.errors import LayoutError
-from meshmark.spec.case import Case
+from meshmark.spec.case import Case, Misfit, expect_fit
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import WORKLOADS
@@ -82,8 +82,18 @@ def test_accumulation_is_part_of_every_case(cases: list[Case]) -> None:
 
 def test_a_world_that_does_not_fit_names_every_misfit(adapters: dict[str, type[Adapter]]) -> None:
     chosen = {name: adapters[name] for name in ("ddp", "fsdp2")}
+    cells = matrix(chosen, [3], [WORKLOADS["gpt-tiny"]], [Precision.FP32])
     with pytest.raises(LayoutError, match="(?s)ddp: layout dp3.*dp 3 x 2 micro-batches; fsdp2: layout dp3"):
-        matrix(chosen, [3], [WORKLOADS["gpt-tiny"]], [Precision.FP32])
+        expect_fit(cells)
+
+
+def test_what_fits_is_run_and_what_does_not_keeps_its_reason(adapters: dict[str, type[Adapter]]) -> None:
+    cells = matrix({"ddp": adapters["ddp"]}, [2, 3], [WORKLOADS["gpt-tiny"]], [Precision.FP32])
+    expect_fit(cells)
+    fits, misfit = cells
+    assert isinstance(fits, Case) and fits.world_size == 2
+    assert isinstance(misfit, Misfit) and misfit.id == "ddp-dp3.mb2-gpt-tiny-fp32"
+    assert "not divisible by dp 3 x 2 micro-batches" in misfit.reason
 
 
 def test_a_case_that_cannot_be_is_refused_when_it_is_made() -> None:

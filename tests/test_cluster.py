@@ -57,7 +57,7 @@ def two_nodes(folder: Path, *arguments: str) -> list[tuple[int, str]]:
 
 
 def test_both_nodes_pass_and_node_0_writes(tmp_path: Path) -> None:
-    for code, output in two_nodes(tmp_path, "--adapters", "ddp", "-k", "not conformance"):
+    for code, output in two_nodes(tmp_path, "--adapters", "ddp"):
         assert code == 0, output
     observed, timed = read_records(tmp_path / "0").records
     assert observed.environment.nnodes == 2

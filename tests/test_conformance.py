@@ -14,7 +14,7 @@ from meshmark.adapters import ADAPTERS
 from meshmark.conformance import judges
 from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult, Finding
-from meshmark.conformance.scenario import DROPOUT_STEPS, SCENARIOS, plain_cases
+from meshmark.conformance.scenario import DROPOUT_STEPS, SCENARIOS, plain_cells, plain_workload
 from meshmark.judge.deviation import Deviation, Drift
 from meshmark.report.conformance import columns, write_conformance
 from meshmark.run.cluster import Cluster, ClusterSpec
@@ -219,12 +219,37 @@ def test_every_clause_stands_on_scenarios_and_every_scenario_serves_a_clause() -
 
 def test_the_cases_of_an_adapter_cover_its_stages_and_axes() -> None:
     def layouts(name: str) -> list[str]:
-        return [case.layout.id for case in plain_cases(name, load_adapter(ADAPTERS[name]), 2)]
+        return [case.layout.id for case in plain_cells(name, load_adapter(ADAPTERS[name]), 2)]
 
     assert layouts("deepspeed") == ["dp2.zero1", "dp2.zero2", "dp2.zero3"]
     assert layouts("megatron") == ["tp2"]
     assert layouts("gpipe") == ["pp2.mb2"]
     assert layouts("single") == ["one"]
+
+
+def test_on_two_ranks_the_workload_is_the_plain_one() -> None:
+    """So that records of before can be compared."""
+    for name, target in ADAPTERS.items():
+        for cell in plain_cells(name, load_adapter(target), 2):
+            assert cell.workload == plain_workload()
+
+
+@pytest.mark.parametrize("world", [1, 4, 8, 16])
+def test_every_scenario_fits_the_workload_of_its_world(world: int) -> None:
+    for name, target in ADAPTERS.items():
+        for case in plain_cells(name, load_adapter(target), world):
+            assert isinstance(case, Case), case
+            assert not {s.name: why for s in SCENARIOS.values() if (why := s.varied(case)[1])}
+            assert (case.workload.name == "gpt-mini") == (case.workload == plain_workload())
+
+
+def test_a_scenario_that_does_not_fit_is_skipped_with_its_reason(runner: Runner) -> None:
+    """Six sequences are what two ranks share, and not what they share in four micro-batches."""
+    (base,) = plain_cells("ddp", load_adapter(ADAPTERS["ddp"]), 2, global_batch=6)
+    assert isinstance(base, Case) and base.workload.name == "gpt-mini.b6"
+    found = judge_clause(CLAUSES["accumulation"], {"accumulation": runner.perform(SCENARIOS["accumulation"], base)})
+    assert found.result is ClauseResult.UNSUPPORTED
+    assert "6 sequences is not divisible by dp 2 x 4 micro-batches" in found.evidence
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +260,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         running.close()
 
 
-DDP = plain_cases("ddp", load_adapter(ADAPTERS["ddp"]), 2)[0]
+DDP = plain_cells("ddp", load_adapter(ADAPTERS["ddp"]), 2)[0]
 LAUNCHED = ["schedule", "unused", "dropout", "fp16 overflow", "resume", "reshard", "error"]
 
 

@@ -104,7 +104,7 @@ class Runner:
             before = self.perform(SCENARIOS[scenario.after], base)
             if before.outcome.status is not Status.OK:
                 return before
-        case = scenario.vary(base)
+        case, misfit = scenario.varied(base)
         request = dataclasses.replace(
             self._request(scenario.task, case),
             steps=scenario.steps,
@@ -114,7 +114,7 @@ class Runner:
             evaluate=scenario.evaluate and Feature.EVALUATE not in self._adapter(case).capabilities.lacks,
             checkpoint=str(self._checkpoint(base)) if Feature.SAVE in scenario.needs else "",
         )
-        return self._once(case, request, scenario.needs)
+        return self._once(case, request, scenario.needs, misfit)
 
     def _checkpoint(self, base: Case) -> Path:
         """A folder of `base`'s own, for all nodes; absolute, for ranks may start elsewhere."""
@@ -125,10 +125,12 @@ class Runner:
     def _adapter(self, case: Case) -> type[Adapter]:
         return load_adapter(self.adapters[case.adapter])
 
-    def _once(self, case: Case, request: Request, needs: frozenset[Feature] = frozenset()) -> Record:
+    def _once(
+        self, case: Case, request: Request, needs: frozenset[Feature] = frozenset(), misfit: str | None = None
+    ) -> Record:
         key = request.task, case, request.scenario  # not the case's id, which says nothing of seed or corpus
         if key not in self._records:
-            if reason := self.refusal(case, needs):
+            if reason := misfit or self.refusal(case, needs):
                 record = self._record(request, Outcome(status=Status.SKIPPED, message=reason))
             else:
                 self.announce(request.scenario or request.task, case, None)
