@@ -22,9 +22,9 @@ ORDER = """
     serial device machine initial data model objective
     plan
     adapter registry
-    trace truth yardstick faults gradient_faults update_faults diagnosis
+    gather trace truth yardstick faults gradient_faults update_faults diagnosis
     meters rank_report passes
-    worker preload
+    store worker preload
     cluster launch
     record
     verdict

@@ -76,7 +76,7 @@ class Launcher:
         """
         spec = ClusterSpec() if alone else self.cluster.spec
         others = None if spec.nnodes == 1 else self.cluster
-        prefix = self.cluster.new_prefix(alone=alone)
+        prefix = self.cluster.new_prefix() if others else "alone"
         started = time.monotonic()
         folder = Path(tempfile.mkdtemp(prefix="meshmark-"))
         try:
@@ -102,8 +102,8 @@ class Launcher:
                 local_rank=i,
                 local_world_size=local,
                 world_size=world_size,
-                host=self.cluster.spec.host,
-                port=self.cluster.port,
+                host=spec.host,
+                port=spec.port if spec.nnodes > 1 else 0,
                 prefix=prefix,
                 folder=folder,
             )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
@@ -30,6 +30,7 @@ from meshmark.run.passes.timing import time_steps
 from meshmark.run.rank_report import RankFailure
 from meshmark.run.request import Request, Task
 from meshmark.serial import encode
+from meshmark.store import RunStore, run_secret
 
 _TASKS = {
     Task.OBSERVE: observe,
@@ -57,7 +58,7 @@ class RankInfo:
     world_size: int
     host: str
     port: int
-    """Of the run's store."""
+    """Of the run's store; 0 when all ranks are on this node: then the store is a file in `folder`."""
     prefix: str
     """Keys of this launch in the store start with it."""
     folder: Path
@@ -72,7 +73,9 @@ def run_rank(request: Request, info: RankInfo) -> None:
     started = time.time()
     _isolate(info)
     try:
-        context = _join(request, info)
+        timeout = datetime.timedelta(seconds=request.time_limit_seconds + 60)  # the launcher's limit comes first
+        store = _store(info, timeout)  # held here: PyTorch keeps no Python store alive
+        context = _join(request, info, store, timeout)
         report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
         _write(info.file("report"), json.dumps(encode(report)))
         torch.distributed.destroy_process_group()
@@ -116,8 +119,15 @@ def _isolate(info: RankInfo) -> None:
     )
 
 
-def _join(request: Request, info: RankInfo) -> RankContext:
-    """Bring up the default process group over the run's store."""
+def _store(info: RankInfo, timeout: datetime.timedelta) -> Store:
+    """Where the ranks of this launch meet: a file that this user alone can open, or the store of the nodes."""
+    if not info.port:
+        return FileStore(str(info.folder / "store"), info.world_size)
+    return RunStore(info.host, info.port, run_secret(), timeout)
+
+
+def _join(request: Request, info: RankInfo, store: Store, timeout: datetime.timedelta) -> RankContext:
+    """Bring up the default process group over `store`."""
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     # The flight recorder, on any backend; elsewhere it would only take time, and memory with every collective.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "20000" if request.task is Task.OBSERVE and request.metered else "0"
@@ -127,8 +137,6 @@ def _join(request: Request, info: RankInfo) -> RankContext:
     device = (
         torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else torch.device("cpu")
     )
-    timeout = datetime.timedelta(seconds=request.time_limit_seconds + 60)  # the launcher's limit comes first
-    store = TCPStore(info.host, info.port, is_master=False, timeout=timeout)
     torch.distributed.init_process_group(
         request.backend,
         store=PrefixStore(info.prefix, store),
