@@ -152,7 +152,7 @@ class RunStore(Store):
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         """Raises `ClusterError` unless all `keys` are there in time. Other threads' calls go on meanwhile."""
-        limit: datetime.timedelta = timeout or self.timeout
+        limit: datetime.timedelta = timeout or self.timeout  # type: ignore[attr-defined]
         seconds = limit.total_seconds()
         deadline, pause = time.monotonic() + seconds, _POLL_SECONDS[0]
         while not self.check(keys):

@@ -24,7 +24,7 @@ ORDER = """
     adapter registry
     gather trace truth yardstick faults gradient_faults update_faults diagnosis
     meters rank_report passes
-    store worker preload
+    orphans store worker preload
     cluster launch
     record
     verdict

@@ -21,7 +21,7 @@ from meshmark.spec.workload import workload
 
 ACCIDENTS = {
     name.lower(): f"tests.broken.outcomes:{name}"
-    for name in ("Raises", "Killed", "Hangs", "Stopped", "OutOfMemory", "NotANumber", "LeavesChild")
+    for name in ("Raises", "Killed", "Hangs", "Stopped", "OutOfMemory", "NotANumber", "LeavesChild", "LeavesDaemon")
 }
 
 
@@ -107,6 +107,10 @@ def test_a_loss_that_is_not_a_number_is_an_outcome(runner: Runner) -> None:
 
 def test_what_a_rank_started_ends_with_it(runner: Runner) -> None:
     assert run(runner, "leaveschild").outcome.status is Status.RAISED
+
+
+def test_what_a_rank_put_into_a_session_of_its_own_ends_with_it(runner: Runner) -> None:
+    assert run(runner, "leavesdaemon").outcome.status is Status.HUNG
 
 
 def test_the_run_goes_on_after_a_failure(runner: Runner) -> None:

@@ -7,6 +7,7 @@ A single node needs none: its launches meet in a file that this user alone can o
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import os
@@ -106,7 +107,10 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         try:
-            if self._store and not self._lost:  # node 0 serves the store: it leaves last
+            if self._store and self._lost:
+                with contextlib.suppress(ClusterError):  # whoever is there yet need not wait
+                    self._store.set(f"end/{self.spec.node_rank}", "")
+            elif self._store:  # node 0 serves the store: it leaves last
                 self.exchange("end", "", seconds=30)
                 self._store.set(f"left/{self.spec.node_rank}", "")
                 if self.spec.node_rank == 0:
@@ -174,8 +178,13 @@ class Cluster:
         found = []
         for node in range(self.spec.nnodes):
             waiting = _Waiting(self._say, f"waiting for node {node} of {self.spec.nnodes} at {key!r}", seconds)
-            while not self._check().check([f"{key}/{node}"]):
-                if waiting.over():
+            while True:
+                ended = self._check().check([f"end/{node}"])  # asked first: it may end right after it has answered
+                if self._check().check([f"{key}/{node}"]):
+                    break
+                if ended:
+                    self._lost = f"node {node} of {self.spec.nnodes} has ended its run before {key!r}"
+                elif waiting.over():
                     self._lost = (
                         f"node {node} of {self.spec.nnodes} did not answer within {seconds:.0f} s at {key!r}: "
                         "did its pytest command end, or was it given other options?"

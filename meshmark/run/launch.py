@@ -18,12 +18,14 @@ import signal
 import tempfile
 import time
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 from meshmark.errors import ClusterError
+from meshmark.orphans import end_children
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.rank_report import RankFailure, RankReport
 from meshmark.run.request import Request
@@ -62,6 +64,7 @@ class Launcher:
         os.environ.update(
             PYTHONPATH=os.pathsep.join(dict.fromkeys(path)),
             MESHMARK_PRELOAD=",".join(preload),
+            MESHMARK_LAUNCHER=str(os.getpid()),
             KINETO_LOG_LEVEL="9",
             PYTORCH_NVML_BASED_CUDA_CHECK="1",  # is_available() must not touch CUDA in the process that forks
         )
@@ -211,6 +214,8 @@ class _Watchdog:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # what the rank itself had started
             process.join()
+        if server := forkserver._forkserver._forkserver_pid:  # type: ignore[attr-defined]
+            end_children(server)  # what the ranks had started in sessions of its own
 
     def _failure(self, info: RankInfo, hung: list[int]) -> RankFailure | None:
         process = self.processes[self.ranks.index(info)]

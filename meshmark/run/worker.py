@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import faulthandler
 import json
@@ -12,13 +11,16 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
+from meshmark.orphans import die_with_parent
 from meshmark.run.passes.dropout import repeat_with_dropout
 from meshmark.run.passes.endure import endure
 from meshmark.run.passes.fail import fail
@@ -45,6 +47,8 @@ _TASKS = {
 }
 STACK_SIGNAL = signal.SIGUSR1
 """Makes a rank write every thread's Python stack, even while it hangs inside C."""
+_IMPORTER = os.getpid()
+"""In a rank, the forkserver, which has imported this module before it forks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +101,13 @@ def run_rank(request: Request, info: RankInfo) -> None:
 
 
 def _isolate(info: RankInfo) -> None:
-    """Own session, own log, no standard input; die with the launcher; leave Ctrl-C to it."""
+    """Own session, own log, no standard input; die with the forkserver; leave Ctrl-C to the launcher."""
     os.setsid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    die_with_parent(_IMPORTER if _IMPORTER != os.getpid() else os.getppid())
+    _let_go()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # the forkserver ignores them
+        signal.signal(ending, signal.SIG_DFL)
     log = os.open(info.file("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -117,6 +124,18 @@ def _isolate(info: RankInfo) -> None:
         MASTER_PORT=str(info.port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
+
+
+def _let_go() -> None:
+    """Close the pipes by which the forkserver and the resource tracker see that somebody needs them: they are to end
+    with the launcher, whatever a rank does then."""
+    server: Any = forkserver._forkserver
+    tracker: Any = resource_tracker._resource_tracker
+    for pipe in (server._forkserver_alive_fd, tracker._fd):
+        if pipe is not None:
+            os.close(pipe)
+    # A framework that needs either starts its own.
+    server._forkserver_alive_fd = server._forkserver_address = tracker._fd = None
 
 
 def _store(info: RankInfo, timeout: datetime.timedelta) -> Store:
