@@ -98,11 +98,15 @@ class Cluster:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if spec.nnodes > 1:
             secret = run_secret()
-            if spec.node_rank == 0:
-                self._server = StoreServer(_listen(spec), secret)
-            self._store = self._connect(secret)
-            threading.Thread(target=self._beat, daemon=True, name="meshmark-heartbeat").start()
-            self.exchange("join", "", seconds=_JOIN_SECONDS)
+            try:
+                if spec.node_rank == 0:
+                    self._server = StoreServer(_listen(spec), secret)
+                self._store = self._connect(secret)
+                threading.Thread(target=self._beat, daemon=True, name="meshmark-heartbeat").start()
+                self.exchange("join", "", seconds=_JOIN_SECONDS)
+            except BaseException:
+                self._close()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -116,11 +120,14 @@ class Cluster:
                 if self.spec.node_rank == 0:
                     self._store.wait([f"left/{n}" for n in range(self.spec.nnodes)], datetime.timedelta(seconds=30))
         finally:
-            self._ended.set()
-            if self._store:
-                self._store.close()
-            if self._server:
-                self._server.close()
+            self._close()
+
+    def _close(self) -> None:
+        self._ended.set()
+        if self._store:
+            self._store.close()
+        if self._server:
+            self._server.close()
 
     def _connect(self, secret: bytes) -> RunStore:
         """Node 0's store, as soon as it is there. Raises `ClusterError` when it is not in time."""
