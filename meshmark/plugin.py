@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,7 +230,7 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
     preload = [module for adapter in chosen.adapters.values() for module in adapter.modules()]
     progress = Progress(pytestconfig)
     pytestconfig.pluginmanager.register(progress)
-    with _ending_the_run(), Cluster(chosen.cluster) as cluster:
+    with _ending_the_run(), _signals_end_like_ctrl_c(), Cluster(chosen.cluster, progress.say) as cluster:
         running = Runner(
             Launcher(cluster, preload), chosen.targets, chosen.options, chosen.results, announce=progress.announce
         )
@@ -245,6 +246,26 @@ def _ending_the_run() -> Iterator[None]:
         yield
     except (ClusterError, ResultsError) as error:
         pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
+
+
+@contextlib.contextmanager
+def _signals_end_like_ctrl_c() -> Iterator[None]:
+    """`timeout`, `scancel` and a terminal that closes interrupt the run as Ctrl-C does: fixtures are torn down, and
+    what was recorded is reported. A signal that is ignored (by `nohup`) stays so."""
+    endings = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
+
+    def interrupt(number: int, frame: object) -> None:
+        for ending in endings:  # one interrupts; a second, such as a shell's own SIGHUP, would break the clean-up off
+            signal.signal(ending, signal.SIG_IGN)
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    for ending in endings:
+        signal.signal(ending, interrupt)
+    try:
+        yield
+    finally:
+        for ending in endings:
+            signal.signal(ending, signal.SIG_DFL)
 
 
 @pytest.fixture

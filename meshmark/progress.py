@@ -68,6 +68,13 @@ class Progress:
         """What a test did not launch, as when it was skipped, is only launched if another test stands on it."""
         self._awaited.pop(nodeid, None)
 
+    def say(self, text: str) -> None:
+        """Something that takes its time."""
+        if self._reporter is not None:
+            with self._capture.global_and_fixture_disabled():
+                self._reporter.ensure_newline()
+                self._reporter.write_line(f"meshmark: {text}")
+
     def announce(self, what: str, case: Case, record: Record | None) -> None:
         if record is not None:
             self._settle(what, case, record)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshmark.judge.deviation import Drift, Tensors
+from meshmark.judge.gather import all_gather_json, gather_arrays
 
 
 @dataclass(kw_only=True)
@@ -42,8 +43,7 @@ def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
     """The union of all ranks' traces on rank 0 (None elsewhere), each tensor from the lowest rank that holds it; where
     replicas drifted apart; and how many tensors of all steps more than one rank told. A collective call."""
     digests = [tensor_digests(own.parameters), tensor_digests(own.gradients)]
-    everyone: list[list[list[dict[str, str]]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, digests)
+    everyone: list[list[list[dict[str, str]]]] = all_gather_json(digests)
     mine = Trace(
         parameters=_owned(own.parameters, [e[0] for e in everyone]),
         gradients=_owned(own.gradients, [e[1] for e in everyone]),
@@ -51,8 +51,7 @@ def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
         norms=own.norms,
         evaluations=own.evaluations,
     )
-    traces: list[Trace] | None = [Trace()] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, traces)
+    traces = _gather(mine)
     if traces is None:
         return None, [], 0
     reported = [trace.norms for trace in traces]
@@ -67,6 +66,22 @@ def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
     num_told = sum(len(tensors) for kinds in everyone for steps in kinds for tensors in steps)
     num_held = sum(len(tensors) for tensors in [*union.parameters, *union.gradients])
     return union, drifts, num_told - num_held
+
+
+def _gather(own: Trace) -> list[Trace] | None:
+    """Every rank's trace on rank 0; None elsewhere. A collective call."""
+    names = [[list(tensors) for tensors in kind] for kind in (own.parameters, own.gradients)]
+    headers = all_gather_json([names, own.losses, own.norms, own.evaluations])
+    everyone = gather_arrays([value for tensors in [*own.parameters, *own.gradients] for value in tensors.values()])
+    if everyone is None:
+        return None
+    traces = []
+    for (reported, losses, norms, evaluations), arrays in zip(headers, everyone, strict=True):
+        values = iter(arrays)
+        parameters, gradients = ([{name: next(values) for name in step} for step in kind] for kind in reported)
+        trace = Trace(parameters=parameters, gradients=gradients, losses=losses, norms=norms, evaluations=evaluations)
+        traces.append(trace)
+    return traces
 
 
 def tensor_digests(steps: list[Tensors]) -> list[dict[str, str]]:

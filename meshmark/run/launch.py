@@ -18,6 +18,7 @@ import signal
 import tempfile
 import time
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 import meshmark
 from meshmark.errors import ClusterError
 from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.orphans import end_children
 from meshmark.run.rank_report import RankFailure, RankReport
 from meshmark.run.request import Request
 from meshmark.run.worker import STACK_SIGNAL, RankInfo, run_rank
@@ -63,6 +65,7 @@ class Launcher:
         os.environ.update(
             PYTHONPATH=os.pathsep.join(dict.fromkeys(path)),
             MESHMARK_PRELOAD=",".join(preload),
+            MESHMARK_LAUNCHER=str(os.getpid()),
             KINETO_LOG_LEVEL="9",
             PYTORCH_NVML_BASED_CUDA_CHECK="1",  # is_available() must not touch CUDA in the process that forks
         )
@@ -77,7 +80,7 @@ class Launcher:
         """
         spec = ClusterSpec() if alone else self.cluster.spec
         others = None if spec.nnodes == 1 else self.cluster
-        prefix = self.cluster.new_prefix(alone=alone)
+        prefix = self.cluster.new_prefix() if others else "alone"
         started = time.monotonic()
         folder = Path(tempfile.mkdtemp(prefix="meshmark-"))
         try:
@@ -103,8 +106,8 @@ class Launcher:
                 local_rank=i,
                 local_world_size=local,
                 world_size=world_size,
-                host=self.cluster.spec.host,
-                port=self.cluster.port,
+                host=spec.host,
+                port=spec.port if spec.nnodes > 1 else 0,
                 prefix=prefix,
                 folder=folder,
             )
@@ -212,6 +215,8 @@ class _Watchdog:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # what the rank itself had started
             process.join()
+        if server := forkserver._forkserver._forkserver_pid:  # type: ignore[attr-defined]
+            end_children(server)  # what the ranks had started in sessions of its own
 
     def _failure(self, info: RankInfo, hung: list[int]) -> RankFailure | None:
         process = self.processes[self.ranks.index(info)]

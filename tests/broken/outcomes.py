@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -50,6 +51,8 @@ class Killed(Accident):
 
 class Hangs(Accident):
     def happen(self, engine: DDPEngine) -> None:
+        if told := os.environ.get("MESHMARK_TEST_HANGS"):
+            Path(told).touch()
         self.wait_for_ever()
 
     def wait_for_ever(self) -> None:
@@ -82,3 +85,16 @@ class LeavesChild(Accident):
         if os.fork() == 0:
             time.sleep(3600)
         raise ArithmeticError("with a child running")
+
+
+class LeavesDaemon(Hangs):
+    """A process in a session of its own, whose parent is gone at once, and which holds all that it inherits."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        if (child := os.fork()) == 0:
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+            self.wait_for_ever()
+        os.waitpid(child, 0)
+        super().happen(engine)
