@@ -19,7 +19,7 @@ MAX_LINES = 320
 
 ORDER = """
     errors model_spec layout workload case
-    serial device machine initial data model objective
+    serial progress device machine initial data model objective
     plan
     adapter registry
     trace truth yardstick faults gradient_faults update_faults diagnosis

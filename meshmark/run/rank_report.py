@@ -52,12 +52,12 @@ class RankFailure:
 
     rank: int
     kind: str
-    """raised, oom, killed or hung."""
+    """raised, oom, killed, or its `Pace` when its time was up."""
     message: str
     """Exception and text, or signal."""
     time: float
-    """Seconds since the epoch."""
+    """Seconds since the epoch; of one whose time was up, that of its last progress."""
     traceback: str = ""
     log_tail: str = ""
     stack: str = ""
-    """hung: what every Python thread was doing."""
+    """When its time was up: what every Python thread was doing."""

@@ -231,7 +231,10 @@ class Runner:
 
     def _measure_noise(self, request: Request, path: Path) -> list[Comparisons]:
         measured = dataclasses.replace(
-            request, task=Task.NOISE, adapter=builtin_adapters()["single"], time_limit_seconds=TIME_LIMIT_SECONDS
+            request,
+            task=Task.NOISE,
+            adapter=builtin_adapters()["single"],
+            time_limit_seconds=max(TIME_LIMIT_SECONDS, request.time_limit_seconds),
         )
         launched = self.launcher.launch(measured, NUM_RANKS, alone=True)
         if launched.failures:

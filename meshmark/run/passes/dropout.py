@@ -9,6 +9,7 @@ import time
 import numpy as np
 import torch
 
+from meshmark import progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
 from meshmark.judge.deviation import Tensors, global_norm
@@ -35,12 +36,14 @@ def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext
     engine = adapter.build(case, context)
     built, batch = time.time(), _same_rows(case.workload, case.layout.dp)
     losses, trace = [], Trace(parameters=[host_copies(engine.parameters())])
+    progress.begin(progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
         if step == request.steps // 2:  # amid training, which must not notice
             evaluation = torch.tensor(float(engine.evaluate(batch)), device=context.device)
         losses.append(float(engine.backward(batch)) * case.layout.dp)
         trace.gradients.append(host_copies(engine.gradients()))
         engine.update()
+        progress.advance()
     torch.distributed.all_reduce(evaluation)
     trace.parameters.append(host_copies(engine.parameters()))
     engine.close()
@@ -78,6 +81,7 @@ def _references(workload: Workload, rows: Batch, dp: int) -> tuple[list[float], 
     model.initialize(workload.seed)
     torch.manual_seed(workload.seed + 1)
     losses, gradients = [], []
+    progress.begin(progress.Phase.TRUTH, NUM_REFERENCES // dp * dp)
     for draw in range(1, NUM_REFERENCES // dp * dp + 1):
         loss = loss_share(model(rows.tokens_BT), rows)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -85,6 +89,7 @@ def _references(workload: Workload, rows: Batch, dp: int) -> tuple[list[float], 
         if draw % dp == 0:
             gradients.append(host_copies({name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
             model.zero_grad()
+        progress.advance()
     return losses, gradients
 
 

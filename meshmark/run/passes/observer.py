@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 
+from meshmark import progress
 from meshmark.adapter.engine import Engine
 from meshmark.judge.trace import Trace, host_copies, tensor_digests
 from meshmark.measure.memory import Named
@@ -39,6 +40,7 @@ class Observer:
         self.trace.norms.append(None if norm is None else float(norm))
         if self.request.assess:
             self.trace.parameters.append(host_copies(self.engine.parameters()))
+        progress.advance()
         return before, after
 
 

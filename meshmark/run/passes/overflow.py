@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 
+from meshmark import progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
 from meshmark.judge.trace import gather_trace, host_copies
@@ -26,6 +27,7 @@ def overflow(request: Request, adapter: Adapter, context: RankContext, started: 
     engine = adapter.build(request.case, context)
     built, observer = time.time(), Observer(engine, request)
     moved = 0
+    progress.begin(progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
         if step == OVERFLOWS_BEFORE:
             batch = make_batch(request.case.workload, request.steps)
