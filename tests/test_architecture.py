@@ -21,8 +21,8 @@ ORDER = """
     errors model_spec layout workload case
     serial progress device machine initial data model objective
     plan
-    adapter registry
-    trace truth yardstick faults gradient_faults update_faults diagnosis
+    adapter registry declared
+    trace engine_tensors truth yardstick faults gradient_faults update_faults diagnosis
     meters rank_report passes
     worker preload
     cluster launch

@@ -99,6 +99,23 @@ def test_one_ranks_own_part_is_a_missing_reduction_where_replicas_drift() -> Non
     assert "data-parallel ranks [0] alone" in diagnosis.detail
 
 
+@pytest.mark.parametrize("other, ranks", [(slice(4, 8), []), (slice(0, 8), [1])])
+def test_no_rank_reduced_is_told_from_one_that_did_not(other: slice, ranks: list[int]) -> None:
+    """By what the other rank holds: its own part alone, or the whole."""
+    drift = Drift(quantity=f"gradients/{WEIGHT}", step=1, ranks=[1])
+
+    def doctor(trace: Trace) -> None:
+        gradients(trace, 1, lambda n, g: 2 * truth(trace, 1, slice(0, 4))[n])
+        trace.apart = {1: {WEIGHT: truth(trace, 1, other)[WEIGHT].astype(np.float32)}}
+
+    diagnosis = found(doctor, Fault.NOT_REDUCED, 1, drift)
+    assert diagnosis.ranks == ranks
+    told = (
+        "no rank reduced, each holds the part of one data-parallel rank alone: rank 0 that of 0, rank 1 that of 1; on "
+    )
+    assert diagnosis.detail.startswith("the part of data-parallel ranks [0] alone" if ranks else told)
+
+
 def test_the_same_without_drift_and_scale_is_a_part_left_out() -> None:
     diagnosis = found(lambda t: gradients(t, 1, lambda n, g: truth(t, 1, slice(0, 4))[n]), Fault.DROPPED, 1)
     assert "4 of 8 sequences" in diagnosis.detail

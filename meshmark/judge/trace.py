@@ -13,6 +13,9 @@ from torch import Tensor
 from meshmark import progress
 from meshmark.judge.deviation import Drift, Tensors
 
+_MOST_APART = 4
+"""Tensors a rank: enough to see whose sequences they are made of."""
+
 
 @dataclass(kw_only=True)
 class Trace:
@@ -28,6 +31,9 @@ class Trace:
     """Global gradient norm before clipping, as the framework told it."""
     evaluations: list[float] = field(default_factory=list)
     """Losses like `losses`, but in evaluation, before each step; empty when nobody asked."""
+    apart: dict[int, Tensors] = field(default_factory=dict)
+    """Of the first step at which gradients drift: some of those that a rank holds otherwise than the lowest, by rank.
+    Of all ranks together only."""
 
 
 def host_copies(tensors: Mapping[str, Tensor]) -> Tensors:
@@ -53,6 +59,8 @@ def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
         norms=own.norms,
         evaluations=own.evaluations,
     )
+    drifts = _drifts("parameters", [e[0] for e in everyone]) + _drifts("gradients", [e[1] for e in everyone])
+    mine.apart = _apart(own, drifts)
     traces: list[Trace] | None = [Trace()] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, traces)
     if traces is None:
@@ -64,11 +72,19 @@ def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
         losses=[sum(shares) for shares in zip(*(t.losses for t in traces), strict=True)],
         norms=[next((n for n in norms if n is not None), None) for norms in zip(*reported, strict=True)],
         evaluations=[sum(shares) for shares in zip(*(t.evaluations for t in traces), strict=True)],
+        apart={rank: held for trace in traces for rank, held in trace.apart.items()},
     )
-    drifts = _drifts("parameters", [e[0] for e in everyone]) + _drifts("gradients", [e[1] for e in everyone])
     num_told = sum(len(tensors) for kinds in everyone for steps in kinds for tensors in steps)
     num_held = sum(len(tensors) for tensors in [*union.parameters, *union.gradients])
     return union, drifts, num_told - num_held
+
+
+def _apart(own: Trace, drifts: list[Drift]) -> dict[int, Tensors]:
+    """What `Trace.apart` takes of this rank."""
+    rank, gradients = dist.get_rank(), [d for d in drifts if d.quantity.startswith("gradients/")]
+    first = min((d.step for d in gradients), default=0)
+    names = [d.quantity.partition("/")[2] for d in gradients if d.step == first and rank in d.ranks][:_MOST_APART]
+    return {rank: {name: own.gradients[first][name] for name in names}} if names else {}
 
 
 def tensor_digests(steps: list[Tensors]) -> list[dict[str, str]]:

@@ -31,6 +31,8 @@ class RankReport:
     """On rank 0, of a run that is not equivalent."""
     memory: MemoryReading | None = None
     traffic: TrafficReading | None = None
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    """By suite that cannot be judged: the engine's method that failed, and how."""
     step_seconds: list[float] = field(default_factory=list)
     matmul_flops_per_second: float | None = None
     """Best rate of a matrix product in the case's precision, all ranks at once; the peak where none is published."""

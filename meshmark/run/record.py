@@ -111,6 +111,8 @@ class Record:
     """By rank."""
     planned_traffic: list[dict[str, float]] = field(default_factory=list)
     """By rank: bytes by kind of collective."""
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    """By suite that cannot be judged: the adapter's method that failed, and how."""
     rank_step_seconds: list[list[float]] = field(default_factory=list)
     """By rank, then step: raw."""
     matmul_flops_per_second: list[float] = field(default_factory=list)

@@ -12,6 +12,7 @@ import torch
 from meshmark import progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
+from meshmark.engine_tensors import note_gradients, note_parameters
 from meshmark.judge.deviation import Tensors, global_norm
 from meshmark.judge.trace import Trace, gather_trace, host_copies
 from meshmark.judge.truth import exact_gradients, initial_values
@@ -35,17 +36,17 @@ def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext
     case = request.case
     engine = adapter.build(case, context)
     built, batch = time.time(), _same_rows(case.workload, case.layout.dp)
-    losses, trace = [], Trace(parameters=[host_copies(engine.parameters())])
+    losses, trace = [], Trace(parameters=[note_parameters(engine, case.workload)])
     progress.begin(progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
         if step == request.steps // 2:  # amid training, which must not notice
             evaluation = torch.tensor(float(engine.evaluate(batch)), device=context.device)
         losses.append(float(engine.backward(batch)) * case.layout.dp)
-        trace.gradients.append(host_copies(engine.gradients()))
+        trace.gradients.append(note_gradients(engine, case.workload))
         engine.update()
         progress.advance()
     torch.distributed.all_reduce(evaluation)
-    trace.parameters.append(host_copies(engine.parameters()))
+    trace.parameters.append(note_parameters(engine, case.workload))
     engine.close()
     trace.losses, trace.norms = losses, [None] * len(losses)
     union, drifts, num_replicated = gather_trace(trace)

@@ -10,7 +10,8 @@ import numpy as np
 from meshmark import progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
-from meshmark.judge.trace import gather_trace, host_copies
+from meshmark.engine_tensors import note_parameters
+from meshmark.judge.trace import gather_trace
 from meshmark.judge.truth import assess
 from meshmark.reference.data import make_batch
 from meshmark.run.passes.observer import Observer, digests
@@ -34,7 +35,7 @@ def overflow(request: Request, adapter: Adapter, context: RankContext, started: 
             last = context.rank == context.world_size - 1
             engine.backward(dataclasses.replace(batch, num_tokens=0) if last else batch)
             engine.update()
-            before, after = observer.trace.parameters[-1], host_copies(engine.parameters())
+            before, after = observer.trace.parameters[-1], note_parameters(engine, request.case.workload)
             moved = sum(not np.array_equal(before[name], after[name]) for name in before)
         observer.train(step)
     engine.close()

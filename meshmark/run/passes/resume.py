@@ -90,4 +90,5 @@ def _join(first: Trace, second: Trace) -> Trace:
         gradients=first.gradients + second.gradients,
         losses=first.losses + second.losses,
         norms=first.norms + second.norms,
+        apart=second.apart,
     )
