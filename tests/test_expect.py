@@ -18,7 +18,7 @@ from meshmark.judge.verdict import judge_equivalence
 from meshmark.report.conformance import columns
 from meshmark.run.record import Outcome, Record, Status
 from meshmark.run.runner import Runner
-from tests.factories import make_case, make_good
+from tests.factories import make_case, make_good, make_verdict
 from tests.test_conformance import GAP, WRONG, plain
 
 BASE = make_case()
@@ -94,6 +94,22 @@ def test_defects_of_one_class_that_are_not_in_the_plain_run_are_told_apart_by_th
     runner = Kept(wrong("accumulation", HALF), wrong("groups", third))
     assert HALF.text in told(runner, "accumulation")
     assert third.text in told(runner, "decay groups")
+
+
+def test_bytes_that_are_not_as_planned_are_told_once_by_what_they_are() -> None:
+    def unlike(scenario: str, kind: str) -> Record:
+        verdict = make_verdict("communication", passed=False, summary=f"{scenario}: too much", evidence={"kind": kind})
+        record = plain(scenario=scenario, base=BASE)
+        kept = [v for v in record.verdicts if v.suite != "communication"]
+        moments = {"parameters": "float32", "optimizer_states": "float32"}
+        return dataclasses.replace(record, verdicts=[*kept, verdict], state_dtypes=moments)
+
+    runner = Kept(unlike("plain", "all_reduce"), unlike("bf16", "all_reduce"))
+    assert told(runner, "traffic") == "plain: too much"
+    assert told(runner, "bf16 states") == "as in clause traffic: communication: all_reduce"
+    runner = Kept(unlike("plain", "all_gather"), unlike("bf16", "all_reduce"))
+    told(runner, "traffic")
+    assert told(runner, "bf16 states") == "bf16: too much", "another kind"
 
 
 def ended(scenario: str, status: Status, message: str) -> Record:

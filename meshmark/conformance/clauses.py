@@ -5,7 +5,7 @@ Records on disk can be judged again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from meshmark.conformance import judges
@@ -30,8 +30,8 @@ def judge_clause(clause: Clause, records: Mapping[str, Record]) -> Finding:
     needed = [records[name] for name in clause.scenarios]
     found = _obstacle(needed) or clause.judge(*needed)
     if found.result is ClauseResult.FAIL and found.defect is None:
-        diagnosed = [r for r in needed if r.diagnosis and r.diagnosis.text in found.evidence]
-        found = replace(found, defect=_diagnosed(diagnosed[0]) if diagnosed else None)
+        defects = (defect for record in needed for defect in _defects(record, found.evidence))
+        found = replace(found, defect=next(defects, None))
     gap = next((g for g in needed[0].known_gaps if g.covers(needed[0].case, clause.name)), None)
     if gap is None or found.result in (ClauseResult.UNSUPPORTED, ClauseResult.UNDECIDED):
         return found
@@ -51,10 +51,15 @@ def point_back(name: str, found: Finding, earlier: Mapping[str, Finding]) -> Fin
     return found
 
 
-def _diagnosed(record: Record) -> Defect:
-    diagnosis = record.diagnosis
-    assert diagnosis is not None
-    return Defect(kind=diagnosis.fault, detail=diagnosis.detail, plain=record.scenario == "plain")
+def _defects(record: Record, evidence: str) -> Iterator[Defect]:
+    """What of `record` the evidence of a failure tells."""
+    plain, diagnosis = record.scenario == "plain", record.diagnosis
+    if diagnosis and diagnosis.text in evidence:
+        yield Defect(kind=diagnosis.fault, detail=diagnosis.detail, plain=plain)
+    for verdict in record.verdicts:
+        if not verdict.passed and verdict.suite != "equivalence" and verdict.summary in evidence:
+            what = verdict.evidence.get("category") or verdict.evidence.get("kind") or verdict.summary
+            yield Defect(kind=f"{verdict.suite}: {what}", detail=verdict.summary, plain=plain)
 
 
 def _obstacle(records: list[Record]) -> Finding | None:
