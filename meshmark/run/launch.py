@@ -244,6 +244,7 @@ class _Watchdog:
             message += f", but still coming on: {mark.text(now=self.stopped)}; --time-limit gives it longer"
         else:
             message += f", and no progress: {mark.text(now=self.stopped)}"
+            message += "" if mark.done else "; if that may take so long, --time-limit gives it longer"
         return RankFailure(
             rank=info.rank,
             kind=pace,
