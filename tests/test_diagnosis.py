@@ -17,6 +17,7 @@ from meshmark.adapter.single import Single
 from meshmark.judge.deviation import Drift
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.faults import Diagnosis, Fault, named_factor
+from meshmark.judge.gradient_faults import nobody_reduced
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients
 from meshmark.judge.yardstick import Yardstick, fit, noise_run
@@ -114,6 +115,16 @@ def test_no_rank_reduced_is_told_from_one_that_did_not(other: slice, ranks: list
         "no rank reduced, each holds the part of one data-parallel rank alone: rank 0 that of 0, rank 1 that of 1; on "
     )
     assert diagnosis.detail.startswith("the part of data-parallel ranks [0] alone" if ranks else told)
+
+
+@pytest.mark.parametrize("other, alone", [(slice(2, 4), True), (slice(2, 6), False)])
+def test_a_rank_that_reduced_with_some_is_not_one_that_did_not(other: slice, alone: bool) -> None:
+    """Of four ranks, the second holds its own part or, reduced within a node, two."""
+    trace = copy.deepcopy(honest()[0])
+    trace.gradients[1] = truth(trace, 1, slice(0, 2))
+    trace.apart = {1: {WEIGHT: truth(trace, 1, other)[WEIGHT]}}
+    case = dataclasses.replace(CASE, layout=Layout(dp=4))
+    assert (nobody_reduced(case, trace, 1) is not None) == alone
 
 
 def test_the_same_without_drift_and_scale_is_a_part_left_out() -> None:
