@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.single import SingleEngine
-from meshmark.engine_tensors import local_holdings, note_gradients, note_parameters
+from meshmark.adapter.engine_tensors import local_holdings, note_gradients, note_parameters
 from meshmark.errors import AdapterError
 from meshmark.reference.transformer import parameter_shapes
 from meshmark.run.cluster import Cluster, ClusterSpec

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshmark import progress
+from meshmark import rank_progress
 from meshmark.judge.deviation import Deviations, Drift
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault, named_factor
 from meshmark.judge.gradient_faults import (
@@ -37,7 +37,7 @@ def diagnose(
     case: Case, trace: Trace, deviations: Deviations, drifts: Sequence[Drift], yardstick: Yardstick
 ) -> Diagnosis | None:
     """None when nothing is wrong."""
-    progress.begin(progress.Phase.EXPLAIN)
+    rank_progress.begin(rank_progress.Phase.EXPLAIN)
     wrong = {(q, step): excess for excess, q, step in yardstick.excesses(compare(deviations)) if not excess <= 1}
     if start := [q.partition("/")[2] for q, d in deviations.items() if q.startswith("initial/") and d[0].distance != 0]:
         return _start(trace, start)

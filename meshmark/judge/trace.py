@@ -10,7 +10,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from meshmark import progress
+from meshmark import rank_progress
 from meshmark.judge.deviation import Drift, Tensors
 
 _MOST_APART = 4
@@ -48,7 +48,7 @@ def host_copies(tensors: Mapping[str, Tensor]) -> Tensors:
 def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
     """The union of all ranks' traces on rank 0 (None elsewhere), each tensor from the lowest rank that holds it; where
     replicas drifted apart; and how many tensors of all steps more than one rank told. A collective call."""
-    progress.begin(progress.Phase.GATHER)
+    rank_progress.begin(rank_progress.Phase.GATHER)
     digests = [tensor_digests(own.parameters), tensor_digests(own.gradients)]
     everyone: list[list[list[dict[str, str]]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, digests)

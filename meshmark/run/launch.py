@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmark.errors import ClusterError
-from meshmark.progress import Mark, Pace, read_mark
+from meshmark.rank_progress import Mark, Pace, read_mark
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.rank_report import RankFailure, RankReport
 from meshmark.run.request import Request

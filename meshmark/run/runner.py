@@ -15,7 +15,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.finding import Finding
 from meshmark.conformance.scenario import SCENARIOS, Scenario
-from meshmark.declared import declare
+from meshmark.run.declared import declare
 from meshmark.errors import MeshmarkError
 from meshmark.judge.verdict import judge_communication, judge_equivalence, judge_memory
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit

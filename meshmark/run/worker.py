@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from meshmark import progress
+from meshmark import rank_progress
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
 from meshmark.run.passes.dropout import repeat_with_dropout
@@ -74,7 +74,7 @@ def run_rank(request: Request, info: RankInfo) -> None:
     _isolate(info)
     try:
         context = _join(request, info)
-        progress.begin(progress.Phase.BUILD)
+        rank_progress.begin(rank_progress.Phase.BUILD)
         report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
         _write(info.file("report"), json.dumps(encode(report)))
         torch.distributed.destroy_process_group()
@@ -106,7 +106,7 @@ def _isolate(info: RankInfo) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    progress.watch(info.file("progress"))
+    rank_progress.watch(info.file("progress"))
     faulthandler.register(STACK_SIGNAL, file=open(info.file("stack"), "w"), all_threads=True)  # noqa: SIM115
     os.environ.update(
         RANK=str(info.rank),

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from meshmark import progress
+from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.holdings import Holdings
@@ -34,7 +34,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     with watch or contextlib.nullcontext():
         engine = adapter.build(request.case, context)
         built = time.time()
-        progress.begin(progress.Phase.TRAIN, request.steps)
+        rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
         observer = Observer(engine, request)
         for step in range(WATCHED_STEP):
             observer.train(step, watch)

@@ -7,10 +7,10 @@ import hashlib
 
 import torch
 
-from meshmark import progress
+from meshmark import rank_progress
 from meshmark.adapter.engine import Engine
 from meshmark.adapter.holdings import Holdings
-from meshmark.engine_tensors import local_holdings, note_gradients, note_parameters
+from meshmark.adapter.engine_tensors import local_holdings, note_gradients, note_parameters
 from meshmark.judge.trace import Trace, tensor_digests
 from meshmark.measure.memory import Named
 from meshmark.measure.watch import Watch
@@ -56,7 +56,7 @@ class Observer:
         self.trace.norms.append(None if norm is None else float(norm))
         if self.request.assess:
             self.trace.parameters.append(note_parameters(self.engine, self.request.case.workload))
-        progress.advance()
+        rank_progress.advance()
         return before, after
 
 

@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 
-from meshmark import progress
+from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
-from meshmark.engine_tensors import note_parameters
+from meshmark.adapter.engine_tensors import note_parameters
 from meshmark.judge.trace import gather_trace
 from meshmark.judge.truth import assess
 from meshmark.reference.data import make_batch
@@ -28,7 +28,7 @@ def overflow(request: Request, adapter: Adapter, context: RankContext, started: 
     engine = adapter.build(request.case, context)
     built, observer = time.time(), Observer(engine, request)
     moved = 0
-    progress.begin(progress.Phase.TRAIN, request.steps)
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
         if step == OVERFLOWS_BEFORE:
             batch = make_batch(request.case.workload, request.steps)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from meshmark import progress
+from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.reference.data import Batch, make_batch
@@ -30,7 +30,7 @@ def time_steps(request: Request, adapter: Adapter, context: RankContext, started
     engine = adapter.build(request.case, context)
     batches = [make_batch(request.case.workload, step) for step in range(request.warmup + request.steps)]
     built = time.time()
-    progress.begin(progress.Phase.TRAIN, len(batches))
+    rank_progress.begin(rank_progress.Phase.TRAIN, len(batches))
     losses = list(_warm_up(engine, batches[: request.warmup]))
     torch.distributed.barrier()
     clock = _cuda_seconds if context.device.type == "cuda" else _cpu_seconds
@@ -50,7 +50,7 @@ def time_steps(request: Request, adapter: Adapter, context: RankContext, started
 def _warm_up(engine: Engine, batches: list[Batch]) -> Iterator[Tensor]:
     for batch in batches:
         yield engine.step(batch)
-        progress.advance()
+        rank_progress.advance()
 
 
 def _cpu_seconds(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[float]:
@@ -60,7 +60,7 @@ def _cpu_seconds(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> 
         start = time.perf_counter()
         losses.append(engine.step(batch))
         seconds.append(time.perf_counter() - start)
-        progress.advance()  # off the clock
+        rank_progress.advance()  # off the clock
     return seconds
 
 
@@ -76,10 +76,10 @@ def _cuda_seconds(engine: Engine, batches: list[Batch], losses: list[Tensor]) ->
         marks[number].record()
         while done < number and marks[done + 1].query():  # type: ignore[no-untyped-call]
             done += 1
-            progress.advance()
+            rank_progress.advance()
     for mark in marks[done + 1 :]:
         mark.synchronize()
-        progress.advance()
+        rank_progress.advance()
     return [start.elapsed_time(stop) / 1000 for start, stop in pairwise(marks)]
 
 

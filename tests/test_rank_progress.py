@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from meshmark import progress
+from meshmark import rank_progress
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.truth import assess
-from meshmark.progress import Mark, Pace, Phase, read_mark
+from meshmark.rank_progress import Mark, Pace, Phase, read_mark
 from meshmark.run.launch import _settle
 from meshmark.run.rank_report import RankFailure
 from tests.test_diagnosis import CASE, STEPS, honest
@@ -50,36 +50,36 @@ def test_a_mark_tells_how_far_it_came() -> None:
 
 
 def test_a_mark_is_read_as_it_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_marker", progress._Marker())
+    monkeypatch.setattr(rank_progress, "_marker", rank_progress._Marker())
     before = time.monotonic()
     assert read_mark(tmp_path / "mark", started=before) == Mark(phase=Phase.JOIN, time=before)
-    progress.watch(tmp_path / "mark")
-    progress.begin(Phase.TRAIN, 3)
+    rank_progress.watch(tmp_path / "mark")
+    rank_progress.begin(Phase.TRAIN, 3)
     time.sleep(0.02)
-    progress.advance()
-    progress.advance()
+    rank_progress.advance()
+    rank_progress.advance()
     left = read_mark(tmp_path / "mark", started=before)
     assert (left.phase, left.done, left.total) == (Phase.TRAIN, 2, 3)
     assert 0.02 <= left.longest < 1 and before < left.time <= time.monotonic()
-    progress.begin(Phase.TRUTH, 5)
+    rank_progress.begin(Phase.TRUTH, 5)
     assert read_mark(tmp_path / "mark", started=before).longest == 0.0, "steps say nothing of how long the truth takes"
 
 
 def test_a_mark_costs_microseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_marker", progress._Marker())
-    progress.watch(tmp_path / "mark")
+    monkeypatch.setattr(rank_progress, "_marker", rank_progress._Marker())
+    rank_progress.watch(tmp_path / "mark")
     start = time.process_time()
     for _ in range(1000):
-        progress.advance()
+        rank_progress.advance()
     assert (time.process_time() - start) / 1000 < 50e-6
 
 
 def test_the_truth_and_the_diagnosis_are_progress_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come when the other ranks have nothing left to do, and can take longer than the steps did."""
-    monkeypatch.setattr(progress, "_marker", progress._Marker())
+    monkeypatch.setattr(rank_progress, "_marker", rank_progress._Marker())
     trace, yardstick = honest()
     trace = dataclasses.replace(trace, gradients=[{n: 2 * g for n, g in step.items()} for step in trace.gradients])
-    progress.watch(tmp_path / "mark")
+    rank_progress.watch(tmp_path / "mark")
     deviations = assess(trace, CASE.workload)
     left = read_mark(tmp_path / "mark", started=0.0)
     assert (left.phase, left.done, left.total) == (Phase.TRUTH, STEPS, STEPS) and left.longest > 0
