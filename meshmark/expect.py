@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from meshmark.conformance.clauses import Clause, judge_clause
+from meshmark.conformance.clauses import Clause, judge_clause, point_back
 from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario import SCENARIOS
 from meshmark.run.record import Record, Status
@@ -37,8 +37,10 @@ def expect(record: Record, suite: str) -> None:
     if verdict is None:
         pytest.skip(f"{record.case.workload.model.num_parameters:,} parameters are too many for a float64 truth")
     if not verdict.passed:
-        evidence = "\n".join(f"  {name}: {value}" for name, value in verdict.evidence.items())
-        pytest.fail(f"{record.case.id}: {verdict.summary}\n{evidence}", pytrace=False)
+        facts = dict(verdict.evidence)
+        likely = f"{facts.pop('diagnosis')}\n  " if "diagnosis" in facts else ""
+        evidence = "\n".join(f"  {name}: {value}" for name, value in facts.items())
+        pytest.fail(f"{record.case.id}: {likely}{verdict.summary}\n{evidence}", pytrace=False)
 
 
 class StaleGapWarning(UserWarning):
@@ -49,7 +51,9 @@ def expect_clause(runner: Runner, case: Case, clause: Clause) -> None:
     """The clause must hold of `case`, or fail as its adapter says that it does."""
     __tracebackhide__ = True
     records = {name: runner.perform(SCENARIOS[name], case) for name in clause.scenarios}
-    found = judge_clause(clause, records)
+    judged = runner.judged.setdefault(case, {})
+    judged[clause.name] = found = judge_clause(clause, records)
+    found = point_back(clause.name, found, judged)
     text = f"{case.adapter} {case.layout.id}, {clause.name}: {found.evidence}"
     if found.result is ClauseResult.UNSUPPORTED:
         pytest.skip(found.evidence)
@@ -57,5 +61,5 @@ def expect_clause(runner: Runner, case: Case, clause: Clause) -> None:
         pytest.xfail(f"{text} {found.link}".rstrip())
     if found.result is ClauseResult.STALE_GAP:
         warnings.warn(f"{text}: passes, take the known gap out of its adapter", StaleGapWarning, stacklevel=2)
-    if found.result is ClauseResult.FAIL:
+    if found.result in (ClauseResult.FAIL, ClauseResult.UNDECIDED):
         pytest.fail(text, pytrace=False)

@@ -18,7 +18,7 @@ FRAMEWORKS = {"deepspeed", "accelerate", "fairscale", "megatron", "transformers"
 MAX_LINES = 320
 
 CORE = ROOT / "meshmark"
-BASE = {"errors", "serial", "environment"}
+BASE = {"environment", "errors", "rank_progress", "serial"}
 """Modules that every folder may import."""
 FRONT = {"__init__", "__main__", "cli", "expect", "options", "plugin", "progress"}
 """Modules that bring the folders together: what users call."""

@@ -96,6 +96,13 @@ def test_a_mutant_is_caught_by_the_clause_that_should(court: Court, name: str) -
     assert trial.named, trial.told
 
 
+def test_where_no_rank_reduces_none_is_blamed(runner: Runner) -> None:
+    diagnosis = runner.observe(BY_NAME["ddp_NoReduction"].case).diagnosis
+    assert diagnosis is not None and not diagnosis.ranks
+    assert "no rank reduced, each holds the part of one data-parallel rank alone" in diagnosis.detail
+    assert "rank 0 that of 0, rank 1 that of 1" in diagnosis.detail
+
+
 def test_one_gradient_off_by_three_millionths(runner: Runner) -> None:
     record = observe(runner, SLIGHT)
     assert record.diagnosis is not None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,7 +24,18 @@ from meshmark.spec.workload import workload
 
 ACCIDENTS = {
     name.lower(): f"tests.broken.outcomes:{name}"
-    for name in ("Raises", "Killed", "Hangs", "Stopped", "OutOfMemory", "NotANumber", "LeavesChild", "LeavesDaemon")
+    for name in (
+        "Raises",
+        "Killed",
+        "Hangs",
+        "HangsAlone",
+        "Slow",
+        "Stopped",
+        "OutOfMemory",
+        "NotANumber",
+        "LeavesChild",
+        "LeavesDaemon",
+    )
 }
 
 
@@ -93,6 +106,24 @@ def test_a_hang_ends_at_the_limit_with_every_ranks_stack(runner: Runner) -> None
     assert set(record.outcome.stacks) == {0, 1}
     assert "wait_for_ever" in record.outcome.stacks[1]
     assert "backward" in record.outcome.stacks[0]
+
+
+def test_what_comes_on_until_the_limit_is_slow_and_not_hung(runner: Runner) -> None:
+    outcome = run(runner, "slow").outcome
+    assert outcome.status is Status.SLOW, outcome.message
+    assert re.search(r"no end within 8 s, but still coming on: [1-6] of 7 steps, .*--time-limit", outcome.message)
+    assert "sleep" in outcome.stacks[1] or "backward" in outcome.stacks[1], "where its time goes"
+
+
+def test_a_rank_that_stands_still_is_hung_though_a_peer_comes_on_without_it(
+    runner: Runner, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    options = dataclasses.replace(runner.options, timed_steps=1000)
+    enduring = Runner(runner.launcher, runner.adapters, options, tmp_path_factory.mktemp("results"))
+    outcome = run(enduring, "hangsalone").outcome
+    enduring.close()
+    assert (outcome.status, outcome.rank) == (Status.HUNG, 1), outcome.message
+    assert "no progress: 3 of 1003 steps" in outcome.message
 
 
 def test_a_stopped_process_is_a_hang_too(runner: Runner) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshmark.environment import Environment
+from meshmark.judge.verdict import judge_memory
 from meshmark.measure.readings import Collective, TrafficReading
 from meshmark.report import tables
 from meshmark.report.render import write_report
@@ -164,6 +166,33 @@ def test_the_speed_of_a_run_that_became_nan_is_struck_out_too(tmp_path: Path) ->
 def test_a_failed_run_shows_how_it_ended_and_no_numbers(page: str) -> None:
     found = answer(page)["gpipe"]
     assert (found["correct"], found["tokens/s"], found["peak / rank"]) == ("**hung**", "", "")
+
+
+SLOW = Outcome(status=Status.SLOW, rank=0, message="no end within 8 s, but still coming on: 4 of 13 steps")
+
+
+def test_a_pass_that_was_too_slow_says_nothing_against_correctness(tmp_path: Path) -> None:
+    """What the instrumented pass found stands, and its memory is a result; without that nothing is known."""
+    timed = make_timed(case=DDP, outcome=SLOW, rank_step_seconds=[])
+    right, unknown = (make_good(case=DDP), timed), skipped(case=GPIPE, outcome=SLOW)
+    bad = (wrong_record(), dataclasses.replace(timed, case=FSDP2))
+    text = render(tmp_path, [*right, unknown, *bad])
+    found = answer(text)
+    assert found["ddp"]["correct"] == "yes, timed pass **slow**"
+    assert "~~" not in found["ddp"]["peak / rank"] and found["ddp"]["peak / rank"]
+    assert found["gpipe"]["correct"] == "**slow**"
+    assert found["fsdp2"]["correct"] == "**no**, timed pass **slow**"
+    assert "**1 of 3 cases train correctly**" in text and "1 not judged" in text
+    assert f"wrong or failed: `{FSDP2.id}`" in text and f"`{GPIPE.id}`" not in text.splitlines()[2]
+    assert "4 of 13 steps" in text
+
+
+def test_a_verdict_that_the_adapter_made_impossible_has_no_error_in_figures(tmp_path: Path) -> None:
+    record = make_good(
+        case=DDP, planned_states=[], remainders=[], unmeasured={"memory": "Adapter.recipe raised E: why"}
+    )
+    text = render(tmp_path, [dataclasses.replace(record, verdicts=[make_verdict(), judge_memory(record)])])
+    assert "memory: Adapter.recipe raised E: why" in text
 
 
 def test_skipped_cases_are_not_in_the_answer(page: str) -> None:

@@ -101,9 +101,10 @@ def replicas(record: Record) -> Finding:
         return alone
     if not record.num_replicated:
         return Finding(result=ClauseResult.UNSUPPORTED, evidence="no tensor is held by two ranks")
-    return _finding(
-        not record.drifts, f"{record.num_replicated} tensors reported by several ranks, {_drift_text(record.drifts)}"
-    )
+    reported = f"{record.num_replicated} tensors reported by several ranks, {_drift_text(record.drifts)}"
+    if record.drifts and record.diagnosis:
+        reported += f"; {record.diagnosis.text}"
+    return _finding(not record.drifts, reported)
 
 
 def _drift_text(drifts: list[Drift]) -> str:
@@ -154,14 +155,14 @@ def frozen(record: Record) -> Finding:
 
 
 def masters(record: Record) -> Finding:
-    kept = record.state_dtypes.get("parameters", "")
+    kept = record.state_dtypes.get("parameters") or record.unmeasured.get("memory", "nothing")
     wide = _finding("float32" in kept.split("+"), f"parameters kept in {kept}")
     return _all_of(wide, _within(record, "parameters"))
 
 
 def declared_precision(record: Record) -> Finding:
     """Gradients within bf16's noise; moments, and the bytes of states and of the reduction, as declared."""
-    kept = record.state_dtypes.get("optimizer_states", "")
+    kept = record.state_dtypes.get("optimizer_states") or record.unmeasured.get("memory", "nothing")
     moments = _finding(kept == "float32", f"moments in {kept}")
     reported = record.state_dtypes.get("gradients", "")
     gradient_ratios = [r for r, q, _ in record.yardstick.ratios(compare(record.deviations)) if q.startswith("grad")]
@@ -208,7 +209,7 @@ def recomputes(record: Record) -> Finding:
     """Ranks hold what is planned, which without recomputation they could not."""
     held = record.verdict("memory")
     assert held is not None
-    if not any(planned.activations for planned in record.planned_states):
+    if "memory" not in record.unmeasured and not any(planned.activations for planned in record.planned_states):
         return equivalent(record)
     return _all_of(equivalent(record), _finding(held.passed, held.summary))
 

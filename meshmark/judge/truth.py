@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from meshmark import rank_progress
 from meshmark.errors import AdapterError
 from meshmark.judge.deviation import Deviation, Deviations, Tensors, deviation, global_norm
 from meshmark.judge.trace import Trace
@@ -36,6 +37,7 @@ def assess(trace: Trace, workload: Workload, start: Tensors | None = None) -> De
     start = initial_values(workload) if start is None else start
     found: Deviations = {f"initial/{name}": [deviation(trace.parameters[0].get(name), x)] for name, x in start.items()}
     optimizer = ExactOptimizer(workload.optimizer)
+    rank_progress.begin(rank_progress.Phase.TRUTH, len(trace.gradients))
     for step, own in enumerate(trace.gradients):
         here, after = trace.parameters[step], trace.parameters[step + 1]
         here = {name: here.get(name, np.full(x.shape, np.nan)) for name, x in start.items()}
@@ -85,6 +87,7 @@ def exact_gradients(workload: Workload, parameters: Tensors, batch: Batch) -> Ex
     loss = loss_share(torch.func.functional_call(model, values, (batch.tokens_BT,)), batch)
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     found = dict(zip(trained, gradients, strict=True))
+    rank_progress.advance()
     return Exact(
         loss=float(loss.detach()),
         unused=frozenset(name for name, g in found.items() if g is None),

@@ -40,8 +40,8 @@ class CaseResult:
 
     @property
     def correct(self) -> bool | None:
-        """The equivalence verdict; None when nothing decides."""
-        if self.observed and self.observed.outcome.status not in (Status.OK, Status.SKIPPED):
+        """The equivalence verdict; None when nothing decides, as after a pass that was too slow."""
+        if self.observed and self.observed.outcome.status not in (Status.OK, Status.SKIPPED, Status.SLOW):
             return False
         for record in (self.observed, self.proxy):
             if record and (verdict := record.verdict("equivalence")):
@@ -68,21 +68,23 @@ class CaseResult:
     @property
     def comparable(self) -> bool:
         """Whether its memory and speed may be held against others': it trains correctly, with states as precise."""
-        return self.correct is not False and not self.failed and self.states_as_asked is not False
+        wrong = self.failed and self.failed.outcome.status is not Status.SLOW
+        return self.correct is not False and not wrong and self.states_as_asked is not False
 
     @property
     def correctness(self) -> str:
         """In words."""
         if self.skipped:
             return "not run"
-        if self.failed:
+        slow = self.failed is self.timed and self.failed and self.failed.outcome.status is Status.SLOW
+        if self.failed and not (slow and self.observed):  # what the instrumented pass found stands
             return f"**{self.failed.outcome.status}**"
         if self.correct is None:
             return "not judged"
         own = self.observed and self.observed.verdict("equivalence")
         where = "" if own or not self.proxy else f" (as {self.proxy.case.workload.name})"
         narrow = f", **states in {self.states}**" if self.states_as_asked is False else ""
-        return ("yes" if self.correct else "**no**") + where + narrow
+        return ("yes" if self.correct else "**no**") + where + narrow + (", timed pass **slow**" if slow else "")
 
 
 def results(records: Iterable[Record]) -> list[CaseResult]:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from meshmark.measure.readings import Collective, MemoryReading
 from meshmark.report.results import CaseResult
-from meshmark.run.record import Record
+from meshmark.run.record import Record, Verdict
 from meshmark.run.throughput import throughput
 
 KIB = 1024.0
@@ -95,7 +95,7 @@ def memory(found: Sequence[CaseResult]) -> str:
             "correct": result.correctness,
             "states in": result.states,
             "as planned": _passed(verdict.passed) if verdict else "",
-            "worst error": f"{float(verdict.evidence['relative_error']):.2%}" if verdict else "",
+            "worst error": _worst_error(verdict),
             "rank": rank,
             "parameters": bytes_text(reading.states.parameters),
             "gradients": bytes_text(reading.states.gradients),
@@ -138,7 +138,7 @@ def communication(found: Sequence[CaseResult]) -> str:
             {
                 **names(result),
                 "as planned": _passed(verdict.passed) if verdict else "",
-                "worst error": f"{float(verdict.evidence['relative_error']):.2%}" if verdict else "",
+                "worst error": _worst_error(verdict),
                 "asked for": _kinds(traffic[rank].asked),
                 "sent / rank": bytes_text(_wire(traffic[rank].asked)),
                 "backend issued": _kinds(traffic[rank].issued),
@@ -212,6 +212,12 @@ def names(result: CaseResult) -> dict[str, object]:
 
 def _passed(passed: bool) -> str:
     return "yes" if passed else "**no**"
+
+
+def _worst_error(verdict: Verdict | None) -> str:
+    """Nothing where the adapter could not tell what to judge by."""
+    error = verdict.evidence.get("relative_error") if verdict else None
+    return "" if error is None else f"{float(error):.2%}"
 
 
 def _number(value: object) -> str:

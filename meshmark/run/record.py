@@ -35,6 +35,10 @@ class Status(StrEnum):
     RAISED = "raised"
     KILLED = "killed"
     HUNG = "hung"
+    """No end within the time limit, and some rank stood still amid its work: a defect."""
+    SLOW = "slow"
+    """No end within the time limit, while its ranks came on: nothing is known of its correctness, and a higher limit is
+    all that an answer costs."""
     OOM = "oom"
     NAN = "nan"
     """It ran to its end, with a loss that is not a number."""
@@ -51,7 +55,7 @@ class Outcome:
     traceback: str = ""
     log_tail: str = ""
     stacks: dict[int, str] = field(default_factory=dict)
-    """Every rank's Python stacks, when it hung."""
+    """Every rank's Python stacks, when it hung or was too slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +111,8 @@ class Record:
     """By rank."""
     planned_traffic: list[dict[str, float]] = field(default_factory=list)
     """By rank: bytes by kind of collective."""
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    """By suite that cannot be judged: the adapter's method that failed, and how."""
     rank_step_seconds: list[list[float]] = field(default_factory=list)
     """By rank, then step: raw."""
     matmul_flops_per_second: list[float] = field(default_factory=list)

@@ -13,17 +13,18 @@ from pathlib import Path
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.conformance.finding import Finding
 from meshmark.conformance.scenario import SCENARIOS, Scenario
 from meshmark.environment import describe
 from meshmark.errors import MeshmarkError
 from meshmark.judge.verdict import judge_communication, judge_equivalence, judge_memory
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
+from meshmark.run.declared import declare
 from meshmark.run.launch import Launcher, LaunchResult
 from meshmark.run.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS, noise_key, read_noise, write_noise
 from meshmark.run.record import Outcome, Record, RecordFile, Status
 from meshmark.run.request import Request, Task
 from meshmark.spec.case import Case
-from meshmark.theory.states import model_states
 
 ASSESSABLE_PARAMETERS = 20_000_000
 """Largest model that is compared with the float64 truth, which takes 24 bytes a parameter on one rank and as long as
@@ -71,6 +72,8 @@ class Runner:
         self._file = RecordFile(results) if writes else None
         self._records: dict[tuple[Task, Case, str], Record] = {}
         self._yardsticks: dict[str, Yardstick] = {}
+        self.judged: dict[Case, dict[str, Finding]] = {}
+        """What clauses were found of each base, in the order in which they were judged."""
         self._remarks: list[str] = []
         """For the next record."""
 
@@ -171,7 +174,10 @@ class Runner:
         reports = launched.reports if launched else []
         whole = outcome.status in (Status.OK, Status.NAN)
         observed = whole and request.task is Task.OBSERVE and request.metered
-        ranks = range(case.world_size) if observed else range(0)
+        declared = declare(adapter, case, range(case.world_size) if observed else range(0))
+        unmeasured = declared.failed | {
+            suite: f"{why} on rank {r.rank}" for r in reversed(reports) for suite, why in r.unmeasured.items()
+        }
         yardstick = request.yardstick if whole and request.yardstick else Yardstick(noise={}, factors={})
         remarks, self._remarks = self._remarks, []
         draft = Record(
@@ -193,10 +199,11 @@ class Runner:
             diagnosis=reports[0].diagnosis if whole else None,
             memory=[r.memory for r in reports if r.memory],
             state_dtypes=reports[0].state_dtypes if whole else {},
-            planned_states=[model_states(case, rank, adapter.recipe(case)) for rank in ranks],
-            remainders=[list(adapter.remainders(case, rank)) for rank in ranks],
+            planned_states=declared.states,
+            remainders=declared.remainders,
+            unmeasured=unmeasured,
             traffic=[r.traffic for r in reports if r.traffic],
-            planned_traffic=[adapter.traffic(case, rank) for rank in ranks],
+            planned_traffic=declared.traffic,
             rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
             matmul_flops_per_second=[r.matmul_flops_per_second for r in reports if r.matmul_flops_per_second],
             scenario=request.scenario,
@@ -233,7 +240,10 @@ class Runner:
 
     def _measure_noise(self, request: Request, path: Path) -> list[Comparisons]:
         measured = dataclasses.replace(
-            request, task=Task.NOISE, adapter=builtin_adapters()["single"], time_limit_seconds=TIME_LIMIT_SECONDS
+            request,
+            task=Task.NOISE,
+            adapter=builtin_adapters()["single"],
+            time_limit_seconds=max(TIME_LIMIT_SECONDS, request.time_limit_seconds),
         )
         launched = self.launcher.launch(measured, NUM_RANKS, alone=True)
         if launched.failures:

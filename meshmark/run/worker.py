@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from meshmark import rank_progress
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
 from meshmark.run.orphans import die_with_parent
@@ -80,6 +81,7 @@ def run_rank(request: Request, info: RankInfo) -> None:
         timeout = datetime.timedelta(seconds=request.time_limit_seconds + 60)  # the launcher's limit comes first
         store = _store(info, timeout)  # held here: PyTorch keeps no Python store alive
         context = _join(request, info, store, timeout)
+        rank_progress.begin(rank_progress.Phase.BUILD)
         report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
         _write(info.file("report"), json.dumps(encode(report)))
         torch.distributed.destroy_process_group()
@@ -114,6 +116,7 @@ def _isolate(info: RankInfo) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
+    rank_progress.watch(info.file("progress"))
     faulthandler.register(STACK_SIGNAL, file=open(info.file("stack"), "w"), all_threads=True)  # noqa: SIM115
     os.environ.update(
         RANK=str(info.rank),

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 
+from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.judge.trace import Trace, host_copies
@@ -97,6 +98,7 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     cast(Any, engine).cast_weights = bool(run // len(chunkings) % 2)
     _perturb(engine, case, run)
     trace = Trace(parameters=[host_copies(engine.parameters())])
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
         batch = _permute(make_batch(workload, step), case, run)
         trace.evaluations.append(float(engine.evaluate(batch)))
@@ -105,6 +107,7 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
         norm = engine.update()
         trace.norms.append(None if norm is None else float(norm))
         trace.parameters.append(host_copies(engine.parameters()))
+        rank_progress.advance()
     return noise_run(assess(trace, workload, start=trace.parameters[0]), case.precision)
 
 
