@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from meshmark.adapter.registry import builtin_adapters, load_adapter, select
+from meshmark.adapter.registry import builtin_adapters, find_in_checkout, load_adapter, select
 from meshmark.errors import AdapterError, MeshmarkError, ResultsError
 from meshmark.options import positive, precision, split_values
 from meshmark.plan.cli import add_commands
@@ -33,7 +33,7 @@ EPILOG = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, or 2 for a mistake of the user's."""
-    sys.path.insert(0, str(Path.cwd()))  # the checkout's adapters and suites
+    find_in_checkout("adapters", "suites")
     parsed = _parser().parse_args(arguments)
     try:
         parsed.run(parsed)

@@ -7,7 +7,11 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 
 from meshmark.adapter.capabilities import Capabilities
 from meshmark.adapter.contract import Adapter
@@ -53,6 +57,24 @@ def _import_file(path: Path) -> object:
         del sys.modules[name]
         raise
     return module
+
+
+class _Checkout(MetaPathFinder):
+    """Finds a few packages in the checkout, before any installed ones of their names, and nothing else there."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names, self.root = names, str(Path(__file__).parent.parent)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return PathFinder.find_spec(fullname, [self.root]) if fullname in self.names else None
+
+
+def find_in_checkout(*names: str) -> None:
+    """Have `import` take the packages of these names from beside `meshmark`, where it is a checkout: without a folder
+    on the path, from which other names could be taken (the working directory may be a stranger's)."""
+    sys.meta_path.insert(0, _Checkout(names))
 
 
 def builtin_adapters() -> dict[str, str]:
