@@ -29,7 +29,7 @@ ORDER = """
     record
     verdict
     conformance
-    runner
+    scratch runner
     throughput report
     options expect plugin cli __main__
 """.split()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from meshmark.run.launch import Launcher, LaunchResult
 from meshmark.run.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS, noise_key, read_noise, write_noise
 from meshmark.run.record import Outcome, Record, RecordFile, Status
 from meshmark.run.request import Request, Task
+from meshmark.scratch import Scratch
 from meshmark.spec.case import Case
 from meshmark.theory.states import model_states
 
@@ -73,15 +73,13 @@ class Runner:
         self._yardsticks: dict[str, Yardstick] = {}
         self._remarks: list[str] = []
         """For the next record."""
+        self._scratch: Scratch | None = None
 
     def close(self) -> None:
         if self._file:
             self._file.close()
-            shutil.rmtree(self._checkpoints, ignore_errors=True)
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.results / "checkpoints"
+        if self._scratch:
+            self._scratch.remove()
 
     def refusal(self, case: Case, needs: frozenset[Feature] = frozenset()) -> str | None:
         """Why `case` is not run; None when it is. `needs`: what the pass takes beyond the case."""
@@ -118,8 +116,10 @@ class Runner:
 
     def _checkpoint(self, base: Case) -> Path:
         """A folder of `base`'s own, for all nodes; absolute, for ranks may start elsewhere."""
-        folder = (self._checkpoints / hashlib.sha256(repr(base).encode()).hexdigest()[:16]).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        if self._scratch is None:
+            self._scratch = Scratch(self.results, self.launcher.cluster)
+        folder = self._scratch.folder / hashlib.sha256(repr(base).encode()).hexdigest()[:16]
+        folder.mkdir(exist_ok=True)
         return folder
 
     def _adapter(self, case: Case) -> type[Adapter]:
