@@ -113,6 +113,7 @@ def _report(parsed: argparse.Namespace) -> None:
     from meshmark.report.conformance import write_conformance
     from meshmark.report.render import write_report
     from meshmark.run.record import read_records
+    from meshmark.session import standing
 
     reading = read_records(parsed.results)
     for complaint in reading.complaints:
@@ -124,12 +125,13 @@ def _report(parsed: argparse.Namespace) -> None:
         command += [option, str(value)] if value else []
     baseline = read_records(parsed.baseline) if parsed.baseline else None
     matrix = [record for record in reading.records if not record.scenario]
-    clauses = output.with_name(f"{output.stem}-conformance.md") if matrix else output
+    told = matrix or standing(reading.sessions, conforming=False)
+    clauses = output.with_name(f"{output.stem}-conformance.md") if told else output
     try:
-        if matrix:
+        if told:
             write_report(dataclasses.replace(reading, records=matrix), output, shlex.join(command), baseline)
             print(f"{output}: {len(matrix)} records")
-        if len(matrix) < len(reading.records):
+        if len(matrix) < len(reading.records) or standing(reading.sessions, conforming=True):
             write_conformance(reading, clauses, shlex.join(command))
             print(f"{clauses}: {len(reading.records) - len(matrix)} records of the conformance suite")
     except OSError as error:

@@ -32,6 +32,8 @@ from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 
+pytest_plugins = ["meshmark.session_log"]
+
 T = TypeVar("T")
 
 

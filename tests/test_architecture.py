@@ -26,12 +26,12 @@ ORDER = """
     meters rank_report passes
     worker preload
     cluster launch
-    record
+    session record
     verdict
     conformance
     scratch runner
     throughput report
-    options expect plugin cli __main__
+    options expect plugin session_log cli __main__
 """.split()
 """The modules and packages of the core, a stage a line: each may import only what stands before it. Values come first;
 a launcher stands behind the worker because it names the function that its processes run. A new module gets a place."""

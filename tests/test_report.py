@@ -177,6 +177,30 @@ def test_memory_in_the_answer_is_that_of_the_fullest_rank(tmp_path: Path) -> Non
     assert found["model states / rank"] == "1.56 KiB"
 
 
+def test_a_run_that_timed_alone_is_not_said_to_be_wrong(tmp_path: Path) -> None:
+    head = render(tmp_path, [make_timed(case=case) for case in (DDP, FSDP2, GPIPE)]).splitlines()[2]
+    assert head == (
+        "**Correctness was not judged in this run** (not judged: 3 cases; judged: 0, correct: 0); failed: 0."
+    )
+
+
+def test_a_timed_run_that_crashed_is_counted_as_failed(tmp_path: Path) -> None:
+    records = [make_timed(case=DDP), crashed(case=GPIPE, task=Task.TIME)]
+    head = render(tmp_path, records).splitlines()[2]
+    assert head.startswith("**Correctness was not judged in this run** (not judged: 2 cases; judged: 0, correct: 0)")
+    assert f"wrong or failed: `{GPIPE.id}`." in head
+
+
+def test_only_what_was_judged_is_counted(tmp_path: Path) -> None:
+    head = render(tmp_path, [make_good(case=DDP), wrong_record(), make_timed(case=GPIPE)]).splitlines()[2]
+    assert head.startswith("**1 of 2 judged cases train correctly**")
+    assert f"wrong or failed: `{FSDP2.id}`; 1 not judged." in head
+
+
+def test_where_nothing_was_run_nothing_is_counted(tmp_path: Path) -> None:
+    assert render(tmp_path, [skipped()]).splitlines()[2] == "**No case was run**; 1 not run, with reasons below."
+
+
 # Several records of one case.
 
 
@@ -404,7 +428,6 @@ def test_a_commit_that_is_not_known_is_said_to_be(tmp_path: Path) -> None:
 def test_a_report_of_little_is_still_a_report(tmp_path: Path, records: list[Record]) -> None:
     page = render(tmp_path, records)
     assert page.startswith("# Meshmark report: Abacus 3000, 2 CPUs, cpu\n\n**")
-    assert "cases train correctly**" in page.splitlines()[2]
     assert rows(section(page, "How it was obtained"))
 
 

@@ -94,7 +94,7 @@ def test_ctrl_c_leaves_readable_records_and_no_process(tmp_path: Path) -> None:
     )
     records = tmp_path / "records.jsonl"
     try:
-        wait_until(lambda: records.is_file() and records.read_bytes() != b"", seconds=90)
+        wait_until(lambda: records.is_file() and b'"task"' in records.read_bytes(), seconds=90)
         time.sleep(2)  # now inside the case that hangs
         os.killpg(running.pid, signal.SIGINT)
         out, _ = running.communicate(timeout=30)

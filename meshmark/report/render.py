@@ -11,7 +11,8 @@ from meshmark.report import tables
 from meshmark.report.planned import planned_memory
 from meshmark.report.plots import memory_plot, throughput_plot
 from meshmark.report.results import CaseResult, results
-from meshmark.run.record import Reading, Record
+from meshmark.report.untold import unrecorded, untold
+from meshmark.run.record import Reading
 from meshmark.run.throughput import throughput
 
 
@@ -34,10 +35,13 @@ def write_report(reading: Reading, path: Path, command: str, baseline: Reading |
 
 
 def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
+    missing = unrecorded(reading.sessions, reading.records, conforming=False)
+    if not reading.records:
+        return ["# Meshmark report", f"**No case left a record**: {_listed(missing)}."]
     environment = reading.records[-1].environment
     return [
         f"# Meshmark report: {environment.machine}, {environment.num_cpus} CPUs, {environment.device}",
-        f"{_headline(found)}",
+        _headline(found, missing),
         tables.answer(found),
         "*correct*: every loss, gradient norm, gradient and parameter of every step stands no further "
         "from a float64 single-process truth than rounding in its precision carries a correct run; the factor on that "
@@ -48,18 +52,11 @@ def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
     ]
 
 
-def _headline(found: Sequence[CaseResult]) -> str:
-    ran = [r for r in found if not r.skipped]
-    right = [r for r in ran if r.correct]
+def _headline(found: Sequence[CaseResult], missing: Sequence[str]) -> str:
+    """`missing`: cases without a record."""
+    right = [r for r in found if r.correct and not r.skipped]
     equal = [r for r in right if r.comparable]
-    lines = [f"**{len(right)} of {len(ran)} cases train correctly**"]
-    if wrong := [r.case.id for r in ran if r.correct is False]:
-        lines.append(f"wrong or failed: {', '.join(f'`{w}`' for w in wrong)}")
-    if unjudged := sum(r.correct is None for r in ran):
-        lines.append(f"{unjudged} not judged")
-    if skipped := len(found) - len(ran):
-        lines.append(f"{skipped} not run, with reasons below")
-    parts = ["; ".join(lines) + "."]
+    parts = [_counts(found, missing)]
     for ranks in sorted({r.case.world_size for r in right if r.case.world_size > 1}):
         peers = [r for r in equal if r.case.world_size == ranks]
         timed = [r for r in peers if r.timed and r.timed.rank_step_seconds]
@@ -73,6 +70,36 @@ def _headline(found: Sequence[CaseResult]) -> str:
                 f"the leanest `{leanest.case.id}` ({tables.bytes_text(_peak(leanest))} at its fullest rank's peak)."
             )
     return " ".join(parts)
+
+
+def _counts(found: Sequence[CaseResult], missing: Sequence[str]) -> str:
+    """What was judged, and how; a case that was never judged is neither right nor wrong."""
+    ran = [r for r in found if not r.skipped]
+    judged = [r for r in ran if r.correct is not None]
+    unjudged = len(ran) - len(judged)
+    right = sum(bool(r.correct) for r in judged)
+    if judged:
+        lines = [f"**{right} of {len(judged)} {'judged ' if unjudged else ''}cases train correctly**"]
+    elif ran:
+        cases = "1 case" if unjudged == 1 else f"{unjudged} cases"
+        lines = [f"**Correctness was not judged in this run** (not judged: {cases}; judged: 0, correct: 0)"]
+    else:
+        lines = ["**No case was run**"]
+    if wrong := [r.case.id for r in ran if r.correct is False or r.failed]:
+        lines.append(f"wrong or failed: {_listed(wrong)}")
+    elif not judged and ran:
+        lines.append("failed: 0")
+    if unjudged and judged:
+        lines.append(f"{unjudged} not judged")
+    if missing:
+        lines.append(f"unfinished, without a record: {_listed(missing)}")
+    if skipped := len(found) - len(ran):
+        lines.append(f"{skipped} not run, with reasons below")
+    return "; ".join(lines) + "."
+
+
+def _listed(cases: Sequence[str]) -> str:
+    return ", ".join(f"`{case}`" for case in cases)
 
 
 def _peak(result: CaseResult) -> int:
@@ -89,8 +116,9 @@ _PLANNED = (
 
 def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading | None) -> list[str]:
     latest = [record for r in found for record in (r.observed, r.timed) if record]
-    failed = tables.failures(latest)
-    parts = ["## What failed", failed or "Nothing: every case that ran reached its end and passed every suite."]
+    failed = [tables.failures(latest), untold(reading.sessions, reading.records, conforming=False)]
+    nothing = "Nothing: every case that ran reached its end and passed every suite."
+    parts = ["## What failed", *(filter(None, failed) if any(failed) else [nothing])]
     sections: dict[str, tuple[Callable[[Sequence[CaseResult]], str], str]] = {
         "Equivalence": (
             tables.equivalence,
@@ -127,9 +155,18 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
     return parts
 
 
+_OBTAINED = "## How it was obtained"
+
+
+def _commands(of_records: Sequence[str], of_page: str) -> str:
+    return "Records by:\n\n```\n" + "\n".join(of_records) + "\n```\n\nThis page by:\n\n```\n" + of_page + "\n```"
+
+
 def _origin(found: Sequence[CaseResult], reading: Reading, command: str) -> list[str]:
-    last: Record = reading.records[-1]
-    environment = last.environment
+    if not reading.records:
+        commands = sorted({session.command for session in reading.sessions})
+        return [_OBTAINED, _commands(commands, command)]
+    environment = reading.records[-1].environment
     facts = {
         "machine": environment.machine,
         "CPUs": environment.num_cpus,
@@ -143,8 +180,8 @@ def _origin(found: Sequence[CaseResult], reading: Reading, command: str) -> list
     }
     commands = sorted({record.environment.command for record in reading.records})
     return [
-        "## How it was obtained",
-        "Records by:\n\n```\n" + "\n".join(commands) + "\n```\n\nThis page by:\n\n```\n" + command + "\n```",
+        _OBTAINED,
+        _commands(commands, command),
         tables.markdown([{"what": name, "value": str(value)} for name, value in facts.items()]),
         "## Where the time went",
         tables.time_spent(found),

@@ -41,7 +41,7 @@ class CaseResult:
     @property
     def correct(self) -> bool | None:
         """The equivalence verdict; None when nothing decides."""
-        if self.observed and self.observed.outcome.status not in (Status.OK, Status.SKIPPED):
+        if self.observed and self.observed.outcome.status not in (Status.OK, Status.SKIPPED, Status.UNFINISHED):
             return False
         for record in (self.observed, self.proxy):
             if record and (verdict := record.verdict("equivalence")):

@@ -274,10 +274,11 @@ def failures(records: Sequence[Record]) -> str:
         if outcome.status not in ("ok", "skipped"):
             stacks = "".join(f"\n--- stack of rank {rank}\n{stack}" for rank, stack in outcome.stacks.items())
             evidence = f"{outcome.traceback or outcome.log_tail}{stacks}".strip()
-            fence = _fence(evidence)
+            marks = fence(evidence)
+            where = "" if outcome.rank is None else f", rank {outcome.rank}"
             parts.append(
-                f"- **{record.case.id}** ({record.task}): {outcome.status}, rank {outcome.rank}: {outcome.message}\n\n"
-                f"  <details><summary>evidence</summary>\n\n{fence}\n{evidence}\n{fence}\n\n  </details>"
+                f"- **{record.case.id}** ({record.task}): {outcome.status}{where}: {outcome.message}\n\n"
+                f"  <details><summary>evidence</summary>\n\n{marks}\n{evidence}\n{marks}\n\n  </details>"
             )
         for verdict in record.verdicts:
             if not verdict.passed:
@@ -290,7 +291,7 @@ def failures(records: Sequence[Record]) -> str:
     return "\n".join(parts)
 
 
-def _fence(text: str) -> str:
+def fence(text: str) -> str:
     """A code fence that nothing in `text` closes."""
     return "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
 

@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -55,7 +56,7 @@ def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | No
     """The environment of this process."""
     return Environment(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=" ".join(command if command is not None else ["pytest", *sys.argv[1:]]),
+        command=shlex.join(command if command is not None else ["pytest", *sys.argv[1:]]),
         commit=_commit(),
         machine=_machine(device),
         system=f"{platform.system()} {platform.release()}",

@@ -18,6 +18,7 @@ from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.run.environment import Environment
 from meshmark.run.request import Task
 from meshmark.serial import decode, encode
+from meshmark.session import Session
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.theory.states import ModelStates, Remainder
@@ -38,6 +39,8 @@ class Status(StrEnum):
     OOM = "oom"
     NAN = "nan"
     """It ran to its end, with a loss that is not a number."""
+    UNFINISHED = "unfinished"
+    """What failed stands outside the case's ranks: no verdict on the adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +172,7 @@ class RecordFile:
             if self._file.read(1) != b"\n":
                 self._file.write(b"\n")
 
-    def append(self, record: Record) -> None:
+    def append(self, record: Record | Session) -> None:
         self._file.write(json.dumps(encode(record)).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -185,6 +188,7 @@ class Reading:
     records: list[Record]
     complaints: list[str]
     """One for every line that could not be read; the others are good."""
+    sessions: list[Session] = field(default_factory=list)
 
 
 def read_records(folder: Path) -> Reading:
@@ -199,22 +203,24 @@ def read_records(folder: Path) -> Reading:
         raise ResultsError(
             f"no records at {str(path)!r}: {error.strerror}; run `pytest suites --results DIR` first"
         ) from error
-    records, complaints = [], []
+    records, sessions, complaints = list[Record](), list[Session](), list[str]()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            records.append(_parse(line))
+            parsed = _parse(line)
+            records += [parsed] if isinstance(parsed, Record) else []
+            sessions += [parsed] if isinstance(parsed, Session) else []
         except (ValueError, KeyError, TypeError) as error:
             complaints.append(f"{path.name} line {number}: {error}")
-    if not records:
+    if not records and not sessions:
         raise ResultsError(
             f"{str(path)!r} holds no record that can be read: {'; '.join(complaints[:3]) or 'it is empty'}"
         )
-    return Reading(records=records, complaints=complaints)
+    return Reading(records=records, complaints=complaints, sessions=sessions)
 
 
-def _parse(line: str) -> Record:
+def _parse(line: str) -> Record | Session:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
@@ -222,5 +228,5 @@ def _parse(line: str) -> Record:
     schema = value.get("schema") if isinstance(value, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"schema {schema}, this Meshmark reads {SCHEMA}")
-    record: Record = decode(Record, value)
-    return record
+    parsed: Record | Session = decode(Session if "session" in value else Record, value)
+    return parsed

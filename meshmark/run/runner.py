@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.scenario import SCENARIOS, Scenario
-from meshmark.errors import MeshmarkError
+from meshmark.errors import ClusterError, MeshmarkError, ResultsError
 from meshmark.judge.verdict import judge_communication, judge_equivalence, judge_memory
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
 from meshmark.run.environment import describe
@@ -128,16 +129,29 @@ class Runner:
     def _once(self, case: Case, request: Request, needs: frozenset[Feature] = frozenset()) -> Record:
         key = request.task, case, request.scenario  # not the case's id, which says nothing of seed or corpus
         if key not in self._records:
-            if reason := self.refusal(case, needs):
-                record = self._record(request, Outcome(status=Status.SKIPPED, message=reason))
-            else:
-                self.announce(request.scenario or request.task, case, None)
-                record = self._run(request)
-                self.announce(request.scenario or request.task, case, record)
-            self._records[key] = record
-            if self._file:
-                self._file.append(record)
+            try:
+                record = self._attempt(request, needs)
+            except (ClusterError, ResultsError) as error:  # they end the run
+                self._keep(key, self._record(request, _unfinished(error)))
+                raise
+            except Exception as error:  # whatever it is, the case is not lost from the report
+                record = self._record(request, _unfinished(error))
+            self._keep(key, record)
         return self._records[key]
+
+    def _attempt(self, request: Request, needs: frozenset[Feature]) -> Record:
+        case = request.case
+        if reason := self.refusal(case, needs):
+            return self._record(request, Outcome(status=Status.SKIPPED, message=reason))
+        self.announce(request.scenario or request.task, case, None)
+        record = self._run(request)
+        self.announce(request.scenario or request.task, case, record)
+        return record
+
+    def _keep(self, key: tuple[Task, Case, str], record: Record) -> None:
+        self._records[key] = record
+        if self._file:
+            self._file.append(record)
 
     def _request(self, task: Task, case: Case) -> Request:
         options = self.options
@@ -242,6 +256,14 @@ class Runner:
         runs = [run for report in launched.reports for run in report.noise_runs]
         write_noise(path, runs)
         return runs
+
+
+def _unfinished(error: Exception) -> Outcome:
+    """A failure outside the ranks; one that nobody foresaw with its stack."""
+    if isinstance(error, MeshmarkError):
+        return Outcome(status=Status.UNFINISHED, message=str(error))
+    stack = "".join(traceback.format_exception(error))
+    return Outcome(status=Status.UNFINISHED, message=f"{type(error).__name__}: {error}", traceback=stack)
 
 
 def _outcome(launched: LaunchResult) -> Outcome:
