@@ -82,6 +82,7 @@ def test_it_is_in_the_report_and_no_verdict(without_recipe: tuple[Path, str]) ->
     head = page.splitlines()[2]
     assert head.startswith("**Correctness was not judged in this run**")
     assert "wrong or failed: `norecipe-dp2.mb2-gpt-mini-fp32`" in head
+    assert "; 2 tests failed" in head
     assert "| **unfinished** " in page
     assert "**norecipe-dp2.mb2-gpt-mini-fp32** (observe): unfinished: LookupError: planted in the recipe" in page
     assert "2 tests failed:" in page and "test_throughput[" not in page.partition("## Where the time")[0]

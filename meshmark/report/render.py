@@ -8,17 +8,18 @@ from pathlib import Path
 
 from meshmark.judge.yardstick import FALSE_ALARMS
 from meshmark.report import tables
+from meshmark.report.baseline import Baseline
 from meshmark.report.planned import planned_memory
 from meshmark.report.plots import memory_plot, throughput_plot
 from meshmark.report.results import CaseResult, results
-from meshmark.report.untold import unrecorded, untold
+from meshmark.report.untold import failing, unrecorded, untold
 from meshmark.run.record import Reading
 from meshmark.run.throughput import throughput
 
 
 def write_report(reading: Reading, path: Path, command: str, baseline: Reading | None = None) -> None:
     """Markdown at `path`, and its pictures beside it, named after it. `command` is what made the report; with
-    a `baseline`, times are compared with its."""
+    a `baseline`, times, peaks and verdicts are compared with its."""
     path.parent.mkdir(parents=True, exist_ok=True)
     found = results(reading.records)
     pictures = {
@@ -41,7 +42,7 @@ def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
     environment = reading.records[-1].environment
     return [
         f"# Meshmark report: {environment.machine}, {environment.num_cpus} CPUs, {environment.device}",
-        _headline(found, missing),
+        _headline(found, missing, len(failing(reading.sessions, conforming=False))),
         tables.answer(found),
         "*correct*: every loss, gradient norm, gradient and parameter of every step stands no further "
         "from a float64 single-process truth than rounding in its precision carries a correct run; the factor on that "
@@ -52,11 +53,11 @@ def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
     ]
 
 
-def _headline(found: Sequence[CaseResult], missing: Sequence[str]) -> str:
+def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: int) -> str:
     """`missing`: cases without a record."""
     right = [r for r in found if r.correct and not r.skipped]
     equal = [r for r in right if r.comparable]
-    parts = [_counts(found, missing)]
+    parts = [_counts(found, missing, failed_tests)]
     for ranks in sorted({r.case.world_size for r in right if r.case.world_size > 1}):
         peers = [r for r in equal if r.case.world_size == ranks]
         timed = [r for r in peers if r.timed and r.timed.rank_step_seconds]
@@ -72,7 +73,7 @@ def _headline(found: Sequence[CaseResult], missing: Sequence[str]) -> str:
     return " ".join(parts)
 
 
-def _counts(found: Sequence[CaseResult], missing: Sequence[str]) -> str:
+def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: int) -> str:
     """What was judged, and how; a case that was never judged is neither right nor wrong."""
     ran = [r for r in found if not r.skipped]
     judged = [r for r in ran if r.correct is not None]
@@ -93,6 +94,8 @@ def _counts(found: Sequence[CaseResult], missing: Sequence[str]) -> str:
         lines.append(f"{unjudged} not judged")
     if missing:
         lines.append(f"unfinished, without a record: {_listed(missing)}")
+    if failed_tests:
+        lines.append(f"{failed_tests} test{'s' * (failed_tests > 1)} failed")
     if skipped := len(found) - len(ran):
         lines.append(f"{skipped} not run, with reasons below")
     return "; ".join(lines) + "."
@@ -117,16 +120,17 @@ _PLANNED = (
 def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading | None) -> list[str]:
     latest = [record for r in found for record in (r.observed, r.timed) if record]
     failed = [tables.failures(latest), untold(reading.sessions, reading.records, conforming=False)]
+    before = Baseline(results(baseline.records) if baseline else ())
     nothing = "Nothing: every case that ran reached its end and passed every suite."
     parts = ["## What failed", *(filter(None, failed) if any(failed) else [nothing])]
     sections: dict[str, tuple[Callable[[Sequence[CaseResult]], str], str]] = {
         "Equivalence": (
-            tables.equivalence,
+            functools.partial(tables.equivalence, baseline=before),
             "Each step is judged on its own: loss and gradients against float64 at the parameters where the run is, "
             "the update against a float64 optimizer fed the run's own gradients.",
         ),
         "Memory": (
-            tables.memory,
+            functools.partial(tables.memory, baseline=before),
             "Fullest rank. Model states as held at their fullest, the rest at the instant of the peak; the verdict "
             "compares states, and on a CPU activations, of every rank with the closed form.",
         ),
@@ -136,7 +140,7 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
             "backend issues can differ from what was asked for.",
         ),
         "Throughput": (
-            functools.partial(tables.speed, baseline=results(baseline.records) if baseline else ()),
+            functools.partial(tables.speed, baseline=before),
             "Untouched pass, slowest rank of each step, after warm-up. MFU counts 6 operations a matrix parameter and "
             "token, and full attention (PaLM, appendix B).",
         ),
@@ -144,6 +148,8 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
     for title, (table, text) in sections.items():
         if body := table(found):
             parts += [f"## {title}", text, body]
+        if title == "Throughput" and body and (warning := before.warning(found)):
+            parts.insert(-1, warning)
         if title == "Memory" and (declared := tables.remainders(found)):
             parts += ["Declared beyond the closed form, rank 0:", declared]
         if title == "Memory" and (compared := planned_memory(found)):

@@ -17,10 +17,14 @@ def unrecorded(sessions: Iterable[Session], records: Iterable[Record], *, confor
     return [case for case in dict.fromkeys(cases) if case not in known]
 
 
+def failing(sessions: Iterable[Session], *, conforming: bool) -> list[Attempt]:
+    return [attempt for attempt, _ in standing(sessions, conforming=conforming) if attempt.ending is Ending.FAILED]
+
+
 def untold(sessions: Sequence[Session], records: Sequence[Record], *, conforming: bool) -> str:
     """Every test that failed, and what was not run; empty when all ended well."""
     stand = standing(sessions, conforming=conforming)
-    failed = [attempt for attempt, _ in stand if attempt.ending is Ending.FAILED]
+    failed = failing(sessions, conforming=conforming)
     parts = [_failures(failed)] if failed else []
     for session in {each.session: each for each in sessions}.values():
         left = [a for a, by in stand if by.session == session.session and a.ending is Ending.UNFINISHED]

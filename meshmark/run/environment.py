@@ -50,6 +50,8 @@ class Environment:
     backend: str
     nnodes: int
     versions: dict[str, str] = field(default_factory=dict)
+    omp_num_threads: str = ""
+    """OMP_NUM_THREADS, as the ranks inherit it; empty where it is not set, and in older records."""
 
 
 def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | None = None) -> Environment:
@@ -66,6 +68,7 @@ def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | No
         backend=backend,
         nnodes=nnodes,
         versions=versions(),
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS", ""),
     )
 
 
