@@ -165,7 +165,9 @@ _OBTAINED = "## How it was obtained"
 
 
 def _commands(of_records: Sequence[str], of_page: str) -> str:
-    return "Records by:\n\n```\n" + "\n".join(of_records) + "\n```\n\nThis page by:\n\n```\n" + of_page + "\n```"
+    records = "\n".join(of_records)
+    marks = tables.fence(f"{records} {of_page}")
+    return f"Records by:\n\n{marks}\n{records}\n{marks}\n\nThis page by:\n\n{marks}\n{of_page}\n{marks}"
 
 
 def _origin(found: Sequence[CaseResult], reading: Reading, command: str) -> list[str]:

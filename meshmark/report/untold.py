@@ -8,6 +8,8 @@ from meshmark.report.tables import fence
 from meshmark.run.record import Record
 from meshmark.session import Attempt, Ending, Session, standing
 
+_CHARACTERS = 300
+
 
 def unrecorded(sessions: Iterable[Session], records: Iterable[Record], *, conforming: bool) -> list[str]:
     """Cases of tests that failed, or were not run to their end, of which there is no record at all."""
@@ -51,4 +53,5 @@ def _unfinished(session: Session, left: Sequence[Attempt]) -> str:
 
 
 def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+    return line if len(line) <= _CHARACTERS else f"{line[:_CHARACTERS]} ..."

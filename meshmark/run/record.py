@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -144,7 +145,7 @@ class Record:
 
 
 class RecordFile:
-    """Appends records to DIR/records.jsonl, one a line, each on disk before the next case starts."""
+    """Appends records to DIR/records.jsonl, one a line, each on disk before the next case starts; and sessions."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `ResultsError` when the folder cannot be written or another run has it."""
@@ -173,12 +174,19 @@ class RecordFile:
                 self._file.write(b"\n")
 
     def append(self, record: Record | Session) -> None:
-        self._file.write(json.dumps(encode(record)).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Raises `ResultsError` when the line does not reach the disk."""
+        try:
+            self._file.write(json.dumps(encode(record)).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise ResultsError(
+                f"{str(self.path)!r} cannot be written: {error.strerror}; what it held before is kept"
+            ) from error
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a line that `append` has already complained about
+            self._file.close()
 
 
 @dataclass(frozen=True, kw_only=True)

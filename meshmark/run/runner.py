@@ -136,6 +136,8 @@ class Runner:
                 raise
             except Exception as error:  # whatever it is, the case is not lost from the report
                 record = self._record(request, _unfinished(error))
+            if record.outcome.status is not Status.SKIPPED:
+                self.announce(request.scenario or request.task, case, record)
             self._keep(key, record)
         return self._records[key]
 
@@ -144,9 +146,7 @@ class Runner:
         if reason := self.refusal(case, needs):
             return self._record(request, Outcome(status=Status.SKIPPED, message=reason))
         self.announce(request.scenario or request.task, case, None)
-        record = self._run(request)
-        self.announce(request.scenario or request.task, case, record)
-        return record
+        return self._run(request)
 
     def _keep(self, key: tuple[Task, Case, str], record: Record) -> None:
         self._records[key] = record
