@@ -32,7 +32,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 
-pytest_plugins = ["meshmark.session_log"]
+pytest_plugins = ["meshmark.run.session_log"]
 
 T = TypeVar("T")
 

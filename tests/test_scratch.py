@@ -16,7 +16,7 @@ from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import Launcher
 from meshmark.run.record import Status
 from meshmark.run.runner import Runner, RunOptions
-from meshmark.scratch import Scratch
+from meshmark.run.scratch import Scratch
 from tests.test_cluster import free_port, two_nodes
 from tests.test_suites import suites
 

@@ -22,7 +22,7 @@ from meshmark.run.launch import Launcher, LaunchResult
 from meshmark.run.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS, noise_key, read_noise, write_noise
 from meshmark.run.record import Outcome, Record, RecordFile, Status
 from meshmark.run.request import Request, Task
-from meshmark.scratch import Scratch
+from meshmark.run.scratch import Scratch
 from meshmark.spec.case import Case
 from meshmark.theory.states import model_states
 
