@@ -34,7 +34,6 @@ EPILOG = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, or 2 for a mistake of the user's."""
-    sys.path.insert(0, str(Path.cwd()))  # the checkout's adapters and suites
     parsed = _parser().parse_args(arguments)
     try:
         parsed.run(parsed)
@@ -103,7 +102,7 @@ def _cases(parsed: argparse.Namespace) -> None:
     workloads = [workload(name) for name in split_values("--workload", parsed.workload)]
     precisions = [precision(text) for text in split_values("--precision", parsed.precision)]
     adapters = {name: load_adapter(target) for name, target in targets.items()}
-    cells = importlib.import_module("suites.cases").matrix(adapters, worlds, workloads, precisions)
+    cells = importlib.import_module("meshmark.suites.cases").matrix(adapters, worlds, workloads, precisions)
     expect_fit(cells)
     for cell in cells:
         fits = isinstance(cell, Case)
@@ -116,6 +115,7 @@ def _report(parsed: argparse.Namespace) -> None:
     from meshmark.report.conformance import write_conformance
     from meshmark.report.render import write_report
     from meshmark.run.record import read_records
+    from meshmark.run.session import standing
 
     reading = read_records(parsed.results)
     for complaint in reading.complaints:
@@ -127,12 +127,13 @@ def _report(parsed: argparse.Namespace) -> None:
         command += [option, str(value)] if value else []
     baseline = read_records(parsed.baseline) if parsed.baseline else None
     matrix = [record for record in reading.records if not record.scenario]
-    clauses = output.with_name(f"{output.stem}-conformance.md") if matrix else output
+    told = matrix or standing(reading.sessions, conforming=False)
+    clauses = output.with_name(f"{output.stem}-conformance.md") if told else output
     try:
-        if matrix:
+        if told:
             write_report(dataclasses.replace(reading, records=matrix), output, shlex.join(command), baseline)
             print(f"{output}: {len(matrix)} records")
-        if len(matrix) < len(reading.records):
+        if len(matrix) < len(reading.records) or standing(reading.sessions, conforming=True):
             write_conformance(reading, clauses, shlex.join(command))
             print(f"{clauses}: {len(reading.records) - len(matrix)} records of the conformance suite")
     except OSError as error:

@@ -22,11 +22,10 @@ def expect_ran(record: Record) -> None:
         pytest.skip(outcome.message)
     if outcome.status is not Status.OK:
         stacks = "".join(f"\n--- stack of rank {rank}\n{stack}" for rank, stack in outcome.stacks.items())
-        details = outcome.traceback or f"--- end of rank {outcome.rank}'s log\n{outcome.log_tail}"
-        pytest.fail(
-            f"{record.case.id}: {outcome.status} on rank {outcome.rank}: {outcome.message}\n{details}{stacks}",
-            pytrace=False,
-        )
+        where = "" if outcome.rank is None else f" on rank {outcome.rank}"
+        log = f"--- end of rank {outcome.rank}'s log\n{outcome.log_tail}" if where else ""
+        details = f"\n{outcome.traceback or log}{stacks}".rstrip()
+        pytest.fail(f"{record.case.id}: {outcome.status}{where}: {outcome.message}{details}", pytrace=False)
 
 
 def expect(record: Record, suite: str) -> None:
@@ -51,6 +50,9 @@ def expect_clause(runner: Runner, case: Case, clause: Clause) -> None:
     """The clause must hold of `case`, or fail as its adapter says that it does."""
     __tracebackhide__ = True
     records = {name: runner.perform(SCENARIOS[name], case) for name in clause.scenarios}
+    for record in records.values():
+        if record.outcome.status is Status.UNFINISHED:
+            expect_ran(record)
     judged = runner.judged.setdefault(case, {})
     judged[clause.name] = found = judge_clause(clause, records)
     found = point_back(clause.name, found, judged)

@@ -30,6 +30,8 @@ from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 
+pytest_plugins = ["meshmark.run.session_log"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:

@@ -14,7 +14,8 @@ from meshmark.adapters import ADAPTERS
 from meshmark.conformance import judges
 from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult, Finding
-from meshmark.conformance.scenario import DROPOUT_STEPS, SCENARIOS, plain_cells, plain_workload
+from meshmark.conformance.scenario import DROPOUT_STEPS, SCENARIOS, Scenario, plain_cells, plain_workload
+from meshmark.expect import expect_clause
 from meshmark.judge.deviation import Deviation, Drift
 from meshmark.report.conformance import columns, write_conformance
 from meshmark.run.cluster import Cluster, ClusterSpec
@@ -278,6 +279,23 @@ def test_a_feature_that_is_lacking_is_an_answer(runner: Runner) -> None:
     reshard = {name: runner.perform(SCENARIOS[name], single) for name in CLAUSES["reshard"].scenarios}
     found = judge_clause(CLAUSES["reshard"], reshard)
     assert found.result is ClauseResult.UNSUPPORTED and "one rank alone" in found.evidence
+
+
+def test_a_scenario_that_failed_outside_its_ranks_is_no_verdict_and_no_known_gap() -> None:
+    """Its cells stay empty, and its tests fail, whatever the adapter says of its framework's gaps."""
+    gap = KnownGap(clause="loss", reason="it is so", symptom="disk", link="")
+    broken = plain(outcome=Outcome(status=Status.UNFINISHED, message="no space on the disk"), known_gaps=[gap])
+    assert columns([broken])[0].findings == {}
+
+    class Standing(Runner):
+        def __init__(self) -> None: ...
+
+        def perform(self, scenario: Scenario, base: Case) -> Record:
+            return broken
+
+    with pytest.raises(pytest.fail.Exception, match="unfinished: no space on the disk") as failed:
+        expect_clause(Standing(), broken.case, CLAUSES["loss"])
+    assert not isinstance(failed.value, pytest.xfail.Exception)
 
 
 def test_the_page_has_every_cell_with_its_evidence(tmp_path: Any) -> None:  # noqa: ANN401

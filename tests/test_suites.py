@@ -139,7 +139,7 @@ def test_ctrl_c_leaves_readable_records_and_no_process(tmp_path: Path) -> None:
     )
     records = tmp_path / "records.jsonl"
     try:
-        wait_until(lambda: records.is_file() and records.read_bytes() != b"", seconds=90)
+        wait_until(lambda: records.is_file() and b'"task"' in records.read_bytes(), seconds=90)
         time.sleep(2)  # now inside the case that hangs
         os.killpg(running.pid, signal.SIGINT)
         out, _ = running.communicate(timeout=30)
@@ -148,7 +148,10 @@ def test_ctrl_c_leaves_readable_records_and_no_process(tmp_path: Path) -> None:
             os.killpg(running.pid, signal.SIGKILL)
             running.communicate()
     assert running.returncode == 2, out.decode()
-    assert [r.case.adapter for r in read_records(tmp_path).records] == ["ddp"]
+    left = read_records(tmp_path)
+    assert [r.case.adapter for r in left.records] == ["ddp"]
+    assert left.sessions[-1].exit_code == 2
+    assert [a.ending for a in left.sessions[-1].attempts] == ["passed", "unfinished"]
     wait_until(lambda: not processes_that_mention(str(tmp_path)), seconds=10)
 
 

@@ -11,7 +11,8 @@ from meshmark.conformance.clauses import CLAUSES, Clause, judge_clause, point_ba
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import SCENARIOS
 from meshmark.report.tables import markdown
-from meshmark.run.record import Reading, Record
+from meshmark.report.untold import untold
+from meshmark.run.record import Reading, Record, Status
 from meshmark.spec.case import Case
 
 _MARKS = {
@@ -68,11 +69,11 @@ def _findings(found: Mapping[str, Record]) -> dict[str, Finding]:
 
 
 def _finding(clause: Clause, found: Mapping[str, Record]) -> Finding | None:
-    """None when a scenario of the clause was not run. For one whose forerunner failed, that record stands."""
+    """None when a scenario of the clause was not run to an end. For one whose forerunner failed, that record stands."""
     needed = {}
     for name in clause.scenarios:
         record = found.get(name) or found.get(SCENARIOS[name].after or "")
-        if record is None:
+        if record is None or record.outcome.status is Status.UNFINISHED:
             return None
         needed[name] = record
     return judge_clause(clause, needed)
@@ -83,7 +84,13 @@ def write_conformance(reading: Reading, path: Path, command: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     found = columns(reading.records)
     records = [r for r in reading.records if r.scenario]
-    path.write_text("\n\n".join([*_answer(found), *_evidence(found), *_origin(found, records, command)]) + "\n")
+    failed = untold(reading.sessions, records, conforming=True)
+    told = ["## Tests that failed", failed] if failed else []
+    if records:
+        parts = [*_answer(found), *told, *_evidence(found), *_origin(found, records, command)]
+    else:
+        parts = ["# Conformance", "**No scenario left a record.**", *told]
+    path.write_text("\n\n".join(parts) + "\n")
 
 
 def _answer(found: Sequence[AdapterColumn]) -> list[str]:

@@ -40,8 +40,9 @@ class CaseResult:
 
     @property
     def correct(self) -> bool | None:
-        """The equivalence verdict; None when nothing decides, as after a pass that was too slow."""
-        if self.observed and self.observed.outcome.status not in (Status.OK, Status.SKIPPED, Status.SLOW):
+        """The equivalence verdict; None when nothing decides, as after a pass that was too slow or never done."""
+        undecided = (Status.OK, Status.SKIPPED, Status.SLOW, Status.UNFINISHED)
+        if self.observed and self.observed.outcome.status not in undecided:
             return False
         for record in (self.observed, self.proxy):
             if record and (verdict := record.verdict("equivalence")):

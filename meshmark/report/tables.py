@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from meshmark.measure.readings import Collective, MemoryReading
+from meshmark.report.baseline import Baseline
 from meshmark.report.results import CaseResult
 from meshmark.run.record import Record, Verdict
 from meshmark.run.throughput import throughput
@@ -58,30 +59,29 @@ def answer(found: Sequence[CaseResult]) -> str:
     )
 
 
-def equivalence(found: Sequence[CaseResult]) -> str:
+def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> str:
     rows = []
     for result in found:
         verdict = result.observed.verdict("equivalence") if result.observed else None
         if result.observed is None or verdict is None:
             continue
         e = verdict.evidence
-        rows.append(
-            {
-                **names(result),
-                "verdict": _passed(verdict.passed),
-                "worst quantity": e["worst_quantity"],
-                "step": e["worst_step"],
-                "distance / noise": _number(e["ratio"]),
-                "limit": _number(e["factor"]),
-                "gradient errors seen from": _number(e["detection_limit"]),
-                "compared": e["compared"],
-                "loss, first to last": f"{result.observed.losses[0]:.4f} to {result.observed.losses[-1]:.4f}",
-            }
-        )
+        row: dict[str, object] = {
+            **names(result),
+            "verdict": _passed(verdict.passed),
+            "worst quantity": e["worst_quantity"],
+            "step": e["worst_step"],
+            "distance / noise": _number(e["ratio"]),
+            "limit": _number(e["factor"]),
+            "gradient errors seen from": _number(e["detection_limit"]),
+            "compared": e["compared"],
+            "loss, first to last": f"{result.observed.losses[0]:.4f} to {result.observed.losses[-1]:.4f}",
+        }
+        rows.append(row | ({"baseline's": baseline.verdict(result)} if baseline else {}))
     return markdown(rows)
 
 
-def memory(found: Sequence[CaseResult]) -> str:
+def memory(found: Sequence[CaseResult], baseline: Baseline) -> str:
     """The rank with the highest peak, by category at that instant."""
     rows = []
     for result in found:
@@ -111,7 +111,7 @@ def memory(found: Sequence[CaseResult]) -> str:
                 "allocator peak": bytes_text(reading.allocator_peak_bytes),
                 "reserved": bytes_text(reading.allocator_reserved_bytes),
             }
-        rows.append(row)
+        rows.append(row | ({"peak / baseline's": baseline.peak(result)} if baseline else {}))
     return markdown(rows)
 
 
@@ -148,9 +148,8 @@ def communication(found: Sequence[CaseResult]) -> str:
     return markdown(rows)
 
 
-def speed(found: Sequence[CaseResult], baseline: Sequence[CaseResult] = ()) -> str:
+def speed(found: Sequence[CaseResult], baseline: Baseline) -> str:
     """With a `baseline`, each median also as a multiple of the same case's there."""
-    before = {r.case.id: np.median(r.timed.step_seconds) for r in baseline if r.timed and r.timed.rank_step_seconds}
     rows = []
     for result in found:
         if not result.timed or not result.timed.rank_step_seconds:
@@ -169,10 +168,7 @@ def speed(found: Sequence[CaseResult], baseline: Sequence[CaseResult] = ()) -> s
             "MFU": f"{measured.mfu:.1%}",
             "peak from": measured.peak_source,
         }
-        if baseline:
-            known = before.get(result.case.id)
-            row["median / baseline's"] = f"{np.median(milliseconds) / 1000 / known:.2f}" if known else "new"
-        rows.append(row)
+        rows.append(row | ({"median / baseline's": baseline.time(result)} if baseline else {}))
     return markdown(rows)
 
 
@@ -280,10 +276,11 @@ def failures(records: Sequence[Record]) -> str:
         if outcome.status not in ("ok", "skipped"):
             stacks = "".join(f"\n--- stack of rank {rank}\n{stack}" for rank, stack in outcome.stacks.items())
             evidence = f"{outcome.traceback or outcome.log_tail}{stacks}".strip()
-            fence = _fence(evidence)
+            marks = fence(evidence)
+            where = "" if outcome.rank is None else f", rank {outcome.rank}"
             parts.append(
-                f"- **{record.case.id}** ({record.task}): {outcome.status}, rank {outcome.rank}: {outcome.message}\n\n"
-                f"  <details><summary>evidence</summary>\n\n{fence}\n{evidence}\n{fence}\n\n  </details>"
+                f"- **{record.case.id}** ({record.task}): {outcome.status}{where}: {outcome.message}\n\n"
+                f"  <details><summary>evidence</summary>\n\n{marks}\n{evidence}\n{marks}\n\n  </details>"
             )
         for verdict in record.verdicts:
             if not verdict.passed:
@@ -296,7 +293,7 @@ def failures(records: Sequence[Record]) -> str:
     return "\n".join(parts)
 
 
-def _fence(text: str) -> str:
+def fence(text: str) -> str:
     """A code fence that nothing in `text` closes."""
     return "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
 

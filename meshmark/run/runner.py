@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import shutil
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.finding import Finding
 from meshmark.conformance.scenario import SCENARIOS, Scenario
 from meshmark.environment import describe
-from meshmark.errors import MeshmarkError
+from meshmark.errors import ClusterError, MeshmarkError, ResultsError
 from meshmark.judge.verdict import judge_communication, judge_equivalence, judge_memory
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
 from meshmark.run.declared import declare
@@ -24,6 +24,7 @@ from meshmark.run.launch import Launcher, LaunchResult
 from meshmark.run.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS, noise_key, read_noise, write_noise
 from meshmark.run.record import Outcome, Record, RecordFile, Status
 from meshmark.run.request import Request, Task
+from meshmark.run.scratch import Scratch
 from meshmark.spec.case import Case
 
 ASSESSABLE_PARAMETERS = 20_000_000
@@ -76,15 +77,13 @@ class Runner:
         """What clauses were found of each base, in the order in which they were judged."""
         self._remarks: list[str] = []
         """For the next record."""
+        self._scratch: Scratch | None = None
 
     def close(self) -> None:
         if self._file:
             self._file.close()
-            shutil.rmtree(self._checkpoints, ignore_errors=True)
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.results / "checkpoints"
+        if self._scratch:
+            self._scratch.remove()
 
     def refusal(self, case: Case, needs: frozenset[Feature] = frozenset()) -> str | None:
         """Why `case` is not run; None when it is. `needs`: what the pass takes beyond the case."""
@@ -121,8 +120,10 @@ class Runner:
 
     def _checkpoint(self, base: Case) -> Path:
         """A folder of `base`'s own, for all nodes; absolute, for ranks may start elsewhere."""
-        folder = (self._checkpoints / hashlib.sha256(repr(base).encode()).hexdigest()[:16]).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        if self._scratch is None:
+            self._scratch = Scratch(self.results, self.launcher.cluster)
+        folder = self._scratch.folder / hashlib.sha256(repr(base).encode()).hexdigest()[:16]
+        folder.mkdir(exist_ok=True)
         return folder
 
     def _adapter(self, case: Case) -> type[Adapter]:
@@ -133,16 +134,29 @@ class Runner:
     ) -> Record:
         key = request.task, case, request.scenario  # not the case's id, which says nothing of seed or corpus
         if key not in self._records:
-            if reason := misfit or self.refusal(case, needs):
-                record = self._record(request, Outcome(status=Status.SKIPPED, message=reason))
-            else:
-                self.announce(request.scenario or request.task, case, None)
-                record = self._run(request)
+            try:
+                record = self._attempt(request, needs, misfit)
+            except (ClusterError, ResultsError) as error:  # they end the run
+                self._keep(key, self._record(request, _unfinished(error)))
+                raise
+            except Exception as error:  # whatever it is, the case is not lost from the report
+                record = self._record(request, _unfinished(error))
+            if record.outcome.status is not Status.SKIPPED:
                 self.announce(request.scenario or request.task, case, record)
-            self._records[key] = record
-            if self._file:
-                self._file.append(record)
+            self._keep(key, record)
         return self._records[key]
+
+    def _attempt(self, request: Request, needs: frozenset[Feature], misfit: str | None) -> Record:
+        case = request.case
+        if reason := misfit or self.refusal(case, needs):
+            return self._record(request, Outcome(status=Status.SKIPPED, message=reason))
+        self.announce(request.scenario or request.task, case, None)
+        return self._run(request)
+
+    def _keep(self, key: tuple[Task, Case, str], record: Record) -> None:
+        self._records[key] = record
+        if self._file:
+            self._file.append(record)
 
     def _request(self, task: Task, case: Case) -> Request:
         options = self.options
@@ -254,6 +268,14 @@ class Runner:
         runs = [run for report in launched.reports for run in report.noise_runs]
         write_noise(path, runs)
         return runs
+
+
+def _unfinished(error: Exception) -> Outcome:
+    """A failure outside the ranks; one that nobody foresaw with its stack."""
+    if isinstance(error, MeshmarkError):
+        return Outcome(status=Status.UNFINISHED, message=str(error))
+    stack = "".join(traceback.format_exception(error))
+    return Outcome(status=Status.UNFINISHED, message=f"{type(error).__name__}: {error}", traceback=stack)
 
 
 def _outcome(launched: LaunchResult) -> Outcome:
