@@ -6,11 +6,10 @@ import warnings
 
 import pytest
 
-from meshmark.conformance.clauses import Clause, judge_clause, point_back
+from meshmark.conformance.clauses import Clause
 from meshmark.conformance.finding import ClauseResult
-from meshmark.conformance.scenario import SCENARIOS
+from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.run.record import Record, Status
-from meshmark.run.runner import Runner
 from meshmark.spec.case import Case
 
 
@@ -46,16 +45,13 @@ class StaleGapWarning(UserWarning):
     """A known gap that no longer shows."""
 
 
-def expect_clause(runner: Runner, case: Case, clause: Clause) -> None:
+def expect_clause(scenarios: ScenarioRunner, case: Case, clause: Clause) -> None:
     """The clause must hold of `case`, or fail as its adapter says that it does."""
     __tracebackhide__ = True
-    records = {name: runner.perform(SCENARIOS[name], case) for name in clause.scenarios}
-    for record in records.values():
+    for record in scenarios.perform_all(clause, case).values():
         if record.outcome.status is Status.UNFINISHED:
             expect_ran(record)
-    judged = runner.judged.setdefault(case, {})
-    judged[clause.name] = found = judge_clause(clause, records)
-    found = point_back(clause.name, found, judged)
+    found = scenarios.judge(clause, case)
     text = f"{case.adapter} {case.layout.id}, {clause.name}: {found.evidence}"
     if found.result is ClauseResult.UNSUPPORTED:
         pytest.skip(found.evidence)

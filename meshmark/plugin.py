@@ -15,6 +15,7 @@ import pytest
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter, outside_name, select
 from meshmark.conformance.scenario import plain_cells
+from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import ClusterError, InputError, LayoutError, MeshmarkError, ResultsError, UnknownNameError
 from meshmark.expect import expect_ran
 from meshmark.options import positive, precision, split_values
@@ -30,7 +31,7 @@ from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 
-pytest_plugins = ["meshmark.run.session_log"]
+pytest_plugins = ["meshmark.session_log"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +240,12 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         progress.expect(request.session.items, running.refusal)
         yield running
         running.close()
+
+
+@pytest.fixture(scope="session")
+def scenarios(runner: Runner) -> ScenarioRunner:
+    """The conformance suite's side of this session's runner."""
+    return ScenarioRunner(runner)
 
 
 @contextlib.contextmanager

@@ -10,11 +10,11 @@ from benchmarks.honest import measure_group
 from benchmarks.trials import Court
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.judge.faults import Fault
-from meshmark.judge.verdict import detection_limits
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import Launcher
 from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
+from meshmark.run.verdict import detection_limits
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from tests.broken.engine import ONE_NORM

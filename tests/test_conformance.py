@@ -15,6 +15,7 @@ from meshmark.conformance import judges
 from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import DROPOUT_STEPS, SCENARIOS, Scenario, plain_cells, plain_workload
+from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.expect import expect_clause
 from meshmark.judge.deviation import Deviation, Drift
 from meshmark.report.conformance import columns, write_conformance
@@ -248,7 +249,9 @@ def test_a_scenario_that_does_not_fit_is_skipped_with_its_reason(runner: Runner)
     """Six sequences are what two ranks share, and not what they share in four micro-batches."""
     (base,) = plain_cells("ddp", load_adapter(ADAPTERS["ddp"]), 2, global_batch=6)
     assert isinstance(base, Case) and base.workload.name == "gpt-mini.b6"
-    found = judge_clause(CLAUSES["accumulation"], {"accumulation": runner.perform(SCENARIOS["accumulation"], base)})
+    found = judge_clause(
+        CLAUSES["accumulation"], {"accumulation": ScenarioRunner(runner).perform(SCENARIOS["accumulation"], base)}
+    )
     assert found.result is ClauseResult.UNSUPPORTED
     assert "6 sequences is not divisible by dp 2 x 4 micro-batches" in found.evidence
 
@@ -267,16 +270,18 @@ LAUNCHED = ["schedule", "unused", "dropout", "fp16 overflow", "resume", "reshard
 
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_ddp_keeps(runner: Runner, name: str) -> None:
-    records = {scenario: runner.perform(SCENARIOS[scenario], DDP) for scenario in CLAUSES[name].scenarios}
+    records = {
+        scenario: ScenarioRunner(runner).perform(SCENARIOS[scenario], DDP) for scenario in CLAUSES[name].scenarios
+    }
     found = judge_clause(CLAUSES[name], records)
     assert found.result is ClauseResult.PASS, found.evidence
 
 
 def test_a_feature_that_is_lacking_is_an_answer(runner: Runner) -> None:
     single = Case(adapter="single", workload=DDP.workload, layout=Layout())
-    record = runner.perform(SCENARIOS["error"], single)
+    record = ScenarioRunner(runner).perform(SCENARIOS["error"], single)
     assert record.outcome.status is Status.RAISED
-    reshard = {name: runner.perform(SCENARIOS[name], single) for name in CLAUSES["reshard"].scenarios}
+    reshard = {name: ScenarioRunner(runner).perform(SCENARIOS[name], single) for name in CLAUSES["reshard"].scenarios}
     found = judge_clause(CLAUSES["reshard"], reshard)
     assert found.result is ClauseResult.UNSUPPORTED and "one rank alone" in found.evidence
 
@@ -287,7 +292,7 @@ def test_a_scenario_that_failed_outside_its_ranks_is_no_verdict_and_no_known_gap
     broken = plain(outcome=Outcome(status=Status.UNFINISHED, message="no space on the disk"), known_gaps=[gap])
     assert columns([broken])[0].findings == {}
 
-    class Standing(Runner):
+    class Standing(ScenarioRunner):
         def __init__(self) -> None: ...
 
         def perform(self, scenario: Scenario, base: Case) -> Record:

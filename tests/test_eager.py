@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmark.judge.verdict import judge_memory
 from meshmark.measure.memory import visible_storages
 from meshmark.measure.readings import Bytes
 from meshmark.reference.data import make_batch
@@ -21,6 +20,7 @@ from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import Launcher
 from meshmark.run.record import Record, Verdict
 from meshmark.run.runner import Runner, RunOptions
+from meshmark.run.verdict import judge_memory
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.model_spec import Family, ModelSpec

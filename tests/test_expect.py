@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from meshmark.conformance.clauses import CLAUSES, judge_clause, point_back
-from meshmark.conformance.finding import Finding, Result
+from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario import Scenario
+from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.expect import expect, expect_clause
 from meshmark.judge.deviation import Drift
 from meshmark.judge.faults import Diagnosis, Fault
-from meshmark.judge.verdict import judge_equivalence
 from meshmark.report.conformance import columns
 from meshmark.run.record import Outcome, Record, Status
-from meshmark.run.runner import Runner
+from meshmark.run.verdict import judge_equivalence
+from meshmark.spec.case import Case
 from tests.factories import make_case, make_good, make_verdict
 from tests.test_conformance import GAP, WRONG, plain
 
@@ -63,19 +64,19 @@ def test_too_slow_fails_and_says_so() -> None:
     assert "slow on rank 0: no end within 8 s, but" in failure(lambda: expect(slow, "equivalence"))
 
 
-class Kept:
-    """The part of a runner that clauses ask: records, here from before."""
+class Kept(ScenarioRunner):
+    """Its records are from before."""
 
     def __init__(self, *records: Record) -> None:
         self.records = {record.scenario: record for record in records}
-        self.judged: dict[object, dict[str, Finding]] = {}
+        self._judged = {}
 
-    def perform(self, scenario: Scenario, base: object) -> Record:
+    def perform(self, scenario: Scenario, base: Case) -> Record:
         return self.records[scenario.name]
 
 
 def told(runner: Kept, clause: str) -> str:
-    return failure(lambda: expect_clause(cast(Runner, runner), BASE, CLAUSES[clause])).partition(f"{clause}: ")[2]
+    return failure(lambda: expect_clause(runner, BASE, CLAUSES[clause])).partition(f"{clause}: ")[2]
 
 
 def test_a_defect_is_told_once_and_then_pointed_to() -> None:
@@ -138,14 +139,14 @@ def test_the_table_tells_it_once_too() -> None:
     (column,) = columns([wrong(), wrong("accumulation")])
     assert REDUCTION.text in column.findings["gradients"].evidence
     short = column.findings["accumulation"]
-    assert (short.result, short.evidence) == (Result.FAIL, "as in clause gradients: missing reduction")
+    assert (short.result, short.evidence) == (ClauseResult.FAIL, "as in clause gradients: missing reduction")
 
 
 def test_a_scenario_that_was_too_slow_decides_nothing_and_is_no_gap() -> None:
     slow = ended("plain", Status.SLOW, "no end within 8 s, but still coming on")
     found = judge_clause(CLAUSES["loss"], {"plain": dataclasses.replace(slow, known_gaps=[GAP])})
-    assert found.result is Result.UNDECIDED and "still coming on" in found.evidence
-    assert judge_clause(CLAUSES["error"], {"error": ended("error", Status.SLOW, "x")}).result is Result.UNDECIDED
+    assert found.result is ClauseResult.UNDECIDED and "still coming on" in found.evidence
+    assert judge_clause(CLAUSES["error"], {"error": ended("error", Status.SLOW, "x")}).result is ClauseResult.UNDECIDED
     assert "slow on rank 1" in told(Kept(slow), "loss"), "it is a failure all the same"
     failing = judge_clause(CLAUSES["gradients"], {"plain": wrong()})
     assert point_back("gradients", failing, {"loss": found}) is failing

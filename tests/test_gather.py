@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshmark import gather
+from meshmark.judge import gather
 from meshmark.judge.gather import all_gather_json, gather_arrays
 
 ROOT = Path(__file__).parent.parent

@@ -11,6 +11,7 @@ import pytest
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
 from meshmark.conformance.scenario import SCENARIOS, plain_cells
+from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import ResultsError
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import Launcher
@@ -42,7 +43,7 @@ def test_what_is_saved_is_private_and_removed_and_nothing_else_is(tmp_path: Path
     base = plain_cells("ddp", load_adapter(ADAPTERS["ddp"]), 2)[0]
     with Cluster(ClusterSpec()) as cluster:
         runner = Runner(Launcher(cluster, []), ADAPTERS, RunOptions(), tmp_path)
-        assert runner.perform(SCENARIOS["save"], base).outcome.status is Status.OK
+        assert ScenarioRunner(runner).perform(SCENARIOS["save"], base).outcome.status is Status.OK
         (scratch,) = (folder for folder in tmp_path.glob("scratch-*") if folder.name != "scratch-old")
         assert stat.S_IMODE(scratch.stat().st_mode) == 0o700
         assert [file for file in scratch.rglob("*") if file.is_file()]

@@ -10,9 +10,9 @@ import pytest
 
 from meshmark.judge.deviation import Deviation, Drift
 from meshmark.judge.faults import Diagnosis, Fault
-from meshmark.judge.verdict import Limit, detection_limits, judge_communication, judge_equivalence, judge_memory
 from meshmark.measure.readings import Bytes, Collective, TrafficReading
 from meshmark.run.record import Record, Verdict
+from meshmark.run.verdict import Limit, detection_limits, judge_communication, judge_equivalence, judge_memory
 from meshmark.theory.states import ModelStates, Remainder
 from tests.factories import make_good, make_memory, make_traffic
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshmark.judge.verdict import memory_categories
 from meshmark.report.results import CaseResult
 from meshmark.report.tables import bytes_text, markdown, names
 from meshmark.run.record import Record
+from meshmark.run.verdict import memory_categories
 from meshmark.theory.states import ModelStates, Remainder, declared_bytes
 
 

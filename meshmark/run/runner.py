@@ -13,11 +13,8 @@ from pathlib import Path
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.conformance.finding import Finding
-from meshmark.conformance.scenario import SCENARIOS, Scenario
 from meshmark.environment import describe
 from meshmark.errors import ClusterError, MeshmarkError, ResultsError
-from meshmark.judge.verdict import judge_communication, judge_equivalence, judge_memory
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
 from meshmark.run.declared import declare
 from meshmark.run.launch import Launcher, LaunchResult
@@ -25,6 +22,7 @@ from meshmark.run.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS, noise_key, 
 from meshmark.run.record import Outcome, Record, RecordFile, Status
 from meshmark.run.request import Request, Task
 from meshmark.run.scratch import Scratch
+from meshmark.run.verdict import judge_communication, judge_equivalence, judge_memory
 from meshmark.spec.case import Case
 
 ASSESSABLE_PARAMETERS = 20_000_000
@@ -73,8 +71,6 @@ class Runner:
         self._file = RecordFile(results) if writes else None
         self._records: dict[tuple[Task, Case, str], Record] = {}
         self._yardsticks: dict[str, Yardstick] = {}
-        self.judged: dict[Case, dict[str, Finding]] = {}
-        """What clauses were found of each base, in the order in which they were judged."""
         self._remarks: list[str] = []
         """For the next record."""
         self._scratch: Scratch | None = None
@@ -90,35 +86,17 @@ class Runner:
         nnodes = self.launcher.cluster.spec.nnodes
         if case.world_size % nnodes:
             return f"{case.world_size} ranks cannot be spread evenly over {nnodes} nodes"
-        return self._adapter(case).refusal(case, self.options.device, needs)
+        return self.adapter(case).refusal(case, self.options.device, needs)
 
     def observe(self, case: Case) -> Record:
         """The instrumented pass, with all its verdicts."""
-        return self._once(case, self._request(Task.OBSERVE, case))
+        return self.once(self.request(Task.OBSERVE, case))
 
     def time(self, case: Case) -> Record:
         """The untouched pass."""
-        return self._once(case, self._request(Task.TIME, case))
+        return self.once(self.request(Task.TIME, case))
 
-    def perform(self, scenario: Scenario, base: Case) -> Record:
-        """A conformance scenario of `base`; or the record of what it needs, where that did not end well."""
-        if scenario.after:
-            before = self.perform(SCENARIOS[scenario.after], base)
-            if before.outcome.status is not Status.OK:
-                return before
-        case, misfit = scenario.varied(base)
-        request = dataclasses.replace(
-            self._request(scenario.task, case),
-            steps=scenario.steps,
-            scenario=scenario.name,
-            base=base,
-            metered=scenario.metered,
-            evaluate=scenario.evaluate and Feature.EVALUATE not in self._adapter(case).capabilities.lacks,
-            checkpoint=str(self._checkpoint(base)) if Feature.SAVE in scenario.needs else "",
-        )
-        return self._once(case, request, scenario.needs, misfit)
-
-    def _checkpoint(self, base: Case) -> Path:
+    def checkpoint(self, base: Case) -> Path:
         """A folder of `base`'s own, for all nodes; absolute, for ranks may start elsewhere."""
         if self._scratch is None:
             self._scratch = Scratch(self.results, self.launcher.cluster)
@@ -126,12 +104,14 @@ class Runner:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def _adapter(self, case: Case) -> type[Adapter]:
+    def adapter(self, case: Case) -> type[Adapter]:
+        """The class that `case` is run under."""
         return load_adapter(self.adapters[case.adapter])
 
-    def _once(
-        self, case: Case, request: Request, needs: frozenset[Feature] = frozenset(), misfit: str | None = None
-    ) -> Record:
+    def once(self, request: Request, needs: frozenset[Feature] = frozenset(), misfit: str | None = None) -> Record:
+        """The record of `request`, from this session or run now; skipped where its case is refused, or with `misfit`,
+        the reason why it does not fit. `needs`: what the pass takes beyond the case."""
+        case = request.case
         key = request.task, case, request.scenario  # not the case's id, which says nothing of seed or corpus
         if key not in self._records:
             try:
@@ -158,7 +138,8 @@ class Runner:
         if self._file:
             self._file.append(record)
 
-    def _request(self, task: Task, case: Case) -> Request:
+    def request(self, task: Task, case: Case) -> Request:
+        """What ranks are asked to do with `case` under this run's options."""
         options = self.options
         return Request(
             case=case,
@@ -184,7 +165,7 @@ class Runner:
         return self._record(request, _outcome(launched), launched)
 
     def _record(self, request: Request, outcome: Outcome, launched: LaunchResult | None = None) -> Record:
-        case, adapter = request.case, self._adapter(request.case)
+        case, adapter = request.case, self.adapter(request.case)
         reports = launched.reports if launched else []
         whole = outcome.status in (Status.OK, Status.NAN)
         observed = whole and request.task is Task.OBSERVE and request.metered
