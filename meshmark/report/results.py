@@ -67,9 +67,14 @@ class CaseResult:
         return wide in kept.get("parameters", "").split("+") and moments in (None, "", wide)
 
     @property
+    def slow(self) -> bool:
+        """Whether all that failed is a pass whose time limit was too short, which says nothing of the adapter."""
+        return self.failed is not None and self.failed.outcome.status is Status.SLOW
+
+    @property
     def comparable(self) -> bool:
         """Whether its memory and speed may be held against others': it trains correctly, with states as precise."""
-        wrong = self.failed and self.failed.outcome.status is not Status.SLOW
+        wrong = self.failed and not self.slow
         return self.correct is not False and not wrong and self.states_as_asked is not False
 
     @property
@@ -77,7 +82,7 @@ class CaseResult:
         """In words."""
         if self.skipped:
             return "not run"
-        slow = self.failed is self.timed and self.failed and self.failed.outcome.status is Status.SLOW
+        slow = self.slow and self.failed is self.timed
         if self.failed and not (slow and self.observed):  # what the instrumented pass found stands
             return f"**{self.failed.outcome.status}**"
         if self.correct is None:
