@@ -87,7 +87,11 @@ class FairScaleOSS(Adapter):
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({2}),
         precisions=frozenset({Precision.FP32, Precision.BF16}),
-        lacks={Precision.FP64: "OSS computes the gradient norm in float32", Precision.FP16: _NO_SCALER},
+        lacks={
+            Precision.FP64: "OSS computes the gradient norm in float32",
+            Precision.FP16: _NO_SCALER,
+            Precision.BF16_REDUCE_BF16: "ShardedDataParallel reduces in float32, or in fp16 (`reduce_fp16`)",
+        },
     )
 
     @classmethod
@@ -238,13 +242,13 @@ def _canonical(name: str) -> str:
 
 class FairScaleFSDP(Adapter):
     """Every block is wrapped on its own, and the model with what is left: embedding and head. bf16 is FSDP's own: bf16
-    weights are gathered from fp32 shards, and gradients reduced in fp32."""
+    weights are gathered from fp32 shards, and gradients reduced as the precision says."""
 
     requires: ClassVar = _FAIRSCALE
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({3}),
-        precisions=frozenset({Precision.FP32, Precision.BF16}),
+        precisions=frozenset({Precision.FP32, Precision.BF16, Precision.BF16_REDUCE_BF16}),
         lacks={
             Precision.FP64: "FSDP takes float32 parameters alone",
             Precision.FP16: _NO_SCALER,
@@ -270,7 +274,7 @@ class FairScaleFSDP(Adapter):
 
     @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic:
-        """bf16 weights are gathered, fp32 gradients reduced."""
+        """In the precisions that are asked for."""
         return step_traffic(case, rank, fully_sharded(case))
 
     def build(self, case: Case, context: RankContext) -> Engine:
@@ -279,11 +283,11 @@ class FairScaleFSDP(Adapter):
 
         if context.device.type == "cpu":
             _run_without_cuda()
-        mixed = case.precision is Precision.BF16
+        mixed = case.precision.is_mixed
         arguments = {
             "compute_device": context.device,
             "mixed_precision": mixed,
-            "fp32_reduce_scatter": mixed,
+            "fp32_reduce_scatter": mixed and not case.precision.narrows_reduction,
             "compute_dtype": torch.bfloat16 if mixed else torch.float32,
             "disable_reshard_on_root": False,  # otherwise embedding and head stay whole from forward to backward
             "bucket_cap_mb": 0,  # a wrapper's gradient is one flat tensor already

@@ -19,7 +19,7 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter, outside_na
 from meshmark.conformance.scenario import SCENARIOS, plain_cases
 from meshmark.errors import ClusterError, InputError, MeshmarkError, ResultsError, UnknownNameError
 from meshmark.expect import expect_ran
-from meshmark.options import positive, precision, split_values
+from meshmark.options import positive, split_values
 from meshmark.reference.data import check_corpus
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.gpus import num_gpus
@@ -29,7 +29,7 @@ from meshmark.run.record import Record
 from meshmark.run.request import Task
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
-from meshmark.spec.precision import Precision
+from meshmark.spec.precision import Precision, precision
 from meshmark.spec.workload import Workload, workload
 
 T = TypeVar("T")
@@ -66,7 +66,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--world", default="2", metavar="N,M", help="world sizes (default: 2); `single` always runs on 1")
     group.addoption("--device", default="cpu", help="cpu or cuda (default: cpu)")
     group.addoption("--backend", default=None, help="gloo or nccl (default: nccl where every rank has its own GPU)")
-    group.addoption("--precision", default="fp32", metavar="P,Q", help="fp64, fp32, bf16, fp16 (default: fp32)")
+    group.addoption(
+        "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
+    )
     group.addoption("--workload", default="gpt-tiny", metavar="NAME,NAME", help="workload presets (default: gpt-tiny)")
     group.addoption("--global-batch", type=int, default=None, metavar="N", help="sequences a step (default: preset's)")
     group.addoption("--corpus", default=None, metavar="FILE", help="train on this file, byte by byte")

@@ -12,6 +12,7 @@ import torch
 
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.plugin import Selection, selection
+from meshmark.spec.precision import Precision
 from meshmark.suites.cases import matrix
 
 pytest_plugins = ["pytester"]
@@ -125,7 +126,11 @@ def test_every_suite_runs_every_case(pytester: pytest.Pytester) -> None:
 def test_the_defaults_are_all_adapters_on_two_cpu_ranks(pytester: pytest.Pytester) -> None:
     chosen = choose(pytester)
     assert set(chosen.adapters) == set(builtin_adapters())
-    assert (chosen.worlds, [w.name for w in chosen.workloads], chosen.precisions) == ([2], ["gpt-tiny"], ["fp32"])
+    assert (chosen.worlds, [w.name for w in chosen.workloads], chosen.precisions) == (
+        [2],
+        ["gpt-tiny"],
+        [Precision.FP32],
+    )
     assert (chosen.options.device, chosen.options.backend) == ("cpu", None)
     assert (chosen.cluster.nnodes, chosen.cluster.node_rank) == (1, 0)
 

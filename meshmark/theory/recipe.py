@@ -251,16 +251,17 @@ def recipe(name: str) -> TrainingRecipe:
 def eager_recipe(case: Case, name: str = "eager", *, casts_weights: bool = False) -> TrainingRecipe:
     """The eager recipe called `name` in the case's precision and with its optimizer: weights, gradients and moments are
     in the wide one, since autocast makes its copies one operation at a time. `casts_weights`: as `Widths.of`."""
-    wide = 8 if case.precision is Precision.FP64 else 4
-    widths = Widths.of(case.precision, casts_weights=casts_weights)
-    low = 2 if casts_weights and case.precision in (Precision.BF16, Precision.FP16) else wide
+    precision = case.precision
+    wide = precision.master.itemsize
+    widths = Widths.of(precision, casts_weights=casts_weights)
+    low = precision.weights.itemsize if casts_weights else wide
     return replace(
         recipe(name),
         weight_bytes=wide,
-        gradient_bytes=wide,
-        reduce_bytes=wide,
+        gradient_bytes=precision.accumulation.itemsize,
+        reduce_bytes=precision.reduction.itemsize,
         gather_bytes=low,
-        moment_bytes=wide * case.workload.optimizer.states_per_parameter,
+        moment_bytes=precision.states.itemsize * case.workload.optimizer.states_per_parameter,
         element_bytes=widths.stream,
         eager=widths,
     )
