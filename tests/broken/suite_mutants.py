@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from meshmark.judge.faults import Fault
 from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
 from tests.broken import gradients as g
+from tests.broken import mixed as m
 from tests.broken import states as s
 from tests.broken import updates as u
 from tests.broken.mutant import TIED, Mutant, on
@@ -88,4 +90,6 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", s.ReducesEveryMicroBatch, suite="communication"),
     *on("ddp", s.ReducesAgain, suite="communication"),
     *on("fsdp2", s.StaysWhole, suite="communication"),
+    *on("ddp fsdp2", m.ReduceDtypeForgotten, suite="communication", precision=Precision.BF16_REDUCE_BF16),
+    *on("ddp fsdp2", m.ReduceDtypeOfAnother, suite="communication", precision=Precision.BF16),
 ]
