@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from meshmark.adapter.capabilities import Capabilities
+from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, configure
 from meshmark.adapter.engine import Engine, RankContext
@@ -64,6 +64,7 @@ class FSDP2(Adapter):
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({3}),
         precisions=frozenset(Precision.PRESETS.values()),
+        lacks={Feature.MATRIX_WISE: "its optimizer is given parts of the parameters, by rows"},
     )
 
     @classmethod

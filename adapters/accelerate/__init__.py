@@ -37,7 +37,7 @@ from meshmark.adapters.accelerate.prepare import (
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
-from meshmark.adapters.fsdp2 import FSDP2Engine
+from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
@@ -167,7 +167,7 @@ class AccelerateFSDP2(Adapter):
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({3}),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16, Precision.BF16_REDUCE_BF16}),
-        lacks={Precision.FP16: _FP16_IS_FP32},
+        lacks={**FSDP2.capabilities.lacks, Precision.FP16: _FP16_IS_FP32},
     )
 
     @classmethod

@@ -38,6 +38,7 @@ class DeepSpeed(Adapter):
         precisions=frozenset({Precision.FP32, Precision.BF16, Precision.FP16}),
         lacks={
             Precision.FP64: "ZeRO's masters are float32",
+            Feature.MATRIX_WISE: "its optimizer is given flat parts of the parameters, whose shapes are lost",
             Precision.BF16_REDUCE_BF16: "its configuration here asks for reduction in float32 alone",
         },
     )

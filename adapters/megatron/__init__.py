@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshmark.adapter.capabilities import Capabilities, Requirement
+from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import configure
 from meshmark.adapter.engine import Engine, RankContext
@@ -40,6 +40,7 @@ class Megatron(Adapter):
         lacks={
             Precision.FP64: "the vocabulary-parallel loss and the gradient norm are float32 whatever they are given",
             Precision.FP16: "PyTorch's GradScaler does not tell other tensor-parallel ranks of an overflow",
+            Feature.MATRIX_WISE: "its optimizer is given tensor-parallel parts of the parameters",
             Precision.BF16_REDUCE_BF16: "replicas' gradients are reduced as they are, in float32",
         },
     )

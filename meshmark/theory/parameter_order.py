@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.optimizer import OptimizerSpec
+from meshmark.spec.precision import Dtype
 from meshmark.theory.grid import Column
 from meshmark.theory.partition import Stage
 
@@ -29,6 +31,40 @@ def parameter_sizes(model: ModelSpec, stage: Stage, tp: Column) -> tuple[list[Co
         [*norm, *attention, *norm, *feed_forward] if stage.num_layers else [],
         [*norm, *([] if shared else [vocabulary])] if stage.has_head else [],
     )
+
+
+def parameter_shapes(model: ModelSpec, stage: Stage) -> dict[str, tuple[int, ...]]:
+    """Every parameter of a stage, whole, by canonical name; blocks are counted from the stage's first."""
+    h, kv, f, gpt = model.hidden, model.kv_hidden, model.ffn_hidden, model.family is Family.GPT
+
+    def linear(name: str, outer: int, inner: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (outer, inner)} | ({f"{name}.bias": (outer,)} if gpt else {})
+
+    def norm(name: str) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (h,)} | ({f"{name}.bias": (h,)} if gpt else {})
+
+    found: dict[str, tuple[int, ...]] = {}
+    if stage.has_embedding:
+        found["embedding.tokens.weight"] = (model.vocab_size, h)
+        found |= {"embedding.positions.weight": (model.seq_len, h)} if gpt else {}
+    for block in (f"blocks.{i}" for i in range(stage.num_layers)):
+        found |= norm(f"{block}.attention_norm") | linear(f"{block}.attention.q", h, h)
+        found |= linear(f"{block}.attention.k", kv, h) | linear(f"{block}.attention.v", kv, h)
+        found |= linear(f"{block}.attention.out", h, h) | norm(f"{block}.feed_forward_norm")
+        found |= {} if gpt else linear(f"{block}.feed_forward.gate", f, h)
+        found |= linear(f"{block}.feed_forward.up", f, h) | linear(f"{block}.feed_forward.down", h, f)
+    if stage.has_head:
+        found |= norm("head.norm")
+        shared = model.tied_embeddings and stage.has_embedding
+        found |= {} if shared else {"head.output.weight": (model.vocab_size, h)}
+    return found
+
+
+def optimizer_state_bytes(spec: OptimizerSpec, model: ModelSpec, stage: Stage, dtype: Dtype) -> int:
+    """All that is kept of a stage's whole parameters, to the byte: counts of steps too, which beside a row and a column
+    are not nothing."""
+    shapes = parameter_shapes(model, stage)
+    return sum(state.num_bytes for name, shape in shapes.items() for state in spec.states(name, shape, dtype))
 
 
 def largest_temporaries(model: ModelSpec, stage: Stage, tp: Column) -> Column:

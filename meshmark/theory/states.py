@@ -27,8 +27,9 @@ class ModelStates:
     activations: float | None = None
     """When the step's first backward pass begins; None where they are not planned."""
     peak: float | None = None
-    """The most of all at one instant, on the fullest rank of the stage; None where activations are not planned, and of
-    DeepSpeed in mixed precision, whose copies the planner does not know."""
+    """The most of all at one instant, on the fullest rank of the stage; None where activations are not planned, and
+    where the planner does not know the copies: DeepSpeed's in mixed precision, those of a reduction in another format
+    than gradients are held in, and what optimizers but AdamW and plain SGD make."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     using = recipe or eager_recipe(case)
     held = stage_memory(model, grid, using, Overheads(), pipeline_stage(layout, rank))
     exact = _is_exact(case)
-    known = not case.precision.is_mixed or using.gradient_path not in DEEPSPEED_PATHS
+    known = _temporaries_are_known(case) and (not case.precision.is_mixed or using.gradient_path not in DEEPSPEED_PATHS)
     return ModelStates(
         parameters=float(held.parameters[0]),
         gradients=float(held.gradients[0]),
@@ -62,6 +63,13 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
         activations=float(held.activations[0]) if exact else None,
         peak=float(held.total_bytes[0]) if exact and known and layout.recompute is Recompute.NONE else None,
     )
+
+
+def _temporaries_are_known(case: Case) -> bool:
+    """Of the reduction and of the update."""
+    optimizer = case.workload.optimizer
+    plain = not optimizer.is_matrix_wise and not optimizer.momentum
+    return plain and not case.precision.narrows_reduction
 
 
 def _is_exact(case: Case) -> bool:
