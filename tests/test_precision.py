@@ -113,9 +113,7 @@ def test_the_yardstick_rounds_what_each_rank_sends_and_the_sum() -> None:
     batch, engine = make_batch(GPT, 0), engine_in(NARROW)
     loss = float(reduced_backward(engine, batch, 2))
     found = host_copies(engine.gradients())
-    assert low_precisions(iter(found.values()))[:1] == ["bf16"], (
-        "and so numbers of the longer fp16, but for their range"
-    )
+    assert "bf16" in low_precisions(iter(found.values()))
     parts, losses = [], []
     for rank in range(2):
         alone = engine_in(NARROW)

@@ -141,9 +141,8 @@ def stage_memory(
     num_parameters = stage_parameters(model, stage, grid.tp)
     states = state_bytes(num_parameters, grid, recipe)
     if recipe.matrix_wise:
-        kept = recipe.matrix_wise
-        whole = optimizer_state_bytes(kept.optimizer, model, stage, kept.dtype)
-        states["optimizer"] = whole / np.where(grid.zero_stage >= 1, (grid.dp * grid.cp).astype(float), 1.0)
+        kept = optimizer_state_bytes(recipe.matrix_wise.optimizer, model, stage, recipe.matrix_wise.dtype)
+        states["optimizer"] = kept / np.where(grid.zero_stage >= 1, (grid.dp * grid.cp).astype(float), 1.0)
     held = held_bytes(model, grid, recipe, stage, index)
     logits = _logit_bytes(model, grid, recipe, stage)
     if recipe.eager:

@@ -33,20 +33,27 @@ def parameter_sizes(model: ModelSpec, stage: Stage, tp: Column) -> tuple[list[Co
     )
 
 
-def parameter_shapes(model: ModelSpec, stage: Stage) -> dict[str, tuple[int, ...]]:
-    """Every parameter of a stage, whole, by canonical name; blocks are counted from the stage's first."""
+Shapes = dict[str, tuple[int, ...]]
+"""Of whole parameters, by canonical name."""
+
+
+def parameter_shapes(model: ModelSpec, stage: Stage) -> Shapes:
+    """Of a stage; blocks are counted from its first."""
     h, kv, f, gpt = model.hidden, model.kv_hidden, model.ffn_hidden, model.family is Family.GPT
 
-    def linear(name: str, outer: int, inner: int) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (outer, inner)} | ({f"{name}.bias": (outer,)} if gpt else {})
+    def linear(name: str, outer: int, inner: int) -> Shapes:
+        bias: Shapes = {f"{name}.bias": (outer,)} if gpt else {}
+        return {f"{name}.weight": (outer, inner), **bias}
 
-    def norm(name: str) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (h,)} | ({f"{name}.bias": (h,)} if gpt else {})
+    def norm(name: str) -> Shapes:
+        bias: Shapes = {f"{name}.bias": (h,)} if gpt else {}
+        return {f"{name}.weight": (h,), **bias}
 
-    found: dict[str, tuple[int, ...]] = {}
+    found: Shapes = {}
     if stage.has_embedding:
         found["embedding.tokens.weight"] = (model.vocab_size, h)
-        found |= {"embedding.positions.weight": (model.seq_len, h)} if gpt else {}
+    if stage.has_embedding and gpt:
+        found["embedding.positions.weight"] = (model.seq_len, h)
     for block in (f"blocks.{i}" for i in range(stage.num_layers)):
         found |= norm(f"{block}.attention_norm") | linear(f"{block}.attention.q", h, h)
         found |= linear(f"{block}.attention.k", kv, h) | linear(f"{block}.attention.v", kv, h)
@@ -55,8 +62,8 @@ def parameter_shapes(model: ModelSpec, stage: Stage) -> dict[str, tuple[int, ...
         found |= linear(f"{block}.feed_forward.up", f, h) | linear(f"{block}.feed_forward.down", h, f)
     if stage.has_head:
         found |= norm("head.norm")
-        shared = model.tied_embeddings and stage.has_embedding
-        found |= {} if shared else {"head.output.weight": (model.vocab_size, h)}
+    if stage.has_head and not (model.tied_embeddings and stage.has_embedding):
+        found["head.output.weight"] = (model.vocab_size, h)
     return found
 
 
