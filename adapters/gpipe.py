@@ -21,7 +21,7 @@ from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
 from meshmark.reference.transformer import Transformer, drawn_name, stage_layers
 from meshmark.spec.case import Case
-from meshmark.spec.precision import Precision
+from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.states import Remainder, micro_batch_tokens
 
 
@@ -30,7 +30,7 @@ class Part(nn.Module):
 
     def __init__(self, layers: Transformer, precision: Precision, device: torch.device) -> None:
         super().__init__()
-        self.layers, self.dtype, self.device_type = layers, AUTOCAST.get(precision), device.type
+        self.layers, self.dtype, self.device_type = layers, AUTOCAST.get(precision.compute), device.type
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.dtype is not None):
@@ -47,7 +47,7 @@ class GPipeEngine(Engine):
                 case.workload.model, stage_layers(case.workload.model, case.layout.pp, context.rank)
             )
         self.model.initialize(case.workload.seed)
-        if case.precision is Precision.FP64:
+        if case.precision.master is Dtype.FP64:
             self.model.double()
         configure(self.model, case)
         self.optimizer = build_optimizer(case.workload.optimizer, self.model.named_parameters())
@@ -160,7 +160,8 @@ class GPipe(Adapter):
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         lacks={
             Precision.FP16: "torch.distributed.pipelining scales no loss, and PyTorch's GradScaler tells no other "
-            "stage of an overflow"
+            "stage of an overflow",
+            Precision.BF16_REDUCE_BF16: "stages are not replicated: no gradient is reduced",
         },
     )
 
@@ -169,8 +170,7 @@ class GPipe(Adapter):
         """PyTorch's last stage keeps its outputs, the logits, as the others keep theirs (which are on the wire)."""
         if rank < case.layout.pp - 1 or case.layout.pp == 1:
             return ()
-        width = {Precision.FP64: 8, Precision.FP32: 4}.get(case.precision, 2)
-        logits = micro_batch_tokens(case) * case.workload.model.vocab_size * width
+        logits = micro_batch_tokens(case) * case.workload.model.vocab_size * case.precision.compute.itemsize
         reason = "the last stage keeps the logits of every micro-batch until its backward pass"
         return (Remainder(category="activations", num_bytes=case.layout.num_micro_batches * logits, reason=reason),)
 

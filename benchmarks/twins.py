@@ -268,7 +268,7 @@ def activations(bench: Bench) -> list[Row]:
                     "pp": layout.pp,
                     "zero_stage": layout.zero_stage,
                     "num_micro_batches": layout.num_micro_batches,
-                    "precision": precision,
+                    "precision": precision.name,
                     "global_batch": batch,
                     **shape(model),
                     "rank": report.rank,

@@ -16,11 +16,11 @@ import torch
 from meshmark.adapter.registry import builtin_adapters, load_adapter, select
 from meshmark.environment import describe, versions
 from meshmark.errors import AdapterError, MeshmarkError, ResultsError
-from meshmark.options import positive, precision, split_values
+from meshmark.options import positive, split_values
 from meshmark.plan.cli import add_commands
 from meshmark.run.gpus import num_gpus
 from meshmark.spec.case import Case, expect_fit
-from meshmark.spec.precision import Precision
+from meshmark.spec.precision import Precision, precision
 from meshmark.spec.workload import WORKLOADS, workload
 
 EPILOG = """examples:
@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     cases = commands.add_parser("cases", help="the matrix that `pytest suites` would run")
     cases.add_argument("--adapters", default="*", metavar="A,B", help="names or shell patterns (default: all)")
     cases.add_argument("--world", default="2", metavar="N,M", help="world sizes (default: 2)")
-    cases.add_argument("--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision)} (default: fp32)")
+    cases.add_argument(
+        "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
+    )
     cases.add_argument("--workload", default="gpt-tiny", metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
     cases.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     cases.set_defaults(run=_cases)
@@ -93,7 +95,7 @@ def _doctor(_: argparse.Namespace) -> None:
         stages = f", ZeRO {'/'.join(map(str, sorted(can.zero_stages)))}" if can.zero_stages != {0} else ""
         elsewhere = "" if device in can.devices else f" (not on {device})"
         state = f"skipped: {missing[0]}" if missing else f"ready{elsewhere}"
-        print(f"  {name:<20} {axes}{stages}; {', '.join(sorted(can.precisions))}; {state}")
+        print(f"  {name:<20} {axes}{stages}; {', '.join(sorted(map(str, can.precisions)))}; {state}")
 
 
 def _cases(parsed: argparse.Namespace) -> None:

@@ -28,7 +28,7 @@ from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
-from meshmark.spec.precision import Precision
+from meshmark.spec.precision import Precision, precision
 from meshmark.spec.workload import Workload, workload
 
 pytest_plugins = ["meshmark.session_log"]
@@ -69,7 +69,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--world", default="2", metavar="N,M", help="world sizes (default: 2); `single` always runs on 1")
     group.addoption("--device", default="cpu", help="cpu or cuda (default: cpu)")
     group.addoption("--backend", default=None, help="gloo or nccl (default: nccl where every rank has its own GPU)")
-    group.addoption("--precision", default="fp32", metavar="P,Q", help="fp64, fp32, bf16, fp16 (default: fp32)")
+    group.addoption(
+        "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
+    )
     group.addoption("--workload", default="gpt-tiny", metavar="NAME,NAME", help="workload presets (default: gpt-tiny)")
     group.addoption("--global-batch", type=int, default=None, metavar="N", help="sequences a step (default: preset's)")
     group.addoption("--corpus", default=None, metavar="FILE", help="train on this file, byte by byte")

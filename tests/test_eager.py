@@ -53,10 +53,10 @@ def held_activations(case: Case, rank: int, *, casts_weights: bool = False) -> f
 
 def saved_bytes(case: Case, *, casts_weights: bool = False) -> int:
     """Bytes that a forward pass allocates and that autograd saves, each storage once."""
-    low = torch.bfloat16 if case.precision is Precision.BF16 else None
+    low = torch.bfloat16 if case.precision.is_mixed else None
     model = Transformer(case.workload.model)
     model.initialize(0)
-    model.to({Precision.FP64: torch.float64}.get(case.precision, low if casts_weights else None))
+    model.to(torch.float64 if case.precision == Precision.FP64 else low if casts_weights else None)
     batch = make_batch(case.workload, 0)
     with torch.no_grad():
         model(batch.tokens_BT)  # fills the cache of rotary positions

@@ -8,7 +8,7 @@ import pytest
 
 from meshmark.errors import LayoutError
 from meshmark.spec.layout import Layout
-from meshmark.spec.precision import Precision
+from meshmark.spec.precision import Dtype
 from tests.factories import make_model
 
 
@@ -82,6 +82,6 @@ def test_layouts_at_the_edge_fit(layout: Layout) -> None:
 def test_mantissa_bits_are_those_of_the_formats() -> None:
     import torch
 
-    dtypes = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    for precision in Precision:
-        assert 2.0**-precision.mantissa_bits == torch.finfo(dtypes[precision]).eps
+    for dtype in Dtype:
+        found = torch.finfo(getattr(torch, dtype))
+        assert (2.0**-dtype.mantissa_bits, 8 * dtype.itemsize) == (found.eps, found.bits)

@@ -71,7 +71,7 @@ class MegatronEngine(DataParallelEngine):
     def differentiate(self, loss: Tensor) -> None:
         # megatron-core's linear layers bring autocast back in their backward on CUDA alone
         # (custom_bwd(device_type="cuda")); on a CPU the backward has to run under it for the same arithmetic.
-        dtype = AUTOCAST.get(self.case.precision)
+        dtype = AUTOCAST.get(self.case.precision.compute)
         on_cpu = self.context.device.type == "cpu"
         with torch.autocast("cpu", dtype=dtype, enabled=True) if on_cpu and dtype else contextlib.nullcontext():
             super().differentiate(loss)

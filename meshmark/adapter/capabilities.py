@@ -21,6 +21,7 @@ class Feature(StrEnum):
     FROZEN = "frozen parameters"
     DECAY_GROUPS = "weight-decay groups"
     SCHEDULE = "a learning-rate schedule"
+    MATRIX_WISE = "optimizers whose updates take whole matrices"
     UNUSED = "parameters unused in a step"
     RECOMPUTE = "activation recomputation"
     EVALUATE = "evaluation"
@@ -37,6 +38,7 @@ def features(case: Case) -> frozenset[Feature]:
         Feature.FROZEN: bool(workload.frozen),
         Feature.DECAY_GROUPS: workload.optimizer.decay_matrices_only,
         Feature.SCHEDULE: workload.optimizer.warmup_steps > 0,
+        Feature.MATRIX_WISE: workload.optimizer.is_matrix_wise,
         Feature.UNUSED: workload.skipped_block is not None,
         Feature.RECOMPUTE: case.layout.recompute is not Recompute.NONE,
     }

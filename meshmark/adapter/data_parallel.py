@@ -20,10 +20,10 @@ from meshmark.reference.objective import build_schedule, loss_share
 from meshmark.reference.transformer import Recomputer, Transformer, drawn_name
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
-from meshmark.spec.precision import Precision
+from meshmark.spec.precision import Dtype, LossScaling
 
 PYTORCHS_CHECKPOINT: Recomputer = functools.partial(checkpoint, use_reentrant=False)
-AUTOCAST = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+AUTOCAST = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
 
 
 def initial_model(case: Case, device: torch.device) -> Transformer:
@@ -31,7 +31,7 @@ def initial_model(case: Case, device: torch.device) -> Transformer:
     with device:
         model = Transformer(case.workload.model)
     model.initialize(case.workload.seed)
-    return configure(model.double() if case.precision is Precision.FP64 else model, case)
+    return configure(model.double() if case.precision.master is Dtype.FP64 else model, case)
 
 
 def configure(model: Transformer, case: Case, recompute: Recomputer = PYTORCHS_CHECKPOINT) -> Transformer:
@@ -60,7 +60,8 @@ class DataParallelEngine(Engine):
 
     def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.case, self.context, self.module, self.optimizer = case, context, module, optimizer
-        self.scaler = torch.amp.GradScaler(context.device.type, enabled=case.precision is Precision.FP16)
+        scaled = case.precision.loss_scaling is LossScaling.DYNAMIC
+        self.scaler = torch.amp.GradScaler(context.device.type, enabled=scaled)
         self.schedule: Any = self.make_schedule()
 
     def make_schedule(self) -> Any:  # noqa: ANN401
@@ -79,7 +80,7 @@ class DataParallelEngine(Engine):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Logits [B, T, V] under this engine's precision."""
-        dtype = AUTOCAST.get(self.case.precision)
+        dtype = AUTOCAST.get(self.case.precision.compute)
         with torch.autocast(self.context.device.type, dtype=dtype, enabled=dtype is not None):
             logits: Tensor = self.module(tokens_BT)
         return logits

@@ -92,6 +92,11 @@ def _low(base: Case) -> Case:
     return dataclasses.replace(_optimizing(learning_rate=1e-4)(base), precision=Precision.BF16)
 
 
+def _low_reduced(base: Case) -> Case:
+    """With one micro-batch, as the base has: FSDP adds those of several up in fp32, and the sum is no bf16 number."""
+    return dataclasses.replace(base, precision=Precision.BF16_REDUCE_BF16)
+
+
 def _half(base: Case) -> Case:
     return dataclasses.replace(base, precision=Precision.FP16)
 
@@ -140,6 +145,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(name="unused", vary=_training(skipped_block=1)),
         Scenario(name="recompute", vary=_laying(recompute=Recompute.FULL), metered=True),
         Scenario(name="bf16", vary=_low, metered=True),
+        Scenario(name="bf16 reduction", vary=_low_reduced, metered=True),
         Scenario(
             name="dropout", vary=_unmoved, task=Task.DROPOUT, steps=DROPOUT_STEPS, needs=frozenset({Feature.EVALUATE})
         ),

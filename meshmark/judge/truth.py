@@ -22,7 +22,8 @@ from meshmark.judge.deviation import Deviation, Deviations, Tensors, deviation, 
 from meshmark.judge.trace import Trace
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.initial import initial_value
-from meshmark.reference.objective import build_optimizer, loss_share
+from meshmark.reference.objective import loss_share
+from meshmark.reference.optimizers import reference_optimizer
 from meshmark.reference.transformer import Transformer, parameter_shapes
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
@@ -126,7 +127,7 @@ class ExactOptimizer:
         return {name: p.detach().numpy().copy() for name, p in self.parameters.items()}
 
     def build(self) -> torch.optim.Optimizer:
-        return build_optimizer(self.spec, self.parameters.items())
+        return reference_optimizer(self.spec).build_exact(self.parameters.items())
 
     def clip(self, max_norm: float) -> None:
         nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)

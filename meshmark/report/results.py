@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from meshmark.run.record import Record, Status
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
-from meshmark.spec.precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +60,10 @@ class CaseResult:
         which they are narrower takes less memory and time for another reason than its layout."""
         if not self.states or self.observed is None:
             return None
-        wide = "float64" if self.case.precision is Precision.FP64 else "float32"
+        asked = self.case.precision
         kept = self.observed.state_dtypes
         moments = kept.get("optimizer_states")
-        return wide in kept.get("parameters", "").split("+") and moments in (None, "", wide)
+        return asked.master in kept.get("parameters", "").split("+") and moments in (None, "", asked.states)
 
     @property
     def slow(self) -> bool:
@@ -125,4 +124,4 @@ def _key(record: Record) -> Key:
 
 
 def _kinship(case: Case) -> tuple[str, str, str]:
-    return case.adapter, case.layout.id, case.precision
+    return case.adapter, case.layout.id, case.precision.name

@@ -38,8 +38,8 @@ def peak_flops_per_second(record: Record) -> tuple[float, str]:
     machine = record.environment.machine
     if record.environment.device == "cuda":
         count, _, name = machine.partition(" x ")
-        gpu = gpu_of_device(name)
-        if gpu and record.case.precision in gpu.peak_flops:
+        gpu, compute = gpu_of_device(name), record.case.precision.compute.short
+        if gpu and compute in gpu.peak_flops:
             num_gpus = min(record.case.world_size, int(count) * record.environment.nnodes)
-            return gpu.peak_flops[record.case.precision] * num_gpus, f"datasheet of {name}"
+            return gpu.peak_flops[compute] * num_gpus, f"datasheet of {name}"
     return sum(record.matmul_flops_per_second), "best matrix product, all ranks at once"

@@ -25,6 +25,7 @@ from meshmark.theory.activations import (
 from meshmark.theory.backward_pass import Pass
 from meshmark.theory.grid import OFFLOADS, RECOMPUTES, Column, Grid
 from meshmark.theory.overheads import Overheads
+from meshmark.theory.parameter_order import optimizer_state_bytes
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.peak import eager_peak
@@ -139,6 +140,9 @@ def stage_memory(
     stage = recipe.stages(model, int(grid.pp[0]))[index]
     num_parameters = stage_parameters(model, stage, grid.tp)
     states = state_bytes(num_parameters, grid, recipe)
+    if recipe.matrix_wise:
+        kept = optimizer_state_bytes(recipe.matrix_wise.optimizer, model, stage, recipe.matrix_wise.dtype)
+        states["optimizer"] = kept / np.where(grid.zero_stage >= 1, (grid.dp * grid.cp).astype(float), 1.0)
     held = held_bytes(model, grid, recipe, stage, index)
     logits = _logit_bytes(model, grid, recipe, stage)
     if recipe.eager:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.spec.precision import Precision
 from meshmark.theory.grid import layout_grid
 from meshmark.theory.memory import stage_memory
 from meshmark.theory.overheads import Overheads
@@ -28,8 +27,9 @@ class ModelStates:
     activations: float | None = None
     """When the step's first backward pass begins; None where they are not planned."""
     peak: float | None = None
-    """The most of all at one instant, on the fullest rank of the stage; None where activations are not planned, and of
-    DeepSpeed in mixed precision, whose copies the planner does not know."""
+    """The most of all at one instant, on the fullest rank of the stage; None where activations are not planned, and
+    where the planner does not know the copies: DeepSpeed's in mixed precision, those of a reduction in another format
+    than gradients are held in, and what optimizers but AdamW and plain SGD make."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     using = recipe or eager_recipe(case)
     held = stage_memory(model, grid, using, Overheads(), pipeline_stage(layout, rank))
     exact = _is_exact(case)
-    known = case.precision in (Precision.FP32, Precision.FP64) or using.gradient_path not in DEEPSPEED_PATHS
+    known = _temporaries_are_known(case) and (not case.precision.is_mixed or using.gradient_path not in DEEPSPEED_PATHS)
     return ModelStates(
         parameters=float(held.parameters[0]),
         gradients=float(held.gradients[0]),
@@ -65,12 +65,18 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     )
 
 
+def _temporaries_are_known(case: Case) -> bool:
+    """Of the reduction and of the update."""
+    optimizer = case.workload.optimizer
+    plain = not optimizer.is_matrix_wise and not optimizer.momentum
+    return plain and not case.precision.narrows_reduction
+
+
 def _is_exact(case: Case) -> bool:
     """Whether activations have been held to what PyTorch saves: without dropout, selective recomputation (or any under
     autocast), sequence and context parallelism, and in a pipeline under GPipe's schedule alone (arXiv:1811.06965)."""
     layout, again = case.layout, case.layout.recompute
-    wide = case.precision in (Precision.FP32, Precision.FP64)
-    plain = again is Recompute.NONE or (again is Recompute.FULL and wide)
+    plain = again is Recompute.NONE or (again is Recompute.FULL and not case.precision.is_mixed)
     plain = plain and layout.cp == 1 and not layout.sequence_parallel and case.workload.model.dropout == 0
     return plain and (layout.pp == 1 or layout.schedule is Schedule.GPIPE)
 

@@ -26,7 +26,7 @@ class Reduction:
     every_micro_batch: bool = False
     """Whether each micro-batch is reduced by itself, or their sum once."""
     gradient_bytes: int | None = None
-    """Bytes an element on the wire; None means the wide precision's."""
+    """Bytes an element on the wire; None means those of the precision that is asked for."""
     gathers_per_micro_batch: int = 0
     """All-gathers of the parameters for each micro-batch: 2 under ZeRO-3, one for forward and one for backward."""
     gathers_per_step: int = 0
@@ -38,7 +38,7 @@ class Reduction:
 
 
 def wide_bytes(precision: Precision) -> int:
-    return 8 if precision is Precision.FP64 else 4
+    return precision.wide.itemsize
 
 
 def default_reduction(case: Case) -> Reduction:
@@ -52,11 +52,13 @@ def default_reduction(case: Case) -> Reduction:
 
 
 def fully_sharded(case: Case) -> Reduction:
-    """ZeRO-3 as FSDP does it: low-precision weights gathered for forward and again for backward, wide gradients reduced
-    after every micro-batch, so that they stay sharded."""
-    low = case.precision in (Precision.BF16, Precision.FP16)
+    """ZeRO-3 as FSDP does it: weights gathered as the products read them, for forward and again for backward, gradients
+    reduced after every micro-batch, so that they stay sharded."""
     return Reduction(
-        kind="reduce_scatter", gathers_per_micro_batch=2, every_micro_batch=True, weight_bytes=2 if low else None
+        kind="reduce_scatter",
+        gathers_per_micro_batch=2,
+        every_micro_batch=True,
+        weight_bytes=case.precision.weights.itemsize,
     )
 
 
@@ -65,12 +67,12 @@ def data_parallel_traffic(case: Case, rank: int, reduction: Reduction | None = N
     if case.layout.dp * case.layout.cp == 1:
         return {}
     how = reduction or default_reduction(case)
-    wide, count = wide_bytes(case.precision), local_parameters(case.workload.model, case.layout, rank)
+    precision, count = case.precision, local_parameters(case.workload.model, case.layout, rank)
     times = case.layout.num_micro_batches if how.every_micro_batch else 1
     gathers = how.gathers_per_step + how.gathers_per_micro_batch * case.layout.num_micro_batches
-    traffic: Traffic = {how.kind: float(times * count * (how.gradient_bytes or wide))}
+    traffic: Traffic = {how.kind: float(times * count * (how.gradient_bytes or precision.reduction.itemsize))}
     if gathers:
-        traffic[how.gather_kind] = float(gathers * count * (how.weight_bytes or wide))
+        traffic[how.gather_kind] = float(gathers * count * (how.weight_bytes or precision.master.itemsize))
     return traffic
 
 

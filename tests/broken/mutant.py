@@ -10,6 +10,7 @@ from meshmark.conformance.scenario import plain_workload
 from meshmark.judge.faults import Fault
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 from tests.broken.engine import Broken
 
@@ -48,6 +49,7 @@ class Mutant:
     """Diagnoses that are right. Empty where the summary of what fails is the diagnosis."""
     layout: Layout
     workload: Workload = GPT
+    precision: Precision = Precision.FP32
 
     @property
     def name(self) -> str:
@@ -61,7 +63,7 @@ class Mutant:
 
     @property
     def case(self) -> Case:
-        return Case(adapter=self.name, workload=self.workload, layout=self.layout)
+        return Case(adapter=self.name, workload=self.workload, layout=self.layout, precision=self.precision)
 
 
 def on(
@@ -71,6 +73,7 @@ def on(
     suite: str = "equivalence",
     workload: Workload = GPT,
     layout: Layout | None = None,
+    precision: Precision = Precision.FP32,
 ) -> Iterator[Mutant]:
     """Mutants that a suite must catch."""
     for adapter in adapters.split():
@@ -81,6 +84,7 @@ def on(
             faults=frozenset(faults),
             workload=workload,
             layout=layout or LAYOUTS[adapter],
+            precision=precision,
         )
 
 

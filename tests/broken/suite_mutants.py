@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from meshmark.judge.faults import Fault
 from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import workload
 from tests.broken import gradients as g
+from tests.broken import mixed as m
 from tests.broken import states as s
 from tests.broken import updates as u
 from tests.broken.mutant import TIED, Mutant, on
@@ -82,10 +85,19 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp megatron", u.DoubleRate, F.UPDATE),
     *on("ddp", u.NoBiasCorrection, F.UPDATE),
     *on("ddp fsdp2", u.ForgetsStates, F.UPDATE),
+    # Of other kinds of optimizers
+    *on("ddp fsdp2", u.ForgetsMomentum, F.UPDATE, workload=workload("gpt-mini-momentum")),
+    *on("ddp fsdp2 gpipe", u.Nesterov, F.UPDATE, workload=workload("gpt-mini-momentum")),
+    *on("ddp megatron", u.Dampened, F.UPDATE, workload=workload("gpt-mini-momentum")),
+    *on("ddp", u.NoNesterov, F.UPDATE, workload=workload("gpt-mini-nesterov")),
+    *on("ddp gpipe", u.OtherBeta2Decay, F.UPDATE, workload=workload("gpt-mini-adafactor")),
+    *on("ddp gpipe", u.NotOrthogonal, F.UPDATE, workload=workload("gpt-mini-muon")),
     # Not what was asked for
     *on("fsdp2 fairscale-oss", s.ShardingIgnored, suite="memory"),
     *on("ddp", s.KeepsGradients, suite="memory"),
     *on("ddp", s.ReducesEveryMicroBatch, suite="communication"),
     *on("ddp", s.ReducesAgain, suite="communication"),
     *on("fsdp2", s.StaysWhole, suite="communication"),
+    *on("ddp fsdp2", m.ReduceDtypeForgotten, suite="communication", precision=Precision.BF16_REDUCE_BF16),
+    *on("ddp fsdp2", m.ReduceDtypeOfAnother, suite="communication", precision=Precision.BF16),
 ]

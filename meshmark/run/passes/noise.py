@@ -2,7 +2,8 @@
 
 The adapter `single` trains in a case's precision, repeatedly, under perturbations as large as that precision's
 rounding: other micro-batches, other orders of rows, last bits of the initial values, and in mixed precision both ways
-of casting (autocast, and casting the weights). What separates a correct framework from `single` is of that kind alone.
+of casting (autocast, and casting the weights). What separates a correct framework from `single` is of that kind alone,
+unless it was asked to round gradients on their way to the other ranks: then `single` rounds what as many ranks would.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.single import SingleEngine, reduced_backward
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess
 from meshmark.judge.yardstick import Comparisons, noise_run
@@ -48,9 +50,10 @@ def noise_key(case: Case, steps: int) -> str:
         torch.__version__,
         steps,
         NUM_RUNS,
-        case.precision,
+        encode(case.precision),
         encode(case.workload),
         hashlib.sha256(corpus.numpy().data).hexdigest(),
+        *([case.layout.dp] if case.precision.narrows_reduction else []),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -91,18 +94,20 @@ def write_noise(path: Path, runs: Sequence[Comparisons]) -> None:
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
     """One noise run; `run` seeds its perturbations and picks its chunking and way of casting."""
     workload = request.case.workload
-    chunkings = [n for n in (1, 2, 4, 8) if workload.global_batch % n == 0]
+    num_ranks = request.case.layout.dp if request.case.precision.narrows_reduction else 1
+    chunkings = [n for n in (1, 2, 4, 8) if workload.global_batch % (n * num_ranks) == 0]
     layout = Layout(num_micro_batches=chunkings[run % len(chunkings)])
     case = dataclasses.replace(request.case, adapter="single", layout=layout)
-    engine = adapter.build(case, context)
-    cast(Any, engine).cast_weights = bool(run // len(chunkings) % 2)
+    engine = cast(SingleEngine, adapter.build(case, context))
+    engine.cast_weights = bool(run // len(chunkings) % 2)
     _perturb(engine, case, run)
     trace = Trace(parameters=[host_copies(engine.parameters())])
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
         batch = _permute(make_batch(workload, step), case, run)
         trace.evaluations.append(float(engine.evaluate(batch)))
-        trace.losses.append(float(engine.backward(batch)))
+        loss = engine.backward(batch) if num_ranks == 1 else reduced_backward(engine, batch, num_ranks)
+        trace.losses.append(float(loss))
         trace.gradients.append(host_copies(engine.gradients()))
         norm = engine.update()
         trace.norms.append(None if norm is None else float(norm))
@@ -119,7 +124,7 @@ def _permute(batch: Batch, case: Case, run: int) -> Batch:
 @torch.no_grad()
 def _perturb(engine: Engine, case: Case, run: int) -> None:
     """Change initial values by up to half a unit in the last place of the precision that matrix products run in."""
-    ulp = 2.0 ** -(case.precision.mantissa_bits + 1)
+    ulp = 2.0 ** -(case.precision.compute.mantissa_bits + 1)
     for name, parameter in engine.parameters().items():
         bits = random_bits(f"perturbation/{run}/{name}", parameter.shape, seed=case.workload.seed)
         parameter.mul_(1 + (bits & 0xFFFF).to(parameter.device, torch.float64).div(0xFFFF).mul(2).sub(1) * ulp)
