@@ -87,7 +87,8 @@ class DeepSpeed(Adapter):
         planned = count / layout.dp
         if layout.zero_stage < 3 and case.precision is Precision.FP32:
             one = uniform_stages(case.workload.model, 1)[0]
-            kept = float(part_elements(case.workload.model, one, np.ones(1), np.array([layout.dp]), rank)[0])
+            shard = layout.coordinates(rank).dp
+            kept = float(part_elements(case.workload.model, one, np.ones(1), np.array([layout.dp]), shard)[0])
             reason = "a rank keeps its partition's gradients alone, and tensors that reach over its ends whole"
         elif layout.zero_stage == 1 and case.precision is Precision.FP16:
             kept = count / layout.dp + bucket_elements(case.workload.model)

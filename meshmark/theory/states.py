@@ -53,7 +53,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     model, layout = case.workload.model, case.layout
     grid = layout_grid(layout, case.workload.global_batch)
     using = recipe or eager_recipe(case)
-    held = stage_memory(model, grid, using, Overheads(), pipeline_stage(layout, rank))
+    held = stage_memory(model, grid, using, Overheads(), layout.coordinates(rank).pp)
     exact = _is_exact(case)
     known = case.precision in (Precision.FP32, Precision.FP64) or using.gradient_path not in DEEPSPEED_PATHS
     return ModelStates(
@@ -75,10 +75,6 @@ def _is_exact(case: Case) -> bool:
     return plain and (layout.pp == 1 or layout.schedule is Schedule.GPIPE)
 
 
-def pipeline_stage(layout: Layout, rank: int) -> int:
-    return rank // (layout.tp * layout.dp * layout.cp)
-
-
 def micro_batch_tokens(case: Case) -> int:
     """Of one rank."""
     layout, workload = case.layout, case.workload
@@ -87,5 +83,5 @@ def micro_batch_tokens(case: Case) -> int:
 
 def local_parameters(model: ModelSpec, layout: Layout, rank: int) -> int:
     """Parameters that `rank` computes with: its pipeline stage's, its tensor-parallel shards; ZeRO not counted."""
-    stage = uniform_stages(model, layout.pp)[pipeline_stage(layout, rank)]
+    stage = uniform_stages(model, layout.pp)[layout.coordinates(rank).pp]
     return int(stage_parameters(model, stage, layout.tp))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.partition import uniform_stages
-from meshmark.theory.states import local_parameters, pipeline_stage
+from meshmark.theory.states import local_parameters
 
 Traffic = dict[str, float]
 """Bytes by kind of collective."""
@@ -93,7 +93,7 @@ def pipeline_traffic(case: Case, rank: int, activation_bytes: int | None = None)
     layout = case.layout
     if layout.pp == 1:
         return {}
-    stage = pipeline_stage(layout, rank)
+    stage = layout.coordinates(rank).pp
     boundaries = (stage > 0) + (stage < layout.pp - 1)
     tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
     stream = tokens * case.workload.model.hidden * (activation_bytes or wide_bytes(case.precision))
@@ -106,7 +106,7 @@ def context_parallel_traffic(case: Case, rank: int, activation_bytes: int | None
     layout, model = case.layout, case.workload.model
     if layout.cp == 1:
         return {}
-    layers = uniform_stages(model, layout.pp)[pipeline_stage(layout, rank)].num_layers
+    layers = uniform_stages(model, layout.pp)[layout.coordinates(rank).pp].num_layers
     tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
     block = tokens * model.kv_hidden // layout.tp * (activation_bytes or wide_bytes(case.precision))
     sent = float(6 * (layout.cp - 1) * layers * block)
