@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import os
 import shlex
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from meshmark.adapter.matrix import matrix
 from meshmark.adapter.registry import builtin_adapters, load_adapter, select
 from meshmark.environment import describe, versions
 from meshmark.errors import AdapterError, MeshmarkError, ResultsError
@@ -102,9 +102,10 @@ def _cases(parsed: argparse.Namespace) -> None:
     workloads = [workload(name) for name in split_values("--workload", parsed.workload)]
     precisions = [precision(text) for text in split_values("--precision", parsed.precision)]
     adapters = {name: load_adapter(target) for name, target in targets.items()}
-    cases = importlib.import_module("suites.cases").matrix(adapters, worlds, workloads, precisions)
+    cases = matrix(adapters, worlds, workloads, precisions)
+    backend = "nccl" if parsed.device == "cuda" else "gloo"
     for case in cases:
-        reason = adapters[case.adapter].refusal(case, parsed.device)
+        reason = adapters[case.adapter].refusal(case, parsed.device, backend)
         print(f"{case.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())
     print(f"{len(cases)} cases")
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from meshmark.adapter.matrix import matrix
 from meshmark.plugin import Selection
 from meshmark.spec.case import Case
-from meshmark.suites.cases import matrix
 
 
 def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[Case]:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshmark.adapter.matrix import matrix
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.plugin import Selection, selection
-from meshmark.suites.cases import matrix
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
+from meshmark.adapter.capabilities import Capabilities, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
@@ -62,11 +62,11 @@ class DeepSpeed(Adapter):
         return {"DS_ACCELERATOR": device}
 
     @classmethod
-    def refusal(cls, case: Case, device: str, needs: frozenset[Feature] = frozenset()) -> str | None:
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
         """DeepSpeed runs fp16 on no CPU without AVX512-FP16."""
         if case.precision is Precision.FP16 and device == "cpu":
             return f"{case.adapter} runs precision fp16 on CUDA alone"
-        return super().refusal(case, device, needs)
+        return super().supports(case, device, backend)
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:

@@ -10,7 +10,7 @@ from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout, Recompute
+from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
@@ -178,7 +178,8 @@ def plain_cases(name: str, adapter: type[Adapter], world_size: int) -> list[Case
     elif "tp" in can.degrees:
         layouts = [Layout(tp=world_size)]
     elif "pp" in can.degrees:
-        layouts = [Layout(pp=world_size, num_micro_batches=world_size)]
+        schedule = next(schedule for schedule in Schedule if schedule in can.schedules)
+        layouts = [Layout(pp=world_size, num_micro_batches=world_size, schedule=schedule)]
     elif "dp" in can.degrees:
         layouts = [Layout(dp=world_size, zero_stage=stage) for stage in sorted(can.zero_stages)]
     return [Case(adapter=name, workload=plain_workload(), layout=layout) for layout in layouts]
