@@ -201,7 +201,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known |= {
         "single": "meshmark.adapter.single:Single",
         "ddp": "meshmark.adapters.ddp:DDP",
-        "gpipe": "meshmark.adapters.gpipe:GPipe",
+        "gpipe": "meshmark.adapters.pipeline:GPipe",
         "fsdp2": "meshmark.adapters.fsdp2:FSDP2",
     }
     with Cluster(ClusterSpec()) as cluster:

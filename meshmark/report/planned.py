@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshmark.adapter.registry import load_adapter
+from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.errors import MeshmarkError
 from meshmark.judge.verdict import memory_categories
 from meshmark.report.results import CaseResult
@@ -31,7 +31,8 @@ class Peak:
 def plans(record: Record) -> list[tuple[ModelStates, list[Remainder]]]:
     """By rank, the plan and what the adapter declares, as of today; as recorded where the adapter is not there."""
     try:
-        adapter = load_adapter(record.adapter)
+        # By its name, under which a record of long ago finds one that has moved.
+        adapter = load_adapter(builtin_adapters().get(record.case.adapter, record.adapter))
     except MeshmarkError:
         return list(zip(record.planned_states, record.remainders, strict=True))
     case = record.case

@@ -13,6 +13,7 @@ from meshmark.measure.readings import Collective, MemoryReading
 from meshmark.report.results import CaseResult
 from meshmark.run.record import Record
 from meshmark.run.throughput import throughput
+from meshmark.theory.bubble import bubble_fraction
 
 KIB = 1024.0
 
@@ -149,7 +150,8 @@ def communication(found: Sequence[CaseResult]) -> str:
 
 
 def speed(found: Sequence[CaseResult], baseline: Sequence[CaseResult] = ()) -> str:
-    """With a `baseline`, each median also as a multiple of the same case's there."""
+    """With a `baseline`, each median also as a multiple of the same case's there. With pipelines, how much
+    of a step equal stages would wait, each with a processor to itself."""
     before = {r.case.id: np.median(r.timed.step_seconds) for r in baseline if r.timed and r.timed.rank_step_seconds}
     rows = []
     for result in found:
@@ -169,6 +171,9 @@ def speed(found: Sequence[CaseResult], baseline: Sequence[CaseResult] = ()) -> s
             "MFU": f"{measured.mfu:.1%}",
             "peak from": measured.peak_source,
         }
+        if any(other.case.layout.pp > 1 for other in found):
+            idle = bubble_fraction(result.case.layout)
+            row["bubble, planned"] = f"{idle:.1%}" if idle else ""
         if baseline:
             known = before.get(result.case.id)
             row["median / baseline's"] = f"{np.median(milliseconds) / 1000 / known:.2f}" if known else "new"

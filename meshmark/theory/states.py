@@ -28,8 +28,9 @@ class ModelStates:
     activations: float | None = None
     """When the step's first backward pass begins; None where they are not planned."""
     peak: float | None = None
-    """The most of all at one instant, on the fullest rank of the stage; None where activations are not planned, and of
-    DeepSpeed in mixed precision, whose copies the planner does not know."""
+    """The most of all at one instant, on the fullest rank of the stage; None where activations are not planned, of
+    DeepSpeed in mixed precision, whose copies the planner does not know, and of pipelines other than GPipe's, which
+    hold on to a message or two that they have sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,8 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     using = recipe or eager_recipe(case)
     held = stage_memory(model, grid, using, Overheads(), layout.coordinates(rank).pp)
     exact = _is_exact(case)
-    known = case.precision in (Precision.FP32, Precision.FP64) or using.gradient_path not in DEEPSPEED_PATHS
+    known = layout.pp == 1 or layout.schedule is Schedule.GPIPE
+    known &= case.precision in (Precision.FP32, Precision.FP64) or using.gradient_path not in DEEPSPEED_PATHS
     return ModelStates(
         parameters=float(held.parameters[0]),
         gradients=float(held.gradients[0]),
@@ -67,12 +69,13 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
 
 def _is_exact(case: Case) -> bool:
     """Whether activations have been held to what PyTorch saves: without dropout, selective recomputation (or any under
-    autocast), sequence and context parallelism, and in a pipeline under GPipe's schedule alone (arXiv:1811.06965)."""
+    autocast), sequence and context parallelism, and in a pipeline under GPipe's schedule (arXiv:1811.06965), 1F1B and
+    interleaved 1F1B (arXiv:2104.04473)."""
     layout, again = case.layout, case.layout.recompute
     wide = case.precision in (Precision.FP32, Precision.FP64)
     plain = again is Recompute.NONE or (again is Recompute.FULL and wide)
     plain = plain and layout.cp == 1 and not layout.sequence_parallel and case.workload.model.dropout == 0
-    return plain and (layout.pp == 1 or layout.schedule is Schedule.GPIPE)
+    return plain and (layout.pp == 1 or layout.schedule is not Schedule.ZERO_BUBBLE)
 
 
 def micro_batch_tokens(case: Case) -> int:

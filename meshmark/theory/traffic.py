@@ -89,15 +89,19 @@ def tensor_parallel_traffic(case: Case, activation_bytes: int | None = None) -> 
 
 def pipeline_traffic(case: Case, rank: int, activation_bytes: int | None = None) -> Traffic:
     """The residual stream forward and its gradient backward over every boundary that `rank` has (GPipe,
-    arXiv:1811.06965, section 2.2)."""
-    layout = case.layout
+    arXiv:1811.06965, section 2.2): two a virtual stage (arXiv:2104.04473, section 2.2.2), but before the first and
+    after the last. The first and the last stage, which both hold a tied weight, sum its gradient."""
+    layout, model = case.layout, case.workload.model
     if layout.pp == 1:
         return {}
     stage = layout.coordinates(rank).pp
-    boundaries = (stage > 0) + (stage < layout.pp - 1)
+    boundaries = 2 * layout.virtual_stages - (stage == 0) - (stage == layout.pp - 1)
     tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
-    stream = tokens * case.workload.model.hidden * (activation_bytes or wide_bytes(case.precision))
-    return {"send": float(boundaries * stream), "recv": float(boundaries * stream)}
+    stream = tokens * model.hidden * (activation_bytes or wide_bytes(case.precision))
+    traffic: Traffic = {"send": float(boundaries * stream), "recv": float(boundaries * stream)}
+    if model.tied_embeddings and stage in (0, layout.pp - 1):
+        traffic["all_reduce"] = float(model.vocab_size * model.hidden // layout.tp * wide_bytes(case.precision))
+    return traffic
 
 
 def context_parallel_traffic(case: Case, rank: int, activation_bytes: int | None = None) -> Traffic:
