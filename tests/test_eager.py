@@ -144,7 +144,7 @@ def test_recomputation_keeps_a_blocks_input_and_a_random_state() -> None:
         (Layout(recompute=Recompute.SELECTIVE), 0.0),
         (Layout(cp=2), 0.0),
         (Layout(tp=2, sequence_parallel=True), 0.0),
-        (Layout(pp=2, schedule=Schedule.ONE_F_ONE_B), 0.0),
+        (Layout(pp=2, schedule=Schedule.ZERO_BUBBLE), 0.0),
         (Layout(), 0.1),
     ],
 )

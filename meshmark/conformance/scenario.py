@@ -110,7 +110,7 @@ def _resharded(base: Case) -> Case:
     saved = _scheduled(base)
     layout = saved.layout
     if layout.pp > 1:
-        return _laying(pp=layout.pp // 2)(saved)
+        return _laying(pp=layout.pp // 2, virtual_stages=1)(saved)
     if layout.tp > 1:
         return _laying(tp=2 * layout.tp)(saved)
     return _laying(dp=2 * layout.dp, num_micro_batches=max(1, layout.num_micro_batches // 2))(saved)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from meshmark.judge.faults import Fault
-from meshmark.spec.layout import Layout
+from meshmark.spec.layout import Layout, Schedule
 from tests.broken import gradients as g
+from tests.broken import pipelines as p
 from tests.broken import states as s
 from tests.broken import updates as u
-from tests.broken.mutant import TIED, Mutant, on
+from tests.broken.mutant import DEEP, TIED, Mutant, on
 
 F = Fault
 FOUR = Layout(dp=4, num_micro_batches=2)
+REPLICATED = Layout(dp=2, pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
+INTERLEAVED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
 SUITE_MUTANTS: list[Mutant] = [
     # Scaling
     *on("ddp fsdp2 megatron fairscale-oss fairscale-fsdp", g.OverMicroBatches, F.SCALED),
-    *on("gpipe", g.ScalesGrads, F.SCALED),
+    *on("gpipe pipeline", g.ScalesGrads, F.SCALED),
     *on("ddp fsdp2", g.SummedOverRanks, F.SCALED),
     *on("ddp fsdp2 fairscale-oss", g.AveragedTwice, F.SCALED),
     *on("ddp fsdp2 megatron gpipe", g.SlightScale, F.SCALED),
@@ -29,6 +32,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", g.LastNotReduced, F.NOT_REDUCED),
     *on("ddp", g.OneNotReduced, F.NOT_REDUCED),
     *on("ddp", g.WrongGroup, F.NOT_REDUCED, layout=FOUR),
+    *on("pipeline", p.StageNotReduced, F.NOT_REDUCED, layout=REPLICATED),
     *on("fairscale-oss", s.BucketsUnreduced, F.NOT_REDUCED),
     *on("gpipe", g.TiedNotReduced, F.DRIFT, workload=TIED),
     *on("megatron", g.InputNotReduced, F.DRIFT),
@@ -40,6 +44,7 @@ SUITE_MUTANTS: list[Mutant] = [
     # Data
     *on("ddp fsdp2 megatron", g.DropsLast, F.DROPPED),
     *on("fsdp2 megatron", g.DropsFirst, F.DROPPED),
+    *on("pipeline", p.DropsLastMicroBatch, F.DROPPED),
     *on("ddp fsdp2", g.SameRows, F.DROPPED),
     *on("ddp fsdp2", g.DropsRank, F.DROPPED),
     *on("ddp gpipe megatron", g.NextBatch, F.OTHER_BATCH),
@@ -88,4 +93,6 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", s.ReducesEveryMicroBatch, suite="communication"),
     *on("ddp", s.ReducesAgain, suite="communication"),
     *on("fsdp2", s.StaysWhole, suite="communication"),
+    *on("pipeline", p.AllForwardsFirst, suite="memory"),
+    *on("pipeline", p.NotInterleaved, suite="communication", workload=DEEP, layout=INTERLEAVED),
 ]
