@@ -267,6 +267,8 @@ def test_what_a_pass_needs_is_asked_for_too() -> None:
     assert Forgetful.refusal(make_case(), "cpu", "gloo") is None
     needs = frozenset({Feature.SAVE})
     assert Forgetful.refusal(make_case(), "cpu", "gloo", needs) == "ddp does not support checkpoints (no disk)"
+    both = Forgetful.refusal(make_case(layout=Layout(cp=2)), "cpu", "gloo", needs)
+    assert both == "ddp does not support cp=2, checkpoints (no disk)"
 
 
 def test_a_missing_framework_is_a_reason_with_the_pip_command() -> None:

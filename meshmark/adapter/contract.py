@@ -67,8 +67,7 @@ class Adapter(ABC):
     def refusal(cls, case: Case, device: str, backend: str, needs: frozenset[Feature] = frozenset()) -> str | None:
         """Why `case` must be skipped: unsupported, or not installed. None when it can run. `needs`: what the pass takes
         beyond the case."""
-        if reason := cls.supports(case, device, backend):
-            return reason
-        if lacking := cls.capabilities.lacking(needs):
-            return f"{case.adapter} does not support {', '.join(lacking)}"
+        reason, lacking = cls.supports(case, device, backend), cls.capabilities.lacking(needs)
+        if reason or lacking:
+            return ", ".join([reason or f"{case.adapter} does not support {lacking.pop(0)}", *lacking])
         return next((reason for requirement in cls.requires if (reason := requirement.missing)), None)
