@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,7 @@ def test_the_world_is_the_product_of_the_degrees() -> None:
     assert Layout(dp=2, tp=3, pp=5, num_micro_batches=7).world_size == 30
 
 
+ROOT = Path(__file__).parent.parent
 MESH = Layout(dp=3, tp=2, pp=5, cp=4)
 """Degrees that differ, so that one is not taken for another."""
 
@@ -69,6 +72,23 @@ def test_the_groups_of_an_axis_part_the_world() -> None:
         assert sorted(rank for group in groups for rank in group) == list(range(120))
         for group in groups:
             assert [getattr(MESH.coordinates(rank), axis) for rank in group] == list(range(len(group)))
+
+
+def test_nobody_else_divides_ranks() -> None:
+    """What is a stage, a shard of the batch or a group follows from coordinates, in the core, adapters and studies."""
+    found = []
+    for folder in ("meshmark", "adapters", "suites", "benchmarks", "studies"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())) if path != ROOT / "meshmark/spec/layout.py" else ():
+                if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod):
+                    divided = node.left
+                elif isinstance(node, ast.Call) and ast.unparse(node.func) == "divmod":
+                    divided = node.args[0]
+                else:
+                    continue
+                if ast.unparse(divided).rpartition(".")[2] == "rank":
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not found
 
 
 @pytest.mark.parametrize("rank", [-1, 120])

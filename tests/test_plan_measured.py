@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,12 @@ def test_every_category_is_as_planned(record: Record) -> None:
         assert [name for name, *_ in found] == ["parameters", "gradients", "optimizer_states", "activations"]
         for name, measured, planned in found:
             assert measured == pytest.approx(planned, rel=TOLERANCE), f"{name} of rank {rank}"
+
+
+def test_a_record_of_an_adapter_that_has_moved_is_planned_by_its_name() -> None:
+    record = next(record for record in RECORDS.values() if record.case.adapter == "gpipe")
+    moved = replace(record, adapter="adapters.long_gone:GPipe", planned_states=[], remainders=[])
+    assert len(plans(moved)) == len(record.memory)
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
