@@ -60,7 +60,7 @@ class OSSEngine(DataParallelEngine):
     def gradients(self) -> Mapping[str, Tensor]:
         """Each owner sends its gradients to all; unused parameters have none anywhere."""
         trained = {n: (p, self.optimizer._param_to_rank[p]) for n, p in self.named_parameters() if p.requires_grad}
-        own = self.context.rank
+        own = self.dp_rank
         held = [int(owner == own and p.grad is not None) for p, owner in trained.values()]
         there = torch.tensor(held, device=self.context.device)
         torch.distributed.all_reduce(there)
@@ -102,7 +102,7 @@ class FairScaleOSS(Adapter):
         owned = [0] * case.layout.dp
         for shape in parameter_shapes(case.workload.model).values():
             owned[owned.index(min(owned))] += math.prod(shape)
-        beyond = owned[rank] - sum(owned) / case.layout.dp
+        beyond = owned[case.layout.coordinates(rank).dp] - sum(owned) / case.layout.dp
         reason = "whole tensors have one owner, so shares are uneven"
         moments = cls.recipe(case).moment_bytes
         return (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import os
 import shlex
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from meshmark.adapter.matrix import matrix
 from meshmark.adapter.registry import builtin_adapters, load_adapter, select
 from meshmark.environment import describe, versions
 from meshmark.errors import AdapterError, MeshmarkError, ResultsError
@@ -104,11 +104,14 @@ def _cases(parsed: argparse.Namespace) -> None:
     workloads = [workload(name) for name in split_values("--workload", parsed.workload)]
     precisions = [precision(text) for text in split_values("--precision", parsed.precision)]
     adapters = {name: load_adapter(target) for name, target in targets.items()}
-    cells = importlib.import_module("meshmark.suites.cases").matrix(adapters, worlds, workloads, precisions)
+    cells = matrix(adapters, worlds, workloads, precisions)
     expect_fit(cells)
+    backend = "nccl" if parsed.device == "cuda" else "gloo"
     for cell in cells:
-        fits = isinstance(cell, Case)
-        reason = adapters[cell.adapter].refusal(cell, parsed.device) if fits else cell.reason
+        if isinstance(cell, Case):
+            reason = adapters[cell.adapter].refusal(cell, parsed.device, backend)
+        else:
+            reason = cell.reason
         print(f"{cell.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())
     print(f"{len(cells)} cases")
 

@@ -18,7 +18,7 @@ from meshmark.conformance.scenario import plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import ClusterError, InputError, LayoutError, MeshmarkError, ResultsError, UnknownNameError
 from meshmark.expect import expect_ran
-from meshmark.options import positive, precision, split_values
+from meshmark.options import positive, split_values
 from meshmark.progress import Progress
 from meshmark.reference.data import check_corpus, on_corpus
 from meshmark.run.cluster import Cluster, ClusterSpec

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from meshmark.adapter.matrix import matrix
 from meshmark.plugin import Selection
 from meshmark.spec.case import Case, Misfit
-from meshmark.suites.cases import matrix
 
 
 def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[Case | Misfit]:

@@ -144,7 +144,7 @@ def test_recomputation_keeps_a_blocks_input_and_a_random_state() -> None:
         (Layout(recompute=Recompute.SELECTIVE), 0.0),
         (Layout(cp=2), 0.0),
         (Layout(tp=2, sequence_parallel=True), 0.0),
-        (Layout(pp=2, schedule=Schedule.ONE_F_ONE_B), 0.0),
+        (Layout(pp=2, schedule=Schedule.ZERO_BUBBLE), 0.0),
         (Layout(), 0.1),
     ],
 )
@@ -201,7 +201,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known |= {
         "single": "meshmark.adapter.single:Single",
         "ddp": "meshmark.adapters.ddp:DDP",
-        "gpipe": "meshmark.adapters.gpipe:GPipe",
+        "gpipe": "meshmark.adapters.pipeline:GPipe",
         "fsdp2": "meshmark.adapters.fsdp2:FSDP2",
     }
     with Cluster(ClusterSpec()) as cluster:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshmark.adapter.matrix import matrix
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.conformance.scenario import plain_cells
 from meshmark.plugin import Selection, selection
 from meshmark.spec.precision import Precision
-from meshmark.suites.cases import matrix
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent

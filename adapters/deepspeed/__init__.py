@@ -66,11 +66,11 @@ class DeepSpeed(Adapter):
         return {"DS_ACCELERATOR": device}
 
     @classmethod
-    def refusal(cls, case: Case, device: str, needs: frozenset[Feature] = frozenset()) -> str | None:
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
         """DeepSpeed runs fp16 on no CPU without AVX512-FP16."""
         if case.precision.compute is Dtype.FP16 and device == "cpu":
             return f"{case.adapter} runs precision fp16 on CUDA alone"
-        return super().refusal(case, device, needs)
+        return super().supports(case, device, backend)
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -91,7 +91,8 @@ class DeepSpeed(Adapter):
         planned = count / layout.dp
         if layout.zero_stage < 3 and not case.precision.is_mixed:
             one = uniform_stages(case.workload.model, 1)[0]
-            kept = float(part_elements(case.workload.model, one, np.ones(1), np.array([layout.dp]), rank)[0])
+            shard = layout.coordinates(rank).dp
+            kept = float(part_elements(case.workload.model, one, np.ones(1), np.array([layout.dp]), shard)[0])
             reason = "a rank keeps its partition's gradients alone, and tensors that reach over its ends whole"
         elif layout.zero_stage == 1 and case.precision.compute is Dtype.FP16:
             kept = count / layout.dp + bucket_elements(case.workload.model)

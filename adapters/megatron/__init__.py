@@ -98,10 +98,10 @@ class Megatron(Adapter):
         with torch.device("meta"):
             model = Transformer(workload.model)
         parallelize(model, config, parallel_state.get_tensor_model_parallel_group())
-        tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        initialize(model, workload.seed, layout.tp, tp_rank, context.device)
+        stands = layout.coordinates(context.rank)
+        initialize(model, workload.seed, layout.tp, stands.tp, context.device)
         configure(model, case, recompute)
-        seed(context.device, workload.seed + 10 * parallel_state.get_data_parallel_rank())
+        seed(context.device, workload.seed + 10 * stands.dp)
         module: nn.Module = model
         if layout.dp > 1:
             module = DistributedDataParallel(

@@ -39,12 +39,7 @@ class MegatronEngine(DataParallelEngine):
         super().__init__(case, context, module, optimizer)
         self.model = model
         self.tp_group: ProcessGroup = parallel_state.get_tensor_model_parallel_group()
-        self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
-        self._dp_rank: int = parallel_state.get_data_parallel_rank()
-
-    @property
-    def dp_rank(self) -> int:
-        return self._dp_rank
+        self.tp_rank = case.layout.coordinates(context.rank).tp
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:

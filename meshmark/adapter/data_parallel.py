@@ -71,7 +71,7 @@ class DataParallelEngine(Engine):
     @property
     def dp_rank(self) -> int:
         """Which of the batch's shards is this rank's."""
-        return self.context.rank
+        return self.case.layout.coordinates(self.context.rank).dp
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:

@@ -13,7 +13,7 @@ from meshmark.errors import LayoutError
 from meshmark.reference.data import on_corpus
 from meshmark.run.request import Task
 from meshmark.spec.case import Case, Misfit, cell
-from meshmark.spec.layout import Layout, Recompute
+from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
@@ -125,7 +125,7 @@ def _resharded(base: Case) -> Case:
     saved = _scheduled(base)
     layout = saved.layout
     if layout.pp > 1:
-        return _laying(pp=layout.pp // 2)(saved)
+        return _laying(pp=layout.pp // 2, virtual_stages=1)(saved)
     if layout.tp > 1:
         return _laying(tp=2 * layout.tp)(saved)
     return _laying(dp=2 * layout.dp, num_micro_batches=max(1, layout.num_micro_batches // 2))(saved)
@@ -216,7 +216,8 @@ def plain_cells(
     elif "tp" in can.degrees:
         layouts = [Layout(tp=world_size)]
     elif "pp" in can.degrees:
-        layouts = [Layout(pp=world_size, num_micro_batches=world_size)]
+        schedule = next(schedule for schedule in Schedule if schedule in can.schedules)
+        layouts = [Layout(pp=world_size, num_micro_batches=world_size, schedule=schedule)]
     elif "dp" in can.degrees:
         layouts = [Layout(dp=world_size, zero_stage=stage) for stage in sorted(can.zero_stages)]
     plain = plain_workload()

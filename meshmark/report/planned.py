@@ -41,7 +41,7 @@ def peaks(record: Record) -> list[Peak]:
     layout, found = record.case.layout, dict[int, list[Peak]]()
     for rank, (reading, (plan, declared)) in enumerate(zip(record.memory, plans(record), strict=False)):
         if plan.peak is not None and record.environment.device == "cpu":
-            found.setdefault(rank // (layout.tp * layout.dp), []).append(
+            found.setdefault(layout.coordinates(rank).pp, []).append(
                 Peak(
                     planned=plan.peak + declared_bytes(declared, "peak"),
                     communication=reading.peak.communication,

@@ -14,6 +14,7 @@ from meshmark.report.baseline import Baseline
 from meshmark.report.results import CaseResult
 from meshmark.run.record import Record, Verdict
 from meshmark.run.throughput import throughput
+from meshmark.theory.bubble import bubble_fraction
 
 KIB = 1024.0
 
@@ -149,7 +150,8 @@ def communication(found: Sequence[CaseResult]) -> str:
 
 
 def speed(found: Sequence[CaseResult], baseline: Baseline) -> str:
-    """With a `baseline`, each median also as a multiple of the same case's there."""
+    """With a `baseline`, each median also as a multiple of the same case's there. With pipelines, how much of a step
+    equal stages would wait, each with a processor to itself."""
     rows = []
     for result in found:
         if not result.timed or not result.timed.rank_step_seconds:
@@ -168,6 +170,9 @@ def speed(found: Sequence[CaseResult], baseline: Baseline) -> str:
             "MFU": f"{measured.mfu:.1%}",
             "peak from": measured.peak_source,
         }
+        if any(other.case.layout.pp > 1 for other in found):
+            idle = bubble_fraction(result.case.layout)
+            row["bubble, planned"] = f"{idle:.1%}" if idle else ""
         rows.append(row | ({"median / baseline's": baseline.time(result)} if baseline else {}))
     return markdown(rows)
 

@@ -86,7 +86,7 @@ class Runner:
         nnodes = self.launcher.cluster.spec.nnodes
         if case.world_size % nnodes:
             return f"{case.world_size} ranks cannot be spread evenly over {nnodes} nodes"
-        return self.adapter(case).refusal(case, self.options.device, needs)
+        return self.adapter(case).refusal(case, self.options.device, self._backend(case), needs)
 
     def observe(self, case: Case) -> Record:
         """The instrumented pass, with all its verdicts."""

@@ -29,7 +29,8 @@ class ModelStates:
     peak: float | None = None
     """The most of all at one instant, on the fullest rank of the stage; None where activations are not planned, and
     where the planner does not know the copies: DeepSpeed's in mixed precision, those of a reduction in another format
-    than gradients are held in, and what optimizers but AdamW and plain SGD make."""
+    than gradients are held in, what optimizers but AdamW and plain SGD make, and the message or two that pipelines
+    other than GPipe's hold on to after they have sent them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,10 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     model, layout = case.workload.model, case.layout
     grid = layout_grid(layout, case.workload.global_batch)
     using = recipe or eager_recipe(case)
-    held = stage_memory(model, grid, using, Overheads(), pipeline_stage(layout, rank))
+    held = stage_memory(model, grid, using, Overheads(), layout.coordinates(rank).pp)
     exact = _is_exact(case)
     known = _temporaries_are_known(case) and (not case.precision.is_mixed or using.gradient_path not in DEEPSPEED_PATHS)
+    known &= layout.pp == 1 or layout.schedule is Schedule.GPIPE
     return ModelStates(
         parameters=float(held.parameters[0]),
         gradients=float(held.gradients[0]),
@@ -74,15 +76,12 @@ def _temporaries_are_known(case: Case) -> bool:
 
 def _is_exact(case: Case) -> bool:
     """Whether activations have been held to what PyTorch saves: without dropout, selective recomputation (or any under
-    autocast), sequence and context parallelism, and in a pipeline under GPipe's schedule alone (arXiv:1811.06965)."""
+    autocast), sequence and context parallelism, and in a pipeline under GPipe's schedule (arXiv:1811.06965), 1F1B and
+    interleaved 1F1B (arXiv:2104.04473)."""
     layout, again = case.layout, case.layout.recompute
     plain = again is Recompute.NONE or (again is Recompute.FULL and not case.precision.is_mixed)
     plain = plain and layout.cp == 1 and not layout.sequence_parallel and case.workload.model.dropout == 0
-    return plain and (layout.pp == 1 or layout.schedule is Schedule.GPIPE)
-
-
-def pipeline_stage(layout: Layout, rank: int) -> int:
-    return rank // (layout.tp * layout.dp * layout.cp)
+    return plain and (layout.pp == 1 or layout.schedule is not Schedule.ZERO_BUBBLE)
 
 
 def micro_batch_tokens(case: Case) -> int:
@@ -93,5 +92,5 @@ def micro_batch_tokens(case: Case) -> int:
 
 def local_parameters(model: ModelSpec, layout: Layout, rank: int) -> int:
     """Parameters that `rank` computes with: its pipeline stage's, its tensor-parallel shards; ZeRO not counted."""
-    stage = uniform_stages(model, layout.pp)[pipeline_stage(layout, rank)]
+    stage = uniform_stages(model, layout.pp)[layout.coordinates(rank).pp]
     return int(stage_parameters(model, stage, layout.tp))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.partition import uniform_stages
-from meshmark.theory.states import local_parameters, pipeline_stage
+from meshmark.theory.states import local_parameters
 
 Traffic = dict[str, float]
 """Bytes by kind of collective."""
@@ -91,15 +91,19 @@ def tensor_parallel_traffic(case: Case, activation_bytes: int | None = None) -> 
 
 def pipeline_traffic(case: Case, rank: int, activation_bytes: int | None = None) -> Traffic:
     """The residual stream forward and its gradient backward over every boundary that `rank` has (GPipe,
-    arXiv:1811.06965, section 2.2)."""
-    layout = case.layout
+    arXiv:1811.06965, section 2.2): two a virtual stage (arXiv:2104.04473, section 2.2.2), but before the first and
+    after the last. The first and the last stage, which both hold a tied weight, sum its gradient."""
+    layout, model = case.layout, case.workload.model
     if layout.pp == 1:
         return {}
-    stage = pipeline_stage(layout, rank)
-    boundaries = (stage > 0) + (stage < layout.pp - 1)
+    stage = layout.coordinates(rank).pp
+    boundaries = 2 * layout.virtual_stages - (stage == 0) - (stage == layout.pp - 1)
     tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
-    stream = tokens * case.workload.model.hidden * (activation_bytes or wide_bytes(case.precision))
-    return {"send": float(boundaries * stream), "recv": float(boundaries * stream)}
+    stream = tokens * model.hidden * (activation_bytes or wide_bytes(case.precision))
+    traffic: Traffic = {"send": float(boundaries * stream), "recv": float(boundaries * stream)}
+    if model.tied_embeddings and stage in (0, layout.pp - 1):
+        traffic["all_reduce"] = float(model.vocab_size * model.hidden // layout.tp * wide_bytes(case.precision))
+    return traffic
 
 
 def context_parallel_traffic(case: Case, rank: int, activation_bytes: int | None = None) -> Traffic:
@@ -108,7 +112,7 @@ def context_parallel_traffic(case: Case, rank: int, activation_bytes: int | None
     layout, model = case.layout, case.workload.model
     if layout.cp == 1:
         return {}
-    layers = uniform_stages(model, layout.pp)[pipeline_stage(layout, rank)].num_layers
+    layers = uniform_stages(model, layout.pp)[layout.coordinates(rank).pp].num_layers
     tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
     block = tokens * model.kv_hidden // layout.tp * (activation_bytes or wide_bytes(case.precision))
     sent = float(6 * (layout.cp - 1) * layers * block)

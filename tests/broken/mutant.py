@@ -9,7 +9,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.conformance.scenario import plain_workload
 from meshmark.judge.faults import Fault
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout
+from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 from tests.broken.engine import Broken
@@ -21,6 +21,7 @@ LAYOUTS = {
     "fairscale-fsdp": Layout(dp=2, zero_stage=3, num_micro_batches=4),
     "megatron": Layout(tp=2, num_micro_batches=4),
     "gpipe": Layout(pp=2, num_micro_batches=4),
+    "pipeline": Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B),
     "accelerate": Layout(dp=2, num_micro_batches=4),
     "accelerate-fsdp2": Layout(dp=2, zero_stage=3, num_micro_batches=4),
     "deepspeed/1": Layout(dp=2, zero_stage=1, num_micro_batches=4),
@@ -30,6 +31,8 @@ LAYOUTS = {
 """By adapter, and ZeRO stage where it has several. Degree and micro-batches differ, so that one is not taken for the
 other."""
 GPT = workload("gpt-mini")
+DEEP = replace(GPT, name="gpt-deep", model=replace(GPT.model, name="gpt-deep", num_layers=4))
+"""A layer for each of two virtual stages on two ranks."""
 TIED = replace(GPT, name="gpt-tied", model=replace(GPT.model, name="gpt-tied", tied_embeddings=True))
 
 

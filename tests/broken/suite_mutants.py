@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from meshmark.judge.faults import Fault
-from meshmark.spec.layout import Layout
+from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from tests.broken import gradients as g
 from tests.broken import mixed as m
+from tests.broken import pipelines as p
 from tests.broken import states as s
 from tests.broken import updates as u
-from tests.broken.mutant import TIED, Mutant, on
+from tests.broken.mutant import DEEP, TIED, Mutant, on
 
 F = Fault
 FOUR = Layout(dp=4, num_micro_batches=2)
+REPLICATED = Layout(dp=2, pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
+INTERLEAVED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
 SUITE_MUTANTS: list[Mutant] = [
     # Scaling
     *on("ddp fsdp2 megatron fairscale-oss fairscale-fsdp", g.OverMicroBatches, F.SCALED),
-    *on("gpipe", g.ScalesGrads, F.SCALED),
+    *on("gpipe pipeline", g.ScalesGrads, F.SCALED),
     *on("ddp fsdp2", g.SummedOverRanks, F.SCALED),
     *on("ddp fsdp2 fairscale-oss", g.AveragedTwice, F.SCALED),
     *on("ddp fsdp2 megatron gpipe", g.SlightScale, F.SCALED),
@@ -32,6 +35,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", g.LastNotReduced, F.NOT_REDUCED),
     *on("ddp", g.OneNotReduced, F.NOT_REDUCED),
     *on("ddp", g.WrongGroup, F.NOT_REDUCED, layout=FOUR),
+    *on("pipeline", p.StageNotReduced, F.NOT_REDUCED, layout=REPLICATED),
     *on("fairscale-oss", s.BucketsUnreduced, F.NOT_REDUCED),
     *on("gpipe", g.TiedNotReduced, F.DRIFT, workload=TIED),
     *on("megatron", g.InputNotReduced, F.DRIFT),
@@ -43,6 +47,7 @@ SUITE_MUTANTS: list[Mutant] = [
     # Data
     *on("ddp fsdp2 megatron", g.DropsLast, F.DROPPED),
     *on("fsdp2 megatron", g.DropsFirst, F.DROPPED),
+    *on("pipeline", p.DropsLastMicroBatch, F.DROPPED),
     *on("ddp fsdp2", g.SameRows, F.DROPPED),
     *on("ddp fsdp2", g.DropsRank, F.DROPPED),
     *on("ddp gpipe megatron", g.NextBatch, F.OTHER_BATCH),
@@ -100,4 +105,6 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("fsdp2", s.StaysWhole, suite="communication"),
     *on("ddp fsdp2", m.ReduceDtypeForgotten, suite="communication", precision=Precision.BF16_REDUCE_BF16),
     *on("ddp fsdp2", m.ReduceDtypeOfAnother, suite="communication", precision=Precision.BF16),
+    *on("pipeline", p.AllForwardsFirst, suite="memory"),
+    *on("pipeline", p.NotInterleaved, suite="communication", workload=DEEP, layout=INTERLEAVED),
 ]
