@@ -24,8 +24,8 @@ from meshmark.spec.workload import WORKLOADS, workload
 
 EPILOG = """examples:
   meshmark doctor                       what can run here, and what would be skipped
-  pytest suites --results results       run every adapter on two CPU ranks, append to results/records.jsonl
-  pytest suites --adapters ddp,fsdp2 --world 2,4 -k equivalence
+  pytest --pyargs meshmark.suites       run every adapter on two CPU ranks, append to results/records.jsonl
+  pytest --pyargs meshmark.suites --adapters ddp,fsdp2 --world 2,4 -k equivalence
   meshmark report results -o report.md  render what was recorded
   meshmark plan --model llama-8b --gpus 64 --gpu h100
 """
@@ -33,7 +33,6 @@ EPILOG = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, or 2 for a mistake of the user's."""
-    sys.path.insert(0, str(Path.cwd()))  # the checkout's adapters and suites
     parsed = _parser().parse_args(arguments)
     try:
         parsed.run(parsed)
@@ -55,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="frameworks, devices, and what would be skipped and why")
     doctor.set_defaults(run=_doctor)
-    cases = commands.add_parser("cases", help="the matrix that `pytest suites` would run")
+    cases = commands.add_parser("cases", help="the matrix that `pytest --pyargs meshmark.suites` would run")
     cases.add_argument("--adapters", default="*", metavar="A,B", help="names or shell patterns (default: all)")
     cases.add_argument("--world", default="2", metavar="N,M", help="world sizes (default: 2)")
     cases.add_argument("--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision)} (default: fp32)")
@@ -102,7 +101,7 @@ def _cases(parsed: argparse.Namespace) -> None:
     workloads = [workload(name) for name in split_values("--workload", parsed.workload)]
     precisions = [precision(text) for text in split_values("--precision", parsed.precision)]
     adapters = {name: load_adapter(target) for name, target in targets.items()}
-    cases = importlib.import_module("suites.cases").matrix(adapters, worlds, workloads, precisions)
+    cases = importlib.import_module("meshmark.suites.cases").matrix(adapters, worlds, workloads, precisions)
     for case in cases:
         reason = adapters[case.adapter].refusal(case, parsed.device)
         print(f"{case.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())

@@ -1,4 +1,4 @@
-"""The pytest side: options, the session's runner, progress. Loaded by the checkout's conftest.py."""
+"""The pytest side: options, the session's runner, progress. Loaded by `pytest_entry`, or by the checkout's conftest.py."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from meshmark.conformance.scenario import SCENARIOS, plain_cases
 from meshmark.errors import ClusterError, InputError, MeshmarkError, ResultsError, UnknownNameError
 from meshmark.expect import expect_ran
 from meshmark.options import positive, precision, split_values
+from meshmark.pytest_entry import asks_for_suites
 from meshmark.reference.data import check_corpus
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.gpus import num_gpus
@@ -154,8 +155,11 @@ CASES = pytest.StashKey[list[Case]]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
     """Check the command line before anything is collected: a mistake is one usage error, not one a test file."""
-    if session.config.hook.pytest_meshmark_cases.get_hookimpls():
-        _cases(session.config)
+    config = session.config
+    if config.hook.pytest_meshmark_cases.get_hookimpls():
+        _cases(config)
+    elif asks_for_suites(config.args, config.option.pyargs, config.invocation_params.dir):
+        selection(config)  # under --pyargs the suites' conftest, which knows the cases, comes with their collection
 
 
 def _cases(config: pytest.Config) -> list[Case]:

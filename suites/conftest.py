@@ -1,8 +1,9 @@
-"""Gives the suites their cases."""
+"""Gives the suites their cases, and the plugin's fixtures once more: next to the tests they come before fixtures of
+the same names (`runner` is a common one) in the conftest.py of a repository that the suites are run in."""
 
 import pytest
 
-from meshmark.plugin import Selection
+from meshmark.plugin import Selection, observed, runner, timed  # noqa: F401
 from meshmark.spec.case import Case
 from meshmark.suites.cases import matrix
 

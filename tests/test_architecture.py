@@ -20,7 +20,7 @@ MAX_LINES = 320
 CORE = ROOT / "meshmark"
 BASE = {"errors", "serial", "environment"}
 """Modules that every folder may import."""
-FRONT = {"__init__", "__main__", "cli", "expect", "options", "plugin"}
+FRONT = {"__init__", "__main__", "cli", "expect", "options", "plugin", "pytest_entry"}
 """Modules that bring the folders together: what users call."""
 OUTSIDE = {"adapters", "suites"}
 """Real folders at the top of the checkout, linked into the package under one name."""
