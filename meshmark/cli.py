@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from meshmark.adapter.registry import builtin_adapters, load_adapter, select
+from meshmark.adapter.registry import known_adapters, load_adapter, select
 from meshmark.environment import describe, versions
 from meshmark.errors import AdapterError, MeshmarkError, ResultsError
 from meshmark.options import positive, precision, split_values
@@ -80,7 +80,7 @@ def _doctor(_: argparse.Namespace) -> None:
     print(f"backends    {', '.join(backends)}")
     print("versions    " + ", ".join(f"{name} {version}" for name, version in versions().items()))
     print("adapters")
-    for name, target in builtin_adapters().items():
+    for name, target in known_adapters().items():
         try:
             adapter = load_adapter(target)
         except AdapterError as error:
@@ -96,7 +96,7 @@ def _doctor(_: argparse.Namespace) -> None:
 
 
 def _cases(parsed: argparse.Namespace) -> None:
-    targets = select(split_values("--adapters", parsed.adapters), builtin_adapters())
+    targets = select(split_values("--adapters", parsed.adapters), known_adapters())
     worlds = [positive("--world", text) for text in split_values("--world", parsed.world)]
     workloads = [workload(name) for name in split_values("--workload", parsed.workload)]
     precisions = [precision(text) for text in split_values("--precision", parsed.precision)]

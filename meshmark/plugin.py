@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.registry import builtin_adapters, load_adapter, outside_name, select
+from meshmark.adapter.registry import known_adapters, load_adapter, outside_name, select
 from meshmark.conformance.scenario import SCENARIOS, plain_cases
 from meshmark.errors import ClusterError, InputError, MeshmarkError, ResultsError, UnknownNameError
 from meshmark.expect import expect_ran
@@ -101,10 +101,10 @@ def _select(config: pytest.Config) -> Selection:
     option = config.getoption
     outside = {outside_name(target): target for target in option("--adapter")}
     patterns = split_values("--adapters", option("--adapters"))
-    clash = sorted(outside.keys() & builtin_adapters().keys()) if outside else []
+    clash = sorted(outside.keys() & known_adapters().keys()) if outside else []
     if clash or len(outside) < len(option("--adapter")):
         raise InputError(f"--adapter: {', '.join(clash or outside)} would stand for two adapters; rename the class")
-    targets = outside if outside and patterns == ["*"] else select(patterns, builtin_adapters()) | outside
+    targets = outside if outside and patterns == ["*"] else select(patterns, known_adapters()) | outside
     corpus, batch = option("--corpus"), option("--global-batch")
     workloads = [_workload(name, corpus, batch) for name in split_values("--workload", option("--workload"))]
     for chosen in workloads:
