@@ -162,7 +162,9 @@ def test_foreign_packages_called_adapters_and_suites_are_let_be(tmp_path: Path) 
     for name in ("adapters", "suites"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('a stranger')\n")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from meshmark.cli import main; sys.exit(main(['cases']))"
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from meshmark.cli import main; sys.exit(main(['cases']))"
+    )
     run = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
     assert "ddp-dp2.mb2-gpt-tiny-fp32" in run.stdout.splitlines()
