@@ -89,6 +89,11 @@ def test_the_core_imports_no_framework_no_adapter_and_no_suite(path: Path) -> No
     assert not used_by(path) & OUTSIDE
 
 
+@pytest.mark.parametrize("path", python_files("meshmark") + python_files("adapters"), ids=lambda p: p.name)
+def test_nothing_is_mocked_outside_tests(path: Path) -> None:
+    assert "unittest" not in roots(imports_of(parse(path)))
+
+
 def test_every_module_of_the_core_stands_in_a_folder_or_is_named_here() -> None:
     assert {path.stem for path in CORE.glob("*.py")} == BASE | FRONT
 
