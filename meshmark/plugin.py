@@ -1,4 +1,4 @@
-"""The pytest side: options, the session's runner, progress. Loaded by `pytest_entry`, or by the checkout's conftest.py."""
+"""The pytest side: options, the session's runner, progress. Loaded by `pytest_entry` or the checkout's conftest.py."""
 
 from __future__ import annotations
 

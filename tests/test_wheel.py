@@ -108,6 +108,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         str(tmp),
     ]
     done([*wheel, str(source), str(source / "examples" / "meshmark-mine")], tmp)
+    done(["git", "init", "-q"], tmp)  # a repository around the environment, whose commits are not Meshmark's
+    done(["git", "-c", "user.name=they", "-c", "user.email=they", "commit", "-q", "--allow-empty", "-m", "theirs"], tmp)
     done([sys.executable, "-m", "venv", "--without-pip", str(tmp / "venv")], tmp)
     python = tmp / "venv" / "bin" / "python"
     site = Path(done([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp).strip())
@@ -146,9 +148,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> N
 
 
 def test_an_adapter_of_ones_own_is_run_in_an_empty_folder(installed: Installed, tmp_path: Path) -> None:
-    """The command of the README; then its record as a report. No commit of a repository around it is taken for ours."""
+    """The command of the README; then its record as a report. The commit of the repository around is not ours."""
     (tmp_path / "mine.py").write_text(MINE)
-    done(["git", "init", "-q"], tmp_path)
     asked = ["--pyargs", "meshmark.suites", "--adapter", "mine.py:Own", "--workload", "gpt-mini", "--results", "out"]
     said = installed.run(tmp_path, "python", "-m", "pytest", *asked, "-k", "equivalence")
     assert said.returncode == 0, said.stdout + said.stderr
