@@ -45,8 +45,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
             raise
         others = ", ".join(file for file in files if file != own) or "another plugin"
         raise pytest.UsageError(
-            f"{clash.group()} is an option of Meshmark's and of {others}: run Meshmark's suites from another folder, "
-            "as `pytest --pyargs meshmark.suites --adapter PATH/TO/FILE.py:CLASS`, or without that plugin (`-p no:NAME`)"
+            f"{clash.group()} is an option of Meshmark's and of {others}: run Meshmark's suites from another folder ("
+            "`pytest --pyargs meshmark.suites --adapter PATH/TO/FILE.py:CLASS`), or without that plugin (`-p no:NAME`)"
         ) from error
 
 

@@ -88,7 +88,7 @@ def drawn(graph: dict[str, set[str]]) -> list[tuple[str, str]]:
         (name, used)
         for name, uses_ in graph.items()
         for used in sorted(uses_)
-        if name in below[used] or not any(used in below[other] for other in uses_ - {used})
+        if not any(used in below[other] and name not in below[other] for other in uses_ - {used})
     ]
 
 

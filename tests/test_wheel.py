@@ -21,7 +21,8 @@ from meshmark.run.record import Record, read_records
 from tests.test_architecture import tracked_files
 
 ROOT = Path(__file__).parent.parent
-MINE = "from meshmark.adapters.ddp import DDP\n\nclass Own(DDP):\n    pass\n"
+FIRST = ROOT / "examples" / "first.py"
+SUITES = ("-k", "not throughput and not conformance")
 CONFTEST = """
 import pytest
 
@@ -148,17 +149,22 @@ def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> N
 
 
 def test_an_adapter_of_ones_own_is_run_in_an_empty_folder(installed: Installed, tmp_path: Path) -> None:
-    """The command of the README; then its record as a report. The commit of the repository around is not ours."""
-    (tmp_path / "mine.py").write_text(MINE)
-    asked = ["--pyargs", "meshmark.suites", "--adapter", "mine.py:Own", "--workload", "gpt-mini", "--results", "out"]
-    said = installed.run(tmp_path, "python", "-m", "pytest", *asked, "-k", "equivalence")
+    """The page docs/adapter.md from its example to the report. The commit of the repository around is not ours."""
+    shutil.copyfile(FIRST, tmp_path / "mine.py")
+    asked = ["--pyargs", "meshmark.suites", "--adapter", "mine.py:First", "--workload", "gpt-mini", "--results", "out"]
+    said = installed.run(tmp_path, "python", "-m", "pytest", *asked, *SUITES)
     assert said.returncode == 0, said.stdout + said.stderr
     record = only_record(tmp_path / "out")
-    assert (record.case.id, record.verdicts[0].passed) == ("own-dp2.mb2-gpt-mini-fp32", True)
+    assert record.case.id == "first-dp2.mb2-gpt-mini-fp32"
+    assert [verdict.passed for verdict in record.verdicts] == [True, True, True]
     assert record.environment.commit == ""
     reported = installed.run(tmp_path, "meshmark", "report", "out")
     assert reported.returncode == 0, reported.stderr
-    assert "| own " in (tmp_path / "out" / "report.md").read_text()
+    assert "| first " in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_the_page_on_adapters_shows_the_example_as_it_is() -> None:
+    assert f"```python\n{FIRST.read_text()}```\n" in (ROOT / "docs" / "adapter.md").read_text()
 
 
 @pytest.fixture
@@ -174,8 +180,7 @@ def repository(tmp_path: Path) -> Path:
 def test_an_installed_adapter_is_run_in_somebody_elses_repository(installed: Installed, repository: Path) -> None:
     """`pip install meshmark-mine` is all that it takes; the example's three suites pass."""
     asked = ["--pyargs", "meshmark.suites", "--adapters", "mine", "--workload", "gpt-mini", "--results", "out"]
-    suites = ["-k", "not throughput and not conformance"]
-    said = installed.run(repository, "pytest", *asked, *suites)
+    said = installed.run(repository, "pytest", *asked, *SUITES)
     assert (said.returncode, "3 passed" in said.stdout) == (0, True), said.stdout + said.stderr
     verdicts = {verdict.suite: verdict.passed for verdict in only_record(repository / "out").verdicts}
     assert verdicts == {"equivalence": True, "memory": True, "communication": True}
