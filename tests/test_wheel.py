@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.run.record import Record, read_records
 from tests.test_architecture import tracked_files
 
@@ -161,6 +163,13 @@ def test_an_adapter_of_ones_own_is_run_in_an_empty_folder(installed: Installed, 
     reported = installed.run(tmp_path, "meshmark", "report", "out")
     assert reported.returncode == 0, reported.stderr
     assert "| first " in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_every_framework_that_an_adapter_needs_has_an_extra_and_is_in_all() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    needed = {r.distribution for target in builtin_adapters().values() for r in load_adapter(target).requires}
+    assert needed and needed <= extras.keys()
+    assert needed <= set(re.split(r"[\[\],]", extras["all"][0]))
 
 
 def test_the_page_on_adapters_shows_the_example_as_it_is() -> None:
