@@ -20,6 +20,7 @@ from meshmark.options import positive, split_values
 from meshmark.plan.cli import add_commands
 from meshmark.run.gpus import num_gpus
 from meshmark.spec.case import Case, expect_fit
+from meshmark.spec.layout import Schedule
 from meshmark.spec.precision import Precision, precision
 from meshmark.spec.workload import WORKLOADS, workload
 
@@ -93,9 +94,10 @@ def _doctor(_: argparse.Namespace) -> None:
         can = adapter.capabilities
         axes = "+".join(sorted(can.degrees)) or "one process"
         stages = f", ZeRO {'/'.join(map(str, sorted(can.zero_stages)))}" if can.zero_stages != {0} else ""
+        orders = f", {'/'.join(s for s in Schedule if s in can.schedules)}" if "pp" in can.degrees else ""
         elsewhere = "" if device in can.devices else f" (not on {device})"
         state = f"skipped: {missing[0]}" if missing else f"ready{elsewhere}"
-        print(f"  {name:<20} {axes}{stages}; {', '.join(sorted(map(str, can.precisions)))}; {state}")
+        print(f"  {name:<20} {axes}{stages}{orders}; {', '.join(sorted(map(str, can.precisions)))}; {state}")
 
 
 def _cases(parsed: argparse.Namespace) -> None:
