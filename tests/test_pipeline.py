@@ -12,7 +12,8 @@ import pytest
 
 from meshmark.adapters.pipeline import GPipe, Pipeline
 from meshmark.conformance.clauses import CLAUSES
-from meshmark.conformance.scenario import plain_cases, plain_workload
+from meshmark.conformance.scenario import plain_cells, plain_workload
+from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.expect import expect, expect_clause
 from meshmark.plan.simulator import task_order
 from meshmark.run.cluster import Cluster, ClusterSpec
@@ -92,7 +93,7 @@ def test_clauses_hold_of_virtual_stages_and_replicas(runner: Runner, layout: Lay
     """Which the conformance suite, on a model of two layers and two ranks, has not."""
     plain = plain_workload()
     deep = replace(plain, model=replace(plain.model, num_layers=4))
-    expect_clause(runner, Case(adapter="pipeline", layout=layout, workload=deep), CLAUSES[clause])
+    expect_clause(ScenarioRunner(runner), Case(adapter="pipeline", layout=layout, workload=deep), CLAUSES[clause])
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -188,4 +189,4 @@ def test_gpipe_keeps_to_its_schedule() -> None:
 
 
 def test_the_conformance_suite_runs_it_under_1f1b() -> None:
-    assert [case.layout.id for case in plain_cases("pipeline", Pipeline, 2)] == ["pp2.1f1b.mb2"]
+    assert [case.layout.id for case in plain_cells("pipeline", Pipeline, 2)] == ["pp2.1f1b.mb2"]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from meshmark.judge.verdict import detection_limits
 
 from benchmarks.trials import Court
 from meshmark.adapter.engine import RankContext
@@ -25,6 +24,7 @@ from meshmark.run.launch import Launcher
 from meshmark.run.passes.noise import noise_key
 from meshmark.run.record import Record, read_records
 from meshmark.run.runner import Runner, RunOptions
+from meshmark.run.verdict import detection_limits
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
