@@ -15,6 +15,7 @@ from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 
@@ -33,7 +34,9 @@ class DDPEngine(DataParallelEngine):
 
 
 class DDP(Adapter):
-    capabilities: ClassVar = Capabilities(degrees=frozenset({"dp"}), precisions=frozenset(Precision))
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"dp"}), precisions=frozenset(Precision), families=frozenset(Family)
+    )
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -46,6 +49,7 @@ class DDP(Adapter):
             model,
             device_ids=device_ids,
             gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # each replica keeps its own statistics, as the workload defines them
             find_unused_parameters=case.workload.skipped_block is not None,
         )
         optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())

@@ -18,9 +18,11 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.reference.data import Batch
-from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
-from meshmark.reference.transformer import Transformer, drawn_name, stage_layers
+from meshmark.reference.model import drawn_name
+from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy
+from meshmark.reference.transformer import Transformer, stage_layers
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.states import Remainder, micro_batch_tokens
 
@@ -44,7 +46,7 @@ class GPipeEngine(Engine):
         self.first, self.last = context.rank == 0, context.rank == case.layout.pp - 1
         with context.device:
             self.model = Transformer(
-                case.workload.model, stage_layers(case.workload.model, case.layout.pp, context.rank)
+                case.workload.transformer, stage_layers(case.workload.transformer, case.layout.pp, context.rank)
             )
         self.model.initialize(case.workload.seed)
         if case.precision is Precision.FP64:
@@ -57,7 +59,7 @@ class GPipeEngine(Engine):
         # scale_grads divides by the number of micro-batches, which is wrong for a loss that is a share already.
         self.schedule = ScheduleGPipe(stage, case.layout.num_micro_batches, loss_fn=self._loss, scale_grads=False)
         self.tied_group = self._tied_group()
-        self.num_tokens = 0
+        self.total_weight = 0.0
 
     def _tied_group(self) -> dist.ProcessGroup | None:
         """First and last stage, when both hold the tied weight. Every rank must call this."""
@@ -67,7 +69,7 @@ class GPipeEngine(Engine):
         return group if self.first or self.last else None
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        return loss_share(logits_BTV, Batch(tokens_BT=targets_BT, targets_BT=targets_BT, num_tokens=self.num_tokens))
+        return cross_entropy(logits_BTV, targets_BT) / self.total_weight
 
     def backward(self, batch: Batch) -> Tensor:
         total = self._run(self.schedule.step, batch)
@@ -85,11 +87,11 @@ class GPipeEngine(Engine):
     def _run(self, pipeline: Callable[..., object], batch: Batch) -> Tensor:
         """`batch` through one of the schedule's ways to run; this rank's share of the loss."""
         whole = batch.to(self.context.device)
-        self.num_tokens = whole.num_tokens
+        self.total_weight = whole.total_weight
         skip_block(self.model, batch)
         losses: list[Tensor] = []
-        inputs = (whole.tokens_BT,) if self.first else ()
-        pipeline(*inputs, target=whole.targets_BT if self.last else None, losses=losses, return_outputs=False)
+        inputs = (whole.inputs,) if self.first else ()
+        pipeline(*inputs, target=whole.targets if self.last else None, losses=losses, return_outputs=False)
         return torch.stack([loss.detach() for loss in losses]).sum() if self.last else torch.zeros(())
 
     def _tied_weight(self) -> nn.Parameter:
@@ -157,10 +159,12 @@ def _receive_buffers(schedule: Any) -> list[Tensor]:  # noqa: ANN401
 class GPipe(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"pp"}),
+        families=TEXT_FAMILIES,
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         lacks={
+            Family.VIT: "its stages pass targets to the loss, and no weights",
             Precision.FP16: "torch.distributed.pipelining scales no loss, and PyTorch's GradScaler tells no other "
-            "stage of an overflow"
+            "stage of an overflow",
         },
     )
 
@@ -170,7 +174,7 @@ class GPipe(Adapter):
         if rank < case.layout.pp - 1 or case.layout.pp == 1:
             return ()
         width = {Precision.FP64: 8, Precision.FP32: 4}.get(case.precision, 2)
-        logits = micro_batch_tokens(case) * case.workload.model.vocab_size * width
+        logits = micro_batch_tokens(case) * case.workload.transformer.vocab_size * width
         reason = "the last stage keeps the logits of every micro-batch until its backward pass"
         return (Remainder(category="activations", num_bytes=case.layout.num_micro_batches * logits, reason=reason),)
 

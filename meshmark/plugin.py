@@ -20,7 +20,7 @@ from meshmark.conformance.scenario import SCENARIOS, plain_cases
 from meshmark.errors import ClusterError, InputError, MeshmarkError, ResultsError, UnknownNameError
 from meshmark.expect import expect_ran
 from meshmark.options import positive, precision, split_values
-from meshmark.reference.data import check_corpus
+from meshmark.reference.data import check_data
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.gpus import num_gpus
 from meshmark.run.launch import Launcher
@@ -107,7 +107,7 @@ def _select(config: pytest.Config) -> Selection:
     corpus, batch = option("--corpus"), option("--global-batch")
     workloads = [_workload(name, corpus, batch) for name in split_values("--workload", option("--workload"))]
     for chosen in workloads:
-        check_corpus(chosen)
+        check_data(chosen)
     nnodes = option("--nnodes")
     return Selection(
         targets=targets,

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute
-from meshmark.spec.model_spec import Family
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 
 
@@ -21,6 +21,7 @@ class Feature(StrEnum):
     FROZEN = "frozen parameters"
     DECAY_GROUPS = "weight-decay groups"
     SCHEDULE = "a learning-rate schedule"
+    BUFFERS = "buffers by replica"
     UNUSED = "parameters unused in a step"
     RECOMPUTE = "activation recomputation"
     EVALUATE = "evaluation"
@@ -37,6 +38,7 @@ def features(case: Case) -> frozenset[Feature]:
         Feature.FROZEN: bool(workload.frozen),
         Feature.DECAY_GROUPS: workload.optimizer.decay_matrices_only,
         Feature.SCHEDULE: workload.optimizer.warmup_steps > 0,
+        Feature.BUFFERS: workload.couples_rows,
         Feature.UNUSED: workload.skipped_block is not None,
         Feature.RECOMPUTE: case.layout.recompute is not Recompute.NONE,
     }
@@ -51,9 +53,10 @@ class Capabilities:
     """Which of `dp`, `tp`, `pp` may exceed one."""
     zero_stages: frozenset[int] = frozenset({0})
     precisions: frozenset[Precision] = frozenset({Precision.FP32})
-    families: frozenset[Family] = frozenset(Family)
-    lacks: Mapping[Feature | Precision, str] = field(default_factory=dict)
-    """Features that are missing, each with its reason, and the reasons of missing precisions."""
+    families: frozenset[Family] = TEXT_FAMILIES
+    """Models that it can train; an adapter takes images only where it says so."""
+    lacks: Mapping[Feature | Precision | Family, str] = field(default_factory=dict)
+    """Features that are missing, each with its reason, and the reasons of missing precisions and families."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
 
     def refusal(self, case: Case, device: str, needs: frozenset[Feature] = frozenset()) -> str | None:
@@ -79,7 +82,8 @@ class Capabilities:
             reason = self.lacks.get(case.precision)
             unsupported.append(f"precision {case.precision}" + (f" ({reason})" if reason else ""))
         if model.family not in self.families:
-            unsupported.append(f"model family {model.family}")
+            reason = self.lacks.get(model.family)
+            unsupported.append(f"model family {model.family}" + (f" ({reason})" if reason else ""))
         unsupported += [f"{f} ({self.lacks[f]})" for f in Feature if f in self.lacks and f in features(case) | needs]
         if device not in self.devices:
             unsupported.append(f"device {device}")

@@ -13,6 +13,7 @@ from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, initial
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 
 
@@ -21,18 +22,20 @@ class SingleEngine(DataParallelEngine):
     """In mixed precision, cast the weights (and so the whole residual stream) as FSDP2 and DeepSpeed do, in place of
     autocast, which keeps norms and residuals in float32."""
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         dtype = AUTOCAST.get(self.case.precision)
         if not self.cast_weights or dtype is None:
-            return super().forward(tokens_BT)
+            return super().forward(inputs)
         weights = {name: parameter.to(dtype) for name, parameter in self.module.named_parameters()}
-        logits: Tensor = torch.func.functional_call(self.module, weights, (tokens_BT,))
+        logits: Tensor = torch.func.functional_call(self.module, weights, (inputs,))
         return logits
 
 
 class Single(Adapter):
     capabilities: ClassVar = Capabilities(
-        precisions=frozenset(Precision), lacks={Feature.RESHARD: "it runs on one rank alone"}
+        precisions=frozenset(Precision),
+        families=frozenset(Family),
+        lacks={Feature.RESHARD: "it runs on one rank alone"},
     )
 
     def build(self, case: Case, context: RankContext) -> Engine:

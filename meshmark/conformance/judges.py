@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.judge.deviation import Drift
 from meshmark.judge.yardstick import FALSE_ALARMS, compare, gradient_norms
-from meshmark.reference.data import IGNORED, make_batch
+from meshmark.reference.data import make_batch
 from meshmark.run.passes.fail import MESSAGE
 from meshmark.run.record import Record, Status
 
@@ -122,7 +122,7 @@ def evaluation(record: Record) -> Finding:
 def uneven(record: Record) -> Finding:
     layout, workload = record.case.layout, record.case.workload
     counts = [
-        int((micro.targets_BT != IGNORED).sum())
+        int(micro.weights.sum())
         for step in range(record.steps)
         for rank in range(layout.dp)
         for micro in make_batch(workload, step).shard(rank, layout.dp).micro_batches(layout.num_micro_batches)
@@ -208,7 +208,7 @@ def recomputes(record: Record) -> Finding:
     """Ranks hold what is planned, which without recomputation they could not."""
     held = record.verdict("memory")
     assert held is not None
-    if not any(planned.activations for planned in record.planned_states):
+    if not any(planned and planned.activations for planned in record.planned_states):
         return equivalent(record)
     return _all_of(equivalent(record), _finding(held.passed, held.summary))
 

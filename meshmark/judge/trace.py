@@ -27,6 +27,8 @@ class Trace:
     """Global gradient norm before clipping, as the framework told it."""
     evaluations: list[float] = field(default_factory=list)
     """Losses like `losses`, but in evaluation, before each step; empty when nobody asked."""
+    buffers: list[list[Tensors]] = field(default_factory=list)
+    """By replica, then like `parameters`; empty where the workload has none."""
 
 
 def host_copies(tensors: Mapping[str, Tensor]) -> Tensors:
@@ -50,6 +52,7 @@ def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
         losses=own.losses,
         norms=own.norms,
         evaluations=own.evaluations,
+        buffers=own.buffers,
     )
     traces: list[Trace] | None = [Trace()] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, traces)
@@ -62,6 +65,7 @@ def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
         losses=[sum(shares) for shares in zip(*(t.losses for t in traces), strict=True)],
         norms=[next((n for n in norms if n is not None), None) for norms in zip(*reported, strict=True)],
         evaluations=[sum(shares) for shares in zip(*(t.evaluations for t in traces), strict=True)],
+        buffers=[replica for t in traces for replica in t.buffers],
     )
     drifts = _drifts("parameters", [e[0] for e in everyone]) + _drifts("gradients", [e[1] for e in everyone])
     num_told = sum(len(tensors) for kinds in everyone for steps in kinds for tensors in steps)

@@ -13,6 +13,7 @@ from meshmark.judge.deviation import Deviation
 from meshmark.judge.yardstick import FALSE_ALARMS, compare, zeros
 from meshmark.measure.readings import MemoryReading
 from meshmark.run.record import Record, Verdict
+from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.states import ModelStates, Remainder, declared_bytes
 
 STATE_TOLERANCE = 0.01
@@ -100,18 +101,22 @@ def detection_limits(record: Record) -> dict[str, Limit]:
     return limits
 
 
-def judge_memory(record: Record) -> Verdict:
+def judge_memory(record: Record) -> Verdict | None:
     """Bytes of parameters, gradients, optimizer states and, where they are planned, activations on every rank within
-    1 % of the closed form plus what the adapter declares."""
+    1 % of the closed form plus what the adapter declares; None where nothing is planned."""
     worst = (-1.0, "", 0, 0.0, 0.0)
     on_cpu = record.environment.device == "cpu"
     for rank, (reading, plan, declared) in enumerate(
         zip(record.memory, record.planned_states, record.remainders, strict=True)
     ):
+        if plan is None:
+            return None
         for category, measured, expected in memory_categories(reading, plan, declared, with_activations=on_cpu):
             worst = max(worst, (abs(measured - expected) / max(expected, 1.0), category, rank, measured, expected))
     error, category, rank, measured, expected = worst
     summary = f"{category} on rank {rank}: {measured:,.0f} bytes, planned {expected:,.0f} ({error:.2%})"
+    if not isinstance(record.case.workload.model, ModelSpec):
+        summary += "; activations: not planned"
     reasons = sorted({r.reason for declared in record.remainders for r in declared})
     return Verdict(
         suite="memory",
@@ -139,10 +144,12 @@ def memory_categories(
         yield "activations", reading.held.activations, plan.activations + declared_bytes(declared, "activations")
 
 
-def judge_communication(record: Record) -> Verdict:
-    """Bytes by kind on every rank, as asked for, against the closed form."""
+def judge_communication(record: Record) -> Verdict | None:
+    """Bytes by kind on every rank, as asked for, against the closed form; None where it is not planned."""
     worst = (0.0, "", 0, 0.0, 0.0)
     for rank, (reading, plan) in enumerate(zip(record.traffic, record.planned_traffic, strict=True)):
+        if plan is None:
+            return None
         measured: dict[str, float] = {}
         for collective in reading.asked:
             measured[collective.kind] = measured.get(collective.kind, 0.0) + collective.num_bytes

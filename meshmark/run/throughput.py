@@ -1,4 +1,4 @@
-"""Tokens per second and model FLOPs utilisation from a record's raw samples."""
+"""Tokens (or images) per second and model FLOPs utilisation from a record's raw samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from meshmark.run.record import Record
 from meshmark.spec.precision import Precision
-from meshmark.theory.flops import model_flops_per_token
+from meshmark.theory.flops import flops_per_unit
 
 # Dense matrix products, operations per second, by what nvidia-smi calls the GPU. NVIDIA's datasheets: A100 (2021),
 # H100 and H200 SXM (2023, without sparsity), V100 (2020). Fp32 is TF32's where PyTorch may use it, which by default
@@ -23,8 +23,10 @@ _PUBLISHED: dict[str, dict[Precision, float]] = {
 class Throughput:
     """What a timed pass amounts to."""
 
-    tokens_per_second: float
-    """All positions that the model computed over all time that the slowest rank took."""
+    per_second: float
+    """All tokens or images that the model computed over all time that the slowest rank took."""
+    unit: str
+    """tokens or images."""
     mfu: float
     """Model FLOPs over peak FLOPs in that time (PaLM, arXiv:2204.02311, appendix B)."""
     peak_source: str
@@ -35,10 +37,13 @@ def throughput(record: Record) -> Throughput:
     """Of a record of the timed pass."""
     workload = record.case.workload
     seconds = record.step_seconds
-    rate = workload.tokens_per_step * len(seconds) / sum(seconds)
+    rate = workload.units_per_step * len(seconds) / sum(seconds)
     peak, source = peak_flops_per_second(record)
     return Throughput(
-        tokens_per_second=rate, mfu=rate * model_flops_per_token(workload.model) / peak, peak_source=source
+        per_second=rate,
+        unit=workload.unit,
+        mfu=rate * flops_per_unit(workload) / peak,
+        peak_source=source,
     )
 
 

@@ -66,6 +66,7 @@ def data_parallel_traffic(case: Case, rank: int, reduction: Reduction | None = N
         return {}
     how = reduction or default_reduction(case)
     wide, count = wide_bytes(case.precision), local_parameters(case.workload.model, case.layout, rank)
+    assert count is not None, "step_traffic leaves out what is not planned"
     times = case.layout.num_micro_batches if how.every_micro_batch else 1
     gathers = how.gathers_per_step + how.gathers_per_micro_batch * case.layout.num_micro_batches
     traffic: Traffic = {how.kind: float(times * count * (how.gradient_bytes or wide))}
@@ -106,15 +107,17 @@ def context_parallel_traffic(case: Case, rank: int, activation_bytes: int | None
     layout, model = case.layout, case.workload.model
     if layout.cp == 1:
         return {}
-    layers = uniform_stages(model, layout.pp)[pipeline_stage(layout, rank)].num_layers
+    layers = uniform_stages(case.workload.transformer, layout.pp)[pipeline_stage(layout, rank)].num_layers
     tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
     block = tokens * model.kv_hidden // layout.tp * (activation_bytes or wide_bytes(case.precision))
     sent = float(6 * (layout.cp - 1) * layers * block)
     return {"send": sent, "recv": sent}
 
 
-def step_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic:
-    """All of the above."""
+def step_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic | None:
+    """All of the above; None where the split of the model is not planned."""
+    if local_parameters(case.workload.model, case.layout, rank) is None:
+        return None
     return add_traffic(
         data_parallel_traffic(case, rank, reduction),
         tensor_parallel_traffic(case),

@@ -23,7 +23,7 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess
 from meshmark.judge.yardstick import Comparisons, noise_run
-from meshmark.reference.data import Batch, load_corpus, make_batch
+from meshmark.reference.data import Batch, data_digest, make_batch
 from meshmark.reference.initial import random_bits
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
@@ -41,7 +41,6 @@ FORMAT = 5
 
 def noise_key(case: Case, steps: int) -> str:
     """Content hash of everything that the noise of `case` depends on."""
-    corpus = load_corpus(case.workload.corpus, case.workload.model.seq_len + 1)
     content = [
         FORMAT,
         torch.__version__,
@@ -49,7 +48,8 @@ def noise_key(case: Case, steps: int) -> str:
         NUM_RUNS,
         case.precision,
         encode(case.workload),
-        hashlib.sha256(corpus.numpy().data).hexdigest(),
+        data_digest(case.workload),
+        *([_chunkings(case)] if case.workload.couples_rows else []),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -90,13 +90,13 @@ def write_noise(path: Path, runs: Sequence[Comparisons]) -> None:
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
     """One noise run; `run` seeds its perturbations and picks its chunking and way of casting."""
     workload = request.case.workload
-    chunkings = [n for n in (1, 2, 4, 8) if workload.global_batch % n == 0]
+    chunkings = _chunkings(case := request.case)
     layout = Layout(num_micro_batches=chunkings[run % len(chunkings)])
-    case = dataclasses.replace(request.case, adapter="single", layout=layout)
+    case = dataclasses.replace(case, adapter="single", layout=layout)
     engine = adapter.build(case, context)
     cast(Any, engine).cast_weights = bool(run // len(chunkings) % 2)
     _perturb(engine, case, run)
-    trace = Trace(parameters=[host_copies(engine.parameters())])
+    trace = Trace(parameters=[host_copies(engine.parameters())], buffers=[[host_copies(engine.buffers())]])
     for step in range(request.steps):
         batch = _permute(make_batch(workload, step), case, run)
         trace.evaluations.append(float(engine.evaluate(batch)))
@@ -105,12 +105,24 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
         norm = engine.update()
         trace.norms.append(None if norm is None else float(norm))
         trace.parameters.append(host_copies(engine.parameters()))
-    return noise_run(assess(trace, workload, start=trace.parameters[0]), case.precision)
+        trace.buffers[0].append(host_copies(engine.buffers()))
+    return noise_run(assess(trace, workload, start=trace.parameters[0], layout=layout), case.precision)
+
+
+def _chunkings(case: Case) -> list[int]:
+    """Numbers of micro-batches to train in. Where the rows of a micro-batch are normalised together, another number
+    would be another function: then it is that of all replicas of the case."""
+    if case.workload.couples_rows:
+        return [case.layout.dp * case.layout.num_micro_batches]
+    return [n for n in (1, 2, 4, 8) if case.workload.global_batch % n == 0]
 
 
 def _permute(batch: Batch, case: Case, run: int) -> Batch:
-    order = random_bits(f"order/{run}", (len(batch.tokens_BT),), seed=case.workload.seed).argsort()
-    return dataclasses.replace(batch, tokens_BT=batch.tokens_BT[order], targets_BT=batch.targets_BT[order])
+    """Other orders of the rows, within what is normalised together."""
+    parts = case.layout.num_micro_batches if case.workload.couples_rows else 1
+    drawn = random_bits(f"order/{run}", (len(batch),), seed=case.workload.seed).view(parts, -1)
+    first = torch.arange(parts)[:, None] * drawn.shape[1]
+    return batch.take((drawn.argsort(1) + first).flatten())
 
 
 @torch.no_grad()

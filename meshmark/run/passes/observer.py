@@ -21,6 +21,8 @@ class Observer:
         self.trace = Trace()
         if request.assess:
             self.trace.parameters.append(host_copies(engine.parameters()))
+        if request.assess and request.case.workload.couples_rows:
+            self.trace.buffers.append([host_copies(engine.buffers())])
 
     def train(self, step: int, watch: Watch | None = None) -> tuple[Named, Named]:
         """One step; returns what the engine holds before and after its update."""
@@ -39,6 +41,8 @@ class Observer:
         self.trace.norms.append(None if norm is None else float(norm))
         if self.request.assess:
             self.trace.parameters.append(host_copies(self.engine.parameters()))
+            for own in self.trace.buffers:
+                own.append(host_copies(self.engine.buffers()))
         return before, after
 
 
