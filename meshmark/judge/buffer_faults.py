@@ -9,7 +9,7 @@ import numpy as np
 from meshmark.judge.buffers import exact_buffers, known_parameters, replica_truth, together
 from meshmark.judge.deviation import Tensors
 from meshmark.judge.faults import Fault
-from meshmark.judge.gradient_faults import LEFT_OVER, Explanation, FailedStep
+from meshmark.judge.gradient_faults import LEFT_OVER, Explanation, FailedStep, low_precisions
 
 _MOMENTA = (0.9, 0.5, 0.2, 0.05, 0.01, 0.001, 1.0, 0.0)
 """What frameworks call so differs: 0.9 of one is 0.1 of another."""
@@ -33,8 +33,13 @@ def explain_buffers(failed: FailedStep, names: list[str]) -> tuple[Explanation, 
         return (Fault.BUFFERS, "as before the step: not updated"), wrong
     if others := [r for r, x in enumerate(exact) if r != worst and fits(x)]:
         return (Fault.BUFFERS, f"those of rank {others[0]}"), wrong
+    if kinds := low_precisions(told[name] for name in names if told[name].dtype.kind == "f"):
+        return (Fault.BUFFERS, f"every value is a {kinds[0]} number"), wrong
     own = together(workload, failed.batch.shard(worst, len(replicas)), layout)
     here = known_parameters(failed.trace, workload, failed.step)
+    for r, other in enumerate(replicas):
+        if r != worst and fits(exact_buffers(workload, here, other[failed.step], own)):
+            return (Fault.BUFFERS, f"as if the step had begun with those of rank {r}"), wrong
     for momentum in _MOMENTA:
         if fits(exact_buffers(workload, here, before, own, momentum)):
             return (Fault.BUFFERS, f"with a momentum of {momentum:g}"), wrong

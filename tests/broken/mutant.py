@@ -31,6 +31,8 @@ other."""
 GPT = workload("gpt-mini")
 TIED = replace(GPT, name="gpt-tied", model=replace(GPT.model, name="gpt-tied", tied_embeddings=True))
 
+VIT, VIT_BN = workload("vit-digits"), workload("vit-digits-bn")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:

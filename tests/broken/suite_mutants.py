@@ -7,7 +7,8 @@ from meshmark.spec.layout import Layout
 from tests.broken import gradients as g
 from tests.broken import states as s
 from tests.broken import updates as u
-from tests.broken.mutant import TIED, Mutant, on
+from tests.broken import vision as v
+from tests.broken.mutant import TIED, VIT, VIT_BN, Mutant, on
 
 F = Fault
 FOUR = Layout(dp=4, num_micro_batches=2)
@@ -37,6 +38,8 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp fsdp2 megatron", g.MeanOfMicroBatches, F.UNEVEN),
     *on("gpipe", g.MeanOfPipeline, F.UNEVEN),
     *on("ddp", g.MovingAverage, F.UNEVEN),
+    *on("ddp fsdp2", v.MeanOfRanksOfImages, F.UNEVEN, workload=VIT),
+    *on("ddp", v.MeanOfMicroBatchesOfImages, F.UNEVEN, workload=VIT),
     # Data
     *on("ddp fsdp2 megatron", g.DropsLast, F.DROPPED),
     *on("fsdp2 megatron", g.DropsFirst, F.DROPPED),
@@ -65,6 +68,13 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp megatron", g.OtherEpsilon, F.FORWARD),
     *on("ddp gpipe", g.TellsOwnLoss, F.LOSS),
     *on("ddp", g.Frozen, F.MISSING),
+    *on("ddp", v.NormalisesAsInEvaluation, F.FORWARD, workload=VIT_BN),
+    *on("ddp", v.NormalisesWholeRank, F.FORWARD, workload=VIT_BN),
+    # Buffers
+    *on("ddp fairscale-oss", v.RankKeepsStatistics, F.BUFFERS, workload=VIT_BN),
+    *on("ddp fsdp2", v.OtherMomentum, F.BUFFERS, workload=VIT_BN),
+    *on("ddp", v.SharesStatistics, F.BUFFERS, workload=VIT_BN),
+    *on("ddp", v.RoundsStatistics, F.BUFFERS, workload=VIT_BN),
     # Updates
     *on("ddp fsdp2 gpipe", u.NeverUpdates, F.NEVER_UPDATED),
     *on("ddp megatron gpipe", u.OneForgotten, F.NEVER_UPDATED),
