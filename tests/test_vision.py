@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.errors import InputError
 from meshmark.judge.buffers import exact_buffers, initial_buffers
@@ -29,7 +30,7 @@ from meshmark.run.throughput import throughput
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_spec import MODELS
+from meshmark.spec.model_spec import MODELS, Family
 from meshmark.spec.vision_spec import VISION_MODELS, VisionSpec
 from meshmark.spec.workload import Loss, Workload, workload
 from meshmark.theory.states import ModelStates, model_states
@@ -205,6 +206,14 @@ def test_an_adapter_takes_images_only_where_it_says_so() -> None:
     assert all("model family vit (" in reason for reason in refused.values())
 
 
+def test_an_adapter_may_lack_buffers() -> None:
+    """Of a workload that has them it is told, and of no other."""
+    without = Capabilities(families=frozenset(Family), lacks={Feature.BUFFERS: "its engine tells none"})
+    cases = [Case(adapter="mine", workload=trained, layout=Layout()) for trained in (VIT, BN)]
+    plain, coupled = (without.refusal(case, "cpu") for case in cases)
+    assert plain is None and coupled == "mine does not support buffers by replica (its engine tells none)"
+
+
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known = {name: target(name) for name in MUTANTS} | {"ddp": "meshmark.adapters.ddp:DDP"}
@@ -226,6 +235,8 @@ def test_ddp_trains_images_correctly(runner: Runner, trained: Workload) -> None:
     assert judged == {f"buffers/{name}" for name in buffer_shapes(trained.model)}
     assert judged <= record.noise.keys(), "what has no noise is not judged"
     assert all(plan and plan.activations is None for plan in record.planned_states)
+    memory = record.verdict("memory")
+    assert memory is not None and memory.summary.endswith("activations: not planned")
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -22,9 +22,6 @@ from meshmark.reference.objective import loss_share
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import Workload
 
-Replicas = list[Tensors]
-"""Buffers by replica."""
-
 
 def together(workload: Workload, batch: Batch, layout: Layout | None) -> list[Batch]:
     """`batch`, in parts whose rows are normalised together: whole, or by micro-batches of the replicas of `layout`."""

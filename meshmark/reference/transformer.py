@@ -66,7 +66,8 @@ class Attention(nn.Module):
         self.head_dim, self.dropout, self.rotary = spec.head_dim, spec.dropout, spec.family is Family.LLAMA
         self.causal = spec.family is not Family.VIT
         self.q = nn.Linear(spec.hidden, spec.hidden, bias=bias)
-        self.k = nn.Linear(spec.hidden, spec.kv_hidden, bias=bias)
+        # To a bias of the keys softmax is blind; a GPT has it all the same, as GPT-2 does.
+        self.k = nn.Linear(spec.hidden, spec.kv_hidden, bias=bias and spec.family is not Family.VIT)
         self.v = nn.Linear(spec.hidden, spec.kv_hidden, bias=bias)
         self.out = nn.Linear(spec.hidden, spec.hidden, bias=bias)
 

@@ -14,14 +14,28 @@ from meshmark.reference.transformer import Block
 from meshmark.spec.vision_spec import VisionSpec
 
 
+class BatchNorm(nn.BatchNorm1d):
+    """Over all rows of [rows, C], computed in at least float32, whatever its weights were cast to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype is torch.float64 else x.float()
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        weight, bias = self.weight.to(wide.dtype), self.bias.to(wide.dtype)
+        normed = F.batch_norm(
+            wide, self.running_mean, self.running_var, weight, bias, self.training, self.momentum or 0.0, self.eps
+        )
+        return normed.to(x.dtype)
+
+
 class PatchEmbedding(nn.Module):
     """First layer: images [B, N, H, W] to the residual stream [B, P, C]."""
 
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
         self.patch_size = spec.patch_size
-        self.patches = nn.Linear(spec.patch_values, spec.hidden)
-        self.batch_norm = nn.BatchNorm1d(spec.hidden) if spec.batch_norm else None
+        self.patches = nn.Linear(spec.patch_values, spec.hidden, bias=False)  # positions, or the batch norm, have one
+        self.batch_norm = BatchNorm(spec.hidden) if spec.batch_norm else None
         self.positions = nn.Embedding(spec.seq_len, spec.hidden)
         self.dropout = nn.Dropout(spec.dropout)
 

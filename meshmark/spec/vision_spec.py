@@ -82,14 +82,14 @@ class VisionSpec:
 
     @property
     def embedding_parameters(self) -> int:
-        """Projection of patches with its bias, learned positions, and the batch norm's scale and shift."""
-        return (self.patch_values + 1 + self.seq_len + 2 * self.batch_norm) * self.hidden
+        """Projection of patches, learned positions, and the batch norm's scale and shift."""
+        return (self.patch_values + self.seq_len + 2 * self.batch_norm) * self.hidden
 
     @property
     def block_parameters(self) -> int:
-        """One transformer block: norms, attention, feed-forward, all with biases."""
+        """One transformer block: norms, attention, feed-forward; biases but of the keys, and 4 h of the two norms."""
         h, f = self.hidden, self.ffn_hidden
-        return 4 * (h * h + h) + 2 * h * f + f + h + 4 * h
+        return 4 * h * h + 3 * h + 2 * h * f + f + h + 4 * h
 
     @property
     def head_parameters(self) -> int:
