@@ -20,7 +20,8 @@ from meshmark.adapter.data_parallel import DataParallelEngine, initial_model, op
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.reference.build import parameter_shapes
-from meshmark.reference.objective import build_optimizer, optimizer_arguments, parameter_groups
+from meshmark.reference.objective import build_optimizer
+from meshmark.reference.optimizers import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.model_spec import Family
@@ -60,7 +61,7 @@ class OSSEngine(DataParallelEngine):
     def gradients(self) -> Mapping[str, Tensor]:
         """Each owner sends its gradients to all; unused parameters have none anywhere."""
         trained = {n: (p, self.optimizer._param_to_rank[p]) for n, p in self.named_parameters() if p.requires_grad}
-        own = self.context.rank
+        own = self.dp_rank
         held = [int(owner == own and p.grad is not None) for p, owner in trained.values()]
         there = torch.tensor(held, device=self.context.device)
         torch.distributed.all_reduce(there)
@@ -89,7 +90,12 @@ class FairScaleOSS(Adapter):
         zero_stages=frozenset({2}),
         families=frozenset(Family),
         precisions=frozenset({Precision.FP32, Precision.BF16}),
-        lacks={Precision.FP64: "OSS computes the gradient norm in float32", Precision.FP16: _NO_SCALER},
+        lacks={
+            Precision.FP64: "OSS computes the gradient norm in float32",
+            Precision.FP16: _NO_SCALER,
+            Feature.MATRIX_WISE: "its shares are planned for states of the parameters' shapes",
+            Precision.BF16_REDUCE_BF16: "ShardedDataParallel reduces in float32, or in fp16 (`reduce_fp16`)",
+        },
     )
 
     @classmethod
@@ -98,9 +104,9 @@ class FairScaleOSS(Adapter):
         owned = [0] * case.layout.dp
         for shape in parameter_shapes(case.workload.model).values():
             owned[owned.index(min(owned))] += math.prod(shape)
-        beyond = owned[rank] - sum(owned) / case.layout.dp
+        beyond = owned[case.layout.coordinates(rank).dp] - sum(owned) / case.layout.dp
         reason = "whole tensors have one owner, so shares are uneven"
-        moments = 4 * case.workload.optimizer.states_per_parameter
+        moments = cls.recipe(case).moment_bytes
         return (
             Remainder(category="gradients", num_bytes=4 * beyond, reason=reason),
             Remainder(category="optimizer_states", num_bytes=moments * beyond, reason=reason),
@@ -117,7 +123,7 @@ class FairScaleOSS(Adapter):
 
         model = initial_model(case, context.device)
         spec = case.workload.optimizer
-        cls, arguments = optimizer_arguments(spec)
+        cls, arguments = reference_optimizer(spec).arguments()
         optimizer = OSS(parameter_groups(spec, model.named_parameters()), optim=cls, **arguments)
         module = ShardedDataParallel(
             model,
@@ -244,17 +250,18 @@ def _canonical(name: str) -> str:
 
 class FairScaleFSDP(Adapter):
     """Every block is wrapped on its own, and the model with what is left: embedding and head. bf16 is FSDP's own: bf16
-    weights are gathered from fp32 shards, and gradients reduced in fp32."""
+    weights are gathered from fp32 shards, and gradients reduced as the precision says."""
 
     requires: ClassVar = _FAIRSCALE
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({3}),
         families=frozenset(Family),
-        precisions=frozenset({Precision.FP32, Precision.BF16}),
+        precisions=frozenset({Precision.FP32, Precision.BF16, Precision.BF16_REDUCE_BF16}),
         lacks={
             Precision.FP64: "FSDP takes float32 parameters alone",
             Precision.FP16: _NO_SCALER,
+            Feature.MATRIX_WISE: "its optimizer is given flat parts of the parameters, whose shapes are lost",
             Feature.DECAY_GROUPS: "the parameters of a wrapper are one flat tensor, which is in one group",
             Feature.FROZEN: "the parameters of a wrapper are one flat tensor, frozen whole or not at all",
             Feature.RESHARD: "gather_full_optim_state_dict, which it takes, breaks the optimizer that it reads: "
@@ -277,7 +284,7 @@ class FairScaleFSDP(Adapter):
 
     @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic | None:
-        """bf16 weights are gathered, fp32 gradients reduced."""
+        """In the precisions that are asked for."""
         return step_traffic(case, rank, fully_sharded(case))
 
     def build(self, case: Case, context: RankContext) -> Engine:
@@ -286,11 +293,11 @@ class FairScaleFSDP(Adapter):
 
         if context.device.type == "cpu":
             _run_without_cuda()
-        mixed = case.precision is Precision.BF16
+        mixed = case.precision.is_mixed
         arguments = {
             "compute_device": context.device,
             "mixed_precision": mixed,
-            "fp32_reduce_scatter": mixed,
+            "fp32_reduce_scatter": mixed and not case.precision.narrows_reduction,
             "compute_dtype": torch.bfloat16 if mixed else torch.float32,
             "disable_reshard_on_root": False,  # otherwise embedding and head stay whole from forward to backward
             "bucket_cap_mb": 0,  # a wrapper's gradient is one flat tensor already

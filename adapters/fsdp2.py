@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from meshmark.adapter.capabilities import Capabilities
+from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, configure
 from meshmark.adapter.engine import Engine, RankContext
@@ -25,7 +25,7 @@ from meshmark.reference.model import Model
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
-from meshmark.spec.precision import Precision
+from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 
 
@@ -65,8 +65,9 @@ class FSDP2(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({3}),
-        precisions=frozenset(Precision),
+        precisions=frozenset(Precision.PRESETS.values()),
         families=frozenset(Family),
+        lacks={Feature.MATRIX_WISE: "its optimizer is given parts of the parameters, by rows"},
     )
 
     @classmethod
@@ -76,7 +77,7 @@ class FSDP2(Adapter):
     def build(self, case: Case, context: RankContext) -> Engine:
         with torch.device("meta"):
             model = configure(build_model(case.workload.model), case)
-        if case.precision is Precision.FP64:
+        if case.precision.master is Dtype.FP64:
             model.double()
         shard(model, case, context)
         optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
@@ -86,8 +87,9 @@ class FSDP2(Adapter):
 def shard(model: Model, case: Case, context: RankContext) -> None:
     """Shard a model on the meta device over all ranks, block by block, and fill the shards with initial values."""
     mesh = init_device_mesh(context.device.type, (case.layout.dp,))
-    low = AUTOCAST.get(case.precision)
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+    low = AUTOCAST.get(case.precision.compute)
+    reduced = getattr(torch, case.precision.reduction)
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else MixedPrecisionPolicy()
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     # Without the flag the root stays whole between forward and backward, which is not quite ZeRO-3.

@@ -12,10 +12,10 @@ from benchmarks.trials import Cell, Trial
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.finding import ClauseResult
 from meshmark.environment import describe
-from meshmark.judge.verdict import detection_limits
 from meshmark.judge.yardstick import FALSE_ALARMS, SMALLEST_FACTORS
 from meshmark.report.tables import markdown
 from meshmark.run.record import Record, Status
+from meshmark.run.verdict import detection_limits
 from tests.broken.sizes import SIZED
 
 

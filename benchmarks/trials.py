@@ -9,7 +9,8 @@ from pathlib import Path
 from meshmark.adapter.registry import load_adapter
 from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult, Finding
-from meshmark.conformance.scenario import SCENARIOS, plain_workload
+from meshmark.conformance.scenario import plain_workload
+from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.run.launch import Launcher
 from meshmark.run.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
@@ -83,7 +84,7 @@ class Court:
         """One clause of conformance, with the records of its scenarios."""
         clause = CLAUSES[name]
         runner = self.errors if name == "error" else self.clauses
-        records = {scenario: runner.perform(SCENARIOS[scenario], case) for scenario in clause.scenarios}
+        records = ScenarioRunner(runner).perform_all(clause, case)
         return judge_clause(clause, records), list(records.values())
 
 

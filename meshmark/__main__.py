@@ -1,7 +1,11 @@
 """`python -m meshmark`, where the command is not installed."""
 
+import os
 import sys
 
-from meshmark.cli import main
+if not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()):
+    del sys.path[0]  # `python -m` puts the working directory first, which may be a stranger's
+
+from meshmark.cli import main  # noqa: E402
 
 sys.exit(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import os
 import shlex
 import sys
@@ -13,13 +12,15 @@ from pathlib import Path
 
 import torch
 
+from meshmark.adapter.matrix import matrix
 from meshmark.adapter.registry import builtin_adapters, load_adapter, select
 from meshmark.environment import describe, versions
 from meshmark.errors import AdapterError, MeshmarkError, ResultsError
-from meshmark.options import positive, precision, split_values
+from meshmark.options import positive, split_values
 from meshmark.plan.cli import add_commands
 from meshmark.run.gpus import num_gpus
-from meshmark.spec.precision import Precision
+from meshmark.spec.case import Case, expect_fit
+from meshmark.spec.precision import Precision, precision
 from meshmark.spec.workload import WORKLOADS, workload
 
 EPILOG = """examples:
@@ -33,7 +34,6 @@ EPILOG = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, or 2 for a mistake of the user's."""
-    sys.path.insert(0, str(Path.cwd()))  # the checkout's adapters and suites
     parsed = _parser().parse_args(arguments)
     try:
         parsed.run(parsed)
@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     cases = commands.add_parser("cases", help="the matrix that `pytest suites` would run")
     cases.add_argument("--adapters", default="*", metavar="A,B", help="names or shell patterns (default: all)")
     cases.add_argument("--world", default="2", metavar="N,M", help="world sizes (default: 2)")
-    cases.add_argument("--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision)} (default: fp32)")
+    cases.add_argument(
+        "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
+    )
     cases.add_argument("--workload", default="gpt-tiny", metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
     cases.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     cases.set_defaults(run=_cases)
@@ -93,7 +95,7 @@ def _doctor(_: argparse.Namespace) -> None:
         stages = f", ZeRO {'/'.join(map(str, sorted(can.zero_stages)))}" if can.zero_stages != {0} else ""
         elsewhere = "" if device in can.devices else f" (not on {device})"
         state = f"skipped: {missing[0]}" if missing else f"ready{elsewhere}"
-        print(f"  {name:<20} {axes}{stages}; {', '.join(sorted(can.precisions))}; {state}")
+        print(f"  {name:<20} {axes}{stages}; {', '.join(sorted(map(str, can.precisions)))}; {state}")
 
 
 def _cases(parsed: argparse.Namespace) -> None:
@@ -102,17 +104,23 @@ def _cases(parsed: argparse.Namespace) -> None:
     workloads = [workload(name) for name in split_values("--workload", parsed.workload)]
     precisions = [precision(text) for text in split_values("--precision", parsed.precision)]
     adapters = {name: load_adapter(target) for name, target in targets.items()}
-    cases = importlib.import_module("suites.cases").matrix(adapters, worlds, workloads, precisions)
-    for case in cases:
-        reason = adapters[case.adapter].refusal(case, parsed.device)
-        print(f"{case.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())
-    print(f"{len(cases)} cases")
+    cells = matrix(adapters, worlds, workloads, precisions)
+    expect_fit(cells)
+    backend = "nccl" if parsed.device == "cuda" else "gloo"
+    for cell in cells:
+        if isinstance(cell, Case):
+            reason = adapters[cell.adapter].refusal(cell, parsed.device, backend)
+        else:
+            reason = cell.reason
+        print(f"{cell.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())
+    print(f"{len(cells)} cases")
 
 
 def _report(parsed: argparse.Namespace) -> None:
     from meshmark.report.conformance import write_conformance
     from meshmark.report.render import write_report
     from meshmark.run.record import read_records
+    from meshmark.run.session import standing
 
     reading = read_records(parsed.results)
     for complaint in reading.complaints:
@@ -124,12 +132,13 @@ def _report(parsed: argparse.Namespace) -> None:
         command += [option, str(value)] if value else []
     baseline = read_records(parsed.baseline) if parsed.baseline else None
     matrix = [record for record in reading.records if not record.scenario]
-    clauses = output.with_name(f"{output.stem}-conformance.md") if matrix else output
+    told = matrix or standing(reading.sessions, conforming=False)
+    clauses = output.with_name(f"{output.stem}-conformance.md") if told else output
     try:
-        if matrix:
+        if told:
             write_report(dataclasses.replace(reading, records=matrix), output, shlex.join(command), baseline)
             print(f"{output}: {len(matrix)} records")
-        if len(matrix) < len(reading.records):
+        if len(matrix) < len(reading.records) or standing(reading.sessions, conforming=True):
             write_conformance(reading, clauses, shlex.join(command))
             print(f"{clauses}: {len(reading.records) - len(matrix)} records of the conformance suite")
     except OSError as error:

@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -47,13 +48,15 @@ class Environment:
     backend: str
     nnodes: int
     versions: dict[str, str] = field(default_factory=dict)
+    omp_num_threads: str = ""
+    """OMP_NUM_THREADS, as the ranks inherit it; empty where it is not set, and in older records."""
 
 
 def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | None = None) -> Environment:
     """The environment of this process."""
     return Environment(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=" ".join(command if command is not None else ["pytest", *sys.argv[1:]]),
+        command=shlex.join(command if command is not None else ["pytest", *sys.argv[1:]]),
         commit=_commit(),
         machine=_machine(device),
         system=f"{platform.system()} {platform.release()}",
@@ -63,6 +66,7 @@ def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | No
         backend=backend,
         nnodes=nnodes,
         versions=versions(),
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS", ""),
     )
 
 

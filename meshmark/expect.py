@@ -6,11 +6,10 @@ import warnings
 
 import pytest
 
-from meshmark.conformance.clauses import Clause, judge_clause
+from meshmark.conformance.clauses import Clause
 from meshmark.conformance.finding import ClauseResult
-from meshmark.conformance.scenario import SCENARIOS
+from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.run.record import Record, Status
-from meshmark.run.runner import Runner
 from meshmark.spec.case import Case
 
 
@@ -22,11 +21,10 @@ def expect_ran(record: Record) -> None:
         pytest.skip(outcome.message)
     if outcome.status is not Status.OK:
         stacks = "".join(f"\n--- stack of rank {rank}\n{stack}" for rank, stack in outcome.stacks.items())
-        details = outcome.traceback or f"--- end of rank {outcome.rank}'s log\n{outcome.log_tail}"
-        pytest.fail(
-            f"{record.case.id}: {outcome.status} on rank {outcome.rank}: {outcome.message}\n{details}{stacks}",
-            pytrace=False,
-        )
+        where = "" if outcome.rank is None else f" on rank {outcome.rank}"
+        log = f"--- end of rank {outcome.rank}'s log\n{outcome.log_tail}" if where else ""
+        details = f"\n{outcome.traceback or log}{stacks}".rstrip()
+        pytest.fail(f"{record.case.id}: {outcome.status}{where}: {outcome.message}{details}", pytrace=False)
 
 
 def expect(record: Record, suite: str) -> None:
@@ -38,19 +36,23 @@ def expect(record: Record, suite: str) -> None:
         too_many = f"{record.case.workload.model.num_parameters:,} parameters are too many for a float64 truth"
         pytest.skip(too_many if suite == "equivalence" else f"{suite}: not planned")
     if not verdict.passed:
-        evidence = "\n".join(f"  {name}: {value}" for name, value in verdict.evidence.items())
-        pytest.fail(f"{record.case.id}: {verdict.summary}\n{evidence}", pytrace=False)
+        facts = dict(verdict.evidence)
+        likely = f"{facts.pop('diagnosis')}\n  " if "diagnosis" in facts else ""
+        evidence = "\n".join(f"  {name}: {value}" for name, value in facts.items())
+        pytest.fail(f"{record.case.id}: {likely}{verdict.summary}\n{evidence}", pytrace=False)
 
 
 class StaleGapWarning(UserWarning):
     """A known gap that no longer shows."""
 
 
-def expect_clause(runner: Runner, case: Case, clause: Clause) -> None:
+def expect_clause(scenarios: ScenarioRunner, case: Case, clause: Clause) -> None:
     """The clause must hold of `case`, or fail as its adapter says that it does."""
     __tracebackhide__ = True
-    records = {name: runner.perform(SCENARIOS[name], case) for name in clause.scenarios}
-    found = judge_clause(clause, records)
+    for record in scenarios.perform_all(clause, case).values():
+        if record.outcome.status is Status.UNFINISHED:
+            expect_ran(record)
+    found = scenarios.judge(clause, case)
     text = f"{case.adapter} {case.layout.id}, {clause.name}: {found.evidence}"
     if found.result is ClauseResult.UNSUPPORTED:
         pytest.skip(found.evidence)
@@ -58,5 +60,5 @@ def expect_clause(runner: Runner, case: Case, clause: Clause) -> None:
         pytest.xfail(f"{text} {found.link}".rstrip())
     if found.result is ClauseResult.STALE_GAP:
         warnings.warn(f"{text}: passes, take the known gap out of its adapter", StaleGapWarning, stacklevel=2)
-    if found.result is ClauseResult.FAIL:
+    if found.result in (ClauseResult.FAIL, ClauseResult.UNDECIDED):
         pytest.fail(text, pytrace=False)

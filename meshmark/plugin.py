@@ -1,38 +1,37 @@
-"""The pytest side: options, the session's runner, progress. Loaded by the checkout's conftest.py."""
+"""The pytest side: options, the session's cases and runner. Loaded by the checkout's conftest.py."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
-import sys
-import time
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter, outside_name, select
-from meshmark.conformance.scenario import SCENARIOS, plain_cases
-from meshmark.errors import ClusterError, InputError, MeshmarkError, ResultsError, UnknownNameError
+from meshmark.conformance.scenario import plain_cells
+from meshmark.conformance.scenario_runner import ScenarioRunner
+from meshmark.errors import ClusterError, InputError, LayoutError, MeshmarkError, ResultsError, UnknownNameError
 from meshmark.expect import expect_ran
-from meshmark.options import positive, precision, split_values
-from meshmark.reference.data import check_data
+from meshmark.options import positive, split_values
+from meshmark.progress import Progress
+from meshmark.reference.data import check_data, on_corpus
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.gpus import num_gpus
 from meshmark.run.launch import Launcher
 from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.record import Record
-from meshmark.run.request import Task
 from meshmark.run.runner import Runner, RunOptions
-from meshmark.spec.case import Case
-from meshmark.spec.precision import Precision
+from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
+from meshmark.spec.precision import Precision, precision
 from meshmark.spec.workload import Workload, workload
 
-T = TypeVar("T")
+pytest_plugins = ["meshmark.session_log"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +43,10 @@ class Selection:
     adapters: dict[str, type[Adapter]]
     worlds: list[int]
     workloads: list[Workload]
+    global_batch: int | None
+    """Of every workload; None leaves each its own."""
+    corpus: str | None
+    """Of every workload."""
     precisions: list[Precision]
     options: RunOptions
     results: Path
@@ -66,10 +69,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--world", default="2", metavar="N,M", help="world sizes (default: 2); `single` always runs on 1")
     group.addoption("--device", default="cpu", help="cpu or cuda (default: cpu)")
     group.addoption("--backend", default=None, help="gloo or nccl (default: nccl where every rank has its own GPU)")
-    group.addoption("--precision", default="fp32", metavar="P,Q", help="fp64, fp32, bf16, fp16 (default: fp32)")
+    group.addoption(
+        "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
+    )
     group.addoption("--workload", default="gpt-tiny", metavar="NAME,NAME", help="workload presets (default: gpt-tiny)")
     group.addoption("--global-batch", type=int, default=None, metavar="N", help="sequences a step (default: preset's)")
     group.addoption("--corpus", default=None, metavar="FILE", help="train on this file, byte by byte")
+    group.addoption(
+        "--conformance",
+        action="store_true",
+        help="collect suites/test_conformance.py too, as naming it does; it trains gpt-mini, in precisions of its own",
+    )
     group.addoption(
         "--steps", type=int, default=None, metavar="N", help="optimizer steps of a pass (default: 5 observed, 10 timed)"
     )
@@ -105,7 +115,7 @@ def _select(config: pytest.Config) -> Selection:
         raise InputError(f"--adapter: {', '.join(clash or outside)} would stand for two adapters; rename the class")
     targets = outside if outside and patterns == ["*"] else select(patterns, builtin_adapters()) | outside
     corpus, batch = option("--corpus"), option("--global-batch")
-    workloads = [_workload(name, corpus, batch) for name in split_values("--workload", option("--workload"))]
+    workloads = [on_corpus(_workload(name, batch), corpus) for name in split_values("--workload", option("--workload"))]
     for chosen in workloads:
         check_data(chosen)
     nnodes = option("--nnodes")
@@ -114,6 +124,8 @@ def _select(config: pytest.Config) -> Selection:
         adapters={name: load_adapter(target) for name, target in targets.items()},
         worlds=[positive("--world", text) for text in split_values("--world", option("--world"))],
         workloads=workloads,
+        global_batch=batch,
+        corpus=corpus,
         precisions=[precision(text) for text in split_values("--precision", option("--precision"))],
         options=_run_options(config),
         results=Path(option("--results")),
@@ -123,9 +135,9 @@ def _select(config: pytest.Config) -> Selection:
     )
 
 
-def _workload(name: str, corpus: str | None, global_batch: int | None) -> Workload:
+def _workload(name: str, global_batch: int | None) -> Workload:
     """A preset, renamed when its batch is another, for then its numbers are too."""
-    chosen = workload(name, corpus=corpus)
+    chosen = workload(name)
     if global_batch is None or global_batch == chosen.global_batch:
         return chosen
     return dataclasses.replace(chosen, name=f"{name}.b{global_batch}", global_batch=global_batch)
@@ -148,47 +160,66 @@ def _run_options(config: pytest.Config) -> RunOptions:
     return RunOptions(device=device, backend=backend, num_gpus=num_gpus(), time_limit_seconds=limit, **counts)
 
 
-CASES = pytest.StashKey[list[Case]]()
+CELLS = pytest.StashKey[list[Case | Misfit]]()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
     """Check the command line before anything is collected: a mistake is one usage error, not one a test file."""
     if session.config.hook.pytest_meshmark_cases.get_hookimpls():
-        _cases(session.config)
+        selection(session.config)
 
 
-def _cases(config: pytest.Config) -> list[Case]:
-    if CASES not in config.stash:
-        try:
-            config.stash[CASES] = config.hook.pytest_meshmark_cases(config=config, selection=selection(config))
-        except MeshmarkError as error:
-            raise pytest.UsageError(str(error)) from error
-    return config.stash[CASES]
+def _cells(config: pytest.Config) -> list[Case | Misfit]:
+    if CELLS not in config.stash:
+        config.stash[CELLS] = config.hook.pytest_meshmark_cases(config=config, selection=selection(config))
+    return config.stash[CELLS]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize every test that asks for a case by the matrix that the suites define."""
     if "case" in metafunc.fixturenames:
-        cases = _cases(metafunc.config)
-        metafunc.parametrize("case", cases, ids=lambda case: case.id, scope="session")
+        _parametrize(metafunc, "case", {cell.id: cell for cell in _cells(metafunc.config)})
     if "conforming" in metafunc.fixturenames:
         chosen = selection(metafunc.config)
         plain = [
-            case
+            cell
             for name, adapter in chosen.adapters.items()
             for world in (chosen.worlds if adapter.capabilities.degrees else [1])
-            for case in plain_cases(name, adapter, world)
+            for cell in plain_cells(name, adapter, world, global_batch=chosen.global_batch, corpus=chosen.corpus)
         ]
-        metafunc.parametrize("conforming", plain, ids=lambda c: f"{c.adapter}-{c.layout.id}", scope="session")
+        _parametrize(metafunc, "conforming", {f"{cell.adapter}-{cell.layout.id}": cell for cell in plain})
+
+
+def _parametrize(metafunc: pytest.Metafunc, name: str, cells: dict[str, Case | Misfit]) -> None:
+    """By cells under their ids; one that cannot be is a skip with its reason."""
+    marks = {
+        id_: [pytest.mark.skip(f"{cell.reason}; {CHOOSE}")] if isinstance(cell, Misfit) else []
+        for id_, cell in cells.items()
+    }
+    parameters = [pytest.param(cell, id=id_, marks=marks[id_]) for id_, cell in cells.items()]
+    metafunc.parametrize(name, parameters, scope="session")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Layouts none of which fits its workload are a mistake, before `-k` has its say."""
+    parameters = [
+        item.callspec.params for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
+    cells = [p[name] for p in parameters for name in ("case", "conforming") if name in p]
+    try:
+        expect_fit([cell for cell in cells if isinstance(cell, Cell)])
+    except LayoutError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 class Hooks:
     """Where the checkout's suites plug their matrix in."""
 
     @pytest.hookspec(firstresult=True)
-    def pytest_meshmark_cases(self, config: pytest.Config, selection: Selection) -> list[Case] | None:
-        """The cases to parametrize by."""
+    def pytest_meshmark_cases(self, config: pytest.Config, selection: Selection) -> list[Case | Misfit] | None:
+        """The cells to parametrize by."""
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -202,13 +233,21 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
     for adapter in chosen.adapters.values():
         os.environ.update(adapter.environment(chosen.options.device))
     preload = [module for adapter in chosen.adapters.values() for module in adapter.modules()]
-    progress = Progress(pytestconfig, request.session.items)
-    with _ending_the_run(), Cluster(chosen.cluster) as cluster:
+    progress = Progress(pytestconfig)
+    pytestconfig.pluginmanager.register(progress)
+    with _ending_the_run(), _signals_end_like_ctrl_c(), Cluster(chosen.cluster, progress.say) as cluster:
         running = Runner(
             Launcher(cluster, preload), chosen.targets, chosen.options, chosen.results, announce=progress.announce
         )
+        progress.expect(request.session.items, running.refusal)
         yield running
         running.close()
+
+
+@pytest.fixture(scope="session")
+def scenarios(runner: Runner) -> ScenarioRunner:
+    """The conformance suite's side of this session's runner."""
+    return ScenarioRunner(runner)
 
 
 @contextlib.contextmanager
@@ -218,6 +257,26 @@ def _ending_the_run() -> Iterator[None]:
         yield
     except (ClusterError, ResultsError) as error:
         pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
+
+
+@contextlib.contextmanager
+def _signals_end_like_ctrl_c() -> Iterator[None]:
+    """`timeout`, `scancel` and a terminal that closes interrupt the run as Ctrl-C does: fixtures are torn down, and
+    what was recorded is reported. A signal that is ignored (by `nohup`) stays so."""
+    endings = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
+
+    def interrupt(number: int, frame: object) -> None:
+        for ending in endings:  # one interrupts; a second, such as a shell's own SIGHUP, would break the clean-up off
+            signal.signal(ending, signal.SIG_IGN)
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    for ending in endings:
+        signal.signal(ending, interrupt)
+    try:
+        yield
+    finally:
+        for ending in endings:
+            signal.signal(ending, signal.SIG_DFL)
 
 
 @pytest.fixture
@@ -234,47 +293,3 @@ def timed(runner: Runner, case: Case) -> Record:
         record = runner.time(case)
     expect_ran(record)
     return record
-
-
-class Progress:
-    """Which pass runs, how many are left, time so far: rewritten on a terminal, a line a pass elsewhere."""
-
-    def __init__(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        self._reporter: Any = config.pluginmanager.getplugin("terminalreporter")
-        self._capture: Any = config.pluginmanager.getplugin("capturemanager")
-        self._tty = sys.stdout.isatty()
-        self._quiet = config.get_verbosity() < 0 and not self._tty
-        self._total = len({launch for item in items for launch in _launches(item)})
-        self._done = 0
-        self._started = time.monotonic()
-
-    def announce(self, what: str, case: Case, record: Record | None) -> None:
-        if record is not None:
-            self._done += 1
-        if self._quiet or self._reporter is None or (record is None and not self._tty):
-            return
-        minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
-        line = f"[{self._done + (record is None)}/{self._total}] {what} {case.id} {minutes}:{seconds:02d}"
-        with self._capture.global_and_fixture_disabled():
-            if record is None:
-                self._reporter.rewrite(f"\r{line} ...", erase=True)
-            elif self._tty:
-                self._reporter.rewrite("\r", erase=True)
-            else:
-                self._reporter.ensure_newline()
-                self._reporter.write_line(f"{line} {record.outcome.status} in {record.launch_seconds:.1f} s")
-            for remark in record.remarks if record else []:
-                self._reporter.write_line(f"meshmark: {remark}")
-
-
-def _launches(item: pytest.Item) -> Iterator[tuple[str, str]]:
-    """The passes that a test stands on, as far as can be known before: what, and of which case."""
-    fixtures = getattr(item, "fixturenames", [])
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    for fixture, task in (("observed", Task.OBSERVE), ("timed", Task.TIME)):
-        if fixture in fixtures:
-            yield task, parameters["case"].id
-    if "conforming" in fixtures:
-        for name in parameters["clause"].scenarios:
-            for scenario in filter(None, (SCENARIOS[name].after, name)):
-                yield scenario, repr(parameters["conforming"])

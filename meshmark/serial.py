@@ -13,8 +13,11 @@ from typing import Any
 
 
 def encode(value: object) -> Any:  # noqa: ANN401
-    """JSON-ready copy of `value`; a number that is not finite becomes null, which every JSON reader takes."""
+    """JSON-ready copy of `value`; a number that is not finite becomes null, which every JSON reader takes. One of the
+    PRESETS of its class, where that has any, becomes its name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if value in (presets := getattr(value, "PRESETS", {})).values():
+            return next(name for name, preset in presets.items() if preset == value)
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {str(k): encode(v) for k, v in value.items()}
@@ -36,6 +39,8 @@ def decode(kind: Any, value: Any) -> Any:  # noqa: ANN401
     Raises `TypeError` or `ValueError` when `value` has another form.
     """
     if dataclasses.is_dataclass(kind):
+        if isinstance(value, str) and value in (presets := getattr(kind, "PRESETS", {})):
+            return presets[value]
         _expect(dict, value, typing.cast(type, kind).__name__)
         hints = _hints(typing.cast(type, kind))
         if unknown := set(value) - set(hints):

@@ -3,13 +3,12 @@
 import pytest
 
 from meshmark.conformance.clauses import CLAUSES, Clause
+from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.expect import expect_clause
-from meshmark.run.runner import Runner
 from meshmark.spec.case import Case
 
 
-@pytest.mark.filterwarnings("default::meshmark.expect.StaleGapWarning")
 @pytest.mark.parametrize("clause", CLAUSES.values(), ids=lambda clause: clause.name.replace(" ", "_"))
-def test_conformance(runner: Runner, conforming: Case, clause: Clause) -> None:
+def test_conformance(scenarios: ScenarioRunner, conforming: Case, clause: Clause) -> None:
     """Clauses share their scenarios' launches."""
-    expect_clause(runner, conforming, clause)
+    expect_clause(scenarios, conforming, clause)

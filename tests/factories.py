@@ -149,6 +149,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "state_dtypes": {"parameters": "float32", "optimizer_states": "float32"},
         "traffic": [make_traffic(), make_traffic()],
         "planned_traffic": [{"all_reduce": 400.0}] * 2,
+        "unmeasured": {"memory": "it is so"},
         "rank_step_seconds": [[0.5, 0.25], [0.25, 0.75]],
         "matmul_flops_per_second": [1e9, 2e9],
         "verdicts": [make_verdict(suite) for suite in ("equivalence", "memory", "communication")],
@@ -184,4 +185,5 @@ _MATRIX: dict[str, Any] = {
     "digests": [],
     "num_replicated": 0,
     "known_gaps": [],
+    "unmeasured": {},
 }

@@ -18,9 +18,9 @@ FRAMEWORKS = {"deepspeed", "accelerate", "fairscale", "megatron", "transformers"
 MAX_LINES = 320
 
 CORE = ROOT / "meshmark"
-BASE = {"errors", "serial", "environment"}
+BASE = {"environment", "errors", "rank_progress", "serial"}
 """Modules that every folder may import."""
-FRONT = {"__init__", "__main__", "cli", "expect", "options", "plugin"}
+FRONT = {"__init__", "__main__", "cli", "expect", "options", "plugin", "progress", "session_log"}
 """Modules that bring the folders together: what users call."""
 OUTSIDE = {"adapters", "suites"}
 """Real folders at the top of the checkout, linked into the package under one name."""

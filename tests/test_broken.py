@@ -10,11 +10,11 @@ from benchmarks.honest import measure_group
 from benchmarks.trials import Court
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.judge.faults import Fault
-from meshmark.judge.verdict import detection_limits
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import Launcher
 from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
+from meshmark.run.verdict import detection_limits
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from tests.broken.engine import ONE_NORM
@@ -94,6 +94,13 @@ def test_a_mutant_is_caught_by_the_clause_that_should(court: Court, name: str) -
     trial = court.attempt(BY_NAME[name])
     assert trial.caught, trial.told
     assert trial.named, trial.told
+
+
+def test_where_no_rank_reduces_none_is_blamed(runner: Runner) -> None:
+    diagnosis = runner.observe(BY_NAME["ddp_NoReduction"].case).diagnosis
+    assert diagnosis is not None and not diagnosis.ranks
+    assert "no rank reduced, each holds the part of one data-parallel rank alone" in diagnosis.detail
+    assert "rank 0 that of 0, rank 1 that of 1" in diagnosis.detail
 
 
 def test_one_gradient_off_by_three_millionths(runner: Runner) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from meshmark.errors import InputError
-from meshmark.run.cluster import ClusterSpec
+from meshmark.errors import ClusterError, InputError
+from meshmark.run import cluster
+from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.record import read_records
 
 ROOT = Path(__file__).parent.parent
@@ -25,8 +30,16 @@ def free_port() -> int:
 
 def two_nodes(folder: Path, *arguments: str) -> list[tuple[int, str]]:
     """Exit code and output of each node."""
+    running = start_nodes(folder, *arguments)
+    outputs = [process.communicate(timeout=240)[0] for process in running]
+    return [(process.returncode, output) for process, output in zip(running, outputs, strict=True)]
+
+
+def start_nodes(
+    folder: Path, *arguments: str, environment: dict[str, str] | None = None
+) -> list[subprocess.Popen[str]]:
     rdzv = f"127.0.0.1:{free_port()}"
-    running = [
+    return [
         subprocess.Popen(
             [
                 sys.executable,
@@ -49,15 +62,14 @@ def two_nodes(folder: Path, *arguments: str) -> list[tuple[int, str]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env=environment,
         )
         for node in range(2)
     ]
-    outputs = [process.communicate(timeout=240)[0] for process in running]
-    return [(process.returncode, output) for process, output in zip(running, outputs, strict=True)]
 
 
 def test_both_nodes_pass_and_node_0_writes(tmp_path: Path) -> None:
-    for code, output in two_nodes(tmp_path, "--adapters", "ddp", "-k", "not conformance"):
+    for code, output in two_nodes(tmp_path, "--adapters", "ddp"):
         assert code == 0, output
     observed, timed = read_records(tmp_path / "0").records
     assert observed.environment.nnodes == 2
@@ -70,6 +82,59 @@ def test_a_failure_on_one_node_is_the_same_outcome_on_both(tmp_path: Path) -> No
     for code, output in two_nodes(tmp_path, "--adapter", f"{target}:Raises", "-k", "throughput"):
         assert code == 1
         assert "raised on rank 1: ArithmeticError: planted in step 3" in output
+
+
+@pytest.mark.parametrize(
+    "lost, happens, told",
+    [
+        (1, signal.SIGKILL, r"node 1 of 2 has given no sign of life for 15 s"),
+        (1, signal.SIGSTOP, r"node 1 of 2 has given no sign of life for 15 s"),
+        (0, signal.SIGKILL, r"node 0's store at 127.0.0.1:\d+ (has closed|does not answer)"),
+        (0, signal.SIGSTOP, r"node 0's store at 127.0.0.1:\d+ does not answer"),
+    ],
+)
+def test_a_node_that_is_lost_ends_the_other_within_half_a_minute(
+    tmp_path: Path, lost: int, happens: signal.Signals, told: str
+) -> None:
+    target = ROOT / "tests" / "broken" / "outcomes.py"
+    environment = {**os.environ, "MESHMARK_TEST_HANGS": str(tmp_path / "hangs")}
+    nodes = start_nodes(
+        tmp_path, "--adapter", f"{target}:Hangs", "-k", "throughput", "--workload", "gpt-mini", environment=environment
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "hangs").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        nodes[lost].send_signal(happens)
+        output, _ = nodes[1 - lost].communicate(timeout=30)
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()
+    assert nodes[1 - lost].returncode == pytest.ExitCode.USAGE_ERROR, output
+    assert re.search(told, output), output
+
+
+def test_a_wait_for_nodes_is_told_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody there, somebody else there, and only node 0 there."""
+    monkeypatch.setenv("MESHMARK_RDZV_SECRET", "a secret of this test")
+    monkeypatch.setattr(cluster, "_JOIN_SECONDS", 3)
+    monkeypatch.setattr(cluster, "_SAY_SECONDS", 1.0)
+    said: list[str] = []
+    rdzv = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ClusterError, match=f"node 1 of 2 found no store at {rdzv} within 3 s: is node 0 running"):
+        Cluster(ClusterSpec(nnodes=2, node_rank=1, rdzv=rdzv), said.append).__enter__()
+    assert said[0].startswith(f"waiting for node 0 of 2 at {rdzv}, 1 s of 3")
+    with pytest.raises(ClusterError, match="node 1 of 2 did not answer within 3 s at 'join'"):
+        Cluster(ClusterSpec(nnodes=2, node_rank=0, rdzv=rdzv), said.append).__enter__()
+    assert said[-1].startswith("waiting for node 1 of 2 at 'join', 2 s of 3")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started = time.monotonic()
+        spec = ClusterSpec(nnodes=2, node_rank=1, rdzv=f"127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(ClusterError, match="what listens at .* is not this run's store"):
+            Cluster(spec).__enter__()
+        assert time.monotonic() - started < 20
 
 
 def test_the_environment_of_torchrun_and_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

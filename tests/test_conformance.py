@@ -14,7 +14,9 @@ from meshmark.adapters import ADAPTERS
 from meshmark.conformance import judges
 from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult, Finding
-from meshmark.conformance.scenario import DROPOUT_STEPS, SCENARIOS, plain_cases
+from meshmark.conformance.scenario import DROPOUT_STEPS, SCENARIOS, Scenario, plain_cells, plain_workload
+from meshmark.conformance.scenario_runner import ScenarioRunner
+from meshmark.expect import expect_clause
 from meshmark.judge.deviation import Deviation, Drift
 from meshmark.report.conformance import columns, write_conformance
 from meshmark.run.cluster import Cluster, ClusterSpec
@@ -219,12 +221,39 @@ def test_every_clause_stands_on_scenarios_and_every_scenario_serves_a_clause() -
 
 def test_the_cases_of_an_adapter_cover_its_stages_and_axes() -> None:
     def layouts(name: str) -> list[str]:
-        return [case.layout.id for case in plain_cases(name, load_adapter(ADAPTERS[name]), 2)]
+        return [case.layout.id for case in plain_cells(name, load_adapter(ADAPTERS[name]), 2)]
 
     assert layouts("deepspeed") == ["dp2.zero1", "dp2.zero2", "dp2.zero3"]
     assert layouts("megatron") == ["tp2"]
     assert layouts("gpipe") == ["pp2.mb2"]
     assert layouts("single") == ["one"]
+
+
+def test_on_two_ranks_the_workload_is_the_plain_one() -> None:
+    """So that records of before can be compared."""
+    for name, target in ADAPTERS.items():
+        for cell in plain_cells(name, load_adapter(target), 2):
+            assert cell.workload == plain_workload()
+
+
+@pytest.mark.parametrize("world", [1, 4, 8, 16])
+def test_every_scenario_fits_the_workload_of_its_world(world: int) -> None:
+    for name, target in ADAPTERS.items():
+        for case in plain_cells(name, load_adapter(target), world):
+            assert isinstance(case, Case), case
+            assert not {s.name: why for s in SCENARIOS.values() if (why := s.varied(case)[1])}
+            assert (case.workload.name == "gpt-mini") == (case.workload == plain_workload())
+
+
+def test_a_scenario_that_does_not_fit_is_skipped_with_its_reason(runner: Runner) -> None:
+    """Six sequences are what two ranks share, and not what they share in four micro-batches."""
+    (base,) = plain_cells("ddp", load_adapter(ADAPTERS["ddp"]), 2, global_batch=6)
+    assert isinstance(base, Case) and base.workload.name == "gpt-mini.b6"
+    found = judge_clause(
+        CLAUSES["accumulation"], {"accumulation": ScenarioRunner(runner).perform(SCENARIOS["accumulation"], base)}
+    )
+    assert found.result is ClauseResult.UNSUPPORTED
+    assert "6 sequences is not divisible by dp 2 x 4 micro-batches" in found.evidence
 
 
 @pytest.fixture(scope="module")
@@ -235,24 +264,43 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         running.close()
 
 
-DDP = plain_cases("ddp", load_adapter(ADAPTERS["ddp"]), 2)[0]
+DDP = plain_cells("ddp", load_adapter(ADAPTERS["ddp"]), 2)[0]
 LAUNCHED = ["schedule", "unused", "dropout", "fp16 overflow", "resume", "reshard", "error"]
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_ddp_keeps(runner: Runner, name: str) -> None:
-    records = {scenario: runner.perform(SCENARIOS[scenario], DDP) for scenario in CLAUSES[name].scenarios}
+    records = {
+        scenario: ScenarioRunner(runner).perform(SCENARIOS[scenario], DDP) for scenario in CLAUSES[name].scenarios
+    }
     found = judge_clause(CLAUSES[name], records)
     assert found.result is ClauseResult.PASS, found.evidence
 
 
 def test_a_feature_that_is_lacking_is_an_answer(runner: Runner) -> None:
     single = Case(adapter="single", workload=DDP.workload, layout=Layout())
-    record = runner.perform(SCENARIOS["error"], single)
+    record = ScenarioRunner(runner).perform(SCENARIOS["error"], single)
     assert record.outcome.status is Status.RAISED
-    reshard = {name: runner.perform(SCENARIOS[name], single) for name in CLAUSES["reshard"].scenarios}
+    reshard = {name: ScenarioRunner(runner).perform(SCENARIOS[name], single) for name in CLAUSES["reshard"].scenarios}
     found = judge_clause(CLAUSES["reshard"], reshard)
     assert found.result is ClauseResult.UNSUPPORTED and "one rank alone" in found.evidence
+
+
+def test_a_scenario_that_failed_outside_its_ranks_is_no_verdict_and_no_known_gap() -> None:
+    """Its cells stay empty, and its tests fail, whatever the adapter says of its framework's gaps."""
+    gap = KnownGap(clause="loss", reason="it is so", symptom="disk", link="")
+    broken = plain(outcome=Outcome(status=Status.UNFINISHED, message="no space on the disk"), known_gaps=[gap])
+    assert columns([broken])[0].findings == {}
+
+    class Standing(ScenarioRunner):
+        def __init__(self) -> None: ...
+
+        def perform(self, scenario: Scenario, base: Case) -> Record:
+            return broken
+
+    with pytest.raises(pytest.fail.Exception, match="unfinished: no space on the disk") as failed:
+        expect_clause(Standing(), broken.case, CLAUSES["loss"])
+    assert not isinstance(failed.value, pytest.xfail.Exception)
 
 
 def test_the_page_has_every_cell_with_its_evidence(tmp_path: Any) -> None:  # noqa: ANN401

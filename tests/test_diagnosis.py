@@ -17,6 +17,7 @@ from meshmark.adapter.single import Single
 from meshmark.judge.deviation import Drift
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.faults import Diagnosis, Fault, named_factor
+from meshmark.judge.gradient_faults import nobody_reduced
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients
 from meshmark.judge.yardstick import Yardstick, fit, noise_run
@@ -97,6 +98,33 @@ def test_one_ranks_own_part_is_a_missing_reduction_where_replicas_drift() -> Non
     )
     assert diagnosis.ranks == [1]
     assert "data-parallel ranks [0] alone" in diagnosis.detail
+
+
+@pytest.mark.parametrize("other, ranks", [(slice(4, 8), []), (slice(0, 8), [1])])
+def test_no_rank_reduced_is_told_from_one_that_did_not(other: slice, ranks: list[int]) -> None:
+    """By what the other rank holds: its own part alone, or the whole."""
+    drift = Drift(quantity=f"gradients/{WEIGHT}", step=1, ranks=[1])
+
+    def doctor(trace: Trace) -> None:
+        gradients(trace, 1, lambda n, g: 2 * truth(trace, 1, slice(0, 4))[n])
+        trace.drifted = {1: {WEIGHT: truth(trace, 1, other)[WEIGHT].astype(np.float32)}}
+
+    diagnosis = found(doctor, Fault.NOT_REDUCED, 1, drift)
+    assert diagnosis.ranks == ranks
+    told = (
+        "no rank reduced, each holds the part of one data-parallel rank alone: rank 0 that of 0, rank 1 that of 1; on "
+    )
+    assert diagnosis.detail.startswith("the part of data-parallel ranks [0] alone" if ranks else told)
+
+
+@pytest.mark.parametrize("other, alone", [(slice(2, 4), True), (slice(2, 6), False)])
+def test_a_rank_that_reduced_with_some_is_not_one_that_did_not(other: slice, alone: bool) -> None:
+    """Of four ranks, the second holds its own part or, reduced within a node, two."""
+    trace = copy.deepcopy(honest()[0])
+    trace.gradients[1] = truth(trace, 1, slice(0, 2))
+    trace.drifted = {1: {WEIGHT: truth(trace, 1, other)[WEIGHT]}}
+    case = dataclasses.replace(CASE, layout=Layout(dp=4))
+    assert (nobody_reduced(case, trace, 1) is not None) == alone
 
 
 def test_the_same_without_drift_and_scale_is_a_part_left_out() -> None:

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmark.judge.verdict import judge_memory
 from meshmark.measure.memory import visible_storages
 from meshmark.measure.readings import Bytes
 from meshmark.reference.data import make_batch
@@ -21,6 +20,7 @@ from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import Launcher
 from meshmark.run.record import Record, Verdict
 from meshmark.run.runner import Runner, RunOptions
+from meshmark.run.verdict import judge_memory
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.model_spec import Family, ModelSpec
@@ -54,10 +54,10 @@ def held_activations(case: Case, rank: int, *, casts_weights: bool = False) -> f
 
 def saved_bytes(case: Case, *, casts_weights: bool = False) -> int:
     """Bytes that a forward pass allocates and that autograd saves, each storage once."""
-    low = torch.bfloat16 if case.precision is Precision.BF16 else None
+    low = torch.bfloat16 if case.precision.is_mixed else None
     model = Transformer(case.workload.model)
     model.initialize(0)
-    model.to({Precision.FP64: torch.float64}.get(case.precision, low if casts_weights else None))
+    model.to(torch.float64 if case.precision == Precision.FP64 else low if casts_weights else None)
     batch = make_batch(case.workload, 0)
     with torch.no_grad():
         model(batch.inputs)  # fills the cache of rotary positions
@@ -145,7 +145,7 @@ def test_recomputation_keeps_a_blocks_input_and_a_random_state() -> None:
         (Layout(recompute=Recompute.SELECTIVE), 0.0),
         (Layout(cp=2), 0.0),
         (Layout(tp=2, sequence_parallel=True), 0.0),
-        (Layout(pp=2, schedule=Schedule.ONE_F_ONE_B), 0.0),
+        (Layout(pp=2, schedule=Schedule.ZERO_BUBBLE), 0.0),
         (Layout(), 0.1),
     ],
 )
@@ -202,7 +202,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known |= {
         "single": "meshmark.adapter.single:Single",
         "ddp": "meshmark.adapters.ddp:DDP",
-        "gpipe": "meshmark.adapters.gpipe:GPipe",
+        "gpipe": "meshmark.adapters.pipeline:GPipe",
         "fsdp2": "meshmark.adapters.fsdp2:FSDP2",
     }
     with Cluster(ClusterSpec()) as cluster:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,7 +24,18 @@ from meshmark.spec.workload import workload
 
 ACCIDENTS = {
     name.lower(): f"tests.broken.outcomes:{name}"
-    for name in ("Raises", "Killed", "Hangs", "Stopped", "OutOfMemory", "NotANumber", "LeavesChild")
+    for name in (
+        "Raises",
+        "Killed",
+        "Hangs",
+        "HangsAlone",
+        "Slow",
+        "Stopped",
+        "OutOfMemory",
+        "NotANumber",
+        "LeavesChild",
+        "LeavesDaemon",
+    )
 }
 
 
@@ -44,14 +58,24 @@ def run(runner: Runner, adapter: str) -> Record:
     return runner.time(Case(adapter=adapter, workload=workload("gpt-tiny"), layout=layout))
 
 
+def descendants() -> set[int]:
+    """Also those that have another parent by now: they inherit the environment of the forkserver."""
+    found = {p.pid for p in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("MESHMARK_LAUNCHER") == str(os.getpid()) != str(process.pid):
+                found.add(process.pid)
+    return found
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No process of a rank, and no temporary file, outlives its launch."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    before = descendants()
     yield
     time.sleep(0.1)
-    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
+    assert descendants() <= before
     assert not list(tmp_path.iterdir())
 
 
@@ -84,6 +108,24 @@ def test_a_hang_ends_at_the_limit_with_every_ranks_stack(runner: Runner) -> None
     assert "backward" in record.outcome.stacks[0]
 
 
+def test_what_comes_on_until_the_limit_is_slow_and_not_hung(runner: Runner) -> None:
+    outcome = run(runner, "slow").outcome
+    assert outcome.status is Status.SLOW, outcome.message
+    assert re.search(r"no end within 8 s, but still coming on: [1-6] of 7 steps, .*--time-limit", outcome.message)
+    assert "sleep" in outcome.stacks[1] or "backward" in outcome.stacks[1], "where its time goes"
+
+
+def test_a_rank_that_stands_still_is_hung_though_a_peer_comes_on_without_it(
+    runner: Runner, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    options = dataclasses.replace(runner.options, timed_steps=1000)
+    enduring = Runner(runner.launcher, runner.adapters, options, tmp_path_factory.mktemp("results"))
+    outcome = run(enduring, "hangsalone").outcome
+    enduring.close()
+    assert (outcome.status, outcome.rank) == (Status.HUNG, 1), outcome.message
+    assert "no progress: 3 of 1003 steps" in outcome.message
+
+
 def test_a_stopped_process_is_a_hang_too(runner: Runner) -> None:
     outcome = run(runner, "stopped").outcome
     assert outcome.status is Status.HUNG
@@ -107,6 +149,10 @@ def test_a_loss_that_is_not_a_number_is_an_outcome(runner: Runner) -> None:
 
 def test_what_a_rank_started_ends_with_it(runner: Runner) -> None:
     assert run(runner, "leaveschild").outcome.status is Status.RAISED
+
+
+def test_what_a_rank_put_into_a_session_of_its_own_ends_with_it(runner: Runner) -> None:
+    assert run(runner, "leavesdaemon").outcome.status is Status.HUNG
 
 
 def test_the_run_goes_on_after_a_failure(runner: Runner) -> None:

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from meshmark.adapters import ADAPTERS
+from meshmark.errors import MeshmarkError
 from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.launch import Launcher
-from meshmark.run.passes.noise import NUM_RUNS, read_noise, write_noise
+from meshmark.run.launch import Launcher, LaunchResult
+from meshmark.run.passes.noise import NUM_RUNS, TIME_LIMIT_SECONDS, read_noise, write_noise
+from meshmark.run.rank_report import RankFailure
+from meshmark.run.request import Request
 from meshmark.run.runner import Runner, RunOptions
 from tests.factories import make_case
 
@@ -62,3 +66,27 @@ def test_a_damaged_file_is_measured_anew_and_the_record_says_so(tmp_path: Path) 
     assert first.noise == second.noise == third.noise
     assert len(read_noise(file) or []) == NUM_RUNS
     assert all(record.verdict("equivalence").passed for record in runs)  # type: ignore[union-attr]
+
+
+class Refuses(Launcher):
+    """Keeps what it was asked for, and runs nothing."""
+
+    asked: Request
+
+    def launch(self, request: Request, world_size: int, *, alone: bool = False) -> LaunchResult:
+        self.asked = request
+        return LaunchResult(
+            reports=[], failures=[RankFailure(rank=0, kind="slow", message="no end", time=0.0)], seconds=0.0
+        )
+
+
+@pytest.mark.parametrize("asked, given", [(8.0, TIME_LIMIT_SECONDS), (2 * TIME_LIMIT_SECONDS,) * 2])
+def test_a_longer_time_limit_is_the_noise_s_too(tmp_path: Path, asked: float, given: float) -> None:
+    """Its message tells the user to give one."""
+    with Cluster(ClusterSpec()) as cluster:
+        launcher = Refuses(cluster, [])
+        runner = Runner(launcher, ADAPTERS, RunOptions(time_limit_seconds=asked), tmp_path)
+        with pytest.raises(MeshmarkError, match="could not be measured: no end"):
+            runner.observe(make_case())
+        runner.close()
+    assert launcher.asked.time_limit_seconds == given

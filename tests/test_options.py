@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshmark.adapter.matrix import matrix
 from meshmark.adapter.registry import builtin_adapters
+from meshmark.conformance.scenario import plain_cells
 from meshmark.plugin import Selection, selection
-from meshmark.suites.cases import matrix
+from meshmark.spec.precision import Precision
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent
@@ -113,19 +115,70 @@ def test_a_usage_error_ends_pytest_with_4_and_its_message_once(
 
 def test_every_suite_runs_every_case(pytester: pytest.Pytester) -> None:
     """And -k selects by parts of the id."""
-    result = collect(
-        pytester, "--adapters", "ddp,single", "--world", "2,4", "-k", "not conformance and (single or dp4)"
-    )
+    result = collect(pytester, "--adapters", "ddp,single", "--world", "2,4", "-k", "single or dp4")
     found = re.findall(r"::test_(\w+)\[(.*)\]", result.stdout.str())
     suites = ("equivalence", "memory", "communication", "throughput")
     cases = ("ddp-dp4.mb2-gpt-tiny-fp32", "single-one.mb2-gpt-tiny-fp32")
     assert sorted(found) == sorted((suite, case) for suite in suites for case in cases)
 
 
+def test_conformance_is_collected_when_it_is_asked_for(pytester: pytest.Pytester) -> None:
+    """By its option, by its file or by a test in it; `pytest suites` alone is the matrix."""
+    options, file = ("--adapters", "ddp"), str(ROOT / "suites" / "test_conformance.py")
+
+    def collected(*arguments: str) -> set[str]:
+        result = pytester.runpytest_inprocess(*CORE, "--collect-only", "-q", *options, *arguments)
+        assert result.ret == 0
+        return set(re.findall(r"::test_(\w+)\[", result.stdout.str()))
+
+    matrix_alone = {"equivalence", "memory", "communication", "throughput"}
+    assert collected(str(ROOT / "suites")) == matrix_alone
+    assert collected(str(ROOT / "suites"), "--conformance") == matrix_alone | {"conformance"}
+    assert collected(str(ROOT / "suites"), file) == matrix_alone | {"conformance"}
+    assert collected(file) == {"conformance"}
+    assert collected(f"{file}::test_conformance[ddp-dp2-loss]") == {"conformance"}
+
+
+@pytest.mark.parametrize("world", ["2,4", "8", "16"])
+def test_every_suite_collects_at_every_world(pytester: pytest.Pytester, world: str) -> None:
+    """Conformance's workload grows with the world; in the matrix, what does not fit is a skip."""
+    result = collect(pytester, "--world", world, "--conformance")
+    assert result.ret == 0, result.stdout.str() + result.stderr.str()
+    found = set(re.findall(r"test_conformance\[(.*)-loss\]", result.stdout.str()))
+    for size in world.split(","):
+        assert {f"ddp-dp{size}", f"gpipe-pp{size}.mb{size}", f"megatron-tp{size}", f"fsdp2-dp{size}.zero3"} <= found
+
+
+def test_a_layout_that_does_not_fit_is_a_skip_with_its_reason(pytester: pytest.Pytester) -> None:
+    """Beside one that does; nothing is launched, for -k leaves the skips alone."""
+    result = pytester.runpytest_inprocess(
+        *CORE, "--adapters", "ddp", "--world", "2,3", "-k", "dp3 and memory", "-rs", str(ROOT / "suites")
+    )
+    result.assert_outcomes(skipped=1, deselected=7)
+    result.stdout.fnmatch_lines(["SKIPPED*8 sequences is not divisible by dp 3 x 2 micro-batches; choose another*"])
+
+
+def test_conformance_keeps_the_batch_and_the_corpus_that_it_is_told(pytester: pytest.Pytester) -> None:
+    """Four ranks do not share six sequences evenly."""
+    (pytester.path / "text.txt").write_text("x" * 100)
+    chosen = choose(pytester, "--global-batch", "12", "--corpus", "text.txt")
+    (cell,) = plain_cells("ddp", chosen.adapters["ddp"], 4, global_batch=chosen.global_batch, corpus=chosen.corpus)
+    assert (cell.workload.global_batch, cell.workload.corpus) == (12, "text.txt")
+    assert cell.workload.name.startswith("gpt-mini.b12.text.")
+    options = ("--adapters", "ddp", "--global-batch", "6", "--world", "4")
+    result = pytester.runpytest_inprocess(*CORE, *options, str(ROOT / "suites" / "test_conformance.py"))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "6 sequences is not divisible by dp 4 x 1 micro-batches" in result.stderr.str()
+
+
 def test_the_defaults_are_all_adapters_on_two_cpu_ranks(pytester: pytest.Pytester) -> None:
     chosen = choose(pytester)
     assert set(chosen.adapters) == set(builtin_adapters())
-    assert (chosen.worlds, [w.name for w in chosen.workloads], chosen.precisions) == ([2], ["gpt-tiny"], ["fp32"])
+    assert (chosen.worlds, [w.name for w in chosen.workloads], chosen.precisions) == (
+        [2],
+        ["gpt-tiny"],
+        [Precision.FP32],
+    )
     assert (chosen.options.device, chosen.options.backend) == ("cpu", None)
     assert (chosen.cluster.nnodes, chosen.cluster.node_rank) == (1, 0)
 
@@ -154,6 +207,19 @@ def test_a_corpus_is_that_of_every_workload(pytester: pytest.Pytester) -> None:
     (pytester.path / "text.txt").write_text("x" * 100)
     chosen = choose(pytester, "--corpus", "text.txt", "--workload", "gpt-tiny,llama-tiny")
     assert [w.corpus for w in chosen.workloads] == ["text.txt"] * 2
+
+
+def test_a_case_is_named_after_its_corpus(pytester: pytest.Pytester) -> None:
+    """By its bytes, for two may share a file's name; in characters that a shell leaves alone."""
+    for folder, text in (("one", "x" * 100), ("two", "y" * 100), ("three", "x" * 100)):
+        (pytester.path / folder).mkdir()
+        (pytester.path / folder / "my text; rm -é.txt").write_text(text)
+    one, two, three = (
+        ids(pytester, "--adapters", "ddp", "--global-batch", "16", "--corpus", f"{folder}/my text; rm -é.txt")[0]
+        for folder in ("one", "two", "three")
+    )
+    assert re.fullmatch(r"ddp-dp2\.mb2-gpt-tiny\.b16\.my_text_rm\.[0-9a-f]{8}-fp32", one)
+    assert one != two and one == three
 
 
 def test_an_outside_adapter_runs_alone(pytester: pytest.Pytester) -> None:

@@ -16,7 +16,6 @@ from meshmark.errors import InputError
 from meshmark.plan.calibrate import (
     Microbenchmarks,
     calibrate_here,
-    known_gpu,
     latency_and_bandwidth,
     machine_from,
     width_curve,
@@ -26,7 +25,7 @@ from meshmark.plan.cli import main
 from meshmark.plan.microbenchmarks import Measurement
 from meshmark.plan.prediction import predict_grid
 from meshmark.plan.rates import Rates, rates
-from meshmark.spec.hardware import Gpu, gpu
+from meshmark.spec.hardware import Gpu, gpu, gpu_of_device
 from meshmark.spec.model_spec import gpt
 from meshmark.theory.grid import make_grid
 from meshmark.theory.recipe import recipe
@@ -131,11 +130,16 @@ def test_a_known_gpu_keeps_its_datasheet_and_the_fitted_rates_of_what_was_not_me
         ("NVIDIA A100-SXM4-40GB", "a100-40"),
         ("NVIDIA A100-SXM4-80GB", "a100-80"),
         ("Tesla V100-SXM3-32GB", "v100-32"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GH200 480GB", None),
         ("NVIDIA L4", None),
     ],
 )
 def test_calibration_measures_against_the_gpu_that_is_there(device: str, name: str | None) -> None:
-    found = known_gpu(device)
+    found = gpu_of_device(device)
     assert (found.name if found else None) == name
 
 

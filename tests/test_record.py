@@ -185,6 +185,14 @@ def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> N
     assert len(read_records(tmp_path).records) == 2
 
 
+def test_a_line_that_does_not_reach_the_disk_is_said_not_to(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").symlink_to("/dev/full")
+    file = RecordFile(tmp_path)
+    with pytest.raises(ResultsError, match="records.jsonl' cannot be written: No space left on device"):
+        file.append(make_record())
+    file.close()
+
+
 def test_readers_do_not_wait_for_the_writer(tmp_path: Path) -> None:
     write(tmp_path, make_record())
     writer = RecordFile(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter, outside_name, select
 from meshmark.errors import AdapterError, UnknownNameError
-from meshmark.spec.layout import Layout
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from tests.factories import make_case, make_model, make_workload
@@ -181,14 +183,16 @@ def test_the_core_without_a_checkout_says_so(tmp_path: Path) -> None:
 # What an adapter says it can do, against what is asked of it.
 
 EVERYTHING = Capabilities(
-    degrees=frozenset({"dp", "tp", "pp"}), zero_stages=frozenset({0, 1, 2, 3}), precisions=frozenset(Precision)
+    degrees=frozenset({"dp", "tp", "pp"}),
+    zero_stages=frozenset({0, 1, 2, 3}),
+    precisions=frozenset(Precision.PRESETS.values()),
 )
 
 
 def test_capabilities_that_suffice_refuse_nothing() -> None:
     dropped = make_workload(model=make_model(tied_embeddings=True, dropout=0.1))
     case = make_case(layout=Layout(dp=2, tp=2, pp=2, zero_stage=3), workload=dropped, precision=Precision.FP16)
-    assert EVERYTHING.refusal(case, "cuda") is None
+    assert EVERYTHING.refusal(case, "cuda", "nccl") is None
 
 
 @pytest.mark.parametrize(
@@ -196,6 +200,7 @@ def test_capabilities_that_suffice_refuse_nothing() -> None:
     [
         ({"degrees": frozenset({"tp", "pp"})}, "dp=2"),
         ({"degrees": frozenset({"dp"})}, "tp=2, pp=2"),
+        ({"combinations": frozenset({frozenset({"dp", "tp"}), frozenset({"dp", "pp"})})}, "dp with tp with pp"),
         ({"zero_stages": frozenset({0})}, "ZeRO stage 3"),
         ({"precisions": frozenset({Precision.FP32})}, "precision bf16"),
         ({"families": frozenset({Family.LLAMA})}, "model family gpt"),
@@ -208,7 +213,64 @@ def test_each_capability_that_is_lacking_is_named(lacking: dict[str, object], re
     workload = make_workload(model=make_model(tied_embeddings=True, dropout=0.1))
     case = make_case(layout=Layout(dp=2, tp=2, pp=2, zero_stage=3), workload=workload, precision=Precision.BF16)
     able = Capabilities(**{**vars(EVERYTHING), **lacking})
-    assert able.refusal(case, "cpu") == f"ddp does not support {reason}"
+    assert able.refusal(case, "cpu", "gloo") == f"ddp does not support {reason}"
+
+
+@pytest.mark.parametrize(
+    "layout, reason",
+    [
+        (Layout(cp=2), "cp=2"),
+        (Layout(pp=2, schedule=Schedule.ONE_F_ONE_B), "schedule 1f1b"),
+        (Layout(pp=2, schedule=Schedule.INTERLEAVED, virtual_stages=2), "schedule interleaved, 2 virtual stages"),
+        (Layout(tp=2, sequence_parallel=True), "sequence parallelism"),
+        (Layout(recompute=Recompute.SELECTIVE), "selective recomputation"),
+        (Layout(dp=2, zero_stage=3, offload=Offload.NVME), "offload to nvme"),
+    ],
+)
+def test_an_axis_that_is_not_declared_is_not_run_as_something_else(layout: Layout, reason: str) -> None:
+    case = make_case(layout=layout, workload=make_workload(model=make_model(num_layers=4)))
+    assert EVERYTHING.refusal(case, "cpu", "gloo") == f"ddp does not support {reason}"
+
+
+def test_axes_may_be_declared_to_go_together_in_some_ways_alone() -> None:
+    able = replace(EVERYTHING, combinations=frozenset({frozenset({"dp", "tp"}), frozenset({"dp", "pp"})}))
+    assert able.beyond(Layout(dp=2, pp=2)) == able.beyond(Layout(dp=2, tp=2)) == able.beyond(Layout(tp=2)) == []
+    assert able.beyond(Layout(tp=2, pp=2)) == ["tp with pp"]
+
+
+def test_a_schedule_means_nothing_without_a_pipeline() -> None:
+    assert EVERYTHING.beyond(Layout(dp=2, schedule=Schedule.ONE_F_ONE_B)) == []
+
+
+def test_pipelines_of_cuda_tensors_over_gloo_are_refused_with_the_reason() -> None:
+    """gloo's send and recv would hand a device's address to a socket."""
+    piped = make_case(layout=Layout(pp=2))
+    assert [EVERYTHING.refusal(piped, *where) for where in (("cpu", "gloo"), ("cuda", "nccl"))] == [None, None]
+    assert "host memory alone" in (EVERYTHING.refusal(piped, "cuda", "gloo") or "")
+    assert EVERYTHING.refusal(make_case(), "cuda", "gloo") is None, "its collectives go by way of the host"
+
+
+def test_an_adapter_may_say_more_than_its_capabilities() -> None:
+    class Picky(Adapter):
+        capabilities = EVERYTHING
+
+        @classmethod
+        def supports(cls, case: Case, device: str, backend: str) -> str | None:
+            return super().supports(case, device, backend) or f"not on {device} over {backend}"
+
+    assert Picky.refusal(make_case(), "cuda", "nccl") == "not on cuda over nccl"
+    assert Picky.refusal(make_case(layout=Layout(cp=2)), "cpu", "gloo") == "ddp does not support cp=2"
+
+
+def test_what_a_pass_needs_is_asked_for_too() -> None:
+    class Forgetful(Adapter):
+        capabilities = replace(EVERYTHING, lacks={Feature.SAVE: "no disk"})
+
+    assert Forgetful.refusal(make_case(), "cpu", "gloo") is None
+    needs = frozenset({Feature.SAVE})
+    assert Forgetful.refusal(make_case(), "cpu", "gloo", needs) == "ddp does not support checkpoints (no disk)"
+    both = Forgetful.refusal(make_case(layout=Layout(cp=2)), "cpu", "gloo", needs)
+    assert both == "ddp does not support cp=2, checkpoints (no disk)"
 
 
 def test_a_missing_framework_is_a_reason_with_the_pip_command() -> None:
@@ -219,7 +281,7 @@ def test_a_missing_framework_is_a_reason_with_the_pip_command() -> None:
             Requirement(module="no_such_module", distribution="no-such"),
         )
 
-    assert Exotic.refusal(make_case(), "cpu") == "no-such is not installed: pip install no-such"
+    assert Exotic.refusal(make_case(), "cpu", "gloo") == "no-such is not installed: pip install no-such"
 
 
 @pytest.mark.parametrize("module, missing", [("json", False), ("json.decoder", False), ("no_such.part", True)])

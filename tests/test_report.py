@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -14,9 +15,10 @@ from meshmark.measure.readings import Collective, TrafficReading
 from meshmark.report import tables
 from meshmark.report.render import write_report
 from meshmark.report.results import results
-from meshmark.run.record import Outcome, Reading, Record, Status
+from meshmark.run.record import Outcome, Reading, Record, Status, read_records
 from meshmark.run.request import Task
-from meshmark.spec.layout import Layout
+from meshmark.run.verdict import judge_memory
+from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
 from tests.factories import (
     make_case,
@@ -166,6 +168,33 @@ def test_a_failed_run_shows_how_it_ended_and_no_numbers(page: str) -> None:
     assert (found["correct"], found["tokens/s"], found["peak / rank"]) == ("**hung**", "", "")
 
 
+SLOW = Outcome(status=Status.SLOW, rank=0, message="no end within 8 s, but still coming on: 4 of 13 steps")
+
+
+def test_a_pass_that_was_too_slow_says_nothing_against_correctness(tmp_path: Path) -> None:
+    """What the instrumented pass found stands, and its memory is a result; without that nothing is known."""
+    timed = make_timed(case=DDP, outcome=SLOW, rank_step_seconds=[])
+    right, unknown = (make_good(case=DDP), timed), skipped(case=GPIPE, outcome=SLOW)
+    bad = (wrong_record(), dataclasses.replace(timed, case=FSDP2))
+    text = render(tmp_path, [*right, unknown, *bad])
+    found = answer(text)
+    assert found["ddp"]["correct"] == "yes, timed pass **slow**"
+    assert "~~" not in found["ddp"]["peak / rank"] and found["ddp"]["peak / rank"]
+    assert found["gpipe"]["correct"] == "**slow**"
+    assert found["fsdp2"]["correct"] == "**no**, timed pass **slow**"
+    assert "**1 of 2 judged cases train correctly**" in text and "1 not judged" in text
+    assert f"wrong or failed: `{FSDP2.id}`" in text and f"`{GPIPE.id}`" not in text.splitlines()[2]
+    assert "4 of 13 steps" in text
+
+
+def test_a_verdict_that_the_adapter_made_impossible_has_no_error_in_figures(tmp_path: Path) -> None:
+    record = make_good(
+        case=DDP, planned_states=[], remainders=[], unmeasured={"memory": "Adapter.recipe raised E: why"}
+    )
+    text = render(tmp_path, [dataclasses.replace(record, verdicts=[make_verdict(), judge_memory(record)])])
+    assert "memory: Adapter.recipe raised E: why" in text
+
+
 def test_skipped_cases_are_not_in_the_answer(page: str) -> None:
     assert set(answer(page)) == {"ddp", "fsdp2", "gpipe"}
 
@@ -175,6 +204,30 @@ def test_memory_in_the_answer_is_that_of_the_fullest_rank(tmp_path: Path) -> Non
     found = answer(render(tmp_path, [record]))["ddp"]
     assert found["peak / rank"] == "6.57 KiB"
     assert found["model states / rank"] == "1.56 KiB"
+
+
+def test_a_run_that_timed_alone_is_not_said_to_be_wrong(tmp_path: Path) -> None:
+    head = render(tmp_path, [make_timed(case=case) for case in (DDP, FSDP2, GPIPE)]).splitlines()[2]
+    assert head == (
+        "**Correctness was not judged in this run** (not judged: 3 cases; judged: 0, correct: 0); failed: 0."
+    )
+
+
+def test_a_timed_run_that_crashed_is_counted_as_failed(tmp_path: Path) -> None:
+    records = [make_timed(case=DDP), crashed(case=GPIPE, task=Task.TIME)]
+    head = render(tmp_path, records).splitlines()[2]
+    assert head.startswith("**Correctness was not judged in this run** (not judged: 2 cases; judged: 0, correct: 0)")
+    assert f"wrong or failed: `{GPIPE.id}`." in head
+
+
+def test_only_what_was_judged_is_counted(tmp_path: Path) -> None:
+    head = render(tmp_path, [make_good(case=DDP), wrong_record(), make_timed(case=GPIPE)]).splitlines()[2]
+    assert head.startswith("**1 of 2 judged cases train correctly**")
+    assert f"wrong or failed: `{FSDP2.id}`; 1 not judged." in head
+
+
+def test_where_nothing_was_run_nothing_is_counted(tmp_path: Path) -> None:
+    assert render(tmp_path, [skipped()]).splitlines()[2] == "**No case was run**; 1 not run, with reasons below."
 
 
 # Several records of one case.
@@ -370,9 +423,92 @@ def test_times_are_compared_with_a_baseline_case_by_case(tmp_path: Path) -> None
     assert column == ["0.25", "new"]
 
 
+OTHER = {
+    "machine": make_environment(machine="Babbage 2"),
+    "CPUs": make_environment(num_cpus=64),
+    "device": make_environment(device="cuda"),
+    "nodes": make_environment(nnodes=2),
+}
+
+
+def compared(tmp_path: Path, there: Environment) -> str:
+    """A page of this machine, with a baseline of another environment: twice as slow, wrong, three times as full."""
+    before = [
+        make_timed(case=DDP, environment=there, rank_step_seconds=[[1.0, 1.0]] * 2),
+        make_good(case=DDP, environment=there, verdicts=[WRONG], memory=[make_memory(activations=6348)] * 2),
+    ]
+    here = make_environment(omp_num_threads="1")
+    now = [make_timed(case=DDP, environment=here, rank_step_seconds=[[0.5, 0.5]] * 2)]
+    now += [make_good(case=DDP, environment=here)]
+    path = tmp_path / "page.md"
+    write_report(Reading(records=now, complaints=[]), path, "meshmark report", Reading(records=before, complaints=[]))
+    return path.read_text()
+
+
+@pytest.mark.parametrize("fact", OTHER)
+def test_times_of_another_machine_are_struck_out_and_what_differs_is_told(tmp_path: Path, fact: str) -> None:
+    text = section(compared(tmp_path, OTHER[fact]), "Throughput")
+    (row,) = rows(text)
+    assert row["median / baseline's"] == "~~0.50~~ other machine"
+    assert f"The baseline was measured under other conditions**: {fact} " in text
+    assert text.index("under other conditions") < text.index("| median step"), "before the comparison"
+
+
+@pytest.mark.parametrize(
+    ("changes", "label", "told"),
+    [
+        ({"versions": {"torch": "2.12.0"}}, "torch", "torch 2.13.0 here, 2.12.0 there"),
+        ({"omp_num_threads": "4"}, "OMP_NUM_THREADS", "OMP_NUM_THREADS 1 here, 4 there"),
+    ],
+)
+def test_times_under_other_settings_are_marked(
+    tmp_path: Path, changes: dict[str, object], label: str, told: str
+) -> None:
+    text = section(compared(tmp_path, make_environment(**changes)), "Throughput")
+    (row,) = rows(text)
+    assert row["median / baseline's"] == f"0.50 (other {label})"
+    assert told in text
+
+
+def test_a_baseline_of_the_same_machine_is_compared_without_a_word(tmp_path: Path) -> None:
+    """Older records do not tell the number of threads: that is no difference."""
+    page = compared(tmp_path, make_environment())
+    (row,) = rows(section(page, "Throughput"))
+    assert row["median / baseline's"] == "0.50"
+    assert "other conditions" not in page
+
+
+@pytest.mark.parametrize("there", [make_environment(), OTHER["machine"]], ids=["same machine", "other machine"])
+def test_bytes_and_correctness_are_compared_wherever_the_baseline_is_from(tmp_path: Path, there: Environment) -> None:
+    page = compared(tmp_path, there)
+    (memory,), (equivalence,) = rows(section(page, "Memory")), rows(section(page, "Equivalence"))
+    assert float(memory["peak / baseline's"]) == pytest.approx(2724 / 8072, abs=1e-4)
+    assert (equivalence["verdict"], equivalence["baseline's"]) == ("yes", "**no**")
+
+
+def test_the_committed_baseline_is_read_and_known_to_be_of_another_machine(tmp_path: Path) -> None:
+    before = read_records(Path(__file__).parents[1] / "baselines" / "epyc-2cpu")
+    assert not before.complaints
+    timed = next(record for record in before.records if record.task is Task.TIME)
+    path = tmp_path / "page.md"
+    now = make_timed(case=timed.case, rank_step_seconds=timed.rank_step_seconds)
+    write_report(Reading(records=[now], complaints=[]), path, "meshmark report", before)
+    text = section(path.read_text(), "Throughput")
+    assert "machine Abacus 3000 here, AMD EPYC there" in text and "~~1.00~~ other machine" in text
+
+
 def test_without_a_baseline_there_is_no_such_column(tmp_path: Path) -> None:
     (row,) = rows(section(render(tmp_path, [make_timed()]), "Throughput"))
     assert "median / baseline's" not in row
+
+
+def test_pipelines_are_shown_with_the_bubble_that_theory_gives_them(tmp_path: Path) -> None:
+    interleaved = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
+    deep = make_workload(model=make_model(num_layers=4))
+    cases = [DDP, GPIPE, make_case("pipeline", interleaved, workload=deep)]
+    found = rows(section(render(tmp_path, [make_timed(case=case) for case in cases]), "Throughput"))
+    assert [row["bubble, planned"] for row in found] == ["", "20.0%", "11.1%"]
+    assert "bubble" not in render(tmp_path, [make_timed(case=DDP)])
 
 
 def test_the_time_of_all_launches_is_accounted_for(page: str) -> None:
@@ -404,7 +540,6 @@ def test_a_commit_that_is_not_known_is_said_to_be(tmp_path: Path) -> None:
 def test_a_report_of_little_is_still_a_report(tmp_path: Path, records: list[Record]) -> None:
     page = render(tmp_path, records)
     assert page.startswith("# Meshmark report: Abacus 3000, 2 CPUs, cpu\n\n**")
-    assert "cases train correctly**" in page.splitlines()[2]
     assert rows(section(page, "How it was obtained"))
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import psutil
+import pytest
 
 from meshmark.run.record import RecordFile, read_records
 
@@ -40,8 +43,6 @@ def test_a_run_leaves_records_junit_and_benchmark_data(tmp_path: Path) -> None:
     done = suites(
         "--adapters",
         "ddp",
-        "-k",
-        "not conformance",
         "--results",
         tmp_path / "r",
         f"--junitxml={tmp_path / 'junit.xml'}",
@@ -56,6 +57,50 @@ def test_a_run_leaves_records_junit_and_benchmark_data(tmp_path: Path) -> None:
     names = [case.get("name") for case in ElementTree.parse(tmp_path / "junit.xml").iter("testcase")]
     assert "test_equivalence[ddp-dp2.mb2-gpt-tiny-fp32]" in names
     assert "[1/2] observe ddp-dp2.mb2-gpt-tiny-fp32" in done.stdout
+
+
+def test_a_warning_is_an_error_here() -> None:
+    """In tests of Meshmark's own."""
+    with pytest.raises(UserWarning, match="planted"):
+        warnings.warn("planted", stacklevel=1)
+
+
+def test_a_warning_is_none_in_the_suites(tmp_path: Path) -> None:
+    """A user's adapter may warn, and pytest-benchmark does when there is nothing yet to compare with."""
+    (tmp_path / "warns.py").write_text(
+        "import warnings\nfrom adapters.ddp import DDP\nwarnings.warn('on import')\nclass Warns(DDP):\n"
+        "    @classmethod\n    def modules(cls):\n        warnings.warn('in a fixture')\n        return []\n"
+    )
+    first_run = ("--benchmark-autosave", "--benchmark-compare", f"--benchmark-storage={tmp_path / 'b'}")
+    warning = ("--adapter", f"{tmp_path / 'warns.py'}:Warns", "--workload", "gpt-mini")
+    done = suites("-k", "throughput", *warning, *first_run, "--results", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "UserWarning: in a fixture" in done.stdout and "1 passed" in done.stdout
+    assert list((tmp_path / "b").rglob("*.json"))
+
+
+def test_the_last_launch_is_the_last_that_was_counted(tmp_path: Path) -> None:
+    """Also when some are refused, skipped by another plugin, or fail before what stands on them."""
+    (tmp_path / "unsaved.py").write_text(
+        "from meshmark.adapters.ddp import DDP\nclass Unsaved(DDP):\n"
+        "    def build(self, case, context):\n        engine = super().build(case, context)\n"
+        "        def save(folder):\n            raise OSError('disk full')\n"
+        "        engine.save = save\n        return engine\n"
+    )
+    unsaved = ("--adapter", f"{tmp_path / 'unsaved.py'}:Unsaved", "--workload", "gpt-mini")
+    failing = suites("--conformance", "-k", "loss or resume or reshard", *unsaved, "--results", tmp_path / "a")
+    assert failing.returncode == 1
+    assert counters(failing.stdout) == [(1, 4), (2, 2)]
+    some = ("--adapters", "gpipe,single", "--precision", "fp16,fp32", "--workload", "gpt-mini", "--benchmark-only")
+    refused = suites(*some, "--results", tmp_path / "b")
+    assert refused.returncode == 0
+    assert [done for done, _ in counters(refused.stdout)] == [1, 2, 3]
+    assert counters(refused.stdout)[-1] == (3, 3)
+
+
+def counters(output: str) -> list[tuple[int, int]]:
+    """(n, N) of every line `[n/N] ...`."""
+    return [(int(n), int(total)) for n, total in re.findall(r"^\[(\d+)/(\d+)\]", output, re.MULTILINE)]
 
 
 def test_a_broken_adapter_from_outside_fails_the_equivalence_suite(tmp_path: Path) -> None:
@@ -94,7 +139,7 @@ def test_ctrl_c_leaves_readable_records_and_no_process(tmp_path: Path) -> None:
     )
     records = tmp_path / "records.jsonl"
     try:
-        wait_until(lambda: records.is_file() and records.read_bytes() != b"", seconds=90)
+        wait_until(lambda: records.is_file() and b'"task"' in records.read_bytes(), seconds=90)
         time.sleep(2)  # now inside the case that hangs
         os.killpg(running.pid, signal.SIGINT)
         out, _ = running.communicate(timeout=30)
@@ -103,7 +148,10 @@ def test_ctrl_c_leaves_readable_records_and_no_process(tmp_path: Path) -> None:
             os.killpg(running.pid, signal.SIGKILL)
             running.communicate()
     assert running.returncode == 2, out.decode()
-    assert [r.case.adapter for r in read_records(tmp_path).records] == ["ddp"]
+    left = read_records(tmp_path)
+    assert [r.case.adapter for r in left.records] == ["ddp"]
+    assert left.sessions[-1].exit_code == 2
+    assert [a.ending for a in left.sessions[-1].attempts] == ["passed", "unfinished"]
     wait_until(lambda: not processes_that_mention(str(tmp_path)), seconds=10)
 
 

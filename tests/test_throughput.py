@@ -31,8 +31,8 @@ def test_mfu_is_model_operations_over_the_peak_of_all_ranks() -> None:
 @pytest.mark.parametrize(
     "machine, precision, ranks, nnodes, peak",
     [
-        ("1 x NVIDIA H100 80GB HBM3", Precision.BF16, 1, 1, 989e12),
-        ("8 x NVIDIA H100 80GB HBM3", Precision.BF16, 2, 1, 2 * 989e12),
+        ("1 x NVIDIA H100 80GB HBM3", Precision.BF16, 1, 1, 989.4e12),
+        ("8 x NVIDIA H100 80GB HBM3", Precision.BF16, 2, 1, 2 * 989.4e12),
         ("1 x NVIDIA H200", Precision.FP32, 2, 1, 67e12),
         ("1 x NVIDIA A100-SXM4-80GB", Precision.FP16, 2, 2, 2 * 312e12),
     ],

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 
 from meshmark.judge.deviation import Deviation, Drift
 from meshmark.judge.faults import Diagnosis, Fault
-from meshmark.judge.verdict import Limit, detection_limits, judge_communication, judge_equivalence, judge_memory
-from meshmark.measure.readings import Collective, TrafficReading
-from meshmark.run.record import Record
+from meshmark.measure.readings import Bytes, Collective, TrafficReading
+from meshmark.run.record import Record, Verdict
+from meshmark.run.verdict import Limit, detection_limits, judge_communication, judge_equivalence, judge_memory
 from meshmark.theory.states import ModelStates, Remainder
 from tests.factories import make_good, make_memory, make_traffic
 
@@ -205,6 +207,34 @@ def test_bytes_where_none_are_planned_fail() -> None:
 def test_a_rank_without_a_reading_is_not_passed_over() -> None:
     with pytest.raises(ValueError, match="shorter|longer"):
         judge_memory(make_good(memory=[make_memory()]))
+
+
+@pytest.mark.parametrize(
+    "category, methods",
+    [("gradients", ["`Engine.holdings`", "`Adapter.remainders`"]), ("activations", ["`Adapter.recipe`"])],
+)
+def test_bytes_that_differ_name_the_method_to_mend(category: str, methods: list[str]) -> None:
+    record = memory(1, "gradients", 300)
+    if category == "activations":
+        held = [dataclasses.replace(make_memory(), held=Bytes(activations=500))] * 2
+        plan = [ModelStates(parameters=400, gradients=400, optimizer_states=800, activations=100)] * 2
+        record = make_good(memory=held, remainders=[[], []], planned_states=plan)
+    summary = judge_memory(record).summary
+    assert summary.startswith(category) and all(method in summary for method in methods)
+    assert "`" not in judge_memory(memory(1, "gradients", 400)).summary, "nothing to mend"
+
+
+def test_traffic_that_differs_names_the_method_to_mend() -> None:
+    assert "`Adapter.traffic`" in judge_communication(traffic(("all_reduce", 2000))).summary
+    assert "`" not in judge_communication(traffic(("all_reduce", 1000))).summary
+
+
+@pytest.mark.parametrize("judge, suite", [(judge_memory, "memory"), (judge_communication, "communication")])
+def test_what_could_not_be_measured_fails_with_its_reason(judge: Callable[[Record], Verdict], suite: str) -> None:
+    """Though the readings and plans are not there to be judged."""
+    bare = make_good(memory=[], planned_states=[], remainders=[], traffic=[], planned_traffic=[])
+    verdict = judge(dataclasses.replace(bare, unmeasured={suite: "Adapter.x raised E: why"}))
+    assert (verdict.suite, verdict.passed, verdict.summary) == (suite, False, "Adapter.x raised E: why")
 
 
 # Communication: planned are 1000 bytes of all-reduce on each of two ranks.

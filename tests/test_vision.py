@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from meshmark.judge.verdict import judge_communication, judge_memory
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshmark.adapter.capabilities import Capabilities, Feature
@@ -16,7 +17,6 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.errors import InputError
 from meshmark.judge.buffers import exact_buffers, initial_buffers
 from meshmark.judge.truth import exact_gradients, initial_values
-from meshmark.judge.verdict import judge_communication, judge_memory
 from meshmark.reference import digits
 from meshmark.reference.build import buffer_shapes, build_model, parameter_shapes
 from meshmark.reference.data import IGNORED, check_data, make_batch

@@ -6,7 +6,6 @@ import pytest
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.spec.model_spec import MODELS
-from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.vision_spec import VISION_MODELS
 from meshmark.spec.workload import WORKLOADS, workload
 from tests.factories import make_model, make_workload
@@ -36,22 +35,6 @@ def test_an_empty_batch_is_refused() -> None:
 
 def test_tokens_of_a_step_are_all_positions() -> None:
     assert make_workload(global_batch=6, model=make_model(seq_len=10), masked=True).tokens_per_step == 60
-
-
-def test_states_that_each_optimizer_keeps() -> None:
-    """Real optimizers of PyTorch, one step."""
-    import torch
-
-    from meshmark.reference.objective import build_optimizer
-
-    for kind in OptimizerKind:
-        spec = OptimizerSpec(kind=kind)
-        parameter = torch.nn.Parameter(torch.ones(3, 5))
-        optimizer = build_optimizer(spec, [("weight", parameter)])
-        parameter.grad = torch.ones(3, 5)
-        optimizer.step()
-        kept = [v for v in optimizer.state[parameter].values() if torch.is_tensor(v) and v.shape == (3, 5)]
-        assert len(kept) == spec.states_per_parameter
 
 
 def test_clipping_is_active_in_the_tiny_workloads() -> None:

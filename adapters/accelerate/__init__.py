@@ -37,7 +37,7 @@ from meshmark.adapters.accelerate.prepare import (
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
-from meshmark.adapters.fsdp2 import FSDP2Engine
+from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
@@ -112,7 +112,10 @@ class Accelerate(Adapter):
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
-        lacks={Precision.FP16: _FP16_IS_FP32},
+        lacks={
+            Precision.FP16: _FP16_IS_FP32,
+            Precision.BF16_REDUCE_BF16: "its comm_hook is PyTorch's own function, which DDP lets run on NCCL alone",
+        },
     )
 
     @classmethod
@@ -159,7 +162,7 @@ class AccelerateFSDP2Engine(FSDP2Engine, AccelerateEngine):
 
 class AccelerateFSDP2(Adapter):
     """Blocks are sharded each on its own, the rest with the model; bf16 as by `adapters.fsdp2`: bf16 weights are
-    gathered from fp32 shards, and gradients reduced in fp32 (Accelerate's own choice would be bf16)."""
+    gathered from fp32 shards, and gradients reduced as the precision says (Accelerate's own choice would be bf16)."""
 
     requires: ClassVar = (_ACCELERATE,)
     preload: ClassVar = ("deepspeed",)
@@ -168,8 +171,8 @@ class AccelerateFSDP2(Adapter):
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
         zero_stages=frozenset({3}),
-        precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
-        lacks={Precision.FP16: _FP16_IS_FP32},
+        precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16, Precision.BF16_REDUCE_BF16}),
+        lacks={**FSDP2.capabilities.lacks, Precision.FP16: _FP16_IS_FP32},
     )
 
     @classmethod
@@ -194,12 +197,12 @@ class AccelerateFSDP2(Adapter):
 
         if context.device.type == "cpu":
             allow_fsdp_on_cpu(context)
-        low = AUTOCAST.get(case.precision)
+        low, reduced = AUTOCAST.get(case.precision.compute), getattr(torch, case.precision.reduction)
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["Block"],
-            mixed_precision_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else None,
+            mixed_precision_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else None,
         )
         accelerator = Accelerator(
             mixed_precision=mixed_precision(case),

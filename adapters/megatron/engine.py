@@ -39,12 +39,7 @@ class MegatronEngine(DataParallelEngine):
         super().__init__(case, context, module, optimizer)
         self.model = model
         self.tp_group: ProcessGroup = parallel_state.get_tensor_model_parallel_group()
-        self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
-        self._dp_rank: int = parallel_state.get_data_parallel_rank()
-
-    @property
-    def dp_rank(self) -> int:
-        return self._dp_rank
+        self.tp_rank = case.layout.coordinates(context.rank).tp
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -71,7 +66,7 @@ class MegatronEngine(DataParallelEngine):
     def differentiate(self, loss: Tensor) -> None:
         # megatron-core's linear layers bring autocast back in their backward on CUDA alone
         # (custom_bwd(device_type="cuda")); on a CPU the backward has to run under it for the same arithmetic.
-        dtype = AUTOCAST.get(self.case.precision)
+        dtype = AUTOCAST.get(self.case.precision.compute)
         on_cpu = self.context.device.type == "cpu"
         with torch.autocast("cpu", dtype=dtype, enabled=True) if on_cpu and dtype else contextlib.nullcontext():
             super().differentiate(loss)

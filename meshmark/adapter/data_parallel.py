@@ -21,11 +21,11 @@ from meshmark.reference.model import Model, Recomputer, drawn_name
 from meshmark.reference.objective import build_schedule, loss_share
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
-from meshmark.spec.precision import Precision
+from meshmark.spec.precision import Dtype, LossScaling
 
 AnyModel = TypeVar("AnyModel", bound=Model)
 PYTORCHS_CHECKPOINT: Recomputer = functools.partial(checkpoint, use_reentrant=False)
-AUTOCAST = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+AUTOCAST = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
 
 
 def initial_model(case: Case, device: torch.device) -> Model:
@@ -33,7 +33,7 @@ def initial_model(case: Case, device: torch.device) -> Model:
     with device:
         model = build_model(case.workload.model)
     model.initialize(case.workload.seed)
-    return configure(model.double() if case.precision is Precision.FP64 else model, case)
+    return configure(model.double() if case.precision.master is Dtype.FP64 else model, case)
 
 
 def configure(model: AnyModel, case: Case, recompute: Recomputer = PYTORCHS_CHECKPOINT) -> AnyModel:
@@ -62,7 +62,8 @@ class DataParallelEngine(Engine):
 
     def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.case, self.context, self.module, self.optimizer = case, context, module, optimizer
-        self.scaler = torch.amp.GradScaler(context.device.type, enabled=case.precision is Precision.FP16)
+        scaled = case.precision.loss_scaling is LossScaling.DYNAMIC
+        self.scaler = torch.amp.GradScaler(context.device.type, enabled=scaled)
         self.schedule: Any = self.make_schedule()
 
     def make_schedule(self) -> Any:  # noqa: ANN401
@@ -72,7 +73,7 @@ class DataParallelEngine(Engine):
     @property
     def dp_rank(self) -> int:
         """Which of the batch's shards is this rank's."""
-        return self.context.rank
+        return self.case.layout.coordinates(self.context.rank).dp
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -81,7 +82,7 @@ class DataParallelEngine(Engine):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The model's outputs (logits) under this engine's precision."""
-        dtype = AUTOCAST.get(self.case.precision)
+        dtype = AUTOCAST.get(self.case.precision.compute)
         with torch.autocast(self.context.device.type, dtype=dtype, enabled=dtype is not None):
             logits: Tensor = self.module(inputs)
         return logits

@@ -1,4 +1,4 @@
 """What must hold of any framework: scenarios that show it, clauses that say it, judges that find it out.
 
-May import: spec, reference, theory, adapter, measure, judge, run.
+May import: spec, reference, adapter, judge, run.
 """

@@ -5,11 +5,11 @@ Records on disk can be judged again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from meshmark.conformance import judges
-from meshmark.conformance.finding import ClauseResult, Finding
+from meshmark.conformance.finding import ClauseResult, Defect, Finding
 from meshmark.conformance.scenario import SCENARIOS
 from meshmark.run.record import Record, Status
 
@@ -28,9 +28,12 @@ class Clause:
 def judge_clause(clause: Clause, records: Mapping[str, Record]) -> Finding:
     """The finding of `clause` from the records of its scenarios, by name."""
     needed = [records[name] for name in clause.scenarios]
-    found = _obstacle(needed, clause) or clause.judge(*needed)
+    found = _obstacle(needed) or clause.judge(*needed)
+    if found.result is ClauseResult.FAIL and found.defect is None:
+        defects = (defect for record in needed for defect in _defects(record, found.evidence))
+        found = replace(found, defect=next(defects, None))
     gap = next((g for g in needed[0].known_gaps if g.covers(needed[0].case, clause.name)), None)
-    if gap is None or found.result is ClauseResult.UNSUPPORTED:
+    if gap is None or found.result in (ClauseResult.UNSUPPORTED, ClauseResult.UNDECIDED):
         return found
     if found.result is ClauseResult.FAIL and gap.symptom not in found.evidence:
         return found  # another failure than the known one
@@ -38,16 +41,42 @@ def judge_clause(clause: Clause, records: Mapping[str, Record]) -> Finding:
     return Finding(result=result, evidence=f"{gap.reason} ({found.evidence})", link=gap.link)
 
 
-def _obstacle(records: list[Record], clause: Clause) -> Finding | None:
+def point_back(name: str, found: Finding, earlier: Mapping[str, Finding]) -> Finding:
+    """`found` of the clause `name`; in one short line where a clause before it fails by the same defect."""
+    for other, before in earlier.items():
+        if other == name:
+            break
+        if found.defect and before.defect and before.result is found.result and before.defect.explains(found.defect):
+            return replace(found, evidence=f"as in clause {other}: {found.defect.title}")
+    return found
+
+
+def _defects(record: Record, evidence: str) -> Iterator[Defect]:
+    """What of `record` the evidence of a failure tells."""
+    plain, diagnosis = record.scenario == "plain", record.diagnosis
+    if diagnosis and diagnosis.text in evidence:
+        yield Defect(kind=diagnosis.fault, detail=diagnosis.detail, plain=plain)
+    for verdict in record.verdicts:
+        if not verdict.passed and verdict.suite != "equivalence" and verdict.summary in evidence:
+            what = verdict.evidence.get("category") or verdict.evidence.get("kind") or verdict.summary
+            yield Defect(kind=f"{verdict.suite}: {what}", detail=verdict.summary, plain=plain)
+
+
+def _obstacle(records: list[Record]) -> Finding | None:
     """Why there is nothing to judge: a scenario was skipped, or did not reach its end."""
     for record in records:
         outcome = record.outcome
         if outcome.status is Status.SKIPPED:
             return Finding(result=ClauseResult.UNSUPPORTED, evidence=outcome.message)
-        if outcome.status is not Status.OK and SCENARIOS[record.scenario].name != "error":
+        slow, timed_out = outcome.status is Status.SLOW, outcome.status in (Status.SLOW, Status.HUNG)
+        if outcome.status is not Status.OK and (slow or SCENARIOS[record.scenario].name != "error"):
             where = "" if outcome.rank is None else f" on rank {outcome.rank}"
             message = f"{record.scenario}: {outcome.status}{where}: {outcome.message}"
-            return Finding(result=ClauseResult.FAIL, evidence=message)
+            kind = outcome.status if timed_out else f"{outcome.status}: {outcome.message}"
+            defect = Defect(kind=kind, detail=outcome.message, plain=record.scenario == "plain")
+            return Finding(
+                result=ClauseResult.UNDECIDED if slow else ClauseResult.FAIL, evidence=message, defect=defect
+            )
     return None
 
 
@@ -171,6 +200,12 @@ CLAUSES: dict[str, Clause] = {
             statement="In bf16, moments, gradients and reduction are as precise as declared.",
             scenarios=("bf16",),
             judge=judges.declared_precision,
+        ),
+        Clause(
+            name="bf16 reduction",
+            statement="Asked to reduce gradients in bf16, it does; moments stay as precise as declared.",
+            scenarios=("bf16 reduction",),
+            judge=judges.reduced,
         ),
         Clause(
             name="fp16 overflow",

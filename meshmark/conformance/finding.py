@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,6 +18,29 @@ class ClauseResult(StrEnum):
     """It fails, as its adapter says it will."""
     STALE_GAP = "stale gap"
     """It passes, though its adapter says that it fails: take the gap out."""
+    UNDECIDED = "undecided"
+    """A pass that it rests on was too slow for the time limit: neither kept nor broken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defect:
+    """What a clause fails by, for others to point to."""
+
+    kind: str
+    """The class of a diagnosis, or how a pass ended."""
+    detail: str
+    plain: bool
+    """Whether it shows in the plain scenario, of which all others are variations."""
+
+    @property
+    def title(self) -> str:
+        """One short line."""
+        return textwrap.shorten(self.kind, 80, placeholder=" ...")
+
+    def explains(self, other: Defect) -> bool:
+        """Whether `other` is this one again: what is wrong with the plain run stays so in its variations, though with
+        other numbers."""
+        return self.kind == other.kind and (self.plain or self.detail == other.detail)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +50,5 @@ class Finding:
     result: ClauseResult
     evidence: str
     link: str = ""
+    defect: Defect | None = None
+    """What it fails by, where that is known."""

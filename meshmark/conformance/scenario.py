@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
+from meshmark.errors import LayoutError
+from meshmark.reference.data import on_corpus
 from meshmark.run.request import Task
-from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout, Recompute
+from meshmark.spec.case import Case, Misfit, cell
+from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
@@ -41,6 +44,13 @@ class Scenario:
     """Measure memory and traffic."""
     after: str | None = None
     """The scenario that must have run before, for what it leaves."""
+
+    def varied(self, base: Case) -> tuple[Case, str | None]:
+        """The case that is run; `base` itself with a reason where its layout cannot be laid over the variant."""
+        try:
+            return self.vary(base), None
+        except LayoutError as error:
+            return base, str(error)
 
 
 def _training(**changes: object) -> Callable[[Case], Case]:
@@ -82,6 +92,11 @@ def _low(base: Case) -> Case:
     return dataclasses.replace(_optimizing(learning_rate=1e-4)(base), precision=Precision.BF16)
 
 
+def _low_reduced(base: Case) -> Case:
+    """With one micro-batch, as the base has: FSDP adds those of several up in fp32, and the sum is no bf16 number."""
+    return dataclasses.replace(base, precision=Precision.BF16_REDUCE_BF16)
+
+
 def _half(base: Case) -> Case:
     return dataclasses.replace(base, precision=Precision.FP16)
 
@@ -110,7 +125,7 @@ def _resharded(base: Case) -> Case:
     saved = _scheduled(base)
     layout = saved.layout
     if layout.pp > 1:
-        return _laying(pp=layout.pp // 2)(saved)
+        return _laying(pp=layout.pp // 2, virtual_stages=1)(saved)
     if layout.tp > 1:
         return _laying(tp=2 * layout.tp)(saved)
     return _laying(dp=2 * layout.dp, num_micro_batches=max(1, layout.num_micro_batches // 2))(saved)
@@ -130,6 +145,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(name="unused", vary=_training(skipped_block=1)),
         Scenario(name="recompute", vary=_laying(recompute=Recompute.FULL), metered=True),
         Scenario(name="bf16", vary=_low, metered=True),
+        Scenario(name="bf16 reduction", vary=_low_reduced, metered=True),
         Scenario(
             name="dropout", vary=_unmoved, task=Task.DROPOUT, steps=DROPOUT_STEPS, needs=frozenset({Feature.EVALUATE})
         ),
@@ -170,15 +186,42 @@ def plain_workload() -> Workload:
     return dataclasses.replace(mini, masked=False, optimizer=dataclasses.replace(mini.optimizer, clip_norm=None))
 
 
-def plain_cases(name: str, adapter: type[Adapter], world_size: int) -> list[Case]:
-    """The cases of one adapter at a world size that a conformance pass is made of: every ZeRO stage, every axis."""
-    can, layouts = adapter.capabilities, []
+def _grown(plain: Workload, layout: Layout, global_batch: int | None) -> Workload:
+    """`plain`, renamed where it is larger: a layer for every stage, heads for twice the tensor-parallel ranks (which
+    resharding takes), and unless reported, sequences for every micro-batch of every data-parallel rank."""
+    model = plain.transformer
+    layers, heads = max(model.num_layers, layout.pp), math.lcm(model.num_heads, 2 * layout.tp)
+    batch = global_batch or math.lcm(plain.global_batch, layout.dp * MICRO_BATCHES, layout.num_micro_batches)
+    sizes = {"l": (model.num_layers, layers), "h": (model.num_heads, heads), "b": (plain.global_batch, batch)}
+    larger = dataclasses.replace(
+        model,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        hidden=heads * model.head_dim,
+        ffn_hidden=heads * model.ffn_hidden // model.num_heads,
+    )
+    name = ".".join([plain.name, *(f"{letter}{now}" for letter, (was, now) in sizes.items() if now != was)])
+    return dataclasses.replace(plain, name=name, model=larger, global_batch=batch)
+
+
+def plain_cells(
+    name: str, adapter: type[Adapter], world_size: int, *, global_batch: int | None = None, corpus: str | None = None
+) -> list[Case | Misfit]:
+    """What a conformance pass of one adapter at a world size is made of: every ZeRO stage, every axis. The workload
+    grows with the world, but for a `global_batch` that was asked for."""
+    can, layouts = adapter.capabilities, list[Layout]()
     if not can.degrees:
         layouts = [Layout(zero_stage=stage) for stage in sorted(can.zero_stages)]
     elif "tp" in can.degrees:
         layouts = [Layout(tp=world_size)]
     elif "pp" in can.degrees:
-        layouts = [Layout(pp=world_size, num_micro_batches=world_size)]
+        schedule = next(schedule for schedule in Schedule if schedule in can.schedules)
+        layouts = [Layout(pp=world_size, num_micro_batches=world_size, schedule=schedule)]
     elif "dp" in can.degrees:
         layouts = [Layout(dp=world_size, zero_stage=stage) for stage in sorted(can.zero_stages)]
-    return [Case(adapter=name, workload=plain_workload(), layout=layout) for layout in layouts]
+    plain = plain_workload()
+    return [
+        cell(adapter=name, workload=on_corpus(_grown(plain, layout, global_batch), corpus), layout=layout)
+        for layout in layouts
+    ]

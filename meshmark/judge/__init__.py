@@ -1,4 +1,4 @@
-"""From what was measured to a verdict: truth, noise, deviations, diagnosis.
+"""From what a rank computed to what is wrong with it: trace, truth, noise, deviations, diagnosis.
 
-May import: spec, reference, theory, measure.
+May import: spec, reference, adapter.
 """

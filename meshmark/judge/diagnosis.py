@@ -13,10 +13,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from meshmark import rank_progress
 from meshmark.judge.buffer_faults import explain_buffers
 from meshmark.judge.deviation import Deviations, Drift
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault, named_factor
-from meshmark.judge.gradient_faults import Explanation, FailedStep, explain_gradients, low_precisions, own_parts
+from meshmark.judge.gradient_faults import (
+    Explanation,
+    FailedStep,
+    explain_gradients,
+    low_precisions,
+    nobody_reduced,
+    own_parts,
+)
 from meshmark.judge.trace import Trace
 from meshmark.judge.update_faults import explain_norm, explain_updates
 from meshmark.judge.yardstick import Yardstick, compare, zeros
@@ -30,6 +38,7 @@ def diagnose(
     case: Case, trace: Trace, deviations: Deviations, drifts: Sequence[Drift], yardstick: Yardstick
 ) -> Diagnosis | None:
     """None when nothing is wrong."""
+    rank_progress.begin(rank_progress.Phase.EXPLAIN)
     wrong = {(q, step): excess for excess, q, step in yardstick.excesses(compare(deviations)) if not excess <= 1}
     if start := [q.partition("/")[2] for q, d in deviations.items() if q.startswith("initial/") and d[0].distance != 0]:
         return _start(trace, start)
@@ -48,6 +57,9 @@ def diagnose(
         return found
     if found.fault in (Fault.UNEXPLAINED, Fault.FORWARD, Fault.BACKWARD):
         return dataclasses.replace(drift, detail=f"{drift.detail}, which is wrong too")
+    if found.fault is Fault.NOT_REDUCED and drifted and (reported := nobody_reduced(case, trace, first)):
+        weights = found.detail.partition("; ")[2]
+        return dataclasses.replace(found, detail=f"{reported}; on the lowest, {weights}" if weights else reported)
     return dataclasses.replace(found, ranks=drift.ranks)
 
 

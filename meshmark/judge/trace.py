@@ -10,7 +10,12 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
+from meshmark import rank_progress
 from meshmark.judge.deviation import Drift, Tensors
+from meshmark.judge.gather import all_gather_json, gather_arrays
+
+_MOST_DRIFTED = 4
+"""Tensors a rank: enough to see whose sequences they are made of."""
 
 
 @dataclass(kw_only=True)
@@ -29,6 +34,9 @@ class Trace:
     """Losses like `losses`, but in evaluation, before each step; empty when nobody asked."""
     buffers: list[list[Tensors]] = field(default_factory=list)
     """By replica, then like `parameters`; empty where the workload has none."""
+    drifted: dict[int, Tensors] = field(default_factory=dict)
+    """Of the first step at which gradients drift: some of those that a rank holds otherwise than the lowest, by rank.
+    Of all ranks together only."""
 
 
 def host_copies(tensors: Mapping[str, Tensor]) -> Tensors:
@@ -43,9 +51,9 @@ def host_copies(tensors: Mapping[str, Tensor]) -> Tensors:
 def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
     """The union of all ranks' traces on rank 0 (None elsewhere), each tensor from the lowest rank that holds it; where
     replicas drifted apart; and how many tensors of all steps more than one rank told. A collective call."""
+    rank_progress.begin(rank_progress.Phase.GATHER)
     digests = [tensor_digests(own.parameters), tensor_digests(own.gradients)]
-    everyone: list[list[list[dict[str, str]]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, digests)
+    everyone: list[list[list[dict[str, str]]]] = all_gather_json(digests)
     mine = Trace(
         parameters=_owned(own.parameters, [e[0] for e in everyone]),
         gradients=_owned(own.gradients, [e[1] for e in everyone]),
@@ -54,8 +62,9 @@ def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
         evaluations=own.evaluations,
         buffers=own.buffers,
     )
-    traces: list[Trace] | None = [Trace()] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, traces)
+    drifts = _drifts("parameters", [e[0] for e in everyone]) + _drifts("gradients", [e[1] for e in everyone])
+    mine.drifted = _drifted(own, drifts)
+    traces = _gather(mine)
     if traces is None:
         return None, [], 0
     reported = [trace.norms for trace in traces]
@@ -66,11 +75,50 @@ def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
         norms=[next((n for n in norms if n is not None), None) for norms in zip(*reported, strict=True)],
         evaluations=[sum(shares) for shares in zip(*(t.evaluations for t in traces), strict=True)],
         buffers=[replica for t in traces for replica in t.buffers],
+        drifted={rank: held for trace in traces for rank, held in trace.drifted.items()},
     )
-    drifts = _drifts("parameters", [e[0] for e in everyone]) + _drifts("gradients", [e[1] for e in everyone])
     num_told = sum(len(tensors) for kinds in everyone for steps in kinds for tensors in steps)
     num_held = sum(len(tensors) for tensors in [*union.parameters, *union.gradients])
     return union, drifts, num_told - num_held
+
+
+def _gather(own: Trace) -> list[Trace] | None:
+    """Every rank's trace on rank 0; None elsewhere. A collective call."""
+    buffers = [tensors for replica in own.buffers for tensors in replica]
+    kinds = (own.parameters, own.gradients, list(own.drifted.values()), buffers)
+    names = [[list(tensors) for tensors in kind] for kind in kinds]
+    counts = [len(replica) for replica in own.buffers]
+    headers = all_gather_json([names, own.losses, own.norms, own.evaluations, list(own.drifted), counts])
+    everyone = gather_arrays([value for kind in kinds for tensors in kind for value in tensors.values()])
+    if everyone is None:
+        return None
+    traces = []
+    for (kinds_names, losses, norms, evaluations, ranks, counts), arrays in zip(headers, everyone, strict=True):
+        values = iter(arrays)
+        parameters, gradients, drifted, buffers = (
+            [{name: next(values) for name in step} for step in kind] for kind in kinds_names
+        )
+        steps = iter(buffers)
+        traces.append(
+            Trace(
+                parameters=parameters,
+                gradients=gradients,
+                losses=losses,
+                norms=norms,
+                evaluations=evaluations,
+                drifted=dict(zip(ranks, drifted, strict=True)),
+                buffers=[[next(steps) for _ in range(count)] for count in counts],
+            )
+        )
+    return traces
+
+
+def _drifted(own: Trace, drifts: list[Drift]) -> dict[int, Tensors]:
+    """What `Trace.drifted` takes of this rank."""
+    rank, gradients = dist.get_rank(), [d for d in drifts if d.quantity.startswith("gradients/")]
+    first = min((d.step for d in gradients), default=0)
+    names = [d.quantity.partition("/")[2] for d in gradients if d.step == first and rank in d.ranks][:_MOST_DRIFTED]
+    return {rank: {name: own.gradients[first][name] for name in names}} if names else {}
 
 
 def tensor_digests(steps: list[Tensors]) -> list[dict[str, str]]:

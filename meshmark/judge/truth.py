@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from meshmark import rank_progress
 from meshmark.errors import AdapterError
 from meshmark.judge.buffers import (
     assess_buffers,
@@ -30,7 +31,8 @@ from meshmark.judge.trace import Trace
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.initial import initial_value
-from meshmark.reference.objective import build_optimizer, loss_share
+from meshmark.reference.objective import loss_share
+from meshmark.reference.optimizers import reference_optimizer
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
@@ -47,6 +49,7 @@ def assess(trace: Trace, workload: Workload, start: Tensors | None = None, layou
     start = initial_values(workload) if start is None else start
     found: Deviations = {f"initial/{name}": [deviation(trace.parameters[0].get(name), x)] for name, x in start.items()}
     optimizer = ExactOptimizer(workload.optimizer)
+    rank_progress.begin(rank_progress.Phase.TRUTH, len(trace.gradients))
     for step, own in enumerate(trace.gradients):
         here, after = trace.parameters[step], trace.parameters[step + 1]
         here = {name: here.get(name, np.full(x.shape, np.nan)) for name, x in start.items()}
@@ -103,6 +106,7 @@ def exact_gradients(workload: Workload, parameters: Tensors, batch: Batch, layou
     loss = torch.stack(shares).sum() if len(shares) > 1 else shares[0]
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     found = dict(zip(trained, gradients, strict=True))
+    rank_progress.advance()
     return Exact(
         loss=float(loss.detach()),
         unused=frozenset(name for name, g in found.items() if g is None),
@@ -141,7 +145,7 @@ class ExactOptimizer:
         return {name: p.detach().numpy().copy() for name, p in self.parameters.items()}
 
     def build(self) -> torch.optim.Optimizer:
-        return build_optimizer(self.spec, self.parameters.items())
+        return reference_optimizer(self.spec).build_exact(self.parameters.items())
 
     def clip(self, max_norm: float) -> None:
         nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)

@@ -71,7 +71,7 @@ def gradient_norms(deviations: Deviations) -> list[float]:
 def noise_run(deviations: Deviations, precision: Precision) -> Comparisons:
     """The comparisons of a noise run; none is taken for smaller than half a unit in the last place, for a run that
     happens to be exact says nothing of another."""
-    ulp = 2.0**-53 if precision is Precision.FP64 else 2.0**-24
+    ulp = 2.0 ** -(precision.wide.mantissa_bits + 1)
     found = compare(deviations)
     return {
         quantity: [

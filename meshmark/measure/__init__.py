@@ -1,4 +1,4 @@
 """What really happened in one step of one rank: memory, traffic, time.
 
-May import: spec, adapter.
+May import: adapter.
 """

@@ -24,7 +24,7 @@ from meshmark.plan.calibration_file import Calibrated, write_calibrated
 from meshmark.plan.predict_file import rates_for
 from meshmark.plan.provenance import provenance
 from meshmark.plan.rates import Rates
-from meshmark.spec.hardware import GIGA, Gpu, gpu
+from meshmark.spec.hardware import GIGA, Gpu, gpu_of_device
 
 if TYPE_CHECKING:
     import torch
@@ -147,15 +147,6 @@ def measure(bench: Bench, seconds: float, local_world: int) -> Microbenchmarks:
     return dataclasses.replace(findings, inside=inside, across=across, overlap=overlap)
 
 
-def known_gpu(device_name: str) -> Gpu | None:
-    """The GPU of ours that a driver's name ("NVIDIA A100-SXM4-40GB") speaks of; None for any other."""
-    words = device_name.lower().replace("-", " ").split()
-    for name in ("h200", "h100", "a100", "v100", "p100"):
-        if name in words:
-            return gpu("a100-40" if name == "a100" and "40gb" in words else name)
-    return None
-
-
 def gpu_from(found: Microbenchmarks, device: torch.device, local_world: int) -> Gpu:
     """The machine: a known GPU's datasheet, so that its MFU means what it does elsewhere, or what was measured: the
     fastest product of each arithmetic, the largest copy, the memory that there is for each rank."""
@@ -163,7 +154,7 @@ def gpu_from(found: Microbenchmarks, device: torch.device, local_world: int) -> 
 
     from meshmark.environment import describe, versions
 
-    if device.type == "cuda" and (known := known_gpu(torch.cuda.get_device_name(device))):
+    if device.type == "cuda" and (known := gpu_of_device(torch.cuda.get_device_name(device))):
         return known
     here = describe(device.type, "", 1)
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0

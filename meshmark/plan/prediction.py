@@ -78,14 +78,14 @@ class Prediction:
 
     @property
     def mfu(self) -> Column:
-        """Model FLOPs, causal attention counted in half, over peak."""
-        flops = model_flops_per_token(self.model, attention="causal")
+        """Model FLOPs over peak, as the reports of the suites have it (PaLM, arXiv:2204.02311 appendix B)."""
+        flops = model_flops_per_token(self.model)
         return self.tokens_per_second_per_gpu * flops / self.peak_flops
 
     @property
     def hfu(self) -> Column:
         """Hardware FLOPs, recomputation counted, over peak."""
-        by_code = np.array([hardware_flops_per_token(self.model, recompute=r, attention="causal") for r in RECOMPUTES])
+        by_code = np.array([hardware_flops_per_token(self.model, recompute=r) for r in RECOMPUTES])
         share: Column = self.tokens_per_second_per_gpu * by_code[self.grid.recompute] / self.peak_flops
         return share
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,17 @@ def load_corpus(path: str | None, at_least: int) -> Tensor:
     if len(text) < at_least:
         raise CorpusError(f"corpus {path!r} has {len(text)} bytes; one sequence takes {at_least}: name a longer file")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def on_corpus(workload: Workload, path: str | None) -> Workload:
+    """`workload` on the text at `path`, named after it: its file's stem, in characters that need no quotes in a shell,
+    and a digest of its bytes, for two texts may share a name. Raises `CorpusError` when it cannot be read."""
+    if path is None:
+        return workload
+    stem = re.sub(r"[^A-Za-z0-9]+", "_", Path(path).stem).strip("_")[:20]
+    digest = hashlib.sha256(read_corpus(path)).hexdigest()[:8]
+    name = ".".join(part for part in (workload.name, stem, digest) if part)
+    return dataclasses.replace(workload, name=name, corpus=path)
 
 
 def _uniform(name: str, count: int, bound: int, *, seed: int) -> Tensor:

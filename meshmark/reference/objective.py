@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from meshmark.reference.data import IGNORED, Batch
-from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
+from meshmark.reference.optimizers import reference_optimizer
+from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Loss
 
 
@@ -43,29 +43,7 @@ def _wide(outputs: Tensor) -> Tensor:
 
 def build_optimizer(spec: OptimizerSpec, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """PyTorch's optimizer for `spec` over named parameters, of which frozen ones are left out."""
-    cls, arguments = optimizer_arguments(spec)
-    return cls(parameter_groups(spec, parameters), **arguments)
-
-
-def parameter_groups(spec: OptimizerSpec, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-    """What PyTorch's optimizers take: one group, or a second one without weight decay where `spec` asks for it."""
-    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": [p for name, p in trained if spec.decays(name)]}]
-    if spec.decay_matrices_only:
-        groups.append({"params": [p for name, p in trained if not spec.decays(name)], "weight_decay": 0.0})
-    return groups
-
-
-def optimizer_arguments(spec: OptimizerSpec) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Class and keyword arguments, for frameworks that construct the optimizer themselves."""
-    if spec.kind is OptimizerKind.SGD:
-        return torch.optim.SGD, {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
-    return torch.optim.AdamW, {
-        "lr": spec.learning_rate,
-        "betas": spec.betas,
-        "eps": spec.eps,
-        "weight_decay": spec.weight_decay,
-    }
+    return reference_optimizer(spec).build(parameters)
 
 
 def build_schedule(spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> LambdaLR | None:

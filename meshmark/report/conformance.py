@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.conformance.clauses import CLAUSES, Clause, judge_clause
+from meshmark.conformance.clauses import CLAUSES, Clause, judge_clause, point_back
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import SCENARIOS
 from meshmark.report.tables import markdown
-from meshmark.run.record import Reading, Record
+from meshmark.report.untold import untold
+from meshmark.run.record import Reading, Record, Status
 from meshmark.spec.case import Case
 
 _MARKS = {
@@ -20,7 +21,11 @@ _MARKS = {
     ClauseResult.UNSUPPORTED: "–",
     ClauseResult.KNOWN_GAP: "gap",
     ClauseResult.STALE_GAP: "yes, **stale gap**",
+    ClauseResult.UNDECIDED: "**too slow**",
 }
+
+
+_TOLD = (ClauseResult.FAIL, ClauseResult.STALE_GAP, ClauseResult.UNDECIDED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +55,25 @@ def columns(records: Iterable[Record]) -> list[AdapterColumn]:
     return [
         AdapterColumn(
             base=base,
-            findings={c.name: f for c in CLAUSES.values() if (f := _finding(c, found))},
+            findings=_findings(found),
             launch_seconds=sum(r.launch_seconds for r in found.values()),
         )
         for base, found in by_base.items()
     ]
 
 
+def _findings(found: Mapping[str, Record]) -> dict[str, Finding]:
+    """By clause; a defect is told at length once."""
+    judged = {c.name: f for c in CLAUSES.values() if (f := _finding(c, found))}
+    return {name: point_back(name, finding, judged) for name, finding in judged.items()}
+
+
 def _finding(clause: Clause, found: Mapping[str, Record]) -> Finding | None:
-    """None when a scenario of the clause was not run. For one whose forerunner failed, that record stands."""
+    """None when a scenario of the clause was not run to an end. For one whose forerunner failed, that record stands."""
     needed = {}
     for name in clause.scenarios:
         record = found.get(name) or found.get(SCENARIOS[name].after or "")
-        if record is None:
+        if record is None or record.outcome.status is Status.UNFINISHED:
             return None
         needed[name] = record
     return judge_clause(clause, needed)
@@ -73,15 +84,23 @@ def write_conformance(reading: Reading, path: Path, command: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     found = columns(reading.records)
     records = [r for r in reading.records if r.scenario]
-    path.write_text("\n\n".join([*_answer(found), *_evidence(found), *_origin(found, records, command)]) + "\n")
+    failed = untold(reading.sessions, records, conforming=True)
+    told = ["## Tests that failed", failed] if failed else []
+    if records:
+        parts = [*_answer(found), *told, *_evidence(found), *_origin(found, records, command)]
+    else:
+        parts = ["# Conformance", "**No scenario left a record.**", *told]
+    path.write_text("\n\n".join(parts) + "\n")
 
 
 def _answer(found: Sequence[AdapterColumn]) -> list[str]:
     cells = Counter(f.result for column in found for f in column.findings.values())
-    judged = sum(cells.values()) - cells[ClauseResult.UNSUPPORTED]
+    judged = sum(cells.values()) - cells[ClauseResult.UNSUPPORTED] - cells[ClauseResult.UNDECIDED]
     headline = f"**{cells[ClauseResult.PASS]} of {judged} cells hold**; {cells[ClauseResult.KNOWN_GAP]} known gaps"
     unanswered = cells[ClauseResult.UNSUPPORTED]
     headline += f", {cells[ClauseResult.FAIL]} failures, {unanswered} cells without an answer, with reasons."
+    if cells[ClauseResult.UNDECIDED]:
+        headline += f" {cells[ClauseResult.UNDECIDED]} rest on a pass that was too slow for its time limit."
     if cells[ClauseResult.STALE_GAP]:
         headline += f" {cells[ClauseResult.STALE_GAP]} known gaps no longer show: take them out of their adapters."
     rows: list[dict[str, object]] = [
@@ -121,7 +140,7 @@ def _gaps(found: Sequence[AdapterColumn]) -> dict[Finding, list[str]]:
 def _evidence(found: Sequence[AdapterColumn]) -> list[str]:
     every = [(column, CLAUSES[name], f) for column in found for name, f in column.findings.items()]
     parts = ["## What each clause says", "\n".join(f"- **{c.name}**: {c.statement}" for c in CLAUSES.values())]
-    if failed := [_line(*cell) for cell in every if cell[2].result in (ClauseResult.FAIL, ClauseResult.STALE_GAP)]:
+    if failed := [_line(*cell) for cell in every if cell[2].result in _TOLD]:
         parts += ["## Failures", "\n".join(failed)]
     if gaps := _gaps(found):
         lines = [f"{i}. **{', '.join(cells)}**: {_text(gap)}" for i, (gap, cells) in enumerate(gaps.items(), 1)]

@@ -1,18 +1,19 @@
-"""What the suites measured of memory beside what the planner, as it is today, computes for the same cases."""
+"""What the suites measured of memory beside what the planner computed for the same cases when they were run.
+
+All of it stands in the record: a reader imports nothing that a record names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshmark.adapter.registry import load_adapter
-from meshmark.errors import MeshmarkError
-from meshmark.judge.verdict import memory_categories
 from meshmark.report.results import CaseResult
 from meshmark.report.tables import bytes_text, markdown, names
 from meshmark.run.record import Record
+from meshmark.run.verdict import memory_categories
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.theory.states import ModelStates, Remainder, declared_bytes, model_states
+from meshmark.theory.states import ModelStates, Remainder, declared_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,24 +31,18 @@ class Peak:
 
 
 def plans(record: Record) -> list[tuple[ModelStates | None, list[Remainder]]]:
-    """By rank, the plan and what the adapter declares, as of today; as recorded where the adapter is not there."""
-    try:
-        adapter = load_adapter(record.adapter)
-    except MeshmarkError:
-        return list(zip(record.planned_states, record.remainders, strict=True))
-    case = record.case
-    return [
-        (model_states(case, rank, adapter.recipe(case)), list(adapter.remainders(case, rank)))
-        for rank in range(len(record.memory))
-    ]
+    """By rank, the plan and what the adapter declared, as recorded; nothing where a record holds no plan."""
+    if not len(record.memory) == len(record.planned_states) == len(record.remainders):
+        return []
+    return list(zip(record.planned_states, record.remainders, strict=True))
 
 
 def peaks(record: Record) -> list[Peak]:
     """Of the ranks of the stage whose plan is fullest; none where it is not planned."""
     layout, found = record.case.layout, dict[int, list[Peak]]()
-    for rank, (reading, (plan, declared)) in enumerate(zip(record.memory, plans(record), strict=True)):
+    for rank, (reading, (plan, declared)) in enumerate(zip(record.memory, plans(record), strict=False)):
         if plan and plan.peak is not None and record.environment.device == "cpu":
-            found.setdefault(rank // (layout.tp * layout.dp), []).append(
+            found.setdefault(layout.coordinates(rank).pp, []).append(
                 Peak(
                     planned=plan.peak + declared_bytes(declared, "peak"),
                     communication=reading.peak.communication,
@@ -70,7 +65,7 @@ def planned_memory(found: Sequence[CaseResult]) -> str:
         if not record or not record.memory:
             continue
         worst: dict[str, float] = {}
-        for reading, (plan, declared) in zip(record.memory, plans(record), strict=True):
+        for reading, (plan, declared) in zip(record.memory, plans(record), strict=False):
             if plan is None:
                 continue
             on_cpu = record.environment.device == "cpu"
@@ -86,5 +81,7 @@ def planned_memory(found: Sequence[CaseResult]) -> str:
                 "most": bytes_text(max(peak.measured for peak in ranks)),
                 "error": f"{least(ranks).error:+.2%}",
             }
+        elif not worst:
+            row["peak, planned"] = "–"
         rows.append(row)
     return markdown(rows)

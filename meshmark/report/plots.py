@@ -7,6 +7,7 @@ from pathlib import Path
 
 import matplotlib
 
+matplotlib.rcdefaults()  # a matplotlibrc in the working directory may be a stranger's, and ask for LaTeX
 matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402
 

@@ -9,16 +9,18 @@ from pathlib import Path
 
 from meshmark.judge.yardstick import FALSE_ALARMS
 from meshmark.report import tables
+from meshmark.report.baseline import Baseline
 from meshmark.report.planned import planned_memory
 from meshmark.report.plots import memory_plot, throughput_plot
 from meshmark.report.results import CaseResult, results
-from meshmark.run.record import Reading, Record
+from meshmark.report.untold import failing, unrecorded, untold
+from meshmark.run.record import Reading
 from meshmark.run.throughput import throughput
 
 
 def write_report(reading: Reading, path: Path, command: str, baseline: Reading | None = None) -> None:
     """Markdown at `path`, and its pictures beside it, named after it. `command` is what made the report; with
-    a `baseline`, times are compared with its."""
+    a `baseline`, times, peaks and verdicts are compared with its."""
     path.parent.mkdir(parents=True, exist_ok=True)
     found = results(reading.records)
     pictures = {
@@ -35,10 +37,13 @@ def write_report(reading: Reading, path: Path, command: str, baseline: Reading |
 
 
 def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
+    missing = unrecorded(reading.sessions, reading.records, conforming=False)
+    if not reading.records:
+        return ["# Meshmark report", f"**No case left a record**: {_listed(missing)}."]
     environment = reading.records[-1].environment
     return [
         f"# Meshmark report: {environment.machine}, {environment.num_cpus} CPUs, {environment.device}",
-        f"{_headline(found)}",
+        _headline(found, missing, len(failing(reading.sessions, conforming=False))),
         tables.answer(found),
         "*correct*: every loss, gradient norm, gradient and parameter of every step stands no further "
         "from a float64 single-process truth than rounding in its precision carries a correct run; the factor on that "
@@ -49,18 +54,11 @@ def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
     ]
 
 
-def _headline(found: Sequence[CaseResult]) -> str:
-    ran = [r for r in found if not r.skipped]
-    right = [r for r in ran if r.correct]
+def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: int) -> str:
+    """`missing`: cases without a record."""
+    right = [r for r in found if r.correct and not r.skipped]
     equal = [r for r in right if r.comparable]
-    lines = [f"**{len(right)} of {len(ran)} cases train correctly**"]
-    if wrong := [r.case.id for r in ran if r.correct is False]:
-        lines.append(f"wrong or failed: {', '.join(f'`{w}`' for w in wrong)}")
-    if unjudged := sum(r.correct is None for r in ran):
-        lines.append(f"{unjudged} not judged")
-    if skipped := len(found) - len(ran):
-        lines.append(f"{skipped} not run, with reasons below")
-    parts = ["; ".join(lines) + "."]
+    parts = [_counts(found, missing, failed_tests)]
     units = sorted({r.case.workload.unit for r in right}, reverse=True)
     for ranks, unit in itertools.product(sorted({r.case.world_size for r in right if r.case.world_size > 1}), units):
         peers = [r for r in equal if r.case.world_size == ranks and r.case.workload.unit == unit]
@@ -77,30 +75,66 @@ def _headline(found: Sequence[CaseResult]) -> str:
     return " ".join(parts)
 
 
+def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: int) -> str:
+    """What was judged, and how; a case that was never judged is neither right nor wrong."""
+    ran = [r for r in found if not r.skipped]
+    judged = [r for r in ran if r.correct is not None]
+    unjudged = len(ran) - len(judged)
+    right = sum(bool(r.correct) for r in judged)
+    if judged:
+        lines = [f"**{right} of {len(judged)} {'judged ' if unjudged else ''}cases train correctly**"]
+    elif ran:
+        cases = "1 case" if unjudged == 1 else f"{unjudged} cases"
+        lines = [f"**Correctness was not judged in this run** (not judged: {cases}; judged: 0, correct: 0)"]
+    else:
+        lines = ["**No case was run**"]
+    if wrong := [r.case.id for r in ran if r.correct is False or (r.failed and not r.slow)]:
+        lines.append(f"wrong or failed: {_listed(wrong)}")
+    elif not judged and ran:
+        lines.append("failed: 0")
+    if unjudged and judged:
+        lines.append(f"{unjudged} not judged")
+    if slow := sum(r.slow for r in ran):
+        lines.append(f"{slow} with a pass too slow for its time limit")
+    if missing:
+        lines.append(f"unfinished, without a record: {_listed(missing)}")
+    if failed_tests:
+        lines.append(f"{failed_tests} test{'s' * (failed_tests > 1)} failed")
+    if skipped := len(found) - len(ran):
+        lines.append(f"{skipped} not run, with reasons below")
+    return "; ".join(lines) + "."
+
+
+def _listed(cases: Sequence[str]) -> str:
+    return ", ".join(f"`{case}`" for case in cases)
+
+
 def _peak(result: CaseResult) -> int:
     return max(m.peak.total for m in result.observed.memory) if result.observed else 0
 
 
 _PLANNED = (
-    "What was measured beside what the planner computes today, with what adapters declare: the worst rank's error by "
-    "category, and the peak of the fullest stage without what nobody named. Ranks that hold the same by plan differ at "
-    "the peak by buffers of collectives that gloo's threads release late, or where the meter cannot see it: the error "
-    "is that of the rank that holds least beyond its plan."
+    "What was measured beside what the planner computed when the case was run, with what adapters declare: the worst "
+    "rank's error by category, and the peak of the fullest stage without what nobody named. Ranks that hold the same "
+    "by plan differ at the peak by buffers of collectives that gloo's threads release late, or where the meter cannot "
+    "see it: the error is that of the rank that holds least beyond its plan."
 )
 
 
 def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading | None) -> list[str]:
     latest = [record for r in found for record in (r.observed, r.timed) if record]
-    failed = tables.failures(latest)
-    parts = ["## What failed", failed or "Nothing: every case that ran reached its end and passed every suite."]
+    failed = [tables.failures(latest), untold(reading.sessions, reading.records, conforming=False)]
+    before = Baseline(results(baseline.records) if baseline else ())
+    nothing = "Nothing: every case that ran reached its end and passed every suite."
+    parts = ["## What failed", *(filter(None, failed) if any(failed) else [nothing])]
     sections: dict[str, tuple[Callable[[Sequence[CaseResult]], str], str]] = {
         "Equivalence": (
-            tables.equivalence,
+            functools.partial(tables.equivalence, baseline=before),
             "Each step is judged on its own: loss and gradients against float64 at the parameters where the run is, "
             "the update against a float64 optimizer fed the run's own gradients.",
         ),
         "Memory": (
-            tables.memory,
+            functools.partial(tables.memory, baseline=before),
             "Fullest rank. Model states as held at their fullest, the rest at the instant of the peak; the verdict "
             "compares states, and on a CPU activations, of every rank with the closed form.",
         ),
@@ -110,7 +144,7 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
             "backend issues can differ from what was asked for.",
         ),
         "Throughput": (
-            functools.partial(tables.speed, baseline=results(baseline.records) if baseline else ()),
+            functools.partial(tables.speed, baseline=before),
             "Untouched pass, slowest rank of each step, after warm-up. MFU counts 6 operations a matrix parameter and "
             "token, and full attention (PaLM, appendix B).",
         ),
@@ -118,6 +152,8 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
     for title, (table, text) in sections.items():
         if body := table(found):
             parts += [f"## {title}", text, body]
+        if title == "Throughput" and body and (warning := before.warning(found)):
+            parts.insert(-1, warning)
         if title == "Memory" and (declared := tables.remainders(found)):
             parts += ["Declared beyond the closed form, rank 0:", declared]
         if title == "Memory" and (compared := planned_memory(found)):
@@ -129,9 +165,20 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
     return parts
 
 
+_OBTAINED = "## How it was obtained"
+
+
+def _commands(of_records: Sequence[str], of_page: str) -> str:
+    records = "\n".join(of_records)
+    marks = tables.fence(f"{records} {of_page}")
+    return f"Records by:\n\n{marks}\n{records}\n{marks}\n\nThis page by:\n\n{marks}\n{of_page}\n{marks}"
+
+
 def _origin(found: Sequence[CaseResult], reading: Reading, command: str) -> list[str]:
-    last: Record = reading.records[-1]
-    environment = last.environment
+    if not reading.records:
+        commands = sorted({session.command for session in reading.sessions})
+        return [_OBTAINED, _commands(commands, command)]
+    environment = reading.records[-1].environment
     facts = {
         "machine": environment.machine,
         "CPUs": environment.num_cpus,
@@ -145,8 +192,8 @@ def _origin(found: Sequence[CaseResult], reading: Reading, command: str) -> list
     }
     commands = sorted({record.environment.command for record in reading.records})
     return [
-        "## How it was obtained",
-        "Records by:\n\n```\n" + "\n".join(commands) + "\n```\n\nThis page by:\n\n```\n" + command + "\n```",
+        _OBTAINED,
+        _commands(commands, command),
         tables.markdown([{"what": name, "value": str(value)} for name, value in facts.items()]),
         "## Where the time went",
         tables.time_spent(found),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from meshmark.run.record import Record, Status
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
-from meshmark.spec.precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +39,9 @@ class CaseResult:
 
     @property
     def correct(self) -> bool | None:
-        """The equivalence verdict; None when nothing decides."""
-        if self.observed and self.observed.outcome.status not in (Status.OK, Status.SKIPPED):
+        """The equivalence verdict; None when nothing decides, as after a pass that was too slow or never done."""
+        undecided = (Status.OK, Status.SKIPPED, Status.SLOW, Status.UNFINISHED)
+        if self.observed and self.observed.outcome.status not in undecided:
             return False
         for record in (self.observed, self.proxy):
             if record and (verdict := record.verdict("equivalence")):
@@ -60,29 +60,36 @@ class CaseResult:
         which they are narrower takes less memory and time for another reason than its layout."""
         if not self.states or self.observed is None:
             return None
-        wide = "float64" if self.case.precision is Precision.FP64 else "float32"
+        asked = self.case.precision
         kept = self.observed.state_dtypes
         moments = kept.get("optimizer_states")
-        return wide in kept.get("parameters", "").split("+") and moments in (None, "", wide)
+        return asked.master in kept.get("parameters", "").split("+") and moments in (None, "", asked.states)
+
+    @property
+    def slow(self) -> bool:
+        """Whether all that failed is a pass whose time limit was too short, which says nothing of the adapter."""
+        return self.failed is not None and self.failed.outcome.status is Status.SLOW
 
     @property
     def comparable(self) -> bool:
         """Whether its memory and speed may be held against others': it trains correctly, with states as precise."""
-        return self.correct is not False and not self.failed and self.states_as_asked is not False
+        wrong = self.failed and not self.slow
+        return self.correct is not False and not wrong and self.states_as_asked is not False
 
     @property
     def correctness(self) -> str:
         """In words."""
         if self.skipped:
             return "not run"
-        if self.failed:
+        slow = self.slow and self.failed is self.timed
+        if self.failed and not (slow and self.observed):  # what the instrumented pass found stands
             return f"**{self.failed.outcome.status}**"
         if self.correct is None:
             return "not judged"
         own = self.observed and self.observed.verdict("equivalence")
         where = "" if own or not self.proxy else f" (as {self.proxy.case.workload.name})"
         narrow = f", **states in {self.states}**" if self.states_as_asked is False else ""
-        return ("yes" if self.correct else "**no**") + where + narrow
+        return ("yes" if self.correct else "**no**") + where + narrow + (", timed pass **slow**" if slow else "")
 
 
 def results(records: Iterable[Record]) -> list[CaseResult]:
@@ -117,4 +124,4 @@ def _key(record: Record) -> Key:
 
 
 def _kinship(case: Case) -> tuple[str, str, str]:
-    return case.adapter, case.layout.id, case.precision
+    return case.adapter, case.layout.id, case.precision.name

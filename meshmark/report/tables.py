@@ -10,9 +10,11 @@ import numpy as np
 import pandas as pd
 
 from meshmark.measure.readings import Collective, MemoryReading
+from meshmark.report.baseline import Baseline
 from meshmark.report.results import CaseResult
-from meshmark.run.record import Record
+from meshmark.run.record import Record, Verdict
 from meshmark.run.throughput import throughput
+from meshmark.theory.bubble import bubble_fraction
 
 KIB = 1024.0
 
@@ -58,30 +60,29 @@ def answer(found: Sequence[CaseResult]) -> str:
     )
 
 
-def equivalence(found: Sequence[CaseResult]) -> str:
+def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> str:
     rows = []
     for result in found:
         verdict = result.observed.verdict("equivalence") if result.observed else None
         if result.observed is None or verdict is None:
             continue
         e = verdict.evidence
-        rows.append(
-            {
-                **names(result),
-                "verdict": _passed(verdict.passed),
-                "worst quantity": e["worst_quantity"],
-                "step": e["worst_step"],
-                "distance / noise": _number(e["ratio"]),
-                "limit": _number(e["factor"]),
-                "gradient errors seen from": _number(e["detection_limit"]),
-                "compared": e["compared"],
-                "loss, first to last": f"{result.observed.losses[0]:.4f} to {result.observed.losses[-1]:.4f}",
-            }
-        )
+        row: dict[str, object] = {
+            **names(result),
+            "verdict": _passed(verdict.passed),
+            "worst quantity": e["worst_quantity"],
+            "step": e["worst_step"],
+            "distance / noise": _number(e["ratio"]),
+            "limit": _number(e["factor"]),
+            "gradient errors seen from": _number(e["detection_limit"]),
+            "compared": e["compared"],
+            "loss, first to last": f"{result.observed.losses[0]:.4f} to {result.observed.losses[-1]:.4f}",
+        }
+        rows.append(row | ({"baseline's": baseline.verdict(result)} if baseline else {}))
     return markdown(rows)
 
 
-def memory(found: Sequence[CaseResult]) -> str:
+def memory(found: Sequence[CaseResult], baseline: Baseline) -> str:
     """The rank with the highest peak, by category at that instant."""
     rows = []
     for result in found:
@@ -95,7 +96,7 @@ def memory(found: Sequence[CaseResult]) -> str:
             "correct": result.correctness,
             "states in": result.states,
             "as planned": _passed(verdict.passed) if verdict else "",
-            "worst error": f"{float(verdict.evidence['relative_error']):.2%}" if verdict else "",
+            "worst error": _worst_error(verdict),
             "rank": rank,
             "parameters": bytes_text(reading.states.parameters),
             "gradients": bytes_text(reading.states.gradients),
@@ -111,7 +112,7 @@ def memory(found: Sequence[CaseResult]) -> str:
                 "allocator peak": bytes_text(reading.allocator_peak_bytes),
                 "reserved": bytes_text(reading.allocator_reserved_bytes),
             }
-        rows.append(row)
+        rows.append(row | ({"peak / baseline's": baseline.peak(result)} if baseline else {}))
     return markdown(rows)
 
 
@@ -138,7 +139,7 @@ def communication(found: Sequence[CaseResult]) -> str:
             {
                 **names(result),
                 "as planned": _passed(verdict.passed) if verdict else "",
-                "worst error": f"{float(verdict.evidence['relative_error']):.2%}" if verdict else "",
+                "worst error": _worst_error(verdict),
                 "asked for": _kinds(traffic[rank].asked),
                 "sent / rank": bytes_text(_wire(traffic[rank].asked)),
                 "backend issued": _kinds(traffic[rank].issued),
@@ -148,9 +149,9 @@ def communication(found: Sequence[CaseResult]) -> str:
     return markdown(rows)
 
 
-def speed(found: Sequence[CaseResult], baseline: Sequence[CaseResult] = ()) -> str:
-    """With a `baseline`, each median also as a multiple of the same case's there."""
-    before = {r.case.id: np.median(r.timed.step_seconds) for r in baseline if r.timed and r.timed.rank_step_seconds}
+def speed(found: Sequence[CaseResult], baseline: Baseline) -> str:
+    """With a `baseline`, each median also as a multiple of the same case's there. With pipelines, how much of a step
+    equal stages would wait, each with a processor to itself."""
     rows = []
     for result in found:
         if not result.timed or not result.timed.rank_step_seconds:
@@ -169,10 +170,10 @@ def speed(found: Sequence[CaseResult], baseline: Sequence[CaseResult] = ()) -> s
             "MFU": f"{measured.mfu:.1%}",
             "peak from": measured.peak_source,
         }
-        if baseline:
-            known = before.get(result.case.id)
-            row["median / baseline's"] = f"{np.median(milliseconds) / 1000 / known:.2f}" if known else "new"
-        rows.append(row)
+        if any(other.case.layout.pp > 1 for other in found):
+            idle = bubble_fraction(result.case.layout)
+            row["bubble, planned"] = f"{idle:.1%}" if idle else ""
+        rows.append(row | ({"median / baseline's": baseline.time(result)} if baseline else {}))
     return markdown(rows)
 
 
@@ -212,6 +213,12 @@ def names(result: CaseResult) -> dict[str, object]:
 
 def _passed(passed: bool) -> str:
     return "yes" if passed else "**no**"
+
+
+def _worst_error(verdict: Verdict | None) -> str:
+    """Nothing where the adapter could not tell what to judge by."""
+    error = verdict.evidence.get("relative_error") if verdict else None
+    return "" if error is None else f"{float(error):.2%}"
 
 
 def _number(value: object) -> str:
@@ -274,10 +281,11 @@ def failures(records: Sequence[Record]) -> str:
         if outcome.status not in ("ok", "skipped"):
             stacks = "".join(f"\n--- stack of rank {rank}\n{stack}" for rank, stack in outcome.stacks.items())
             evidence = f"{outcome.traceback or outcome.log_tail}{stacks}".strip()
-            fence = _fence(evidence)
+            marks = fence(evidence)
+            where = "" if outcome.rank is None else f", rank {outcome.rank}"
             parts.append(
-                f"- **{record.case.id}** ({record.task}): {outcome.status}, rank {outcome.rank}: {outcome.message}\n\n"
-                f"  <details><summary>evidence</summary>\n\n{fence}\n{evidence}\n{fence}\n\n  </details>"
+                f"- **{record.case.id}** ({record.task}): {outcome.status}{where}: {outcome.message}\n\n"
+                f"  <details><summary>evidence</summary>\n\n{marks}\n{evidence}\n{marks}\n\n  </details>"
             )
         for verdict in record.verdicts:
             if not verdict.passed:
@@ -290,7 +298,7 @@ def failures(records: Sequence[Record]) -> str:
     return "\n".join(parts)
 
 
-def _fence(text: str) -> str:
+def fence(text: str) -> str:
     """A code fence that nothing in `text` closes."""
     return "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
 

@@ -1,4 +1,4 @@
-"""From a case to its record: requests, passes, ranks, launches, nodes.
+"""From a case to its record and its verdicts: requests, passes, ranks, launches, nodes.
 
 May import: spec, reference, theory, adapter, measure, judge.
 """

@@ -1,22 +1,30 @@
 """The nodes of one run: who they are, and how their launchers talk to each other.
 
-Every node runs the same pytest command. Node 0's process hosts one key-value store for the whole run; each launch is a
+Every node runs the same pytest command. Node 0's process serves one key-value store for the whole run; each launch is a
 rendezvous under a prefix of its own, and launchers exchange what their ranks left, so that every node sees the same.
+A single node needs none: its launches meet in a file that this user alone can open.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import ipaddress
 import os
+import socket
 import subprocess
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from torch.distributed import DistError, DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
-
 from meshmark.errors import ClusterError, InputError
+from meshmark.run.store import SILENT_SECONDS, RunStore, StoreServer, run_secret
 
 _JOIN_SECONDS = 300
+_BEAT_SECONDS = 2.0
+_POLL_SECONDS = 0.02
+_SAY_SECONDS = 10.0
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -47,7 +55,7 @@ class ClusterSpec:
 
     @property
     def port(self) -> int:
-        """0 lets the system choose."""
+        """0 when there is none."""
         return int(self.rdzv.rpartition(":")[2]) if self.rdzv else 0
 
     @classmethod
@@ -74,67 +82,156 @@ def _first_host(nodelist: str) -> str:
 class Cluster:
     """The running nodes. Use as a context manager."""
 
-    def __init__(self, spec: ClusterSpec) -> None:
-        self.spec = spec
-        self._launches = {True: 0, False: 0}
+    def __init__(self, spec: ClusterSpec, say: Callable[[str], None] = lambda text: None) -> None:
+        """`say`: told what is waited for."""
+        self.spec, self._say = spec, say
+        self._launches = 0
+        self._server: StoreServer | None = None
+        self._store: RunStore | None = None
+        self._ended = threading.Event()
+        self._lost = ""
+        """Why the run cannot go on; empty as long as it can."""
 
     def __enter__(self) -> Cluster:
         spec = self.spec
         if spec.host in LOOPBACK:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        try:
-            self.store = TCPStore(
-                spec.host,
-                spec.port,
-                is_master=spec.node_rank == 0,
-                wait_for_workers=False,
-                timeout=datetime.timedelta(seconds=_JOIN_SECONDS),
-            )
-        except (DistError, RuntimeError) as error:
-            raise ClusterError(
-                f"node {spec.node_rank} of {spec.nnodes} found no store at {spec.host}:{spec.port}: is node 0 running, "
-                f"and is the port free and open? ({error})"
-            ) from error
+        if spec.nnodes > 1:
+            secret = run_secret()
+            try:
+                if spec.node_rank == 0:
+                    self._server = StoreServer(_listen(spec), secret)
+                self._store = self._connect(secret)
+                threading.Thread(target=self._beat, daemon=True, name="meshmark-heartbeat").start()
+                self.exchange("join", "", seconds=_JOIN_SECONDS)
+            except BaseException:
+                self._close()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.spec.nnodes > 1:  # node 0 hosts the store: it leaves last
-            self.exchange("end", "", seconds=30)
-            if self.spec.node_rank:
-                self.store.set(f"left/{self.spec.node_rank}", "")
-            else:
-                self.store.wait([f"left/{n}" for n in range(1, self.spec.nnodes)], datetime.timedelta(seconds=30))
+        try:
+            if self._store and self._lost:
+                with contextlib.suppress(ClusterError):  # whoever is there yet need not wait
+                    self._store.set(f"end/{self.spec.node_rank}", "")
+            elif self._store:  # node 0 serves the store: it leaves last
+                self.exchange("end", "", seconds=30)
+                self._store.set(f"left/{self.spec.node_rank}", "")
+                if self.spec.node_rank == 0:
+                    self._store.wait([f"left/{n}" for n in range(self.spec.nnodes)], datetime.timedelta(seconds=30))
+        finally:
+            self._close()
 
-    @property
-    def port(self) -> int:
-        return int(self.store.port)
+    def _close(self) -> None:
+        self._ended.set()
+        if self._store:
+            self._store.close()
+        if self._server:
+            self._server.close()
 
-    def new_prefix(self, *, alone: bool) -> str:
-        """Of the keys of a launch, used by no other: the same on every node, or of this node `alone`."""
-        self._launches[alone] += 1
-        return f"alone{self.spec.node_rank}/{self._launches[alone]}" if alone else f"launch{self._launches[alone]}"
+    def _connect(self, secret: bytes) -> RunStore:
+        """Node 0's store, as soon as it is there. Raises `ClusterError` when it is not in time."""
+        spec = self.spec
+        waiting = _Waiting(self._say, f"waiting for node 0 of {spec.nnodes} at {spec.host}:{spec.port}", _JOIN_SECONDS)
+        while True:
+            try:
+                return RunStore(spec.host, spec.port, secret, datetime.timedelta(seconds=_JOIN_SECONDS))
+            except OSError as error:
+                if waiting.over():
+                    raise ClusterError(
+                        f"node {spec.node_rank} of {spec.nnodes} found no store at {spec.host}:{spec.port} within "
+                        f"{_JOIN_SECONDS} s: is node 0 running, and is the port open? ({error})"
+                    ) from error
+
+    def _beat(self) -> None:
+        """Give signs of life, and note whose are missing."""
+        assert self._store
+        while not self._ended.wait(_BEAT_SECONDS):
+            try:
+                silent = self._store.beat(self.spec.node_rank)
+            except ClusterError as error:
+                self._lost = self._lost or str(error)
+                return
+            if silent:
+                nodes = ", ".join(map(str, silent))
+                self._lost = f"node {nodes} of {self.spec.nnodes} has given no sign of life for {SILENT_SECONDS:.0f} s"
+
+    def _check(self) -> RunStore:
+        """The store. Raises `ClusterError` when a node is lost."""
+        assert self._store, "a single node shares nothing"
+        if self._lost:
+            raise ClusterError(self._lost)
+        return self._store
+
+    def new_prefix(self) -> str:
+        """Of the keys of a launch, used by no other: the same on every node."""
+        self._launches += 1
+        return f"launch{self._launches}"
 
     def announce(self, key: str) -> None:
         """Tell all nodes that `key` has happened."""
-        self.store.set(key, "1")
+        self._check().set(key, "1")
 
     def happened(self, key: str) -> bool:
-        return bool(self.store.check([key]))
+        """Raises `ClusterError` when a node is lost."""
+        return self._check().check([key])
 
     def exchange(self, key: str, value: str, *, seconds: float) -> list[str]:
         """The value of every node under `key`, by node rank.
 
-        Raises `ClusterError` when a node's is not there in time.
+        Raises `ClusterError` when a node is lost, or its value is not there in time.
         """
-        self.store.set(f"{key}/{self.spec.node_rank}", value)
+        self._check().set(f"{key}/{self.spec.node_rank}", value)
         found = []
         for node in range(self.spec.nnodes):
-            try:
-                self.store.wait([f"{key}/{node}"], datetime.timedelta(seconds=seconds))
-                found.append(self.store.get(f"{key}/{node}").decode())
-            except (DistStoreError, DistNetworkError, RuntimeError) as error:
-                raise ClusterError(
-                    f"node {node} of {self.spec.nnodes} did not answer within {seconds:.0f} s at {key!r}: "
-                    "did its pytest command end, or was it given other options?"
-                ) from error
+            waiting = _Waiting(self._say, f"waiting for node {node} of {self.spec.nnodes} at {key!r}", seconds)
+            while True:
+                ended = self._check().check([f"end/{node}"])  # asked first: it may end right after it has answered
+                if self._check().check([f"{key}/{node}"]):
+                    break
+                if ended:
+                    self._lost = f"node {node} of {self.spec.nnodes} has ended its run before {key!r}"
+                elif waiting.over():
+                    self._lost = (
+                        f"node {node} of {self.spec.nnodes} did not answer within {seconds:.0f} s at {key!r}: "
+                        "did its pytest command end, or was it given other options?"
+                    )
+            found.append(self._check().get(f"{key}/{node}").decode())
         return found
+
+
+class _Waiting:
+    """A wait that says so from time to time, and has an end."""
+
+    def __init__(self, say: Callable[[str], None], text: str, seconds: float) -> None:
+        self._say, self._text = say, text
+        self._started = self._said = time.monotonic()
+        self._seconds = seconds
+
+    def over(self) -> bool:
+        """A moment later: whether the wait has taken too long."""
+        time.sleep(_POLL_SECONDS)
+        now = time.monotonic()
+        if now - self._said > _SAY_SECONDS:
+            self._said = now
+            self._say(f"{self._text}, {now - self._started:.0f} s of {self._seconds:.0f}")
+        return now - self._started > self._seconds
+
+
+def _listen(spec: ClusterSpec) -> socket.socket:
+    """A socket at the address of `--rdzv` alone. Raises `ClusterError` when that cannot be had, or is one that no other
+    node reaches."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(spec.host, spec.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise ClusterError(
+            f"node 0 cannot listen at {spec.host}:{spec.port}: {error.strerror}; --rdzv takes an address of node 0 and "
+            "a free port there"
+        ) from error
+    if spec.host not in LOOPBACK and ipaddress.ip_address(address[0]).is_loopback:
+        listener.close()
+        raise ClusterError(
+            f"{spec.host} is {address[0]} on node 0 itself, which no other node reaches: give --rdzv an IP address"
+        )
+    return listener

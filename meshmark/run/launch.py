@@ -18,6 +18,7 @@ import signal
 import tempfile
 import time
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -25,7 +26,9 @@ from typing import Any
 
 import meshmark
 from meshmark.errors import ClusterError
+from meshmark.rank_progress import Mark, Pace, read_mark
 from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.orphans import end_children
 from meshmark.run.rank_report import RankFailure, RankReport
 from meshmark.run.request import Request
 from meshmark.run.worker import STACK_SIGNAL, RankInfo, run_rank
@@ -63,6 +66,7 @@ class Launcher:
         os.environ.update(
             PYTHONPATH=os.pathsep.join(dict.fromkeys(path)),
             MESHMARK_PRELOAD=",".join(preload),
+            MESHMARK_LAUNCHER=str(os.getpid()),
             KINETO_LOG_LEVEL="9",
             PYTORCH_NVML_BASED_CUDA_CHECK="1",  # is_available() must not touch CUDA in the process that forks
         )
@@ -77,7 +81,7 @@ class Launcher:
         """
         spec = ClusterSpec() if alone else self.cluster.spec
         others = None if spec.nnodes == 1 else self.cluster
-        prefix = self.cluster.new_prefix(alone=alone)
+        prefix = self.cluster.new_prefix() if others else "alone"
         started = time.monotonic()
         folder = Path(tempfile.mkdtemp(prefix="meshmark-"))
         try:
@@ -91,7 +95,7 @@ class Launcher:
             shutil.rmtree(folder, ignore_errors=True)
         return LaunchResult(
             reports=sorted((decode(RankReport, r) for node in everyone for r in node["reports"]), key=lambda r: r.rank),
-            failures=sorted((decode(RankFailure, f) for node in everyone for f in node["failures"]), key=_blame),
+            failures=_settle([decode(RankFailure, f) for node in everyone for f in node["failures"]]),
             seconds=time.monotonic() - started,
         )
 
@@ -103,8 +107,8 @@ class Launcher:
                 local_rank=i,
                 local_world_size=local,
                 world_size=world_size,
-                host=self.cluster.spec.host,
-                port=self.cluster.port,
+                host=spec.host,
+                port=spec.port if spec.nnodes > 1 else 0,
                 prefix=prefix,
                 folder=folder,
             )
@@ -145,23 +149,28 @@ class _Watchdog:
         """Ranks that this watchdog ended: their death says nothing."""
         self.died: dict[int, float] = {}
         """When each rank was seen to have ended."""
+        self.started = self.stopped = time.monotonic()
+        self.marks: dict[int, Mark] = {}
+        """How far each rank had come when its time was up."""
 
     def run(self) -> list[RankFailure]:
         """Start the ranks, wait for their end, and tell why those failed that did."""
-        hung: list[int] = []
+        late: list[int] = []
         try:
             for process in self.processes:
                 process.start()
-            hung = self._wait()
-            if hung:
+            late = self._wait()
+            if late:
+                self.marks = {p.rank: read_mark(p.file("progress"), started=self.started) for p in self.ranks}
+                self.stopped = time.monotonic()
                 self._dump_stacks()
         finally:
             self._kill()
-        return [f for info in self.ranks if (f := self._failure(info, hung))]
+        return [f for info in self.ranks if (f := self._failure(info, late))]
 
     def _wait(self) -> list[int]:
-        """Until all have ended, or none may go on. Returns the ranks that hang."""
-        deadline = time.monotonic() + self.request.time_limit_seconds
+        """Until all have ended, or none may go on. Returns the ranks whose time is up."""
+        deadline = self.started + self.request.time_limit_seconds
         last_moment = None
         while alive := [p for p in self.processes if p.exitcode is None]:
             wait([p.sentinel for p in alive], timeout=_POLL_SECONDS)
@@ -212,16 +221,14 @@ class _Watchdog:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # what the rank itself had started
             process.join()
+        if server := forkserver._forkserver._forkserver_pid:  # type: ignore[attr-defined]
+            end_children(server)  # what the ranks had started in sessions of its own
 
-    def _failure(self, info: RankInfo, hung: list[int]) -> RankFailure | None:
+    def _failure(self, info: RankInfo, late: list[int]) -> RankFailure | None:
         process = self.processes[self.ranks.index(info)]
         log_tail = "\n".join(_read(info.file("log")).splitlines()[-_LOG_LINES:])
-        if info.rank in hung:
-            stack = _read(info.file("stack")) or "none: the process answered no signal (stopped, or inside the kernel)"
-            message = f"no end within {self.request.time_limit_seconds:g} s"
-            return RankFailure(
-                rank=info.rank, kind="hung", message=message, time=time.time(), log_tail=log_tail, stack=stack
-            )
+        if info.rank in late:
+            return self._late(info, log_tail)
         if info.file("failure").is_file():
             left: RankFailure = decode(RankFailure, json.loads(_read(info.file("failure"))))
             return dataclasses.replace(left, log_tail=log_tail)
@@ -235,6 +242,24 @@ class _Watchdog:
             )
         return None
 
+    def _late(self, info: RankInfo, log_tail: str) -> RankFailure:
+        """Whether it was slow or stood still, after the mark that it left."""
+        limit, mark = self.request.time_limit_seconds, self.marks[info.rank]
+        pace, message = mark.pace(now=self.stopped, limit=limit), f"no end within {limit:g} s"
+        if pace is Pace.SLOW:
+            message += f", but still coming on: {mark.text(now=self.stopped)}; --time-limit gives it longer"
+        else:
+            message += f", and no progress: {mark.text(now=self.stopped)}"
+            message += "" if mark.done else "; if that may take so long, --time-limit gives it longer"
+        return RankFailure(
+            rank=info.rank,
+            kind=pace,
+            message=message,
+            time=time.time() - (time.monotonic() - mark.time),
+            log_tail=log_tail,
+            stack=_read(info.file("stack")) or "none: the process answered no signal (stopped, or inside the kernel)",
+        )
+
 
 def _death(exitcode: int) -> str:
     if exitcode < 0:
@@ -243,9 +268,20 @@ def _death(exitcode: int) -> str:
     return f"ended with exit code {exitcode} before it could report"
 
 
-def _blame(failure: RankFailure) -> tuple[bool, float]:
-    """Sorts the root cause first: a rank that was killed before the peers that lost it, else the earliest."""
-    return failure.kind != "killed", failure.time
+_BLAME = ["killed", "raised", Pace.HUNG, Pace.SLOW, Pace.WAITS]
+
+
+def _settle(failures: list[RankFailure]) -> list[RankFailure]:
+    """Root cause first: a rank that was killed before the peers that lost it, one that stood still amid its work before
+    the peers that came on without it; else the earliest. Where all wait and none comes on, all hang."""
+
+    def blame(failure: RankFailure) -> tuple[int, float]:
+        return _BLAME.index("raised" if failure.kind == "oom" else failure.kind), failure.time
+
+    ordered = sorted(failures, key=blame)
+    if ordered and ordered[0].kind == Pace.WAITS:
+        return [dataclasses.replace(failure, kind=Pace.HUNG) for failure in ordered]
+    return ordered
 
 
 def _read(path: Path) -> str:

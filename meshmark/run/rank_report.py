@@ -31,6 +31,8 @@ class RankReport:
     """On rank 0, of a run that is not equivalent."""
     memory: MemoryReading | None = None
     traffic: TrafficReading | None = None
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    """By suite that cannot be judged: the engine's method that failed, and how."""
     step_seconds: list[float] = field(default_factory=list)
     matmul_flops_per_second: float | None = None
     """Best rate of a matrix product in the case's precision, all ranks at once; the peak where none is published."""
@@ -52,12 +54,12 @@ class RankFailure:
 
     rank: int
     kind: str
-    """raised, oom, killed or hung."""
+    """raised, oom, killed, or its `Pace` when its time was up."""
     message: str
     """Exception and text, or signal."""
     time: float
-    """Seconds since the epoch."""
+    """Seconds since the epoch; of one whose time was up, that of its last progress."""
     traceback: str = ""
     log_tail: str = ""
     stack: str = ""
-    """hung: what every Python thread was doing."""
+    """When its time was up: what every Python thread was doing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -17,6 +18,7 @@ from meshmark.judge.faults import Diagnosis
 from meshmark.judge.yardstick import Yardstick
 from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.run.request import Task
+from meshmark.run.session import Session
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
@@ -35,9 +37,15 @@ class Status(StrEnum):
     RAISED = "raised"
     KILLED = "killed"
     HUNG = "hung"
+    """No end within the time limit, and some rank stood still amid its work: a defect."""
+    SLOW = "slow"
+    """No end within the time limit, while its ranks came on: nothing is known of its correctness, and a higher limit is
+    all that an answer costs."""
     OOM = "oom"
     NAN = "nan"
     """It ran to its end, with a loss that is not a number."""
+    UNFINISHED = "unfinished"
+    """What failed stands outside the case's ranks: no verdict on the adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +59,7 @@ class Outcome:
     traceback: str = ""
     log_tail: str = ""
     stacks: dict[int, str] = field(default_factory=dict)
-    """Every rank's Python stacks, when it hung."""
+    """Every rank's Python stacks, when it hung or was too slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +115,8 @@ class Record:
     """By rank."""
     planned_traffic: list[dict[str, float] | None] = field(default_factory=list)
     """By rank: bytes by kind of collective; None where they are not planned."""
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    """By suite that cannot be judged: the adapter's method that failed, and how."""
     rank_step_seconds: list[list[float]] = field(default_factory=list)
     """By rank, then step: raw."""
     matmul_flops_per_second: list[float] = field(default_factory=list)
@@ -141,7 +151,7 @@ class Record:
 
 
 class RecordFile:
-    """Appends records to DIR/records.jsonl, one a line, each on disk before the next case starts."""
+    """Appends records to DIR/records.jsonl, one a line, each on disk before the next case starts; and sessions."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `ResultsError` when the folder cannot be written or another run has it."""
@@ -169,13 +179,20 @@ class RecordFile:
             if self._file.read(1) != b"\n":
                 self._file.write(b"\n")
 
-    def append(self, record: Record) -> None:
-        self._file.write(json.dumps(encode(record)).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def append(self, record: Record | Session) -> None:
+        """Raises `ResultsError` when the line does not reach the disk."""
+        try:
+            self._file.write(json.dumps(encode(record)).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise ResultsError(
+                f"{str(self.path)!r} cannot be written: {error.strerror}; what it held before is kept"
+            ) from error
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a line that `append` has already complained about
+            self._file.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +202,7 @@ class Reading:
     records: list[Record]
     complaints: list[str]
     """One for every line that could not be read; the others are good."""
+    sessions: list[Session] = field(default_factory=list)
 
 
 def read_records(folder: Path) -> Reading:
@@ -199,22 +217,24 @@ def read_records(folder: Path) -> Reading:
         raise ResultsError(
             f"no records at {str(path)!r}: {error.strerror}; run `pytest suites --results DIR` first"
         ) from error
-    records, complaints = [], []
+    records, sessions, complaints = list[Record](), list[Session](), list[str]()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            records.append(_parse(line))
+            parsed = _parse(line)
+            records += [parsed] if isinstance(parsed, Record) else []
+            sessions += [parsed] if isinstance(parsed, Session) else []
         except (ValueError, KeyError, TypeError) as error:
             complaints.append(f"{path.name} line {number}: {error}")
-    if not records:
+    if not records and not sessions:
         raise ResultsError(
             f"{str(path)!r} holds no record that can be read: {'; '.join(complaints[:3]) or 'it is empty'}"
         )
-    return Reading(records=records, complaints=complaints)
+    return Reading(records=records, complaints=complaints, sessions=sessions)
 
 
-def _parse(line: str) -> Record:
+def _parse(line: str) -> Record | Session:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
@@ -222,5 +242,5 @@ def _parse(line: str) -> Record:
     schema = value.get("schema") if isinstance(value, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"schema {schema}, this Meshmark reads {SCHEMA}")
-    record: Record = decode(Record, value)
-    return record
+    parsed: Record | Session = decode(Session if "session" in value else Record, value)
+    return parsed

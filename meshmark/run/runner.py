@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import shutil
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +13,17 @@ from pathlib import Path
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.conformance.scenario import SCENARIOS, Scenario
 from meshmark.environment import describe
-from meshmark.errors import MeshmarkError
-from meshmark.judge.verdict import judge_communication, judge_equivalence, judge_memory
+from meshmark.errors import ClusterError, MeshmarkError, ResultsError
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
+from meshmark.run.declared import declare
 from meshmark.run.launch import Launcher, LaunchResult
 from meshmark.run.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS, noise_key, read_noise, write_noise
 from meshmark.run.record import Outcome, Record, RecordFile, Status
 from meshmark.run.request import Request, Task
+from meshmark.run.scratch import Scratch
+from meshmark.run.verdict import judge_communication, judge_equivalence, judge_memory
 from meshmark.spec.case import Case
-from meshmark.theory.states import model_states
 
 ASSESSABLE_PARAMETERS = 20_000_000
 """Largest model that is compared with the float64 truth, which takes 24 bytes a parameter on one rank and as long as
@@ -73,73 +73,73 @@ class Runner:
         self._yardsticks: dict[str, Yardstick] = {}
         self._remarks: list[str] = []
         """For the next record."""
+        self._scratch: Scratch | None = None
 
     def close(self) -> None:
         if self._file:
             self._file.close()
-            shutil.rmtree(self._checkpoints, ignore_errors=True)
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.results / "checkpoints"
+        if self._scratch:
+            self._scratch.remove()
 
     def refusal(self, case: Case, needs: frozenset[Feature] = frozenset()) -> str | None:
         """Why `case` is not run; None when it is. `needs`: what the pass takes beyond the case."""
         nnodes = self.launcher.cluster.spec.nnodes
         if case.world_size % nnodes:
             return f"{case.world_size} ranks cannot be spread evenly over {nnodes} nodes"
-        return self._adapter(case).refusal(case, self.options.device, needs)
+        return self.adapter(case).refusal(case, self.options.device, self._backend(case), needs)
 
     def observe(self, case: Case) -> Record:
         """The instrumented pass, with all its verdicts."""
-        return self._once(case, self._request(Task.OBSERVE, case))
+        return self.once(self.request(Task.OBSERVE, case))
 
     def time(self, case: Case) -> Record:
         """The untouched pass."""
-        return self._once(case, self._request(Task.TIME, case))
+        return self.once(self.request(Task.TIME, case))
 
-    def perform(self, scenario: Scenario, base: Case) -> Record:
-        """A conformance scenario of `base`; or the record of what it needs, where that did not end well."""
-        if scenario.after:
-            before = self.perform(SCENARIOS[scenario.after], base)
-            if before.outcome.status is not Status.OK:
-                return before
-        case = scenario.vary(base)
-        request = dataclasses.replace(
-            self._request(scenario.task, case),
-            steps=scenario.steps,
-            scenario=scenario.name,
-            base=base,
-            metered=scenario.metered,
-            evaluate=scenario.evaluate and Feature.EVALUATE not in self._adapter(case).capabilities.lacks,
-            checkpoint=str(self._checkpoint(base)) if Feature.SAVE in scenario.needs else "",
-        )
-        return self._once(case, request, scenario.needs)
-
-    def _checkpoint(self, base: Case) -> Path:
+    def checkpoint(self, base: Case) -> Path:
         """A folder of `base`'s own, for all nodes; absolute, for ranks may start elsewhere."""
-        folder = (self._checkpoints / hashlib.sha256(repr(base).encode()).hexdigest()[:16]).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        if self._scratch is None:
+            self._scratch = Scratch(self.results, self.launcher.cluster)
+        folder = self._scratch.folder / hashlib.sha256(repr(base).encode()).hexdigest()[:16]
+        folder.mkdir(exist_ok=True)
         return folder
 
-    def _adapter(self, case: Case) -> type[Adapter]:
+    def adapter(self, case: Case) -> type[Adapter]:
+        """The class that `case` is run under."""
         return load_adapter(self.adapters[case.adapter])
 
-    def _once(self, case: Case, request: Request, needs: frozenset[Feature] = frozenset()) -> Record:
+    def once(self, request: Request, needs: frozenset[Feature] = frozenset(), misfit: str | None = None) -> Record:
+        """The record of `request`, from this session or run now; skipped where its case is refused, or with `misfit`,
+        the reason why it does not fit. `needs`: what the pass takes beyond the case."""
+        case = request.case
         key = request.task, case, request.scenario  # not the case's id, which says nothing of seed or corpus
         if key not in self._records:
-            if reason := self.refusal(case, needs):
-                record = self._record(request, Outcome(status=Status.SKIPPED, message=reason))
-            else:
-                self.announce(request.scenario or request.task, case, None)
-                record = self._run(request)
+            try:
+                record = self._attempt(request, needs, misfit)
+            except (ClusterError, ResultsError) as error:  # they end the run
+                self._keep(key, self._record(request, _unfinished(error)))
+                raise
+            except Exception as error:  # whatever it is, the case is not lost from the report
+                record = self._record(request, _unfinished(error))
+            if record.outcome.status is not Status.SKIPPED:
                 self.announce(request.scenario or request.task, case, record)
-            self._records[key] = record
-            if self._file:
-                self._file.append(record)
+            self._keep(key, record)
         return self._records[key]
 
-    def _request(self, task: Task, case: Case) -> Request:
+    def _attempt(self, request: Request, needs: frozenset[Feature], misfit: str | None) -> Record:
+        case = request.case
+        if reason := misfit or self.refusal(case, needs):
+            return self._record(request, Outcome(status=Status.SKIPPED, message=reason))
+        self.announce(request.scenario or request.task, case, None)
+        return self._run(request)
+
+    def _keep(self, key: tuple[Task, Case, str], record: Record) -> None:
+        self._records[key] = record
+        if self._file:
+            self._file.append(record)
+
+    def request(self, task: Task, case: Case) -> Request:
+        """What ranks are asked to do with `case` under this run's options."""
         options = self.options
         return Request(
             case=case,
@@ -165,11 +165,14 @@ class Runner:
         return self._record(request, _outcome(launched), launched)
 
     def _record(self, request: Request, outcome: Outcome, launched: LaunchResult | None = None) -> Record:
-        case, adapter = request.case, self._adapter(request.case)
+        case, adapter = request.case, self.adapter(request.case)
         reports = launched.reports if launched else []
         whole = outcome.status in (Status.OK, Status.NAN)
         observed = whole and request.task is Task.OBSERVE and request.metered
-        ranks = range(case.world_size) if observed else range(0)
+        declared = declare(adapter, case, range(case.world_size) if observed else range(0))
+        unmeasured = declared.failed | {
+            suite: f"{why} on rank {r.rank}" for r in reversed(reports) for suite, why in r.unmeasured.items()
+        }
         yardstick = request.yardstick if whole and request.yardstick else Yardstick(noise={}, factors={})
         remarks, self._remarks = self._remarks, []
         draft = Record(
@@ -191,10 +194,11 @@ class Runner:
             diagnosis=reports[0].diagnosis if whole else None,
             memory=[r.memory for r in reports if r.memory],
             state_dtypes=reports[0].state_dtypes if whole else {},
-            planned_states=[model_states(case, rank, adapter.recipe(case)) for rank in ranks],
-            remainders=[list(adapter.remainders(case, rank)) for rank in ranks],
+            planned_states=declared.states,
+            remainders=declared.remainders,
+            unmeasured=unmeasured,
             traffic=[r.traffic for r in reports if r.traffic],
-            planned_traffic=[adapter.traffic(case, rank) for rank in ranks],
+            planned_traffic=declared.traffic,
             rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
             matmul_flops_per_second=[r.matmul_flops_per_second for r in reports if r.matmul_flops_per_second],
             scenario=request.scenario,
@@ -232,7 +236,10 @@ class Runner:
 
     def _measure_noise(self, request: Request, path: Path) -> list[Comparisons]:
         measured = dataclasses.replace(
-            request, task=Task.NOISE, adapter=builtin_adapters()["single"], time_limit_seconds=TIME_LIMIT_SECONDS
+            request,
+            task=Task.NOISE,
+            adapter=builtin_adapters()["single"],
+            time_limit_seconds=max(TIME_LIMIT_SECONDS, request.time_limit_seconds),
         )
         launched = self.launcher.launch(measured, NUM_RANKS, alone=True)
         if launched.failures:
@@ -243,6 +250,14 @@ class Runner:
         runs = [run for report in launched.reports for run in report.noise_runs]
         write_noise(path, runs)
         return runs
+
+
+def _unfinished(error: Exception) -> Outcome:
+    """A failure outside the ranks; one that nobody foresaw with its stack."""
+    if isinstance(error, MeshmarkError):
+        return Outcome(status=Status.UNFINISHED, message=str(error))
+    stack = "".join(traceback.format_exception(error))
+    return Outcome(status=Status.UNFINISHED, message=f"{type(error).__name__}: {error}", traceback=stack)
 
 
 def _outcome(launched: LaunchResult) -> Outcome:

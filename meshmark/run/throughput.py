@@ -5,18 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshmark.run.record import Record
-from meshmark.spec.precision import Precision
+from meshmark.spec.hardware import gpu_of_device
 from meshmark.theory.flops import flops_per_unit
-
-# Dense matrix products, operations per second, by what nvidia-smi calls the GPU. NVIDIA's datasheets: A100 (2021),
-# H100 and H200 SXM (2023, without sparsity), V100 (2020). Fp32 is TF32's where PyTorch may use it, which by default
-# it may not, so the plain rate stands here.
-_PUBLISHED: dict[str, dict[Precision, float]] = {
-    "NVIDIA H100 80GB HBM3": {Precision.BF16: 989e12, Precision.FP16: 989e12, Precision.FP32: 67e12},
-    "NVIDIA H200": {Precision.BF16: 989e12, Precision.FP16: 989e12, Precision.FP32: 67e12},
-    "NVIDIA A100": {Precision.BF16: 312e12, Precision.FP16: 312e12, Precision.FP32: 19.5e12},
-    "Tesla V100": {Precision.FP16: 125e12, Precision.FP32: 15.7e12},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +43,8 @@ def peak_flops_per_second(record: Record) -> tuple[float, str]:
     machine = record.environment.machine
     if record.environment.device == "cuda":
         count, _, name = machine.partition(" x ")
-        for known, rates in _PUBLISHED.items():
-            if name.startswith(known) and record.case.precision in rates:
-                num_gpus = min(record.case.world_size, int(count) * record.environment.nnodes)
-                return rates[record.case.precision] * num_gpus, f"datasheet of {known}"
+        gpu, compute = gpu_of_device(name), record.case.precision.compute.short
+        if gpu and compute in gpu.peak_flops:
+            num_gpus = min(record.case.world_size, int(count) * record.environment.nnodes)
+            return gpu.peak_flops[compute] * num_gpus, f"datasheet of {name}"
     return sum(record.matmul_flops_per_second), "best matrix product, all ranks at once"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import faulthandler
 import json
@@ -12,13 +11,17 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from meshmark import rank_progress
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
+from meshmark.run.orphans import die_with_parent
 from meshmark.run.passes.dropout import repeat_with_dropout
 from meshmark.run.passes.endure import endure
 from meshmark.run.passes.fail import fail
@@ -29,6 +32,7 @@ from meshmark.run.passes.resume import resume, save_halfway
 from meshmark.run.passes.timing import time_steps
 from meshmark.run.rank_report import RankFailure
 from meshmark.run.request import Request, Task
+from meshmark.run.store import RunStore, run_secret
 from meshmark.serial import encode
 
 _TASKS = {
@@ -44,6 +48,8 @@ _TASKS = {
 }
 STACK_SIGNAL = signal.SIGUSR1
 """Makes a rank write every thread's Python stack, even while it hangs inside C."""
+_IMPORTER = os.getpid()
+"""In a rank, the forkserver, which has imported this module before it forks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +63,7 @@ class RankInfo:
     world_size: int
     host: str
     port: int
-    """Of the run's store."""
+    """Of the run's store; 0 when all ranks are on this node: then the store is a file in `folder`."""
     prefix: str
     """Keys of this launch in the store start with it."""
     folder: Path
@@ -72,7 +78,10 @@ def run_rank(request: Request, info: RankInfo) -> None:
     started = time.time()
     _isolate(info)
     try:
-        context = _join(request, info)
+        timeout = datetime.timedelta(seconds=request.time_limit_seconds + 60)  # the launcher's limit comes first
+        store = _store(info, timeout)  # held here: PyTorch keeps no Python store alive
+        context = _join(request, info, store, timeout)
+        rank_progress.begin(rank_progress.Phase.BUILD)
         report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
         _write(info.file("report"), json.dumps(encode(report)))
         torch.distributed.destroy_process_group()
@@ -94,16 +103,20 @@ def run_rank(request: Request, info: RankInfo) -> None:
 
 
 def _isolate(info: RankInfo) -> None:
-    """Own session, own log, no standard input; die with the launcher; leave Ctrl-C to it."""
+    """Own session, own log, no standard input; die with the forkserver; leave Ctrl-C to the launcher."""
     os.setsid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    die_with_parent(_IMPORTER if _IMPORTER != os.getpid() else os.getppid())
+    _let_go()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # the forkserver ignores them
+        signal.signal(ending, signal.SIG_DFL)
     log = os.open(info.file("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
+    rank_progress.watch(info.file("progress"))
     faulthandler.register(STACK_SIGNAL, file=open(info.file("stack"), "w"), all_threads=True)  # noqa: SIM115
     os.environ.update(
         RANK=str(info.rank),
@@ -116,8 +129,27 @@ def _isolate(info: RankInfo) -> None:
     )
 
 
-def _join(request: Request, info: RankInfo) -> RankContext:
-    """Bring up the default process group over the run's store."""
+def _let_go() -> None:
+    """Close the pipes by which the forkserver and the resource tracker see that somebody needs them: they are to end
+    with the launcher, whatever a rank does then."""
+    server: Any = forkserver._forkserver
+    tracker: Any = resource_tracker._resource_tracker
+    for pipe in (server._forkserver_alive_fd, tracker._fd):
+        if pipe is not None:
+            os.close(pipe)
+    # A framework that needs either starts its own.
+    server._forkserver_alive_fd = server._forkserver_address = tracker._fd = None
+
+
+def _store(info: RankInfo, timeout: datetime.timedelta) -> Store:
+    """Where the ranks of this launch meet: a file that this user alone can open, or the store of the nodes."""
+    if not info.port:
+        return FileStore(str(info.folder / "store"), info.world_size)
+    return RunStore(info.host, info.port, run_secret(), timeout)
+
+
+def _join(request: Request, info: RankInfo, store: Store, timeout: datetime.timedelta) -> RankContext:
+    """Bring up the default process group over `store`."""
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     # The flight recorder, on any backend; elsewhere it would only take time, and memory with every collective.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "20000" if request.task is Task.OBSERVE and request.metered else "0"
@@ -127,8 +159,6 @@ def _join(request: Request, info: RankInfo) -> RankContext:
     device = (
         torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else torch.device("cpu")
     )
-    timeout = datetime.timedelta(seconds=request.time_limit_seconds + 60)  # the launcher's limit comes first
-    store = TCPStore(info.host, info.port, is_master=False, timeout=timeout)
     torch.distributed.init_process_group(
         request.backend,
         store=PrefixStore(info.prefix, store),

@@ -140,3 +140,21 @@ def gpu(name: str) -> Gpu:
     if key not in GPUS:
         raise UnknownNameError("gpu", name, [*GPUS, *_ALIASES])
     return GPUS[key]
+
+
+_DEVICE_NAMES = {
+    "NVIDIA H200": "h200",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA A100-SXM4-80GB": "a100-80",
+    "NVIDIA A100-SXM4-40GB": "a100-40",
+    "Tesla V100-SXM3-32GB": "v100-32",
+    "Tesla V100-SXM2-32GB": "v100-32",
+    "Tesla P100-PCIE-16GB": "p100",
+}
+"""What the driver calls them. Other forms of these chips (PCIe, NVL, MIG slices) have other names and peaks."""
+
+
+def gpu_of_device(device_name: str) -> Gpu | None:
+    """The GPU of ours that has exactly this name at the driver; None for any other."""
+    key = _DEVICE_NAMES.get(device_name.strip())
+    return GPUS[key] if key else None

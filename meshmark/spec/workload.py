@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.spec.model_spec import MODELS, ModelSpec
-from meshmark.spec.optimizer import OptimizerSpec
+from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.vision_spec import VISION_MODELS, AnyModelSpec, VisionSpec
 
 
@@ -114,6 +114,9 @@ class Workload:
 # A clip norm below the gradient norms that the tiny workloads start with (about 2 to 5): clipping is active in
 # every one of the first steps, so that a wrong norm changes the parameters.
 _TINY_OPTIMIZER = OptimizerSpec(clip_norm=0.5)
+_MOMENTUM = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, momentum=0.9, weight_decay=0.01, clip_norm=0.5)
+_ADAFACTOR = OptimizerSpec(kind=OptimizerKind.ADAFACTOR, learning_rate=1e-2, clip_norm=0.5)
+_MUON = OptimizerSpec(kind=OptimizerKind.MUON, momentum=0.95, nesterov=True, clip_norm=0.5)
 
 
 def _digits(name: str, model: VisionSpec) -> Workload:
@@ -132,6 +135,11 @@ WORKLOADS: dict[str, Workload] = {
     for workload in (
         # Half as deep, wide and long: a launch is then mostly the launch.
         Workload(name="gpt-mini", model=MODELS["gpt-mini"], optimizer=_TINY_OPTIMIZER),
+        # The same with each other kind of optimizer.
+        Workload(name="gpt-mini-momentum", model=MODELS["gpt-mini"], optimizer=_MOMENTUM),
+        Workload(name="gpt-mini-nesterov", model=MODELS["gpt-mini"], optimizer=replace(_MOMENTUM, nesterov=True)),
+        Workload(name="gpt-mini-adafactor", model=MODELS["gpt-mini"], optimizer=_ADAFACTOR),
+        Workload(name="gpt-mini-muon", model=MODELS["gpt-mini"], optimizer=_MUON),
         Workload(name="gpt-tiny", model=MODELS["gpt-tiny"], optimizer=_TINY_OPTIMIZER),
         Workload(name="llama-tiny", model=MODELS["llama-tiny"], optimizer=_TINY_OPTIMIZER),
         _digits("vit-digits", VISION_MODELS["vit-mini"]),

@@ -9,7 +9,8 @@ from meshmark.adapter.contract import Adapter
 from meshmark.conformance.scenario import plain_workload
 from meshmark.judge.faults import Fault
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout
+from meshmark.spec.layout import Layout, Schedule
+from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 from tests.broken.engine import Broken
 
@@ -20,6 +21,7 @@ LAYOUTS = {
     "fairscale-fsdp": Layout(dp=2, zero_stage=3, num_micro_batches=4),
     "megatron": Layout(tp=2, num_micro_batches=4),
     "gpipe": Layout(pp=2, num_micro_batches=4),
+    "pipeline": Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B),
     "accelerate": Layout(dp=2, num_micro_batches=4),
     "accelerate-fsdp2": Layout(dp=2, zero_stage=3, num_micro_batches=4),
     "deepspeed/1": Layout(dp=2, zero_stage=1, num_micro_batches=4),
@@ -29,6 +31,8 @@ LAYOUTS = {
 """By adapter, and ZeRO stage where it has several. Degree and micro-batches differ, so that one is not taken for the
 other."""
 GPT = workload("gpt-mini")
+DEEP = replace(GPT, name="gpt-deep", model=replace(GPT.model, name="gpt-deep", num_layers=4))
+"""A layer for each of two virtual stages on two ranks."""
 TIED = replace(GPT, name="gpt-tied", model=replace(GPT.model, name="gpt-tied", tied_embeddings=True))
 
 VIT, VIT_BN = workload("vit-digits"), workload("vit-digits-bn")
@@ -50,6 +54,7 @@ class Mutant:
     """Diagnoses that are right. Empty where the summary of what fails is the diagnosis."""
     layout: Layout
     workload: Workload = GPT
+    precision: Precision = Precision.FP32
 
     @property
     def name(self) -> str:
@@ -63,7 +68,7 @@ class Mutant:
 
     @property
     def case(self) -> Case:
-        return Case(adapter=self.name, workload=self.workload, layout=self.layout)
+        return Case(adapter=self.name, workload=self.workload, layout=self.layout, precision=self.precision)
 
 
 def on(
@@ -73,6 +78,7 @@ def on(
     suite: str = "equivalence",
     workload: Workload = GPT,
     layout: Layout | None = None,
+    precision: Precision = Precision.FP32,
 ) -> Iterator[Mutant]:
     """Mutants that a suite must catch."""
     for adapter in adapters.split():
@@ -83,6 +89,7 @@ def on(
             faults=frozenset(faults),
             workload=workload,
             layout=layout or LAYOUTS[adapter],
+            precision=precision,
         )
 
 

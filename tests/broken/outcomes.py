@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from meshmark.spec.case import Case
 
 
 class Accident(DDP):
-    """Calls `happen` on rank 1 before its third step's forward."""
+    """Calls `happen` on rank 1 before its third step's forward, or that of step `at`."""
+
+    at = 3
 
     def build(self, case: Case, context: RankContext) -> Engine:
         engine = super().build(case, context)
@@ -26,7 +29,7 @@ class Accident(DDP):
         def backward(batch: Batch) -> Tensor:
             nonlocal steps
             steps += 1
-            if steps == 3 and context.rank == 1:
+            if steps == self.at and context.rank == 1:
                 self.happen(engine)
             return whole(batch)
 
@@ -50,11 +53,43 @@ class Killed(Accident):
 
 class Hangs(Accident):
     def happen(self, engine: DDPEngine) -> None:
+        if told := os.environ.get("MESHMARK_TEST_HANGS"):
+            Path(told).touch()
         self.wait_for_ever()
 
     def wait_for_ever(self) -> None:
         while True:
             time.sleep(3600)
+
+
+class Slow(DDP):
+    """Takes its time over every step on one rank, for which the others wait."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        engine = super().build(case, context)
+        whole = engine.backward
+
+        def backward(batch: Batch) -> Tensor:
+            time.sleep(1.5 * context.rank)
+            return whole(batch)
+
+        engine.backward = backward  # type: ignore[method-assign]
+        return engine
+
+
+class HangsAlone(Accident):
+    """While its peer, which needs nothing of it, comes on."""
+
+    at = 4
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        engine = super().build(case, context)
+        assert isinstance(engine, DDPEngine)
+        engine.module.require_backward_grad_sync = False
+        return engine
+
+    def happen(self, engine: DDPEngine) -> None:
+        time.sleep(3600)
 
 
 class Stopped(Accident):
@@ -82,3 +117,16 @@ class LeavesChild(Accident):
         if os.fork() == 0:
             time.sleep(3600)
         raise ArithmeticError("with a child running")
+
+
+class LeavesDaemon(Hangs):
+    """A process in a session of its own, whose parent is gone at once, and which holds all that it inherits."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        if (child := os.fork()) == 0:
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+            self.wait_for_ever()
+        os.waitpid(child, 0)
+        super().happen(engine)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from meshmark.judge.faults import Fault
-from meshmark.spec.layout import Layout
+from meshmark.spec.layout import Layout, Schedule
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import workload
 from tests.broken import gradients as g
+from tests.broken import mixed as m
+from tests.broken import pipelines as p
 from tests.broken import states as s
 from tests.broken import updates as u
 from tests.broken import vision as v
-from tests.broken.mutant import TIED, VIT, VIT_BN, Mutant, on
+from tests.broken.mutant import DEEP, TIED, VIT, VIT_BN, Mutant, on
 
 F = Fault
 FOUR = Layout(dp=4, num_micro_batches=2)
+REPLICATED = Layout(dp=2, pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
+INTERLEAVED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
 SUITE_MUTANTS: list[Mutant] = [
     # Scaling
     *on("ddp fsdp2 megatron fairscale-oss fairscale-fsdp", g.OverMicroBatches, F.SCALED),
-    *on("gpipe", g.ScalesGrads, F.SCALED),
+    *on("gpipe pipeline", g.ScalesGrads, F.SCALED),
     *on("ddp fsdp2", g.SummedOverRanks, F.SCALED),
     *on("ddp fsdp2 fairscale-oss", g.AveragedTwice, F.SCALED),
     *on("ddp fsdp2 megatron gpipe", g.SlightScale, F.SCALED),
@@ -30,6 +36,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", g.LastNotReduced, F.NOT_REDUCED),
     *on("ddp", g.OneNotReduced, F.NOT_REDUCED),
     *on("ddp", g.WrongGroup, F.NOT_REDUCED, layout=FOUR),
+    *on("pipeline", p.StageNotReduced, F.NOT_REDUCED, layout=REPLICATED),
     *on("fairscale-oss", s.BucketsUnreduced, F.NOT_REDUCED),
     *on("gpipe", g.TiedNotReduced, F.DRIFT, workload=TIED),
     *on("megatron", g.InputNotReduced, F.DRIFT),
@@ -43,6 +50,7 @@ SUITE_MUTANTS: list[Mutant] = [
     # Data
     *on("ddp fsdp2 megatron", g.DropsLast, F.DROPPED),
     *on("fsdp2 megatron", g.DropsFirst, F.DROPPED),
+    *on("pipeline", p.DropsLastMicroBatch, F.DROPPED),
     *on("ddp fsdp2", g.SameRows, F.DROPPED),
     *on("ddp fsdp2", g.DropsRank, F.DROPPED),
     *on("ddp gpipe megatron", g.NextBatch, F.OTHER_BATCH),
@@ -92,10 +100,21 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp megatron", u.DoubleRate, F.UPDATE),
     *on("ddp", u.NoBiasCorrection, F.UPDATE),
     *on("ddp fsdp2", u.ForgetsStates, F.UPDATE),
+    # Of other kinds of optimizers
+    *on("ddp fsdp2", u.ForgetsMomentum, F.UPDATE, workload=workload("gpt-mini-momentum")),
+    *on("ddp fsdp2 gpipe", u.Nesterov, F.UPDATE, workload=workload("gpt-mini-momentum")),
+    *on("ddp megatron", u.Dampened, F.UPDATE, workload=workload("gpt-mini-momentum")),
+    *on("ddp", u.NoNesterov, F.UPDATE, workload=workload("gpt-mini-nesterov")),
+    *on("ddp gpipe", u.OtherBeta2Decay, F.UPDATE, workload=workload("gpt-mini-adafactor")),
+    *on("ddp gpipe", u.NotOrthogonal, F.UPDATE, workload=workload("gpt-mini-muon")),
     # Not what was asked for
     *on("fsdp2 fairscale-oss", s.ShardingIgnored, suite="memory"),
     *on("ddp", s.KeepsGradients, suite="memory"),
     *on("ddp", s.ReducesEveryMicroBatch, suite="communication"),
     *on("ddp", s.ReducesAgain, suite="communication"),
     *on("fsdp2", s.StaysWhole, suite="communication"),
+    *on("ddp fsdp2", m.ReduceDtypeForgotten, suite="communication", precision=Precision.BF16_REDUCE_BF16),
+    *on("ddp fsdp2", m.ReduceDtypeOfAnother, suite="communication", precision=Precision.BF16),
+    *on("pipeline", p.AllForwardsFirst, suite="memory"),
+    *on("pipeline", p.NotInterleaved, suite="communication", workload=DEEP, layout=INTERLEAVED),
 ]

@@ -9,9 +9,11 @@ import time
 import numpy as np
 import torch
 
+from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
 from meshmark.judge.deviation import Tensors, global_norm
+from meshmark.judge.engine_tensors import host_gradients, host_parameters
 from meshmark.judge.trace import Trace, gather_trace, host_copies
 from meshmark.judge.truth import exact_gradients, initial_values
 from meshmark.judge.yardstick import ZERO
@@ -34,15 +36,17 @@ def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext
     case = request.case
     engine = adapter.build(case, context)
     built, batch = time.time(), _same_rows(case.workload, case.layout.dp)
-    losses, trace = [], Trace(parameters=[host_copies(engine.parameters())])
+    losses, trace = [], Trace(parameters=[host_parameters(engine, case.workload)])
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
         if step == request.steps // 2:  # amid training, which must not notice
             evaluation = torch.tensor(float(engine.evaluate(batch)), device=context.device)
         losses.append(float(engine.backward(batch)) * case.layout.dp)
-        trace.gradients.append(host_copies(engine.gradients()))
+        trace.gradients.append(host_gradients(engine, case.workload))
         engine.update()
+        rank_progress.advance()
     torch.distributed.all_reduce(evaluation)
-    trace.parameters.append(host_copies(engine.parameters()))
+    trace.parameters.append(host_parameters(engine, case.workload))
     engine.close()
     trace.losses, trace.norms = losses, [None] * len(losses)
     union, drifts, num_replicated = gather_trace(trace)
@@ -78,6 +82,7 @@ def _references(workload: Workload, rows: Batch, dp: int) -> tuple[list[float], 
     model.initialize(workload.seed)
     torch.manual_seed(workload.seed + 1)
     losses, gradients = [], []
+    rank_progress.begin(rank_progress.Phase.TRUTH, NUM_REFERENCES // dp * dp)
     for draw in range(1, NUM_REFERENCES // dp * dp + 1):
         loss = loss_share(model(rows.inputs), rows, workload.loss)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -85,6 +90,7 @@ def _references(workload: Workload, rows: Batch, dp: int) -> tuple[list[float], 
         if draw % dp == 0:
             gradients.append(host_copies({name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
             model.zero_grad()
+        rank_progress.advance()
     return losses, gradients
 
 

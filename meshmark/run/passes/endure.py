@@ -9,6 +9,7 @@ import time
 
 import torch
 
+from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
 from meshmark.reference.data import make_batch
@@ -21,10 +22,12 @@ def endure(request: Request, adapter: Adapter, context: RankContext, started: fl
     engine = adapter.build(request.case, context)
     built, live, losses = time.time(), [], []
     gc.freeze()  # the collector need not look again and again at what was there before
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
         losses.append(float(engine.step(make_batch(request.case.workload, step))))
         gc.collect()
         live.append(float(live_bytes(context.device)))
+        rank_progress.advance()
     engine.close()
     return RankReport(
         rank=context.rank,

@@ -2,7 +2,8 @@
 
 The adapter `single` trains in a case's precision, repeatedly, under perturbations as large as that precision's
 rounding: other micro-batches, other orders of rows, last bits of the initial values, and in mixed precision both ways
-of casting (autocast, and casting the weights). What separates a correct framework from `single` is of that kind alone.
+of casting (autocast, and casting the weights). What separates a correct framework from `single` is of that kind alone,
+unless it was asked to round gradients on their way to the other ranks: then `single` rounds what as many ranks would.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
+from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.single import SingleEngine, reduced_backward
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess
 from meshmark.judge.yardstick import Comparisons, noise_run
@@ -46,10 +49,11 @@ def noise_key(case: Case, steps: int) -> str:
         torch.__version__,
         steps,
         NUM_RUNS,
-        case.precision,
+        encode(case.precision),
         encode(case.workload),
         data_digest(case.workload),
         *([_chunkings(case)] if case.workload.couples_rows else []),
+        *([case.layout.dp] if case.precision.narrows_reduction else []),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -90,36 +94,47 @@ def write_noise(path: Path, runs: Sequence[Comparisons]) -> None:
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
     """One noise run; `run` seeds its perturbations and picks its chunking and way of casting."""
     workload = request.case.workload
-    chunkings = _chunkings(case := request.case)
+    num_ranks = _num_ranks(request.case)
+    chunkings = _chunkings(request.case)
     layout = Layout(num_micro_batches=chunkings[run % len(chunkings)])
-    case = dataclasses.replace(case, adapter="single", layout=layout)
-    engine = adapter.build(case, context)
-    cast(Any, engine).cast_weights = bool(run // len(chunkings) % 2)
+    case = dataclasses.replace(request.case, adapter="single", layout=layout)
+    engine = cast(SingleEngine, adapter.build(case, context))
+    engine.cast_weights = bool(run // len(chunkings) % 2)
     _perturb(engine, case, run)
     trace = Trace(parameters=[host_copies(engine.parameters())], buffers=[[host_copies(engine.buffers())]])
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
-        batch = _permute(make_batch(workload, step), case, run)
+        batch = _permute(make_batch(workload, step), case, run, num_ranks)
         trace.evaluations.append(float(engine.evaluate(batch)))
-        trace.losses.append(float(engine.backward(batch)))
+        loss = engine.backward(batch) if num_ranks == 1 else reduced_backward(engine, batch, num_ranks)
+        trace.losses.append(float(loss))
         trace.gradients.append(host_copies(engine.gradients()))
         norm = engine.update()
         trace.norms.append(None if norm is None else float(norm))
         trace.parameters.append(host_copies(engine.parameters()))
         trace.buffers[0].append(host_copies(engine.buffers()))
-    return noise_run(assess(trace, workload, start=trace.parameters[0], layout=layout), case.precision)
+        rank_progress.advance()
+    divided = dataclasses.replace(layout, dp=num_ranks)
+    return noise_run(assess(trace, workload, start=trace.parameters[0], layout=divided), case.precision)
+
+
+def _num_ranks(case: Case) -> int:
+    """Whose reductions are rounded as by so many ranks."""
+    return case.layout.dp if case.precision.narrows_reduction else 1
 
 
 def _chunkings(case: Case) -> list[int]:
-    """Numbers of micro-batches to train in. Where the rows of a micro-batch are normalised together, another number
-    would be another function: then it is that of all replicas of the case."""
+    """Numbers of micro-batches to train in, of each rank whose reduction is rounded. Where the rows of a micro-batch
+    are normalised together, another number would be another function: then it is that of all replicas of the case."""
+    layout, num_ranks = case.layout, _num_ranks(case)
     if case.workload.couples_rows:
-        return [case.layout.dp * case.layout.num_micro_batches]
-    return [n for n in (1, 2, 4, 8) if case.workload.global_batch % n == 0]
+        return [layout.dp * layout.num_micro_batches // num_ranks]
+    return [n for n in (1, 2, 4, 8) if case.workload.global_batch % (n * num_ranks) == 0]
 
 
-def _permute(batch: Batch, case: Case, run: int) -> Batch:
+def _permute(batch: Batch, case: Case, run: int, num_ranks: int) -> Batch:
     """Other orders of the rows, within what is normalised together."""
-    parts = case.layout.num_micro_batches if case.workload.couples_rows else 1
+    parts = num_ranks * case.layout.num_micro_batches if case.workload.couples_rows else 1
     drawn = random_bits(f"order/{run}", (len(batch),), seed=case.workload.seed).view(parts, -1)
     first = torch.arange(parts)[:, None] * drawn.shape[1]
     return batch.take((drawn.argsort(1) + first).flatten())
@@ -128,7 +143,7 @@ def _permute(batch: Batch, case: Case, run: int) -> Batch:
 @torch.no_grad()
 def _perturb(engine: Engine, case: Case, run: int) -> None:
     """Change initial values by up to half a unit in the last place of the precision that matrix products run in."""
-    ulp = 2.0 ** -(case.precision.mantissa_bits + 1)
+    ulp = 2.0 ** -(case.precision.compute.mantissa_bits + 1)
     for name, parameter in engine.parameters().items():
         bits = random_bits(f"perturbation/{run}/{name}", parameter.shape, seed=case.workload.seed)
         parameter.mul_(1 + (bits & 0xFFFF).to(parameter.device, torch.float64).div(0xFFFF).mul(2).sub(1) * ulp)

@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.holdings import Holdings
@@ -33,6 +34,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     with watch or contextlib.nullcontext():
         engine = adapter.build(request.case, context)
         built = time.time()
+        rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
         observer = Observer(engine, request)
         for step in range(WATCHED_STEP):
             observer.train(step, watch)
@@ -43,11 +45,13 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         before, after = observer.train(WATCHED_STEP, watch)
         allocator_peaks = cuda_peaks(context.device)
         visible = visible_storages()
-    memory = read_memory(watch, WATCHED_STEP, before, after, visible, allocator_peaks) if watch else None
+    memory = None
+    if watch and not observer.unheld:
+        memory = read_memory(watch, WATCHED_STEP, before, after, visible, allocator_peaks)
     traffic = read_traffic(watch, WATCHED_STEP) if watch else None
     for step in range(WATCHED_STEP + 1, request.steps):
         observer.train(step, None)
-    dtypes = _dtypes(engine.holdings()) | _narrowest(observer.trace.gradients)
+    dtypes = _dtypes(observer.holdings()) | _narrowest(observer.trace.gradients)
     engine.close()
     trace, drifts, num_replicated = gather_trace(observer.trace)
     deviations = assess(trace, request.case.workload, layout=request.case.layout) if trace and request.assess else {}
@@ -68,6 +72,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         state_dtypes=dtypes,
         digests=digests(trace) if trace else [],
         num_replicated=num_replicated,
+        unmeasured={"memory": observer.unheld} if observer.unheld else {},
     )
 
 

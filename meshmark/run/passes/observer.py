@@ -5,7 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 
+import torch
+
+from meshmark import rank_progress
 from meshmark.adapter.engine import Engine
+from meshmark.adapter.holdings import Holdings
+from meshmark.judge.engine_tensors import host_gradients, host_parameters, local_holdings
 from meshmark.judge.trace import Trace, host_copies, tensor_digests
 from meshmark.measure.memory import Named
 from meshmark.measure.watch import Watch
@@ -19,10 +24,22 @@ class Observer:
     def __init__(self, engine: Engine, request: Request) -> None:
         self.engine, self.request = engine, request
         self.trace = Trace()
+        self.unheld = ""
+        """What went wrong with `holdings()`, of which no loss, gradient or parameter depends."""
         if request.assess:
-            self.trace.parameters.append(host_copies(engine.parameters()))
+            self.trace.parameters.append(host_parameters(engine, request.case.workload))
         if request.assess and request.case.workload.couples_rows:
             self.trace.buffers.append([host_copies(engine.buffers())])
+
+    def holdings(self) -> Holdings:
+        """What the engine holds; nothing, and why in `unheld`, where it cannot tell."""
+        try:
+            return local_holdings(self.engine)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            self.unheld = self.unheld or f"Engine.holdings raised {type(error).__name__}: {error}"
+            return Holdings()
 
     def train(self, step: int, watch: Watch | None = None) -> tuple[Named, Named]:
         """One step; returns what the engine holds before and after its update."""
@@ -31,18 +48,19 @@ class Observer:
             self.trace.evaluations.append(float(self.engine.evaluate(batch)))
         with _window(watch, "backward", step):
             loss = self.engine.backward(batch)
-        before = Named.of(self.engine.holdings())
+        before = Named.of(self.holdings())
         if self.request.assess:
-            self.trace.gradients.append(host_copies(self.engine.gradients()))
+            self.trace.gradients.append(host_gradients(self.engine, self.request.case.workload))
         with _window(watch, "update", step):
             norm = self.engine.update()
-        after = Named.of(self.engine.holdings())
+        after = Named.of(self.holdings())
         self.trace.losses.append(float(loss))
         self.trace.norms.append(None if norm is None else float(norm))
         if self.request.assess:
-            self.trace.parameters.append(host_copies(self.engine.parameters()))
+            self.trace.parameters.append(host_parameters(self.engine, self.request.case.workload))
             for own in self.trace.buffers:
                 own.append(host_copies(self.engine.buffers()))
+        rank_progress.advance()
         return before, after
 
 

@@ -7,9 +7,11 @@ import time
 
 import numpy as np
 
+from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
-from meshmark.judge.trace import gather_trace, host_copies
+from meshmark.judge.engine_tensors import host_parameters
+from meshmark.judge.trace import gather_trace
 from meshmark.judge.truth import assess
 from meshmark.reference.data import make_batch
 from meshmark.run.passes.observer import Observer, digests
@@ -26,13 +28,14 @@ def overflow(request: Request, adapter: Adapter, context: RankContext, started: 
     engine = adapter.build(request.case, context)
     built, observer = time.time(), Observer(engine, request)
     moved = 0
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
         if step == OVERFLOWS_BEFORE:
             batch = make_batch(request.case.workload, request.steps)
             last = context.rank == context.world_size - 1
             engine.backward(dataclasses.replace(batch, total_weight=0) if last else batch)
             engine.update()
-            before, after = observer.trace.parameters[-1], host_copies(engine.parameters())
+            before, after = observer.trace.parameters[-1], host_parameters(engine, request.case.workload)
             moved = sum(not np.array_equal(before[name], after[name]) for name in before)
         observer.train(step)
     engine.close()

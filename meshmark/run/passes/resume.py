@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
 from meshmark.judge.diagnosis import diagnose
@@ -26,12 +27,14 @@ def save_halfway(request: Request, adapter: Adapter, context: RankContext, start
     folder = Path(request.checkpoint)
     engine = adapter.build(request.case, context)
     built, observer = time.time(), Observer(engine, request)
+    rank_progress.begin(rank_progress.Phase.TRAIN, halfway(request))
     for step in range(halfway(request)):
         observer.train(step)
     engine.save(folder)
     so_far, _, _ = gather_trace(observer.trace)
     if so_far:
         (folder / _TRACE).write_bytes(pickle.dumps(so_far))
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps - halfway(request))
     for step in range(halfway(request), request.steps):
         observer.train(step)
     engine.close()
@@ -53,6 +56,7 @@ def resume(request: Request, adapter: Adapter, context: RankContext, started: fl
     built = time.time()
     engine.load(folder)
     observer = Observer(engine, request)
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps - half)
     for step in range(half, request.steps):
         observer.train(step)
     engine.close()
@@ -87,4 +91,5 @@ def _join(first: Trace, second: Trace) -> Trace:
         losses=first.losses + second.losses,
         norms=first.norms + second.norms,
         buffers=[a[:-1] + b for a, b in zip(first.buffers, second.buffers, strict=True)],
+        drifted=second.drifted,
     )

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.reference.data import Batch, make_batch
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
-from meshmark.spec.precision import Precision
-
-_DTYPES = {
-    Precision.FP64: torch.float64,
-    Precision.FP32: torch.float32,
-    Precision.BF16: torch.bfloat16,
-    Precision.FP16: torch.float16,
-}
 
 
 def time_steps(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
@@ -28,12 +22,13 @@ def time_steps(request: Request, adapter: Adapter, context: RankContext, started
     engine = adapter.build(request.case, context)
     batches = [make_batch(request.case.workload, step) for step in range(request.warmup + request.steps)]
     built = time.time()
-    losses = [engine.step(batch) for batch in batches[: request.warmup]]
+    rank_progress.begin(rank_progress.Phase.TRAIN, len(batches))
+    losses = list(_warm_up(engine, batches[: request.warmup]))
     torch.distributed.barrier()
     clock = _cuda_seconds if context.device.type == "cuda" else _cpu_seconds
     seconds = clock(engine, batches[request.warmup :], losses)
     engine.close()
-    flops_per_second = matmul_flops_per_second(_DTYPES[request.case.precision], context.device)
+    flops_per_second = matmul_flops_per_second(getattr(torch, request.case.precision.compute), context.device)
     return RankReport(
         rank=context.rank,
         build_seconds=built - started,
@@ -44,24 +39,39 @@ def time_steps(request: Request, adapter: Adapter, context: RankContext, started
     )
 
 
+def _warm_up(engine: Engine, batches: list[Batch]) -> Iterator[Tensor]:
+    for batch in batches:
+        yield engine.step(batch)
+        rank_progress.advance()
+
+
 def _cpu_seconds(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[float]:
     """Seconds of each step; its loss is appended, unread, for reading would wait for the device."""
-    marks = [time.perf_counter()]
+    seconds = []
     for batch in batches:
+        start = time.perf_counter()
         losses.append(engine.step(batch))
-        marks.append(time.perf_counter())
-    return [stop - start for start, stop in pairwise(marks)]
+        seconds.append(time.perf_counter() - start)
+        rank_progress.advance()  # off the clock
+    return seconds
 
 
 def _cuda_seconds(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[float]:
-    """The same by CUDA events between steps: the host may run ahead, as it does in training."""
+    """The same by CUDA events between steps: the host may run ahead, as it does in training; progress is what the
+    device has done."""
     torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
-    for batch, mark in zip(batches, marks[1:], strict=True):
+    done = 0
+    for number, batch in enumerate(batches, start=1):
         losses.append(engine.step(batch))
-        mark.record()
-    torch.cuda.synchronize()
+        marks[number].record()
+        while done < number and marks[done + 1].query():  # type: ignore[no-untyped-call]
+            done += 1
+            rank_progress.advance()
+    for mark in marks[done + 1 :]:
+        mark.synchronize()
+        rank_progress.advance()
     return [start.elapsed_time(stop) / 1000 for start, stop in pairwise(marks)]
 
 

@@ -101,9 +101,28 @@ def detection_limits(record: Record) -> dict[str, Limit]:
     return limits
 
 
+_MEND_STATES = (
+    "`Engine.holdings` leaves storages out or names too many, or the framework holds other bytes than its layout "
+    "promises; what it is meant to hold besides goes into `Adapter.remainders`"
+)
+_MEND_ACTIVATIONS = (
+    "what the framework is meant to keep follows from `Adapter.recipe`, and what is over from `Adapter.remainders`"
+)
+_MEND_TRAFFIC = "what the framework's algorithm is meant to send is what `Adapter.traffic` says"
+
+
+def _unmeasured(record: Record, suite: str) -> Verdict | None:
+    """A failure where the adapter itself could not tell what `suite` judges by."""
+    if suite not in record.unmeasured:
+        return None
+    return Verdict(suite=suite, passed=False, summary=record.unmeasured[suite])
+
+
 def judge_memory(record: Record) -> Verdict | None:
     """Bytes of parameters, gradients, optimizer states and, where they are planned, activations on every rank within
     1 % of the closed form plus what the adapter declares; None where nothing is planned."""
+    if failed := _unmeasured(record, "memory"):
+        return failed
     worst = (-1.0, "", 0, 0.0, 0.0)
     on_cpu = record.environment.device == "cpu"
     for rank, (reading, plan, declared) in enumerate(
@@ -117,6 +136,8 @@ def judge_memory(record: Record) -> Verdict | None:
     summary = f"{category} on rank {rank}: {measured:,.0f} bytes, planned {expected:,.0f} ({error:.2%})"
     if not isinstance(record.case.workload.model, ModelSpec):
         summary += "; activations: not planned"
+    if error > STATE_TOLERANCE:
+        summary += "; " + (_MEND_ACTIVATIONS if category == "activations" else _MEND_STATES)
     reasons = sorted({r.reason for declared in record.remainders for r in declared})
     return Verdict(
         suite="memory",
@@ -146,6 +167,8 @@ def memory_categories(
 
 def judge_communication(record: Record) -> Verdict | None:
     """Bytes by kind on every rank, as asked for, against the closed form; None where it is not planned."""
+    if failed := _unmeasured(record, "communication"):
+        return failed
     worst = (0.0, "", 0, 0.0, 0.0)
     for rank, (reading, plan) in enumerate(zip(record.traffic, record.planned_traffic, strict=True)):
         if plan is None:
@@ -161,10 +184,11 @@ def judge_communication(record: Record) -> Verdict | None:
     error, kind, rank, found, expected = worst
     passed = error <= TRAFFIC_TOLERANCE
     what = f"{kind} on rank {rank}: {found:,.0f} bytes, planned {expected:,.0f}" if kind else "nothing to communicate"
+    summary = f"{what} ({error:.2%} of the step's traffic)" if kind else what
     return Verdict(
         suite="communication",
         passed=passed,
-        summary=f"{what} ({error:.2%} of the step's traffic)" if kind else what,
+        summary=summary if passed else f"{summary}; {_MEND_TRAFFIC}",
         evidence={
             "kind": kind,
             "rank": rank,

@@ -1,0 +1,51 @@
+"""Runs scenarios, each once a session, and judges clauses by them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from meshmark.adapter.capabilities import Feature
+from meshmark.conformance.clauses import Clause, judge_clause, point_back
+from meshmark.conformance.finding import Finding
+from meshmark.conformance.scenario import SCENARIOS, Scenario
+from meshmark.run.record import Record, Status
+from meshmark.run.runner import Runner
+from meshmark.spec.case import Case
+
+
+class ScenarioRunner:
+    """The conformance suite's side of a runner."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._judged: dict[Case, dict[str, Finding]] = {}
+        """What clauses were found of each base, in the order in which they were judged."""
+
+    def perform(self, scenario: Scenario, base: Case) -> Record:
+        """The record of `scenario` of `base`; or of what it needs, where that did not end well."""
+        if scenario.after:
+            before = self.perform(SCENARIOS[scenario.after], base)
+            if before.outcome.status is not Status.OK:
+                return before
+        case, misfit = scenario.varied(base)
+        lacks = self.runner.adapter(case).capabilities.lacks
+        request = dataclasses.replace(
+            self.runner.request(scenario.task, case),
+            steps=scenario.steps,
+            scenario=scenario.name,
+            base=base,
+            metered=scenario.metered,
+            evaluate=scenario.evaluate and Feature.EVALUATE not in lacks,
+            checkpoint=str(self.runner.checkpoint(base)) if Feature.SAVE in scenario.needs else "",
+        )
+        return self.runner.once(request, scenario.needs, misfit)
+
+    def perform_all(self, clause: Clause, base: Case) -> dict[str, Record]:
+        """By scenario, all that `clause` stands on."""
+        return {name: self.perform(SCENARIOS[name], base) for name in clause.scenarios}
+
+    def judge(self, clause: Clause, base: Case) -> Finding:
+        """What `clause` finds of `base`; where an earlier clause found the same defect, a pointer to it."""
+        judged = self._judged.setdefault(base, {})
+        judged[clause.name] = judge_clause(clause, self.perform_all(clause, base))
+        return point_back(clause.name, judged[clause.name], judged)

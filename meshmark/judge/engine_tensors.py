@@ -1,0 +1,101 @@
+"""The tensors that engines return, checked by name when they arrive, and made plain where they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor
+
+from meshmark.adapter.engine import Engine
+from meshmark.adapter.holdings import Holdings
+from meshmark.errors import AdapterError
+from meshmark.judge.deviation import Tensors
+from meshmark.judge.trace import host_copies
+from meshmark.reference.build import parameter_shapes
+from meshmark.spec.workload import Workload
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_CATEGORIES = ("parameters", "gradients", "optimizer_states", "communication")
+
+
+@torch.no_grad()
+def host_parameters(engine: Engine, workload: Workload) -> Tensors:
+    """A copy of `engine.parameters()`, a collective call.
+
+    Raises `AdapterError` for what is neither a full tensor under its canonical name nor sharded.
+    """
+    return host_copies(_full("parameters()", engine.parameters(), workload))
+
+
+@torch.no_grad()
+def host_gradients(engine: Engine, workload: Workload) -> Tensors:
+    """The same of `engine.gradients()`."""
+    return host_copies(_full("gradients()", engine.gradients(), workload))
+
+
+@torch.no_grad()
+def local_holdings(engine: Engine) -> Holdings:
+    """`engine.holdings()`, each sharded tensor by the part that is here.
+
+    Raises `AdapterError` for what has no storage of its own.
+    """
+    held: object = engine.holdings()
+    if not isinstance(held, Holdings):
+        raise AdapterError(f"holdings() returned {_kind(held)}; expected a Holdings")
+    return Holdings(
+        **{
+            name: [_local(f"holdings(): {name}[{i}]", t) for i, t in enumerate(getattr(held, name))]
+            for name in _CATEGORIES
+        }
+    )
+
+
+def _full(method: str, told: object, workload: Workload) -> Mapping[str, Tensor]:
+    if not isinstance(told, Mapping):
+        raise AdapterError(f"{method} returned {_kind(told)}; expected a mapping of canonical names to tensors")
+    shapes, found = parameter_shapes(workload.model), {}
+    for name, value in told.items():
+        if name not in shapes:
+            raise AdapterError(f"{method} returned {name!r}; the canonical names are {', '.join(shapes)}")
+        # A DTensor's ranks bring it together here, all in the order in which they return it.
+        tensor = value.full_tensor() if _is_sharded(value) else value
+        _check(f"{method}: {name}", tensor, f"a plain float tensor of shape {tuple(shapes[name])}")
+        if tensor.shape != shapes[name]:
+            raise AdapterError(f"{method}: {name} has shape {tuple(tensor.shape)}; its full shape is {shapes[name]}")
+        found[name] = tensor
+    return found
+
+
+def _local(where: str, value: object) -> Tensor:
+    tensor = value.to_local() if _is_sharded(value) else value
+    return _check(where, tensor, "a plain tensor, whose storage is counted")
+
+
+def _is_sharded(value: object) -> TypeGuard[DTensor]:
+    from torch.distributed.tensor import DTensor  # a second, which only ranks should take
+
+    return isinstance(value, DTensor)
+
+
+def _check(where: str, value: object, expected: str) -> Tensor:
+    """`value`, a tensor that PyTorch's own operators and a look at its storage work on."""
+    if not isinstance(value, Tensor) or type(value.detach()) is not Tensor:
+        problem = f"is {_kind(value)}"
+    elif value.is_meta:
+        problem = "is on the meta device, without values"
+    elif value.layout is not torch.strided:
+        problem = f"is of layout {value.layout}"
+    elif "float" not in expected or value.is_floating_point():
+        return value
+    else:
+        problem = f"is of {value.dtype}"
+    raise AdapterError(f"{where} {problem}; expected {expected}")
+
+
+def _kind(value: object) -> str:
+    cls = type(value)
+    return cls.__name__ if cls.__module__ in ("builtins", "torch") else f"{cls.__module__}.{cls.__name__}"

@@ -1,0 +1,96 @@
+"""Another run to compare with, and whether its times may be: they are of one machine and its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from meshmark.environment import Environment
+from meshmark.report.results import CaseResult
+from meshmark.run.record import Record
+
+_MACHINE = ("machine", "CPUs", "device", "nodes")
+"""Facts without which times do not compare at all; the others are settings, which a comparison may be about."""
+
+
+def facts(environment: Environment) -> dict[str, str]:
+    """What times depend on; empty where the record does not hold it."""
+    return {
+        "machine": environment.machine,
+        "CPUs": str(environment.num_cpus),
+        "device": environment.device,
+        "nodes": str(environment.nnodes),
+        "backend": environment.backend,
+        "torch": environment.versions.get("torch", ""),
+        "OMP_NUM_THREADS": environment.omp_num_threads,
+    }
+
+
+def differences(here: Environment, there: Environment) -> dict[str, tuple[str, str]]:
+    """Facts that both records hold and that differ, here and there."""
+    pairs = {name: (told, facts(there)[name]) for name, told in facts(here).items()}
+    return {name: (one, other) for name, (one, other) in pairs.items() if one and other and one != other}
+
+
+class Baseline:
+    """The results of another run, found by case."""
+
+    def __init__(self, found: Iterable[CaseResult] = ()) -> None:
+        self._results: dict[str, list[CaseResult]] = {}
+        for result in found:
+            self._results.setdefault(result.case.id, []).append(result)
+
+    def __bool__(self) -> bool:
+        return bool(self._results)
+
+    def of(self, result: CaseResult) -> CaseResult | None:
+        """The same case, on the same device where there is one."""
+        known = self._results.get(result.case.id, [])
+        here = result.any.environment.device
+        return next((r for r in known if r.any.environment.device == here), known[0] if known else None)
+
+    def time(self, result: CaseResult) -> str:
+        """The median step as a multiple of the baseline's, marked where that is of another machine or settings."""
+        before = self.of(result)
+        if not (result.timed and before and before.timed and before.timed.rank_step_seconds):
+            return "new"
+        multiple = f"{_median(result.timed) / _median(before.timed):.2f}"
+        different = differences(result.timed.environment, before.timed.environment)
+        if different.keys() & set(_MACHINE):
+            return f"~~{multiple}~~ other machine"
+        return f"{multiple} (other {', '.join(different)})" if different else multiple
+
+    def peak(self, result: CaseResult) -> str:
+        """The fullest rank's peak as a multiple of the baseline's."""
+        before = self.of(result)
+        if not (result.observed and before and before.observed and before.observed.memory):
+            return "new"
+        return f"{_peak(result.observed) / max(_peak(before.observed), 1):.4f}"
+
+    def verdict(self, result: CaseResult) -> str:
+        before = self.of(result)
+        return before.correctness if before else "new"
+
+    def warning(self, found: Sequence[CaseResult]) -> str:
+        """What differs between the runs; empty when nothing does."""
+        told: dict[str, None] = {}
+        for result in found:
+            before = self.of(result)
+            if result.timed and before and before.timed:
+                different = differences(result.timed.environment, before.timed.environment)
+                told |= {f"{name} {one} here, {other} there": None for name, (one, other) in different.items()}
+        if not told:
+            return ""
+        return (
+            f"**The baseline was measured under other conditions**: {'; '.join(told)}. Times of another machine say "
+            "nothing about the code and are struck out; bytes and correctness remain comparable."
+        )
+
+
+def _median(record: Record) -> float:
+    return float(np.median(record.step_seconds))
+
+
+def _peak(record: Record) -> int:
+    return max(reading.peak.total for reading in record.memory)

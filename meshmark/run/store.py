@@ -1,0 +1,279 @@
+"""The key-value store of a run on several nodes: node 0 serves it, whoever asks must know the run's secret.
+
+PyTorch's `TCPStore` lets anybody who reaches its port read, write and list every key, and through a rendezvous take
+part in the collectives that stand on it. Here both sides prove by HMAC-SHA256 over fresh numbers that they know the
+secret before anything else is said; after that, messages are JSON of limited size, and every call has a deadline.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import datetime
+import hmac
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from meshmark.errors import ClusterError
+
+_GREETING = b"meshmark store 1"
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_MOST_BYTES = 2**30
+"""Of one message: reports of all ranks of a node are a few megabytes."""
+_PROVE_SECONDS = 10.0
+_CALL_SECONDS = 15.0
+"""A call that takes longer means that node 0 or the link to it is lost."""
+SILENT_SECONDS = 15.0
+"""A launcher that gives no sign of life for so long is lost."""
+_POLL_SECONDS = (0.002, 0.05)
+"""Between two questions of one wait: first, and at most."""
+
+
+class StoreServer:
+    """Serves the store to whoever proves to know `secret`, a thread a connection."""
+
+    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+        self._listener, self._secret = listener, secret
+        self._values: dict[str, bytes] = {}
+        self._heard: dict[int, float] = {}
+        """When each node's launcher last gave a sign of life."""
+        self._lock = threading.Lock()
+        self.port: int = listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True, name="meshmark-store").start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(peer,), daemon=True, name="meshmark-store-peer").start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        with peer, contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # such a peer is let go
+            peer.settimeout(_PROVE_SECONDS)
+            if not _admit(peer, self._secret):
+                return
+            peer.settimeout(None)
+            while (question := _receive(peer)) is not None:
+                with self._lock:
+                    answer = self._answer(question)
+                _send(peer, answer)
+
+    def _answer(self, question: dict[str, Any]) -> Any:  # noqa: ANN401
+        what, key = question["what"], question.get("key", "")
+        if what == "set":
+            self._values[key] = _bytes(question["value"])
+        elif what == "get":
+            return _text(self._values[key]) if key in self._values else None
+        elif what == "add":
+            self._values[key] = str(int(self._values.get(key, b"0")) + int(question["amount"])).encode()
+            return int(self._values[key])
+        elif what == "check":
+            return all(k in self._values for k in question["keys"])
+        elif what == "delete":
+            return self._values.pop(key, None) is not None
+        elif what == "compare_set":
+            expected, held = _bytes(question["expected"]), self._values.get(key)
+            if held == expected or (held is None and not expected):
+                self._values[key] = _bytes(question["value"])
+            return _text(self._values.get(key, expected))
+        elif what == "count":
+            return len(self._values)
+        elif what == "beat":
+            self._heard[int(question["node"])] = now = time.monotonic()
+            return sorted(node for node, heard in self._heard.items() if now - heard > SILENT_SECONDS)
+        elif what == "leave":
+            self._heard.pop(int(question["node"]), None)
+        return None
+
+
+class RunStore(Store):
+    """A rank's or a launcher's connection to the store; what a process group needs of one. Whoever gives it to one
+    keeps it alive too: PyTorch would not.
+
+    Raises `ClusterError` when nobody is there, who is there does not know the secret, or an answer does not come.
+    """
+
+    def __init__(self, host: str, port: int, secret: bytes, timeout: datetime.timedelta) -> None:
+        super().__init__()
+        self.set_timeout(timeout)
+        self._where = f"{host}:{port}"
+        self._lock = threading.Lock()
+        self._peer = socket.create_connection((host, port), timeout=_PROVE_SECONDS)
+        try:
+            _prove(self._peer, secret)
+        except (OSError, ValueError) as error:
+            self._peer.close()
+            raise ClusterError(
+                f"what listens at {self._where} is not this run's store, or holds another secret: is the port another "
+                f"program's? Do all nodes see the same MESHMARK_RDZV_SECRET, or the same home directory? ({error})"
+            ) from error
+        self._peer.settimeout(_CALL_SECONDS)
+
+    def _ask(self, what: str, **question: Any) -> Any:  # noqa: ANN401
+        try:
+            with self._lock:
+                _send(self._peer, {"what": what, **question})
+                answer = _receive(self._peer)
+        except (OSError, ValueError) as error:
+            self.close()  # what comes later would answer another question
+            raise ClusterError(f"node 0's store at {self._where} does not answer: {error}") from error
+        if answer is None:
+            raise ClusterError(f"node 0's store at {self._where} has closed: did its pytest command end?")
+        return answer["answer"]
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", key=key, value=_text(value.encode() if isinstance(value, str) else value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return _bytes(self._ask("get", key=key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", key=key, amount=amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask("check", keys=keys))
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        """Raises `ClusterError` unless all `keys` are there in time. Other threads' calls go on meanwhile."""
+        limit: datetime.timedelta = timeout or self.timeout  # type: ignore[attr-defined]
+        seconds = limit.total_seconds()
+        deadline, pause = time.monotonic() + seconds, _POLL_SECONDS[0]
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                raise ClusterError(f"nobody wrote {keys} to the store at {self._where} within {seconds:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_SECONDS[1])
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete", key=key))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        old, new = (value.encode() if isinstance(value, str) else value for value in (expected, desired))
+        return _bytes(self._ask("compare_set", key=key, expected=_text(old), value=_text(new)))
+
+    def num_keys(self) -> int:
+        return int(self._ask("count"))
+
+    def beat(self, node: int) -> list[int]:
+        """A sign of life of `node`'s launcher. Returns the nodes that have given none for too long."""
+        return [int(silent) for silent in self._ask("beat", node=node)]
+
+    def leave(self, node: int) -> None:
+        """`node` needs no more signs of life."""
+        self._ask("leave", node=node)
+
+    def close(self) -> None:
+        self._peer.close()
+
+
+def run_secret() -> bytes:
+    """What all processes of a run know, and nobody else: MESHMARK_RDZV_SECRET, or else a file in the user's home
+    directory, which clusters share between nodes. Raises `ClusterError` when others could know it too."""
+    if text := os.environ.get("MESHMARK_RDZV_SECRET"):
+        if len(text) < 16:
+            raise ClusterError(f"MESHMARK_RDZV_SECRET has {len(text)} characters: at least 16 that nobody guesses")
+        return text.encode()
+    file = Path.home() / ".config" / "meshmark" / "rdzv-secret"
+    try:
+        if not file.exists():
+            _create(file, secrets.token_hex(32))
+        with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW)) as opened:
+            about, text = os.fstat(opened.fileno()), opened.read()
+    except OSError as error:
+        raise ClusterError(f"{file}: {error.strerror}; set MESHMARK_RDZV_SECRET alike on all nodes instead") from error
+    if about.st_uid != os.geteuid() or about.st_mode & 0o077 or len(text) < 64:
+        raise ClusterError(f"{file} should be this user's, of mode 0600, with 64 digits: remove it, a new one is made")
+    return text.encode()
+
+
+def _create(file: Path, text: str) -> None:
+    """Whole or not at all; of two nodes that do so at once, one prevails."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    own = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
+    with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        opened.write(text)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(own, file)
+    finally:
+        own.unlink()
+
+
+def _admit(peer: socket.socket, secret: bytes) -> bool:
+    """Whether a client knows the secret; it is shown that this side does only after it has shown so itself."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    peer.sendall(_GREETING + nonce)
+    theirs = _exactly(peer, _NONCE_BYTES)
+    if not hmac.compare_digest(_exactly(peer, _PROOF_BYTES), _proof(secret, b"client", nonce + theirs)):
+        return False
+    peer.sendall(_proof(secret, b"server", nonce + theirs))
+    return True
+
+
+def _prove(peer: socket.socket, secret: bytes) -> None:
+    """The client's side of `_admit`. Raises `ValueError` or `OSError` unless the server knows the secret too."""
+    if (greeting := _exactly(peer, len(_GREETING))) != _GREETING:
+        raise ValueError(f"it greets with {greeting!r}")
+    theirs, nonce = _exactly(peer, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+    peer.sendall(nonce + _proof(secret, b"client", theirs + nonce))
+    if not hmac.compare_digest(_exactly(peer, _PROOF_BYTES), _proof(secret, b"server", theirs + nonce)):
+        raise ValueError("its proof is wrong")
+
+
+def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, _GREETING + role + nonces, "sha256")
+
+
+def _send(peer: socket.socket, message: object) -> None:
+    text = json.dumps({"answer": message} if not isinstance(message, dict) else message).encode()
+    peer.sendall(len(text).to_bytes(8, "big") + text)
+
+
+def _receive(peer: socket.socket) -> dict[str, Any] | None:
+    """The next message; None when the peer has left. Raises `ValueError` for one that is too long or not JSON."""
+    try:
+        size = int.from_bytes(_exactly(peer, 8), "big")
+    except ConnectionError:
+        return None
+    if size > _MOST_BYTES:
+        raise ValueError(f"a message of {size} bytes: expected at most {_MOST_BYTES}")
+    message = json.loads(_exactly(peer, size))
+    if not isinstance(message, dict):
+        raise ValueError(f"a message that is a {type(message).__name__}")
+    return message
+
+
+def _exactly(peer: socket.socket, size: int) -> bytes:
+    """Raises `ConnectionResetError` when the peer leaves first."""
+    parts = bytearray()
+    while len(parts) < size:
+        part = peer.recv(min(size - len(parts), 2**20))
+        if not part:
+            raise ConnectionResetError("it has closed the connection")
+        parts += part
+    return bytes(parts)
+
+
+def _text(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text)

@@ -1,0 +1,91 @@
+"""Writes what a session of pytest asked for, and how each test ended, beside the records. Loaded by the plugin."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shlex
+import uuid
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from meshmark.errors import ResultsError
+from meshmark.plugin import selection
+from meshmark.run.record import SCHEMA, RecordFile
+from meshmark.run.session import Attempt, Ending, Session
+from meshmark.spec.case import Case
+
+_MESSAGE_CHARACTERS = 4000
+_LOG = pytest.StashKey[Session]()
+_ATTEMPTS = pytest.StashKey[dict[str, Attempt]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Write what is to be run; a run that is killed leaves at least this."""
+    config = session.config
+    attempts = {item.nodeid: attempt for item in session.items if (attempt := _planned(item))}
+    if not attempts or config.option.collectonly or selection(config).cluster.node_rank:
+        return
+    config.stash[_ATTEMPTS] = attempts
+    config.stash[_LOG] = Session(
+        schema=SCHEMA,
+        session=uuid.uuid4().hex,
+        command=shlex.join(["pytest", *config.invocation_params.args]),
+        device=config.getoption("--device"),
+        corpus=config.getoption("--corpus"),
+    )
+    _write(config)
+
+
+def _planned(item: pytest.Item) -> Attempt | None:
+    parameters: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+    for name in ("case", "conforming"):
+        if isinstance(case := parameters.get(name), Case):
+            return Attempt(test=item.nodeid, case=case.id, conforming=name == "conforming")
+    return None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    attempts = item.config.stash.get(_ATTEMPTS, {})
+    before = attempts.get(item.nodeid)
+    if before and report.failed:
+        told = call.excinfo.exconly() if call.excinfo else report.longreprtext
+        attempts[item.nodeid] = dataclasses.replace(
+            before, ending=Ending.FAILED, message=told[:_MESSAGE_CHARACTERS], command=_repeat(item)
+        )
+    elif before and before.ending is not Ending.FAILED and (report.skipped or report.when == "call"):
+        attempts[item.nodeid] = dataclasses.replace(before, ending=Ending(report.outcome))
+    return report
+
+
+def _repeat(item: pytest.Item) -> str:
+    """The command of this session for one test alone, as a shell takes it."""
+    config = item.config
+    given = set(config.args) if config.args_source is config.ArgsSource.ARGS else set()
+    options = [argument for argument in config.invocation_params.args if argument not in given]
+    file = os.path.relpath(item.path, config.invocation_params.dir)
+    return shlex.join(["pytest", f"{file}::{item.nodeid.partition('::')[2]}", *map(str, options)])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Behind pytest's own, which closes the runner and with it the records."""
+    if log := session.config.stash.get(_LOG, None):
+        session.config.stash[_LOG] = dataclasses.replace(log, exit_code=int(exitstatus))
+        _write(session.config)
+
+
+def _write(config: pytest.Config) -> None:
+    log = dataclasses.replace(config.stash[_LOG], attempts=list(config.stash[_ATTEMPTS].values()))
+    with contextlib.suppress(ResultsError):  # another run has the folder: the runner says so
+        file = RecordFile(selection(config).results)
+        file.append(log)
+        file.close()

@@ -1,0 +1,78 @@
+"""Adapters that train correctly and answer the other questions of the contract in their own way, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.data_parallel import DataParallelEngine
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.holdings import Holdings
+from meshmark.adapters.ddp import DDP, DDPEngine
+from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine
+from meshmark.spec.case import Case
+from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.states import Remainder
+
+
+class _ShardsEngine(FSDP2Engine):
+    """Returns every tensor as FSDP2 keeps it."""
+
+    parameters = DataParallelEngine.parameters
+    gradients = DataParallelEngine.gradients
+    holdings = DataParallelEngine.holdings
+
+
+class _SilentEngine(DDPEngine):
+    def holdings(self) -> Holdings:
+        if self.context.rank == 1:
+            raise RuntimeError("nobody knows")
+        return super().holdings()
+
+
+class _MetaEngine(DDPEngine):
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {name: tensor.to("meta") for name, tensor in super().parameters().items()}
+
+
+class _Swapped(Adapter):
+    engine: ClassVar[type[Engine]]
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        engine = super().build(case, context)  # type: ignore[safe-super]
+        engine.__class__ = self.engine
+        return engine
+
+
+class TellsShards(_Swapped, FSDP2):
+    engine = _ShardsEngine
+
+
+class HoldingsRaise(_Swapped, DDP):
+    engine = _SilentEngine
+
+
+class TellsMeta(_Swapped, DDP):
+    engine = _MetaEngine
+
+
+class RecipeRaises(DDP):
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        raise LookupError("no such recipe")
+
+
+class RemaindersOdd(DDP):
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        return (("gradients", 8.0),)  # type: ignore[return-value]
+
+
+class TrafficRaises(DDP):
+    @classmethod
+    def traffic(cls, case: Case, rank: int) -> dict[str, float]:
+        raise torch.OutOfMemoryError("by analysis")

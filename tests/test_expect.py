@@ -1,0 +1,152 @@
+"""What a failing test says, and in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from meshmark.conformance.clauses import CLAUSES, judge_clause, point_back
+from meshmark.conformance.finding import ClauseResult
+from meshmark.conformance.scenario import Scenario
+from meshmark.conformance.scenario_runner import ScenarioRunner
+from meshmark.expect import expect, expect_clause
+from meshmark.judge.deviation import Drift
+from meshmark.judge.faults import Diagnosis, Fault
+from meshmark.report.conformance import columns
+from meshmark.run.record import Outcome, Record, Status
+from meshmark.run.verdict import judge_equivalence
+from meshmark.spec.case import Case
+from tests.factories import make_case, make_good, make_verdict
+from tests.test_conformance import GAP, WRONG, plain
+
+BASE = make_case()
+REDUCTION = Diagnosis(fault=Fault.NOT_REDUCED, step=0, names=["head.norm.bias"], num_names=30, detail="no rank reduced")
+HALF = Diagnosis(fault=Fault.SCALED, step=0, names=["head.norm.bias"], num_names=30, detail="0.5 = 1/dp")
+
+
+def failure(call: Callable[[], None]) -> str:
+    with pytest.raises(pytest.fail.Exception) as raised:
+        call()
+    return str(raised.value.msg)
+
+
+def wrong(scenario: str = "plain", diagnosis: Diagnosis = REDUCTION, **changes: Any) -> Record:  # noqa: ANN401
+    good = plain()
+    record = plain(
+        scenario=scenario,
+        diagnosis=diagnosis,
+        base=BASE,
+        **changes,
+        deviations={**good.deviations, "gradients/head.norm.bias": [WRONG] * 2},
+    )
+    return dataclasses.replace(record, verdicts=[judge_equivalence(record), *record.verdicts[1:]])
+
+
+def test_the_diagnosis_comes_first() -> None:
+    lines = failure(lambda: expect(wrong(), "equivalence")).splitlines()
+    assert lines[0] == f"{BASE.id}: {REDUCTION.text}"
+    assert "x its noise" in lines[1]
+    assert "worst_quantity" in lines[2] and not any("diagnosis" in line for line in lines)
+
+
+def test_without_a_diagnosis_the_summary_does() -> None:
+    record = make_good()
+    verdict = dataclasses.replace(record.verdicts[1], passed=False)
+    lines = failure(lambda: expect(dataclasses.replace(record, verdicts=[verdict]), "memory")).splitlines()
+    assert lines[0] == f"{record.case.id}: {verdict.summary}"
+
+
+def test_too_slow_fails_and_says_so() -> None:
+    slow = make_good(outcome=Outcome(status=Status.SLOW, rank=0, message="no end within 8 s, but ..."), verdicts=[])
+    assert "slow on rank 0: no end within 8 s, but" in failure(lambda: expect(slow, "equivalence"))
+
+
+class Kept(ScenarioRunner):
+    """Its records are from before."""
+
+    def __init__(self, *records: Record) -> None:
+        self.records = {record.scenario: record for record in records}
+        self._judged = {}
+
+    def perform(self, scenario: Scenario, base: Case) -> Record:
+        return self.records[scenario.name]
+
+
+def told(runner: Kept, clause: str) -> str:
+    return failure(lambda: expect_clause(runner, BASE, CLAUSES[clause])).partition(f"{clause}: ")[2]
+
+
+def test_a_defect_is_told_once_and_then_pointed_to() -> None:
+    """What is wrong with the plain run is so in its variations, with other numbers."""
+    again = dataclasses.replace(REDUCTION, detail="the same, with four micro-batches")
+    runner = Kept(wrong(), wrong("accumulation", again), wrong("groups", HALF), wrong("tied", HALF))
+    assert REDUCTION.text in told(runner, "gradients")
+    assert told(runner, "accumulation") == "as in clause gradients: missing reduction"
+    assert HALF.text in told(runner, "decay groups"), "another defect"
+    assert told(runner, "tied embeddings") == "as in clause decay groups: gradient scaled"
+    assert REDUCTION.text in told(runner, "gradients"), "asked again, it does not point to itself"
+
+
+def test_defects_of_one_class_that_are_not_in_the_plain_run_are_told_apart_by_their_details() -> None:
+    third = dataclasses.replace(HALF, detail="0.3333")
+    runner = Kept(wrong("accumulation", HALF), wrong("groups", third))
+    assert HALF.text in told(runner, "accumulation")
+    assert third.text in told(runner, "decay groups")
+
+
+def test_bytes_that_are_not_as_planned_are_told_once_by_what_they_are() -> None:
+    def unlike(scenario: str, kind: str) -> Record:
+        verdict = make_verdict("communication", passed=False, summary=f"{scenario}: too much", evidence={"kind": kind})
+        record = plain(scenario=scenario, base=BASE)
+        kept = [v for v in record.verdicts if v.suite != "communication"]
+        moments = {"parameters": "float32", "optimizer_states": "float32"}
+        return dataclasses.replace(record, verdicts=[*kept, verdict], state_dtypes=moments)
+
+    runner = Kept(unlike("plain", "all_reduce"), unlike("bf16", "all_reduce"))
+    assert told(runner, "traffic") == "plain: too much"
+    assert told(runner, "bf16 states") == "as in clause traffic: communication: all_reduce"
+    runner = Kept(unlike("plain", "all_gather"), unlike("bf16", "all_reduce"))
+    told(runner, "traffic")
+    assert told(runner, "bf16 states") == "bf16: too much", "another kind"
+
+
+def ended(scenario: str, status: Status, message: str) -> Record:
+    return plain(scenario=scenario, base=BASE, outcome=Outcome(status=status, rank=1, message=message), verdicts=[])
+
+
+def test_an_exception_that_ends_every_scenario_is_told_once() -> None:
+    runner = Kept(
+        ended("plain", Status.RAISED, "ValueError: no"),
+        ended("accumulation", Status.RAISED, "ValueError: no"),
+        ended("groups", Status.RAISED, "KeyError: 'x'"),
+    )
+    assert told(runner, "loss") == "plain: raised on rank 1: ValueError: no"
+    assert told(runner, "gradients") == "as in clause loss: raised: ValueError: no"
+    assert told(runner, "accumulation") == "as in clause loss: raised: ValueError: no"
+    assert "KeyError" in told(runner, "decay groups")
+
+
+def test_replicas_fail_by_the_defect_that_made_them_drift() -> None:
+    runner = Kept(wrong(drifts=[Drift(quantity="gradients/a", step=0, ranks=[1])]))
+    told(runner, "gradients")
+    assert told(runner, "replicas") == "as in clause gradients: missing reduction"
+
+
+def test_the_table_tells_it_once_too() -> None:
+    (column,) = columns([wrong(), wrong("accumulation")])
+    assert REDUCTION.text in column.findings["gradients"].evidence
+    short = column.findings["accumulation"]
+    assert (short.result, short.evidence) == (ClauseResult.FAIL, "as in clause gradients: missing reduction")
+
+
+def test_a_scenario_that_was_too_slow_decides_nothing_and_is_no_gap() -> None:
+    slow = ended("plain", Status.SLOW, "no end within 8 s, but still coming on")
+    found = judge_clause(CLAUSES["loss"], {"plain": dataclasses.replace(slow, known_gaps=[GAP])})
+    assert found.result is ClauseResult.UNDECIDED and "still coming on" in found.evidence
+    assert judge_clause(CLAUSES["error"], {"error": ended("error", Status.SLOW, "x")}).result is ClauseResult.UNDECIDED
+    assert "slow on rank 1" in told(Kept(slow), "loss"), "it is a failure all the same"
+    failing = judge_clause(CLAUSES["gradients"], {"plain": wrong()})
+    assert point_back("gradients", failing, {"loss": found}) is failing

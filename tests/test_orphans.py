@@ -1,0 +1,110 @@
+"""However pytest ends while a rank hangs, no process of its run is left, and its records are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from meshmark.run.record import read_records
+
+ROOT = Path(__file__).parent.parent
+END_SECONDS = 15
+
+
+def wait_until(true: Callable[[], object], *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not true after {seconds} s"
+        time.sleep(0.1)
+
+
+def processes_of(mark: str) -> list[psutil.Process]:
+    """Those that have inherited `mark` in their environment, and still run."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("MESHMARK_TEST") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def heed_signals() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and under nohup SIGHUP, and so would all that it starts."""
+    for ending in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(ending, signal.SIG_DFL)
+
+
+@pytest.fixture(params=["Hangs", "LeavesDaemon"])
+def hanging(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run with one record made, now inside a case whose rank 1 hangs."""
+    target = ROOT / "tests" / "broken" / "outcomes.py"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "suites/test_throughput.py",
+        "--adapters",
+        "ddp",
+        "--workload",
+        "gpt-mini",
+        "--adapter",
+        f"{target}:{request.param}",
+        "--results",
+        str(tmp_path / "results"),
+        "-p",
+        "no:cacheprovider",
+    ]
+    environment = {**os.environ, "MESHMARK_TEST": str(tmp_path), "MESHMARK_TEST_HANGS": str(tmp_path / "hangs")}
+    running = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env=environment,
+        preexec_fn=heed_signals,
+    )
+    try:
+        wait_until((tmp_path / "hangs").exists, seconds=120)
+        yield running
+    finally:
+        for process in processes_of(str(tmp_path)):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        running.wait()
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda s: s.name)
+def test_no_process_is_left_and_records_are(
+    hanging: subprocess.Popen[bytes], tmp_path: Path, ending: signal.Signals
+) -> None:
+    assert len(processes_of(str(tmp_path))) >= 5, "pytest, forkserver, resource tracker, two ranks"
+    hanging.send_signal(ending)
+    wait_until(lambda: not processes_of(str(tmp_path)), seconds=END_SECONDS)
+    assert hanging.wait() == (-signal.SIGKILL if ending is signal.SIGKILL else pytest.ExitCode.INTERRUPTED)
+    assert [record.case.adapter for record in read_records(tmp_path / "results").records] == ["ddp"]
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+    """Otherwise the run would end with the terminal after all."""
+    code = (
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "from meshmark.plugin import _signals_end_like_ctrl_c\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "with _signals_end_like_ctrl_c():\n"
+        "    signal.raise_signal(signal.SIGHUP)\n"
+        "    try: signal.raise_signal(signal.SIGTERM)\n"
+        "    except KeyboardInterrupt as ended: print(ended)\n"
+        "    signal.raise_signal(signal.SIGTERM); print('torn down')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n")[:2] == ["SIGTERM", "torn down"], done.stderr

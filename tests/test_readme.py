@@ -1,0 +1,227 @@
+"""Every command that README and docs print is run: for real where it takes seconds, else as far as it goes without the
+hardware or the hours (`pytest --collect-only`, `make -n`). Results go to a scratch folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshmark.run.record import RecordFile
+from tests.factories import make_good, make_timed
+from tests.test_plan_search import sweep_rows, write_table
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "baselines" / "README.md", *ROOT.glob("docs/**/*.md")])
+CORE = ("--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"))
+OUTSIDE = """
+from meshmark.adapter.contract import Adapter, Capabilities
+
+class Mine(Adapter):
+    capabilities = Capabilities(degrees=frozenset({"dp"}))
+    def build(self, case, context):
+        raise NotImplementedError
+"""
+ELLIPSIS = "..."
+"""Stands for further options where a page prints it last."""
+
+
+def indented_blocks(text: str) -> list[str]:
+    """Paragraphs of which every line is indented by four spaces, dedented; not listings of folders."""
+    paragraphs = [part.strip("\n") for part in re.split(r"\n\s*\n", text)]
+    blocks = [part for part in paragraphs if part and all(line.startswith("    ") for line in part.splitlines())]
+    return [textwrap.dedent(block) for block in blocks if not block.split()[0].endswith("/")]
+
+
+def commands_of(text: str) -> list[str]:
+    """What a reader would type: lines of code blocks, without comments, and commands between backticks."""
+    fenced = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in [*fenced, *indented_blocks(text)] for line in block.replace("\\\n", " ").splitlines()]
+    found = [shlex.join(shlex.split(line, comments=True)) for line in lines]
+    found += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text) if code.split()[0] in RUNS]
+    parts = [part for command in found for part in re.split(r"\s+'?&&'?\s+", command) if part]
+    return list(dict.fromkeys(parts))
+
+
+def options_of(text: str) -> set[str]:
+    """Options that are printed alone between backticks."""
+    return set(re.findall(r"`(--[a-z][\w-]*)[^`]*`", text))
+
+
+def prepare(folder: Path) -> None:
+    """What the pages speak of."""
+    for results in ("results", "baselines/NAME"):
+        file = RecordFile(folder / results)
+        file.append(make_good())
+        file.append(make_timed())
+        file.close()
+    write_table(folder / "layouts.csv", sweep_rows(1))
+    (folder / "path" / "to").mkdir(parents=True)
+    (folder / "path" / "to" / "mine.py").write_text(OUTSIDE)
+
+
+def collect(words: list[str]) -> list[str]:
+    """Pytest as far as collection; on a CPU where there is no GPU."""
+    if not torch.cuda.is_available():
+        words = ["cpu" if before == "--device" else word for before, word in zip(["", *words], words, strict=False)]
+    words = [str(ROOT / word) if word.startswith("suites") else word for word in words if word != ELLIPSIS]
+    return ["pytest", *CORE, "-p", "no:cacheprovider", "--collect-only", "-q", *words]
+
+
+def each_task(words: list[str]) -> list[str]:
+    """What srun starts."""
+    return collect(words[words.index("pytest") + 1 :])
+
+
+def meshmark(words: list[str]) -> list[str]:
+    """For real; what measures for its time's sake, in less time."""
+    return ["meshmark", *words, *(["--seconds", "1", "--ranks", "1"] if words[:1] == ["calibrate"] else [])]
+
+
+def make(words: list[str]) -> list[str]:
+    """Prints what it would run."""
+    return ["make", "-n", "-C", str(ROOT), *words]
+
+
+def activate(words: list[str]) -> list[str]:
+    """A shell's own business; `make install` makes what it names."""
+    return ["test", words[0], "=", ".venv/bin/activate"]
+
+
+RUNS: dict[str, Callable[[list[str]], list[str]]] = {
+    ".": activate,
+    "pytest": collect,
+    "srun": each_task,
+    "meshmark": meshmark,
+    "make": make,
+}
+"""By a command's first word: from the words behind it to what is run for it."""
+
+RUN_ALL = """
+import contextlib, io, json, subprocess, sys
+import pytest
+from meshmark.cli import main
+ended = []
+for name, *words in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            if name in ("pytest", "meshmark"):
+                code = int((pytest.main if name == "pytest" else main)(words))
+            else:
+                done = subprocess.run([name, *words], capture_output=True, text=True)
+                code = done.returncode
+                said.write(done.stderr)
+        except SystemExit as exit:
+            code = exit.code
+    ended.append([code, said.getvalue()])
+print()
+print(json.dumps(ended))
+"""
+"""In one process, for importing PyTorch takes longer than a command."""
+
+
+def run(commands: Sequence[list[str]], folder: Path) -> list[tuple[int, str]]:
+    """Exit code and output of each, run in `folder` one after the other."""
+    outside = ("PYTEST_ADDOPTS", "GROUP_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_NODES")
+    environment = {name: value for name, value in os.environ.items() if name not in outside}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL],
+        cwd=folder,
+        input=json.dumps(commands),
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return [(code, said) for code, said in json.loads(done.stdout.splitlines()[-1])]
+
+
+def complaints(commands: Sequence[str], folder: Path) -> dict[str, str]:
+    """Of the commands that do not end well when a reader types them, and of those that nothing here can run."""
+    prepare(folder)
+    words = {command: shlex.split(command) for command in commands}
+    strange = {
+        c: f"no way to run {w[0]!r}: give tests/test_readme.py one" for c, w in words.items() if w[0] not in RUNS
+    }
+    known = [command for command in commands if command not in strange]
+    ended = run([RUNS[words[command][0]](words[command][1:]) for command in known], folder)
+    return strange | {
+        c: f"ended with {code}: {said[-2000:]}" for c, (code, said) in zip(known, ended, strict=True) if code
+    }
+
+
+WRONG = [
+    "pytest suites --wrold 2",
+    "srun -N2 pytest suites --world 2 --precison bf16",
+    "pytest suites --world nine",
+    "pytest suites/test_nothing.py",
+    "meshmark plan --gpus 8 --modle llama-8b",
+    "meshmark reprot results",
+    "make conformity",
+    "torchrun suites",
+    ". .venv/bin/actuate",
+]
+
+
+@pytest.fixture(scope="module")
+def complaint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By command, of every page and of wrong ones; in their order, for one may read what another wrote."""
+    pages = [command for page in PAGES for command in commands_of(page.read_text())]
+    return complaints(list(dict.fromkeys([*pages, *WRONG])), tmp_path_factory.mktemp("reader"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_of_a_page_runs(page: Path, complaint: dict[str, str]) -> None:
+    commands = commands_of(page.read_text())
+    assert commands
+    assert not {command: complaint[command] for command in commands if command in complaint}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_a_command_that_is_wrong_is_found(command: str, complaint: dict[str, str]) -> None:
+    """The test above stands on this."""
+    assert command in complaint
+
+
+def test_every_option_of_a_page_is_one(tmp_path: Path) -> None:
+    """Also where it is printed without its command."""
+    verbs = ("cases", "report", "plan", "predict", "calibrate")
+    helps = [["pytest", *CORE, "--help", str(ROOT / "suites")], *(["meshmark", verb, "--help"] for verb in verbs)]
+    known = set(re.findall(r"--[a-z][\w-]*", "\n".join(said for _, said in run(helps, tmp_path))))
+    assert {"--world", "--junit-xml", "--schedules", "--baseline"} <= known
+    printed = {option for page in PAGES for option in options_of(page.read_text())}
+    assert "--corpus" in printed
+    assert not printed - known
+
+
+def test_commands_are_found_wherever_a_page_prints_them() -> None:
+    page = """Say `make one`, not `two`, or `pytest
+suites --co` with `--lf 1`:
+
+    make three   # a comment
+    srun -N2 pytest \\
+        suites && meshmark doctor
+
+    meshmark/    a folder
+
+    ls
+
+```sh
+make four
+```
+"""
+    expected = ["make four", "make three", "srun -N2 pytest suites", "meshmark doctor", "ls", "make one"]
+    assert commands_of(page) == [*expected, "pytest suites --co"]
+    assert options_of(page) == {"--lf"}

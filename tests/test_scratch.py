@@ -1,0 +1,92 @@
+"""What a run leaves in its results while it runs: private, its own, and alone what it removes."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from meshmark.adapter.registry import load_adapter
+from meshmark.adapters import ADAPTERS
+from meshmark.conformance.scenario import SCENARIOS, plain_cells
+from meshmark.conformance.scenario_runner import ScenarioRunner
+from meshmark.errors import ResultsError
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.launch import Launcher
+from meshmark.run.record import Status
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.run.scratch import Scratch
+from tests.test_cluster import free_port, two_nodes
+from tests.test_suites import suites
+
+
+def users_own(results: Path) -> Path:
+    """A file of the user's in a folder of a name that a run could want."""
+    own = results / "checkpoints" / "mine.pt"
+    own.parent.mkdir(parents=True)
+    own.write_text("a week of training")
+    return own
+
+
+def test_a_run_leaves_the_user_s_own_checkpoints_alone(tmp_path: Path) -> None:
+    own = users_own(tmp_path)
+    done = suites("--adapters", "single", "--workload", "gpt-mini", "-k", "throughput", "--results", tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert own.read_text() == "a week of training"
+
+
+def test_what_is_saved_is_private_and_removed_and_nothing_else_is(tmp_path: Path) -> None:
+    own = users_own(tmp_path)
+    (tmp_path / "scratch-old").mkdir()  # of another run, which may still need it
+    base = plain_cells("ddp", load_adapter(ADAPTERS["ddp"]), 2)[0]
+    with Cluster(ClusterSpec()) as cluster:
+        runner = Runner(Launcher(cluster, []), ADAPTERS, RunOptions(), tmp_path)
+        assert ScenarioRunner(runner).perform(SCENARIOS["save"], base).outcome.status is Status.OK
+        (scratch,) = (folder for folder in tmp_path.glob("scratch-*") if folder.name != "scratch-old")
+        assert stat.S_IMODE(scratch.stat().st_mode) == 0o700
+        assert [file for file in scratch.rglob("*") if file.is_file()]
+        runner.close()
+    assert not scratch.exists()
+    assert (tmp_path / "scratch-old").is_dir()
+    assert own.read_text() == "a week of training"
+
+
+@pytest.mark.parametrize("results", [["shared", "shared"], ["one", "two"]], ids=["shared", "apart"])
+def test_nodes_agree_on_the_name(tmp_path: Path, results: list[str]) -> None:
+    """Nodes that do not share their results get, and remove, a folder each."""
+    rdzv, found = f"127.0.0.1:{free_port()}", dict[int, Scratch]()
+
+    def node(rank: int) -> None:
+        with Cluster(ClusterSpec(nnodes=2, node_rank=rank, rdzv=rdzv)) as cluster:
+            found[rank] = Scratch(tmp_path / results[rank], cluster)
+
+    nodes = [threading.Thread(target=node, args=(rank,)) for rank in range(2)]
+    for each in nodes:
+        each.start()
+    for each in nodes:
+        each.join(timeout=60)
+    assert found[0].folder.name == found[1].folder.name
+    folders = {found[rank].folder for rank in range(2)}
+    assert folders == {tmp_path / name / found[0].folder.name for name in results}
+    assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in folders)
+    found[1].remove()
+    assert found[0].folder.is_dir(), "node 1 removed what node 0 made"
+    found[0].remove()
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_two_nodes_save_and_resume_in_one_folder(tmp_path: Path) -> None:
+    own = users_own(tmp_path / "shared")
+    chosen = ["--adapters", "ddp", "-k", "conformance and resume", "--results", str(tmp_path / "shared")]
+    for code, output in two_nodes(tmp_path, *chosen):
+        assert code == 0 and "1 passed" in output, output
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["checkpoints", "noise", "records.jsonl"]
+    assert own.read_text() == "a week of training"
+
+
+def test_results_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with Cluster(ClusterSpec()) as cluster, pytest.raises(ResultsError, match="name another with --results"):
+        Scratch(tmp_path / "file" / "results", cluster)
