@@ -1,4 +1,4 @@
-"""The pytest side: options, the session's cases and runner. Loaded by the checkout's conftest.py."""
+"""The pytest side: options, the session's cases and runner. Loaded by `pytest_entry` or the checkout's conftest.py."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.registry import builtin_adapters, load_adapter, outside_name, select
+from meshmark.adapter.registry import known_adapters, load_adapter, outside_name, select
 from meshmark.conformance.scenario import plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import ClusterError, InputError, LayoutError, MeshmarkError, ResultsError, UnknownNameError
 from meshmark.expect import expect_ran
 from meshmark.options import positive, split_values
 from meshmark.progress import Progress
+from meshmark.pytest_entry import asks_for_suites
 from meshmark.reference.data import check_data, on_corpus
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.gpus import num_gpus
@@ -110,10 +111,10 @@ def _select(config: pytest.Config) -> Selection:
     option = config.getoption
     outside = {outside_name(target): target for target in option("--adapter")}
     patterns = split_values("--adapters", option("--adapters"))
-    clash = sorted(outside.keys() & builtin_adapters().keys()) if outside else []
+    clash = sorted(outside.keys() & known_adapters().keys()) if outside else []
     if clash or len(outside) < len(option("--adapter")):
         raise InputError(f"--adapter: {', '.join(clash or outside)} would stand for two adapters; rename the class")
-    targets = outside if outside and patterns == ["*"] else select(patterns, builtin_adapters()) | outside
+    targets = outside if outside and patterns == ["*"] else select(patterns, known_adapters()) | outside
     corpus, batch = option("--corpus"), option("--global-batch")
     workloads = [on_corpus(_workload(name, batch), corpus) for name in split_values("--workload", option("--workload"))]
     for chosen in workloads:
@@ -166,8 +167,11 @@ CELLS = pytest.StashKey[list[Case | Misfit]]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
     """Check the command line before anything is collected: a mistake is one usage error, not one a test file."""
-    if session.config.hook.pytest_meshmark_cases.get_hookimpls():
-        selection(session.config)
+    config = session.config
+    # Under --pyargs the suites' conftest, which knows the cases, comes with their collection.
+    asked = asks_for_suites(config.args, config.option.pyargs, config.invocation_params.dir)
+    if asked or config.hook.pytest_meshmark_cases.get_hookimpls():
+        selection(config)
 
 
 def _cells(config: pytest.Config) -> list[Case | Misfit]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import takewhile
+from pathlib import Path
 
 import pytest
 
@@ -159,6 +160,26 @@ def test_replicas_of_a_stage_are_planned_alike_and_stages_are_not() -> None:
 def test_what_pytorchs_schedules_cannot_is_refused_with_the_reason(layout: Layout, words: str) -> None:
     case = Case(adapter="pipeline", layout=layout, workload=LLAMA)
     assert words in (Pipeline.supports(case, "cpu", "gloo") or "")
+
+
+@pytest.mark.parametrize(
+    "options, refused",
+    [
+        (RunOptions(device="cuda", backend="gloo", num_gpus=2), True),
+        (RunOptions(device="cuda", num_gpus=1), True),
+        (RunOptions(device="cuda", num_gpus=2), False),
+        (RunOptions(), False),
+    ],
+    ids=["told", "one GPU for both", "nccl", "cpu"],
+)
+def test_a_pipeline_of_cuda_tensors_over_gloo_is_skipped_before_it_hangs(
+    runner: Runner, options: RunOptions, refused: bool, tmp_path: Path
+) -> None:
+    """The runner knows the backend: gloo also where two ranks share a GPU."""
+    elsewhere = Runner(runner.launcher, runner.adapters, options, tmp_path)
+    reason = elsewhere.refusal(Case(adapter="pipeline", layout=ONE_F_ONE_B, workload=GPT))
+    elsewhere.close()
+    assert ("over gloo" in (reason or "")) == refused, reason
 
 
 def test_gpipe_keeps_to_its_schedule() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,8 @@ import pytest
 
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.registry import builtin_adapters, load_adapter, outside_name, select
+from meshmark.adapter.registry import builtin_adapters, known_adapters, load_adapter, outside_name, select
+from meshmark.cli import main
 from meshmark.errors import AdapterError, UnknownNameError
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
@@ -155,29 +158,71 @@ def test_a_pattern_that_matches_nothing_gets_the_list() -> None:
         select(["z*"], KNOWN)
 
 
-def run_elsewhere(tmp_path: Path, code: str) -> str:
-    """In a process whose `meshmark` is the wheel's: the core alone on the path, no checkout around it."""
+def test_foreign_packages_called_adapters_and_suites_are_let_be(tmp_path: Path) -> None:
+    """One of each name is on the package index. In a process whose `meshmark` stands as it does when installed."""
     (tmp_path / "meshmark").symlink_to(ROOT / "meshmark")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"
+    for name in ("adapters", "suites"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('a stranger')\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from meshmark.cli import main; sys.exit(main(['cases']))"
+    )
     run = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    return run.stdout + run.stderr
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "ddp-dp2.mb2-gpt-tiny-fp32" in run.stdout.splitlines()
 
 
-def test_a_foreign_adapters_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is on the package index."""
-    (tmp_path / "adapters").mkdir()
-    (tmp_path / "adapters" / "__init__.py").write_text("VERSION = 1\n")
+@pytest.fixture
+def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Installs a distribution of a name that brings adapters by these entry points."""
+
+    def install(name: str, points: str) -> None:
+        info = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[meshmark.adapters]\n{points}\n")
+
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "adapters")
-    with pytest.raises(AdapterError, match=f"package `adapters` at {tmp_path}/adapters/__init__.py is not Meshmark's"):
-        builtin_adapters()
+    return install
 
 
-def test_the_core_without_a_checkout_says_so(tmp_path: Path) -> None:
-    """Also from the command line, in one line."""
-    said = run_elsewhere(tmp_path, "from meshmark.cli import main; sys.exit(main(['cases']))")
-    assert said.startswith("meshmark: no adapters: the wheel ships the core alone")
-    assert len(said.splitlines()) == 1
+def test_an_installed_distribution_brings_its_adapter(
+    tmp_path: Path, distribution: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By name, for the suites, `doctor` and `cases` alike."""
+    distribution("meshmark-theirs", "theirs = theirs_of_test_registry:Mine")
+    (tmp_path / "theirs_of_test_registry.py").write_text(GOOD)
+    assert known_adapters() == {**builtin_adapters(), "theirs": "theirs_of_test_registry:Mine"}
+    assert main(["cases", "--adapters", "theirs"]) == 0
+    assert "theirs-one.mb2-gpt-tiny-fp32" in capsys.readouterr().out
+    assert main(["doctor"]) == 0
+    assert re.search(r"^  theirs +one process; fp32; ready$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("points", ["ddp = theirs:Mine", "twice = theirs:Mine"], ids=["built-in", "another's"])
+def test_a_name_that_would_stand_for_two_adapters_is_refused(
+    distribution: Callable[[str, str], None], points: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    distribution("meshmark-theirs", points)
+    distribution("meshmark-others", "twice = others:Mine")
+    named = r"adapter '(ddp|twice)' of the distribution meshmark-\w+ .*has the name of (Meshmark|meshmark-\w+)'s"
+    with pytest.raises(AdapterError, match=f"{named}: rename it in its pyproject.toml, or `pip uninstall meshmark-"):
+        known_adapters()
+    assert main(["doctor"]) == 2
+    assert re.match(f"meshmark: {named}", capsys.readouterr().err)
+
+
+def test_an_installed_adapter_that_cannot_be_imported_is_told_with_its_distribution(
+    distribution: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`doctor` goes on to the others; and so does a run that asks for others."""
+    distribution("meshmark-theirs", "theirs = no_such_module_of_theirs:Mine")
+    told = "'no_such_module_of_theirs:Mine' of the distribution meshmark-theirs (entry point of meshmark.adapters)"
+    with pytest.raises(AdapterError, match=f"adapter {re.escape(told)} cannot be imported: ModuleNotFoundError"):
+        load_adapter(known_adapters()["theirs"])
+    assert main(["doctor"]) == 0
+    assert f"broken: adapter {told} cannot be imported" in capsys.readouterr().out
+    assert main(["cases", "--adapters", "ddp"]) == 0
 
 
 # What an adapter says it can do, against what is asked of it.

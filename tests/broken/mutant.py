@@ -21,12 +21,12 @@ LAYOUTS = {
     "fairscale-fsdp": Layout(dp=2, zero_stage=3, num_micro_batches=4),
     "megatron": Layout(tp=2, num_micro_batches=4),
     "gpipe": Layout(pp=2, num_micro_batches=4),
-    "pipeline": Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B),
     "accelerate": Layout(dp=2, num_micro_batches=4),
     "accelerate-fsdp2": Layout(dp=2, zero_stage=3, num_micro_batches=4),
     "deepspeed/1": Layout(dp=2, zero_stage=1, num_micro_batches=4),
     "deepspeed/2": Layout(dp=2, zero_stage=2, num_micro_batches=4),
     "deepspeed/3": Layout(dp=2, zero_stage=3, num_micro_batches=4),
+    "pipeline": Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B),
 }
 """By adapter, and ZeRO stage where it has several. Degree and micro-batches differ, so that one is not taken for the
 other."""
