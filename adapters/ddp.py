@@ -18,6 +18,7 @@ from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 
@@ -42,7 +43,11 @@ class DDPEngine(DataParallelEngine):
 
 
 class DDP(Adapter):
-    capabilities: ClassVar = Capabilities(degrees=frozenset({"dp"}), precisions=frozenset(Precision.PRESETS.values()))
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"dp"}),
+        families=frozenset(Family),
+        precisions=frozenset(Precision.PRESETS.values()),
+    )
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -55,6 +60,7 @@ class DDP(Adapter):
             model,
             device_ids=device_ids,
             gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # each replica keeps its own statistics, as the workload defines them
             find_unused_parameters=case.workload.skipped_block is not None,
         )
         if case.precision.narrows_reduction:

@@ -19,11 +19,12 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import DataParallelEngine, initial_model, optimizer_state_tensors
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
+from meshmark.reference.build import parameter_shapes
 from meshmark.reference.objective import build_optimizer
 from meshmark.reference.optimizers import parameter_groups, reference_optimizer
-from meshmark.reference.transformer import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
+from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import Remainder
@@ -87,6 +88,7 @@ class FairScaleOSS(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({2}),
+        families=frozenset(Family),
         precisions=frozenset({Precision.FP32, Precision.BF16}),
         lacks={
             Precision.FP64: "OSS computes the gradient norm in float32",
@@ -111,7 +113,7 @@ class FairScaleOSS(Adapter):
         )
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic:
+    def traffic(cls, case: Case, rank: int) -> Traffic | None:
         """Each gradient is reduced to its owner, each updated parameter broadcast by it."""
         return step_traffic(case, rank, Reduction(kind="reduce", gathers_per_step=1, gather_kind="broadcast"))
 
@@ -127,6 +129,7 @@ class FairScaleOSS(Adapter):
             model,
             optimizer,
             sync_models_at_startup=False,
+            broadcast_buffers=False,  # otherwise the first rank's statistics, at every micro-batch
             # Gradients in its buckets are kept by every rank, which would be stage 1, and after the first
             # `optimizer.zero_grad()`, which cuts them out of their bucket, are no longer reduced at all.
             reduce_buffer_size=0,
@@ -181,9 +184,9 @@ class FSDPEngine(DataParallelEngine):
 
     module: Any
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """FSDP casts the weights itself, so no autocast."""
-        logits: Tensor = self.module(tokens_BT)
+        logits: Tensor = self.module(inputs)
         return logits
 
     def clip(self, max_norm: float) -> Tensor:
@@ -198,6 +201,9 @@ class FSDPEngine(DataParallelEngine):
 
     def gradients(self) -> Mapping[str, Tensor]:
         return self._full(lambda flat: flat.grad)
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        return {_canonical(name): buffer for name, buffer in super().buffers().items()}
 
     def save(self, folder: Path) -> None:
         """Whole parameters in one file, every rank's part of the optimizer states in another."""
@@ -250,6 +256,7 @@ class FairScaleFSDP(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({3}),
+        families=frozenset(Family),
         precisions=frozenset({Precision.FP32, Precision.BF16, Precision.BF16_REDUCE_BF16}),
         lacks={
             Precision.FP64: "FSDP takes float32 parameters alone",
@@ -276,7 +283,7 @@ class FairScaleFSDP(Adapter):
         return dataclasses.replace(eager_recipe(case, "eager-fsdp2", casts_weights=True), prefetches=False)
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic:
+    def traffic(cls, case: Case, rank: int) -> Traffic | None:
         """In the precisions that are asked for."""
         return step_traffic(case, rank, fully_sharded(case))
 

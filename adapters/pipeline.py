@@ -21,10 +21,12 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.reference.data import Batch
-from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
-from meshmark.reference.transformer import Transformer, drawn_name, stage_layers
+from meshmark.reference.model import drawn_name
+from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy
+from meshmark.reference.transformer import Transformer, stage_layers
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.states import Remainder, micro_batch_tokens
 
@@ -48,7 +50,7 @@ class PipelineEngine(Engine):
 
     def __init__(self, case: Case, context: RankContext) -> None:
         self.case, self.context = case, context
-        layout, spec, rank = case.layout, case.workload.model, context.rank
+        layout, spec, rank = case.layout, case.workload.transformer, context.rank
         self.stands = layout.coordinates(rank)
         num_stages = layout.pp * layout.virtual_stages
         own = range(self.stands.pp, num_stages, layout.pp)
@@ -72,10 +74,10 @@ class PipelineEngine(Engine):
             for index, chunk in zip(own, self.chunks, strict=True)
         ]
         self.schedule = _schedule(layout, self.stages, self._loss)
-        self.num_tokens = 0
+        self.total_weight = 0.0
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        return loss_share(logits_BTV, Batch(tokens_BT=targets_BT, targets_BT=targets_BT, num_tokens=self.num_tokens))
+        return cross_entropy(logits_BTV, targets_BT) / self.total_weight
 
     def backward(self, batch: Batch) -> Tensor:
         total = self._run(self.schedule.step, batch)
@@ -102,12 +104,12 @@ class PipelineEngine(Engine):
     def _run(self, pipeline: Callable[..., object], batch: Batch) -> Tensor:
         """This pipeline's shard of `batch` through one of the schedule's ways to run; this rank's share of the loss."""
         shard = batch.shard(self.stands.dp, self.case.layout.dp).to(self.context.device)
-        self.num_tokens = shard.num_tokens
+        self.total_weight = shard.total_weight
         for chunk in self.chunks:
             skip_block(chunk, batch)
         losses: list[Tensor] = []
-        inputs = (shard.tokens_BT,) if self.first else ()
-        pipeline(*inputs, target=shard.targets_BT if self.last else None, losses=losses, return_outputs=False)
+        inputs = (shard.inputs,) if self.first else ()
+        pipeline(*inputs, target=shard.targets if self.last else None, losses=losses, return_outputs=False)
         return torch.stack([loss.detach() for loss in losses]).sum() if self.last else torch.zeros(())
 
     def _tied_weight(self) -> nn.Parameter:
@@ -165,7 +167,7 @@ class PipelineEngine(Engine):
 def _chunk(case: Case, layers: Sequence[int], device: torch.device) -> Transformer:
     """Some of the model's layers with their initial values."""
     with device:
-        chunk = Transformer(case.workload.model, layers)
+        chunk = Transformer(case.workload.transformer, layers)
     chunk.initialize(case.workload.seed)
     return configure(chunk.double() if case.precision.master is Dtype.FP64 else chunk, case)
 
@@ -223,8 +225,10 @@ class Pipeline(Adapter):
         degrees=frozenset({"pp", "dp"}),
         schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),
         virtual_stages=frozenset({1, 2}),
+        families=TEXT_FAMILIES,
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         lacks={
+            Family.VIT: "its stages pass targets to the loss, and no weights",
             Precision.FP16: _NO_SCALER,
             Precision.BF16_REDUCE_BF16: "replicas of a pipeline reduce their gradients as they are held, in float32",
         },
@@ -251,7 +255,7 @@ class Pipeline(Adapter):
         if layout.coordinates(rank).pp < layout.pp - 1:
             return ()
         width = case.precision.compute.itemsize
-        logits = micro_batch_tokens(case) * case.workload.model.vocab_size * width
+        logits = micro_batch_tokens(case) * case.workload.transformer.vocab_size * width
         count = layout.num_micro_batches if layout.schedule is Schedule.GPIPE and layout.pp > 1 else 1
         reason = "the last stage keeps the logits of every micro-batch until its backward pass"
         return (Remainder(category="activations", num_bytes=count * logits, reason=reason),)

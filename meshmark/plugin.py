@@ -21,7 +21,7 @@ from meshmark.expect import expect_ran
 from meshmark.options import positive, split_values
 from meshmark.progress import Progress
 from meshmark.pytest_entry import asks_for_suites
-from meshmark.reference.data import check_corpus, on_corpus
+from meshmark.reference.data import check_data, on_corpus
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.gpus import num_gpus
 from meshmark.run.launch import Launcher
@@ -118,7 +118,7 @@ def _select(config: pytest.Config) -> Selection:
     corpus, batch = option("--corpus"), option("--global-batch")
     workloads = [on_corpus(_workload(name, batch), corpus) for name in split_values("--workload", option("--workload"))]
     for chosen in workloads:
-        check_corpus(chosen)
+        check_data(chosen)
     nnodes = option("--nnodes")
     return Selection(
         targets=targets,

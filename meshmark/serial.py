@@ -51,7 +51,7 @@ def decode(kind: Any, value: Any) -> Any:  # noqa: ANN401
         if value is None:
             return None if type(None) in arguments else math.nan
         plain = [a for a in arguments if a is not type(None)]
-        return decode(plain[0], value) if len(plain) == 1 else value
+        return decode(_form_of(plain, value), value) if len(plain) == 1 or isinstance(value, dict) else value
     if origin is list or origin is tuple:
         _expect(list, value, str(kind))
     if origin is list:
@@ -67,6 +67,13 @@ def decode(kind: Any, value: Any) -> Any:  # noqa: ANN401
     if kind is int and not isinstance(value, int | str):
         raise TypeError(f"expected a whole number, got {value!r}")
     return kind(value) if isinstance(kind, type) else value
+
+
+def _form_of(kinds: list[Any], value: object) -> Any:  # noqa: ANN401
+    """Of several dataclasses, the one whose fields `value` has; the first where none does."""
+    names = set(value) if isinstance(value, dict) else set()
+    forms = {kind: {f.name for f in dataclasses.fields(kind)} for kind in kinds if dataclasses.is_dataclass(kind)}
+    return next((kind for kind, fields in forms.items() if names <= fields), kinds[0])
 
 
 def _expect(form: type, value: object, what: str) -> None:

@@ -25,6 +25,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.precision import Precision
+from meshmark.spec.workload import Loss
 from meshmark.theory.recipe import eager_recipe
 from meshmark.theory.saved_activations import RNG_STATE_BYTES
 from meshmark.theory.states import ModelStates, Remainder, model_states
@@ -59,7 +60,7 @@ def saved_bytes(case: Case, *, casts_weights: bool = False) -> int:
     model.to(torch.float64 if case.precision == Precision.FP64 else low if casts_weights else None)
     batch = make_batch(case.workload, 0)
     with torch.no_grad():
-        model(batch.tokens_BT)  # fills the cache of rotary positions
+        model(batch.inputs)  # fills the cache of rotary positions
     before, storages = visible_storages(), {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,8 +71,8 @@ def saved_bytes(case: Case, *, casts_weights: bool = False) -> int:
     autocast = torch.autocast("cpu", dtype=low) if low and not casts_weights else contextlib.nullcontext()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         with autocast:
-            logits = model(batch.tokens_BT)
-        loss = loss_share(logits, batch)
+            logits = model(batch.inputs)
+        loss = loss_share(logits, batch, Loss.CROSS_ENTROPY)
     del loss
     return sum(storage.nbytes() for storage in storages.values())
 

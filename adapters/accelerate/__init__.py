@@ -40,6 +40,7 @@ from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.traffic import Traffic, fully_sharded, step_traffic
@@ -77,8 +78,8 @@ class _ThroughAccelerate(DataParallelEngine):
 
 
 class AccelerateEngine(_ThroughAccelerate):
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        logits: Tensor = self.module(tokens_BT)  # `prepare` wraps autocast around forward, or FSDP2 casts
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.module(inputs)  # `prepare` wraps autocast around forward, or FSDP2 casts
         return logits
 
     def finish_gradients(self) -> None:
@@ -109,6 +110,7 @@ class Accelerate(Adapter):
     requires: ClassVar = (_ACCELERATE,)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
+        families=frozenset(Family),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         lacks={
             Precision.FP16: _FP16_IS_FP32,
@@ -135,7 +137,9 @@ class Accelerate(Adapter):
             kwargs_handlers=[
                 backend_arguments(context),
                 DistributedDataParallelKwargs(
-                    gradient_as_bucket_view=True, find_unused_parameters=case.workload.skipped_block is not None
+                    gradient_as_bucket_view=True,
+                    broadcast_buffers=False,  # each replica keeps its own statistics, as the workload defines them
+                    find_unused_parameters=case.workload.skipped_block is not None,
                 ),
             ],
         )
@@ -165,6 +169,7 @@ class AccelerateFSDP2(Adapter):
     """Accelerate imports it, where it is installed, to see whether a model is DeepSpeed's."""
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
+        families=frozenset(Family),
         zero_stages=frozenset({3}),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16, Precision.BF16_REDUCE_BF16}),
         lacks={**FSDP2.capabilities.lacks, Precision.FP16: _FP16_IS_FP32},
@@ -176,11 +181,11 @@ class AccelerateFSDP2(Adapter):
         return dataclasses.replace(eager_recipe(case, "eager-fsdp2", casts_weights=True), keeps_root=True)
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic:
+    def traffic(cls, case: Case, rank: int) -> Traffic | None:
         """FSDP2's, but what is in no block is gathered once a micro-batch."""
         model = case.workload.model
         traffic = step_traffic(case, rank, fully_sharded(case))
-        if case.layout.dp > 1:
+        if traffic and case.layout.dp > 1:
             per_micro_batch = traffic["all_gather"] / model.num_parameters / 2
             traffic["all_gather"] -= per_micro_batch * _root_parameters(case)
         return traffic

@@ -7,9 +7,8 @@ gradients, accumulated and reduced in fp32.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
-
-import numpy as np
 
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
@@ -17,12 +16,13 @@ from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed.config import ds_config, prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
+from meshmark.reference.build import parameter_shapes
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
+from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.theory.parameter_order import bucket_elements, part_elements
-from meshmark.theory.partition import uniform_stages
+from meshmark.theory.parameter_order import bucket_elements, reaching_elements
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import Reduction, Traffic, fully_sharded, step_traffic
@@ -34,6 +34,7 @@ class DeepSpeed(Adapter):
     """What DeepSpeed imports while it builds: it decorates functions with `torch.compile`, which takes seconds."""
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
+        families=frozenset(Family),
         zero_stages=frozenset({1, 2, 3}),
         precisions=frozenset({Precision.FP32, Precision.BF16, Precision.FP16}),
         lacks={
@@ -90,9 +91,8 @@ class DeepSpeed(Adapter):
         layout, count = case.layout, case.workload.model.num_parameters
         planned = count / layout.dp
         if layout.zero_stage < 3 and not case.precision.is_mixed:
-            one = uniform_stages(case.workload.model, 1)[0]
-            shard = layout.coordinates(rank).dp
-            kept = float(part_elements(case.workload.model, one, np.ones(1), np.array([layout.dp]), shard)[0])
+            sizes = [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
+            kept = float(reaching_elements(sizes, layout.dp, layout.coordinates(rank).dp))
             reason = "a rank keeps its partition's gradients alone, and tensors that reach over its ends whole"
         elif layout.zero_stage == 1 and case.precision.compute is Dtype.FP16:
             kept = count / layout.dp + bucket_elements(case.workload.model)
@@ -102,14 +102,14 @@ class DeepSpeed(Adapter):
         return (Remainder(category="gradients", num_bytes=4 * (kept - planned), reason=reason),)
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic:
+    def traffic(cls, case: Case, rank: int) -> Traffic | None:
         """Stages 1 and 2 all-reduce gradients (`use_multi_rank_bucket_allreduce`, the default, in place of a reduce to
         each owner), at stage 2 after every micro-batch, and all-gather the updated weights. Stage 3 gathers a tied
         weight for the embedding and again for the head."""
         model = case.workload.model
         if case.layout.zero_stage == 3:
             traffic = step_traffic(case, rank, fully_sharded(case))
-            if model.tied_embeddings and traffic:
+            if isinstance(model, ModelSpec) and model.tied_embeddings and traffic:
                 traffic["all_gather"] *= 1 + model.vocab_size * model.hidden / model.num_parameters
             return traffic
         low = case.precision.is_mixed

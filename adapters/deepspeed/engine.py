@@ -71,8 +71,8 @@ class DeepSpeedEngine(DataParallelEngine):
         if not last:
             self.module.step()  # counts a micro-batch; updates nothing before the last
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        logits: Tensor = self.module(tokens_BT)
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.module(inputs)
         return logits
 
     def differentiate(self, loss: Tensor) -> None:

@@ -21,7 +21,7 @@ from meshmark.reference.objective import build_optimizer
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
-from meshmark.spec.model_spec import Family
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.saved_activations import RNG_STATE_BYTES, cast_weight_bytes
@@ -36,8 +36,10 @@ class Megatron(Adapter):
     requires: ClassVar = (Requirement(module="megatron.core", distribution="megatron-core"),)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"tp", "dp"}),
+        families=TEXT_FAMILIES,
         precisions=frozenset({Precision.FP32, Precision.BF16}),
         lacks={
+            Family.VIT: "embedding and loss are replaced by those that are parallel in a vocabulary",
             Precision.FP64: "the vocabulary-parallel loss and the gradient norm are float32 whatever they are given",
             Precision.FP16: "PyTorch's GradScaler does not tell other tensor-parallel ranks of an overflow",
             Feature.MATRIX_WISE: "its optimizer is given tensor-parallel parts of the parameters",
@@ -61,7 +63,7 @@ class Megatron(Adapter):
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         """What megatron-core's layers save otherwise than PyTorch's, which are what is planned."""
-        model, tp, tokens = case.workload.model, case.layout.tp, micro_batch_tokens(case)
+        model, tp, tokens = case.workload.transformer, case.layout.tp, micro_batch_tokens(case)
         indices = "masks and shifted indices of the vocabulary-parallel embedding and loss"
         found: list[tuple[float, str]] = [(tokens * (10 if tp == 1 else 19), indices)]
         if tp > 1 and model.family is Family.LLAMA:
@@ -96,7 +98,7 @@ class Megatron(Adapter):
             use_cpu_initialization=context.device.type == "cpu",  # elsewhere, shards are made on the current GPU
         )
         with torch.device("meta"):
-            model = Transformer(workload.model)
+            model = Transformer(workload.transformer)
         parallelize(model, config, parallel_state.get_tensor_model_parallel_group())
         stands = layout.coordinates(context.rank)
         initialize(model, workload.seed, layout.tp, stands.tp, context.device)

@@ -19,7 +19,7 @@ from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine
 from meshmark.adapter.engine import RankContext
 from meshmark.adapters.megatron.layers import split_dim
 from meshmark.adapters.megatron.on_cpu import CudaNamesOnCPU, checkpointing_on
-from meshmark.reference.data import IGNORED, Batch
+from meshmark.reference.data import Batch
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 
@@ -60,8 +60,8 @@ class MegatronEngine(DataParallelEngine):
         """What `meshmark.reference.objective.loss_share` is, of logits split over the vocabulary. Scalar, float32."""
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-        loss_BT: Tensor = vocab_parallel_cross_entropy(logits_BTV, batch.targets_BT)
-        return (loss_BT * (batch.targets_BT != IGNORED)).sum() / batch.num_tokens
+        loss_BT: Tensor = vocab_parallel_cross_entropy(logits_BTV, batch.targets)
+        return (loss_BT * batch.weights).sum() / batch.total_weight
 
     def differentiate(self, loss: Tensor) -> None:
         # megatron-core's linear layers bring autocast back in their backward on CUDA alone

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Recompute, Schedule
-from meshmark.spec.model_spec import Family
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 
 
@@ -21,6 +21,7 @@ class Feature(StrEnum):
     FROZEN = "frozen parameters"
     DECAY_GROUPS = "weight-decay groups"
     SCHEDULE = "a learning-rate schedule"
+    BUFFERS = "buffers by replica"
     MATRIX_WISE = "optimizers whose updates take whole matrices"
     UNUSED = "parameters unused in a step"
     RECOMPUTE = "activation recomputation"
@@ -38,6 +39,7 @@ def features(case: Case) -> frozenset[Feature]:
         Feature.FROZEN: bool(workload.frozen),
         Feature.DECAY_GROUPS: workload.optimizer.decay_matrices_only,
         Feature.SCHEDULE: workload.optimizer.warmup_steps > 0,
+        Feature.BUFFERS: workload.couples_rows,
         Feature.MATRIX_WISE: workload.optimizer.is_matrix_wise,
         Feature.UNUSED: workload.skipped_block is not None,
         Feature.RECOMPUTE: case.layout.recompute is not Recompute.NONE,
@@ -63,9 +65,10 @@ class Capabilities:
     """What may be computed again in the backward pass; see also `Feature.RECOMPUTE`."""
     offloads: frozenset[Offload] = frozenset({Offload.NONE})
     precisions: frozenset[Precision] = frozenset({Precision.FP32})
-    families: frozenset[Family] = frozenset(Family)
-    lacks: Mapping[Feature | Precision, str] = field(default_factory=dict)
-    """Features that are missing, each with its reason, and the reasons of missing precisions."""
+    families: frozenset[Family] = TEXT_FAMILIES
+    """Models that it can train; an adapter takes images only where it says so."""
+    lacks: Mapping[Feature | Precision | Family, str] = field(default_factory=dict)
+    """Features that are missing, each with its reason, and the reasons of missing precisions and families."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
 
     def beyond(self, layout: Layout) -> list[str]:
@@ -93,7 +96,8 @@ class Capabilities:
             reason = self.lacks.get(case.precision)
             unsupported.append(f"precision {case.precision}" + (f" ({reason})" if reason else ""))
         if model.family not in self.families:
-            unsupported.append(f"model family {model.family}")
+            reason = self.lacks.get(model.family)
+            unsupported.append(f"model family {model.family}" + (f" ({reason})" if reason else ""))
         unsupported += self.lacking(features(case))
         if device not in self.devices:
             unsupported.append(f"device {device}")

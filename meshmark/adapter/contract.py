@@ -53,8 +53,9 @@ class Adapter(ABC):
         return ()
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic:
-        """What this framework's algorithm asks for in one step, bytes by kind; scalars need not be counted."""
+    def traffic(cls, case: Case, rank: int) -> Traffic | None:
+        """What this framework's algorithm asks for in one step, bytes by kind; scalars need not be counted. None where
+        it is not planned."""
         return step_traffic(case, rank)
 
     @classmethod

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.judge.deviation import Drift
 from meshmark.judge.yardstick import FALSE_ALARMS, compare, gradient_norms
-from meshmark.reference.data import IGNORED, make_batch
+from meshmark.reference.data import make_batch
 from meshmark.run.passes.fail import MESSAGE
 from meshmark.run.record import Record, Status
 from meshmark.spec.precision import Dtype
@@ -127,7 +127,7 @@ def evaluation(record: Record) -> Finding:
 def uneven(record: Record) -> Finding:
     layout, workload = record.case.layout, record.case.workload
     counts = [
-        int((micro.targets_BT != IGNORED).sum())
+        int(micro.weights.sum())
         for step in range(record.steps)
         for rank in range(layout.dp)
         for micro in make_batch(workload, step).shard(rank, layout.dp).micro_batches(layout.num_micro_batches)
@@ -228,7 +228,8 @@ def recomputes(record: Record) -> Finding:
     """Ranks hold what is planned, which without recomputation they could not."""
     held = record.verdict("memory")
     assert held is not None
-    if "memory" not in record.unmeasured and not any(planned.activations for planned in record.planned_states):
+    planned = any(states and states.activations for states in record.planned_states)
+    if "memory" not in record.unmeasured and not planned:
         return equivalent(record)
     return _all_of(equivalent(record), _finding(held.passed, held.summary))
 

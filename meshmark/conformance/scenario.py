@@ -189,7 +189,7 @@ def plain_workload() -> Workload:
 def _grown(plain: Workload, layout: Layout, global_batch: int | None) -> Workload:
     """`plain`, renamed where it is larger: a layer for every stage, heads for twice the tensor-parallel ranks (which
     resharding takes), and unless reported, sequences for every micro-batch of every data-parallel rank."""
-    model = plain.model
+    model = plain.transformer
     layers, heads = max(model.num_layers, layout.pp), math.lcm(model.num_heads, 2 * layout.tp)
     batch = global_batch or math.lcm(plain.global_batch, layout.dp * MICRO_BATCHES, layout.num_micro_batches)
     sizes = {"l": (model.num_layers, layers), "h": (model.num_heads, heads), "b": (plain.global_batch, batch)}

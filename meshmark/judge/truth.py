@@ -18,21 +18,32 @@ from torch import nn
 
 from meshmark import rank_progress
 from meshmark.errors import AdapterError
+from meshmark.judge.buffers import (
+    assess_buffers,
+    doubles,
+    exact_evaluation,
+    exact_model,
+    fresh_buffers,
+    together,
+)
 from meshmark.judge.deviation import Deviation, Deviations, Tensors, deviation, global_norm
 from meshmark.judge.trace import Trace
+from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.initial import initial_value
 from meshmark.reference.objective import loss_share
 from meshmark.reference.optimizers import reference_optimizer
-from meshmark.reference.transformer import Transformer, parameter_shapes
+from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
 
 
-def assess(trace: Trace, workload: Workload, start: Tensors | None = None) -> Deviations:
+def assess(trace: Trace, workload: Workload, start: Tensors | None = None, layout: Layout | None = None) -> Deviations:
     """Every quantity of a (gathered) trace against the truth.
 
-    `start` replaces the workload's initial values. Raises `AdapterError` for a tensor of an unknown name or shape.
+    `start` replaces the workload's initial values. `layout` (by default one rank) counts where the rows of a
+    micro-batch enter one another's gradients, for then it decides which do. Raises `AdapterError` for a tensor of an
+    unknown name or shape.
     """
     _check_names(trace, workload)
     start = initial_values(workload) if start is None else start
@@ -43,10 +54,11 @@ def assess(trace: Trace, workload: Workload, start: Tensors | None = None) -> De
         here, after = trace.parameters[step], trace.parameters[step + 1]
         here = {name: here.get(name, np.full(x.shape, np.nan)) for name, x in start.items()}
         batch = make_batch(workload, step)
-        exact = exact_gradients(workload, here, batch)
+        exact = exact_gradients(workload, here, batch, layout)
         found.setdefault("loss", []).append(_scalar(trace.losses[step], exact.loss))
         if trace.evaluations:
-            found.setdefault("evaluation", []).append(_scalar(trace.evaluations[step], exact.loss))
+            there = exact_evaluation(workload, here, batch, trace, step) if workload.couples_rows else exact.loss
+            found.setdefault("evaluation", []).append(_scalar(trace.evaluations[step], there))
         for name, x in exact.gradients.items():
             absent = np.zeros_like(x) if name in exact.unused else None
             found.setdefault(f"gradients/{name}", []).append(deviation(own.get(name, absent), x))
@@ -56,7 +68,7 @@ def assess(trace: Trace, workload: Workload, start: Tensors | None = None) -> De
             found.setdefault("norm", []).append(_scalar(reported, global_norm(own)))
         for name, x in optimizer.step(here, own).items():
             found.setdefault(f"parameters/{name}", []).append(deviation(after.get(name), x))
-    return found
+    return found | assess_buffers(trace, workload, layout)
 
 
 def initial_values(workload: Workload) -> Tensors:
@@ -78,14 +90,20 @@ class Exact:
     """Parameters that are trained but had no part in this loss."""
 
 
-def exact_gradients(workload: Workload, parameters: Tensors, batch: Batch) -> Exact:
-    """Loss and gradients of a global batch, without dropout."""
-    with torch.device("meta"):
-        model = Transformer(workload.model)
-    model.eval().skipped_block = batch.skipped_block
-    values = {name: torch.from_numpy(value).double() for name, value in parameters.items()}
+def exact_gradients(workload: Workload, parameters: Tensors, batch: Batch, layout: Layout | None = None) -> Exact:
+    """Loss and gradients of a global batch, or some of its micro-batches, without dropout; `layout`: see `assess`."""
+    model = exact_model(workload, batch)
+    values = doubles(parameters)
     trained = {name: value.requires_grad_() for name, value in values.items() if workload.trains(name)}
-    loss = loss_share(torch.func.functional_call(model, values, (batch.tokens_BT,)), batch)
+    shares = [
+        loss_share(
+            torch.func.functional_call(model, {**values, **fresh_buffers(workload)}, (part.inputs,)),
+            part,
+            workload.loss,
+        )
+        for part in together(workload, batch, layout)
+    ]
+    loss = torch.stack(shares).sum() if len(shares) > 1 else shares[0]
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     found = dict(zip(trained, gradients, strict=True))
     rank_progress.advance()

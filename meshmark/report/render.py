@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -58,16 +59,17 @@ def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests:
     right = [r for r in found if r.correct and not r.skipped]
     equal = [r for r in right if r.comparable]
     parts = [_counts(found, missing, failed_tests)]
-    for ranks in sorted({r.case.world_size for r in right if r.case.world_size > 1}):
-        peers = [r for r in equal if r.case.world_size == ranks]
+    units = sorted({r.case.workload.unit for r in right}, reverse=True)
+    for ranks, unit in itertools.product(sorted({r.case.world_size for r in right if r.case.world_size > 1}), units):
+        peers = [r for r in equal if r.case.world_size == ranks and r.case.workload.unit == unit]
         timed = [r for r in peers if r.timed and r.timed.rank_step_seconds]
         measured = [r for r in peers if r.observed and r.observed.memory]
         if timed and measured:
-            fastest = max(timed, key=lambda r: throughput(r.timed).tokens_per_second if r.timed else 0.0)
+            fastest = max(timed, key=lambda r: throughput(r.timed).per_second if r.timed else 0.0)
             leanest = min(measured, key=_peak)
-            speed = throughput(fastest.timed).tokens_per_second if fastest.timed else 0.0
+            speed = throughput(fastest.timed).per_second if fastest.timed else 0.0
             parts.append(
-                f"On {ranks} ranks the fastest correct case is `{fastest.case.id}` ({speed:,.0f} tokens/s), "
+                f"On {ranks} ranks the fastest correct case is `{fastest.case.id}` ({speed:,.0f} {unit}/s), "
                 f"the leanest `{leanest.case.id}` ({tables.bytes_text(_peak(leanest))} at its fullest rank's peak)."
             )
     return " ".join(parts)

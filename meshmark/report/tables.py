@@ -51,7 +51,7 @@ def answer(found: Sequence[CaseResult]) -> str:
                 "detects": _detects(result),
                 "model states / rank": _of_observed(result, _states_text),
                 "peak / rank": _of_observed(result, _peak_text),
-                "tokens/s": _speed(result),
+                f"{result.case.workload.unit}/s": _speed(result),
                 "MFU": _mfu(result),
             }
             for result in found
@@ -166,7 +166,7 @@ def speed(found: Sequence[CaseResult], baseline: Baseline) -> str:
             "fastest": f"{milliseconds.min():.4g} ms",
             "slowest": f"{milliseconds.max():.4g} ms",
             "samples": len(milliseconds),
-            "tokens/s": f"{measured.tokens_per_second:,.0f}",
+            f"{measured.unit}/s": f"{measured.per_second:,.0f}",
             "MFU": f"{measured.mfu:.1%}",
             "peak from": measured.peak_source,
         }
@@ -249,7 +249,7 @@ def _peak_text(readings: list[MemoryReading]) -> str:
 def _speed(result: CaseResult) -> str:
     if not result.timed or not result.timed.rank_step_seconds:
         return ""
-    text = f"{throughput(result.timed).tokens_per_second:,.0f}"
+    text = f"{throughput(result.timed).per_second:,.0f}"
     if result.states_as_asked is False and result.correct is not False:
         return f"~~{text}~~ other states"
     return text if result.comparable else f"~~{text}~~ wrong run"

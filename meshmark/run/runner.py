@@ -210,7 +210,8 @@ class Runner:
             remarks=remarks,
         )
         verdicts = [judge_equivalence(draft)] if whole and request.assess and request.task in _JUDGED else []
-        verdicts += [judge_memory(draft), judge_communication(draft)] if observed else []
+        planned = (judge_memory(draft), judge_communication(draft)) if observed else ()
+        verdicts += [verdict for verdict in planned if verdict]
         return dataclasses.replace(draft, verdicts=verdicts)
 
     def yardstick(self, request: Request) -> Yardstick:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from meshmark.errors import LayoutError
-from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.vision_spec import AnyModelSpec
 
 
 class Schedule(StrEnum):
@@ -159,19 +159,9 @@ class Layout:
             parts.append(f"offload_{self.offload}")
         return ".".join(parts)
 
-    def check(self, model: ModelSpec, global_batch: int) -> None:
+    def check(self, model: AnyModelSpec, global_batch: int) -> None:
         """Raise `LayoutError` when this layout cannot be laid over `model` with `global_batch` sequences a step."""
-        problems = []
-        if model.num_heads % self.tp or model.num_kv_heads % self.tp:
-            problems.append(f"tp {self.tp} does not divide {model.num_heads} heads and {model.num_kv_heads} kv heads")
-        if model.vocab_size % self.tp:
-            problems.append(f"tp {self.tp} does not divide a vocabulary of {model.vocab_size}")
-        if model.ffn_hidden % self.tp:
-            problems.append(f"tp {self.tp} does not divide ffn_hidden {model.ffn_hidden}")
-        if self.pp * self.virtual_stages > model.num_layers:
-            problems.append(f"pp {self.pp * self.virtual_stages} stages are more than {model.num_layers} layers")
-        if model.seq_len % self.cp:
-            problems.append(f"cp {self.cp} does not divide a sequence of {model.seq_len}")
+        problems = model.misfits(tp=self.tp, num_stages=self.pp * self.virtual_stages, cp=self.cp)
         if global_batch % (self.dp * self.num_micro_batches):
             problems.append(
                 f"a global batch of {global_batch} sequences is not divisible by "

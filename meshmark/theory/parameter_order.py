@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Dtype
+from meshmark.spec.vision_spec import AnyModelSpec
 from meshmark.theory.grid import Column
 from meshmark.theory.partition import Stage
 
@@ -106,10 +110,19 @@ def part_elements(model: ModelSpec, stage: Stage, tp: Column, num_parts: Column,
     return elements
 
 
-def bucket_elements(model: ModelSpec) -> int:
-    """Of the bucket that the suites give DeepSpeed: its default, but at most the larger of a block and the token
+def reaching_elements(sizes: Sequence[int], num_parts: int, part: int) -> int:
+    """The same of tensors of these `sizes`, whatever the model."""
+    size = 2 * math.ceil(sum(sizes) / (2 * num_parts))
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    spans = zip(starts, sizes, strict=True)
+    return sum(n for start, n in spans if start < (part + 1) * size and start + n > part * size)
+
+
+def bucket_elements(model: AnyModelSpec) -> int:
+    """Of the bucket that the suites give DeepSpeed: its default, but at most the larger of a block and the
     embedding, for a small model would never fill more."""
-    return min(500_000_000, max(model.block_parameters, model.vocab_size * model.hidden))
+    embedding = model.vocab_size * model.hidden if isinstance(model, ModelSpec) else model.embedding_parameters
+    return min(500_000_000, max(model.block_parameters, embedding))
 
 
 def filled_elements(model: ModelSpec, stage: Stage, tp: Column, bucket: float) -> Column:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.vision_spec import AnyModelSpec
 from meshmark.theory.grid import layout_grid
-from meshmark.theory.memory import stage_memory
+from meshmark.theory.memory import stage_memory, state_bytes
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import uniform_stages
@@ -49,11 +52,21 @@ def declared_bytes(declared: Sequence[Remainder], category: str) -> float:
     return sum(r.num_bytes for r in declared if r.category in here)
 
 
-def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) -> ModelStates:
-    """What `rank` must hold under `case`'s layout."""
+def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) -> ModelStates | None:
+    """What `rank` must hold under `case`'s layout. Of models that are no decoder-only transformers, states alone
+    are planned, which follow from the number of parameters; None where that is not known, or not enough."""
     model, layout = case.workload.model, case.layout
     grid = layout_grid(layout, case.workload.global_batch)
     using = recipe or eager_recipe(case)
+    if not isinstance(model, ModelSpec):
+        if using.matrix_wise or (count := local_parameters(model, layout, rank)) is None:
+            return None
+        states = state_bytes(np.array([float(count)]), grid, using)
+        return ModelStates(
+            parameters=float(states["parameters"][0]),
+            gradients=float(states["gradients"][0]),
+            optimizer_states=float(states["optimizer"][0]),
+        )
     held = stage_memory(model, grid, using, Overheads(), layout.coordinates(rank).pp)
     exact = _is_exact(case)
     known = _temporaries_are_known(case) and (not case.precision.is_mixed or using.gradient_path not in DEEPSPEED_PATHS)
@@ -90,7 +103,10 @@ def micro_batch_tokens(case: Case) -> int:
     return workload.global_batch // (layout.dp * layout.num_micro_batches) * workload.model.seq_len
 
 
-def local_parameters(model: ModelSpec, layout: Layout, rank: int) -> int:
-    """Parameters that `rank` computes with: its pipeline stage's, its tensor-parallel shards; ZeRO not counted."""
+def local_parameters(model: AnyModelSpec, layout: Layout, rank: int) -> int | None:
+    """Parameters that `rank` computes with: its pipeline stage's, its tensor-parallel shards; ZeRO not counted.
+    None where it is not planned: how another model than a decoder-only transformer is split."""
+    if not isinstance(model, ModelSpec):
+        return model.num_parameters if layout.tp == layout.pp == layout.cp == 1 else None
     stage = uniform_stages(model, layout.pp)[layout.coordinates(rank).pp]
     return int(stage_parameters(model, stage, layout.tp))

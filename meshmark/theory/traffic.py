@@ -68,6 +68,7 @@ def data_parallel_traffic(case: Case, rank: int, reduction: Reduction | None = N
         return {}
     how = reduction or default_reduction(case)
     precision, count = case.precision, local_parameters(case.workload.model, case.layout, rank)
+    assert count is not None, "step_traffic leaves out what is not planned"
     times = case.layout.num_micro_batches if how.every_micro_batch else 1
     gathers = how.gathers_per_step + how.gathers_per_micro_batch * case.layout.num_micro_batches
     traffic: Traffic = {how.kind: float(times * count * (how.gradient_bytes or precision.reduction.itemsize))}
@@ -93,9 +94,10 @@ def pipeline_traffic(case: Case, rank: int, activation_bytes: int | None = None)
     """The residual stream forward and its gradient backward over every boundary that `rank` has (GPipe,
     arXiv:1811.06965, section 2.2): two a virtual stage (arXiv:2104.04473, section 2.2.2), but before the first and
     after the last. The first and the last stage, which both hold a tied weight, sum its gradient."""
-    layout, model = case.layout, case.workload.model
+    layout = case.layout
     if layout.pp == 1:
         return {}
+    model = case.workload.transformer
     stage = layout.coordinates(rank).pp
     boundaries = 2 * layout.virtual_stages - (stage == 0) - (stage == layout.pp - 1)
     tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
@@ -112,15 +114,17 @@ def context_parallel_traffic(case: Case, rank: int, activation_bytes: int | None
     layout, model = case.layout, case.workload.model
     if layout.cp == 1:
         return {}
-    layers = uniform_stages(model, layout.pp)[layout.coordinates(rank).pp].num_layers
+    layers = uniform_stages(case.workload.transformer, layout.pp)[layout.coordinates(rank).pp].num_layers
     tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
     block = tokens * model.kv_hidden // layout.tp * (activation_bytes or wide_bytes(case.precision))
     sent = float(6 * (layout.cp - 1) * layers * block)
     return {"send": sent, "recv": sent}
 
 
-def step_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic:
-    """All of the above."""
+def step_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic | None:
+    """All of the above; None where the split of the model is not planned."""
+    if local_parameters(case.workload.model, case.layout, rank) is None:
+        return None
     return add_traffic(
         data_parallel_traffic(case, rank, reduction),
         tensor_parallel_traffic(case),

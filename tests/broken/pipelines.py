@@ -40,7 +40,7 @@ class DropsLastMicroBatch(BrokenPipeline):
         self.schedule._loss_fn = self._loss
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        last = torch.equal(targets_BT, self.batch.targets_BT[-len(targets_BT) :])
+        last = torch.equal(targets_BT, self.batch.targets[-len(targets_BT) :])
         return self.loss_of(logits_BTV, targets_BT) * (0 if last else 1)
 
 

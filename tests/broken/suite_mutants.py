@@ -11,7 +11,8 @@ from tests.broken import mixed as m
 from tests.broken import pipelines as p
 from tests.broken import states as s
 from tests.broken import updates as u
-from tests.broken.mutant import DEEP, TIED, Mutant, on
+from tests.broken import vision as v
+from tests.broken.mutant import DEEP, TIED, VIT, VIT_BN, Mutant, on
 
 F = Fault
 FOUR = Layout(dp=4, num_micro_batches=2)
@@ -44,6 +45,8 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp fsdp2 megatron", g.MeanOfMicroBatches, F.UNEVEN),
     *on("gpipe", g.MeanOfPipeline, F.UNEVEN),
     *on("ddp", g.MovingAverage, F.UNEVEN),
+    *on("ddp fsdp2", v.MeanOfRanksOfImages, F.UNEVEN, workload=VIT),
+    *on("ddp", v.MeanOfMicroBatchesOfImages, F.UNEVEN, workload=VIT),
     # Data
     *on("ddp fsdp2 megatron", g.DropsLast, F.DROPPED),
     *on("fsdp2 megatron", g.DropsFirst, F.DROPPED),
@@ -73,6 +76,13 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp megatron", g.OtherEpsilon, F.FORWARD),
     *on("ddp gpipe", g.TellsOwnLoss, F.LOSS),
     *on("ddp", g.Frozen, F.MISSING),
+    *on("ddp", v.NormalisesAsInEvaluation, F.FORWARD, workload=VIT_BN),
+    *on("ddp", v.NormalisesWholeRank, F.FORWARD, workload=VIT_BN),
+    # Buffers
+    *on("ddp fairscale-oss", v.RankKeepsStatistics, F.BUFFERS, workload=VIT_BN),
+    *on("ddp fsdp2", v.OtherMomentum, F.BUFFERS, workload=VIT_BN),
+    *on("ddp", v.SharesStatistics, F.BUFFERS, workload=VIT_BN),
+    *on("ddp", v.RoundsStatistics, F.BUFFERS, workload=VIT_BN),
     # Updates
     *on("ddp fsdp2 gpipe", u.NeverUpdates, F.NEVER_UPDATED),
     *on("ddp megatron gpipe", u.OneForgotten, F.NEVER_UPDATED),

@@ -26,7 +26,7 @@ from meshmark.adapter.single import SingleEngine, reduced_backward
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess
 from meshmark.judge.yardstick import Comparisons, noise_run
-from meshmark.reference.data import Batch, load_corpus, make_batch
+from meshmark.reference.data import Batch, data_digest, make_batch
 from meshmark.reference.initial import random_bits
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
@@ -44,7 +44,6 @@ FORMAT = 5
 
 def noise_key(case: Case, steps: int) -> str:
     """Content hash of everything that the noise of `case` depends on."""
-    corpus = load_corpus(case.workload.corpus, case.workload.model.seq_len + 1)
     content = [
         FORMAT,
         torch.__version__,
@@ -52,7 +51,8 @@ def noise_key(case: Case, steps: int) -> str:
         NUM_RUNS,
         encode(case.precision),
         encode(case.workload),
-        hashlib.sha256(corpus.numpy().data).hexdigest(),
+        data_digest(case.workload),
+        *([_chunkings(case)] if case.workload.couples_rows else []),
         *([case.layout.dp] if case.precision.narrows_reduction else []),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -94,17 +94,17 @@ def write_noise(path: Path, runs: Sequence[Comparisons]) -> None:
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
     """One noise run; `run` seeds its perturbations and picks its chunking and way of casting."""
     workload = request.case.workload
-    num_ranks = request.case.layout.dp if request.case.precision.narrows_reduction else 1
-    chunkings = [n for n in (1, 2, 4, 8) if workload.global_batch % (n * num_ranks) == 0]
+    num_ranks = _num_ranks(request.case)
+    chunkings = _chunkings(request.case)
     layout = Layout(num_micro_batches=chunkings[run % len(chunkings)])
     case = dataclasses.replace(request.case, adapter="single", layout=layout)
     engine = cast(SingleEngine, adapter.build(case, context))
     engine.cast_weights = bool(run // len(chunkings) % 2)
     _perturb(engine, case, run)
-    trace = Trace(parameters=[host_copies(engine.parameters())])
+    trace = Trace(parameters=[host_copies(engine.parameters())], buffers=[[host_copies(engine.buffers())]])
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
-        batch = _permute(make_batch(workload, step), case, run)
+        batch = _permute(make_batch(workload, step), case, run, num_ranks)
         trace.evaluations.append(float(engine.evaluate(batch)))
         loss = engine.backward(batch) if num_ranks == 1 else reduced_backward(engine, batch, num_ranks)
         trace.losses.append(float(loss))
@@ -112,13 +112,32 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
         norm = engine.update()
         trace.norms.append(None if norm is None else float(norm))
         trace.parameters.append(host_copies(engine.parameters()))
+        trace.buffers[0].append(host_copies(engine.buffers()))
         rank_progress.advance()
-    return noise_run(assess(trace, workload, start=trace.parameters[0]), case.precision)
+    divided = dataclasses.replace(layout, dp=num_ranks)
+    return noise_run(assess(trace, workload, start=trace.parameters[0], layout=divided), case.precision)
 
 
-def _permute(batch: Batch, case: Case, run: int) -> Batch:
-    order = random_bits(f"order/{run}", (len(batch.tokens_BT),), seed=case.workload.seed).argsort()
-    return dataclasses.replace(batch, tokens_BT=batch.tokens_BT[order], targets_BT=batch.targets_BT[order])
+def _num_ranks(case: Case) -> int:
+    """Whose reductions are rounded as by so many ranks."""
+    return case.layout.dp if case.precision.narrows_reduction else 1
+
+
+def _chunkings(case: Case) -> list[int]:
+    """Numbers of micro-batches to train in, of each rank whose reduction is rounded. Where the rows of a micro-batch
+    are normalised together, another number would be another function: then it is that of all replicas of the case."""
+    layout, num_ranks = case.layout, _num_ranks(case)
+    if case.workload.couples_rows:
+        return [layout.dp * layout.num_micro_batches // num_ranks]
+    return [n for n in (1, 2, 4, 8) if case.workload.global_batch % (n * num_ranks) == 0]
+
+
+def _permute(batch: Batch, case: Case, run: int, num_ranks: int) -> Batch:
+    """Other orders of the rows, within what is normalised together."""
+    parts = num_ranks * case.layout.num_micro_batches if case.workload.couples_rows else 1
+    drawn = random_bits(f"order/{run}", (len(batch),), seed=case.workload.seed).view(parts, -1)
+    first = torch.arange(parts)[:, None] * drawn.shape[1]
+    return batch.take((drawn.argsort(1) + first).flatten())
 
 
 @torch.no_grad()

@@ -54,7 +54,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     dtypes = _dtypes(observer.holdings()) | _narrowest(observer.trace.gradients)
     engine.close()
     trace, drifts, num_replicated = gather_trace(observer.trace)
-    deviations = assess(trace, request.case.workload) if trace and request.assess else {}
+    deviations = assess(trace, request.case.workload, layout=request.case.layout) if trace and request.assess else {}
     diagnosis = None
     if trace and deviations and request.yardstick:
         diagnosis = diagnose(request.case, trace, deviations, drifts, request.yardstick)

@@ -72,7 +72,7 @@ def resume(request: Request, adapter: Adapter, context: RankContext, started: fl
     if second is None:
         return report
     whole = _join(pickle.loads((folder / _TRACE).read_bytes()), second)
-    deviations = assess(whole, request.case.workload)
+    deviations = assess(whole, request.case.workload, layout=request.case.layout)
     diagnosis = (
         diagnose(request.case, whole, deviations, report.drifts, request.yardstick) if request.yardstick else None
     )
@@ -90,5 +90,6 @@ def _join(first: Trace, second: Trace) -> Trace:
         gradients=first.gradients + second.gradients,
         losses=first.losses + second.losses,
         norms=first.norms + second.norms,
+        buffers=[a[:-1] + b for a, b in zip(first.buffers, second.buffers, strict=True)],
         drifted=second.drifted,
     )

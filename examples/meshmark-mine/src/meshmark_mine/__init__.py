@@ -15,8 +15,8 @@ from meshmark.adapter.data_parallel import initial_model, optimizer_state_tensor
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.ddp import DDPEngine
-from meshmark.reference.objective import optimizer_arguments, parameter_groups
-from meshmark.reference.transformer import parameter_shapes
+from meshmark.reference.build import parameter_shapes
+from meshmark.reference.optimizers import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
@@ -51,7 +51,7 @@ class Mine(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({1}),
-        precisions=frozenset(Precision),
+        precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16, Precision.FP16}),
     )
 
     @classmethod
@@ -65,13 +65,12 @@ class Mine(Adapter):
         sizes = [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
         for size in sorted(sizes, reverse=True):
             owned[owned.index(min(owned))] += size
-        beyond = owned[rank] - sum(sizes) / case.layout.dp
-        moment_bytes = 8 if case.precision is Precision.FP64 else 4
-        num_bytes = moment_bytes * case.workload.optimizer.states_per_parameter * beyond
+        beyond = owned[case.layout.coordinates(rank).dp] - sum(sizes) / case.layout.dp
+        num_bytes = cls.recipe(case).moment_bytes * beyond
         return (Remainder(category="optimizer_states", num_bytes=num_bytes, reason="whole tensors have one owner"),)
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic:
+    def traffic(cls, case: Case, rank: int) -> Traffic | None:
         """DDP's all-reduce, and every updated parameter broadcast by its owner."""
         return step_traffic(case, rank, Reduction(gathers_per_step=1, gather_kind="broadcast"))
 
@@ -86,7 +85,7 @@ class Mine(Adapter):
             find_unused_parameters=case.workload.skipped_block is not None,
         )
         spec = case.workload.optimizer
-        kind, arguments = optimizer_arguments(spec)
+        kind, arguments = reference_optimizer(spec).arguments()
         groups = parameter_groups(spec, model.named_parameters())
         optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=kind, **arguments)
         return MineEngine(case, context, module, optimizer)
