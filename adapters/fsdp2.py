@@ -19,7 +19,7 @@ from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, configu
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.reference.initial import initial_value
+from meshmark.reference.initial import Block, initial_value
 from meshmark.reference.objective import build_optimizer
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
@@ -105,8 +105,7 @@ def fill_shards(model: Transformer, case: Case) -> None:
                 name,
                 parameter.shape,
                 seed=case.workload.seed,
-                shape=shape,
-                offset=offset,
+                block=Block(shape=shape, offset=offset),
                 device=sharded.to_local().device,
             )
         )

@@ -16,6 +16,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"deepspeed", "accelerate", "fairscale", "megatron", "transformers", "lightning", "pytorch_lightning"}
 MAX_LINES = 320
+MAX_ARGUMENTS = 6
+TABLE_HELPERS = {"spec/hardware.py::_gpu"}
+"""Functions that stand for one line of a table of data, and may take more."""
 
 CORE = ROOT / "meshmark"
 BASE = {"environment", "errors", "rank_progress", "serial"}
@@ -180,6 +183,25 @@ def test_asking_planning_and_reading_records_load_no_torch() -> None:
 @pytest.mark.parametrize("path", python_files("meshmark") + python_files("adapters"), ids=lambda p: p.name)
 def test_files_stay_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+def num_arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Of a call: `self` and `cls` are not counted."""
+    given = node.args
+    named = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len([n for n in named if n not in ("self", "cls")]) + bool(given.vararg) + bool(given.kwarg)
+
+
+def test_functions_take_few_arguments() -> None:
+    """More of them are a concept without a name."""
+    wide = {
+        f"{path.relative_to(root)}::{node.name}"
+        for root, files in ((CORE, python_files("meshmark")), (ROOT, python_files("adapters")))
+        for path in files
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and num_arguments(node) > MAX_ARGUMENTS
+    }
+    assert wide == TABLE_HELPERS
 
 
 def tracked_files() -> list[Path]:

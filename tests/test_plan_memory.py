@@ -17,7 +17,7 @@ from meshmark.spec.model_spec import model_spec
 from meshmark.spec.workload import workload
 from meshmark.theory.activations import layer_activation_bytes, num_in_flight
 from meshmark.theory.grid import RECOMPUTES, SCHEDULES, Grid, make_grid
-from meshmark.theory.memory import CATEGORIES, memory, stage_memory, state_bytes
+from meshmark.theory.memory import CATEGORIES, Room, memory, stage_memory, state_bytes
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import balanced_stages, stages, uniform_stages
 from meshmark.theory.recipe import RECIPES, recipe
@@ -79,7 +79,7 @@ def test_the_fullest_of_all_stages_is_found_among_the_first_of_each_kind(
         schedule=[SCHEDULES.index(schedule)],
         offload=[1],
     )
-    every = [stage_memory(model, grid, using, given.overheads, i, 1.0, capacity) for i in range(pp)]
+    every = [stage_memory(model, grid, using, given.overheads, i, Room(capacity_bytes=capacity)) for i in range(pp)]
     totals = [part.total_bytes[0] for part in every]
     held = memory(model, grid, using, given.overheads, capacity_bytes=capacity)
     assert held.total_bytes[0] == pytest.approx(max(totals))

@@ -21,11 +21,11 @@ from meshmark.plan.step_time import PARTS, STAGE_PARTS, step_time
 from meshmark.plan.timeline import timeline_svg
 from meshmark.spec.case import Case
 from meshmark.spec.hardware import gpu
-from meshmark.spec.layout import Layout, Schedule
+from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.workload import workload
 from meshmark.theory.activations import num_in_flight
 from meshmark.theory.flops import hardware_flops_per_token, model_flops_per_token
-from meshmark.theory.grid import SCHEDULES, enumerate_grid, make_grid
+from meshmark.theory.grid import SCHEDULES, SearchSpace, enumerate_grid, make_grid
 from meshmark.theory.recipe import recipe
 from meshmark.theory.traffic import Reduction, data_parallel_traffic, fully_sharded
 from studies.published import megatron_flops
@@ -135,7 +135,7 @@ def test_a_long_step_s_bubble_is_that_of_the_micro_batches_that_fill_and_drain(
 
 def test_what_is_shown_is_the_simulators() -> None:
     model, using = plan_model("gpt-175b"), recipe("nanotron")
-    closed = search(model, 512, 1024, H100, using, rates("h100"))
+    closed = search(model, SearchSpace(num_gpus=512, global_batch=1024), H100, using, rates("h100"))
     found = simulate_first(closed, 20)
     speeds = found.prediction.tokens_per_second_per_gpu[found.ranked]
     assert set(found.ranked[:20]) == set(closed.ranked[:20]) and (np.diff(speeds[:20]) <= 0).all()
@@ -198,7 +198,7 @@ def test_one_of_everything_is_a_single_gpu() -> None:
 
 def test_a_grid_predicts_each_row_as_alone() -> None:
     model = plan_model("llama-8b")
-    grid = enumerate_grid(model, 64, 64, max_tp=8, recomputes=["none"])  # type: ignore[list-item]
+    grid = enumerate_grid(model, SearchSpace(num_gpus=64, global_batch=64, recomputes=[Recompute.NONE]), max_tp=8)
     together = predict_grid(model, grid, H100, recipe("nanotron"), rates("h100"))
     for row in (0, len(grid) // 2, len(grid) - 1):
         alone = predict_grid(model, grid.take(np.array([row])), H100, recipe("nanotron"), rates("h100"))

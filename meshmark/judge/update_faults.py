@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -49,6 +50,17 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
     )
 
 
+class _Changes(TypedDict, total=False):
+    """Fields of the optimizer that rivals take otherwise."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_norm: float | None
+    warmup_steps: int
+    decay_matrices_only: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rival:
     """One thing changed in the optimizer."""
@@ -63,8 +75,8 @@ class Rival:
 def rivals(spec: OptimizerSpec, scene_step: int) -> Iterator[Rival]:
     """What optimizers get wrong, some of it at `scene_step` alone, as after a resume."""
 
-    def variant(fault: Fault, detail: str, **changes: object) -> Rival:
-        changed = dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
+    def variant(fault: Fault, detail: str, **changes: Unpack[_Changes]) -> Rival:
+        changed = dataclasses.replace(spec, **changes)
         return Rival(fault=fault, detail=detail, optimizer=ExactOptimizer(changed))
 
     if spec.clip_norm is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from meshmark.plan.rates import Rates
@@ -48,19 +50,30 @@ def crosses_nodes(grid: Grid, gpus_per_node: int) -> Column:
     return spans
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionTime:
+    """Seconds that one layer's attention computes, on one micro-batch."""
+
+    total: Column
+    """Forward and backward pass."""
+    forward: Column
+    """One forward pass."""
+    again: Column
+    """Where the backward pass does the forward one again."""
+
+
 def ring_attention_seconds(
-    grid: Grid, block_bytes: Column, forward: Column, attention: Column, again: Column, rates: Rates, gpus_per_node: int
+    grid: Grid, block_bytes: Column, attention: AttentionTime, rates: Rates, gpus_per_node: int
 ) -> Column:
     """What shows of ring attention's communication in one layer (arXiv:2310.01889 sec. 3).
 
     In each of cp - 1 hops a rank sends its block of keys and of values on, `block_bytes` each, while it computes with
-    the one it has; backward their gradients too. `forward` of the `attention` seconds is one forward pass, done `again`
-    in the backward pass where that recomputes it.
+    the one it has; backward their gradients too.
     """
-    times = np.where(again, 2.0, 1.0)
+    times = np.where(attention.again, 2.0, 1.0)
     there, back = (_ring_hop_seconds(grid, n * block_bytes, rates, gpus_per_node) for n in (2.0, 4.0))
-    shown = np.maximum(there - forward / grid.cp, 0.0) * times
-    shown = shown + np.maximum(back - (attention - forward * times) / grid.cp, 0.0)
+    shown = np.maximum(there - attention.forward / grid.cp, 0.0) * times
+    shown = shown + np.maximum(back - (attention.total - attention.forward * times) / grid.cp, 0.0)
     seconds: Column = (grid.cp - 1) * shown
     return seconds
 

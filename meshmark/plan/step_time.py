@@ -13,12 +13,13 @@ import numpy as np
 
 from meshmark.plan.bubble import bubble_seconds, host_lag, message_wait_seconds, waits_for_messages
 from meshmark.plan.network import (
+    AttentionTime,
     point_to_point_seconds,
     ring_attention_seconds,
     tensor_collective_seconds,
 )
 from meshmark.plan.rates import Rates
-from meshmark.plan.update_time import data_seconds, optimizer_seconds, tied_seconds
+from meshmark.plan.update_time import StageLoad, data_seconds, optimizer_seconds, tied_seconds
 from meshmark.spec.hardware import Gpu
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import ModelSpec
@@ -104,12 +105,16 @@ def _pipeline_time(
     out["bubble"] = bubble_seconds(grid, totals, pace)
     num_parameters = np.array([stage_parameters(model, stage) for stage in cut])
     heaviest = num_parameters.max() / grid.tp
-    most_layers = max(stage.num_layers for stage in cut)
-    backward = pace * 2.0 / 3.0
     embedding = model.vocab_size * model.hidden / grid.tp
-    out["data_communication"] = data_seconds(
-        grid, heaviest, embedding, most_layers, m * pace, backward, gpu, recipe, rates
-    ) + tied_seconds(model, grid, embedding, gpu, recipe, rates)
+    load = StageLoad(
+        num_parameters=heaviest,
+        embedding=embedding,
+        num_layers=max(stage.num_layers for stage in cut),
+        step_seconds=m * pace,
+        backward_seconds=pace * 2.0 / 3.0,
+    )
+    tied = tied_seconds(model, grid, embedding, gpu, recipe, rates)
+    out["data_communication"] = data_seconds(grid, load, gpu, recipe, rates) + tied
     waits = waits_for_messages(grid, rates, gpu.gpus_per_node)
     out["message_wait"] = np.where(waits, message_wait_seconds(grid, rates), 0.0)
     out["optimizer"] = optimizer_seconds(grid, heaviest, gpu, recipe, rates)
@@ -134,13 +139,41 @@ def _stage_accounts(
     model: ModelSpec, grid: Grid, cut: tuple[Stage, ...], gpu: Gpu, recipe: TrainingRecipe, rates: Rates
 ) -> list[dict[str, Column]]:
     """Every stage's parts of one micro-batch; equal stages with as many neighbours are computed once."""
-    layer = _layer_seconds(model, grid, gpu, recipe, rates)
-    head = _head_seconds(model, grid, gpu, recipe, rates)
+    pieces = _pieces(model, grid, gpu, recipe, rates)
     found: dict[tuple[Stage, int], dict[str, Column]] = {}
     keys = [(stage, (i > 0) + (i < len(cut) - 1)) for i, stage in enumerate(cut)]
     for stage, neighbours in dict.fromkeys(keys):
-        found[stage, neighbours] = _stage_seconds(model, grid, stage, neighbours, layer, head, gpu, recipe, rates)
+        found[stage, neighbours] = _stage_seconds(grid, stage, neighbours, pieces, gpu, rates)
     return [found[key] for key in keys]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pieces:
+    """One micro-batch on what stages are made of."""
+
+    layer: dict[str, Column]
+    head: dict[str, Column]
+    embedding: Column
+    """Seconds."""
+    sent_bytes: Column
+    """From stage to stage."""
+    logit_bytes: Column
+    """Where the loss is on another stage than the head."""
+
+
+def _pieces(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> _Pieces:
+    memory = gpu.memory_bandwidth * rates.memory_efficiency
+    head = _head_seconds(model, grid, gpu, recipe, rates)
+    # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather), in
+    # frameworks that know how.
+    sent = tokens(model, grid) * model.hidden * recipe.element_bytes / (1 if recipe.sends_whole else grid.tp)
+    return _Pieces(
+        layer=_layer_seconds(model, grid, gpu, recipe, rates),
+        head=head,
+        embedding=model.vocab_size * model.hidden / grid.tp * 10.0 / memory,
+        sent_bytes=sent,
+        logit_bytes=head["logits"] * recipe.element_bytes,
+    )
 
 
 def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
@@ -172,7 +205,8 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     count = np.where(grid.sequence_parallel, _FORWARD_COLLECTIVES + backward, 8.0)
     count = count + np.where(full, _FORWARD_COLLECTIVES, 0.0)
     block = num_tokens * model.kv_hidden * recipe.element_bytes / t
-    ring = ring_attention_seconds(grid, block, forward, attention, core_again, rates, gpu.gpus_per_node)
+    computed = AttentionTime(total=attention, forward=forward, again=core_again)
+    ring = ring_attention_seconds(grid, block, computed, rates, gpu.gpus_per_node)
     floor = _floor_seconds(grid, count, rates, gpu.gpus_per_node)
     return {
         "matmul": matmul,
@@ -228,20 +262,11 @@ def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe
 
 
 def _stage_seconds(
-    model: ModelSpec,
-    grid: Grid,
-    stage: Stage,
-    neighbours: int,
-    layer: dict[str, Column],
-    head: dict[str, Column],
-    gpu: Gpu,
-    recipe: TrainingRecipe,
-    rates: Rates,
+    grid: Grid, stage: Stage, neighbours: int, pieces: _Pieces, gpu: Gpu, rates: Rates
 ) -> dict[str, Column]:
     """One micro-batch on one stage; `device` and `floor` are the two that its launches are bound by."""
-    n, zero = float(stage.num_layers), np.zeros(len(grid))
-    memory = gpu.memory_bandwidth * rates.memory_efficiency
-    embedding = model.vocab_size * model.hidden / grid.tp * 10.0 / memory if stage.has_embedding else zero
+    n, zero, layer, head = float(stage.num_layers), np.zeros(len(grid)), pieces.layer, pieces.head
+    embedding = pieces.embedding if stage.has_embedding else zero
     head_seconds, loss_seconds = float(stage.has_head) * head["elementwise"], float(stage.has_loss) * head["loss"]
     parts = {
         "matmul": n * layer["matmul"] + float(stage.has_head) * head["matmul"],
@@ -252,13 +277,11 @@ def _stage_seconds(
     }
     device = sum(parts.values(), start=zero)
     floor = n * layer["floor"]
-    # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather), in
-    # frameworks that know how.
-    sent = tokens(model, grid) * model.hidden * recipe.element_bytes / (1 if recipe.sends_whole else grid.tp)
-    p2p = 2.0 * neighbours * point_to_point_seconds(grid, sent * grid.virtual_stages, rates, gpu.gpus_per_node)
+    sent = pieces.sent_bytes * grid.virtual_stages
+    p2p = 2.0 * neighbours * point_to_point_seconds(grid, sent, rates, gpu.gpus_per_node)
     if stage.has_loss != stage.has_head:
         # Logits go one way while the gradients of others come back, and both while the stages compute.
-        logits = point_to_point_seconds(grid, head["logits"] * recipe.element_bytes, rates, gpu.gpus_per_node)
+        logits = point_to_point_seconds(grid, pieces.logit_bytes, rates, gpu.gpus_per_node)
         p2p = p2p + np.maximum(logits - device, 0.0)
     wait = np.maximum(floor - device, 0.0)
     return {**parts, "launch_floor": wait, "point_to_point": p2p + zero, "device": device, "floor": floor}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from meshmark.plan.network import (
@@ -19,30 +21,34 @@ from meshmark.theory.recipe import TrainingRecipe
 _MATRICES_PER_LAYER = 6.0
 
 
-def data_seconds(
-    grid: Grid,
-    num_parameters: Column,
-    embedding: Column,
-    num_layers: int,
-    compute: Column,
-    backward: Column,
-    gpu: Gpu,
-    recipe: TrainingRecipe,
-    rates: Rates,
-) -> Column:
-    """Data-parallel communication that is not hidden, by ZeRO stage; parameters are those of the heaviest stage."""
+@dataclass(frozen=True, kw_only=True)
+class StageLoad:
+    """What the heaviest pipeline stage has data parallelism reduce, and what it computes meanwhile."""
+
+    num_parameters: Column
+    embedding: Column
+    """Parameters of the embedding, the last to get their gradient."""
+    num_layers: int
+    step_seconds: Column
+    """Of all micro-batches' passes."""
+    backward_seconds: Column
+    """Of the last micro-batch's backward pass."""
+
+
+def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
+    """Data-parallel communication that is not hidden, by ZeRO stage."""
 
     def seconds(bytes_per_parameter: float) -> Column:
-        return data_collective_seconds(grid, num_parameters, bytes_per_parameter, rates, gpu.gpus_per_node)
+        return data_collective_seconds(grid, load.num_parameters, bytes_per_parameter, rates, gpu.gpus_per_node)
 
-    num_tensors = _MATRICES_PER_LAYER * num_layers + 2.0
+    num_tensors = _MATRICES_PER_LAYER * load.num_layers + 2.0
     spans, shards = crosses_nodes(grid, gpu.gpus_per_node), grid.dp * grid.cp
     tree = np.where(spans, rates.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_tensors, 0.0)
     copies = rates.copy_tensor_seconds * shards * num_tensors
-    hidden = rates.overlap * backward
+    hidden = rates.overlap * load.backward_seconds
     # The embedding's gradient is the backward pass's last; nothing is left to hide its reduction behind.
     reduced = seconds(2.0 * recipe.reduce_bytes)
-    last = reduced * np.minimum(embedding / num_parameters, 1.0)
+    last = reduced * np.minimum(load.embedding / load.num_parameters, 1.0)
     # In a pipeline each stage's last backward pass waits for the gradient that the next one sends behind its own
     # reductions: their latencies, a hop a rank, add up over the stages.
     hops = rates.hop_seconds * shards * num_tensors * grid.pp
@@ -55,7 +61,7 @@ def data_seconds(
         sharded = np.maximum(scatter - hidden, 0.0) + np.maximum(gather - 0.5 * hidden, 0.0)
     # Weights are gathered for the forward and again for the backward pass of every micro-batch.
     everything = grid.num_micro_batches * (2.0 * gather + scatter)
-    fully = np.maximum(everything - rates.overlap * compute, 0.0) + scatter / np.maximum(num_layers, 1)
+    fully = np.maximum(everything - rates.overlap * load.step_seconds, 0.0) + scatter / np.maximum(load.num_layers, 1)
     exposed = np.where(grid.zero_stage == 0, plain, np.where(grid.zero_stage <= 2, sharded, fully))
     return np.where(shards > 1, exposed, 0.0)
 

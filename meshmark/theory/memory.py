@@ -105,7 +105,8 @@ def memory(
     def fill(rows: Column, indices: Sequence[int]) -> Column:
         """Write the fullest of these stages for these rows; returns which fit one of them only by releasing."""
         sub, columns = grid.take(rows), np.arange(len(rows))
-        by_stage = [stage_memory(model, sub, recipe, overheads, i, ahead[rows], capacity_bytes) for i in indices]
+        room = Room(ahead=ahead[rows], capacity_bytes=capacity_bytes)
+        by_stage = [stage_memory(model, sub, recipe, overheads, i, room) for i in indices]
         totals = np.stack([stage.total_bytes for stage in by_stage])
         fullest = totals.argmax(axis=0)
         for name, column in found.items():
@@ -126,14 +127,25 @@ def memory(
     return Memory(**found)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """How much queued collectives would pin, and how much can be had."""
+
+    ahead: Column | float = 1.0
+    """How far the host runs ahead of the device: `lag` of `memory`."""
+    capacity_bytes: float = np.inf
+
+
+_ENOUGH = Room()
+
+
 def stage_memory(
     model: ModelSpec,
     grid: Grid,
     recipe: TrainingRecipe,
     overheads: Overheads,
     index: int,
-    ahead: Column | float = 1.0,
-    capacity_bytes: float = np.inf,
+    room: Room = _ENOUGH,
 ) -> Memory:
     """The same of one stage's ranks, for layouts of one pipeline degree."""
     stage = recipe.stages(model, int(grid.pp[0]))[index]
@@ -164,10 +176,10 @@ def stage_memory(
     # What the peak holds beyond categories at their fullest counts as buffers, what it lacks of them as absent.
     more = peak - held - logits
     whole = tokens(model, grid) * model.hidden * recipe.element_bytes
-    pinned = queued_tensors(grid, overheads, stage.num_layers, ahead) * whole * (1.0 + 1.0 / grid.tp)
+    pinned = queued_tensors(grid, overheads, stage.num_layers, room.ahead) * whole * (1.0 + 1.0 / grid.tp)
     live = sum((states[c] for c in ("parameters", "gradients", "optimizer")), start=peak + buffers)
     live = live + overheads.fragmentation * peak + overheads.overhead_bytes
-    released = np.where(live + pinned > capacity_bytes, pinned, 0.0)
+    released = np.where(live + pinned > room.capacity_bytes, pinned, 0.0)
     return Memory(
         **{**states, "buffers": buffers + np.maximum(more, 0.0)},
         activations=held,
