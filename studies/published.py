@@ -46,10 +46,11 @@ class Published:
 
     def predict(self, rates: Rates) -> Prediction:
         """The planner's view of it."""
-        slower = dataclasses.replace(
-            rates,
-            node_bandwidth=rates.node_bandwidth * self.network_share,
-            p2p_bandwidth=rates.p2p_bandwidth * self.network_share,
+        slower = rates.moved(
+            {
+                "network.node_bandwidth": rates.network.node_bandwidth * self.network_share,
+                "network.p2p_bandwidth": rates.network.p2p_bandwidth * self.network_share,
+            }
         )
         return predict_grid(self.model, self.grid, self.gpu, self.recipe, slower)
 

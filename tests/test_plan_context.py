@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,14 @@ from tests.test_plan_search import sweep_rows, write_table
 
 TWO = st.sampled_from([1, 2])
 H100, NANOTRON, GIVEN = gpu("h100"), recipe("nanotron"), rates("h100")
+
+
+def links(**bandwidths: float) -> Rates:
+    """The same without latencies, and with these bandwidths."""
+    given = {"tp_latency_seconds": 0.0, "hop_seconds": 0.0, **bandwidths}
+    return GIVEN.moved({f"network.{name}": value for name, value in given.items()})
+
+
 LONG = replace(plan_model("llama-8b"), seq_len=131072)
 
 
@@ -70,9 +77,9 @@ def test_context_parallel_ranks_reduce_gradients_and_share_zero_s_states_as_data
 @settings(deadline=None)
 def test_only_what_attention_does_not_hide_of_a_hop_shows(cp: int, tp: int) -> None:
     grid = make_grid(cp=[cp], tp=[tp], sequence_parallel=True)
-    endless = dataclasses.replace(GIVEN, tp_bandwidth=1e30, p2p_bandwidth=1e30, tp_latency_seconds=0.0, hop_seconds=0.0)
+    endless = links(tp_bandwidth=1e30, p2p_bandwidth=1e30)
     assert predict(grid, given=endless).time.context_communication[0] == 0.0
-    slow = dataclasses.replace(GIVEN, tp_bandwidth=1.0, p2p_bandwidth=1.0, tp_latency_seconds=0.0, hop_seconds=0.0)
+    slow = links(tp_bandwidth=1.0, p2p_bandwidth=1.0)
     found = predict(grid, given=slow)
     block = LONG.seq_len / cp * LONG.kv_hidden / tp * NANOTRON.element_bytes
     hidden = found.time.attention[0] * (cp - 1) / cp
@@ -82,10 +89,10 @@ def test_only_what_attention_does_not_hide_of_a_hop_shows(cp: int, tp: int) -> N
 
 
 def test_a_ring_that_leaves_its_node_goes_over_one_adapter_a_rank() -> None:
-    bare = dataclasses.replace(GIVEN, attention_efficiency=1.0, tp_latency_seconds=0.0, hop_seconds=0.0)
+    bare = links().moved({"kernels.attention_efficiency": 1.0})
     tiny = replace(plan_model("llama-8b"), seq_len=512)
     inside, outside = (predict(make_grid(cp=[8], tp=[tp]), tiny, bare).time for tp in (1, 2))
-    hop = GIVEN.tp_bandwidth / GIVEN.p2p_bandwidth / 2  # a rank of two sends half as much
+    hop = GIVEN.network.tp_bandwidth / GIVEN.network.p2p_bandwidth / 2  # a rank of two sends half as much
     assert outside.context_communication[0] / inside.context_communication[0] > 0.8 * hop > 2
 
 

@@ -18,7 +18,7 @@ from meshmark.plan.layout_table import LAYOUT_COLUMNS
 from meshmark.plan.model_names import model_of_size, plan_model
 from meshmark.plan.predict_file import predict_file, rates_for
 from meshmark.plan.provenance import VALIDATED_ON, provenance
-from meshmark.plan.rates import Rates, rates, read_rates, write_rates
+from meshmark.plan.rates import KernelRates, NetworkRates, Rates, rates, read_rates, write_rates
 from meshmark.plan.search import NothingFitsError, max_model, search
 from meshmark.spec.hardware import GPUS, Gpu, gpu
 from meshmark.spec.layout import Schedule
@@ -115,8 +115,8 @@ def test_every_gpu_can_be_planned_for(name: str, capsys: pytest.CaptureFixture[s
 def test_a_gpu_without_measurements_takes_its_own_links() -> None:
     near, far = rates_for("a100"), rates_for("p100")
     assert near == rates("a100")
-    assert far.tp_bandwidth / near.tp_bandwidth == pytest.approx(16 / 300)
-    assert far.node_bandwidth / near.node_bandwidth == pytest.approx(1.25 / 25)
+    assert far.network.tp_bandwidth / near.network.tp_bandwidth == pytest.approx(16 / 300)
+    assert far.network.node_bandwidth / near.network.node_bandwidth == pytest.approx(1.25 / 25)
 
 
 def test_a_plan_says_where_its_rates_come_from_and_what_they_were_held_to(
@@ -179,8 +179,8 @@ def test_unknown_names_give_near_matches(call: object, message: str) -> None:
         (lambda: make_grid(tp=[0]), "tp is 0"),
         (lambda: make_grid(ep=[2]), "no column ep"),
         (lambda: model_of_size(175), "at least 1e7"),
-        (lambda: Rates(name="x", gemm_efficiency=57.0), "a share between 0 and 1"),
-        (lambda: Rates(name="x", tp_bandwidth=-1.0), "0 or more"),
+        (lambda: Rates(name="x", kernels=KernelRates(gemm_efficiency=57.0)), "a share between 0 and 1"),
+        (lambda: Rates(name="x", network=NetworkRates(tp_bandwidth=-1.0)), "0 or more"),
         (
             lambda: Gpu(
                 name="x",
@@ -291,24 +291,26 @@ def test_fit_finds_rates_that_made_the_data_despite_outliers() -> None:
     measured = np.where(np.arange(60) % 7 == 0, truth * 8, truth)
 
     def residual(given: Rates) -> np.ndarray:
-        return np.log((sizes / given.gemm_efficiency + given.step_seconds * 100) / measured)
+        return np.log((sizes / given.kernels.gemm_efficiency + given.host.step_seconds * 100) / measured)
 
-    bounds = {"gemm_efficiency": (0.1, 1.0), "step_seconds": (1e-4, 1.0)}
-    found = fit_rates(Rates(name="t", gemm_efficiency=0.9, step_seconds=1e-3), bounds, residual)
-    assert found.gemm_efficiency == pytest.approx(0.5, rel=0.01)
-    assert found.step_seconds == pytest.approx(3e-2, rel=0.05)
+    bounds = {"kernels.gemm_efficiency": (0.1, 1.0), "host.step_seconds": (1e-4, 1.0)}
+    found = fit_rates(
+        Rates(name="t").moved({"kernels.gemm_efficiency": 0.9, "host.step_seconds": 1e-3}), bounds, residual
+    )
+    assert found.kernels.gemm_efficiency == pytest.approx(0.5, rel=0.01)
+    assert found.host.step_seconds == pytest.approx(3e-2, rel=0.05)
 
 
 def test_a_prior_holds_what_the_rows_do_not_determine() -> None:
-    start = Rates(name="t", gemm_efficiency=0.5, overlap=0.5)
-    bounds = {"gemm_efficiency": (0.1, 1.0), "overlap": (0.05, 1.0)}
+    start = Rates(name="t").moved({"kernels.gemm_efficiency": 0.5, "network.overlap": 0.5})
+    bounds = {"kernels.gemm_efficiency": (0.1, 1.0), "network.overlap": (0.05, 1.0)}
 
     def residual(given: Rates) -> np.ndarray:
-        return np.full(50, np.log(given.gemm_efficiency / 0.7)) + 1e-9 * np.log(given.overlap)
+        return np.full(50, np.log(given.kernels.gemm_efficiency / 0.7)) + 1e-9 * np.log(given.network.overlap)
 
     found = fit_rates(start, bounds, residual, prior_width=0.3)
-    assert found.gemm_efficiency == pytest.approx(0.7, rel=1e-3)
-    assert found.overlap == pytest.approx(0.5, rel=1e-3)
+    assert found.kernels.gemm_efficiency == pytest.approx(0.7, rel=1e-3)
+    assert found.network.overlap == pytest.approx(0.5, rel=1e-3)
 
 
 def test_errors_are_relative_to_the_measured_value() -> None:

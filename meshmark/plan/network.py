@@ -20,9 +20,9 @@ def tensor_collective_seconds(grid: Grid, whole_bytes: Column, rates: Rates, gpu
     """
     t = grid.tp
     inside = t <= gpus_per_node
-    latency = np.where(inside, rates.tp_latency_seconds, rates.hop_seconds * (t - 1))
-    across = min(rates.tp_network_bandwidth, rates.tp_bandwidth)
-    bandwidth = np.where(inside, rates.tp_bandwidth, across)
+    latency = np.where(inside, rates.network.tp_latency_seconds, rates.network.hop_seconds * (t - 1))
+    across = min(rates.network.tp_network_bandwidth, rates.network.tp_bandwidth)
+    bandwidth = np.where(inside, rates.network.tp_bandwidth, across)
     return np.where(t > 1, latency + whole_bytes * (t - 1) / t / bandwidth, 0.0)
 
 
@@ -38,8 +38,8 @@ def data_collective_seconds(
     members = np.clip(gpus_per_node // np.minimum(grid.tp, gpus_per_node), 1, shards)
     nodes = np.maximum(1.0, shards / members)
     moved = num_parameters * bytes_per_parameter
-    inside = moved * (shards - 1) / shards / rates.tp_bandwidth
-    across = moved * (gpus_per_node / members) * (nodes - 1.0) / nodes / rates.node_bandwidth
+    inside = moved * (shards - 1) / shards / rates.network.tp_bandwidth
+    across = moved * (gpus_per_node / members) * (nodes - 1.0) / nodes / rates.network.node_bandwidth
     return np.where(shards > 1, np.where(nodes > 1, across, inside), 0.0)
 
 
@@ -82,20 +82,20 @@ def _ring_hop_seconds(grid: Grid, sent_bytes: Column, rates: Rates, gpus_per_nod
     """One hop over the context-parallel ranks, which are numbered next to the tensor-parallel ones; where the ring
     leaves the node, that hop, over the rank's own adapter, sets its pace."""
     inside = grid.tp * grid.cp <= gpus_per_node
-    latency = np.where(inside, rates.tp_latency_seconds, rates.hop_seconds)
-    seconds: Column = latency + sent_bytes / np.where(inside, rates.tp_bandwidth, rates.p2p_bandwidth)
+    latency = np.where(inside, rates.network.tp_latency_seconds, rates.network.hop_seconds)
+    seconds: Column = latency + sent_bytes / np.where(inside, rates.network.tp_bandwidth, rates.network.p2p_bandwidth)
     return seconds
 
 
 def point_to_point_seconds(grid: Grid, sent_bytes: Column, rates: Rates, gpus_per_node: int) -> Column:
     """One send from a pipeline stage to the next, over the network unless one node holds the whole job."""
-    bandwidth = np.where(grid.num_gpus > gpus_per_node, rates.p2p_bandwidth, rates.tp_bandwidth)
+    bandwidth = np.where(grid.num_gpus > gpus_per_node, rates.network.p2p_bandwidth, rates.network.tp_bandwidth)
     return np.where(grid.pp > 1, sent_bytes / bandwidth, 0.0)
 
 
 def offload_bandwidth(grid: Grid, gpu: Gpu, rates: Rates) -> Column:
     """Bytes per second at which a rank's states come and go: the narrowest of its link, the host and the drives'."""
     host = gpu.host
-    from_host = min(rates.offload_bandwidth, host.bandwidth) if host else rates.offload_bandwidth
+    from_host = min(rates.host.offload_bandwidth, host.bandwidth) if host else rates.host.offload_bandwidth
     from_drives = min(from_host, host.nvme_bandwidth / gpu.gpus_per_node) if host else from_host
     return np.where(grid.offload == OFFLOADS.index(Offload.NVME), from_drives, from_host)

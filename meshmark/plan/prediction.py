@@ -94,8 +94,8 @@ def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe,
     """Predict every layout of `grid`."""
     time = step_time(model, grid, gpu, recipe, rates)
     capacity = gpu.memory_bytes - recipe.outside_bytes
-    held = memory(model, grid, recipe, rates.overheads, lag=time.lag, capacity_bytes=capacity)
-    if rates.pipeline_wait_seconds:
+    held = memory(model, grid, recipe, rates.memory, lag=time.lag, capacity_bytes=capacity)
+    if rates.polling.pipeline_wait_seconds:
         # On a cluster with both builds, what has no room for a host that runs ahead only runs with the one that polls,
         # which cuts pipelines as its source says.
         needed = held.total_bytes + held.released
@@ -103,7 +103,7 @@ def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe,
         waits = np.where(tight, message_wait_seconds(grid, rates), time.message_wait)
         time = dataclasses.replace(time, message_wait=waits, lag=np.where(tight, 0.0, time.lag))
         whole = dataclasses.replace(recipe, head_share=1.0)
-        polled = memory(model, grid, whole, rates.overheads, lag=time.lag, capacity_bytes=capacity)
+        polled = memory(model, grid, whole, rates.memory, lag=time.lag, capacity_bytes=capacity)
         polled = dataclasses.replace(polled, released=np.maximum(needed - polled.total_bytes, 0.0) * tight)
         held = Memory(
             **{

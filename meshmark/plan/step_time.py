@@ -118,7 +118,9 @@ def _pipeline_time(
     waits = waits_for_messages(grid, rates, gpu.gpus_per_node)
     out["message_wait"] = np.where(waits, message_wait_seconds(grid, rates), 0.0)
     out["optimizer"] = optimizer_seconds(grid, heaviest, gpu, recipe, rates)
-    out["host"] = rates.step_seconds + np.where(grid.tp > gpu.gpus_per_node, rates.tp_step_seconds * (grid.tp - 1), 0.0)
+    out["host"] = rates.host.step_seconds + np.where(
+        grid.tp > gpu.gpus_per_node, rates.host.tp_step_seconds * (grid.tp - 1), 0.0
+    )
     device = np.stack([p["device"] for p in by_stage])[slowest, columns]
     floor = np.stack([p["floor"] for p in by_stage])[slowest, columns]
     out["lag"] = np.where(waits, 0.0, host_lag(grid, device, floor, gpu.gpus_per_node))
@@ -162,7 +164,7 @@ class _Pieces:
 
 
 def _pieces(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> _Pieces:
-    memory = gpu.memory_bandwidth * rates.memory_efficiency
+    memory = gpu.memory_bandwidth * rates.kernels.memory_efficiency
     head = _head_seconds(model, grid, gpu, recipe, rates)
     # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather), in
     # frameworks that know how.
@@ -179,7 +181,7 @@ def _pieces(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rate
 def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
     """One layer's forward and backward pass, recomputation included, of one micro-batch."""
     t, num_tokens = grid.tp.astype(float), tokens(model, grid)
-    peak, memory = gpu.peak(recipe.arithmetic), gpu.memory_bandwidth * rates.memory_efficiency
+    peak, memory = gpu.peak(recipe.arithmetic), gpu.memory_bandwidth * rates.kernels.memory_efficiency
     full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
     core_again = full | ((grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (not recipe.flash_attention))
     some = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & recipe.flash_attention
@@ -187,8 +189,8 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     matmul = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0)) / reached
     core = 2.0 * num_tokens * model.seq_len * model.hidden / t
     if recipe.flash_attention:
-        forward = core / (peak * rates.attention_efficiency)
-        attention = core * np.where(core_again, 4.5, 3.5) / (peak * rates.attention_efficiency)
+        forward = core / (peak * rates.kernels.attention_efficiency)
+        attention = core * np.where(core_again, 4.5, 3.5) / (peak * rates.kernels.attention_efficiency)
     else:
         # All scores are computed, and passed over: product, mask and softmax, dropout, product; about 40 bytes a score.
         scores = num_tokens * model.seq_len * model.num_heads / t
@@ -220,7 +222,7 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
 
 
 def _gemm_efficiency(model: ModelSpec, rates: Rates) -> float:
-    return rates.gemm_efficiency * model.hidden / (model.hidden + rates.gemm_half_width)
+    return rates.kernels.gemm_efficiency * model.hidden / (model.hidden + rates.kernels.gemm_half_width)
 
 
 def _floor_seconds(grid: Grid, num_collectives: Column, rates: Rates, gpus_per_node: int) -> Column:
@@ -229,8 +231,10 @@ def _floor_seconds(grid: Grid, num_collectives: Column, rates: Rates, gpus_per_n
     across = (grid.pp > 1) & (grid.num_gpus > gpus_per_node)
     latency = tensor_collective_seconds(grid, np.zeros(len(grid)), rates, gpus_per_node)
     shown = np.where(grid.tp > gpus_per_node, num_collectives * latency, 0.0)
-    stalled = np.where(across, rates.pipeline_stall_seconds * grid.tp + shown, 0.0)
-    floor: Column = np.where(grid.pp > 1, rates.pipeline_floor_seconds, rates.layer_floor_seconds) + stalled
+    stalled = np.where(across, rates.floors.pipeline_stall_seconds * grid.tp + shown, 0.0)
+    floor: Column = (
+        np.where(grid.pp > 1, rates.floors.pipeline_floor_seconds, rates.floors.layer_floor_seconds) + stalled
+    )
     return floor
 
 
@@ -249,7 +253,7 @@ def _elementwise_bytes(model: ModelSpec, grid: Grid) -> Column:
 
 def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
     """The head, and the loss apart, of one micro-batch."""
-    memory = gpu.memory_bandwidth * rates.memory_efficiency
+    memory = gpu.memory_bandwidth * rates.kernels.memory_efficiency
     weights = model.vocab_size * model.hidden / grid.tp
     logits = tokens(model, grid) * model.vocab_size / grid.tp
     matmul = 6.0 * tokens(model, grid) * weights / (gpu.peak(recipe.arithmetic) * _gemm_efficiency(model, rates))

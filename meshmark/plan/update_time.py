@@ -43,15 +43,15 @@ def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, 
 
     num_tensors = _MATRICES_PER_LAYER * load.num_layers + 2.0
     spans, shards = crosses_nodes(grid, gpu.gpus_per_node), grid.dp * grid.cp
-    tree = np.where(spans, rates.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_tensors, 0.0)
-    copies = rates.copy_tensor_seconds * shards * num_tensors
-    hidden = rates.overlap * load.backward_seconds
+    tree = np.where(spans, rates.network.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_tensors, 0.0)
+    copies = rates.network.copy_tensor_seconds * shards * num_tensors
+    hidden = rates.network.overlap * load.backward_seconds
     # The embedding's gradient is the backward pass's last; nothing is left to hide its reduction behind.
     reduced = seconds(2.0 * recipe.reduce_bytes)
     last = reduced * np.minimum(load.embedding / load.num_parameters, 1.0)
     # In a pipeline each stage's last backward pass waits for the gradient that the next one sends behind its own
     # reductions: their latencies, a hop a rank, add up over the stages.
-    hops = rates.hop_seconds * shards * num_tensors * grid.pp
+    hops = rates.network.hop_seconds * shards * num_tensors * grid.pp
     hops = np.where(spans & (grid.pp > 1) & recipe.reduces_by_tensor, hops, 0.0)
     plain = np.maximum(reduced - last + tree - hidden, 0.0) + last + hops
     scatter, gather = seconds(recipe.reduce_bytes), seconds(recipe.gather_bytes)
@@ -61,7 +61,9 @@ def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, 
         sharded = np.maximum(scatter - hidden, 0.0) + np.maximum(gather - 0.5 * hidden, 0.0)
     # Weights are gathered for the forward and again for the backward pass of every micro-batch.
     everything = grid.num_micro_batches * (2.0 * gather + scatter)
-    fully = np.maximum(everything - rates.overlap * load.step_seconds, 0.0) + scatter / np.maximum(load.num_layers, 1)
+    fully = np.maximum(everything - rates.network.overlap * load.step_seconds, 0.0) + scatter / np.maximum(
+        load.num_layers, 1
+    )
     exposed = np.where(grid.zero_stage == 0, plain, np.where(grid.zero_stage <= 2, sharded, fully))
     return np.where(shards > 1, exposed, 0.0)
 
@@ -71,8 +73,8 @@ def tied_seconds(
 ) -> Column:
     """All-reduce of a tied embedding's gradient between the first and the last stage, after everything else; every GPU
     of a node sends its own."""
-    share = rates.node_bandwidth / gpu.gpus_per_node
-    bandwidth = np.where(grid.num_gpus > gpu.gpus_per_node, share, rates.tp_bandwidth)
+    share = rates.network.node_bandwidth / gpu.gpus_per_node
+    bandwidth = np.where(grid.num_gpus > gpu.gpus_per_node, share, rates.network.tp_bandwidth)
     return np.where((grid.pp > 1) & model.tied_embeddings, embedding * recipe.reduce_bytes / bandwidth, 0.0)
 
 
@@ -83,6 +85,6 @@ def optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: Trai
     updated = num_parameters / np.where(grid.zero_stage >= 1, shards, 1)
     states = recipe.master_bytes + recipe.moment_bytes
     moved = 4.0 * recipe.gradient_bytes * held + (2.0 * states + recipe.gradient_bytes + 6.0) * updated
-    seconds = moved / (gpu.memory_bandwidth * rates.memory_efficiency)
+    seconds = moved / (gpu.memory_bandwidth * rates.kernels.memory_efficiency)
     away = grid.offload != OFFLOADS.index(Offload.NONE)
     return seconds + np.where(away, 2.0 * states * updated / offload_bandwidth(grid, gpu, rates), 0.0)
