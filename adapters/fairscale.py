@@ -266,7 +266,8 @@ class FairScaleFSDP(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        return dataclasses.replace(eager_recipe(case, "eager-fsdp2", casts_weights=True), prefetches=False)
+        using = eager_recipe(case, "eager-fsdp2", casts_weights=True)
+        return dataclasses.replace(using, backward=dataclasses.replace(using.backward, prefetches=False))
 
     @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic:

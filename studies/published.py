@@ -6,7 +6,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Unpack
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from meshmark.plan.step_time import step_time
 from meshmark.spec.hardware import GIB, Gpu, gpu
 from meshmark.spec.layout import Recompute, Schedule
 from meshmark.spec.model_spec import ModelSpec, gpt, llama
-from meshmark.theory.grid import RECOMPUTES, SCHEDULES, Grid, GridColumns, make_grid
+from meshmark.theory.grid import RECOMPUTES, SCHEDULES, Grid, make_grid
 from meshmark.theory.recipe import TrainingRecipe, recipe
 from studies.papers import paper
 
@@ -72,7 +71,9 @@ def _gpt_of(row: Row, label: str) -> ModelSpec:
     )
 
 
-def _megatron_grid(row: Row, chunks: int, **more: Unpack[GridColumns]) -> Grid:
+def _megatron_grid(
+    row: Row, chunks: int, *, recompute: int, zero_stage: int = 0, sequence_parallel: bool = False
+) -> Grid:
     """A row's layout under 1F1B, interleaved where a stage has several chunks."""
     batch, dp, micro = int(row["global_batch"]), int(row["dp"]), int(row["micro_batch"])
     schedule = Schedule.INTERLEAVED if chunks > 1 else Schedule.ONE_F_ONE_B
@@ -84,7 +85,9 @@ def _megatron_grid(row: Row, chunks: int, **more: Unpack[GridColumns]) -> Grid:
         num_micro_batches=max(1, batch // dp // micro),
         virtual_stages=chunks,
         schedule=SCHEDULES.index(schedule),
-        **more,
+        recompute=recompute,
+        zero_stage=zero_stage,
+        sequence_parallel=sequence_parallel,
     )
 
 

@@ -81,7 +81,7 @@ def test_only_what_attention_does_not_hide_of_a_hop_shows(cp: int, tp: int) -> N
     assert predict(grid, given=endless).time.context_communication[0] == 0.0
     slow = links(tp_bandwidth=1.0, p2p_bandwidth=1.0)
     found = predict(grid, given=slow)
-    block = LONG.seq_len / cp * LONG.kv_hidden / tp * NANOTRON.element_bytes
+    block = LONG.seq_len / cp * LONG.kv_hidden / tp * NANOTRON.activations.element_bytes
     hidden = found.time.attention[0] * (cp - 1) / cp
     assert found.time.context_communication[0] == pytest.approx(
         LONG.num_layers * 6 * (cp - 1) * block - hidden, rel=1e-6

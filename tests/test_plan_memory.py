@@ -98,7 +98,7 @@ def test_one_rank_of_a_layout_never_needs_more_than_the_single_gpu(tp: int, pp: 
 
 @pytest.mark.parametrize(("name", "num_bytes"), [("zero", 16), ("megatron", 18), ("mixed20", 20), ("fp32", 16)])
 def test_recipes_hold_the_bytes_a_parameter_that_papers_quote(name: str, num_bytes: int) -> None:
-    assert recipe(name).state_bytes == num_bytes
+    assert recipe(name).states.total == num_bytes
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -152,7 +152,7 @@ def test_every_cut_holds_all_layers_and_parameters(pp: int) -> None:
 def test_the_balanced_cut_is_nanotrons() -> None:
     layers = [s.num_layers for s in stages(plan_model("sweep-8b"), 4, balanced=True)]
     assert layers == [9, 9, 8, 6]
-    share = recipe("nanotron").head_share
+    share = recipe("nanotron").cut.head_share
     last = stages(plan_model("sweep-1b"), 4, balanced=True, head_share=share)[-1]
     assert (last.num_layers, last.has_head) == (1, True)
     # A stage whose share is met exactly stays open in its source: 1B's head is four layers, 20 over 4 stages.

@@ -360,7 +360,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert main(["plan", "--model", "llama-8b", "--gpus", "64", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["layouts"][0]["memory_bytes"] + answer["layouts"][0]["headroom_bytes"] == pytest.approx(
-        H100.memory_bytes - recipe("nanotron").outside_bytes
+        H100.memory_bytes - recipe("nanotron").buffers.outside_bytes
     )
     assert main(["plan", "--gpus", "8", "--max-model"]) == 0
     assert "parameters" in capsys.readouterr().out

@@ -108,7 +108,7 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
         model,
         space,
         max_tp=4 * gpu.gpus_per_node,
-        zero_stages=(0, 3) if recipe.weight_bytes == 4 and recipe.arithmetic != "fp32" else (0, 1, 2, 3),
+        zero_stages=(0, 3) if recipe.states.weight_bytes == 4 and recipe.arithmetic != "fp32" else (0, 1, 2, 3),
     )
     if not len(grid):
         raise InputError(

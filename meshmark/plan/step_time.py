@@ -95,7 +95,7 @@ def _pipeline_time(
     model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
 ) -> dict[str, Column]:
     """All parts for layouts of one pipeline degree."""
-    cut = recipe.stages(model, pp)
+    cut = recipe.cut.stages(model, pp)
     by_stage = _stage_accounts(model, grid, cut, gpu, recipe, rates)
     totals = _stage_totals(by_stage)
     slowest, columns = totals.argmax(axis=0), np.arange(len(grid))
@@ -129,7 +129,7 @@ def _pipeline_time(
 
 def stage_seconds(model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
     """Seconds of one micro-batch on each stage (rows), of layouts (columns) that all have `pp` stages."""
-    cut = recipe.stages(model, pp)
+    cut = recipe.cut.stages(model, pp)
     return _stage_totals(_stage_accounts(model, grid, cut, gpu, recipe, rates))
 
 
@@ -168,13 +168,18 @@ def _pieces(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rate
     head = _head_seconds(model, grid, gpu, recipe, rates)
     # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather), in
     # frameworks that know how.
-    sent = tokens(model, grid) * model.hidden * recipe.element_bytes / (1 if recipe.sends_whole else grid.tp)
+    sent = (
+        tokens(model, grid)
+        * model.hidden
+        * recipe.activations.element_bytes
+        / (1 if recipe.wire.sends_whole else grid.tp)
+    )
     return _Pieces(
         layer=_layer_seconds(model, grid, gpu, recipe, rates),
         head=head,
         embedding=model.vocab_size * model.hidden / grid.tp * 10.0 / memory,
         sent_bytes=sent,
-        logit_bytes=head["logits"] * recipe.element_bytes,
+        logit_bytes=head["logits"] * recipe.activations.element_bytes,
     )
 
 
@@ -183,12 +188,14 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
     t, num_tokens = grid.tp.astype(float), tokens(model, grid)
     peak, memory = gpu.peak(recipe.arithmetic), gpu.memory_bandwidth * rates.kernels.memory_efficiency
     full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
-    core_again = full | ((grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (not recipe.flash_attention))
-    some = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & recipe.flash_attention
+    core_again = full | (
+        (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (not recipe.activations.flash_attention)
+    )
+    some = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & recipe.activations.flash_attention
     weights, reached = layer_matrix_parameters(model) / t, peak * _gemm_efficiency(model, rates)
     matmul = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0)) / reached
     core = 2.0 * num_tokens * model.seq_len * model.hidden / t
-    if recipe.flash_attention:
+    if recipe.activations.flash_attention:
         forward = core / (peak * rates.kernels.attention_efficiency)
         attention = core * np.where(core_again, 4.5, 3.5) / (peak * rates.kernels.attention_efficiency)
     else:
@@ -198,15 +205,19 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
         attention += scores * np.where(core_again, 53.0, 40.0) / memory
         forward = attention / np.where(core_again, 4.0, 3.0)
     traffic = (
-        num_tokens * _elementwise_bytes(model, grid) * recipe.element_bytes / 2.0 * np.where(full | some, 1.4, 1.0)
+        num_tokens
+        * _elementwise_bytes(model, grid)
+        * recipe.activations.element_bytes
+        / 2.0
+        * np.where(full | some, 1.4, 1.0)
     )
-    accumulate = weights * (4.0 + 2.0 * recipe.gradient_bytes + 4.0)
-    whole = num_tokens * model.hidden * recipe.element_bytes
+    accumulate = weights * (4.0 + 2.0 * recipe.states.gradient_bytes + 4.0)
+    whole = num_tokens * model.hidden * recipe.activations.element_bytes
     one = tensor_collective_seconds(grid, whole, rates, gpu.gpus_per_node)
-    backward = _BACKWARD_COLLECTIVES - 2.0 * recipe.hides_backward_gathers
+    backward = _BACKWARD_COLLECTIVES - 2.0 * recipe.wire.hides_backward_gathers
     count = np.where(grid.sequence_parallel, _FORWARD_COLLECTIVES + backward, 8.0)
     count = count + np.where(full, _FORWARD_COLLECTIVES, 0.0)
-    block = num_tokens * model.kv_hidden * recipe.element_bytes / t
+    block = num_tokens * model.kv_hidden * recipe.activations.element_bytes / t
     computed = AttentionTime(total=attention, forward=forward, again=core_again)
     ring = ring_attention_seconds(grid, block, computed, rates, gpu.gpus_per_node)
     floor = _floor_seconds(grid, count, rates, gpu.gpus_per_node)

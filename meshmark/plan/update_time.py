@@ -47,15 +47,15 @@ def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, 
     copies = rates.network.copy_tensor_seconds * shards * num_tensors
     hidden = rates.network.overlap * load.backward_seconds
     # The embedding's gradient is the backward pass's last; nothing is left to hide its reduction behind.
-    reduced = seconds(2.0 * recipe.reduce_bytes)
+    reduced = seconds(2.0 * recipe.wire.reduce_bytes)
     last = reduced * np.minimum(load.embedding / load.num_parameters, 1.0)
     # In a pipeline each stage's last backward pass waits for the gradient that the next one sends behind its own
     # reductions: their latencies, a hop a rank, add up over the stages.
     hops = rates.network.hop_seconds * shards * num_tensors * grid.pp
-    hops = np.where(spans & (grid.pp > 1) & recipe.reduces_by_tensor, hops, 0.0)
+    hops = np.where(spans & (grid.pp > 1) & recipe.wire.reduces_by_tensor, hops, 0.0)
     plain = np.maximum(reduced - last + tree - hidden, 0.0) + last + hops
-    scatter, gather = seconds(recipe.reduce_bytes), seconds(recipe.gather_bytes)
-    if recipe.reduces_under_zero1:
+    scatter, gather = seconds(recipe.wire.reduce_bytes), seconds(recipe.wire.gather_bytes)
+    if recipe.wire.reduces_under_zero1:
         sharded = reduced + gather + copies
     else:
         sharded = np.maximum(scatter - hidden, 0.0) + np.maximum(gather - 0.5 * hidden, 0.0)
@@ -75,7 +75,7 @@ def tied_seconds(
     of a node sends its own."""
     share = rates.network.node_bandwidth / gpu.gpus_per_node
     bandwidth = np.where(grid.num_gpus > gpu.gpus_per_node, share, rates.network.tp_bandwidth)
-    return np.where((grid.pp > 1) & model.tied_embeddings, embedding * recipe.reduce_bytes / bandwidth, 0.0)
+    return np.where((grid.pp > 1) & model.tied_embeddings, embedding * recipe.wire.reduce_bytes / bandwidth, 0.0)
 
 
 def optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
@@ -83,8 +83,8 @@ def optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: Trai
     shards = grid.dp * grid.cp
     held = num_parameters / np.where(grid.zero_stage >= 2, shards, 1)
     updated = num_parameters / np.where(grid.zero_stage >= 1, shards, 1)
-    states = recipe.master_bytes + recipe.moment_bytes
-    moved = 4.0 * recipe.gradient_bytes * held + (2.0 * states + recipe.gradient_bytes + 6.0) * updated
+    states = recipe.states.master_bytes + recipe.states.moment_bytes
+    moved = 4.0 * recipe.states.gradient_bytes * held + (2.0 * states + recipe.states.gradient_bytes + 6.0) * updated
     seconds = moved / (gpu.memory_bandwidth * rates.kernels.memory_efficiency)
     away = grid.offload != OFFLOADS.index(Offload.NONE)
     return seconds + np.where(away, 2.0 * states * updated / offload_bandwidth(grid, gpu, rates), 0.0)

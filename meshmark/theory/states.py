@@ -55,7 +55,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     using = recipe or eager_recipe(case)
     held = stage_memory(model, grid, using, Overheads(), pipeline_stage(layout, rank))
     exact = _is_exact(case)
-    known = case.precision in (Precision.FP32, Precision.FP64) or using.gradient_path not in DEEPSPEED_PATHS
+    known = case.precision in (Precision.FP32, Precision.FP64) or using.backward.gradient_path not in DEEPSPEED_PATHS
     return ModelStates(
         parameters=float(held.parameters[0]),
         gradients=float(held.gradients[0]),
