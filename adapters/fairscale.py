@@ -106,7 +106,7 @@ class FairScaleOSS(Adapter):
             owned[owned.index(min(owned))] += math.prod(shape)
         beyond = owned[case.layout.coordinates(rank).dp] - sum(owned) / case.layout.dp
         reason = "whole tensors have one owner, so shares are uneven"
-        moments = cls.recipe(case).moment_bytes
+        moments = cls.recipe(case).states.moment_bytes
         return (
             Remainder(category="gradients", num_bytes=4 * beyond, reason=reason),
             Remainder(category="optimizer_states", num_bytes=moments * beyond, reason=reason),
@@ -280,7 +280,8 @@ class FairScaleFSDP(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        return dataclasses.replace(eager_recipe(case, "eager-fsdp2", casts_weights=True), prefetches=False)
+        using = eager_recipe(case, "eager-fsdp2", casts_weights=True)
+        return dataclasses.replace(using, backward=dataclasses.replace(using.backward, prefetches=False))
 
     @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic | None:

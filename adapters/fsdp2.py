@@ -20,7 +20,7 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.reference.build import build_model
-from meshmark.reference.initial import initial_value
+from meshmark.reference.initial import Block, initial_value
 from meshmark.reference.model import Model
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
@@ -111,8 +111,7 @@ def fill_shards(model: Model, case: Case) -> None:
                 name,
                 parameter.shape,
                 seed=case.workload.seed,
-                shape=shape,
-                offset=offset,
+                block=Block(shape=shape, offset=offset),
                 device=sharded.to_local().device,
             )
         )

@@ -200,6 +200,7 @@ def _case_of(row: Row) -> Case:
 def _formula_activations(case: Case) -> float:
     layout, workload = case.layout, case.workload
     rows = workload.global_batch // (layout.dp * layout.num_micro_batches)
-    literature = dataclasses.replace(recipe("fp32"), flash_attention=True)
+    plain = recipe("fp32")
+    literature = dataclasses.replace(plain, activations=dataclasses.replace(plain.activations, flash_attention=True))
     each = layer_activation_bytes(workload.model, make_grid(tp=[layout.tp], micro_batch=[rows]), literature)
     return workload.model.num_layers * float(each[0])

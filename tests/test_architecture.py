@@ -18,6 +18,9 @@ from studies import architecture
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"deepspeed", "accelerate", "fairscale", "megatron", "transformers", "lightning", "pytorch_lightning"}
 MAX_LINES = 320
+MAX_ARGUMENTS = 6
+TABLE_HELPERS = {"spec/hardware.py::_gpu"}
+"""Functions that stand for one line of a table of data, and may take more."""
 
 CORE = ROOT / "meshmark"
 BASE = {"environment", "errors", "rank_progress", "serial"}
@@ -203,6 +206,25 @@ def test_the_picture_draws_no_arrow_that_follows_from_others() -> None:
     """But all of a circle, which should not be there."""
     graph = {"a": {"b", "c"}, "b": {"c"}, "c": set[str](), "d": {"a", "e"}, "e": {"d"}}
     assert architecture.drawn(graph) == [("a", "b"), ("b", "c"), ("d", "a"), ("d", "e"), ("e", "d")]
+
+
+def num_arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Of a call: `self` and `cls` are not counted."""
+    given = node.args
+    named = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len([n for n in named if n not in ("self", "cls")]) + bool(given.vararg) + bool(given.kwarg)
+
+
+def test_functions_take_few_arguments() -> None:
+    """More of them are a concept without a name."""
+    wide = {
+        f"{path.relative_to(root)}::{node.name}"
+        for root, files in ((CORE, python_files("meshmark")), (ROOT, python_files("adapters")))
+        for path in files
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and num_arguments(node) > MAX_ARGUMENTS
+    }
+    assert wide == TABLE_HELPERS
 
 
 def tracked_files() -> list[Path]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from meshmark.errors import InputError, UnknownNameError
@@ -19,7 +21,7 @@ def test_presets_stand_under_their_own_names_and_name_known_models() -> None:
 
 
 def test_a_preset_is_changed_by_copy() -> None:
-    changed = workload("gpt-tiny", seed=7)
+    changed = dataclasses.replace(workload("gpt-tiny"), seed=7)
     assert (changed.seed, WORKLOADS["gpt-tiny"].seed) == (7, 0)
 
 

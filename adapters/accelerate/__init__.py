@@ -178,7 +178,8 @@ class AccelerateFSDP2(Adapter):
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         """Accelerate leaves the root to `fully_shard`, which keeps it whole from forward to backward."""
-        return dataclasses.replace(eager_recipe(case, "eager-fsdp2", casts_weights=True), keeps_root=True)
+        using = eager_recipe(case, "eager-fsdp2", casts_weights=True)
+        return dataclasses.replace(using, backward=dataclasses.replace(using.backward, keeps_root=True))
 
     @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic | None:

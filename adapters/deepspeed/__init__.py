@@ -81,9 +81,10 @@ class DeepSpeed(Adapter):
         using = eager_recipe(case, f"eager-deepspeed-{case.layout.zero_stage}", casts_weights=True)
         if not case.precision.is_mixed:
             return using
+        states = using.states
         if _keeps_whole_gradients(case):
-            using = dataclasses.replace(using, gradient_bytes=6, gradient_stage=2)
-        return dataclasses.replace(using, weight_bytes=2)
+            states = dataclasses.replace(states, gradient_bytes=6, gradient_stage=2)
+        return dataclasses.replace(using, states=dataclasses.replace(states, weight_bytes=2))
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:

@@ -58,7 +58,7 @@ class Megatron(Adapter):
     def recipe(cls, case: Case) -> TrainingRecipe:
         """The vocabulary-parallel loss works in place."""
         using = eager_recipe(case, "eager-ddp" if case.layout.dp > 1 else "eager")
-        return dataclasses.replace(using, loss_tensors=0.0)
+        return dataclasses.replace(using, backward=dataclasses.replace(using.backward, loss_tensors=0.0))
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:

@@ -30,28 +30,27 @@ class Rival:
 def rivals(spec: OptimizerSpec, scene_step: int) -> Iterator[Rival]:
     """What optimizers get wrong, some of it at `scene_step` alone, as after a resume."""
 
-    def variant(fault: Fault, detail: str, **changes: object) -> Rival:
-        changed = replace(spec, **changes)  # type: ignore[arg-type]
+    def variant(fault: Fault, detail: str, changed: OptimizerSpec) -> Rival:
         return Rival(fault=fault, detail=detail, optimizer=ExactOptimizer(changed))
 
     if spec.clip_norm is not None:
-        yield variant(Fault.CLIPPING, "as if not clipped", clip_norm=None)
+        yield variant(Fault.CLIPPING, "as if not clipped", replace(spec, clip_norm=None))
         for limit in sorted({1.0, spec.clip_norm / 2, spec.clip_norm * 2} - {spec.clip_norm}):
-            yield variant(Fault.CLIPPING, f"clipped to {limit:g}", clip_norm=limit)
+            yield variant(Fault.CLIPPING, f"clipped to {limit:g}", replace(spec, clip_norm=limit))
         yield Rival(fault=Fault.CLIPPING, detail="each tensor clipped on its own", optimizer=_ClipsEach(spec))
         yield Rival(fault=Fault.CLIPPING, detail="clipped by value, not by norm", optimizer=_ClipsValues(spec))
     if spec.weight_decay:
-        yield variant(Fault.UPDATE, "without weight decay", weight_decay=0.0)
+        yield variant(Fault.UPDATE, "without weight decay", replace(spec, weight_decay=0.0))
     if spec.weight_decay and spec.decay_matrices_only:
-        yield variant(Fault.UPDATE, "with weight decay on norms and biases", decay_matrices_only=False)
+        yield variant(Fault.UPDATE, "with weight decay on norms and biases", replace(spec, decay_matrices_only=False))
     if spec.warmup_steps:
-        yield variant(Fault.UPDATE, "without the schedule's warm-up", warmup_steps=0)
+        yield variant(Fault.UPDATE, "without the schedule's warm-up", replace(spec, warmup_steps=0))
         for shift in (-1, 1):
             late = f"with the learning rate of {'the step before' if shift < 0 else 'the next step'}"
             yield Rival(fault=Fault.UPDATE, detail=late, optimizer=_Shifted(spec, shift))
         for times in (2, 4):
             detail = f"with a schedule that runs {times} times too fast"
-            yield variant(Fault.UPDATE, detail, warmup_steps=max(1, spec.warmup_steps // times))
+            yield variant(Fault.UPDATE, detail, replace(spec, warmup_steps=max(1, spec.warmup_steps // times)))
     yield from _rivals_in_memory(spec, scene_step)
     yield from _rivals_of_kind(spec)
     yield Rival(

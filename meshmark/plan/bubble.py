@@ -10,9 +10,9 @@ from meshmark.theory.grid import Column, Grid
 
 def waits_for_messages(grid: Grid, rates: Rates, gpus_per_node: int) -> Column:
     """Which pipelines poll for their messages."""
-    early = (grid.dp < rates.pipeline_wait_dp) | (grid.zero_stage == 0)
-    large = grid.num_gpus >= rates.pipeline_wait_nodes * gpus_per_node * np.where(early, 2, 1)
-    waits: Column = (grid.pp > 1) & (large | (grid.tp >= rates.pipeline_wait_tp))
+    early = (grid.dp < rates.polling.pipeline_wait_dp) | (grid.zero_stage == 0)
+    large = grid.num_gpus >= rates.polling.pipeline_wait_nodes * gpus_per_node * np.where(early, 2, 1)
+    waits: Column = (grid.pp > 1) & (large | (grid.tp >= rates.polling.pipeline_wait_tp))
     return waits
 
 
@@ -23,7 +23,7 @@ def message_wait_seconds(grid: Grid, rates: Rates) -> Column:
     """
     neighbours = np.minimum(grid.pp - 1, 2)
     filling = (2.0 / 3.0) * np.maximum(grid.pp - 2, 0)
-    seconds: Column = rates.pipeline_wait_seconds * (neighbours * grid.num_micro_batches + filling)
+    seconds: Column = rates.polling.pipeline_wait_seconds * (neighbours * grid.num_micro_batches + filling)
     return seconds
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypedDict, Unpack
 
 from meshmark.errors import InputError, UnknownNameError
 
@@ -122,24 +122,41 @@ class ModelSpec:
         return problems
 
 
-def gpt(name: str, num_layers: int, hidden: int, num_heads: int, **others: object) -> ModelSpec:
+class Dimensions(TypedDict, total=False):
+    """What a family's proportions leave open, or are changed by."""
+
+    num_kv_heads: int
+    vocab_size: int
+    seq_len: int
+    tied_embeddings: bool
+    init_std: float
+
+
+def gpt(name: str, num_layers: int, hidden: int, num_heads: int, **others: Unpack[Dimensions]) -> ModelSpec:
     """A GPT with the usual proportions: feed-forward 4x as wide, as many key as query heads."""
-    defaults: dict[str, object] = {
-        "num_kv_heads": num_heads, "ffn_hidden": 4 * hidden, "vocab_size": 50257, "seq_len": 2048
-    }  # fmt: skip
-    return ModelSpec(
-        name=name, family=Family.GPT, num_layers=num_layers, hidden=hidden, num_heads=num_heads,
-        **{**defaults, **others},  # type: ignore[arg-type]
-    )  # fmt: skip
+    usual: Dimensions = {"num_kv_heads": num_heads, "vocab_size": 50257, "seq_len": 2048}
+    return _model(name, Family.GPT, (num_layers, hidden, num_heads, 4 * hidden), {**usual, **others})
 
 
-def llama(name: str, num_layers: int, hidden: int, num_heads: int, ffn_hidden: int, **others: object) -> ModelSpec:
+def llama(
+    name: str, num_layers: int, hidden: int, num_heads: int, ffn_hidden: int, **others: Unpack[Dimensions]
+) -> ModelSpec:
     """A LLaMA; `num_kv_heads` defaults to `num_heads`."""
-    defaults: dict[str, object] = {"num_kv_heads": num_heads, "vocab_size": 32000, "seq_len": 2048}
+    usual: Dimensions = {"num_kv_heads": num_heads, "vocab_size": 32000, "seq_len": 2048}
+    return _model(name, Family.LLAMA, (num_layers, hidden, num_heads, ffn_hidden), {**usual, **others})
+
+
+def _model(name: str, family: Family, sizes: tuple[int, int, int, int], others: Dimensions) -> ModelSpec:
+    num_layers, hidden, num_heads, ffn_hidden = sizes
     return ModelSpec(
-        name=name, family=Family.LLAMA, num_layers=num_layers, hidden=hidden, num_heads=num_heads,
-        ffn_hidden=ffn_hidden, **{**defaults, **others},  # type: ignore[arg-type]
-    )  # fmt: skip
+        name=name,
+        family=family,
+        num_layers=num_layers,
+        hidden=hidden,
+        num_heads=num_heads,
+        ffn_hidden=ffn_hidden,
+        **others,
+    )
 
 
 MODELS: dict[str, ModelSpec] = {
@@ -171,11 +188,8 @@ MODELS: dict[str, ModelSpec] = {
 }
 
 
-def model_spec(name: str, **changes: object) -> ModelSpec:
-    """The preset called `name`, with fields changed.
-
-    Raises `UnknownNameError` for a name that is not a preset, `InputError` for impossible dimensions.
-    """
+def model_spec(name: str) -> ModelSpec:
+    """The preset called `name`. Raises `UnknownNameError` for a name that is not one."""
     if name not in MODELS:
         raise UnknownNameError("model", name, MODELS)
-    return dataclasses.replace(MODELS[name], **changes)  # type: ignore[arg-type]
+    return MODELS[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -150,8 +149,8 @@ WORKLOADS: dict[str, Workload] = {
 }
 
 
-def workload(name: str, **changes: object) -> Workload:
-    """The preset called `name`, with fields changed. Raises `UnknownNameError` when there is none."""
+def workload(name: str) -> Workload:
+    """The preset called `name`. Raises `UnknownNameError` when there is none."""
     if name not in WORKLOADS:
         raise UnknownNameError("workload", name, WORKLOADS)
-    return dataclasses.replace(WORKLOADS[name], **changes)  # type: ignore[arg-type]
+    return WORKLOADS[name]

@@ -35,14 +35,14 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
     Eager kernels: `eager.py`.
     """
     t, h, s = grid.tp.astype(float), model.hidden, model.seq_len / grid.cp
-    width = recipe.element_bytes
+    width = recipe.activations.element_bytes
     if recipe.eager:
         kept = block_bytes(model, recipe.eager, t, sequence_shards(grid))
         stream = recipe.eager.stream * h / sequence_shards(grid)
         return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), stream, kept)
     if model.family == "gpt":
-        between, inside = (10.0, 24.0) if recipe.dropout_masks else (8.0, 23.0)
-        scores = 5.0 if recipe.dropout_masks else 4.0
+        between, inside = (10.0, 24.0) if recipe.activations.dropout_masks else (8.0, 23.0)
+        scores = 5.0 if recipe.activations.dropout_masks else 4.0
         between, inside = between * width / 2.0 * h, inside * width / 2.0 * h
     else:
         between = 4.0 * width * h
@@ -50,7 +50,7 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
         scores = 4.0
     core = np.where(_keeps_scores(grid, recipe), scores * width / 2.0 * model.num_heads * s, 4.0 * model.num_heads)
     per_token = between / np.where(grid.sequence_parallel, t, 1.0) + (inside + core) / t
-    if recipe.flash_attention:
+    if recipe.activations.flash_attention:
         products = 3.0 * h + 2.0 * model.kv_hidden + 2.0 * model.ffn_hidden
         some = width * (h / np.where(grid.sequence_parallel, t, 1.0) + (h + 0.5 * products) / t)
         per_token = np.where(grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE), some, per_token)
@@ -59,7 +59,7 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
 
 
 def _keeps_scores(grid: Grid, recipe: TrainingRecipe) -> Column:
-    keeps: Column = (grid.recompute == RECOMPUTES.index(Recompute.NONE)) & (not recipe.flash_attention)
+    keeps: Column = (grid.recompute == RECOMPUTES.index(Recompute.NONE)) & (not recipe.activations.flash_attention)
     return keeps
 
 
@@ -78,7 +78,7 @@ def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stag
     held = np.zeros(len(grid))
     for chunks in np.unique(grid.virtual_stages):
         rows = np.nonzero(grid.virtual_stages == chunks)[0]
-        part, cut = grid.take(rows), recipe.stages(model, int(grid.pp[0] * chunks)) if chunks > 1 else ()
+        part, cut = grid.take(rows), recipe.cut.stages(model, int(grid.pp[0] * chunks)) if chunks > 1 else ()
         for chunk in range(chunks):
             own = cut[chunk * int(grid.pp[0]) + index] if cut else stage
             held[rows] += _passes_bytes(model, part, recipe, own, chunk_in_flight(part, flight[rows], chunk))
@@ -97,9 +97,9 @@ def _passes_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: S
         more = more - tokens(model, grid) * widths.stream * model.hidden / sp
     elif model.family is Family.GPT:
         more = more + INDEX_BYTES * model.seq_len / grid.cp
-    if recipe.keeps_root:
+    if recipe.backward.keeps_root:
         root = stage_parameters(model, dataclasses.replace(stage, num_layers=0), grid.tp)
-        more = more + np.where(grid.dp * grid.cp > 1, recipe.gather_bytes * root, 0.0)
+        more = more + np.where(grid.dp * grid.cp > 1, recipe.wire.gather_bytes * root, 0.0)
     if widths.autocast:
         more = more + cast_weight_bytes(model, stage.num_layers, stage.has_head) / grid.tp
     found: Column = passes * stage.num_layers * layer + passes * more
@@ -114,7 +114,12 @@ def sequence_shards(grid: Grid) -> Column:
 
 def boundary_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
     """A stage's input for one micro-batch."""
-    return tokens(model, grid) * model.hidden * recipe.element_bytes / np.where(grid.sequence_parallel, grid.tp, 1)
+    return (
+        tokens(model, grid)
+        * model.hidden
+        * recipe.activations.element_bytes
+        / np.where(grid.sequence_parallel, grid.tp, 1)
+    )
 
 
 def num_in_flight(grid: Grid, index: int) -> Column:

@@ -59,7 +59,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     grid = layout_grid(layout, case.workload.global_batch)
     using = recipe or eager_recipe(case)
     if not isinstance(model, ModelSpec):
-        if using.matrix_wise or (count := local_parameters(model, layout, rank)) is None:
+        if using.states.matrix_wise or (count := local_parameters(model, layout, rank)) is None:
             return None
         states = state_bytes(np.array([float(count)]), grid, using)
         return ModelStates(
@@ -69,7 +69,8 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
         )
     held = stage_memory(model, grid, using, Overheads(), layout.coordinates(rank).pp)
     exact = _is_exact(case)
-    known = _temporaries_are_known(case) and (not case.precision.is_mixed or using.gradient_path not in DEEPSPEED_PATHS)
+    path = using.backward.gradient_path
+    known = _temporaries_are_known(case) and (not case.precision.is_mixed or path not in DEEPSPEED_PATHS)
     known &= layout.pp == 1 or layout.schedule is Schedule.GPIPE
     return ModelStates(
         parameters=float(held.parameters[0]),

@@ -66,7 +66,7 @@ class Mine(Adapter):
         for size in sorted(sizes, reverse=True):
             owned[owned.index(min(owned))] += size
         beyond = owned[case.layout.coordinates(rank).dp] - sum(sizes) / case.layout.dp
-        num_bytes = cls.recipe(case).moment_bytes * beyond
+        num_bytes = cls.recipe(case).states.moment_bytes * beyond
         return (Remainder(category="optimizer_states", num_bytes=num_bytes, reason="whole tensors have one owner"),)
 
     @classmethod
