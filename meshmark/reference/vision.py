@@ -43,8 +43,9 @@ class PatchEmbedding(nn.Module):
         images_BNHW = images_BNHW.to(self.patches.weight.dtype)  # exact in all: there are 17 shades
         patches_BKP = F.unfold(images_BNHW, self.patch_size, stride=self.patch_size)
         x_BPC = self.patches(patches_BKP.transpose(1, 2))
-        x_BPC = self.norm(x_BPC.flatten(0, 1)).view_as(x_BPC)
         x_BPC = x_BPC + self.positions(torch.arange(x_BPC.shape[1], device=x_BPC.device))
+        # Positions first: of a blank patch alone a layer norm would make 300 times its gradient, too much for fp16.
+        x_BPC = self.norm(x_BPC.flatten(0, 1)).view_as(x_BPC)
         out: Tensor = self.dropout(x_BPC)
         return out
 
