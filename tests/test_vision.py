@@ -231,6 +231,8 @@ def observe(runner: Runner, trained: Workload) -> Record:
 def test_ddp_trains_images_correctly(runner: Runner, trained: Workload) -> None:
     record = observe(runner, trained)
     assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"]
+    equivalence = record.verdict("equivalence")
+    assert equivalence is not None and float(equivalence.evidence["detection_limit"]) < 2e-5
     judged = {quantity for quantity in record.deviations if quantity.startswith("buffers/")}
     assert judged == {f"buffers/{name}" for name in buffer_shapes(trained.model)}
     assert judged <= record.noise.keys(), "what has no noise is not judged"

@@ -34,8 +34,8 @@ class PatchEmbedding(nn.Module):
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
         self.patch_size = spec.patch_size
-        self.patches = nn.Linear(spec.patch_values, spec.hidden, bias=False)  # positions, or the batch norm, have one
-        self.batch_norm = BatchNorm(spec.hidden) if spec.batch_norm else None
+        self.patches = nn.Linear(spec.patch_values, spec.hidden, bias=False)  # the norm has one
+        self.norm = BatchNorm(spec.hidden) if spec.batch_norm else nn.LayerNorm(spec.hidden)
         self.positions = nn.Embedding(spec.seq_len, spec.hidden)
         self.dropout = nn.Dropout(spec.dropout)
 
@@ -43,9 +43,9 @@ class PatchEmbedding(nn.Module):
         images_BNHW = images_BNHW.to(self.patches.weight.dtype)  # exact in all: there are 17 shades
         patches_BKP = F.unfold(images_BNHW, self.patch_size, stride=self.patch_size)
         x_BPC = self.patches(patches_BKP.transpose(1, 2))
-        if self.batch_norm is not None:
-            x_BPC = self.batch_norm(x_BPC.flatten(0, 1)).view_as(x_BPC)
         x_BPC = x_BPC + self.positions(torch.arange(x_BPC.shape[1], device=x_BPC.device))
+        # Positions first: of a blank patch alone a layer norm would make 300 times its gradient, too much for fp16.
+        x_BPC = self.norm(x_BPC.flatten(0, 1)).view_as(x_BPC)
         out: Tensor = self.dropout(x_BPC)
         return out
 

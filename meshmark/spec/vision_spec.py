@@ -11,6 +11,7 @@ from meshmark.spec.model_spec import Family, ModelSpec
 @dataclass(frozen=True, kw_only=True)
 class VisionSpec:
     """Dimensions of a vision transformer (arXiv:2010.11929) without a class token: the mean over patches is classified.
+    Embedded patches are normalised (as in arXiv:2103.00020).
 
     Raises `InputError` when the dimensions contradict each other.
     """
@@ -28,9 +29,9 @@ class VisionSpec:
     num_heads: int
     ffn_hidden: int
     batch_norm: bool = False
-    """Normalise embedded patches by batch (arXiv:1502.03167): over all patches of the images of *one micro-batch of one
-    replica*, as every framework does unless told otherwise. So the exact gradient, and the running statistics that each
-    replica keeps, depend on how a layout divides the batch."""
+    """Normalise embedded patches by batch (arXiv:1502.03167), not each by itself: over all patches of the images of
+    *one micro-batch of one replica*, as every framework does unless told otherwise. So the exact gradient, and the
+    running statistics that each replica keeps, depend on how a layout divides the batch."""
     dropout: float = 0.0
     """Probability, applied to embedded patches, attention weights and both residual branches."""
     init_std: float = 0.02
@@ -82,8 +83,8 @@ class VisionSpec:
 
     @property
     def embedding_parameters(self) -> int:
-        """Projection of patches, learned positions, and the batch norm's scale and shift."""
-        return (self.patch_values + self.seq_len + 2 * self.batch_norm) * self.hidden
+        """Projection of patches, the norm's scale and shift, learned positions."""
+        return (self.patch_values + 2 + self.seq_len) * self.hidden
 
     @property
     def block_parameters(self) -> int:

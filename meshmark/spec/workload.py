@@ -124,7 +124,7 @@ def _digits(name: str, model: VisionSpec) -> Workload:
         model=model,
         dataset=Dataset.DIGITS,
         loss=Loss.WEIGHTED_CROSS_ENTROPY,
-        optimizer=OptimizerSpec(clip_norm=0.2),  # gradients start at 0.5 to 1
+        optimizer=OptimizerSpec(clip_norm=0.1),
         global_batch=32,
     )
 
