@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from meshmark.judge.verdict import judge_communication, judge_memory
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshmark.adapter.capabilities import Capabilities, Feature
@@ -27,6 +26,7 @@ from meshmark.run.launch import Launcher
 from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.throughput import throughput
+from meshmark.run.verdict import judge_communication, judge_memory
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
