@@ -200,9 +200,9 @@ def test_an_adapter_takes_images_only_where_it_says_so() -> None:
         adapter = load_adapter(path)
         stage = min(adapter.capabilities.zero_stages)
         case = Case(adapter=name, workload=VIT, layout=Layout(zero_stage=stage))
-        if reason := adapter.capabilities.refusal(case, "cpu"):
+        if reason := adapter.capabilities.refusal(case, "cpu", "gloo"):
             refused[name] = reason
-    assert refused.keys() == {"megatron", "gpipe"}
+    assert refused.keys() == {"megatron", "gpipe", "pipeline"}
     assert all("model family vit (" in reason for reason in refused.values())
 
 
@@ -210,7 +210,7 @@ def test_an_adapter_may_lack_buffers() -> None:
     """Of a workload that has them it is told, and of no other."""
     without = Capabilities(families=frozenset(Family), lacks={Feature.BUFFERS: "its engine tells none"})
     cases = [Case(adapter="mine", workload=trained, layout=Layout()) for trained in (VIT, BN)]
-    plain, coupled = (without.refusal(case, "cpu") for case in cases)
+    plain, coupled = (without.refusal(case, "cpu", "gloo") for case in cases)
     assert plain is None and coupled == "mine does not support buffers by replica (its engine tells none)"
 
 
