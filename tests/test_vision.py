@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshmark.adapter.capabilities import Capabilities, Feature
+from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.adapter.single import Single
 from meshmark.errors import InputError
 from meshmark.judge.buffers import exact_buffers, initial_buffers
 from meshmark.judge.truth import exact_gradients, initial_values
@@ -23,7 +26,9 @@ from meshmark.reference.digits import load_digits
 from meshmark.reference.objective import loss_share
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import Launcher
+from meshmark.run.passes.noise import train_alone
 from meshmark.run.record import Record
+from meshmark.run.request import Request, Task
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.throughput import throughput
 from meshmark.run.verdict import judge_communication, judge_memory
@@ -31,6 +36,7 @@ from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import MODELS, Family
+from meshmark.spec.precision import Precision
 from meshmark.spec.vision_spec import VISION_MODELS, VisionSpec
 from meshmark.spec.workload import Loss, Workload, workload
 from meshmark.theory.states import ModelStates, model_states
@@ -192,6 +198,19 @@ def test_contradictions_are_refused() -> None:
         dataclasses.replace(VIT.model, patch_size=3)
     with pytest.raises(InputError, match="the digits have"):
         check_data(dataclasses.replace(VIT, model=dataclasses.replace(VIT.model, image_size=16)))
+
+
+@pytest.mark.parametrize("run", [0, 1], ids=["autocast", "cast-weights"])
+def test_the_noise_of_rounded_reductions_has_its_statistics_in_the_order_of_the_truth(run: int) -> None:
+    """`single` stands for two ranks, whose micro-batches it trains rank by rank."""
+    case = Case(adapter="ddp", workload=BN, layout=TWO, precision=Precision.BF16_REDUCE_BF16)
+    context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=Path())
+    asked = Request(
+        case=case, adapter="", task=Task.NOISE, device="cpu", backend="gloo", steps=2, time_limit_seconds=60.0
+    )
+    noise = train_alone(asked, Single(), context, run)
+    statistics = [max(steps) for quantity, steps in noise.items() if quantity.startswith("buffers/")]
+    assert 0 < max(statistics) < 1e-3
 
 
 def test_an_adapter_takes_images_only_where_it_says_so() -> None:
