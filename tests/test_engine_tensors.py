@@ -13,7 +13,7 @@ from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.single import SingleEngine
 from meshmark.errors import AdapterError
 from meshmark.judge.engine_tensors import host_gradients, host_parameters, local_holdings
-from meshmark.reference.transformer import parameter_shapes
+from meshmark.reference.build import parameter_shapes
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import Launcher
 from meshmark.run.record import Record, Status

@@ -16,14 +16,14 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
 from meshmark.errors import InputError
 from meshmark.judge.truth import ExactOptimizer
-from meshmark.reference import transformer
+from meshmark.reference import build
 from meshmark.reference.optimizers import newton_schulz, reference_optimizer
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import Launcher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.spec.model_spec import Family
+from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.spec.workload import WORKLOADS, workload
@@ -89,8 +89,8 @@ def test_options_that_contradict_each_other_are_refused(changes: dict[str, float
     [make_model(), make_model(tied_embeddings=True), make_model(family=Family.LLAMA, num_kv_heads=2)],
     ids=["gpt", "tied", "llama"],
 )
-def test_theory_knows_the_reference_s_shapes(model: transformer.ModelSpec) -> None:
-    assert parameter_shapes(model, uniform_stages(model, 1)[0]) == transformer.parameter_shapes(model)
+def test_theory_knows_the_reference_s_shapes(model: ModelSpec) -> None:
+    assert parameter_shapes(model, uniform_stages(model, 1)[0]) == build.parameter_shapes(model)
 
 
 # One step of each rule by numpy alone, from zero states: parameter, gradient, learning rate, moments and steps so far.
@@ -152,10 +152,10 @@ def test_pytorch_s_muon_is_the_exact_one_but_for_bf16() -> None:
         torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (1, 2)
     )
     ends = []
-    for build in (reference_optimizer(spec).build, reference_optimizer(spec).build_exact):
+    for builder in (reference_optimizer(spec).build, reference_optimizer(spec).build_exact):
         parameter = nn.Parameter(start.clone())
         parameter.grad = gradient.clone()
-        build([(MATRIX, parameter)]).step()
+        builder([(MATRIX, parameter)]).step()
         ends.append(parameter.detach() - start)
     away = float((ends[0] - ends[1]).norm() / ends[1].norm())
     assert 1e-5 < away < 0.03, "bf16 has 8 bits, and five iterations add up"
@@ -198,7 +198,7 @@ def test_planned_states_follow_from_the_optimizer(name: str) -> None:
     spec, model = workload(f"gpt-mini-{name}").optimizer, make_model()
     case = make_case(workload=make_workload(optimizer=spec), layout=Layout(pp=2, num_micro_batches=2))
     of_stages = [model_states(case, rank).optimizer_states for rank in range(2)]
-    shapes = transformer.parameter_shapes(model).items()
+    shapes = build.parameter_shapes(model).items()
     assert sum(of_stages) == sum(s.num_bytes for n, shape in shapes for s in spec.states(n, shape, Dtype.FP32))
     exact = dataclasses.replace(case, precision=Precision.FP64, layout=Layout())
     assert model_states(exact, 0).optimizer_states == sum(
@@ -216,7 +216,7 @@ def test_adapters_that_part_matrices_refuse_matrix_wise_optimizers_with_a_reason
             refusal = adapter.capabilities.refusal(case, "cpu", "gloo") or ""
             assert "whole matrices (" in refusal or not refusal.count("matrices")
             running |= set() if "whole matrices" in refusal else {name}
-    assert running == {"single", "ddp", "gpipe", "accelerate"}
+    assert running == {"single", "ddp", "gpipe", "pipeline", "accelerate"}
 
 
 @pytest.fixture(scope="module")

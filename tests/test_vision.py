@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from meshmark.judge.verdict import judge_communication, judge_memory
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshmark.adapter.capabilities import Capabilities, Feature
+from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.adapter.single import Single
 from meshmark.errors import InputError
 from meshmark.judge.buffers import exact_buffers, initial_buffers
 from meshmark.judge.truth import exact_gradients, initial_values
@@ -24,13 +26,17 @@ from meshmark.reference.digits import load_digits
 from meshmark.reference.objective import loss_share
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import Launcher
+from meshmark.run.passes.noise import train_alone
 from meshmark.run.record import Record
+from meshmark.run.request import Request, Task
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.throughput import throughput
+from meshmark.run.verdict import judge_communication, judge_memory
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import MODELS, Family
+from meshmark.spec.precision import Precision
 from meshmark.spec.vision_spec import VISION_MODELS, VisionSpec
 from meshmark.spec.workload import Loss, Workload, workload
 from meshmark.theory.states import ModelStates, model_states
@@ -194,15 +200,28 @@ def test_contradictions_are_refused() -> None:
         check_data(dataclasses.replace(VIT, model=dataclasses.replace(VIT.model, image_size=16)))
 
 
+@pytest.mark.parametrize("run", [0, 1], ids=["autocast", "cast-weights"])
+def test_the_noise_of_rounded_reductions_has_its_statistics_in_the_order_of_the_truth(run: int) -> None:
+    """`single` stands for two ranks, whose micro-batches it trains rank by rank."""
+    case = Case(adapter="ddp", workload=BN, layout=TWO, precision=Precision.BF16_REDUCE_BF16)
+    context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=Path())
+    asked = Request(
+        case=case, adapter="", task=Task.NOISE, device="cpu", backend="gloo", steps=2, time_limit_seconds=60.0
+    )
+    noise = train_alone(asked, Single(), context, run)
+    statistics = [max(steps) for quantity, steps in noise.items() if quantity.startswith("buffers/")]
+    assert 0 < max(statistics) < 1e-3
+
+
 def test_an_adapter_takes_images_only_where_it_says_so() -> None:
     refused = {}
     for name, path in builtin_adapters().items():
         adapter = load_adapter(path)
         stage = min(adapter.capabilities.zero_stages)
         case = Case(adapter=name, workload=VIT, layout=Layout(zero_stage=stage))
-        if reason := adapter.capabilities.refusal(case, "cpu"):
+        if reason := adapter.capabilities.refusal(case, "cpu", "gloo"):
             refused[name] = reason
-    assert refused.keys() == {"megatron", "gpipe"}
+    assert refused.keys() == {"megatron", "gpipe", "pipeline"}
     assert all("model family vit (" in reason for reason in refused.values())
 
 
@@ -210,7 +229,7 @@ def test_an_adapter_may_lack_buffers() -> None:
     """Of a workload that has them it is told, and of no other."""
     without = Capabilities(families=frozenset(Family), lacks={Feature.BUFFERS: "its engine tells none"})
     cases = [Case(adapter="mine", workload=trained, layout=Layout()) for trained in (VIT, BN)]
-    plain, coupled = (without.refusal(case, "cpu") for case in cases)
+    plain, coupled = (without.refusal(case, "cpu", "gloo") for case in cases)
     assert plain is None and coupled == "mine does not support buffers by replica (its engine tells none)"
 
 
