@@ -75,6 +75,8 @@ def _is_lost(server: ForkServer) -> bool:
 class ForkedRanks:
     """The ranks of one launch."""
 
+    grace_seconds = 2.0
+
     def __init__(self, server: ForkServer, request: Request, ranks: Sequence[RankInfo]) -> None:
         self._server, self._request, self._ranks = server, request, ranks
         self._pids: dict[int, int] = {}

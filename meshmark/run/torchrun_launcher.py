@@ -60,6 +60,9 @@ class TorchrunLauncher:
 class TorchrunRanks:
     """The ranks of one launch, known by what they leave in its folder, and the agent that started them."""
 
+    grace_seconds = 40.0
+    """The agent ends the others, within 30 s, and then tells which of them was killed."""
+
     def __init__(
         self, server: ForkServer, request: Request, ranks: Sequence[RankInfo], environment: dict[str, str]
     ) -> None:

@@ -21,13 +21,14 @@ from meshmark.run.worker import STACK_SIGNAL
 from meshmark.serial import decode
 
 _POLL_SECONDS = 0.1
-_GRACE_SECONDS = 2.0
-"""How long the others may take to fail by themselves after the first failure."""
 _LOG_LINES = 30
 
 
 class RankProcesses(Protocol):
     """The processes of a launch's ranks on this node."""
+
+    grace_seconds: float
+    """How long the others may take to fail by themselves after the first failure."""
 
     def start(self) -> None:
         """Start them all."""
@@ -93,7 +94,7 @@ class Watchdog:
             self.processes.wait(_POLL_SECONDS)
             self._note_deaths()
             if last_moment is None and self._anyone_failed():
-                last_moment = time.monotonic() + _GRACE_SECONDS
+                last_moment = time.monotonic() + self.processes.grace_seconds
             if last_moment is not None and time.monotonic() > last_moment:
                 return []
             if time.monotonic() > deadline:
