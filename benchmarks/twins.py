@@ -26,6 +26,7 @@ from meshmark.environment import describe
 from meshmark.errors import MeshmarkError
 from meshmark.plan.calibrate import calibrate_here
 from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.launch import Launcher
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request, Task
@@ -359,10 +360,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     if unknown := set(parsed.twins) - set(TWINS):
         parser.error(f"unknown twin {', '.join(sorted(unknown))}; known: {', '.join(TWINS)}")
-    used = ("single", "gpipe", "ddp", "fsdp2", "deepspeed", "megatron")
-    modules = [module for name in used for module in load_adapter(ADAPTERS[name]).modules()]
     with Cluster(ClusterSpec()) as cluster:
-        bench = Bench(Launcher(cluster, modules))
+        bench = Bench(ForkserverLauncher(cluster))
         for name in parsed.twins or TWINS:
             rows = TWINS[name](bench)
             write(parsed.output / f"{name}.csv", rows)

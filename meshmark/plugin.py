@@ -24,7 +24,7 @@ from meshmark.pytest_entry import asks_for_suites
 from meshmark.reference.data import check_data, on_corpus
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.gpus import num_gpus
-from meshmark.run.launch import Launcher
+from meshmark.run.launchers import LAUNCHERS
 from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
@@ -52,6 +52,8 @@ class Selection:
     options: RunOptions
     results: Path
     cluster: ClusterSpec
+    launcher: str
+    """A key of LAUNCHERS."""
 
 
 SELECTION = pytest.StashKey[Selection]()
@@ -86,6 +88,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--time-limit", type=float, default=120.0, metavar="S", help="seconds a pass may take (default: 120)"
+    )
+    group.addoption(
+        "--launcher", default="forkserver", help="how ranks are started: forkserver or torchrun (default: forkserver)"
     )
     group.addoption(
         "--results", default="results", metavar="DIR", help="where records.jsonl is appended (default: results)"
@@ -133,6 +138,7 @@ def _select(config: pytest.Config) -> Selection:
         cluster=ClusterSpec.detect(os.environ)
         if nnodes is None
         else ClusterSpec(nnodes=nnodes, node_rank=option("--node-rank"), rdzv=option("--rdzv")),
+        launcher=_launcher(option("--launcher")),
     )
 
 
@@ -142,6 +148,12 @@ def _workload(name: str, global_batch: int | None) -> Workload:
     if global_batch is None or global_batch == chosen.global_batch:
         return chosen
     return dataclasses.replace(chosen, name=f"{name}.b{global_batch}", global_batch=global_batch)
+
+
+def _launcher(name: str) -> str:
+    if name not in LAUNCHERS:
+        raise UnknownNameError("launcher", name, LAUNCHERS)
+    return name
 
 
 def _run_options(config: pytest.Config) -> RunOptions:
@@ -232,17 +244,16 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 @pytest.fixture(scope="session")
 def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Iterator[Runner]:
-    """This session's runner, which owns the cluster, the forkserver and the records file."""
+    """This session's runner, which owns the cluster, the launcher and the records file."""
     chosen = selection(pytestconfig)
-    for adapter in chosen.adapters.values():
-        os.environ.update(adapter.environment(chosen.options.device))
-    preload = [module for adapter in chosen.adapters.values() for module in adapter.modules()]
     progress = Progress(pytestconfig)
     pytestconfig.pluginmanager.register(progress)
-    with _ending_the_run(), _signals_end_like_ctrl_c(), Cluster(chosen.cluster, progress.say) as cluster:
-        running = Runner(
-            Launcher(cluster, preload), chosen.targets, chosen.options, chosen.results, announce=progress.announce
-        )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_ending_the_run())
+        stack.enter_context(_signals_end_like_ctrl_c())
+        cluster = stack.enter_context(Cluster(chosen.cluster, progress.say))
+        launcher = stack.enter_context(contextlib.closing(LAUNCHERS[chosen.launcher](cluster)))
+        running = Runner(launcher, chosen.targets, chosen.options, chosen.results, announce=progress.announce)
         progress.expect(request.session.items, running.refusal)
         yield running
         running.close()

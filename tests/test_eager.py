@@ -17,7 +17,7 @@ from meshmark.reference.data import make_batch
 from meshmark.reference.objective import loss_share
 from meshmark.reference.transformer import Transformer
 from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.launch import Launcher
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.record import Record, Verdict
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.verdict import judge_memory
@@ -207,7 +207,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     }
     with Cluster(ClusterSpec()) as cluster:
         options = RunOptions(observed_steps=3)
-        running = Runner(Launcher(cluster, []), known, options, tmp_path_factory.mktemp("results"))
+        running = Runner(ForkserverLauncher(cluster), known, options, tmp_path_factory.mktemp("results"))
         yield running
         running.close()
 

@@ -14,7 +14,7 @@ from meshmark.conformance.scenario import SCENARIOS, plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import ResultsError
 from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.launch import Launcher
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.record import Status
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.scratch import Scratch
@@ -42,7 +42,7 @@ def test_what_is_saved_is_private_and_removed_and_nothing_else_is(tmp_path: Path
     (tmp_path / "scratch-old").mkdir()  # of another run, which may still need it
     base = plain_cells("ddp", load_adapter(ADAPTERS["ddp"]), 2)[0]
     with Cluster(ClusterSpec()) as cluster:
-        runner = Runner(Launcher(cluster, []), ADAPTERS, RunOptions(), tmp_path)
+        runner = Runner(ForkserverLauncher(cluster), ADAPTERS, RunOptions(), tmp_path)
         assert ScenarioRunner(runner).perform(SCENARIOS["save"], base).outcome.status is Status.OK
         (scratch,) = (folder for folder in tmp_path.glob("scratch-*") if folder.name != "scratch-old")
         assert stat.S_IMODE(scratch.stat().st_mode) == 0o700

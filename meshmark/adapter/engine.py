@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.traffic_source import TrafficSource
 from meshmark.reference.data import Batch
 
 
@@ -71,6 +72,11 @@ class Engine(ABC):
     @abstractmethod
     def holdings(self) -> Holdings:
         """What this rank holds right now."""
+
+    def traffic_source(self) -> TrafficSource | None:
+        """Tells of collectives that do not go through `torch.distributed`, whose own are always seen; None where there
+        are none."""
+        return None
 
     def evaluate(self, batch: Batch) -> Tensor:
         """This rank's share of the loss of a whole global batch in evaluation: no dropout, no gradients; the next step

@@ -9,15 +9,16 @@ import torch
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.engine import RankContext
+from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.traffic_source import TrafficSource
 from meshmark.judge.deviation import Tensors
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.gradient_faults import low_precisions
 from meshmark.judge.trace import gather_trace
 from meshmark.judge.truth import assess
 from meshmark.measure.memory import cuda_peaks, read_memory, visible_storages
-from meshmark.measure.traffic import read_traffic
+from meshmark.measure.traffic import TorchTraffic, read_traffic
 from meshmark.measure.watch import Watch
 from meshmark.run.passes.observer import Observer, digests
 from meshmark.run.rank_report import RankReport
@@ -42,13 +43,14 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
             watch.focus()
         if context.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(context.device)
-        before, after = observer.train(WATCHED_STEP, watch)
+        sources = _sources(watch, engine) if watch else []
+        before, after = observer.train(WATCHED_STEP, watch, sources)
         allocator_peaks = cuda_peaks(context.device)
         visible = visible_storages()
     memory = None
     if watch and not observer.unheld:
         memory = read_memory(watch, WATCHED_STEP, before, after, visible, allocator_peaks)
-    traffic = read_traffic(watch, WATCHED_STEP) if watch else None
+    traffic = read_traffic(sources) if watch else None
     for step in range(WATCHED_STEP + 1, request.steps):
         observer.train(step, None)
     dtypes = _dtypes(observer.holdings()) | _narrowest(observer.trace.gradients)
@@ -74,6 +76,12 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         num_replicated=num_replicated,
         unmeasured={"memory": observer.unheld} if observer.unheld else {},
     )
+
+
+def _sources(watch: Watch, engine: Engine) -> list[TrafficSource]:
+    """Whatever an engine brings comes on top of what PyTorch sees."""
+    own = engine.traffic_source()
+    return [TorchTraffic(watch)] + ([own] if own else [])
 
 
 def _narrowest(gradients: list[Tensors]) -> dict[str, str]:

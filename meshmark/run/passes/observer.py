@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from meshmark import rank_progress
 from meshmark.adapter.engine import Engine
 from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.traffic_source import TrafficSource
 from meshmark.judge.engine_tensors import host_gradients, host_parameters, local_holdings
 from meshmark.judge.trace import Trace, host_copies, tensor_digests
 from meshmark.measure.memory import Named
@@ -41,17 +43,19 @@ class Observer:
             self.unheld = self.unheld or f"Engine.holdings raised {type(error).__name__}: {error}"
             return Holdings()
 
-    def train(self, step: int, watch: Watch | None = None) -> tuple[Named, Named]:
-        """One step; returns what the engine holds before and after its update."""
+    def train(
+        self, step: int, watch: Watch | None = None, sources: Sequence[TrafficSource] = ()
+    ) -> tuple[Named, Named]:
+        """One step, whose traffic `sources` are to tell; returns what the engine holds before and after its update."""
         batch = make_batch(self.request.case.workload, step)
         if self.request.evaluate:
             self.trace.evaluations.append(float(self.engine.evaluate(batch)))
-        with _window(watch, "backward", step):
+        with _window(watch, "backward", step, sources):
             loss = self.engine.backward(batch)
         before = Named.of(self.holdings())
         if self.request.assess:
             self.trace.gradients.append(host_gradients(self.engine, self.request.case.workload))
-        with _window(watch, "update", step):
+        with _window(watch, "update", step, sources):
             norm = self.engine.update()
         after = Named.of(self.holdings())
         self.trace.losses.append(float(loss))
@@ -64,8 +68,16 @@ class Observer:
         return before, after
 
 
-def _window(watch: Watch | None, name: str, step: int) -> contextlib.AbstractContextManager[None]:
-    return watch.window(name, step) if watch else contextlib.nullcontext()
+@contextlib.contextmanager
+def _window(watch: Watch | None, name: str, step: int, sources: Sequence[TrafficSource]) -> Iterator[None]:
+    for source in sources:
+        source.start()
+    try:
+        with watch.window(name, step) if watch else contextlib.nullcontext():
+            yield
+    finally:
+        for source in sources:
+            source.stop()
 
 
 def digests(trace: Trace) -> list[str]:
