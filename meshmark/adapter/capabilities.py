@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.util import find_spec
 
+from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute
 from meshmark.spec.model_spec import Family
@@ -52,6 +53,7 @@ class Capabilities:
     zero_stages: frozenset[int] = frozenset({0})
     precisions: frozenset[Precision] = frozenset({Precision.FP32})
     families: frozenset[Family] = frozenset(Family)
+    algorithms: frozenset[AlgorithmKind] = frozenset({AlgorithmKind.SYNCHRONOUS})
     lacks: Mapping[Feature | Precision, str] = field(default_factory=dict)
     """Features that are missing, each with its reason, and the reasons of missing precisions."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
@@ -78,6 +80,8 @@ class Capabilities:
         if case.precision not in self.precisions:
             reason = self.lacks.get(case.precision)
             unsupported.append(f"precision {case.precision}" + (f" ({reason})" if reason else ""))
+        if (kind := case.workload.algorithm.kind) not in self.algorithms:
+            unsupported.append(f"algorithm {kind} (it trains by {', '.join(sorted(self.algorithms))} alone)")
         if model.family not in self.families:
             unsupported.append(f"model family {model.family}")
         unsupported += [f"{f} ({self.lacks[f]})" for f in Feature if f in self.lacks and f in features(case) | needs]

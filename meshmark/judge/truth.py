@@ -4,12 +4,14 @@ Two float32 runs that are both correct drift apart: AdamW's first step is the si
 whose gradient is all rounding moves by twice the learning rate, and everything after it differs. Comparing
 trajectories must then either alarm at random or tolerate real errors. So a run is judged by induction, each step on
 its own: it starts at the prescribed values; at the parameters where it *is*, its loss and gradients are those that
-float64 computes there; and from its own gradients its update is the one that a float64 optimizer makes of them.
+float64 computes there; and from its own gradients its update is the one that a float64 optimizer makes of them. Where
+replicas may differ by design, each has its own gradients, and the update is the algorithm's transition of all.
 Nothing accumulates, and the noise of the last step is that of the first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +20,9 @@ from torch import nn
 
 from meshmark import rank_progress
 from meshmark.errors import AdapterError
+from meshmark.judge.algorithm import build_algorithm
 from meshmark.judge.deviation import Deviation, Deviations, Tensors, deviation, global_norm
+from meshmark.judge.replicas import of_replica
 from meshmark.judge.trace import Trace
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.initial import initial_value
@@ -33,29 +37,52 @@ def assess(trace: Trace, workload: Workload, start: Tensors | None = None) -> De
 
     `start` replaces the workload's initial values. Raises `AdapterError` for a tensor of an unknown name or shape.
     """
-    _check_names(trace, workload)
+    return assess_replicas([trace], workload, start)
+
+
+def assess_replicas(traces: Sequence[Trace], workload: Workload, start: Tensors | None = None) -> Deviations:
+    """The same of all replicas that may differ by design, one trace each; one alone where none may."""
+    for trace in traces:
+        _check_names(trace, workload)
     start = initial_values(workload) if start is None else start
-    found: Deviations = {f"initial/{name}": [deviation(trace.parameters[0].get(name), x)] for name, x in start.items()}
-    optimizer = ExactOptimizer(workload.optimizer)
-    rank_progress.begin(rank_progress.Phase.TRUTH, len(trace.gradients))
-    for step, own in enumerate(trace.gradients):
-        here, after = trace.parameters[step], trace.parameters[step + 1]
-        here = {name: here.get(name, np.full(x.shape, np.nan)) for name, x in start.items()}
-        batch = make_batch(workload, step)
-        exact = exact_gradients(workload, here, batch)
-        found.setdefault("loss", []).append(_scalar(trace.losses[step], exact.loss))
-        if trace.evaluations:
-            found.setdefault("evaluation", []).append(_scalar(trace.evaluations[step], exact.loss))
-        for name, x in exact.gradients.items():
-            absent = np.zeros_like(x) if name in exact.unused else None
-            found.setdefault(f"gradients/{name}", []).append(deviation(own.get(name, absent), x))
-        own = {name: own.get(name, np.zeros_like(x)) for name, x in exact.gradients.items() if name not in exact.unused}
-        reported = trace.norms[step]
-        if reported is not None:
-            found.setdefault("norm", []).append(_scalar(reported, global_norm(own)))
-        for name, x in optimizer.step(here, own).items():
-            found.setdefault(f"parameters/{name}", []).append(deviation(after.get(name), x))
+    found: Deviations = {}
+
+    def note(replica: int, quantity: str, value: Deviation) -> None:
+        found.setdefault(of_replica(quantity, replica, len(traces)), []).append(value)
+
+    for replica, trace in enumerate(traces):
+        for name, x in start.items():
+            note(replica, f"initial/{name}", deviation(trace.parameters[0].get(name), x))
+    algorithm = build_algorithm(workload.algorithm, [ExactOptimizer(workload.optimizer) for _ in traces])
+    num_steps = len(traces[0].gradients)
+    rank_progress.begin(rank_progress.Phase.TRUTH, num_steps * len(traces))
+    for step in range(num_steps):
+        here = [_filled(trace.parameters[step], start) for trace in traces]
+        batch, owns = make_batch(workload, step), []
+        exact = [exact_gradients(workload, p, algorithm.part(batch, replica)) for replica, p in enumerate(here)]
+        told = algorithm.told([e.gradients for e in exact])
+        for replica, (trace, e, gradients) in enumerate(zip(traces, exact, told, strict=True)):
+            own = trace.gradients[step]
+            note(replica, "loss", _scalar(trace.losses[step], e.loss))
+            if trace.evaluations:
+                note(replica, "evaluation", _scalar(trace.evaluations[step], e.loss))
+            for name, x in gradients.items():
+                absent = np.zeros_like(x) if name in e.unused else None
+                note(replica, f"gradients/{name}", deviation(own.get(name, absent), x))
+            own = {name: own.get(name, np.zeros_like(x)) for name, x in gradients.items() if name not in e.unused}
+            reported = trace.norms[step]
+            if reported is not None:
+                note(replica, "norm", _scalar(reported, global_norm(own)))
+            owns.append(own)
+        for replica, after in enumerate(algorithm.transition(here, owns)):
+            for name, x in after.items():
+                note(replica, f"parameters/{name}", deviation(traces[replica].parameters[step + 1].get(name), x))
     return found
+
+
+def _filled(here: Tensors, start: Tensors) -> Tensors:
+    """Where a run is, with no number for what it does not tell."""
+    return {name: here.get(name, np.full(x.shape, np.nan)) for name, x in start.items()}
 
 
 def initial_values(workload: Workload) -> Tensors:

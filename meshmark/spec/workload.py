@@ -1,4 +1,4 @@
-"""What is trained: model, data, loss and optimizer. How it is laid over ranks is a layout's business."""
+"""What is trained: model, data, loss, optimizer and algorithm. How it is laid over ranks is a layout's business."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from meshmark.errors import InputError, UnknownNameError
+from meshmark.spec.algorithm import AlgorithmSpec, local_sgd
 from meshmark.spec.model_spec import MODELS, ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 
@@ -29,6 +30,8 @@ class Workload:
     """Path of a file to train on, byte by byte; None takes the text inside Python's standard library."""
     seed: int = 0
     """Seeds the initial values and the batches."""
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    """By which replicas train together."""
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -38,6 +41,11 @@ class Workload:
                 f"workload {self.name!r}: skipped_block is {self.skipped_block}, expected one of the model's "
                 f"{self.model.num_layers} blocks, counted from 0"
             )
+
+    @property
+    def id(self) -> str:
+        """The name, which tells the algorithm where it is not the synchronous one."""
+        return self.name if self.name.endswith(self.algorithm.id) else f"{self.name}-{self.algorithm.id}"
 
     def trains(self, name: str) -> bool:
         """Whether the parameter with this canonical name is trained."""
@@ -67,6 +75,13 @@ WORKLOADS: dict[str, Workload] = {
     for workload in (
         # Half as deep, wide and long: a launch is then mostly the launch.
         Workload(name="gpt-mini", model=MODELS["gpt-mini"], optimizer=_TINY_OPTIMIZER),
+        # Of the first five steps, three average and two do not; the metered one does.
+        Workload(
+            name="gpt-mini-local-sgd2",
+            model=MODELS["gpt-mini"],
+            optimizer=_TINY_OPTIMIZER,
+            algorithm=local_sgd(2),
+        ),
         Workload(name="gpt-tiny", model=MODELS["gpt-tiny"], optimizer=_TINY_OPTIMIZER),
         Workload(name="llama-tiny", model=MODELS["llama-tiny"], optimizer=_TINY_OPTIMIZER),
         Workload(name="gpt2-124m", model=MODELS["gpt2-124m"], masked=False),

@@ -60,8 +60,25 @@ def fully_sharded(case: Case) -> Reduction:
     )
 
 
+METERED_STEP = 2
+"""Counted from 0: the step that traffic is planned and metered of, where the steps of an algorithm differ."""
+
+
+def local_sgd_traffic(case: Case, rank: int) -> Traffic:
+    """Replicas that step alone send nothing, but for their gradients in the warm-up and their parameters when these
+    are averaged (arXiv:1808.07217)."""
+    algorithm = case.workload.algorithm
+    times = algorithm.reduces_gradients(METERED_STEP) + algorithm.averages_after(METERED_STEP)
+    if case.layout.dp == 1 or not times:
+        return {}
+    count = local_parameters(case.workload.model, case.layout, rank)
+    return {"all_reduce": float(times * count * wide_bytes(case.precision))}
+
+
 def data_parallel_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic:
     """Reduction of gradients and gathering of parameters over the data- and context-parallel ranks."""
+    if case.workload.algorithm.replicas_differ:
+        return local_sgd_traffic(case, rank)
     if case.layout.dp * case.layout.cp == 1:
         return {}
     how = reduction or default_reduction(case)

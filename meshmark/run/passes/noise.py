@@ -12,17 +12,19 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.judge.replicas import num_replicas
 from meshmark.judge.trace import Trace, host_copies
-from meshmark.judge.truth import assess
+from meshmark.judge.truth import assess_replicas
 from meshmark.judge.yardstick import Comparisons, noise_run
 from meshmark.reference.data import Batch, load_corpus, make_batch
 from meshmark.reference.initial import random_bits
@@ -51,6 +53,7 @@ def noise_key(case: Case, steps: int) -> str:
         case.precision,
         encode(case.workload),
         hashlib.sha256(corpus.numpy().data).hexdigest(),
+        *([num_replicas(case)] if num_replicas(case) > 1 else []),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -89,26 +92,47 @@ def write_noise(path: Path, runs: Sequence[Comparisons]) -> None:
 
 
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
-    """One noise run; `run` seeds its perturbations and picks its chunking and way of casting."""
-    workload = request.case.workload
-    chunkings = [n for n in (1, 2, 4, 8) if workload.global_batch % n == 0]
+    """One noise run; `run` seeds its perturbations and picks its chunking and way of casting. Of replicas that may
+    differ, each is trained by an engine of its own, here in turn, on its own rows."""
+    workload, replicas = request.case.workload, num_replicas(request.case)
+    chunkings = [n for n in (1, 2, 4, 8) if workload.global_batch // replicas % n == 0]
     layout = Layout(num_micro_batches=chunkings[run % len(chunkings)])
     case = dataclasses.replace(request.case, adapter="single", layout=layout)
-    engine = adapter.build(case, context)
-    cast(Any, engine).cast_weights = bool(run // len(chunkings) % 2)
-    _perturb(engine, case, run)
-    trace = Trace(parameters=[host_copies(engine.parameters())])
+    engines = [adapter.build(case, context) for _ in range(replicas)]
+    for engine in engines:
+        cast(Any, engine).cast_weights = bool(run // len(chunkings) % 2)
+        _perturb(engine, case, run)
+    traces = [Trace(parameters=[host_copies(engine.parameters())]) for engine in engines]
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
-        batch = _permute(make_batch(workload, step), case, run)
-        trace.evaluations.append(float(engine.evaluate(batch)))
-        trace.losses.append(float(engine.backward(batch)))
-        trace.gradients.append(host_copies(engine.gradients()))
-        norm = engine.update()
-        trace.norms.append(None if norm is None else float(norm))
-        trace.parameters.append(host_copies(engine.parameters()))
+        batch = make_batch(workload, step)
+        parts = [_permute(batch.shard(replica, replicas), case, run) for replica in range(replicas)]
+        for trace, engine, part in zip(traces, engines, parts, strict=True):
+            trace.evaluations.append(float(engine.evaluate(part)))
+            trace.losses.append(float(engine.backward(part)))
+        _meet([engine.gradients() for engine in engines], workload.algorithm.reduces_gradients(step), replicas)
+        for trace, engine in zip(traces, engines, strict=True):
+            trace.gradients.append(host_copies(engine.gradients()))
+            norm = engine.update()
+            trace.norms.append(None if norm is None else float(norm))
+        _meet([engine.parameters() for engine in engines], workload.algorithm.averages_after(step))
+        for trace, engine in zip(traces, engines, strict=True):
+            trace.parameters.append(host_copies(engine.parameters()))
         rank_progress.advance()
-    return noise_run(assess(trace, workload, start=trace.parameters[0]), case.precision)
+    return noise_run(assess_replicas(traces, workload, start=traces[0].parameters[0]), case.precision)
+
+
+@torch.no_grad()
+def _meet(replicas: Sequence[Mapping[str, Tensor]], average: bool, times: int = 1) -> None:
+    """Multiply all replicas' tensors by `times`, and then put their mean in their place if they are to `average`: in
+    the precision that they are kept in."""
+    for name, first in replicas[0].items():
+        tensors = [held[name] for held in replicas]
+        if times > 1:
+            torch._foreach_mul_(tensors, times)
+        if average and len(tensors) > 1:
+            mean = sum((tensor / len(tensors) for tensor in tensors), torch.zeros_like(first))
+            torch._foreach_copy_(tensors, [mean] * len(tensors))
 
 
 def _permute(batch: Batch, case: Case, run: int) -> Batch:
