@@ -6,24 +6,27 @@ here: gradients by the parts of which replicas they are made, and parameters by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmark.judge.algorithm import averaged
-from meshmark.judge.deviation import Deviations, Drift, Tensors
+from meshmark.judge.algorithm import UpdateRule, averaged
+from meshmark.judge.deviation import Deviations, Drift, Tensors, global_norm
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault
 from meshmark.judge.gradient_faults import Explanation
 from meshmark.judge.replicas import num_replicas, only_replica, replica_of
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, exact_gradients
+from meshmark.judge.update_faults import rivals
 from meshmark.judge.yardstick import Yardstick, compare
 from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
 
+SAME = 1e-5
+"""Norms that differ by less, relative to either, are one norm."""
 LEFT_OVER = 0.05
 """Part of a deviation that may stay unexplained."""
 
@@ -34,6 +37,8 @@ class FailedReplicas:
 
     case: Case
     traces: Sequence[Trace]
+    sticks: Sequence[Yardstick]
+    """By replica, as the traces."""
     step: int
     wrong: dict[int, dict[str, float]]
     """By replica, then quantity: how many times its tolerance it is from the truth. No replica without any."""
@@ -76,14 +81,16 @@ def diagnose_replicas(
         explained = _parts(failed, gradients) or (Fault.BACKWARD, "of no weighing of the replicas' parts")
         return _diagnosis(failed, explained, gradients)
     if any("norm" in excesses for excesses in failed.wrong.values()):
-        return of_one(next(replica for replica, excesses in failed.wrong.items() if "norm" in excesses))
+        replica = next(replica for replica, excesses in failed.wrong.items() if "norm" in excesses)
+        reduced = _norm_of_mean(failed, replica)
+        return _diagnosis(failed, reduced, failed.names("parameters")) if reduced else of_one(replica)
     if updates := failed.names("parameters"):
         if averaging := _averaging(failed, updates):
             return _diagnosis(failed, averaging, updates)
         if not case.workload.algorithm.averages_after(failed.step):
             return of_one(next(iter(updates)))
-        unknown = "the gradients are right, and the mean of no known update rule is this"
-        return _diagnosis(failed, (Fault.UNEXPLAINED, unknown), updates)
+        unknown = Fault.UNEXPLAINED, "the gradients are right, and the mean of no known update rule is this"
+        return _diagnosis(failed, _rule(failed, updates) or unknown, updates)
     return of_one(worst)
 
 
@@ -103,7 +110,7 @@ def _first(
     for step, replica, quantity, excess in wrong:
         if step == first:
             here.setdefault(replica, {})[quantity] = excess
-    return FailedReplicas(case=case, traces=traces, step=first, wrong=here)
+    return FailedReplicas(case=case, traces=traces, sticks=sticks, step=first, wrong=here)
 
 
 def _diagnosis(failed: FailedReplicas, explained: Explanation, names: dict[int, list[str]]) -> Diagnosis:
@@ -133,7 +140,7 @@ def _parts(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanation |
     ]
     basis = np.stack([_flat(part, names) for part in parts], axis=1)
     flat = _flat(own, names)
-    weights = np.linalg.lstsq(basis, flat, rcond=None)[0]
+    weights = [float(weight) for weight in np.linalg.lstsq(basis, flat, rcond=None)[0]]
     if np.linalg.norm(flat - basis @ weights) > LEFT_OVER * np.linalg.norm(flat):
         return None
     reduces = failed.case.workload.algorithm.reduces_gradients(failed.step)
@@ -152,8 +159,10 @@ def _flat(tensors: Tensors, names: Sequence[str]) -> NDArray[np.float64]:
     return np.concatenate([np.asarray(tensors[name], dtype=np.float64).ravel() for name in names])
 
 
-def _listed(weights: Iterable[float]) -> str:
-    return ", ".join(f"{weight:.3g}" for weight in weights)
+def _listed(weights: Sequence[float]) -> str:
+    """Rounding beside the largest is told as nothing."""
+    largest = max(abs(weight) for weight in weights)
+    return ", ".join(f"{weight if abs(weight) > SAME * largest else 0:.4g}" for weight in weights)
 
 
 def _averaging(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanation | None:
@@ -161,15 +170,10 @@ def _averaging(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanati
     step, due = failed.step, failed.case.workload.algorithm.averages_after(failed.step)
     own = [trace.gradients[step] for trace in failed.traces]
     alone = _replay(failed, own)
-    exact, after = averaged(alone) if due else alone, [trace.parameters[step + 1] for trace in failed.traces]
+    exact = averaged(alone) if due else alone
 
     def fits(there: Sequence[Tensors]) -> bool:
-        return all(
-            np.linalg.norm(after[r][name] - there[r][name])
-            <= LEFT_OVER * np.linalg.norm(after[r][name] - exact[r][name])
-            for r, names in wrong.items()
-            for name in names
-        )
+        return _misfit(failed, wrong, exact, there) <= 1
 
     if due and fits(alone):
         return Fault.ALGORITHM, f"the mean over replicas that is due after this step is not taken{_later(failed)}"
@@ -181,11 +185,60 @@ def _averaging(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanati
     return None
 
 
-def _replay(failed: FailedReplicas, last: Sequence[Tensors]) -> list[Tensors]:
-    """Where each replica's own float64 optimizer puts it after the failed step, in which it is given `last`."""
+def _misfit(
+    failed: FailedReplicas, wrong: dict[int, list[str]], exact: Sequence[Tensors], there: Sequence[Tensors]
+) -> float:
+    """How far the worst of the wrong parameters is from `there`, relative to what explains it: up to one does."""
+    after = [trace.parameters[failed.step + 1] for trace in failed.traces]
+    return max(
+        float(np.linalg.norm(after[r][name] - there[r][name]))
+        / max(
+            failed.sticks[r].tolerance(f"parameters/{name}", failed.step),
+            LEFT_OVER * float(np.linalg.norm(after[r][name] - exact[r][name])),
+        )
+        for r, names in wrong.items()
+        for name in names
+    )
+
+
+def _rule(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanation | None:
+    """Another update rule of every replica, before the right averaging: the closest, if it is close enough."""
+    spec, own = failed.case.workload.optimizer, [trace.gradients[failed.step] for trace in failed.traces]
+    exact = averaged(_replay(failed, own))
+    found: list[tuple[float, Explanation]] = []
+    for every in zip(*(rivals(spec, failed.step) for _ in own), strict=True):
+        if every[0].gradients is None:
+            there = averaged(_replay(failed, own, [rival.optimizer for rival in every]))
+            found.append((_misfit(failed, wrong, exact, there), (every[0].fault, every[0].detail)))
+    before = averaged([trace.parameters[failed.step] for trace in failed.traces])
+    replica, names = next(iter(wrong.items()))
+    moved = _flat(failed.traces[replica].parameters[failed.step + 1], names) - _flat(before[replica], names)
+    right = _flat(exact[replica], names) - _flat(before[replica], names)
+    factor = float(moved @ right / (right @ right)) if right.any() else 0.0
+    there = [{n: before[r][n] + factor * (x - before[r][n]) for n, x in t.items()} for r, t in enumerate(exact)]
+    found.append((_misfit(failed, wrong, exact, there), (Fault.UPDATE, f"{factor:.4g} times the right step")))
+    misfit, explained = min(found, key=lambda pair: pair[0])
+    return explained if misfit <= 1 else None
+
+
+def _norm_of_mean(failed: FailedReplicas, replica: int) -> Explanation | None:
+    """The norm told is not of the replica's own gradients, but of all replicas' mean."""
+    mean = global_norm(averaged([trace.gradients[failed.step] for trace in failed.traces])[replica])
+    reported = failed.traces[replica].norms[failed.step] or 0.0
+    if abs(reported / mean - 1) > SAME:
+        return None
+    return Fault.ALGORITHM, f"the norm that replica {replica} tells is that of the mean of all replicas' gradients"
+
+
+def _replay(
+    failed: FailedReplicas, last: Sequence[Tensors], rules: Sequence[UpdateRule] | None = None
+) -> list[Tensors]:
+    """Where each replica's own optimizer, by default the float64 one, puts it after the failed step, in which it is
+    given `last`."""
     found, uses = [], failed.case.workload.uses
-    for trace, gradients in zip(failed.traces, last, strict=True):
-        rule, after = ExactOptimizer(failed.case.workload.optimizer), dict[str, NDArray[np.floating]]()
+    every = rules or [ExactOptimizer(failed.case.workload.optimizer) for _ in last]
+    for trace, gradients, rule in zip(failed.traces, last, every, strict=True):
+        after: Tensors = {}
         for step, told in enumerate([*trace.gradients[: failed.step], gradients]):
             own = {name: g for name, g in told.items() if uses(name, step)}
             after = rule.step(trace.parameters[step], own)
@@ -221,4 +274,4 @@ def _later(failed: FailedReplicas) -> str:
         if together:
             late = f", but {step - failed.step} late, after step {step}"
             return "" if algorithm.averages_after(step) else late
-    return " in any later one"
+    return ", nor after any later step"

@@ -34,6 +34,11 @@ def of_replica(quantity: str, replica: int, num_replicas: int) -> str:
     return f"{kind}/replica{replica}" + (f":{name}" if slash else "")
 
 
+def by_replica(values: Mapping[str, T], num_replicas: int) -> list[dict[str, T]]:
+    """Each replica's own, under the names that they have where there is but one."""
+    return [only_replica(values, r) for r in range(num_replicas)] if num_replicas > 1 else [dict(values)]
+
+
 def only_replica(values: Mapping[str, T], replica: int) -> dict[str, T]:
     """Those of one of several replicas, under the names that they have where there is but one."""
     found = {}

@@ -45,7 +45,7 @@ class Workload:
     @property
     def id(self) -> str:
         """The name, which tells the algorithm where it is not the synchronous one."""
-        return self.name if self.name.endswith(self.algorithm.id) else f"{self.name}-{self.algorithm.id}"
+        return self.name if self.algorithm.id in self.name else f"{self.name}-{self.algorithm.id}"
 
     def trains(self, name: str) -> bool:
         """Whether the parameter with this canonical name is trained."""

@@ -86,6 +86,30 @@ class ReducesAlways(Broken):
         _average([gradient for _, gradient in self.grads()])
 
 
+class WarmsUpAlone(Broken):
+    """The hook reduces nothing in the warm-up either."""
+
+    hook_state: Any
+
+    def prepare(self) -> None:
+        self.hook_state.start_localSGD_iter = 0
+
+
+class WarmsUpTooLong(WarmsUpAlone):
+    """By a step."""
+
+    def prepare(self) -> None:
+        self.hook_state.start_localSGD_iter += 1
+
+
+class StartsElsewhere(Broken):
+    """The last replica alone."""
+
+    def prepare(self) -> None:
+        if self.context.rank == self.context.world_size - 1:
+            self.put([tensor * 1.001 for tensor in self.locals()])
+
+
 class AveragesInPairs(Broken):
     """Over a subgroup, as of one node, where all were meant."""
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshmark.judge.faults import Fault
+from meshmark.spec.algorithm import local_sgd
 from meshmark.spec.layout import Layout
+from tests.broken import averaging as a
 from tests.broken import gradients as g
 from tests.broken import states as s
 from tests.broken import updates as u
-from tests.broken.mutant import TIED, Mutant, on
+from tests.broken.mutant import GPT, TIED, Mutant, on
 
 F = Fault
 FOUR = Layout(dp=4, num_micro_batches=2)
+WARMED_UP = replace(GPT, name="gpt-mini-local-sgd2w2", algorithm=local_sgd(2, warmup_steps=2))
 SUITE_MUTANTS: list[Mutant] = [
     # Scaling
     *on("ddp fsdp2 megatron fairscale-oss fairscale-fsdp", g.OverMicroBatches, F.SCALED),
@@ -82,6 +87,21 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp megatron", u.DoubleRate, F.UPDATE),
     *on("ddp", u.NoBiasCorrection, F.UPDATE),
     *on("ddp fsdp2", u.ForgetsStates, F.UPDATE),
+    # Replicas that may differ
+    *on("post-local-sgd", a.AveragesLate, F.ALGORITHM),
+    *on("post-local-sgd", a.NeverAverages, F.ALGORITHM),
+    *on("post-local-sgd", a.AlwaysAverages, F.ALGORITHM),
+    *on("post-local-sgd", a.AveragesGradients, F.ALGORITHM),
+    *on("post-local-sgd", a.AveragesGradientsUnseen, F.ALGORITHM),
+    *on("post-local-sgd", a.ReducesAlways, F.ALGORITHM),
+    *on("post-local-sgd", a.AveragesInPairs, F.ALGORITHM, layout=FOUR),
+    *on("post-local-sgd", a.SumsParameters, F.ALGORITHM),
+    *on("post-local-sgd", a.WarmsUpAlone, F.NOT_REDUCED, workload=WARMED_UP),
+    *on("post-local-sgd", a.WarmsUpTooLong, F.ALGORITHM, workload=WARMED_UP),
+    *on("post-local-sgd", a.StartsElsewhere, F.START),
+    *on("post-local-sgd", g.OverMicroBatches, F.SCALED),
+    *on("post-local-sgd", u.DoubleRate, F.UPDATE),
+    *on("post-local-sgd", u.NoClipping, F.CLIPPING),
     # Not what was asked for
     *on("fsdp2 fairscale-oss", s.ShardingIgnored, suite="memory"),
     *on("ddp", s.KeepsGradients, suite="memory"),
