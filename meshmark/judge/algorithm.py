@@ -85,7 +85,7 @@ class LocalSGD:
 def averaged(replicas: Sequence[Tensors]) -> list[Tensors]:
     """For every replica, the mean over all."""
     mean = {name: np.mean([tensors[name] for tensors in replicas], axis=0) for name in replicas[0]}
-    return [mean for _ in replicas]
+    return [dict(mean) for _ in replicas]
 
 
 def build_algorithm(spec: AlgorithmSpec, rules: Sequence[UpdateRule]) -> Algorithm:
