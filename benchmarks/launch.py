@@ -16,13 +16,13 @@ import time
 from pathlib import Path
 
 from benchmarks.goal import verdict
+from meshmark.adapter.matrix import layouts
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import Launcher
 from meshmark.run.request import Request, Task
 from meshmark.spec.case import Case
 from meshmark.spec.workload import workload
-from meshmark.suites.cases import layouts
 
 ROOT = Path(__file__).parent.parent
 ROUNDS = 5

@@ -30,7 +30,7 @@ from meshmark.run.launch import Launcher
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request, Task
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout
+from meshmark.spec.layout import Coordinates, Layout
 from meshmark.spec.model_spec import ModelSpec, gpt
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
@@ -256,7 +256,9 @@ def activations(bench: Bench) -> list[Row]:
         work = Workload(name=model.name, model=model, global_batch=batch, masked=False)
         case = Case(adapter=adapter, workload=work, layout=layout, precision=precision)
         framework = load_adapter(ADAPTERS[adapter])
-        for report in bench.run(case, Task.OBSERVE, steps=3)[:: layout.dp * layout.tp]:
+        for report in bench.run(case, Task.OBSERVE, steps=3):
+            if layout.coordinates(report.rank) != Coordinates(pp=layout.coordinates(report.rank).pp):
+                continue  # one rank a stage
             assert report.memory and report.memory.held
             eager = framework.recipe(case).eager
             declared = [r for r in framework.remainders(case, report.rank) if r.category == "activations"]
@@ -268,7 +270,7 @@ def activations(bench: Bench) -> list[Row]:
                     "pp": layout.pp,
                     "zero_stage": layout.zero_stage,
                     "num_micro_batches": layout.num_micro_batches,
-                    "precision": precision,
+                    "precision": precision.name,
                     "global_batch": batch,
                     **shape(model),
                     "rank": report.rank,

@@ -87,6 +87,8 @@ def versions() -> dict[str, str]:
 @functools.cache
 def _commit() -> str:
     root = Path(__file__).parent.parent
+    if not (root / ".git").exists():  # installed: a repository around it would be somebody else's
+        return ""
     try:
         return subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],

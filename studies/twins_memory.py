@@ -11,7 +11,7 @@ from meshmark.plan.rows import Row, number
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.spec.precision import Precision
+from meshmark.spec.precision import precision
 from meshmark.spec.workload import Workload
 from meshmark.theory.activations import layer_activation_bytes
 from meshmark.theory.grid import make_grid
@@ -192,7 +192,7 @@ def _case_of(row: Row) -> Case:
     return Case(
         adapter=row["adapter"],
         layout=layout,
-        precision=Precision(row["precision"]),
+        precision=precision(row["precision"]),
         workload=Workload(name=model.name, model=model, global_batch=batch, masked=False),
     )
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshmark.reference.build import parameter_shapes
 from meshmark.reference.initial import _signed, _splitmix64, initial_value, random_bits
-from meshmark.reference.transformer import parameter_shapes
 from meshmark.spec.model_spec import MODELS
 from tests.factories import make_model
 

@@ -46,6 +46,12 @@ def test_every_category_is_as_planned(record: Record) -> None:
             assert measured == pytest.approx(planned, rel=TOLERANCE), f"{name} of rank {rank}"
 
 
+def test_a_record_of_an_adapter_that_has_moved_is_planned_by_its_name() -> None:
+    record = next(record for record in RECORDS.values() if record.case.adapter == "gpipe")
+    moved = replace(record, adapter="adapters.long_gone:GPipe", planned_states=[], remainders=[])
+    assert len(plans(moved)) == len(record.memory)
+
+
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
 def test_the_peak_is_as_planned(record: Record) -> None:
     """Within 2 %, or short of what was measured by buffers of collectives alone, whose end may have been unseen."""

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshmark.errors import LayoutError
-from meshmark.plan.bubble import bubble_seconds
 from meshmark.plan.model_names import plan_model
 from meshmark.plan.network import tensor_collective_seconds
 from meshmark.plan.prediction import predict_grid
@@ -24,6 +23,7 @@ from meshmark.spec.hardware import gpu
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.workload import workload
 from meshmark.theory.activations import num_in_flight
+from meshmark.theory.bubble import bubble_fraction, bubble_seconds
 from meshmark.theory.flops import hardware_flops_per_token, model_flops_per_token
 from meshmark.theory.grid import SCHEDULES, enumerate_grid, make_grid
 from meshmark.theory.recipe import recipe
@@ -50,6 +50,24 @@ def peak_in_flight(run: Run, rank: int) -> int:
 @settings(deadline=None)
 def test_equal_stages_give_the_literatures_bubble(pp: int, m: int, schedule: Schedule) -> None:
     assert equal_stages(schedule, pp, m).seconds == pytest.approx(m + pp - 1)
+
+
+@pytest.mark.parametrize(
+    "schedule, pp, m, v, expected",
+    [
+        (Schedule.GPIPE, 1, 4, 1, 0),
+        (Schedule.GPIPE, 2, 4, 1, 1 / 5),
+        (Schedule.ONE_F_ONE_B, 4, 8, 1, 3 / 11),
+        (Schedule.INTERLEAVED, 2, 4, 2, 1 / 9),
+        (Schedule.INTERLEAVED, 4, 8, 2, 3 / 19),
+    ],
+)
+def test_the_bubbles_share_of_a_step_is_the_literatures_and_the_simulators(
+    schedule: Schedule, pp: int, m: int, v: int, expected: float
+) -> None:
+    layout = Layout(pp=pp, num_micro_batches=m, schedule=schedule, virtual_stages=v, dp=3)
+    assert bubble_fraction(layout) == pytest.approx(expected)
+    assert equal_stages(schedule, pp, m, v).bubble_of_step == pytest.approx(expected)
 
 
 @given(pp=st.integers(2, 6), m=st.integers(1, 40))

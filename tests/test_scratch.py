@@ -79,7 +79,15 @@ def test_nodes_agree_on_the_name(tmp_path: Path, results: list[str]) -> None:
 
 def test_two_nodes_save_and_resume_in_one_folder(tmp_path: Path) -> None:
     own = users_own(tmp_path / "shared")
-    chosen = ["--adapters", "ddp", "-k", "conformance and resume", "--results", str(tmp_path / "shared")]
+    chosen = [
+        "--adapters",
+        "ddp",
+        "--conformance",
+        "-k",
+        "conformance and resume",
+        "--results",
+        str(tmp_path / "shared"),
+    ]
     for code, output in two_nodes(tmp_path, *chosen):
         assert code == 0 and "1 passed" in output, output
     assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["checkpoints", "noise", "records.jsonl"]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshmark.reference.initial import initial_value
-from meshmark.reference.transformer import Attention, FeedForward, Transformer, drawn_name
+from meshmark.reference.model import drawn_name
+from meshmark.reference.transformer import Attention, FeedForward, Transformer
 
 
 def split_dim(parameter: nn.Parameter) -> int | None:

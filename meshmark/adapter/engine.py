@@ -63,6 +63,11 @@ class Engine(ABC):
     def gradients(self) -> Mapping[str, Tensor]:
         """The full reduced, unclipped gradients, like `parameters`; to be called between `backward` and `update`."""
 
+    def buffers(self) -> Mapping[str, Tensor]:
+        """By canonical name, the buffers of the replica that this rank trains, such as a batch norm's running
+        statistics; none by default. Nothing is communicated: replicas' buffers may differ."""
+        return {}
+
     @abstractmethod
     def holdings(self) -> Holdings:
         """What this rank holds right now."""

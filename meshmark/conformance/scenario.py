@@ -14,7 +14,7 @@ from meshmark.reference.data import on_corpus
 from meshmark.run.request import Task
 from meshmark.spec.algorithm import AlgorithmKind, local_sgd
 from meshmark.spec.case import Case, Misfit, cell
-from meshmark.spec.layout import Layout, Recompute
+from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
@@ -95,6 +95,11 @@ def _low(base: Case) -> Case:
     return dataclasses.replace(_optimizing(learning_rate=1e-4)(base), precision=Precision.BF16)
 
 
+def _low_reduced(base: Case) -> Case:
+    """With one micro-batch, as the base has: FSDP adds those of several up in fp32, and the sum is no bf16 number."""
+    return dataclasses.replace(base, precision=Precision.BF16_REDUCE_BF16)
+
+
 def _half(base: Case) -> Case:
     return dataclasses.replace(base, precision=Precision.FP16)
 
@@ -123,7 +128,7 @@ def _resharded(base: Case) -> Case:
     saved = _scheduled(base)
     layout = saved.layout
     if layout.pp > 1:
-        return _laying(pp=layout.pp // 2)(saved)
+        return _laying(pp=layout.pp // 2, virtual_stages=1)(saved)
     if layout.tp > 1:
         return _laying(tp=2 * layout.tp)(saved)
     return _laying(dp=2 * layout.dp, num_micro_batches=max(1, layout.num_micro_batches // 2))(saved)
@@ -143,6 +148,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(name="unused", vary=_training(skipped_block=1)),
         Scenario(name="recompute", vary=_laying(recompute=Recompute.FULL), metered=True),
         Scenario(name="bf16", vary=_low, metered=True),
+        Scenario(name="bf16 reduction", vary=_low_reduced, metered=True),
         Scenario(
             name="dropout", vary=_unmoved, task=Task.DROPOUT, steps=DROPOUT_STEPS, needs=frozenset({Feature.EVALUATE})
         ),
@@ -194,7 +200,7 @@ def _by_algorithm(plain: Workload, adapter: type[Adapter]) -> Workload:
 def _grown(plain: Workload, layout: Layout, global_batch: int | None) -> Workload:
     """`plain`, renamed where it is larger: a layer for every stage, heads for twice the tensor-parallel ranks (which
     resharding takes), and unless reported, sequences for every micro-batch of every data-parallel rank."""
-    model = plain.model
+    model = plain.transformer
     layers, heads = max(model.num_layers, layout.pp), math.lcm(model.num_heads, 2 * layout.tp)
     batch = global_batch or math.lcm(plain.global_batch, layout.dp * MICRO_BATCHES, layout.num_micro_batches)
     sizes = {"l": (model.num_layers, layers), "h": (model.num_heads, heads), "b": (plain.global_batch, batch)}
@@ -221,7 +227,8 @@ def plain_cells(
     elif "tp" in can.degrees:
         layouts = [Layout(tp=world_size)]
     elif "pp" in can.degrees:
-        layouts = [Layout(pp=world_size, num_micro_batches=world_size)]
+        schedule = next(schedule for schedule in Schedule if schedule in can.schedules)
+        layouts = [Layout(pp=world_size, num_micro_batches=world_size, schedule=schedule)]
     elif "dp" in can.degrees:
         layouts = [Layout(dp=world_size, zero_stage=stage) for stage in sorted(can.zero_stages)]
     plain = _by_algorithm(plain_workload(), adapter)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshmark import rank_progress
+from meshmark.judge.buffer_faults import explain_buffers
 from meshmark.judge.deviation import Deviations, Drift
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault, named_factor
 from meshmark.judge.gradient_faults import (
@@ -138,6 +139,9 @@ def _at(
                 "right up to the step before: its states are other ones now, or the rule has changed",
             )
         return _diagnosis(explain_updates(updates) or unknown, step, updates.names)
+    if buffers := failed("buffers").names:
+        explanation, ranks = explain_buffers(gradients, buffers)
+        return dataclasses.replace(_diagnosis(explanation, step, buffers), ranks=ranks)
     if "loss" not in wrong and "evaluation" in wrong:
         multiple = deviations["evaluation"][step].factor
         return _diagnosis((Fault.EVALUATION, f"its loss is {multiple:.7g} times the truth"), step, [])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmark.plan.bubble import bubble_seconds, host_lag, message_wait_seconds, waits_for_messages
+from meshmark.plan.bubble import host_lag, message_wait_seconds, waits_for_messages
 from meshmark.plan.network import (
     point_to_point_seconds,
     ring_attention_seconds,
@@ -23,6 +23,7 @@ from meshmark.spec.hardware import Gpu
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.activations import tokens
+from meshmark.theory.bubble import bubble_seconds
 from meshmark.theory.flops import layer_matrix_parameters
 from meshmark.theory.grid import RECOMPUTES, Column, Grid
 from meshmark.theory.parameters import stage_parameters

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.vision_spec import AnyModelSpec
 
 # The sum of four uniform integers in [0, 65535]: its mean, and its standard deviation sqrt(4 (65536^2 - 1) / 12).
 _MEAN = 2 * 65535
@@ -78,7 +78,7 @@ def _bell(bits: Tensor) -> Tensor:
 
 
 def initial_value(
-    model: ModelSpec,
+    model: AnyModelSpec,
     name: str,
     full_shape: Sequence[int],
     *,

@@ -10,12 +10,18 @@ from meshmark.errors import InputError, UnknownNameError
 
 
 class Family(StrEnum):
-    """The block that a decoder-only transformer is made of."""
+    """The block that a transformer is made of."""
 
     GPT = "gpt"
     """Learned positions, LayerNorm, biases, GELU feed-forward (GPT-2, arXiv:2005.14165)."""
     LLAMA = "llama"
     """Rotary positions, RMSNorm, no biases, SwiGLU feed-forward, grouped-query attention (arXiv:2302.13971)."""
+    VIT = "vit"
+    """A GPT's over the patches of an image, every one of which sees all others (arXiv:2010.11929)."""
+
+
+TEXT_FAMILIES = frozenset({Family.GPT, Family.LLAMA})
+"""Decoder-only transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,8 @@ class ModelSpec:
     """Standard deviation of initial weights; residual projections get init_std / sqrt(2 num_layers)."""
 
     def __post_init__(self) -> None:
+        if self.family not in TEXT_FAMILIES:
+            raise InputError(f"model {self.name!r}: family {self.family} is not decoder-only; see `VisionSpec`")
         for field in ("num_layers", "hidden", "num_heads", "num_kv_heads", "ffn_hidden", "vocab_size", "seq_len"):
             if (got := getattr(self, field)) < 1:
                 raise InputError(f"model {self.name!r}: {field} is {got}, expected at least 1")
@@ -97,6 +105,21 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """All trainable parameters, a tied weight counted once."""
         return self.embedding_parameters + self.num_layers * self.block_parameters + self.head_parameters
+
+    def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
+        """Why the model cannot be split so, one reason each."""
+        problems = []
+        if self.num_heads % tp or self.num_kv_heads % tp:
+            problems.append(f"tp {tp} does not divide {self.num_heads} heads and {self.num_kv_heads} kv heads")
+        if self.vocab_size % tp:
+            problems.append(f"tp {tp} does not divide a vocabulary of {self.vocab_size}")
+        if self.ffn_hidden % tp:
+            problems.append(f"tp {tp} does not divide ffn_hidden {self.ffn_hidden}")
+        if num_stages > self.num_layers:
+            problems.append(f"pp {num_stages} stages are more than {self.num_layers} layers")
+        if self.seq_len % cp:
+            problems.append(f"cp {cp} does not divide a sequence of {self.seq_len}")
+        return problems
 
 
 def gpt(name: str, num_layers: int, hidden: int, num_heads: int, **others: object) -> ModelSpec:

@@ -16,6 +16,7 @@ from meshmark.spec.layout import Offload, Recompute
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.activations import (
     boundary_bytes,
+    chunk_in_flight,
     held_bytes,
     layer_activation_bytes,
     num_in_flight,
@@ -25,6 +26,7 @@ from meshmark.theory.activations import (
 from meshmark.theory.backward_pass import Pass
 from meshmark.theory.grid import OFFLOADS, RECOMPUTES, Column, Grid
 from meshmark.theory.overheads import Overheads
+from meshmark.theory.parameter_order import optimizer_state_bytes
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.peak import eager_peak
@@ -139,6 +141,9 @@ def stage_memory(
     stage = recipe.stages(model, int(grid.pp[0]))[index]
     num_parameters = stage_parameters(model, stage, grid.tp)
     states = state_bytes(num_parameters, grid, recipe)
+    if recipe.matrix_wise:
+        kept = optimizer_state_bytes(recipe.matrix_wise.optimizer, model, stage, recipe.matrix_wise.dtype)
+        states["optimizer"] = kept / np.where(grid.zero_stage >= 1, (grid.dp * grid.cp).astype(float), 1.0)
     held = held_bytes(model, grid, recipe, stage, index)
     logits = _logit_bytes(model, grid, recipe, stage)
     if recipe.eager:
@@ -203,10 +208,13 @@ def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> d
 
 
 def _received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: int) -> Column:
-    """Of all micro-batches, the stage inputs that PyTorch's pipeline receives into buffers made once, and the outputs
-    that it keeps until their gradients are there, which are received into such buffers too."""
-    num_streams = (index > 0) + 2 * (index < grid.pp - 1)
-    return num_streams * grid.num_micro_batches * boundary_bytes(model, grid, recipe)
+    """Of all micro-batches, the stage inputs that PyTorch's pipeline receives into buffers made once, and the gradients
+    of outputs, which are received into such buffers too; the outputs it keeps of those in flight."""
+    m, v, flight, last = grid.num_micro_batches, grid.virtual_stages, num_in_flight(grid, index), index == grid.pp - 1
+    outputs = flight - np.where(last, chunk_in_flight(grid, flight, v - 1), 0)
+    num_streams = m * (v - (index == 0)) + m * (v - last) + outputs
+    found: Column = num_streams * boundary_bytes(model, grid, recipe)
+    return found
 
 
 def _logit_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:

@@ -20,13 +20,15 @@ def eager_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, flight: Column, nu
     """The most bytes alive at once beyond parameters, masters and moments, on the fullest rank of a stage. `one`: a
     micro-batch of the `flight` ones that the stage holds when its first backward pass begins.
 
-    In a pipeline the first backward pass finds most activations and no gradient, the second one micro-batch less and
-    all gradients; without one, only the last micro-batch's counts.
+    In a pipeline the first backward pass finds most activations and no gradient, a later one all gradients, and under
+    GPipe one micro-batch less; without one, only the last micro-batch's counts.
     """
     peaks = _DEEPSPEED.get(recipe.gradient_path, _sharded_peak)
     piped, accumulated = grid.pp > 1, grid.num_micro_batches > 1
     first = peaks(one, grid, recipe, num_parameters, False) + (flight - 1) * one.held
-    later = peaks(one, grid, recipe, num_parameters, True) + np.maximum(flight - 2, 0) * one.held
+    # 1F1B has done another forward pass by then, as long as there are any.
+    others = np.maximum(np.minimum(flight - 1, grid.num_micro_batches * grid.virtual_stages - 2), 0)
+    later = peaks(one, grid, recipe, num_parameters, True) + others * one.held
     peak = np.maximum(np.where(piped | ~accumulated, first, 0.0), np.where(accumulated, later, 0.0))
     return _most([peak, _update_peak(one, grid, recipe, num_parameters)])
 

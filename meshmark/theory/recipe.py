@@ -8,7 +8,8 @@ from enum import StrEnum
 from meshmark.errors import UnknownNameError
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.spec.precision import Precision
+from meshmark.spec.optimizer import OptimizerSpec
+from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.partition import Stage, stages
 from meshmark.theory.saved_activations import Widths
 
@@ -36,6 +37,15 @@ DEEPSPEED_PATHS = (GradientPath.STAGED, GradientPath.STREAMED, GradientPath.MODU
 
 
 @dataclass(frozen=True, kw_only=True)
+class MatrixWise:
+    """An optimizer that keeps more of one parameter than of another."""
+
+    optimizer: OptimizerSpec
+    dtype: Dtype
+    """Of its moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingRecipe:
     """Bytes a parameter by state, and what else decides memory and traffic; no measured number is in here."""
 
@@ -48,6 +58,8 @@ class TrainingRecipe:
     """Weights that the optimizer updates, where they are a second copy."""
     moment_bytes: float = 8.0
     """Optimizer moments: two fp32 for Adam."""
+    matrix_wise: MatrixWise | None = None
+    """An optimizer whose states are planned tensor by tensor, in the place of `moment_bytes`."""
     shard_gradient_bytes: float = 0.0
     """The optimizer's own copy of the gradients of its shard."""
     bucket_bytes: float = 0.0
@@ -251,16 +263,19 @@ def recipe(name: str) -> TrainingRecipe:
 def eager_recipe(case: Case, name: str = "eager", *, casts_weights: bool = False) -> TrainingRecipe:
     """The eager recipe called `name` in the case's precision and with its optimizer: weights, gradients and moments are
     in the wide one, since autocast makes its copies one operation at a time. `casts_weights`: as `Widths.of`."""
-    wide = 8 if case.precision is Precision.FP64 else 4
-    widths = Widths.of(case.precision, casts_weights=casts_weights)
-    low = 2 if casts_weights and case.precision in (Precision.BF16, Precision.FP16) else wide
+    precision = case.precision
+    wide = precision.master.itemsize
+    widths = Widths.of(precision, casts_weights=casts_weights)
+    low = precision.weights.itemsize if casts_weights else wide
+    optimizer, states = case.workload.optimizer, precision.states
     return replace(
         recipe(name),
         weight_bytes=wide,
-        gradient_bytes=wide,
-        reduce_bytes=wide,
+        gradient_bytes=precision.accumulation.itemsize,
+        reduce_bytes=precision.reduction.itemsize,
         gather_bytes=low,
-        moment_bytes=wide * case.workload.optimizer.states_per_parameter,
+        moment_bytes=0.0 if optimizer.is_matrix_wise else states.itemsize * optimizer.states_per_parameter,
+        matrix_wise=MatrixWise(optimizer=optimizer, dtype=states) if optimizer.is_matrix_wise else None,
         element_bytes=widths.stream,
         eager=widths,
     )

@@ -56,7 +56,8 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     dtypes = _dtypes(observer.holdings()) | _narrowest(observer.trace.gradients)
     engine.close()
     traces, drifts, num_replicated = gather_replicas(observer.trace, replicas_of_ranks(request.case))
-    deviations = assess_replicas(traces, request.case.workload) if traces and request.assess else {}
+    workload, layout = request.case.workload, request.case.layout
+    deviations = assess_replicas(traces, workload, layout=layout) if traces and request.assess else {}
     diagnosis = None
     if deviations and request.yardstick:
         diagnosis = diagnose_replicas(request.case, traces, deviations, drifts, request.yardstick)

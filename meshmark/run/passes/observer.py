@@ -12,7 +12,7 @@ from meshmark import rank_progress
 from meshmark.adapter.engine import Engine
 from meshmark.adapter.holdings import Holdings
 from meshmark.judge.engine_tensors import host_gradients, host_parameters, local_holdings
-from meshmark.judge.trace import Trace, tensor_digests
+from meshmark.judge.trace import Trace, host_copies, tensor_digests
 from meshmark.measure.memory import Named
 from meshmark.measure.watch import Watch
 from meshmark.reference.data import make_batch
@@ -29,6 +29,8 @@ class Observer:
         """What went wrong with `holdings()`, of which no loss, gradient or parameter depends."""
         if request.assess:
             self.trace.parameters.append(host_parameters(engine, request.case.workload))
+        if request.assess and request.case.workload.couples_rows:
+            self.trace.buffers.append([host_copies(engine.buffers())])
 
     def holdings(self) -> Holdings:
         """What the engine holds; nothing, and why in `unheld`, where it cannot tell."""
@@ -57,6 +59,8 @@ class Observer:
         self.trace.norms.append(None if norm is None else float(norm))
         if self.request.assess:
             self.trace.parameters.append(host_parameters(self.engine, self.request.case.workload))
+            for own in self.trace.buffers:
+                own.append(host_copies(self.engine.buffers()))
         rank_progress.advance()
         return before, after
 
