@@ -6,6 +6,7 @@ The registry maps a name to "module:Class", resolved when needed; importing this
 ADAPTERS: dict[str, str] = {
     "single": "meshmark.adapter.single:Single",
     "ddp": "meshmark.adapters.ddp:DDP",
+    "post-local-sgd": "meshmark.adapters.post_local_sgd:PostLocalSGD",
     "fsdp2": "meshmark.adapters.fsdp2:FSDP2",
     "deepspeed": "meshmark.adapters.deepspeed:DeepSpeed",
     "megatron": "meshmark.adapters.megatron:Megatron",

@@ -23,7 +23,7 @@ from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
-from tests.broken.mutant import GPT, LAYOUTS
+from tests.broken.mutant import GPT, LAYOUTS, under
 from tests.broken.mutants import MUTANTS, sized
 
 SEEDED = 6
@@ -72,7 +72,9 @@ def real_cases() -> Iterable[Case]:
         problem = dataclasses.replace(GPT, name=f"{GPT.name}-seed{seed}", seed=seed)  # an id does not tell seeds apart
         for adapter, layout in list(LAYOUTS.items())[: None if seed == 0 else SEEDED]:
             own = layout if layout.pp > 1 else dataclasses.replace(layout, num_micro_batches=num_micro_batches)
-            yield Case(adapter=adapter.partition("/")[0], workload=problem, layout=own)  # a stage may follow
+            yield Case(
+                adapter=adapter.partition("/")[0], workload=under(adapter, problem), layout=own
+            )  # a stage may follow
 
 
 def limit_cases() -> Iterable[Case]:

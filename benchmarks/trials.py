@@ -14,7 +14,7 @@ from meshmark.run.launch import Launcher
 from meshmark.run.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
-from tests.broken.mutant import Mutant, base_layout
+from tests.broken.mutant import Mutant, base_layout, under
 
 STEPS = 3
 PATIENCE_SECONDS = 15.0
@@ -104,7 +104,9 @@ class Cell:
 
 def correct_cells(court: Court, adapter: str) -> Iterable[Cell]:
     """Every clause of an adapter that mutants break, a key of LAYOUTS, as it is."""
-    case = Case(adapter=adapter.partition("/")[0], workload=plain_workload(), layout=base_layout(adapter))
+    case = Case(
+        adapter=adapter.partition("/")[0], workload=under(adapter, plain_workload()), layout=base_layout(adapter)
+    )
     for clause in CLAUSES:
         finding, records = court.judge(clause, case)
         yield Cell(adapter=adapter, clause=clause, finding=finding, records=records)

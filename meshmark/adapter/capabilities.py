@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.util import find_spec
 
+from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
@@ -67,6 +68,7 @@ class Capabilities:
     precisions: frozenset[Precision] = frozenset({Precision.FP32})
     families: frozenset[Family] = TEXT_FAMILIES
     """Models that it can train; an adapter takes images only where it says so."""
+    algorithms: frozenset[AlgorithmKind] = frozenset({AlgorithmKind.SYNCHRONOUS})
     lacks: Mapping[Feature | Precision | Family, str] = field(default_factory=dict)
     """Features that are missing, each with its reason, and the reasons of missing precisions and families."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
@@ -95,6 +97,12 @@ class Capabilities:
         if case.precision not in self.precisions:
             reason = self.lacks.get(case.precision)
             unsupported.append(f"precision {case.precision}" + (f" ({reason})" if reason else ""))
+        if (kind := case.workload.algorithm.kind) not in self.algorithms:
+            unsupported.append(f"algorithm {kind} (it trains by {', '.join(sorted(self.algorithms))} alone)")
+        elif case.workload.algorithm.replicas_differ and case.precision.narrows_reduction:
+            unsupported.append(
+                f"algorithm {kind} with reductions in {case.precision.reduction} (its noise is not known)"
+            )
         if model.family not in self.families:
             reason = self.lacks.get(model.family)
             unsupported.append(f"model family {model.family}" + (f" ({reason})" if reason else ""))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.judge.deviation import Drift
+from meshmark.judge.replicas import by_replica, num_replicas
 from meshmark.judge.yardstick import FALSE_ALARMS, compare, gradient_norms
 from meshmark.reference.data import make_batch
 from meshmark.run.passes.fail import MESSAGE
@@ -103,6 +104,9 @@ def parameters(record: Record) -> Finding:
 def replicas(record: Record) -> Finding:
     if alone := _alone(record, "has no replicas"):
         return alone
+    if num_replicas(record.case) > 1:
+        differ = f"by {record.case.workload.algorithm.kind}, replicas may differ"
+        return Finding(result=ClauseResult.UNSUPPORTED, evidence=differ)
     if not record.num_replicated:
         return Finding(result=ClauseResult.UNSUPPORTED, evidence="no tensor is held by two ranks")
     reported = f"{record.num_replicated} tensors reported by several ranks, {_drift_text(record.drifts)}"
@@ -118,8 +122,13 @@ def _drift_text(drifts: list[Drift]) -> str:
     return f"{len(drifts)} differ, first {first.quantity} at step {first.step} on ranks {first.ranks}"
 
 
+def _alike(record: Record, kind: str) -> list[str]:
+    """Quantities of one kind, of whichever replica."""
+    return [quantity for quantity in record.deviations if quantity.partition("/")[0] == kind]
+
+
 def evaluation(record: Record) -> Finding:
-    if "evaluation" not in record.deviations:
+    if not _alike(record, "evaluation"):
         return Finding(result=ClauseResult.UNSUPPORTED, evidence="the adapter has no evaluation")
     return _all_of(_within(record, "evaluation"), equivalent(record))  # training goes on as if it had not been
 
@@ -140,17 +149,18 @@ def uneven(record: Record) -> Finding:
 
 def clipping(record: Record) -> Finding:
     limit = record.case.workload.optimizer.clip_norm or math.inf
-    norms = gradient_norms(record.deviations)
+    norms = [n for own in by_replica(record.deviations, num_replicas(record.case)) for n in gradient_norms(own)]
     active = _finding(min(norms) > limit, f"norms {min(norms):.3g} to {max(norms):.3g} clipped to {limit:g}")
-    reported = _within(record, "norm") if "norm" in record.deviations else _finding(True, "the norm is not reported")
+    reported = _within(record, "norm") if _alike(record, "norm") else _finding(True, "the norm is not reported")
     return _all_of(_within(record, "parameters"), reported, active)
 
 
 def frozen(record: Record) -> Finding:
     workload = record.case.workload
     fixed = {
-        q: steps
-        for q, steps in record.deviations.items()
+        (replica, q): steps
+        for replica, own in enumerate(by_replica(record.deviations, num_replicas(record.case)))
+        for q, steps in own.items()
         if q.startswith("parameters/") and not workload.trains(q.partition("/")[2])
     }
     moved = [q for q, steps in fixed.items() if any(d.distance for d in steps)]

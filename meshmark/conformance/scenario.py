@@ -11,6 +11,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.errors import LayoutError
 from meshmark.reference.data import on_corpus
 from meshmark.run.request import Task
+from meshmark.spec.algorithm import AlgorithmKind, local_sgd
 from meshmark.spec.case import Case, Misfit, cell
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.model_spec import ModelSpec
@@ -24,6 +25,8 @@ RESUMED_STEPS = 4
 MICRO_BATCHES = 4
 """Of scenarios that accumulate: more than there are ranks, so that one degree is not taken for the other."""
 ENDURED_STEPS = 50
+LOCAL_PERIOD = 2
+"""Of algorithms that average now and then: three steps do both."""
 DROPOUT_STEPS = 24
 DROPOUT = 0.2
 FROZEN = ("embedding.", "blocks.0.attention.")
@@ -186,6 +189,14 @@ def plain_workload() -> Workload:
     return replace(mini, masked=False, optimizer=replace(mini.optimizer, clip_norm=None))
 
 
+def _by_algorithm(plain: Workload, adapter: type[Adapter]) -> Workload:
+    """`plain`, renamed and by local SGD under an adapter that does not train synchronously."""
+    if AlgorithmKind.SYNCHRONOUS in adapter.capabilities.algorithms:
+        return plain
+    own = dataclasses.replace(plain, algorithm=local_sgd(LOCAL_PERIOD))
+    return dataclasses.replace(own, name=own.id)
+
+
 def _grown(plain: Workload, layout: Layout, global_batch: int | None) -> Workload:
     """`plain`, renamed where it is larger: a layer for every stage, heads for twice the tensor-parallel ranks (which
     resharding takes), and unless reported, sequences for every micro-batch of every data-parallel rank."""
@@ -220,7 +231,7 @@ def plain_cells(
         layouts = [Layout(pp=world_size, num_micro_batches=world_size, schedule=schedule)]
     elif "dp" in can.degrees:
         layouts = [Layout(dp=world_size, zero_stage=stage) for stage in sorted(can.zero_stages)]
-    plain = plain_workload()
+    plain = _by_algorithm(plain_workload(), adapter)
     return [
         cell(adapter=name, workload=on_corpus(_grown(plain, layout, global_batch), corpus), layout=layout)
         for layout in layouts

@@ -39,6 +39,8 @@ class Fault(StrEnum):
     CLIPPING = "clipping by a wrong norm"
     UPDATE = "another update rule"
     """Learning rate, betas, weight decay, bias correction, ...: the detail names it where one explains the update."""
+    ALGORITHM = "another algorithm"
+    """Replicas that may differ by design meet at another time, or otherwise, than the algorithm says."""
     BUFFERS = "running statistics wrong"
     """Of a batch norm, though loss, gradients and update are right."""
     LOSS = "loss told wrong"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,24 +51,45 @@ def host_copies(tensors: Mapping[str, Tensor]) -> Tensors:
 def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
     """The union of all ranks' traces on rank 0 (None elsewhere), each tensor from the lowest rank that holds it; where
     replicas drifted apart; and how many tensors of all steps more than one rank told. A collective call."""
+    traces, drifts, num_replicated = gather_replicas(own, [0] * dist.get_world_size())
+    return (traces[0] if traces else None), drifts, num_replicated
+
+
+def gather_replicas(own: Trace, replicas: Sequence[int]) -> tuple[list[Trace], list[Drift], int]:
+    """The same for every replica, of whose ranks `replicas` tells by rank: one trace a replica on rank 0 (none
+    elsewhere), and where ranks of one replica drifted apart. A collective call."""
     rank_progress.begin(rank_progress.Phase.GATHER)
     digests = [tensor_digests(own.parameters), tensor_digests(own.gradients)]
     everyone: list[list[list[dict[str, str]]]] = all_gather_json(digests)
+    peers = {r: [rank for rank, its in enumerate(replicas) if its == r] for r in dict.fromkeys(replicas)}
+    lower = [rank for rank in peers[replicas[dist.get_rank()]] if rank < dist.get_rank()]
     mine = Trace(
-        parameters=_owned(own.parameters, [e[0] for e in everyone]),
-        gradients=_owned(own.gradients, [e[1] for e in everyone]),
+        parameters=_owned(own.parameters, [everyone[rank][0] for rank in lower]),
+        gradients=_owned(own.gradients, [everyone[rank][1] for rank in lower]),
         losses=own.losses,
         norms=own.norms,
         evaluations=own.evaluations,
         buffers=own.buffers,
     )
-    drifts = _drifts("parameters", [e[0] for e in everyone]) + _drifts("gradients", [e[1] for e in everyone])
+    drifts = [
+        drift
+        for i, kind in enumerate(("parameters", "gradients"))
+        for ranks in peers.values()
+        for drift in _drifts(kind, {rank: everyone[rank][i] for rank in ranks})
+    ]
     mine.drifted = _drifted(own, drifts)
     traces = _gather(mine)
     if traces is None:
-        return None, [], 0
+        return [], [], 0
+    unions = [_union_of([traces[rank] for rank in ranks]) for _, ranks in sorted(peers.items())]
+    num_told = sum(len(tensors) for kinds in everyone for steps in kinds for tensors in steps)
+    num_held = sum(len(tensors) for union in unions for tensors in [*union.parameters, *union.gradients])
+    return unions, drifts, num_told - num_held
+
+
+def _union_of(traces: Sequence[Trace]) -> Trace:
     reported = [trace.norms for trace in traces]
-    union = Trace(
+    return Trace(
         parameters=[_union(parts) for parts in zip(*(t.parameters for t in traces), strict=True)],
         gradients=[_union(parts) for parts in zip(*(t.gradients for t in traces), strict=True)],
         losses=[sum(shares) for shares in zip(*(t.losses for t in traces), strict=True)],
@@ -77,9 +98,6 @@ def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
         buffers=[replica for t in traces for replica in t.buffers],
         drifted={rank: held for trace in traces for rank, held in trace.drifted.items()},
     )
-    num_told = sum(len(tensors) for kinds in everyone for steps in kinds for tensors in steps)
-    num_held = sum(len(tensors) for tensors in [*union.parameters, *union.gradients])
-    return union, drifts, num_told - num_held
 
 
 def _gather(own: Trace) -> list[Trace] | None:
@@ -132,9 +150,8 @@ def tensor_digests(steps: list[Tensors]) -> list[dict[str, str]]:
     ]
 
 
-def _owned(steps: list[Tensors], everyone: list[list[dict[str, str]]]) -> list[Tensors]:
-    """Tensors that no lower rank holds as well."""
-    lower = everyone[: dist.get_rank()]
+def _owned(steps: list[Tensors], lower: list[list[dict[str, str]]]) -> list[Tensors]:
+    """Tensors that no lower rank (of the same replica) holds as well."""
     return [
         {name: value for name, value in tensors.items() if not any(name in held[step] for held in lower)}
         for step, tensors in enumerate(steps)
@@ -145,12 +162,13 @@ def _union(parts: tuple[Tensors, ...]) -> Tensors:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def _drifts(kind: str, everyone: list[list[dict[str, str]]]) -> list[Drift]:
+def _drifts(kind: str, everyone: Mapping[int, list[dict[str, str]]]) -> list[Drift]:
+    """Between ranks that are to hold the same, by rank."""
     found = []
-    for step in range(len(everyone[0])):
-        names = {name for held in everyone for name in held[step]}
+    for step in range(len(next(iter(everyone.values())))):
+        names = {name for held in everyone.values() for name in held[step]}
         for name in sorted(names):
-            digests = {rank: held[step][name] for rank, held in enumerate(everyone) if name in held[step]}
+            digests = {rank: held[step][name] for rank, held in everyone.items() if name in held[step]}
             first = digests[min(digests)]
             if ranks := [rank for rank, digest in digests.items() if digest != first]:
                 found.append(Drift(quantity=f"{kind}/{name}", step=step, ranks=ranks))

@@ -4,13 +4,15 @@ Two float32 runs that are both correct drift apart: AdamW's first step is the si
 whose gradient is all rounding moves by twice the learning rate, and everything after it differs. Comparing
 trajectories must then either alarm at random or tolerate real errors. So a run is judged by induction, each step on
 its own: it starts at the prescribed values; at the parameters where it *is*, its loss and gradients are those that
-float64 computes there; and from its own gradients its update is the one that a float64 optimizer makes of them.
+float64 computes there; and from its own gradients its update is the one that a float64 optimizer makes of them. Where
+replicas may differ by design, each has its own gradients, and the update is the algorithm's transition of all.
 Nothing accumulates, and the noise of the last step is that of the first.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from torch import nn
 
 from meshmark import rank_progress
 from meshmark.errors import AdapterError
+from meshmark.judge.algorithm import build_algorithm
 from meshmark.judge.buffers import (
     assess_buffers,
     doubles,
@@ -27,6 +30,7 @@ from meshmark.judge.buffers import (
     together,
 )
 from meshmark.judge.deviation import Deviation, Deviations, Tensors, deviation, global_norm
+from meshmark.judge.replicas import of_replica
 from meshmark.judge.trace import Trace
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch, make_batch
@@ -45,30 +49,63 @@ def assess(trace: Trace, workload: Workload, start: Tensors | None = None, layou
     micro-batch enter one another's gradients, for then it decides which do. Raises `AdapterError` for a tensor of an
     unknown name or shape.
     """
-    _check_names(trace, workload)
+    return assess_replicas([trace], workload, start, layout)
+
+
+def assess_replicas(
+    traces: Sequence[Trace], workload: Workload, start: Tensors | None = None, layout: Layout | None = None
+) -> Deviations:
+    """The same of all replicas that may differ by design, one trace each; one alone where none may."""
+    for trace in traces:
+        _check_names(trace, workload)
     start = initial_values(workload) if start is None else start
-    found: Deviations = {f"initial/{name}": [deviation(trace.parameters[0].get(name), x)] for name, x in start.items()}
-    optimizer = ExactOptimizer(workload.optimizer)
-    rank_progress.begin(rank_progress.Phase.TRUTH, len(trace.gradients))
-    for step, own in enumerate(trace.gradients):
-        here, after = trace.parameters[step], trace.parameters[step + 1]
-        here = {name: here.get(name, np.full(x.shape, np.nan)) for name, x in start.items()}
-        batch = make_batch(workload, step)
-        exact = exact_gradients(workload, here, batch, layout)
-        found.setdefault("loss", []).append(_scalar(trace.losses[step], exact.loss))
-        if trace.evaluations:
-            there = exact_evaluation(workload, here, batch, trace, step) if workload.couples_rows else exact.loss
-            found.setdefault("evaluation", []).append(_scalar(trace.evaluations[step], there))
-        for name, x in exact.gradients.items():
-            absent = np.zeros_like(x) if name in exact.unused else None
-            found.setdefault(f"gradients/{name}", []).append(deviation(own.get(name, absent), x))
-        own = {name: own.get(name, np.zeros_like(x)) for name, x in exact.gradients.items() if name not in exact.unused}
-        reported = trace.norms[step]
-        if reported is not None:
-            found.setdefault("norm", []).append(_scalar(reported, global_norm(own)))
-        for name, x in optimizer.step(here, own).items():
-            found.setdefault(f"parameters/{name}", []).append(deviation(after.get(name), x))
-    return found | assess_buffers(trace, workload, layout)
+    found: Deviations = {}
+
+    def note(replica: int, quantity: str, value: Deviation) -> None:
+        found.setdefault(of_replica(quantity, replica, len(traces)), []).append(value)
+
+    for replica, trace in enumerate(traces):
+        for name, x in start.items():
+            note(replica, f"initial/{name}", deviation(trace.parameters[0].get(name), x))
+    algorithm = build_algorithm(workload.algorithm, [ExactOptimizer(workload.optimizer) for _ in traces])
+    num_steps = len(traces[0].gradients)
+    rank_progress.begin(rank_progress.Phase.TRUTH, num_steps * len(traces))
+    for step in range(num_steps):
+        here = [_filled(trace.parameters[step], start) for trace in traces]
+        batch, owns = make_batch(workload, step), []
+        exact = [exact_gradients(workload, p, algorithm.part(batch, r), layout) for r, p in enumerate(here)]
+        right = algorithm.reported([e.gradients for e in exact])
+        for replica, (trace, e, gradients) in enumerate(zip(traces, exact, right, strict=True)):
+            there = e.loss
+            if trace.evaluations and workload.couples_rows:
+                there = exact_evaluation(workload, here[replica], batch, trace, step)
+            own = {name: trace.gradients[step].get(name, np.zeros_like(gradients[name])) for name in e.used}
+            owns.append(own)
+            for quantity, value in _assess_gradients(trace, step, replace(e, gradients=gradients), there, own).items():
+                note(replica, quantity, value)
+        for replica, after in enumerate(algorithm.transition(here, owns)):
+            for name, x in after.items():
+                note(replica, f"parameters/{name}", deviation(traces[replica].parameters[step + 1].get(name), x))
+    return found | assess_buffers(traces[0], workload, layout)
+
+
+def _assess_gradients(trace: Trace, step: int, exact: Exact, evaluation: float, own: Tensors) -> dict[str, Deviation]:
+    """What a step's update is made of, and the losses; `own`: the trace's gradients of what is used."""
+    found = {"loss": _scalar(trace.losses[step], exact.loss)}
+    if trace.evaluations:
+        found["evaluation"] = _scalar(trace.evaluations[step], evaluation)
+    for name, x in exact.gradients.items():
+        absent = np.zeros_like(x) if name in exact.unused else None
+        found[f"gradients/{name}"] = deviation(trace.gradients[step].get(name, absent), x)
+    reported = trace.norms[step]
+    if reported is not None:
+        found["norm"] = _scalar(reported, global_norm(own))
+    return found
+
+
+def _filled(here: Tensors, start: Tensors) -> Tensors:
+    """Where a run is, with no number for what it does not report."""
+    return {name: here.get(name, np.full(x.shape, np.nan)) for name, x in start.items()}
 
 
 def initial_values(workload: Workload) -> Tensors:
@@ -88,6 +125,10 @@ class Exact:
     """By every parameter that is trained; zero where unused."""
     unused: frozenset[str]
     """Parameters that are trained but had no part in this loss."""
+
+    @property
+    def used(self) -> list[str]:
+        return [name for name in self.gradients if name not in self.unused]
 
 
 def exact_gradients(workload: Workload, parameters: Tensors, batch: Batch, layout: Layout | None = None) -> Exact:

@@ -25,7 +25,7 @@ class Cell:
 
     @property
     def id(self) -> str:
-        return f"{self.adapter}-{self.layout.id}-{self.workload.name}-{self.precision}"
+        return f"{self.adapter}-{self.layout.id}-{self.workload.id}-{self.precision}"
 
 
 @dataclass(frozen=True, kw_only=True)

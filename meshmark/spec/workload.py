@@ -1,4 +1,4 @@
-"""What is trained: model, data, loss and optimizer. How it is laid over ranks is a layout's business."""
+"""What is trained: model, data, loss, optimizer and algorithm. How it is laid over ranks is a layout's business."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from meshmark.errors import InputError, UnknownNameError
+from meshmark.spec.algorithm import AlgorithmSpec, local_sgd
 from meshmark.spec.model_spec import MODELS, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.vision_spec import VISION_MODELS, AnyModelSpec, VisionSpec
@@ -51,6 +52,8 @@ class Workload:
     """Path of a file to train on, byte by byte; None takes the text inside Python's standard library."""
     seed: int = 0
     """Seeds the initial values and the batches."""
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    """By which replicas train together."""
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -68,6 +71,18 @@ class Workload:
                 f"workload {self.name!r}: model {self.model.name!r} is a {type(self.model).__name__}, but the data set "
                 f"{self.dataset} takes a {needed.__name__}"
             )
+
+        if self.couples_rows and self.algorithm.replicas_differ:
+            raise InputError(
+                f"workload {self.name!r}: model {self.model.name!r} has batch norms, whose statistics are judged of "
+                f"replicas that step together, but the algorithm is {self.algorithm.kind}; take a model without, or "
+                "the synchronous algorithm"
+            )
+
+    @property
+    def id(self) -> str:
+        """The name, which tells the algorithm where it is not the synchronous one."""
+        return self.name if self.algorithm.id in self.name else f"{self.name}-{self.algorithm.id}"
 
     def trains(self, name: str) -> bool:
         """Whether the parameter with this canonical name is trained."""
@@ -134,6 +149,13 @@ WORKLOADS: dict[str, Workload] = {
     for workload in (
         # Half as deep, wide and long: a launch is then mostly the launch.
         Workload(name="gpt-mini", model=MODELS["gpt-mini"], optimizer=_TINY_OPTIMIZER),
+        # Of the first five steps, three average and two do not; the metered one does.
+        Workload(
+            name="gpt-mini-local-sgd2",
+            model=MODELS["gpt-mini"],
+            optimizer=_TINY_OPTIMIZER,
+            algorithm=local_sgd(2),
+        ),
         # The same with each other kind of optimizer.
         Workload(name="gpt-mini-momentum", model=MODELS["gpt-mini"], optimizer=_MOMENTUM),
         Workload(name="gpt-mini-nesterov", model=MODELS["gpt-mini"], optimizer=replace(_MOMENTUM, nesterov=True)),

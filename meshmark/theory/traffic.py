@@ -62,8 +62,27 @@ def fully_sharded(case: Case) -> Reduction:
     )
 
 
+METERED_STEP = 2
+"""Counted from 0: the step that traffic is planned and metered of, where the steps of an algorithm differ."""
+
+
+def local_sgd_traffic(case: Case, rank: int) -> Traffic:
+    """Replicas that step alone send nothing, but for their gradients in the warm-up and their parameters when these
+    are averaged (arXiv:1808.07217)."""
+    algorithm, precision = case.workload.algorithm, case.precision
+    reduced = algorithm.reduces_gradients(METERED_STEP) * precision.reduction.itemsize
+    averaged = algorithm.averages_after(METERED_STEP) * precision.master.itemsize
+    if case.layout.dp == 1 or not reduced + averaged:
+        return {}
+    count = local_parameters(case.workload.model, case.layout, rank)
+    assert count is not None, "step_traffic leaves out what is not planned"
+    return {"all_reduce": float((reduced + averaged) * count)}
+
+
 def data_parallel_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic:
     """Reduction of gradients and gathering of parameters over the data- and context-parallel ranks."""
+    if case.workload.algorithm.replicas_differ:
+        return local_sgd_traffic(case, rank)
     if case.layout.dp * case.layout.cp == 1:
         return {}
     how = reduction or default_reduction(case)

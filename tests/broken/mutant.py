@@ -21,6 +21,7 @@ LAYOUTS = {
     "fairscale-fsdp": Layout(dp=2, zero_stage=3, num_micro_batches=4),
     "megatron": Layout(tp=2, num_micro_batches=4),
     "gpipe": Layout(pp=2, num_micro_batches=4),
+    "post-local-sgd": Layout(dp=2, num_micro_batches=4),
     "accelerate": Layout(dp=2, num_micro_batches=4),
     "accelerate-fsdp2": Layout(dp=2, zero_stage=3, num_micro_batches=4),
     "deepspeed/1": Layout(dp=2, zero_stage=1, num_micro_batches=4),
@@ -31,11 +32,19 @@ LAYOUTS = {
 """By adapter, and ZeRO stage where it has several. Degree and micro-batches differ, so that one is not taken for the
 other."""
 GPT = workload("gpt-mini")
+ALGORITHMS = {"post-local-sgd": workload("gpt-mini-local-sgd2").algorithm}
+"""Of adapters that do not train synchronously."""
 DEEP = replace(GPT, name="gpt-deep", model=replace(GPT.model, name="gpt-deep", num_layers=4))
 """A layer for each of two virtual stages on two ranks."""
 TIED = replace(GPT, name="gpt-tied", model=replace(GPT.model, name="gpt-tied", tied_embeddings=True))
 
 VIT, VIT_BN = workload("vit-digits"), workload("vit-digits-bn")
+
+
+def under(adapter: str, problem: Workload) -> Workload:
+    """`problem`, by an algorithm that `adapter` has."""
+    algorithm = ALGORITHMS.get(adapter, problem.algorithm)
+    return problem if problem.algorithm.replicas_differ else replace(problem, algorithm=algorithm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +96,7 @@ def on(
             defect=defect,
             suite=suite,
             faults=frozenset(faults),
-            workload=workload,
+            workload=under(adapter, workload),
             layout=layout or LAYOUTS[adapter],
             precision=precision,
         )
@@ -106,6 +115,6 @@ def against(clause: str, adapters: str, defect: type[Broken] | type[Adapter], *f
             defect=defect,
             clause=clause,
             faults=frozenset(faults),
-            workload=plain_workload(),
+            workload=under(adapter, plain_workload()),
             layout=base_layout(adapter),
         )

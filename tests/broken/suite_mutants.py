@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshmark.judge.faults import Fault
+from meshmark.spec.algorithm import local_sgd
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
+from tests.broken import averaging as a
 from tests.broken import gradients as g
 from tests.broken import mixed as m
 from tests.broken import pipelines as p
 from tests.broken import states as s
 from tests.broken import updates as u
 from tests.broken import vision as v
-from tests.broken.mutant import DEEP, TIED, VIT, VIT_BN, Mutant, on
+from tests.broken.mutant import DEEP, GPT, TIED, VIT, VIT_BN, Mutant, on
 
 F = Fault
 FOUR = Layout(dp=4, num_micro_batches=2)
 REPLICATED = Layout(dp=2, pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
 INTERLEAVED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
+WARMED_UP = replace(GPT, name="gpt-mini-local-sgd2w2", algorithm=local_sgd(2, warmup_steps=2))
 SUITE_MUTANTS: list[Mutant] = [
     # Scaling
     *on("ddp fsdp2 megatron fairscale-oss fairscale-fsdp", g.OverMicroBatches, F.SCALED),
@@ -100,6 +105,21 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp megatron", u.DoubleRate, F.UPDATE),
     *on("ddp", u.NoBiasCorrection, F.UPDATE),
     *on("ddp fsdp2", u.ForgetsStates, F.UPDATE),
+    # Replicas that may differ
+    *on("post-local-sgd", a.AveragesLate, F.ALGORITHM),
+    *on("post-local-sgd", a.NeverAverages, F.ALGORITHM),
+    *on("post-local-sgd", a.AlwaysAverages, F.ALGORITHM),
+    *on("post-local-sgd", a.AveragesGradients, F.ALGORITHM),
+    *on("post-local-sgd", a.AveragesGradientsUnseen, F.ALGORITHM),
+    *on("post-local-sgd", a.ReducesAlways, F.ALGORITHM),
+    *on("post-local-sgd", a.AveragesInPairs, F.ALGORITHM, layout=FOUR),
+    *on("post-local-sgd", a.SumsParameters, F.ALGORITHM),
+    *on("post-local-sgd", a.WarmsUpAlone, F.NOT_REDUCED, workload=WARMED_UP),
+    *on("post-local-sgd", a.WarmsUpTooLong, F.ALGORITHM, workload=WARMED_UP),
+    *on("post-local-sgd", a.StartsElsewhere, F.START),
+    *on("post-local-sgd", g.OverMicroBatches, F.SCALED),
+    *on("post-local-sgd", u.DoubleRate, F.UPDATE),
+    *on("post-local-sgd", u.NoClipping, F.CLIPPING),
     # Of other kinds of optimizers
     *on("ddp fsdp2", u.ForgetsMomentum, F.UPDATE, workload=workload("gpt-mini-momentum")),
     *on("ddp fsdp2 gpipe", u.Nesterov, F.UPDATE, workload=workload("gpt-mini-momentum")),

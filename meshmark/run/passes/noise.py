@@ -13,18 +13,20 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
+from meshmark.judge.replicas import num_replicas
 from meshmark.judge.trace import Trace, host_copies
-from meshmark.judge.truth import assess
+from meshmark.judge.truth import assess_replicas
 from meshmark.judge.yardstick import Comparisons, noise_run
 from meshmark.reference.data import Batch, data_digest, make_batch
 from meshmark.reference.initial import random_bits
@@ -54,6 +56,7 @@ def noise_key(case: Case, steps: int) -> str:
         data_digest(case.workload),
         *([_chunkings(case)] if case.workload.couples_rows else []),
         *([case.layout.dp] if case.precision.narrows_reduction else []),
+        *([num_replicas(case)] if num_replicas(case) > 1 else []),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -92,30 +95,51 @@ def write_noise(path: Path, runs: Sequence[Comparisons]) -> None:
 
 
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
-    """One noise run; `run` seeds its perturbations and picks its chunking and way of casting."""
-    workload = request.case.workload
-    num_ranks = _num_ranks(request.case)
+    """One noise run; `run` seeds its perturbations and picks its chunking and way of casting. Of replicas that may
+    differ, each is trained by an engine of its own, here in turn, on its own rows."""
+    workload, replicas, num_ranks = request.case.workload, num_replicas(request.case), _num_ranks(request.case)
     chunkings = _chunkings(request.case)
     layout = Layout(num_micro_batches=chunkings[run % len(chunkings)])
     case = dataclasses.replace(request.case, adapter="single", layout=layout)
-    engine = cast(SingleEngine, adapter.build(case, context))
-    engine.cast_weights = bool(run // len(chunkings) % 2)
-    _perturb(engine, case, run)
-    trace = Trace(parameters=[host_copies(engine.parameters())], buffers=[[host_copies(engine.buffers())]])
+    engines = [cast(SingleEngine, adapter.build(case, context)) for _ in range(replicas)]
+    for engine in engines:
+        engine.cast_weights = bool(run // len(chunkings) % 2)
+        _perturb(engine, case, run)
+    traces = [Trace(parameters=[host_copies(e.parameters())], buffers=[[host_copies(e.buffers())]]) for e in engines]
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
-        batch = _permute(make_batch(workload, step), case, run, num_ranks)
-        trace.evaluations.append(float(engine.evaluate(batch)))
-        loss = engine.backward(batch) if num_ranks == 1 else reduced_backward(engine, batch, num_ranks)
-        trace.losses.append(float(loss))
-        trace.gradients.append(host_copies(engine.gradients()))
-        norm = engine.update()
-        trace.norms.append(None if norm is None else float(norm))
-        trace.parameters.append(host_copies(engine.parameters()))
-        trace.buffers[0].append(host_copies(engine.buffers()))
+        batch = make_batch(workload, step)
+        for replica, (trace, engine) in enumerate(zip(traces, engines, strict=True)):
+            part = _permute(batch.shard(replica, replicas), case, run, num_ranks)
+            trace.evaluations.append(float(engine.evaluate(part)))
+            loss = engine.backward(part) if num_ranks == 1 else reduced_backward(engine, part, num_ranks)
+            trace.losses.append(float(loss))
+        _meet([engine.gradients() for engine in engines], workload.algorithm.reduces_gradients(step), replicas)
+        for trace, engine in zip(traces, engines, strict=True):
+            trace.gradients.append(host_copies(engine.gradients()))
+            norm = engine.update()
+            trace.norms.append(None if norm is None else float(norm))
+        _meet([engine.parameters() for engine in engines], workload.algorithm.averages_after(step))
+        for trace, engine in zip(traces, engines, strict=True):
+            trace.parameters.append(host_copies(engine.parameters()))
+            trace.buffers[0].append(host_copies(engine.buffers()))
         rank_progress.advance()
     divided = dataclasses.replace(layout, dp=num_ranks)
-    return noise_run(assess(trace, workload, start=trace.parameters[0], layout=divided), case.precision)
+    deviations = assess_replicas(traces, workload, start=traces[0].parameters[0], layout=divided)
+    return noise_run(deviations, case.precision)
+
+
+@torch.no_grad()
+def _meet(replicas: Sequence[Mapping[str, Tensor]], average: bool, times: int = 1) -> None:
+    """Multiply all replicas' tensors by `times`, and then put their mean in their place if they are to `average`: in
+    the precision that they are kept in."""
+    for name, first in replicas[0].items():
+        tensors = [held[name] for held in replicas]
+        if times > 1:
+            torch._foreach_mul_(tensors, times)
+        if average and len(tensors) > 1:
+            mean = sum((tensor / len(tensors) for tensor in tensors), torch.zeros_like(first))
+            torch._foreach_copy_(tensors, [mean] * len(tensors))
 
 
 def _num_ranks(case: Case) -> int:
@@ -126,10 +150,10 @@ def _num_ranks(case: Case) -> int:
 def _chunkings(case: Case) -> list[int]:
     """Numbers of micro-batches to train in, of each rank whose reduction is rounded. Where the rows of a micro-batch
     are normalised together, another number would be another function: then it is that of all replicas of the case."""
-    layout, num_ranks = case.layout, _num_ranks(case)
+    layout, num_ranks, rows = case.layout, _num_ranks(case), case.workload.global_batch // num_replicas(case)
     if case.workload.couples_rows:
         return [layout.dp * layout.num_micro_batches // num_ranks]
-    return [n for n in (1, 2, 4, 8) if case.workload.global_batch % (n * num_ranks) == 0]
+    return [n for n in (1, 2, 4, 8) if rows % (n * num_ranks) == 0]
 
 
 def _permute(batch: Batch, case: Case, run: int, num_ranks: int) -> Batch:

@@ -13,18 +13,20 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.traffic_source import TrafficSource
 from meshmark.judge.deviation import Tensors
-from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.gradient_faults import low_precisions
-from meshmark.judge.trace import gather_trace
-from meshmark.judge.truth import assess
+from meshmark.judge.replica_diagnosis import diagnose_replicas
+from meshmark.judge.replicas import replicas_of_ranks
+from meshmark.judge.trace import gather_replicas
+from meshmark.judge.truth import assess_replicas
 from meshmark.measure.memory import cuda_peaks, read_memory, visible_storages
 from meshmark.measure.traffic import TorchTraffic, read_traffic
 from meshmark.measure.watch import Watch
 from meshmark.run.passes.observer import Observer, digests
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
+from meshmark.theory.traffic import METERED_STEP
 
-WATCHED_STEP = 2
+WATCHED_STEP = METERED_STEP
 """The step whose memory and traffic are read: the first builds optimizer states, the second settles caches."""
 
 
@@ -55,11 +57,12 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         observer.train(step, None)
     dtypes = _dtypes(observer.holdings()) | _narrowest(observer.trace.gradients)
     engine.close()
-    trace, drifts, num_replicated = gather_trace(observer.trace)
-    deviations = assess(trace, request.case.workload, layout=request.case.layout) if trace and request.assess else {}
+    traces, drifts, num_replicated = gather_replicas(observer.trace, replicas_of_ranks(request.case))
+    workload, layout = request.case.workload, request.case.layout
+    deviations = assess_replicas(traces, workload, layout=layout) if traces and request.assess else {}
     diagnosis = None
-    if trace and deviations and request.yardstick:
-        diagnosis = diagnose(request.case, trace, deviations, drifts, request.yardstick)
+    if deviations and request.yardstick:
+        diagnosis = diagnose_replicas(request.case, traces, deviations, drifts, request.yardstick)
     return RankReport(
         rank=context.rank,
         build_seconds=built - started,
@@ -72,7 +75,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         memory=memory,
         traffic=traffic,
         state_dtypes=dtypes,
-        digests=digests(trace) if trace else [],
+        digests=digests(traces),
         num_replicated=num_replicated,
         unmeasured={"memory": observer.unheld} if observer.unheld else {},
     )

@@ -80,9 +80,10 @@ def _window(watch: Watch | None, name: str, step: int, sources: Sequence[Traffic
             source.stop()
 
 
-def digests(trace: Trace) -> list[str]:
-    """A hash of all parameters' bits, before the first step and after each."""
+def digests(traces: Sequence[Trace]) -> list[str]:
+    """A hash of all parameters' bits of all replicas, before the first step and after each."""
+    replicas = [tensor_digests(trace.parameters) for trace in traces]
     return [
-        hashlib.blake2b(repr(sorted(step.items())).encode(), digest_size=8).hexdigest()
-        for step in tensor_digests(trace.parameters)
+        hashlib.blake2b("".join(repr(sorted(step.items())) for step in steps).encode(), digest_size=8).hexdigest()
+        for steps in zip(*replicas, strict=True)
     ]

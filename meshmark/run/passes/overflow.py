@@ -51,5 +51,5 @@ def overflow(request: Request, adapter: Adapter, context: RankContext, started: 
         drifts=drifts,
         num_replicated=num_replicated,
         samples={"moved": [float(moved)]},
-        digests=digests(trace) if trace else [],
+        digests=digests([trace]) if trace else [],
     )

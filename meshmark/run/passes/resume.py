@@ -12,9 +12,10 @@ import torch.distributed as dist
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
-from meshmark.judge.diagnosis import diagnose
-from meshmark.judge.trace import Trace, gather_trace
-from meshmark.judge.truth import assess
+from meshmark.judge.replica_diagnosis import diagnose_replicas
+from meshmark.judge.replicas import replicas_of_ranks
+from meshmark.judge.trace import Trace, gather_replicas
+from meshmark.judge.truth import assess_replicas
 from meshmark.run.passes.observer import Observer, digests
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
@@ -31,21 +32,22 @@ def save_halfway(request: Request, adapter: Adapter, context: RankContext, start
     for step in range(halfway(request)):
         observer.train(step)
     engine.save(folder)
-    so_far, _, _ = gather_trace(observer.trace)
+    replicas = replicas_of_ranks(request.case)
+    so_far, _, _ = gather_replicas(observer.trace, replicas)
     if so_far:
         (folder / _TRACE).write_bytes(pickle.dumps(so_far))
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps - halfway(request))
     for step in range(halfway(request), request.steps):
         observer.train(step)
     engine.close()
-    trace, drifts, _ = gather_trace(observer.trace)
+    traces, drifts, _ = gather_replicas(observer.trace, replicas)
     return RankReport(
         rank=context.rank,
         build_seconds=built - started,
         run_seconds=time.time() - built,
         losses=observer.trace.losses,
         drifts=drifts,
-        digests=digests(trace) if trace else [],
+        digests=digests(traces),
     )
 
 
@@ -60,7 +62,7 @@ def resume(request: Request, adapter: Adapter, context: RankContext, started: fl
     for step in range(half, request.steps):
         observer.train(step)
     engine.close()
-    second, drifts, _ = gather_trace(observer.trace)
+    second, drifts, _ = gather_replicas(observer.trace, replicas_of_ranks(request.case))
     dist.barrier()
     report = RankReport(
         rank=context.rank,
@@ -69,12 +71,15 @@ def resume(request: Request, adapter: Adapter, context: RankContext, started: fl
         losses=observer.trace.losses,
         drifts=[dataclasses.replace(drift, step=drift.step + half) for drift in drifts],
     )
-    if second is None:
+    if not second:
         return report
-    whole = _join(pickle.loads((folder / _TRACE).read_bytes()), second)
-    deviations = assess(whole, request.case.workload, layout=request.case.layout)
+    first: list[Trace] = pickle.loads((folder / _TRACE).read_bytes())
+    whole = [_join(*halves) for halves in zip(first, second, strict=True)]
+    deviations = assess_replicas(whole, request.case.workload, layout=request.case.layout)
     diagnosis = (
-        diagnose(request.case, whole, deviations, report.drifts, request.yardstick) if request.yardstick else None
+        diagnose_replicas(request.case, whole, deviations, report.drifts, request.yardstick)
+        if request.yardstick
+        else None
     )
     return dataclasses.replace(report, deviations=deviations, diagnosis=diagnosis, digests=digests(second))
 

@@ -1,0 +1,133 @@
+"""Local SGD that averages at another time, otherwise, or something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.broken.engine import Broken
+
+
+class Averaging(Broken):
+    """Puts `average` in the place of what PyTorch's averager does after the local step; `due` is when it would."""
+
+    module: Any
+
+    def prepare(self) -> None:
+        averager = self.optimizer.averager
+        honest = averager.average_parameters
+
+        def average_parameters(params: object) -> None:
+            due = self.case.workload.algorithm.averages_after(averager.step)
+            if self.averages(due):
+                averager.step = self.case.workload.algorithm.warmup_steps  # when it always averages
+                honest(params)
+            self.local_steps += 1
+            averager.step = self.local_steps
+
+        self.local_steps = 0
+        averager.average_parameters = average_parameters
+
+    def averages(self, due: bool) -> bool:
+        return due
+
+
+class AveragesLate(Averaging):
+    """One step late."""
+
+    was_due = False
+
+    def averages(self, due: bool) -> bool:
+        self.was_due, before = due, self.was_due
+        return before
+
+
+class NeverAverages(Averaging):
+    def averages(self, due: bool) -> bool:
+        return False
+
+
+class AlwaysAverages(Averaging):
+    def averages(self, due: bool) -> bool:
+        return True
+
+
+class AveragesGradients(Averaging):
+    """In the place of parameters, where these were to be averaged."""
+
+    def averages(self, due: bool) -> bool:
+        return False
+
+    def after_backward(self) -> None:
+        if self.case.workload.algorithm.averages_after(self.steps):
+            _average(gradient for _, gradient in self.grads())
+
+
+class AveragesGradientsUnseen(AveragesGradients):
+    """When the update begins: the gradients that it tells are its own."""
+
+    def after_backward(self) -> None:
+        pass
+
+    def update(self) -> Tensor | None:
+        with torch.no_grad():
+            if self.case.workload.algorithm.averages_after(self.steps - 1):
+                _average([gradient for _, gradient in self.grads()])
+        return super().update()
+
+
+class ReducesAlways(Broken):
+    """The hook goes on reducing gradients after the warm-up."""
+
+    def after_backward(self) -> None:
+        _average([gradient for _, gradient in self.grads()])
+
+
+class WarmsUpAlone(Broken):
+    """The hook reduces nothing in the warm-up either."""
+
+    hook_state: Any
+
+    def prepare(self) -> None:
+        self.hook_state.start_localSGD_iter = 0
+
+
+class WarmsUpTooLong(WarmsUpAlone):
+    """By a step."""
+
+    def prepare(self) -> None:
+        self.hook_state.start_localSGD_iter += 1
+
+
+class StartsElsewhere(Broken):
+    """The last replica alone."""
+
+    def prepare(self) -> None:
+        if self.context.rank == self.context.world_size - 1:
+            self.put([tensor * 1.001 for tensor in self.locals()])
+
+
+class AveragesInPairs(Broken):
+    """Over a subgroup, as of one node, where all were meant."""
+
+    def prepare(self) -> None:
+        self.optimizer.averager.process_group, _ = dist.new_subgroups(group_size=2)
+
+
+class SumsParameters(Broken):
+    """The sum over replicas in the place of the mean."""
+
+    def update(self) -> Tensor | None:
+        norm = super().update()
+        if self.case.workload.algorithm.averages_after(self.steps - 1):
+            self.put([tensor * self.context.world_size for tensor in self.locals()])
+        return norm
+
+
+def _average(tensors: Any) -> None:  # noqa: ANN401
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+        tensor.div_(dist.get_world_size())
