@@ -54,7 +54,8 @@ class Adapter(ABC):
 
     @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic:
-        """What this framework's algorithm asks for in one step, bytes by kind; scalars need not be counted."""
+        """What this framework's algorithm asks for in one step, bytes by kind; scalars need not be counted. Where steps
+        differ, in `METERED_STEP` of `meshmark.theory.traffic`."""
         return step_traffic(case, rank)
 
     @classmethod
