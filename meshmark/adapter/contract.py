@@ -54,8 +54,8 @@ class Adapter(ABC):
 
     @classmethod
     def traffic(cls, case: Case, rank: int) -> Traffic | None:
-        """What this framework's algorithm asks for in one step, bytes by kind; scalars need not be counted. None where
-        it is not planned."""
+        """What this framework's algorithm asks for in one step, bytes by kind; scalars need not be counted. Where steps
+        differ, in `METERED_STEP` of `meshmark.theory.traffic`; None where it is not planned."""
         return step_traffic(case, rank)
 
     @classmethod

@@ -42,12 +42,15 @@ class Engine(ABC):
         Afterwards every reduction over ranks is done: the gradient is that of the mean over all unmasked tokens of the
         global batch, not yet clipped. Returns this rank's share of the loss, a scalar on any device: the shares of all
         ranks add up to the global mean (a rank that computes none, or the same as another, returns zero).
+
+        Under an algorithm whose replicas may differ, in a step that they take alone: the gradient is that of dp times
+        this replica's share of the loss, reduced over the ranks of the replica alone.
         """
 
     @abstractmethod
     def update(self) -> Tensor | None:
-        """Clip, step the optimizer, forget the gradients. Returns the global gradient norm before clipping, where the
-        framework tells it."""
+        """Clip, step the optimizer, do what the workload's algorithm does besides, forget the gradients. Returns the
+        global norm before clipping of the gradients that are stepped on, where the framework tells it."""
 
     def step(self, batch: Batch) -> Tensor:
         """One whole optimizer step; what the clock is held to. Returns what `backward` does."""

@@ -193,8 +193,8 @@ def _by_algorithm(plain: Workload, adapter: type[Adapter]) -> Workload:
     """`plain`, renamed and by local SGD under an adapter that does not train synchronously."""
     if AlgorithmKind.SYNCHRONOUS in adapter.capabilities.algorithms:
         return plain
-    own = dataclasses.replace(plain, algorithm=local_sgd(LOCAL_PERIOD))
-    return dataclasses.replace(own, name=own.id)
+    own = replace(plain, algorithm=local_sgd(LOCAL_PERIOD))
+    return replace(own, name=own.id)
 
 
 def _grown(plain: Workload, layout: Layout, global_batch: int | None) -> Workload:
