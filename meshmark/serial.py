@@ -12,9 +12,20 @@ from pathlib import Path
 from typing import Any
 
 
+@typing.runtime_checkable
+class Written(typing.Protocol):
+    """A value that is written as the text that `str` makes of it, and may be a dictionary's key."""
+
+    @classmethod
+    def parse(cls, text: str) -> typing.Self:
+        """The value again. Raises `ValueError` for the text of none."""
+
+
 def encode(value: object) -> Any:  # noqa: ANN401
     """JSON-ready copy of `value`; a number that is not finite becomes null, which every JSON reader takes."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if isinstance(value, Written):
+            return str(value)
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {str(k): encode(v) for k, v in value.items()}
@@ -36,6 +47,9 @@ def decode(kind: Any, value: Any) -> Any:  # noqa: ANN401
     Raises `TypeError` or `ValueError` when `value` has another form.
     """
     if dataclasses.is_dataclass(kind):
+        if issubclass(typing.cast(type, kind), Written):
+            _expect(str, value, typing.cast(type, kind).__name__)
+            return typing.cast(type[Written], kind).parse(value)
         _expect(dict, value, typing.cast(type, kind).__name__)
         hints = _hints(typing.cast(type, kind))
         if unknown := set(value) - set(hints):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmark.conformance.finding import ClauseResult, Finding
-from meshmark.judge.deviation import Drift
+from meshmark.judge.deviation import Drift, QuantityKind
 from meshmark.judge.yardstick import FALSE_ALARMS, compare, gradient_norms
 from meshmark.reference.data import IGNORED, make_batch
 from meshmark.run.passes.fail import MESSAGE
@@ -42,10 +42,10 @@ def _alone(record: Record, what: str) -> Finding | None:
     )
 
 
-def _within(record: Record, *kinds: str) -> Finding:
+def _within(record: Record, *kinds: QuantityKind) -> Finding:
     """Every compared quantity of these kinds within its tolerance."""
     yardstick, run = record.yardstick, compare(record.deviations)
-    excesses = [e for e in yardstick.excesses(run) if e[1].partition("/")[0] in kinds]
+    excesses = [e for e in yardstick.excesses(run) if e[1].kind in kinds]
     if not excesses:
         return _finding(False, f"nothing to compare of {', '.join(kinds)}")
     excess, quantity, step = max(excesses)
@@ -82,18 +82,18 @@ def verdict(suite: str, what: str) -> Judge:
 
 
 def loss(record: Record) -> Finding:
-    return _within(record, "loss")
+    return _within(record, QuantityKind.LOSS)
 
 
 def gradients(record: Record) -> Finding:
-    return _within(record, "gradients", "scale")
+    return _within(record, QuantityKind.GRADIENTS, QuantityKind.SCALE)
 
 
 def parameters(record: Record) -> Finding:
-    elsewhere = [q for q, steps in record.deviations.items() if q.startswith("initial/") and steps[0].distance]
+    elsewhere = [q for q, steps in record.deviations.items() if q.kind is QuantityKind.INITIAL and steps[0].distance]
     if elsewhere:
         return _finding(False, f"{len(elsewhere)} initial values differ, first {elsewhere[0]}")
-    return _within(record, "parameters")
+    return _within(record, QuantityKind.PARAMETERS)
 
 
 def replicas(record: Record) -> Finding:
@@ -115,9 +115,11 @@ def _drift_text(drifts: list[Drift]) -> str:
 
 
 def evaluation(record: Record) -> Finding:
-    if "evaluation" not in record.deviations:
+    if QuantityKind.EVALUATION.of() not in record.deviations:
         return Finding(result=ClauseResult.UNSUPPORTED, evidence="the adapter has no evaluation")
-    return _all_of(_within(record, "evaluation"), equivalent(record))  # training goes on as if it had not been
+    return _all_of(
+        _within(record, QuantityKind.EVALUATION), equivalent(record)
+    )  # training goes on as if it had not been
 
 
 def uneven(record: Record) -> Finding:
@@ -138,8 +140,12 @@ def clipping(record: Record) -> Finding:
     limit = record.case.workload.optimizer.clip_norm or math.inf
     norms = gradient_norms(record.deviations)
     active = _finding(min(norms) > limit, f"norms {min(norms):.3g} to {max(norms):.3g} clipped to {limit:g}")
-    reported = _within(record, "norm") if "norm" in record.deviations else _finding(True, "the norm is not reported")
-    return _all_of(_within(record, "parameters"), reported, active)
+    reported = (
+        _within(record, QuantityKind.NORM)
+        if QuantityKind.NORM.of() in record.deviations
+        else _finding(True, "the norm is not reported")
+    )
+    return _all_of(_within(record, QuantityKind.PARAMETERS), reported, active)
 
 
 def frozen(record: Record) -> Finding:
@@ -147,7 +153,7 @@ def frozen(record: Record) -> Finding:
     fixed = {
         q: steps
         for q, steps in record.deviations.items()
-        if q.startswith("parameters/") and not workload.trains(q.partition("/")[2])
+        if q.kind is QuantityKind.PARAMETERS and not workload.trains(q.name)
     }
     moved = [q for q, steps in fixed.items() if any(d.distance for d in steps)]
     stayed = _finding(bool(fixed) and not moved, f"{len(fixed)} frozen parameters, {len(moved)} of them moved")
@@ -157,7 +163,7 @@ def frozen(record: Record) -> Finding:
 def masters(record: Record) -> Finding:
     kept = record.state_dtypes.get("parameters") or record.unmeasured.get("memory", "nothing")
     wide = _finding("float32" in kept.split("+"), f"parameters kept in {kept}")
-    return _all_of(wide, _within(record, "parameters"))
+    return _all_of(wide, _within(record, QuantityKind.PARAMETERS))
 
 
 def declared_precision(record: Record) -> Finding:
@@ -165,7 +171,9 @@ def declared_precision(record: Record) -> Finding:
     kept = record.state_dtypes.get("optimizer_states") or record.unmeasured.get("memory", "nothing")
     moments = _finding(kept == "float32", f"moments in {kept}")
     reported = record.state_dtypes.get("gradients", "")
-    gradient_ratios = [r for r, q, _ in record.yardstick.ratios(compare(record.deviations)) if q.startswith("grad")]
+    gradient_ratios = [
+        r for r, q, _ in record.yardstick.ratios(compare(record.deviations)) if q.kind is QuantityKind.GRADIENTS
+    ]
     rough = max(gradient_ratios, default=0.0)
     really = _finding(rough > WIDER, f"gradients at most {rough:.1e} x the noise of {record.case.precision}")
     reduced = _finding(reported in ("", "float32"), f"every value of every gradient is a {reported} number")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +21,46 @@ class Deviation:
     """<y, x> / ||x||^2: y is about this multiple of the truth."""
 
 
-Deviations = dict[str, list[Deviation]]
-"""By quantity, then step: `loss`, `evaluation`, `norm`, `gradients/NAME`, `parameters/NAME`, and `initial/NAME` (one
-step)."""
+class QuantityKind(StrEnum):
+    """What is compared of a run."""
+
+    LOSS = "loss"
+    EVALUATION = "evaluation"
+    """The loss, in evaluation."""
+    NORM = "norm"
+    """Of all gradients, as the framework told it."""
+    INITIAL = "initial"
+    """Of a parameter: its start, the only step there is of it."""
+    GRADIENTS = "gradients"
+    PARAMETERS = "parameters"
+    SCALE = "scale"
+    """Of a gradient: the multiple of the truth that it is."""
+
+    def of(self, name: str = "") -> Quantity:
+        """That of the parameter called `name`; a number of the whole model has none."""
+        return Quantity(kind=self, name=name)
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Quantity:
+    """One thing that is compared at every step."""
+
+    kind: QuantityKind
+    name: str = ""
+    """The parameter's."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.name}" if self.name else str(self.kind)
+
+    @classmethod
+    def parse(cls, text: str) -> Quantity:
+        """The quantity that is written so. Raises `ValueError` when it is none."""
+        kind, _, name = text.partition("/")
+        return cls(kind=QuantityKind(kind), name=name)
+
+
+Deviations = dict[Quantity, list[Deviation]]
+"""By quantity, then step."""
 
 
 def global_norm(tensors: Tensors) -> float:
@@ -53,8 +91,8 @@ Tensors = dict[str, NDArray[np.floating]]
 class Drift:
     """Ranks that should hold the same tensor, bit for bit, and do not."""
 
-    quantity: str
-    """parameters/NAME or gradients/NAME."""
+    quantity: Quantity
+    """A parameter, or its gradient."""
     step: int
     ranks: list[int]
     """Those that differ from the lowest rank that holds it."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshmark import rank_progress
-from meshmark.judge.deviation import Drift, Tensors
+from meshmark.judge.deviation import Drift, QuantityKind, Tensors
 from meshmark.judge.gather import all_gather_json, gather_arrays
 
 _MOST_DRIFTED = 4
@@ -59,7 +59,8 @@ def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
         norms=own.norms,
         evaluations=own.evaluations,
     )
-    drifts = _drifts("parameters", [e[0] for e in everyone]) + _drifts("gradients", [e[1] for e in everyone])
+    drifts = _drifts(QuantityKind.PARAMETERS, [e[0] for e in everyone])
+    drifts += _drifts(QuantityKind.GRADIENTS, [e[1] for e in everyone])
     mine.drifted = _drifted(own, drifts)
     traces = _gather(mine)
     if traces is None:
@@ -107,9 +108,9 @@ def _gather(own: Trace) -> list[Trace] | None:
 
 def _drifted(own: Trace, drifts: list[Drift]) -> dict[int, Tensors]:
     """What `Trace.drifted` takes of this rank."""
-    rank, gradients = dist.get_rank(), [d for d in drifts if d.quantity.startswith("gradients/")]
+    rank, gradients = dist.get_rank(), [d for d in drifts if d.quantity.kind is QuantityKind.GRADIENTS]
     first = min((d.step for d in gradients), default=0)
-    names = [d.quantity.partition("/")[2] for d in gradients if d.step == first and rank in d.ranks][:_MOST_DRIFTED]
+    names = [d.quantity.name for d in gradients if d.step == first and rank in d.ranks][:_MOST_DRIFTED]
     return {rank: {name: own.gradients[first][name] for name in names}} if names else {}
 
 
@@ -137,7 +138,7 @@ def _union(parts: tuple[Tensors, ...]) -> Tensors:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def _drifts(kind: str, everyone: list[list[dict[str, str]]]) -> list[Drift]:
+def _drifts(kind: QuantityKind, everyone: list[list[dict[str, str]]]) -> list[Drift]:
     found = []
     for step in range(len(everyone[0])):
         names = {name for held in everyone for name in held[step]}
@@ -145,5 +146,5 @@ def _drifts(kind: str, everyone: list[list[dict[str, str]]]) -> list[Drift]:
             digests = {rank: held[step][name] for rank, held in enumerate(everyone) if name in held[step]}
             first = digests[min(digests)]
             if ranks := [rank for rank, digest in digests.items() if digest != first]:
-                found.append(Drift(quantity=f"{kind}/{name}", step=step, ranks=ranks))
+                found.append(Drift(quantity=kind.of(name), step=step, ranks=ranks))
     return found

@@ -18,7 +18,7 @@ from torch import nn
 
 from meshmark import rank_progress
 from meshmark.errors import AdapterError
-from meshmark.judge.deviation import Deviation, Deviations, Tensors, deviation, global_norm
+from meshmark.judge.deviation import Deviation, Deviations, QuantityKind, Tensors, deviation, global_norm
 from meshmark.judge.trace import Trace
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.initial import initial_value
@@ -35,7 +35,9 @@ def assess(trace: Trace, workload: Workload, start: Tensors | None = None) -> De
     """
     _check_names(trace, workload)
     start = initial_values(workload) if start is None else start
-    found: Deviations = {f"initial/{name}": [deviation(trace.parameters[0].get(name), x)] for name, x in start.items()}
+    found: Deviations = {
+        QuantityKind.INITIAL.of(name): [deviation(trace.parameters[0].get(name), x)] for name, x in start.items()
+    }
     optimizer = ExactOptimizer(workload.optimizer)
     rank_progress.begin(rank_progress.Phase.TRUTH, len(trace.gradients))
     for step, own in enumerate(trace.gradients):
@@ -43,18 +45,18 @@ def assess(trace: Trace, workload: Workload, start: Tensors | None = None) -> De
         here = {name: here.get(name, np.full(x.shape, np.nan)) for name, x in start.items()}
         batch = make_batch(workload, step)
         exact = exact_gradients(workload, here, batch)
-        found.setdefault("loss", []).append(_scalar(trace.losses[step], exact.loss))
+        found.setdefault(QuantityKind.LOSS.of(), []).append(_scalar(trace.losses[step], exact.loss))
         if trace.evaluations:
-            found.setdefault("evaluation", []).append(_scalar(trace.evaluations[step], exact.loss))
+            found.setdefault(QuantityKind.EVALUATION.of(), []).append(_scalar(trace.evaluations[step], exact.loss))
         for name, x in exact.gradients.items():
             absent = np.zeros_like(x) if name in exact.unused else None
-            found.setdefault(f"gradients/{name}", []).append(deviation(own.get(name, absent), x))
+            found.setdefault(QuantityKind.GRADIENTS.of(name), []).append(deviation(own.get(name, absent), x))
         own = {name: own.get(name, np.zeros_like(x)) for name, x in exact.gradients.items() if name not in exact.unused}
         reported = trace.norms[step]
         if reported is not None:
-            found.setdefault("norm", []).append(_scalar(reported, global_norm(own)))
+            found.setdefault(QuantityKind.NORM.of(), []).append(_scalar(reported, global_norm(own)))
         for name, x in optimizer.step(here, own).items():
-            found.setdefault(f"parameters/{name}", []).append(deviation(after.get(name), x))
+            found.setdefault(QuantityKind.PARAMETERS.of(name), []).append(deviation(after.get(name), x))
     return found
 
 
