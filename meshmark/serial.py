@@ -12,10 +12,21 @@ from pathlib import Path
 from typing import Any
 
 
+@typing.runtime_checkable
+class Written(typing.Protocol):
+    """A value that is written as the text that `str` makes of it, and may be a dictionary's key."""
+
+    @classmethod
+    def parse(cls, text: str) -> typing.Self:
+        """The value again. Raises `ValueError` for the text of none."""
+
+
 def encode(value: object) -> Any:  # noqa: ANN401
     """JSON-ready copy of `value`; a number that is not finite becomes null, which every JSON reader takes. One of the
     PRESETS of its class, where that has any, becomes its name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if isinstance(value, Written):
+            return str(value)
         if value in (presets := getattr(value, "PRESETS", {})).values():
             return next(name for name, preset in presets.items() if preset == value)
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -39,6 +50,9 @@ def decode(kind: Any, value: Any) -> Any:  # noqa: ANN401
     Raises `TypeError` or `ValueError` when `value` has another form.
     """
     if dataclasses.is_dataclass(kind):
+        if issubclass(typing.cast(type, kind), Written):
+            _expect(str, value, typing.cast(type, kind).__name__)
+            return typing.cast(type[Written], kind).parse(value)
         if isinstance(value, str) and value in (presets := getattr(kind, "PRESETS", {})):
             return presets[value]
         _expect(dict, value, typing.cast(type, kind).__name__)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from meshmark.environment import Environment
-from meshmark.judge.deviation import Deviation, Drift
+from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
 from meshmark.run.record import Outcome, Record, Status, Verdict
@@ -127,12 +127,16 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "losses": [5.5, 5.25],
         "norms": [2.0, None],
         "deviations": {
-            "loss": [deviation, deviation],
-            "norm": [deviation, deviation],
-            "gradients/head.norm.bias": [deviation, deviation],
-            "initial/head.norm.bias": [Deviation(distance=0.0, scale=1.0, factor=1.0)],
+            Quantity.parse("loss"): [deviation, deviation],
+            Quantity.parse("norm"): [deviation, deviation],
+            Quantity.parse("gradients/head.norm.bias"): [deviation, deviation],
+            Quantity.parse("initial/head.norm.bias"): [Deviation(distance=0.0, scale=1.0, factor=1.0)],
         },
-        "noise": {"loss": [1e-7, 1e-7], "norm": [1e-7, 1e-7], "gradients/head.norm.bias": [1e-7, 2e-7]},
+        "noise": {
+            Quantity.parse("loss"): [1e-7, 1e-7],
+            Quantity.parse("norm"): [1e-7, 1e-7],
+            Quantity.parse("gradients/head.norm.bias"): [1e-7, 2e-7],
+        },
         "factors": {"number": 4.0, "gradients": 3.0, "parameters": 2.5},
         "diagnosis": Diagnosis(fault=Fault.DRIFT, step=1, names=["head.norm.bias"], num_names=1, ranks=[1]),
         "remarks": ["the noise floor was damaged"],
@@ -142,7 +146,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "digests": ["abc", "def"],
         "num_replicated": 3,
         "known_gaps": [KnownGap(clause="unused", reason="it is so", symptom="stale", link="there", zero_stages=(3,))],
-        "drifts": [Drift(quantity="parameters/head.norm.bias", step=1, ranks=[1])],
+        "drifts": [Drift(quantity=Quantity.parse("parameters/head.norm.bias"), step=1, ranks=[1])],
         "memory": [make_memory(), make_memory()],
         "planned_states": [ModelStates(parameters=400, gradients=400, optimizer_states=800)] * 2,
         "remainders": [[Remainder(category="gradients", num_bytes=2.0, reason="padding")], []],

@@ -19,8 +19,8 @@ from meshmark.conformance.scenario import SCENARIOS, plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import InputError
 from meshmark.judge.algorithm import LocalSGD, Synchronous
-from meshmark.judge.deviation import Drift, Tensors
-from meshmark.judge.replicas import by_replica, of_replica, replicas_of_ranks
+from meshmark.judge.deviation import Drift, Quantity, QuantityKind, Tensors
+from meshmark.judge.replicas import by_replica, replicas_of_ranks
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import ExactOptimizer, assess_replicas, exact_gradients, initial_values
 from meshmark.reference.data import make_batch
@@ -44,6 +44,7 @@ from tests.test_gather import on_ranks
 LOCAL = workload("gpt-mini-local-sgd2")
 TWO = Layout(dp=2, num_micro_batches=2)
 PLAIN_SGD = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0.0, clip_norm=None)
+LOSS = QuantityKind.LOSS.of()
 
 
 # What is asked
@@ -170,13 +171,13 @@ def test_every_replica_is_compared_with_its_own_truth() -> None:
     assert max(d.distance for steps in found.values() for d in steps) < 1e-13
     first, second = by_replica(found, 2)
     assert first.keys() == second.keys() and len(first) + len(second) == len(found)
-    assert {q.partition("/")[0] for q in first} == {"initial", "loss", "gradients", "parameters"}
-    assert first["loss"][1].scale != second["loss"][1].scale
+    assert {str(q.kind) for q in first} == {"initial", "loss", "gradients", "parameters"}
+    assert first[LOSS][1].scale != second[LOSS][1].scale
     name = "head.output.weight"
     traces[1].parameters[2][name] = traces[1].parameters[2][name] + 1e-3  # where step 1 leaves it, and 2 begins
     found = assess_replicas(traces, problem)
     wrong = {q for q, steps in found.items() if len(steps) > 1 and steps[1].distance > 1e-4}
-    assert wrong == {of_replica(f"parameters/{name}", 1, 2)}
+    assert wrong == {Quantity(kind=QuantityKind.PARAMETERS, name=name, replica=1)}
 
 
 # Traces by replica
@@ -200,7 +201,7 @@ def test_ranks_of_one_replica_must_agree_and_those_of_two_need_not(
     losses, values, drifts, num_replicated = first
     assert losses == [3.0, 4.0]
     assert values == [[1.0, 0.0], [10.0, 2.0]]
-    assert drifts == [Drift(quantity="parameters/b", step=0, ranks=[1])]
+    assert drifts == [Drift(quantity=QuantityKind.PARAMETERS.of("b"), step=0, ranks=[1])]
     assert num_replicated == 2
     assert all(other[:2] == ([], []) for other in others)
 
@@ -213,9 +214,10 @@ def test_ranks_stand_in_the_replica_of_their_data_parallel_index() -> None:
 
 
 def test_a_replica_s_noise_is_its_own() -> None:
-    noise = {of_replica("loss", r, 2): [float(r)] for r in range(2)} | {of_replica("gradients/a.b", 1, 2): [5.0]}
-    assert by_replica(noise, 2) == [{"loss": [0.0]}, {"loss": [1.0], "gradients/a.b": [5.0]}]
-    assert by_replica({"gradients/a.b": [5.0]}, 1) == [{"gradients/a.b": [5.0]}]
+    texts = {"loss/replica0": [0.0], "loss/replica1": [1.0], "gradients/replica1:a.b": [5.0]}
+    noise, gradient = {Quantity.parse(text): values for text, values in texts.items()}, QuantityKind.GRADIENTS.of("a.b")
+    assert by_replica(noise, 2) == [{LOSS: [0.0]}, {LOSS: [1.0], gradient: [5.0]}]
+    assert by_replica({gradient: [5.0]}, 1) == [{gradient: [5.0]}]
 
 
 # For real
@@ -260,8 +262,8 @@ def test_pytorchs_post_local_sgd_trains_right_and_sends_what_it_should(
     planned = {} if sent == "nothing" else {"all_reduce": float(whole)}
     assert record.planned_traffic == [planned] * dp == [step_traffic(record.case, rank) for rank in range(dp)]
     replicas = by_replica(record.deviations, dp)
-    assert all(replica.keys() == replicas[0].keys() and "norm" in replica for replica in replicas)
-    apart = {replica["gradients/head.output.weight"][2].scale for replica in replicas}
+    assert all(replica.keys() == replicas[0].keys() and QuantityKind.NORM.of() in replica for replica in replicas)
+    apart = {replica[QuantityKind.GRADIENTS.of("head.output.weight")][2].scale for replica in replicas}
     assert len(apart) == (1 if sent == "reduces" else dp), "each replica's gradient is its own"
 
 

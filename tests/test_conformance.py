@@ -17,7 +17,7 @@ from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import DROPOUT_STEPS, SCENARIOS, Scenario, plain_cells, plain_workload
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.expect import expect_clause
-from meshmark.judge.deviation import Deviation, Drift
+from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.report.conformance import columns, write_conformance
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
@@ -42,24 +42,25 @@ def plain(**changes: Any) -> Record:  # noqa: ANN401
         "base": make_case(),
         "num_replicated": 4,
         "deviations": {
-            "loss": [NOISY] * 2,
-            "norm": [NOISY] * 2,
-            "gradients/head.norm.bias": [NOISY] * 2,
-            "parameters/head.norm.bias": [NOISY] * 2,
-            "initial/head.norm.bias": [EXACT],
+            Quantity.parse("loss"): [NOISY] * 2,
+            Quantity.parse("norm"): [NOISY] * 2,
+            Quantity.parse("gradients/head.norm.bias"): [NOISY] * 2,
+            Quantity.parse("parameters/head.norm.bias"): [NOISY] * 2,
+            Quantity.parse("initial/head.norm.bias"): [EXACT],
         },
         "noise": {
-            "loss": [1e-7] * 2,
-            "norm": [1e-7] * 2,
-            "gradients/head.norm.bias": [1e-7] * 2,
-            "parameters/head.norm.bias": [1e-7] * 2,
+            Quantity.parse("loss"): [1e-7] * 2,
+            Quantity.parse("norm"): [1e-7] * 2,
+            Quantity.parse("gradients/head.norm.bias"): [1e-7] * 2,
+            Quantity.parse("parameters/head.norm.bias"): [1e-7] * 2,
         },
     }
     return make_good(**{**defaults, **changes})
 
 
-def deviating(quantity: str, deviation: Deviation = WRONG) -> Record:
+def deviating(written: str, deviation: Deviation = WRONG) -> Record:
     good = plain()
+    quantity = Quantity.parse(written)
     return plain(deviations={**good.deviations, quantity: [deviation] * len(good.deviations[quantity])})
 
 
@@ -81,7 +82,7 @@ def test_a_quantity_beyond_its_noise_fails_its_clause_alone(judge: judges.Judge,
 
 def test_replicas_must_be_equal_and_must_have_been_compared() -> None:
     assert judges.replicas(plain()).result is ClauseResult.PASS
-    apart = plain(drifts=[Drift(quantity="parameters/head.norm.bias", step=1, ranks=[1])])
+    apart = plain(drifts=[Drift(quantity=Quantity.parse("parameters/head.norm.bias"), step=1, ranks=[1])])
     assert judges.replicas(apart).result is ClauseResult.FAIL
     assert judges.replicas(plain(num_replicated=0)).result is ClauseResult.UNSUPPORTED
 

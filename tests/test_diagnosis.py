@@ -14,7 +14,7 @@ import torch
 
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import Single
-from meshmark.judge.deviation import Drift
+from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.faults import Diagnosis, Fault, named_factor
 from meshmark.judge.gradient_faults import nobody_reduced
@@ -92,7 +92,7 @@ def test_one_tensor_scaled_by_little_is_found_alone() -> None:
 
 
 def test_one_ranks_own_part_is_a_missing_reduction_where_replicas_drift() -> None:
-    drift = Drift(quantity=f"gradients/{WEIGHT}", step=1, ranks=[1])
+    drift = Drift(quantity=Quantity.parse(f"gradients/{WEIGHT}"), step=1, ranks=[1])
     diagnosis = found(
         lambda t: gradients(t, 1, lambda n, g: 2 * truth(t, 1, slice(0, 4))[n]), Fault.NOT_REDUCED, 1, drift
     )
@@ -103,7 +103,7 @@ def test_one_ranks_own_part_is_a_missing_reduction_where_replicas_drift() -> Non
 @pytest.mark.parametrize("other, ranks", [(slice(4, 8), []), (slice(0, 8), [1])])
 def test_no_rank_reduced_is_told_from_one_that_did_not(other: slice, ranks: list[int]) -> None:
     """By what the other rank holds: its own part alone, or the whole."""
-    drift = Drift(quantity=f"gradients/{WEIGHT}", step=1, ranks=[1])
+    drift = Drift(quantity=Quantity.parse(f"gradients/{WEIGHT}"), step=1, ranks=[1])
 
     def doctor(trace: Trace) -> None:
         gradients(trace, 1, lambda n, g: 2 * truth(trace, 1, slice(0, 4))[n])
@@ -245,7 +245,7 @@ def test_another_start_comes_before_all_that_follows_from_it() -> None:
 
 
 def test_replicas_that_drift_after_a_step_are_said_to_do_so_in_it() -> None:
-    drift = Drift(quantity=f"parameters/{WEIGHT}", step=2, ranks=[1])
+    drift = Drift(quantity=Quantity.parse(f"parameters/{WEIGHT}"), step=2, ranks=[1])
     assert found(lambda trace: None, Fault.DRIFT, 1, drift).ranks == [1]
 
 

@@ -13,7 +13,7 @@ from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario import Scenario
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.expect import expect, expect_clause
-from meshmark.judge.deviation import Drift
+from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.report.conformance import columns
 from meshmark.run.record import Outcome, Record, Status
@@ -40,7 +40,7 @@ def wrong(scenario: str = "plain", diagnosis: Diagnosis = REDUCTION, **changes: 
         diagnosis=diagnosis,
         base=BASE,
         **changes,
-        deviations={**good.deviations, "gradients/head.norm.bias": [WRONG] * 2},
+        deviations={**good.deviations, Quantity.parse("gradients/head.norm.bias"): [WRONG] * 2},
     )
     return dataclasses.replace(record, verdicts=[judge_equivalence(record), *record.verdicts[1:]])
 
@@ -130,7 +130,7 @@ def test_an_exception_that_ends_every_scenario_is_told_once() -> None:
 
 
 def test_replicas_fail_by_the_defect_that_made_them_drift() -> None:
-    runner = Kept(wrong(drifts=[Drift(quantity="gradients/a", step=0, ranks=[1])]))
+    runner = Kept(wrong(drifts=[Drift(quantity=Quantity.parse("gradients/a"), step=0, ranks=[1])]))
     told(runner, "gradients")
     assert told(runner, "replicas") == "as in clause gradients: missing reduction"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapters import ADAPTERS
+from meshmark.judge.deviation import Quantity
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.launch import LaunchResult
@@ -18,7 +19,10 @@ from meshmark.run.request import Request
 from meshmark.run.runner import Runner, RunOptions
 from tests.factories import make_case
 
-RUNS = [{"loss": [1e-7, 2e-7], "gradients/a": [0.5, 0.25]}, {"loss": [3e-7, 1e-9], "gradients/a": [0.125, 1.0]}]
+RUNS = [
+    {Quantity.parse("loss"): [1e-7, 2e-7], Quantity.parse("gradients/a"): [0.5, 0.25]},
+    {Quantity.parse("loss"): [3e-7, 1e-9], Quantity.parse("gradients/a"): [0.125, 1.0]},
+]
 
 
 def test_noise_comes_back_as_it_was_written(tmp_path: Path) -> None:

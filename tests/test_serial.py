@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from meshmark.judge.deviation import Deviation
+from meshmark.judge.deviation import Deviation, Drift, Quantity, QuantityKind
+from meshmark.judge.yardstick import Comparisons
 from meshmark.run.rank_report import RankFailure, RankReport
 from meshmark.run.record import Outcome, Record, Status
 from meshmark.serial import decode, encode
@@ -74,14 +75,14 @@ REPORT = RankReport(
     run_seconds=2.0,
     losses=[1.0],
     norms=[None, 2.0],
-    deviations={"loss": [Deviation(distance=1e-7, scale=1.0, factor=1.0)]},
+    deviations={Quantity.parse("loss"): [Deviation(distance=1e-7, scale=1.0, factor=1.0)]},
     drifts=make_record().drifts,
     memory=make_memory(),
     traffic=make_traffic(),
     step_seconds=[0.1],
     matmul_flops_per_second=1e9,
     state_dtypes={"parameters": "float32"},
-    noise_runs=[{"loss": [1e-7]}],
+    noise_runs=[{Quantity.parse("loss"): [1e-7]}],
 )
 FAILURE = RankFailure(
     rank=3, kind="hung", message="no end\nwithin 8 s", time=1.5, traceback="t", log_tail="l", stack='File "x"'
@@ -180,3 +181,44 @@ def test_values_are_checked_again_when_they_are_read() -> None:
     value["case"]["layout"]["dp"] = 3
     with pytest.raises(ValueError, match="dp 3 x 2 micro-batches"):
         decode(Record, value)
+
+
+QUANTITIES = {
+    "loss": QuantityKind.LOSS.of(),
+    "gradients/blocks.0.ffn.up.weight": QuantityKind.GRADIENTS.of("blocks.0.ffn.up.weight"),
+    "scale/a/b": QuantityKind.SCALE.of("a/b"),
+    "buffers/replicas": QuantityKind.BUFFERS.of("replicas"),
+    "norm/replica1": Quantity(kind=QuantityKind.NORM, replica=1),
+    "parameters/replica12:a.b": Quantity(kind=QuantityKind.PARAMETERS, name="a.b", replica=12),
+}
+
+
+@pytest.mark.parametrize("text, quantity", QUANTITIES.items())
+def test_a_quantity_is_a_key_that_is_written_as_text(text: str, quantity: Quantity) -> None:
+    assert str(quantity) == f"{quantity}" == text and Quantity.parse(text) == quantity
+    run = {quantity: [1.0]}
+    assert encode(run) == {text: [1.0]} and decode(Comparisons, encode(run)) == run
+    drift = Drift(quantity=quantity, step=0, ranks=[1])
+    assert encode(drift)["quantity"] == text and through_json(drift) == drift
+
+
+@pytest.mark.parametrize("text", ["", "gradient/a", "Loss", "/a", 3, None, {"kind": "loss"}])
+def test_what_no_quantity_is_written_as_is_refused(text: object) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        decode(Quantity, text)
+
+
+def test_quantities_are_ordered_as_they_are_written() -> None:
+    texts = [
+        "scale/b",
+        "gradients/replica1:a",
+        "gradients/replica10:a",
+        "loss/replica0",
+        "gradients/b",
+        "loss",
+        "gradients/a",
+        "norm",
+        "parameters/a",
+        "initial/z",
+    ]
+    assert list(map(str, sorted(map(Quantity.parse, texts)))) == sorted(texts)

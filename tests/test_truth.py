@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshmark.errors import AdapterError
-from meshmark.judge.deviation import Tensors, deviation, global_norm
+from meshmark.judge.deviation import Deviation, Tensors, deviation, global_norm
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients, initial_values
 from meshmark.reference.data import make_batch
@@ -67,11 +67,16 @@ def honest() -> Trace:
     return honest_run(WORKLOAD)
 
 
+def assessed(trace: Trace, workload: Workload, start: Tensors | None = None) -> dict[str, list[Deviation]]:
+    """Quantities as they are written."""
+    return {str(quantity): steps for quantity, steps in assess(trace, workload, start).items()}
+
+
 def wrong(trace: Trace, workload: Workload = WORKLOAD, tolerance: float = 1e-9) -> set[tuple[str, int]]:
     """Quantities and steps that are off, relative to the truth's norm (at least 1e-3: a key bias's gradient is 0)."""
     return {
         (quantity, step)
-        for quantity, steps in assess(trace, workload).items()
+        for quantity, steps in assessed(trace, workload).items()
         for step, d in enumerate(steps)
         if not d.distance <= tolerance * max(d.scale, 1e-3)
     }
@@ -103,7 +108,7 @@ KEY_BIASES = {
 def test_an_honest_run_is_at_the_truth(workload: Workload) -> None:
     """By an independent loop in float64; every quantity of every step is there."""
     trace = honest_run(workload)
-    found = assess(trace, workload)
+    found = assessed(trace, workload)
     names = set(initial_values(workload))
     expected = {
         "loss",
@@ -131,7 +136,7 @@ def test_a_gradient_off_by_1e_5_shows_in_that_gradient_alone() -> None:
 
     trace = honest_run(WORKLOAD, tamper)
     assert wrong(trace) == {(f"gradients/{VICTIM}", 1)}
-    found = assess(trace, WORKLOAD)[f"gradients/{VICTIM}"][1]
+    found = assessed(trace, WORKLOAD)[f"gradients/{VICTIM}"][1]
     assert found.distance == pytest.approx(1e-5 * found.scale)
     assert found.factor == pytest.approx(1.00001, rel=1e-9)
 
@@ -145,7 +150,7 @@ def test_all_gradients_halved_show_in_all_gradients_as_half() -> None:
 
     trace = honest_run(WORKLOAD, tamper)
     assert {q for q in wrong(trace) if q[1] == 0} == at(0, "gradients") - KEY_BIASES
-    assert assess(trace, WORKLOAD)[f"gradients/{VICTIM}"][2].factor == pytest.approx(0.5)
+    assert assessed(trace, WORKLOAD)[f"gradients/{VICTIM}"][2].factor == pytest.approx(0.5)
 
 
 def test_a_stale_gradient_shows_in_the_gradients_of_that_step() -> None:
@@ -182,7 +187,7 @@ def test_a_wrong_norm_shows_in_the_norm(honest: Trace) -> None:
 def test_a_norm_that_the_framework_does_not_tell_is_not_judged(honest: Trace) -> None:
     trace = copy.deepcopy(honest)
     trace.norms = [None] * STEPS
-    assert "norm" not in assess(trace, WORKLOAD)
+    assert "norm" not in assessed(trace, WORKLOAD)
     assert wrong(trace) == set()
 
 
@@ -209,7 +214,7 @@ def test_a_loss_that_is_no_number_is_infinitely_far(honest: Trace, value: float)
     trace = copy.deepcopy(honest)
     trace.losses[3] = value
     assert wrong(trace) == {("loss", 3)}
-    assert assess(trace, WORKLOAD)["loss"][3].distance == float("inf")
+    assert assessed(trace, WORKLOAD)["loss"][3].distance == float("inf")
 
 
 def test_a_nan_in_a_gradient_shows_in_it_and_in_what_clipping_makes_of_it(honest: Trace) -> None:
@@ -217,7 +222,7 @@ def test_a_nan_in_a_gradient_shows_in_it_and_in_what_clipping_makes_of_it(honest
     trace = copy.deepcopy(honest)
     trace.gradients[3][VICTIM][0, 0] = np.nan
     assert wrong(trace) == {(f"gradients/{VICTIM}", 3), ("norm", 3)} | at(3, "parameters")
-    assert assess(trace, WORKLOAD)[f"gradients/{VICTIM}"][3].distance == float("inf")
+    assert assessed(trace, WORKLOAD)[f"gradients/{VICTIM}"][3].distance == float("inf")
 
 
 def test_a_missing_gradient_is_infinitely_far_and_the_others_stay_right(honest: Trace) -> None:
@@ -225,7 +230,7 @@ def test_a_missing_gradient_is_infinitely_far_and_the_others_stay_right(honest: 
     del trace.gradients[1][VICTIM]
     found = wrong(trace)
     assert {q for q, _ in found if q.startswith("gradients/")} == {f"gradients/{VICTIM}"}
-    assert assess(trace, WORKLOAD)[f"gradients/{VICTIM}"][1].distance == float("inf")
+    assert assessed(trace, WORKLOAD)[f"gradients/{VICTIM}"][1].distance == float("inf")
     assert not {(q, s) for q, s in found if s == 0 or q == "loss"}
 
 
@@ -233,7 +238,7 @@ def test_a_parameter_missing_at_the_end_shows_in_it_alone(honest: Trace) -> None
     trace = copy.deepcopy(honest)
     del trace.parameters[STEPS][VICTIM]
     assert wrong(trace) == {(f"parameters/{VICTIM}", STEPS - 1)}
-    assert assess(trace, WORKLOAD)[f"parameters/{VICTIM}"][-1].distance == float("inf")
+    assert assessed(trace, WORKLOAD)[f"parameters/{VICTIM}"][-1].distance == float("inf")
 
 
 def test_a_wrong_start_shows_in_the_initial_value_and_nowhere_else() -> None:
@@ -250,12 +255,12 @@ def test_one_bit_of_an_initial_value_is_seen(honest: Trace) -> None:
     trace = copy.deepcopy(honest)
     value = trace.parameters[0][VICTIM]
     value[0, 0] = np.nextafter(np.float32(value[0, 0]), np.float32(1))
-    assert assess(trace, WORKLOAD)[f"initial/{VICTIM}"][0].distance > 0
-    assert assess(honest, WORKLOAD)[f"initial/{VICTIM}"][0].distance == 0
+    assert assessed(trace, WORKLOAD)[f"initial/{VICTIM}"][0].distance > 0
+    assert assessed(honest, WORKLOAD)[f"initial/{VICTIM}"][0].distance == 0
 
 
 def test_another_start_is_judged_against_that_start(honest: Trace) -> None:
-    found = assess(honest, WORKLOAD, start={n: v + 1 for n, v in initial_values(WORKLOAD).items()})
+    found = assessed(honest, WORKLOAD, start={n: v + 1 for n, v in initial_values(WORKLOAD).items()})
     assert found[f"initial/{VICTIM}"][0].distance == pytest.approx(np.sqrt(16 * 24))
 
 
@@ -264,7 +269,7 @@ def test_an_unknown_name_is_an_error_of_the_adapter(honest: Trace, kind: str) ->
     trace = copy.deepcopy(honest)
     getattr(trace, kind)[0]["module.head"] = np.zeros(1)
     with pytest.raises(AdapterError, match=rf"{kind}\(\) returned 'module.head'; the canonical names are .*{VICTIM}"):
-        assess(trace, WORKLOAD)
+        assessed(trace, WORKLOAD)
 
 
 @pytest.mark.parametrize("kind", ["parameters", "gradients"])
@@ -274,7 +279,7 @@ def test_a_shard_in_place_of_the_whole_is_an_error_of_the_adapter(honest: Trace,
     with pytest.raises(
         AdapterError, match=rf"{kind}\(\) returned '{VICTIM}' as \(12, 16\); its full shape is \(24, 16"
     ):
-        assess(trace, WORKLOAD)
+        assessed(trace, WORKLOAD)
 
 
 def test_initial_values_are_those_of_the_generator() -> None:

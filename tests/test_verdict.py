@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from meshmark.judge.deviation import Deviation, Drift
+from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.measure.readings import Bytes, Collective, TrafficReading
 from meshmark.run.record import Record, Verdict
@@ -16,26 +16,28 @@ from meshmark.run.verdict import Limit, detection_limits, judge_communication, j
 from meshmark.theory.states import ModelStates, Remainder
 from tests.factories import make_good, make_memory, make_traffic
 
-GRADIENT, OTHER = "gradients/a.weight", "parameters/b.weight"
+LOSS, GRADIENT, OTHER = map(Quantity.parse, ("loss", "gradients/a.weight", "parameters/b.weight"))
 FACTOR = 4.0
 FACTORS = dict.fromkeys(("gradients", "parameters", "number"), FACTOR)
 FINE = Deviation(distance=1.0, scale=1e6, factor=1.0)
 
 
-def run(distance: float, noise: float = 1.0, quantity: str = GRADIENT, **changes: object) -> Record:
+def run(distance: float, noise: float = 1.0, quantity: Quantity = GRADIENT, **changes: object) -> Record:
     """Three quantities over two steps, all at their noise but one at one step."""
     odd = Deviation(distance=distance, scale=1e6, factor=1.25)
-    deviations = {name: [FINE, FINE] for name in ("loss", GRADIENT, OTHER)}
+    deviations = {name: [FINE, FINE] for name in (LOSS, GRADIENT, OTHER)}
     noises = {name: [1.0, 1.0] for name in deviations}
     deviations[quantity] = [FINE, odd]
     noises[quantity] = [1.0, noise]
-    deviations["initial/a.weight"] = [Deviation(distance=0.0, scale=1.0, factor=1.0)]
+    deviations[Quantity.parse("initial/a.weight")] = [Deviation(distance=0.0, scale=1.0, factor=1.0)]
     return make_good(**{"deviations": deviations, "noise": noises, "factors": FACTORS, **changes})
 
 
-@pytest.mark.parametrize("quantity", ["loss", GRADIENT, OTHER])
+@pytest.mark.parametrize("quantity", [LOSS, GRADIENT, OTHER])
 @pytest.mark.parametrize("excess, passed", [(0.0, True), (-1e-9, True), (1e-9, False), (0.5, False), (1e9, False)])
-def test_every_quantity_passes_up_to_the_factor_times_its_noise(quantity: str, excess: float, passed: bool) -> None:
+def test_every_quantity_passes_up_to_the_factor_times_its_noise(
+    quantity: Quantity, excess: float, passed: bool
+) -> None:
     verdict = judge_equivalence(run(FACTOR + excess, quantity=quantity))
     assert (verdict.suite, verdict.passed) == ("equivalence", passed)
 
@@ -45,7 +47,7 @@ def test_the_worst_quantity_is_the_evidence() -> None:
     assert not verdict.passed
     assert verdict.summary == f"{GRADIENT} at step 1 is 15 x its noise, 1.25 x the truth"
     expected = {
-        "worst_quantity": GRADIENT,
+        "worst_quantity": str(GRADIENT),
         "worst_step": 1,
         "ratio": 15.0,
         "distance": 30.0,
@@ -64,12 +66,12 @@ def test_what_is_missing_or_no_number_fails(distance: float) -> None:
     """NaN is what infinity becomes on disk: a record can be judged again."""
     verdict = judge_equivalence(run(distance))
     assert not verdict.passed
-    assert verdict.evidence["worst_quantity"] == GRADIENT
+    assert verdict.evidence["worst_quantity"] == str(GRADIENT)
 
 
-@pytest.mark.parametrize("quantity", ["loss", GRADIENT, OTHER])
+@pytest.mark.parametrize("quantity", [LOSS, GRADIENT, OTHER])
 @pytest.mark.parametrize("noise", [math.nan, math.inf])
-def test_a_yardstick_that_is_no_number_excuses_nothing(noise: float, quantity: str) -> None:
+def test_a_yardstick_that_is_no_number_excuses_nothing(noise: float, quantity: Quantity) -> None:
     """When `single` itself overflows (fp16 does), its noise is infinite, on disk NaN; then nothing can be told."""
     assert not judge_equivalence(run(1e5, noise=noise, quantity=quantity)).passed
 
@@ -83,14 +85,14 @@ def test_without_noise_only_the_exact_value_passes() -> None:
 @pytest.mark.parametrize("distance", [1e-30, math.inf, math.nan])
 def test_one_bit_of_a_wrong_start_fails(distance: float) -> None:
     record = run(1.0)
-    record.deviations["initial/a.weight"] = [Deviation(distance=distance, scale=1.0, factor=1.0)]
+    record.deviations[Quantity.parse("initial/a.weight")] = [Deviation(distance=distance, scale=1.0, factor=1.0)]
     verdict = judge_equivalence(record)
     assert not verdict.passed
     assert verdict.summary == "starts elsewhere: 1 initial values differ, first initial/a.weight"
 
 
 def test_replicas_that_drift_apart_fail_with_where() -> None:
-    drift = Drift(quantity="parameters/b.weight", step=2, ranks=[1, 3])
+    drift = Drift(quantity=Quantity.parse("parameters/b.weight"), step=2, ranks=[1, 3])
     verdict = judge_equivalence(run(1.0, drifts=[drift]))
     assert not verdict.passed
     assert verdict.summary == "replicas differ: parameters/b.weight at step 2 on ranks [1, 3]"
@@ -100,7 +102,7 @@ def test_a_norm_that_single_does_not_tell_cannot_be_held_against_a_framework() -
     """Without clipping `single` tells no norm, so there is no noise of it, while DeepSpeed tells one anyway. It is
     judged some way or left out; it must not break the run."""
     record = run(1.0)
-    record.deviations["norm"] = [FINE, FINE]
+    record.deviations[Quantity.parse("norm")] = [FINE, FINE]
     assert judge_equivalence(record).passed
 
 
@@ -113,7 +115,7 @@ def test_each_kind_of_quantity_has_its_own_factor() -> None:
 def test_a_multiple_fails_where_the_distance_does_not_see_it() -> None:
     """The gradient stands at its noise, but 1.25 times too long, which rounding in all directions does not make it."""
     record = run(1.0)
-    record.noise["scale/a.weight"] = [1e-2, 1e-2]
+    record.noise[Quantity.parse("scale/a.weight")] = [1e-2, 1e-2]
     verdict = judge_equivalence(record)
     assert not verdict.passed
     assert verdict.evidence["worst_quantity"] == "scale/a.weight"
@@ -122,8 +124,8 @@ def test_a_multiple_fails_where_the_distance_does_not_see_it() -> None:
 
 def test_the_detection_limit_is_the_worst_tolerance_over_all_steps() -> None:
     record = run(1.0)
-    record.deviations["gradients/c.weight"] = [Deviation(distance=0.0, scale=100.0, factor=1.0)] * 2
-    record.noise["gradients/c.weight"] = [1e-3, 2e-3]
+    record.deviations[Quantity.parse("gradients/c.weight")] = [Deviation(distance=0.0, scale=100.0, factor=1.0)] * 2
+    record.noise[Quantity.parse("gradients/c.weight")] = [1e-3, 2e-3]
     limit = FACTOR * 2e-3 / 100
     assert detection_limits(record)["c.weight"] == Limit(scaling=limit, any_direction=limit)
     assert judge_equivalence(record).evidence["blindest"] == "c.weight"
@@ -132,8 +134,10 @@ def test_the_detection_limit_is_the_worst_tolerance_over_all_steps() -> None:
 def test_a_multiple_sees_a_scaling_before_the_distance_does() -> None:
     """Its noise may point the other way, so once more than the tolerance is needed to be sure."""
     record = run(1.0)
-    record.deviations["gradients/c.weight"] = [Deviation(distance=0.0, scale=100.0, factor=1.0)] * 2
-    record.noise.update({"gradients/c.weight": [1e-3, 1e-3], "scale/c.weight": [1e-7, 2e-7]})
+    record.deviations[Quantity.parse("gradients/c.weight")] = [Deviation(distance=0.0, scale=100.0, factor=1.0)] * 2
+    record.noise.update(
+        {Quantity.parse("gradients/c.weight"): [1e-3, 1e-3], Quantity.parse("scale/c.weight"): [1e-7, 2e-7]}
+    )
     assert detection_limits(record)["c.weight"] == Limit(
         scaling=pytest.approx((FACTOR + 1) * 2e-7), any_direction=pytest.approx(FACTOR * 1e-5)
     )
@@ -141,8 +145,10 @@ def test_a_multiple_sees_a_scaling_before_the_distance_does() -> None:
 
 def test_gradients_that_are_zero_by_mathematics_have_no_detection_limit() -> None:
     record = run(1.0)
-    record.deviations["gradients/attention.k.bias"] = [Deviation(distance=1e-9, scale=1e-12, factor=0.0)] * 2
-    record.noise["gradients/attention.k.bias"] = [1e-9, 1e-9]
+    record.deviations[Quantity.parse("gradients/attention.k.bias")] = [
+        Deviation(distance=1e-9, scale=1e-12, factor=0.0)
+    ] * 2
+    record.noise[Quantity.parse("gradients/attention.k.bias")] = [1e-9, 1e-9]
     assert detection_limits(record).keys() == {"a.weight"}
     assert judge_equivalence(record).passed
 

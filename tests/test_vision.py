@@ -18,6 +18,7 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapter.single import Single
 from meshmark.errors import InputError
 from meshmark.judge.buffers import exact_buffers, initial_buffers
+from meshmark.judge.deviation import QuantityKind
 from meshmark.judge.truth import exact_gradients, initial_values
 from meshmark.reference import digits
 from meshmark.reference.build import buffer_shapes, build_model, parameter_shapes
@@ -209,7 +210,7 @@ def test_the_noise_of_rounded_reductions_has_its_statistics_in_the_order_of_the_
         case=case, adapter="", task=Task.NOISE, device="cpu", backend="gloo", steps=2, time_limit_seconds=60.0
     )
     noise = train_alone(asked, Single(), context, run)
-    statistics = [max(steps) for quantity, steps in noise.items() if quantity.startswith("buffers/")]
+    statistics = [max(steps) for quantity, steps in noise.items() if quantity.kind is QuantityKind.BUFFERS]
     assert 0 < max(statistics) < 1e-3
 
 
@@ -252,8 +253,8 @@ def test_ddp_trains_images_correctly(runner: Runner, trained: Workload) -> None:
     assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"]
     equivalence = record.verdict("equivalence")
     assert equivalence is not None and float(equivalence.evidence["detection_limit"]) < 2e-5
-    judged = {quantity for quantity in record.deviations if quantity.startswith("buffers/")}
-    assert judged == {f"buffers/{name}" for name in buffer_shapes(trained.model)}
+    judged = {quantity for quantity in record.deviations if quantity.kind is QuantityKind.BUFFERS}
+    assert judged == {QuantityKind.BUFFERS.of(name) for name in buffer_shapes(trained.model)}
     assert judged <= record.noise.keys(), "what has no noise is not judged"
     assert all(plan and plan.activations is None for plan in record.planned_states)
     memory = record.verdict("memory")

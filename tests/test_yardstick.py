@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshmark.judge.deviation import Deviation, Deviations
+from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
 from meshmark.judge.yardstick import SMALLEST_FACTORS, Comparisons, Yardstick, compare, fit, noise_run, zeros
 from meshmark.spec.precision import Precision
 
@@ -15,11 +15,11 @@ STEPS = 5
 def draw(rng: np.random.Generator, spread: float = 0.2, tensors: int = 60) -> Comparisons:
     """A run whose tensors' distances spread by that much around their mean, and whose numbers are normal."""
     run = {
-        f"{kind}/{i}": list((1 + i) * np.abs(1 + spread * rng.normal(size=STEPS)))
+        Quantity.parse(f"{kind}/{i}"): list((1 + i) * np.abs(1 + spread * rng.normal(size=STEPS)))
         for kind in ("gradients", "parameters")
         for i in range(tensors)
     }
-    return run | {f"scale/{i}": list(1e-7 * np.abs(rng.normal(size=STEPS))) for i in range(tensors)}
+    return run | {Quantity.parse(f"scale/{i}"): list(1e-7 * np.abs(rng.normal(size=STEPS))) for i in range(tensors)}
 
 
 def test_correct_runs_do_not_alarm_and_small_defects_do() -> None:
@@ -28,8 +28,8 @@ def test_correct_runs_do_not_alarm_and_small_defects_do() -> None:
     worst = max(excess for _ in range(300) for excess, *_ in yardstick.excesses(draw(rng)))
     assert 0.3 < worst < 1
     odd = draw(rng)
-    odd["gradients/7"][2] *= 4
-    assert max(yardstick.excesses(odd))[1:] == ("gradients/7", 2)
+    odd[Quantity.parse("gradients/7")][2] *= 4
+    assert max(yardstick.excesses(odd))[1:] == (Quantity.parse("gradients/7"), 2)
     assert max(yardstick.excesses(odd))[0] > 1
 
 
@@ -48,41 +48,64 @@ def test_one_wild_tensor_does_not_excuse_the_others() -> None:
     rng = np.random.default_rng(2)
     runs = [draw(rng) for _ in range(8)]
     for run in runs:
-        run["gradients/3"] = [1e9 * value for value in run["gradients/3"]]
+        run[Quantity.parse("gradients/3")] = [1e9 * value for value in run[Quantity.parse("gradients/3")]]
     odd = draw(rng)
-    odd["gradients/3"] = [1e9 * value for value in odd["gradients/3"]]
-    odd["gradients/4"][0] *= 6
-    assert max(fit(runs).excesses(odd))[1] == "gradients/4"
+    odd[Quantity.parse("gradients/3")] = [1e9 * value for value in odd[Quantity.parse("gradients/3")]]
+    odd[Quantity.parse("gradients/4")][0] *= 6
+    assert max(fit(runs).excesses(odd))[1] == Quantity.parse("gradients/4")
 
 
 def test_numbers_are_pooled_over_steps_and_tensors_are_not() -> None:
-    yardstick = Yardstick(noise={"loss": [1.0, 5.0], "gradients/a": [1.0, 5.0]}, factors={})
-    assert [yardstick.noise_of("loss", s) for s in (0, 1)] == [5.0, 5.0]
-    assert [yardstick.noise_of("gradients/a", s) for s in (0, 1)] == [1.0, 5.0]
+    yardstick = Yardstick(
+        noise={Quantity.parse("loss"): [1.0, 5.0], Quantity.parse("gradients/a"): [1.0, 5.0]}, factors={}
+    )
+    assert [yardstick.noise_of(Quantity.parse("loss"), s) for s in (0, 1)] == [5.0, 5.0]
+    assert [yardstick.noise_of(Quantity.parse("gradients/a"), s) for s in (0, 1)] == [1.0, 5.0]
 
 
 def test_noise_runs_that_are_exact_leave_half_a_unit_in_the_last_place() -> None:
     exact = Deviation(distance=0.0, scale=8.0, factor=1.0)
     for precision, ulp in ((Precision.FP32, 2**-24), (Precision.BF16, 2**-24), (Precision.FP64, 2**-53)):
-        run = noise_run({"loss": [exact], "gradients/a": [exact]}, precision)
-        assert run == {"loss": [8 * ulp], "gradients/a": [8 * ulp], "scale/a": [ulp]}
+        run = noise_run({Quantity.parse("loss"): [exact], Quantity.parse("gradients/a"): [exact]}, precision)
+        assert run == {
+            Quantity.parse("loss"): [8 * ulp],
+            Quantity.parse("gradients/a"): [8 * ulp],
+            Quantity.parse("scale/a"): [ulp],
+        }
 
 
 def deviations(key_bias: float) -> Deviations:
     return {
-        "loss": [Deviation(distance=0.0, scale=5.0, factor=1.0)],
-        "gradients/w": [Deviation(distance=1e-7, scale=1.0, factor=1 + 1e-8)],
-        "gradients/k.bias": [Deviation(distance=key_bias, scale=1e-18, factor=0.5)],
-        "initial/w": [Deviation(distance=0.0, scale=1.0, factor=1.0)],
+        Quantity.parse("loss"): [Deviation(distance=0.0, scale=5.0, factor=1.0)],
+        Quantity.parse("gradients/w"): [Deviation(distance=1e-7, scale=1.0, factor=1 + 1e-8)],
+        Quantity.parse("gradients/k.bias"): [Deviation(distance=key_bias, scale=1e-18, factor=0.5)],
+        Quantity.parse("initial/w"): [Deviation(distance=0.0, scale=1.0, factor=1.0)],
     }
 
 
 @pytest.mark.parametrize("key_bias", [1e-9, 1e-20])
 def test_a_gradient_that_is_zero_by_mathematics_is_held_to_its_distance_alone(key_bias: float) -> None:
     """In float64 the run is closer to the truth than zero is, and its multiple still means nothing."""
-    assert zeros(deviations(key_bias)) == {"k.bias"}
-    assert compare(deviations(key_bias)).keys() == {"loss", "gradients/w", "gradients/k.bias", "scale/w"}
+    assert zeros(deviations(key_bias)) == {Quantity.parse("gradients/k.bias")}
+    assert compare(deviations(key_bias)).keys() == {
+        Quantity.parse("loss"),
+        Quantity.parse("gradients/w"),
+        Quantity.parse("gradients/k.bias"),
+        Quantity.parse("scale/w"),
+    }
 
 
 def test_what_the_yardstick_does_not_know_is_not_judged() -> None:
-    assert list(Yardstick(noise={}, factors={}).excesses({"norm": [1.0]})) == []
+    assert list(Yardstick(noise={}, factors={}).excesses({Quantity.parse("norm"): [1.0]})) == []
+
+
+def test_a_zero_gradient_of_one_replica_has_no_multiple() -> None:
+    """Nor is it told apart by the name that another replica's gradient has too."""
+    own, other = (Quantity(kind=QuantityKind.GRADIENTS, name="a", replica=r) for r in range(2))
+    found = {
+        own: [Deviation(distance=0.0, scale=1e-18, factor=1.0)],
+        other: [Deviation(distance=1e-7, scale=1.0, factor=1.5)],
+    }
+    assert zeros(found) == {own}
+    scale = Quantity(kind=QuantityKind.SCALE, name="a", replica=1)
+    assert compare(found) == {own: [0.0], other: [1e-7], scale: [0.5]}

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmark.conformance.finding import ClauseResult, Finding
-from meshmark.judge.deviation import Drift
+from meshmark.judge.deviation import Drift, QuantityKind
 from meshmark.judge.replicas import by_replica, num_replicas
 from meshmark.judge.yardstick import FALSE_ALARMS, compare, gradient_norms
 from meshmark.reference.data import make_batch
@@ -47,10 +47,10 @@ def _alone(record: Record, what: str) -> Finding | None:
     )
 
 
-def _within(record: Record, *kinds: str) -> Finding:
+def _within(record: Record, *kinds: QuantityKind) -> Finding:
     """Every compared quantity of these kinds within its tolerance."""
     yardstick, run = record.yardstick, compare(record.deviations)
-    excesses = [e for e in yardstick.excesses(run) if e[1].partition("/")[0] in kinds]
+    excesses = [e for e in yardstick.excesses(run) if e[1].kind in kinds]
     if not excesses:
         return _finding(False, f"nothing to compare of {', '.join(kinds)}")
     excess, quantity, step = max(excesses)
@@ -87,18 +87,18 @@ def verdict(suite: str, what: str) -> Judge:
 
 
 def loss(record: Record) -> Finding:
-    return _within(record, "loss")
+    return _within(record, QuantityKind.LOSS)
 
 
 def gradients(record: Record) -> Finding:
-    return _within(record, "gradients", "scale")
+    return _within(record, QuantityKind.GRADIENTS, QuantityKind.SCALE)
 
 
 def parameters(record: Record) -> Finding:
-    elsewhere = [q for q, steps in record.deviations.items() if q.startswith("initial/") and steps[0].distance]
+    elsewhere = [q for q, steps in record.deviations.items() if q.kind is QuantityKind.INITIAL and steps[0].distance]
     if elsewhere:
         return _finding(False, f"{len(elsewhere)} initial values differ, first {elsewhere[0]}")
-    return _within(record, "parameters")
+    return _within(record, QuantityKind.PARAMETERS)
 
 
 def replicas(record: Record) -> Finding:
@@ -122,15 +122,16 @@ def _drift_text(drifts: list[Drift]) -> str:
     return f"{len(drifts)} differ, first {first.quantity} at step {first.step} on ranks {first.ranks}"
 
 
-def _alike(record: Record, kind: str) -> list[str]:
-    """Quantities of one kind, of whichever replica."""
-    return [quantity for quantity in record.deviations if quantity.partition("/")[0] == kind]
+def _compared(record: Record, kind: QuantityKind) -> bool:
+    """Whether quantities of this kind were, of whichever replica."""
+    return any(quantity.kind is kind for quantity in record.deviations)
 
 
 def evaluation(record: Record) -> Finding:
-    if not _alike(record, "evaluation"):
+    if not _compared(record, QuantityKind.EVALUATION):
         return Finding(result=ClauseResult.UNSUPPORTED, evidence="the adapter has no evaluation")
-    return _all_of(_within(record, "evaluation"), equivalent(record))  # training goes on as if it had not been
+    # Training goes on as if it had not been.
+    return _all_of(_within(record, QuantityKind.EVALUATION), equivalent(record))
 
 
 def uneven(record: Record) -> Finding:
@@ -151,17 +152,17 @@ def clipping(record: Record) -> Finding:
     limit = record.case.workload.optimizer.clip_norm or math.inf
     norms = [n for own in by_replica(record.deviations, num_replicas(record.case)) for n in gradient_norms(own)]
     active = _finding(min(norms) > limit, f"norms {min(norms):.3g} to {max(norms):.3g} clipped to {limit:g}")
-    reported = _within(record, "norm") if _alike(record, "norm") else _finding(True, "the norm is not reported")
-    return _all_of(_within(record, "parameters"), reported, active)
+    told = _compared(record, QuantityKind.NORM)
+    reported = _within(record, QuantityKind.NORM) if told else _finding(True, "the norm is not reported")
+    return _all_of(_within(record, QuantityKind.PARAMETERS), reported, active)
 
 
 def frozen(record: Record) -> Finding:
     workload = record.case.workload
     fixed = {
-        (replica, q): steps
-        for replica, own in enumerate(by_replica(record.deviations, num_replicas(record.case)))
-        for q, steps in own.items()
-        if q.startswith("parameters/") and not workload.trains(q.partition("/")[2])
+        q: steps
+        for q, steps in record.deviations.items()
+        if q.kind is QuantityKind.PARAMETERS and not workload.trains(q.name)
     }
     moved = [q for q, steps in fixed.items() if any(d.distance for d in steps)]
     stayed = _finding(bool(fixed) and not moved, f"{len(fixed)} frozen parameters, {len(moved)} of them moved")
@@ -171,7 +172,7 @@ def frozen(record: Record) -> Finding:
 def masters(record: Record) -> Finding:
     kept = record.state_dtypes.get("parameters") or record.unmeasured.get("memory", "nothing")
     wide = _finding(record.case.precision.master in kept.split("+"), f"parameters kept in {kept}")
-    return _all_of(wide, _within(record, "parameters"))
+    return _all_of(wide, _within(record, QuantityKind.PARAMETERS))
 
 
 def declared_precision(record: Record) -> Finding:
@@ -181,7 +182,9 @@ def declared_precision(record: Record) -> Finding:
     kept = record.state_dtypes.get("optimizer_states") or record.unmeasured.get("memory", "nothing")
     moments = _finding(kept == precision.states, f"moments in {kept}")
     reported = record.state_dtypes.get("gradients", "")
-    gradient_ratios = [r for r, q, _ in record.yardstick.ratios(compare(record.deviations)) if q.startswith("grad")]
+    gradient_ratios = [
+        r for r, q, _ in record.yardstick.ratios(compare(record.deviations)) if q.kind is QuantityKind.GRADIENTS
+    ]
     rough = max(gradient_ratios, default=0.0)
     really = _finding(rough > WIDER, f"gradients at most {rough:.1e} x the noise of {precision}")
     asked = {_SHORT[precision.reduction]} if _rounds(record) else {"", "float32"}

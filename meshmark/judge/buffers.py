@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshmark.judge.deviation import Deviation, Deviations, Tensors, deviation
+from meshmark.judge.deviation import Deviation, Deviations, QuantityKind, Tensors, deviation
 from meshmark.judge.trace import Trace
 from meshmark.reference.build import buffer_shapes, build_model, parameter_shapes
 from meshmark.reference.data import Batch, make_batch
@@ -97,12 +97,12 @@ def assess_buffers(trace: Trace, workload: Workload, layout: Layout | None) -> D
         return {}
     found: Deviations = {}
     for name, x in initial_buffers(workload).items():
-        found[f"initial/{name}"] = [_furthest([deviation(told[0].get(name), x) for told in trace.buffers])]
+        found[QuantityKind.INITIAL.of(name)] = [_furthest([deviation(told[0].get(name), x) for told in trace.buffers])]
     for step in range(len(trace.gradients)):
         exact = [replica_truth(trace, workload, layout, replica, step) for replica in range(len(trace.buffers))]
         for name in buffer_shapes(workload.model):
             each = [deviation(told[step + 1].get(name), x[name]) for told, x in zip(trace.buffers, exact, strict=True)]
-            found.setdefault(f"buffers/{name}", []).append(_furthest(each))
+            found.setdefault(QuantityKind.BUFFERS.of(name), []).append(_furthest(each))
     return found
 
 

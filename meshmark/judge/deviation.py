@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +22,64 @@ class Deviation:
     """<y, x> / ||x||^2: y is about this multiple of the truth."""
 
 
-Deviations = dict[str, list[Deviation]]
-"""By quantity, then step: `loss`, `evaluation`, `norm`, `gradients/NAME`, `parameters/NAME`, `buffers/NAME` (of the
-replica that is furthest from its truth), and `initial/NAME` (one step)."""
+class QuantityKind(StrEnum):
+    """What is compared of a run."""
+
+    LOSS = "loss"
+    EVALUATION = "evaluation"
+    """The loss, in evaluation."""
+    NORM = "norm"
+    """Of all gradients, as the framework told it."""
+    INITIAL = "initial"
+    """Of a parameter or buffer: its start, the only step there is of it."""
+    GRADIENTS = "gradients"
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    """Of the replica that is furthest from its truth."""
+    SCALE = "scale"
+    """Of a gradient: the multiple of the truth that it is."""
+
+    def of(self, name: str = "") -> Quantity:
+        """That of the parameter or buffer called `name`; a number of the whole model has none."""
+        return Quantity(kind=self, name=name)
+
+
+_OF_ONE_REPLICA = re.compile(r"replica(?P<replica>0|[1-9]\d*)(:(?P<name>.+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """One thing that is compared at every step; in order as it is written."""
+
+    kind: QuantityKind
+    name: str = ""
+    """The parameter's or buffer's."""
+    replica: int | None = None
+    """Whose it is, where replicas may differ by design."""
+
+    @property
+    def subject(self) -> str:
+        """What it is of, as written: `NAME`, `replica1:NAME`, `replica1`, or nothing."""
+        whose = "" if self.replica is None else f"replica{self.replica}"
+        return ":".join(part for part in (whose, self.name) if part)
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.subject}" if self.subject else str(self.kind)
+
+    def __lt__(self, other: Quantity) -> bool:
+        return str(self) < str(other)
+
+    @classmethod
+    def parse(cls, text: str) -> Quantity:
+        """The quantity that is written so. Raises `ValueError` when it is none."""
+        kind, _, subject = text.partition("/")
+        if of_one := _OF_ONE_REPLICA.fullmatch(subject):
+            return cls(kind=QuantityKind(kind), name=of_one["name"] or "", replica=int(of_one["replica"]))
+        return cls(kind=QuantityKind(kind), name=subject)
+
+
+Deviations = dict[Quantity, list[Deviation]]
+"""By quantity, then step."""
 
 
 def global_norm(tensors: Tensors) -> float:
@@ -53,8 +110,8 @@ Tensors = dict[str, NDArray[np.floating]]
 class Drift:
     """Ranks that should hold the same tensor, bit for bit, and do not."""
 
-    quantity: str
-    """parameters/NAME or gradients/NAME."""
+    quantity: Quantity
+    """A parameter, or its gradient."""
     step: int
     ranks: list[int]
     """Those that differ from the lowest rank that holds it."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from meshmark import rank_progress
 from meshmark.judge.buffer_faults import explain_buffers
-from meshmark.judge.deviation import Deviations, Drift
+from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault, named_factor
 from meshmark.judge.gradient_faults import (
     Explanation,
@@ -41,9 +41,9 @@ def diagnose(
     """None when nothing is wrong."""
     rank_progress.begin(rank_progress.Phase.EXPLAIN)
     wrong = {(q, step): excess for excess, q, step in yardstick.excesses(compare(deviations)) if not excess <= 1}
-    if start := [q.partition("/")[2] for q, d in deviations.items() if q.startswith("initial/") and d[0].distance != 0]:
+    if start := [q.name for q, d in deviations.items() if q.kind is QuantityKind.INITIAL and d[0].distance != 0]:
         return _start(trace, start)
-    if drifts_at_start := [drift for drift in drifts if drift.quantity.startswith("parameters/") and drift.step == 0]:
+    if drifts_at_start := [d for d in drifts if d.quantity.kind is QuantityKind.PARAMETERS and d.step == 0]:
         return _first_drift(drifts_at_start)
     first = min((step for _, step in wrong), default=None)
     drift = _first_drift(drifts)
@@ -64,13 +64,15 @@ def diagnose(
     return dataclasses.replace(found, ranks=drift.ranks)
 
 
-def _wrong(wrong: dict[tuple[str, int], float], step: int, drift: Diagnosis) -> bool:
+def _wrong(wrong: dict[tuple[Quantity, int], float], step: int, drift: Diagnosis) -> bool:
     """Whether the very tensors that drift, or the norm that clipped them, are wrong on the lowest rank too, which then
     says more."""
-    if ("norm", step) in wrong and drift.detail.startswith("parameters"):
+    if (QuantityKind.NORM.of(), step) in wrong and drift.detail.startswith("parameters"):
         return True
     return any(
-        (f"{kind}/{name}", step) in wrong for kind in ("gradients", "scale", "parameters") for name in drift.names
+        (kind.of(name), step) in wrong
+        for kind in (QuantityKind.GRADIENTS, QuantityKind.SCALE, QuantityKind.PARAMETERS)
+        for name in drift.names
     )
 
 
@@ -87,13 +89,13 @@ def _first_drift(drifts: Sequence[Drift]) -> Diagnosis | None:
 
     # Parameters are noted before the first step and after each, gradients in it.
     def since(drift: Drift) -> int:
-        return max(drift.step - 1, 0) if drift.quantity.startswith("parameters/") else drift.step
+        return max(drift.step - 1, 0) if drift.quantity.kind is QuantityKind.PARAMETERS else drift.step
 
     step = min(since(drift) for drift in drifts)
     here = [drift for drift in drifts if since(drift) == step]
-    kinds = {drift.quantity.partition("/")[0] for drift in here}
-    kind = "gradients" if "gradients" in kinds else "parameters"
-    names = [drift.quantity.partition("/")[2] for drift in here if drift.quantity.startswith(kind)]
+    kinds = {drift.quantity.kind for drift in here}
+    kind = QuantityKind.GRADIENTS if QuantityKind.GRADIENTS in kinds else QuantityKind.PARAMETERS
+    names = [drift.quantity.name for drift in here if drift.quantity.kind is kind]
     ranks = sorted({rank for drift in here for rank in drift.ranks})
     return dataclasses.replace(
         _diagnosis((Fault.DRIFT, f"{kind} differ from those of the lowest rank that holds them"), step, names),
@@ -106,7 +108,7 @@ class _WrongStep:
     """The first one at which anything is wrong."""
 
     step: int
-    excesses: dict[str, float]
+    excesses: dict[Quantity, float]
     """Of the quantities that exceed their tolerances."""
     drifted: bool
     """Gradients differ between ranks too."""
@@ -116,24 +118,29 @@ def _at(case: Case, trace: Trace, deviations: Deviations, yardstick: Yardstick, 
     """What is wrong at that step."""
     step, wrong = at.step, at.excesses
 
-    def failed(*kinds: str) -> FailedStep:
+    def failed(*kinds: QuantityKind) -> FailedStep:
         worst: dict[str, float] = {}
         for quantity, excess in wrong.items():
-            kind, _, name = quantity.partition("/")
-            if kind in kinds:
-                worst[name] = max(worst.get(name, 0.0), excess)
+            if quantity.kind in kinds:
+                worst[quantity.name] = max(worst.get(quantity.name, 0.0), excess)
         names = sorted(worst, key=lambda name: -worst[name])
-        tolerances = {name: yardstick.tolerance(f"{kinds[0]}/{name}", step) for name in names}
+        tolerances = {name: yardstick.tolerance(kinds[0].of(name), step) for name in names}
         return FailedStep(
-            case=case, trace=trace, step=step, tolerances=tolerances, drifted=at.drifted, loss_is_wrong="loss" in wrong
+            case=case,
+            trace=trace,
+            step=step,
+            tolerances=tolerances,
+            drifted=at.drifted,
+            loss_is_wrong=QuantityKind.LOSS.of() in wrong,
         )
 
-    gradients, updates = failed("gradients", "scale"), failed("parameters")
-    if solid := {name: t for name, t in gradients.tolerances.items() if name not in zeros(deviations)}:
+    gradients, updates = failed(QuantityKind.GRADIENTS, QuantityKind.SCALE), failed(QuantityKind.PARAMETERS)
+    zero = {q.name for q in zeros(deviations)}
+    if solid := {name: t for name, t in gradients.tolerances.items() if name not in zero}:
         gradients = dataclasses.replace(gradients, tolerances=solid)  # the others are all rounding
     if gradients.names:
         return _explained(gradients, deviations)
-    if "norm" in wrong:
+    if QuantityKind.NORM.of() in wrong:
         reported = trace.norms[step] or 0.0
         return _diagnosis(explain_norm(reported, trace.gradients[step], gradients), step, updates.names)
     if updates.names:
@@ -144,13 +151,13 @@ def _at(case: Case, trace: Trace, deviations: Deviations, yardstick: Yardstick, 
                 "right up to the step before: its states are other ones now, or the rule has changed",
             )
         return _diagnosis(explain_updates(updates) or unknown, step, updates.names)
-    if buffers := failed("buffers").names:
+    if buffers := failed(QuantityKind.BUFFERS).names:
         explanation, ranks = explain_buffers(gradients, buffers)
         return dataclasses.replace(_diagnosis(explanation, step, buffers), ranks=ranks)
-    if "loss" not in wrong and "evaluation" in wrong:
-        multiple = deviations["evaluation"][step].factor
+    if QuantityKind.LOSS.of() not in wrong and QuantityKind.EVALUATION.of() in wrong:
+        multiple = deviations[QuantityKind.EVALUATION.of()][step].factor
         return _diagnosis((Fault.EVALUATION, f"its loss is {multiple:.7g} times the truth"), step, [])
-    factor = named_factor(deviations["loss"][step].factor, gradients.known_factors())
+    factor = named_factor(deviations[QuantityKind.LOSS.of()][step].factor, gradients.known_factors())
     return _diagnosis((Fault.LOSS, f"{factor} times the truth, while every gradient is right"), step, [])
 
 
@@ -166,7 +173,7 @@ def _explained(failed: FailedStep, deviations: Deviations) -> Diagnosis:
             return _diagnosis(owned, failed.step, failed.names)
         return _diagnosis((fault, f"{detail} (the worst; the others are wrong otherwise)"), failed.step, failed.names)
     if failed.loss_is_wrong:
-        factor = deviations["loss"][failed.step].factor
+        factor = deviations[QuantityKind.LOSS.of()][failed.step].factor
         return _diagnosis((Fault.FORWARD, f"the loss is {factor:.6g} times the truth"), failed.step, failed.names)
     return _diagnosis((Fault.BACKWARD, "the loss is right"), failed.step, failed.names)
 

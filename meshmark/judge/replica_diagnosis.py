@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmark.judge.algorithm import UpdateRule, averaged
-from meshmark.judge.deviation import Deviations, Drift, Tensors, global_norm
+from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind, Tensors, global_norm
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault
 from meshmark.judge.gradient_faults import Explanation
-from meshmark.judge.replicas import num_replicas, only_replica, replica_of
+from meshmark.judge.replicas import by_replica, num_replicas, replica_of
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, exact_gradients
 from meshmark.judge.update_rivals import rivals
@@ -40,16 +40,16 @@ class FailedReplicas:
     sticks: Sequence[Yardstick]
     """By replica, as the traces."""
     step: int
-    wrong: dict[int, dict[str, float]]
+    wrong: dict[int, dict[Quantity, float]]
     """By replica, then quantity: how many times its tolerance it is from the truth. No replica without any."""
 
-    def names(self, *kinds: str) -> dict[int, list[str]]:
+    def names(self, *kinds: QuantityKind) -> dict[int, list[str]]:
         """Of the wrong tensors, the worst first."""
         found = {}
         for replica, excesses in self.wrong.items():
-            worst = sorted((q for q in excesses if q.partition("/")[0] in kinds), key=lambda q: -excesses[q])
+            worst = sorted((q for q in excesses if q.kind in kinds), key=lambda q: -excesses[q])
             if worst:
-                found[replica] = list(dict.fromkeys(q.partition("/")[2] for q in worst))
+                found[replica] = list(dict.fromkeys(q.name for q in worst))
         return found
 
 
@@ -59,17 +59,14 @@ def diagnose_replicas(
     """None when nothing is wrong. One trace alone is a run whose replicas are all to be the same."""
     if num_replicas(case) == 1:
         return diagnose(case, traces[0], deviations, drifts, yardstick)
-    alone = [only_replica(deviations, replica) for replica in range(len(traces))]
-    sticks = [
-        Yardstick(noise=only_replica(yardstick.noise, replica), factors=yardstick.factors)
-        for replica in range(len(traces))
-    ]
+    alone = by_replica(deviations, len(traces))
+    sticks = [Yardstick(noise=own, factors=yardstick.factors) for own in by_replica(yardstick.noise, len(traces))]
 
     def of_one(replica: int, drifts: Sequence[Drift] = ()) -> Diagnosis | None:
         return diagnose(case, traces[replica], alone[replica], drifts, sticks[replica])
 
     for replica, found in enumerate(alone):
-        if any(q.startswith("initial/") and steps[0].distance for q, steps in found.items()):
+        if any(q.kind is QuantityKind.INITIAL and steps[0].distance for q, steps in found.items()):
             return of_one(replica)
     if drifts:
         return of_one(min(replica_of(case.layout, rank) for drift in drifts for rank in drift.ranks), drifts)
@@ -77,14 +74,14 @@ def diagnose_replicas(
     if failed is None:
         return None
     worst = max(failed.wrong, key=lambda replica: max(failed.wrong[replica].values()))
-    if gradients := failed.names("gradients", "scale"):
+    if gradients := failed.names(QuantityKind.GRADIENTS, QuantityKind.SCALE):
         explained = _parts(failed, gradients) or (Fault.BACKWARD, "of no weighing of the replicas' parts")
         return _diagnosis(failed, explained, gradients)
-    if any("norm" in excesses for excesses in failed.wrong.values()):
-        replica = next(replica for replica, excesses in failed.wrong.items() if "norm" in excesses)
-        reduced = _norm_of_mean(failed, replica)
-        return _diagnosis(failed, reduced, failed.names("parameters")) if reduced else of_one(replica)
-    if updates := failed.names("parameters"):
+    updates = failed.names(QuantityKind.PARAMETERS)
+    if norms := [replica for replica, excesses in failed.wrong.items() if QuantityKind.NORM.of() in excesses]:
+        reduced = _norm_of_mean(failed, norms[0])
+        return _diagnosis(failed, reduced, updates) if reduced else of_one(norms[0])
+    if updates:
         if averaging := _averaging(failed, updates):
             return _diagnosis(failed, averaging, updates)
         if not case.workload.algorithm.averages_after(failed.step):
@@ -106,7 +103,7 @@ def _first(
     if not wrong:
         return None
     first = min(step for step, *_ in wrong)
-    here: dict[int, dict[str, float]] = {}
+    here: dict[int, dict[Quantity, float]] = {}
     for step, replica, quantity, excess in wrong:
         if step == first:
             here.setdefault(replica, {})[quantity] = excess
@@ -193,7 +190,7 @@ def _misfit(
     return max(
         float(np.linalg.norm(after[r][name] - there[r][name]))
         / max(
-            failed.sticks[r].tolerance(f"parameters/{name}", failed.step),
+            failed.sticks[r].tolerance(QuantityKind.PARAMETERS.of(name), failed.step),
             LEFT_OVER * float(np.linalg.norm(after[r][name] - exact[r][name])),
         )
         for r, names in wrong.items()

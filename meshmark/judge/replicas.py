@@ -1,10 +1,12 @@
-"""Replicas that may differ by design: which rank is whose, and what their quantities are called."""
+"""Replicas that may differ by design: which rank is whose, and which quantities are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
+from meshmark.judge.deviation import Quantity
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 
@@ -26,25 +28,8 @@ def replicas_of_ranks(case: Case) -> list[int]:
     return [replica_of(case.layout, r) if num_replicas(case) > 1 else 0 for r in range(case.world_size)]
 
 
-def of_replica(quantity: str, replica: int, num_replicas: int) -> str:
-    """`loss` and `gradients/NAME` of one of several: `loss/replica1`, `gradients/replica1:NAME`."""
+def by_replica(values: Mapping[Quantity, T], num_replicas: int) -> list[dict[Quantity, T]]:
+    """Each replica's own, as the quantities that they are where there is but one."""
     if num_replicas == 1:
-        return quantity
-    kind, slash, name = quantity.partition("/")
-    return f"{kind}/replica{replica}" + (f":{name}" if slash else "")
-
-
-def by_replica(values: Mapping[str, T], num_replicas: int) -> list[dict[str, T]]:
-    """Each replica's own, under the names that they have where there is but one."""
-    return [only_replica(values, r) for r in range(num_replicas)] if num_replicas > 1 else [dict(values)]
-
-
-def only_replica(values: Mapping[str, T], replica: int) -> dict[str, T]:
-    """Those of one of several replicas, under the names that they have where there is but one."""
-    found = {}
-    for quantity, value in values.items():
-        kind, _, rest = quantity.partition("/")
-        whose, colon, name = rest.partition(":")
-        if whose == f"replica{replica}":
-            found[f"{kind}/{name}" if colon else kind] = value
-    return found
+        return [dict(values)]
+    return [{replace(q, replica=None): v for q, v in values.items() if q.replica == r} for r in range(num_replicas)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshmark import rank_progress
-from meshmark.judge.deviation import Drift, Tensors
+from meshmark.judge.deviation import Drift, QuantityKind, Tensors
 from meshmark.judge.gather import all_gather_json, gather_arrays
 
 _MOST_DRIFTED = 4
@@ -73,7 +73,7 @@ def gather_replicas(own: Trace, replicas: Sequence[int]) -> tuple[list[Trace], l
     )
     drifts = [
         drift
-        for i, kind in enumerate(("parameters", "gradients"))
+        for i, kind in enumerate((QuantityKind.PARAMETERS, QuantityKind.GRADIENTS))
         for ranks in peers.values()
         for drift in _drifts(kind, {rank: everyone[rank][i] for rank in ranks})
     ]
@@ -133,9 +133,9 @@ def _gather(own: Trace) -> list[Trace] | None:
 
 def _drifted(own: Trace, drifts: list[Drift]) -> dict[int, Tensors]:
     """What `Trace.drifted` takes of this rank."""
-    rank, gradients = dist.get_rank(), [d for d in drifts if d.quantity.startswith("gradients/")]
+    rank, gradients = dist.get_rank(), [d for d in drifts if d.quantity.kind is QuantityKind.GRADIENTS]
     first = min((d.step for d in gradients), default=0)
-    names = [d.quantity.partition("/")[2] for d in gradients if d.step == first and rank in d.ranks][:_MOST_DRIFTED]
+    names = [d.quantity.name for d in gradients if d.step == first and rank in d.ranks][:_MOST_DRIFTED]
     return {rank: {name: own.gradients[first][name] for name in names}} if names else {}
 
 
@@ -162,7 +162,7 @@ def _union(parts: tuple[Tensors, ...]) -> Tensors:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def _drifts(kind: str, everyone: Mapping[int, list[dict[str, str]]]) -> list[Drift]:
+def _drifts(kind: QuantityKind, everyone: Mapping[int, list[dict[str, str]]]) -> list[Drift]:
     """Between ranks that are to hold the same, by rank."""
     found = []
     for step in range(len(next(iter(everyone.values())))):
@@ -171,5 +171,5 @@ def _drifts(kind: str, everyone: Mapping[int, list[dict[str, str]]]) -> list[Dri
             digests = {rank: held[step][name] for rank, held in everyone.items() if name in held[step]}
             first = digests[min(digests)]
             if ranks := [rank for rank, digest in digests.items() if digest != first]:
-                found.append(Drift(quantity=f"{kind}/{name}", step=step, ranks=ranks))
+                found.append(Drift(quantity=kind.of(name), step=step, ranks=ranks))
     return found

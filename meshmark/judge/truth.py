@@ -29,8 +29,7 @@ from meshmark.judge.buffers import (
     fresh_buffers,
     together,
 )
-from meshmark.judge.deviation import Deviation, Deviations, Tensors, deviation, global_norm
-from meshmark.judge.replicas import of_replica
+from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, Tensors, deviation, global_norm
 from meshmark.judge.trace import Trace
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch, make_batch
@@ -61,12 +60,13 @@ def assess_replicas(
     start = initial_values(workload) if start is None else start
     found: Deviations = {}
 
-    def note(replica: int, quantity: str, value: Deviation) -> None:
-        found.setdefault(of_replica(quantity, replica, len(traces)), []).append(value)
+    def note(replica: int, quantity: Quantity, value: Deviation) -> None:
+        whose = replica if len(traces) > 1 else None
+        found.setdefault(replace(quantity, replica=whose), []).append(value)
 
     for replica, trace in enumerate(traces):
         for name, x in start.items():
-            note(replica, f"initial/{name}", deviation(trace.parameters[0].get(name), x))
+            note(replica, QuantityKind.INITIAL.of(name), deviation(trace.parameters[0].get(name), x))
     algorithm = build_algorithm(workload.algorithm, [ExactOptimizer(workload.optimizer) for _ in traces])
     num_steps = len(traces[0].gradients)
     rank_progress.begin(rank_progress.Phase.TRUTH, num_steps * len(traces))
@@ -85,21 +85,24 @@ def assess_replicas(
                 note(replica, quantity, value)
         for replica, after in enumerate(algorithm.transition(here, owns)):
             for name, x in after.items():
-                note(replica, f"parameters/{name}", deviation(traces[replica].parameters[step + 1].get(name), x))
+                told = traces[replica].parameters[step + 1].get(name)
+                note(replica, QuantityKind.PARAMETERS.of(name), deviation(told, x))
     return found | assess_buffers(traces[0], workload, layout)
 
 
-def _assess_gradients(trace: Trace, step: int, exact: Exact, evaluation: float, own: Tensors) -> dict[str, Deviation]:
+def _assess_gradients(
+    trace: Trace, step: int, exact: Exact, evaluation: float, own: Tensors
+) -> dict[Quantity, Deviation]:
     """What a step's update is made of, and the losses; `own`: the trace's gradients of what is used."""
-    found = {"loss": _scalar(trace.losses[step], exact.loss)}
+    found = {QuantityKind.LOSS.of(): _scalar(trace.losses[step], exact.loss)}
     if trace.evaluations:
-        found["evaluation"] = _scalar(trace.evaluations[step], evaluation)
+        found[QuantityKind.EVALUATION.of()] = _scalar(trace.evaluations[step], evaluation)
     for name, x in exact.gradients.items():
         absent = np.zeros_like(x) if name in exact.unused else None
-        found[f"gradients/{name}"] = deviation(trace.gradients[step].get(name, absent), x)
+        found[QuantityKind.GRADIENTS.of(name)] = deviation(trace.gradients[step].get(name, absent), x)
     reported = trace.norms[step]
     if reported is not None:
-        found["norm"] = _scalar(reported, global_norm(own))
+        found[QuantityKind.NORM.of()] = _scalar(reported, global_norm(own))
     return found
 
 

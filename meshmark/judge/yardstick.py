@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmark.judge.deviation import Deviations
+from meshmark.judge.deviation import Deviations, Quantity, QuantityKind
 from meshmark.spec.precision import Precision
 
 FALSE_ALARMS = 1e-4
@@ -35,36 +35,34 @@ ZERO = 1e-12
 UNMEASURED_FACTOR = 4.0
 """For records older than factors."""
 
-Comparisons = dict[str, list[float]]
+Comparisons = dict[Quantity, list[float]]
 """One run, by quantity, then step; or the noise, which is the largest over runs. Quantities are those of `Deviations`
-but for `initial/`, and `scale/NAME` for the multiple of gradient NAME."""
+but for initial values, and the scales of gradients."""
 
 
 def compare(deviations: Deviations) -> Comparisons:
     """What of a run is held against its noise. A gradient that is zero has no multiple, nor one that is no nearer to
     the truth than zero is."""
     zero = zeros(deviations)
-    found = {q: [d.distance for d in steps] for q, steps in deviations.items() if not q.startswith("initial/")}
+    found = {q: [d.distance for d in steps] for q, steps in deviations.items() if q.kind is not QuantityKind.INITIAL}
     for quantity, steps in deviations.items():
-        kind, _, name = quantity.partition("/")
-        if kind == "gradients" and name not in zero and all(d.distance < d.scale for d in steps):
-            found[f"scale/{name}"] = [abs(d.factor - 1) for d in steps]
+        is_gradient = quantity.kind is QuantityKind.GRADIENTS
+        if is_gradient and quantity not in zero and all(d.distance < d.scale for d in steps):
+            found[replace(quantity, kind=QuantityKind.SCALE)] = [abs(d.factor - 1) for d in steps]
     return found
 
 
-def zeros(deviations: Deviations) -> set[str]:
-    """Parameters whose gradient is zero by mathematics, as that of the keys' bias is: in float64 it is nothing but
+def zeros(deviations: Deviations) -> set[Quantity]:
+    """The gradients that are zero by mathematics, as that of the keys' bias is: in float64 it is nothing but
     rounding beside the others."""
-    gradients = {q.partition("/")[2]: steps for q, steps in deviations.items() if q.startswith("gradients/")}
+    gradients = {q: steps for q, steps in deviations.items() if q.kind is QuantityKind.GRADIENTS}
     norms = gradient_norms(deviations)
-    return {
-        name for name, steps in gradients.items() if all(d.scale < ZERO * n for d, n in zip(steps, norms, strict=True))
-    }
+    return {q for q, steps in gradients.items() if all(d.scale < ZERO * n for d, n in zip(steps, norms, strict=True))}
 
 
 def gradient_norms(deviations: Deviations) -> list[float]:
     """The exact global norm of the gradients, by step."""
-    gradients = [steps for quantity, steps in deviations.items() if quantity.startswith("gradients/")]
+    gradients = [steps for quantity, steps in deviations.items() if quantity.kind is QuantityKind.GRADIENTS]
     return [math.hypot(*(d.scale for d in step)) for step in zip(*gradients, strict=True)]
 
 
@@ -82,10 +80,10 @@ def noise_run(deviations: Deviations, precision: Precision) -> Comparisons:
     }
 
 
-def kind_of(quantity: str) -> str:
+def kind_of(quantity: Quantity) -> str:
     """What shares a factor: `number`s (loss, norm and multiples), `gradients`, `parameters` and `buffers`."""
-    kind = quantity.partition("/")[0]
-    return kind if kind in ("gradients", "parameters", "buffers") else "number"
+    tensors = (QuantityKind.GRADIENTS, QuantityKind.PARAMETERS, QuantityKind.BUFFERS)
+    return quantity.kind.value if quantity.kind in tensors else "number"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,20 +94,20 @@ class Yardstick:
     factors: dict[str, float]
     """By kind of quantity."""
 
-    def noise_of(self, quantity: str, step: int) -> float:
+    def noise_of(self, quantity: Quantity, step: int) -> float:
         """A tensor's noise is that of its step; a number's that of all steps."""
         steps = self.noise[quantity]
         if not all(map(math.isfinite, steps)):
             return math.inf
         return max(steps) if kind_of(quantity) == "number" else steps[step]
 
-    def factor_of(self, quantity: str) -> float:
+    def factor_of(self, quantity: Quantity) -> float:
         return self.factors.get(kind_of(quantity), UNMEASURED_FACTOR)
 
-    def tolerance(self, quantity: str, step: int) -> float:
+    def tolerance(self, quantity: Quantity, step: int) -> float:
         return self.factor_of(quantity) * self.noise_of(quantity, step)
 
-    def ratios(self, run: Comparisons) -> Iterator[tuple[float, str, int]]:
+    def ratios(self, run: Comparisons) -> Iterator[tuple[float, Quantity, int]]:
         """Every comparison of a run as a multiple of its noise, with quantity and step. What `single` does not tell,
         such as a norm without clipping, cannot be held against anyone."""
         for quantity, steps in run.items():
@@ -117,7 +115,7 @@ class Yardstick:
                 for step, value in enumerate(steps):
                     yield _ratio(value, self.noise_of(quantity, step)), quantity, step
 
-    def excesses(self, run: Comparisons) -> Iterator[tuple[float, str, int]]:
+    def excesses(self, run: Comparisons) -> Iterator[tuple[float, Quantity, int]]:
         """The same as multiples of the tolerance: above one fails."""
         for ratio, quantity, step in self.ratios(run):
             yield ratio / self.factor_of(quantity), quantity, step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from meshmark.judge.deviation import Deviation, Drift
+from meshmark.judge.deviation import Deviations, Drift
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.yardstick import Comparisons
 from meshmark.measure.readings import MemoryReading, TrafficReading
@@ -23,7 +23,7 @@ class RankReport:
     """This rank's shares."""
     norms: list[float | None] = field(default_factory=list)
     """Global gradient norm before clipping, where the framework tells it."""
-    deviations: dict[str, list[Deviation]] = field(default_factory=dict)
+    deviations: Deviations = field(default_factory=dict)
     """From the truth, by quantity, then step; on rank 0, for all ranks."""
     drifts: list[Drift] = field(default_factory=list)
     """On rank 0, for all ranks."""

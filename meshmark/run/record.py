@@ -13,9 +13,9 @@ from typing import IO
 
 from meshmark.environment import Environment
 from meshmark.errors import ResultsError
-from meshmark.judge.deviation import Deviation, Drift
+from meshmark.judge.deviation import Deviations, Drift
 from meshmark.judge.faults import Diagnosis
-from meshmark.judge.yardstick import Yardstick
+from meshmark.judge.yardstick import Comparisons, Yardstick
 from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.run.request import Task
 from meshmark.run.session import Session
@@ -95,10 +95,10 @@ class Record:
     """Global mean, by step."""
     norms: list[float | None] = field(default_factory=list)
     """Global gradient norm before clipping, by step, where the framework tells it."""
-    deviations: dict[str, list[Deviation]] = field(default_factory=dict)
+    deviations: Deviations = field(default_factory=dict)
     """From the truth, by quantity, then step."""
-    noise: dict[str, list[float]] = field(default_factory=dict)
-    """The largest such distance in runs of `single` under perturbation, and of gradients' multiples, `scale/NAME`."""
+    noise: Comparisons = field(default_factory=dict)
+    """The largest such distance in runs of `single` under perturbation, and of the scales of gradients."""
     factors: dict[str, float] = field(default_factory=dict)
     """How many times its noise a quantity may stand from the truth, by kind."""
     drifts: list[Drift] = field(default_factory=list)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from meshmark.judge.deviation import Deviation
+from meshmark.judge.deviation import Deviation, Quantity, QuantityKind
 from meshmark.judge.yardstick import FALSE_ALARMS, compare, zeros
 from meshmark.measure.readings import MemoryReading
 from meshmark.run.record import Record, Verdict
@@ -25,7 +25,7 @@ exchange a few."""
 
 def judge_equivalence(record: Record) -> Verdict:
     """Every loss, norm, gradient and parameter within its factor of its noise, the start exact, replicas equal."""
-    wrong_start = [q for q, steps in record.deviations.items() if q.startswith("initial/") and steps[0].distance]
+    wrong_start = [q for q, steps in record.deviations.items() if q.kind is QuantityKind.INITIAL and steps[0].distance]
     yardstick, run = record.yardstick, compare(record.deviations)
     excesses = list(yardstick.excesses(run))
     excess, quantity, step = max(excesses)
@@ -33,7 +33,7 @@ def judge_equivalence(record: Record) -> Verdict:
     limits = detection_limits(record)
     blindest = max(limits, key=lambda name: limits[name].scaling, default="")
     evidence: dict[str, float | int | str] = {
-        "worst_quantity": quantity,
+        "worst_quantity": str(quantity),
         "worst_step": step,
         "ratio": excess * factor,
         "distance": run[quantity][step],
@@ -65,9 +65,10 @@ def judge_equivalence(record: Record) -> Verdict:
     return Verdict(suite="equivalence", passed=passed, summary=summary, evidence=evidence)
 
 
-def _worst(record: Record, quantity: str) -> list[Deviation]:
+def _worst(record: Record, quantity: Quantity) -> list[Deviation]:
     """The deviations behind a compared quantity."""
-    return record.deviations[quantity.replace("scale/", "gradients/", 1)]
+    is_scale = quantity.kind is QuantityKind.SCALE
+    return record.deviations[replace(quantity, kind=QuantityKind.GRADIENTS) if is_scale else quantity]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +85,19 @@ def detection_limits(record: Record) -> dict[str, Limit]:
     """By parameter; those whose gradient is zero by mathematics have none."""
     yardstick, zero, limits = record.yardstick, zeros(record.deviations), {}
     for quantity, steps in record.deviations.items():
-        kind, _, name = quantity.partition("/")
-        if kind != "gradients" or name in zero or quantity not in yardstick.noise:
+        if quantity.kind is not QuantityKind.GRADIENTS or quantity in zero or quantity not in yardstick.noise:
             continue
         distances = [
             yardstick.tolerance(quantity, step) / d.scale if d.scale else math.inf for step, d in enumerate(steps)
         ]
-        multiple = f"scale/{name}"
+        multiple = replace(quantity, kind=QuantityKind.SCALE)
         # A number's noise may point the other way, and then hides as much as it is.
         by_multiple = (
             yardstick.tolerance(multiple, 0) + yardstick.noise_of(multiple, 0)
             if multiple in yardstick.noise
             else math.inf
         )
-        limits[name] = Limit(scaling=min(max(distances), by_multiple), any_direction=max(distances))
+        limits[quantity.subject] = Limit(scaling=min(max(distances), by_multiple), any_direction=max(distances))
     return limits
 
 
