@@ -20,6 +20,7 @@ from meshmark.judge.gradient_faults import low_precisions
 from meshmark.judge.trace import host_copies
 from meshmark.reference.data import make_batch
 from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.launch import Launcher
 from meshmark.run.passes.noise import noise_key
 from meshmark.run.record import Record, read_records
@@ -140,7 +141,7 @@ def test_noise_depends_on_the_number_of_ranks_only_where_they_round() -> None:
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[Launcher]:
     with Cluster(ClusterSpec()) as cluster:
-        yield Launcher(cluster, [])
+        yield ForkserverLauncher(cluster)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from meshmark.reference.data import IGNORED, check_data, make_batch
 from meshmark.reference.digits import load_digits
 from meshmark.reference.objective import loss_share
 from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.launch import Launcher
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.passes.noise import train_alone
 from meshmark.run.record import Record
 from meshmark.run.request import Request, Task
@@ -238,7 +238,9 @@ def test_an_adapter_may_lack_buffers() -> None:
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known = {name: target(name) for name in MUTANTS} | {"ddp": "meshmark.adapters.ddp:DDP"}
     with Cluster(ClusterSpec()) as cluster:
-        running = Runner(Launcher(cluster, []), known, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
+        running = Runner(
+            ForkserverLauncher(cluster), known, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results")
+        )
         yield running
         running.close()
 
