@@ -20,9 +20,12 @@ from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import InputError
 from meshmark.judge.algorithm import LocalSGD, Synchronous
 from meshmark.judge.deviation import Drift, Tensors
+from meshmark.judge.faults import Fault
+from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.replicas import by_replica, of_replica, replicas_of_ranks
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import ExactOptimizer, assess_replicas, exact_gradients, initial_values
+from meshmark.judge.yardstick import fit, noise_run
 from meshmark.reference.data import make_batch
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import Launcher
@@ -177,6 +180,18 @@ def test_every_replica_is_compared_with_its_own_truth() -> None:
     found = assess_replicas(traces, problem)
     wrong = {q for q, steps in found.items() if len(steps) > 1 and steps[1].distance > 1e-4}
     assert wrong == {of_replica(f"parameters/{name}", 1, 2)}
+
+
+def test_a_parameter_that_one_replica_does_not_tell_is_named() -> None:
+    problem = make_workload(algorithm=local_sgd(2))
+    traces = exact_run(problem, 3, 2)
+    honest = fit([noise_run(assess_replicas(traces, problem), Precision.FP32)] * 2)
+    case = Case(adapter="a", workload=problem, layout=Layout(dp=2))
+    assert diagnose_replicas(case, traces, assess_replicas(traces, problem), [], honest) is None
+    del traces[1].parameters[3]["head.output.weight"]
+    found = diagnose_replicas(case, traces, assess_replicas(traces, problem), [], honest)
+    assert found is not None and (found.fault, found.step) == (Fault.MISSING, 2)
+    assert found.names == ["head.output.weight"]
 
 
 # Traces by replica
