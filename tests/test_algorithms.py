@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
 from meshmark.conformance.clauses import CLAUSES, judge_clause
@@ -95,6 +95,29 @@ def test_an_adapter_refuses_the_algorithms_that_it_has_not() -> None:
             reason = load_adapter(target_).capabilities.refusal(case, "cpu", "gloo") or ""
             has = (name == "post-local-sgd") == (problem is LOCAL)
             assert (f"algorithm {problem.algorithm.kind} (it trains by" in reason) != has, (name, reason)
+
+
+def test_replicas_that_differ_have_no_batch_norms() -> None:
+    with pytest.raises(InputError, match="'vit-digits-bn': model 'vit-mini-bn' has batch norms.* is local-sgd; take a"):
+        dataclasses.replace(workload("vit-digits-bn"), algorithm=local_sgd(2))
+    assert dataclasses.replace(workload("vit-digits"), algorithm=local_sgd(2)).id == "vit-digits-local-sgd2"
+
+
+def test_reductions_that_round_are_refused_where_replicas_differ() -> None:
+    anything = Capabilities(
+        degrees=frozenset({"dp"}),
+        precisions=frozenset(Precision.PRESETS.values()),
+        algorithms=frozenset(AlgorithmKind),
+    )
+
+    def refusal(problem: Workload, precision: Precision) -> str | None:
+        case = Case(adapter="a", workload=problem, layout=TWO, precision=precision)
+        return anything.refusal(case, "cpu", "gloo")
+
+    refused = refusal(LOCAL, Precision.BF16_REDUCE_BF16)
+    assert refused == "a does not support algorithm local-sgd with reductions in bfloat16 (its noise is not known)"
+    assert refusal(LOCAL, Precision.BF16) is None
+    assert refusal(workload("gpt-mini"), Precision.BF16_REDUCE_BF16) is None
 
 
 def test_noise_is_measured_for_the_number_of_replicas() -> None:
