@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from meshmark.adapter.capabilities import Capabilities
@@ -15,8 +18,15 @@ from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
-from meshmark.spec.precision import Precision
+from meshmark.spec.model_spec import Family
+from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+
+# Functions of its own, for DDP lets PyTorch's run on NCCL alone (it knows them by name), though gloo sums bf16 too.
+_HOOKS: dict[Dtype, Callable[[dist.ProcessGroup, Any], Future[Tensor]]] = {
+    Dtype.BF16: lambda group, bucket: bf16_compress_hook(group, bucket),
+}
+"""By the format that gradients are reduced in, where it is not the one that they are held in."""
 
 
 class DDPEngine(DataParallelEngine):
@@ -33,7 +43,11 @@ class DDPEngine(DataParallelEngine):
 
 
 class DDP(Adapter):
-    capabilities: ClassVar = Capabilities(degrees=frozenset({"dp"}), precisions=frozenset(Precision))
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"dp"}),
+        families=frozenset(Family),
+        precisions=frozenset(Precision.PRESETS.values()),
+    )
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -46,7 +60,10 @@ class DDP(Adapter):
             model,
             device_ids=device_ids,
             gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # each replica keeps its own statistics, as the workload defines them
             find_unused_parameters=case.workload.skipped_block is not None,
         )
+        if case.precision.narrows_reduction:
+            module.register_comm_hook(dist.group.WORLD, _HOOKS[case.precision.reduction])
         optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
         return DDPEngine(case, context, module, optimizer)

@@ -19,10 +19,12 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import DataParallelEngine, initial_model, optimizer_state_tensors
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
-from meshmark.reference.objective import build_optimizer, optimizer_arguments, parameter_groups
-from meshmark.reference.transformer import parameter_shapes
+from meshmark.reference.build import parameter_shapes
+from meshmark.reference.objective import build_optimizer
+from meshmark.reference.optimizers import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
+from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import Remainder
@@ -59,7 +61,7 @@ class OSSEngine(DataParallelEngine):
     def gradients(self) -> Mapping[str, Tensor]:
         """Each owner sends its gradients to all; unused parameters have none anywhere."""
         trained = {n: (p, self.optimizer._param_to_rank[p]) for n, p in self.named_parameters() if p.requires_grad}
-        own = self.context.rank
+        own = self.dp_rank
         held = [int(owner == own and p.grad is not None) for p, owner in trained.values()]
         there = torch.tensor(held, device=self.context.device)
         torch.distributed.all_reduce(there)
@@ -86,8 +88,14 @@ class FairScaleOSS(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({2}),
+        families=frozenset(Family),
         precisions=frozenset({Precision.FP32, Precision.BF16}),
-        lacks={Precision.FP64: "OSS computes the gradient norm in float32", Precision.FP16: _NO_SCALER},
+        lacks={
+            Precision.FP64: "OSS computes the gradient norm in float32",
+            Precision.FP16: _NO_SCALER,
+            Feature.MATRIX_WISE: "its shares are planned for states of the parameters' shapes",
+            Precision.BF16_REDUCE_BF16: "ShardedDataParallel reduces in float32, or in fp16 (`reduce_fp16`)",
+        },
     )
 
     @classmethod
@@ -96,16 +104,16 @@ class FairScaleOSS(Adapter):
         owned = [0] * case.layout.dp
         for shape in parameter_shapes(case.workload.model).values():
             owned[owned.index(min(owned))] += math.prod(shape)
-        beyond = owned[rank] - sum(owned) / case.layout.dp
+        beyond = owned[case.layout.coordinates(rank).dp] - sum(owned) / case.layout.dp
         reason = "whole tensors have one owner, so shares are uneven"
-        moments = 4 * case.workload.optimizer.states_per_parameter
+        moments = cls.recipe(case).states.moment_bytes
         return (
             Remainder(category="gradients", num_bytes=4 * beyond, reason=reason),
             Remainder(category="optimizer_states", num_bytes=moments * beyond, reason=reason),
         )
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic:
+    def traffic(cls, case: Case, rank: int) -> Traffic | None:
         """Each gradient is reduced to its owner, each updated parameter broadcast by it."""
         return step_traffic(case, rank, Reduction(kind="reduce", gathers_per_step=1, gather_kind="broadcast"))
 
@@ -115,12 +123,13 @@ class FairScaleOSS(Adapter):
 
         model = initial_model(case, context.device)
         spec = case.workload.optimizer
-        cls, arguments = optimizer_arguments(spec)
+        cls, arguments = reference_optimizer(spec).arguments()
         optimizer = OSS(parameter_groups(spec, model.named_parameters()), optim=cls, **arguments)
         module = ShardedDataParallel(
             model,
             optimizer,
             sync_models_at_startup=False,
+            broadcast_buffers=False,  # otherwise the first rank's statistics, at every micro-batch
             # Gradients in its buckets are kept by every rank, which would be stage 1, and after the first
             # `optimizer.zero_grad()`, which cuts them out of their bucket, are no longer reduced at all.
             reduce_buffer_size=0,
@@ -175,9 +184,9 @@ class FSDPEngine(DataParallelEngine):
 
     module: Any
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """FSDP casts the weights itself, so no autocast."""
-        logits: Tensor = self.module(tokens_BT)
+        logits: Tensor = self.module(inputs)
         return logits
 
     def clip(self, max_norm: float) -> Tensor:
@@ -192,6 +201,9 @@ class FSDPEngine(DataParallelEngine):
 
     def gradients(self) -> Mapping[str, Tensor]:
         return self._full(lambda flat: flat.grad)
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        return {_canonical(name): buffer for name, buffer in super().buffers().items()}
 
     def save(self, folder: Path) -> None:
         """Whole parameters in one file, every rank's part of the optimizer states in another."""
@@ -238,16 +250,18 @@ def _canonical(name: str) -> str:
 
 class FairScaleFSDP(Adapter):
     """Every block is wrapped on its own, and the model with what is left: embedding and head. bf16 is FSDP's own: bf16
-    weights are gathered from fp32 shards, and gradients reduced in fp32."""
+    weights are gathered from fp32 shards, and gradients reduced as the precision says."""
 
     requires: ClassVar = _FAIRSCALE
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({3}),
-        precisions=frozenset({Precision.FP32, Precision.BF16}),
+        families=frozenset(Family),
+        precisions=frozenset({Precision.FP32, Precision.BF16, Precision.BF16_REDUCE_BF16}),
         lacks={
             Precision.FP64: "FSDP takes float32 parameters alone",
             Precision.FP16: _NO_SCALER,
+            Feature.MATRIX_WISE: "its optimizer is given flat parts of the parameters, whose shapes are lost",
             Feature.DECAY_GROUPS: "the parameters of a wrapper are one flat tensor, which is in one group",
             Feature.FROZEN: "the parameters of a wrapper are one flat tensor, frozen whole or not at all",
             Feature.RESHARD: "gather_full_optim_state_dict, which it takes, breaks the optimizer that it reads: "
@@ -266,11 +280,12 @@ class FairScaleFSDP(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        return dataclasses.replace(eager_recipe(case, "eager-fsdp2", casts_weights=True), prefetches=False)
+        using = eager_recipe(case, "eager-fsdp2", casts_weights=True)
+        return dataclasses.replace(using, backward=dataclasses.replace(using.backward, prefetches=False))
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic:
-        """bf16 weights are gathered, fp32 gradients reduced."""
+    def traffic(cls, case: Case, rank: int) -> Traffic | None:
+        """In the precisions that are asked for."""
         return step_traffic(case, rank, fully_sharded(case))
 
     def build(self, case: Case, context: RankContext) -> Engine:
@@ -279,11 +294,11 @@ class FairScaleFSDP(Adapter):
 
         if context.device.type == "cpu":
             _run_without_cuda()
-        mixed = case.precision is Precision.BF16
+        mixed = case.precision.is_mixed
         arguments = {
             "compute_device": context.device,
             "mixed_precision": mixed,
-            "fp32_reduce_scatter": mixed,
+            "fp32_reduce_scatter": mixed and not case.precision.narrows_reduction,
             "compute_dtype": torch.bfloat16 if mixed else torch.float32,
             "disable_reshard_on_root": False,  # otherwise embedding and head stay whole from forward to backward
             "bucket_cap_mb": 0,  # a wrapper's gradient is one flat tensor already

@@ -13,17 +13,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from meshmark.adapter.capabilities import Capabilities
+from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, configure
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.reference.initial import initial_value
+from meshmark.reference.build import build_model
+from meshmark.reference.initial import Block, initial_value
+from meshmark.reference.model import Model
 from meshmark.reference.objective import build_optimizer
-from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
-from meshmark.spec.precision import Precision
+from meshmark.spec.model_spec import Family
+from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 
 
@@ -31,8 +33,8 @@ class FSDP2Engine(DataParallelEngine):
     """Gradients are reduce-scattered after every micro-batch, fully_shard's default: putting it off would keep them
     whole on every rank."""
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        logits: Tensor = self.module(tokens_BT)  # the sharding casts, not autocast
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.module(inputs)  # the sharding casts, not autocast
         return logits
 
     def clip(self, max_norm: float) -> Tensor:
@@ -63,7 +65,9 @@ class FSDP2(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({3}),
-        precisions=frozenset(Precision),
+        precisions=frozenset(Precision.PRESETS.values()),
+        families=frozenset(Family),
+        lacks={Feature.MATRIX_WISE: "its optimizer is given parts of the parameters, by rows"},
     )
 
     @classmethod
@@ -72,29 +76,31 @@ class FSDP2(Adapter):
 
     def build(self, case: Case, context: RankContext) -> Engine:
         with torch.device("meta"):
-            model = configure(Transformer(case.workload.model), case)
-        if case.precision is Precision.FP64:
+            model = configure(build_model(case.workload.model), case)
+        if case.precision.master is Dtype.FP64:
             model.double()
         shard(model, case, context)
         optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
         return FSDP2Engine(case, context, model, optimizer)
 
 
-def shard(model: Transformer, case: Case, context: RankContext) -> None:
+def shard(model: Model, case: Case, context: RankContext) -> None:
     """Shard a model on the meta device over all ranks, block by block, and fill the shards with initial values."""
     mesh = init_device_mesh(context.device.type, (case.layout.dp,))
-    low = AUTOCAST.get(case.precision)
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+    low = AUTOCAST.get(case.precision.compute)
+    reduced = getattr(torch, case.precision.reduction)
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else MixedPrecisionPolicy()
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     # Without the flag the root stays whole between forward and backward, which is not quite ZeRO-3.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     model.to_empty(device=context.device)
     fill_shards(model, case)
+    model.initialize_buffers()
 
 
 @torch.no_grad()
-def fill_shards(model: Transformer, case: Case) -> None:
+def fill_shards(model: Model, case: Case) -> None:
     """Initial values of every sharded parameter, each rank its own part alone."""
     for name, parameter in model.named_parameters():
         sharded = cast(DTensor, parameter)
@@ -105,8 +111,7 @@ def fill_shards(model: Transformer, case: Case) -> None:
                 name,
                 parameter.shape,
                 seed=case.workload.seed,
-                shape=shape,
-                offset=offset,
+                block=Block(shape=shape, offset=offset),
                 device=sharded.to_local().device,
             )
         )

@@ -16,13 +16,14 @@ import time
 from pathlib import Path
 
 from benchmarks.goal import verdict
+from meshmark.adapter.matrix import layouts
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.launch import Launcher
 from meshmark.run.request import Request, Task
 from meshmark.spec.case import Case
 from meshmark.spec.workload import workload
-from meshmark.suites.cases import layouts
 
 ROOT = Path(__file__).parent.parent
 ROUNDS = 5
@@ -37,10 +38,9 @@ def main() -> int:
         if load_adapter(target).capabilities.degrees
         and not any(requirement.missing for requirement in load_adapter(target).requires)
     ]
-    modules = [module for target in targets.values() for module in load_adapter(target).modules()]
     started = time.monotonic()
     with Cluster(ClusterSpec()) as cluster:
-        launcher = Launcher(cluster, modules)
+        launcher = ForkserverLauncher(cluster)
         requests = [_request(case, targets[case.adapter]) for case in cases]
         launcher.launch(requests[0], 2)
         server_seconds = time.monotonic() - started  # the server's imports, paid once a run, count against us

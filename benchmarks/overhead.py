@@ -63,14 +63,14 @@ def hand_written(name: str, rank: int) -> Callable[[Batch], None]:
     )
 
     def step(batch: Batch) -> None:
-        rows = len(batch.tokens_BT) // 4
+        rows = len(batch.inputs) // 4
         for i in range(2):
             part = slice((2 * rank + i) * rows, (2 * rank + i + 1) * rows)
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = i == 1
-            logits = model(batch.tokens_BT[part])
-            loss = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT[part].flatten(), reduction="sum")
-            (loss * 2 / batch.num_tokens).backward()
+            logits = model(batch.inputs[part])
+            loss = F.cross_entropy(logits.flatten(0, 1), batch.targets[part].flatten(), reduction="sum")
+            (loss * 2 / batch.total_weight).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), spec.clip_norm or 1.0)
         if name == "fsdp2":
             norm.full_tensor()  # type: ignore[attr-defined]

@@ -11,9 +11,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from benchmarks.trials import Cell, Court, Trial, correct_cells, preloaded
+from benchmarks.trials import Cell, Court, Trial, correct_cells
 from meshmark.adapters import ADAPTERS
 from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.launch import Launcher
 from tests.broken.mutants import BY_NAME, target
 
@@ -24,7 +25,7 @@ NUM_SITTINGS = 2
 def sitting(names: Sequence[str]) -> Iterator[tuple[Court, Launcher, Path]]:
     """A court of its own, with its cluster and folder, that knows the mutants called `names`."""
     with tempfile.TemporaryDirectory() as folder, Cluster(ClusterSpec()) as cluster:
-        launcher = Launcher(cluster, preloaded(ADAPTERS.values()))  # one a cluster: it counts launches in the store
+        launcher = ForkserverLauncher(cluster)  # one a cluster: it counts launches in the store
         court = Court(launcher, {name: target(name) for name in names} | ADAPTERS, Path(folder))
         try:
             yield court, launcher, Path(folder)

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from benchmarks.trials import Court
-from meshmark.conformance.finding import Result
+from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario import plain_workload
 from meshmark.run.record import Record
 from meshmark.spec.case import Case
@@ -66,7 +66,7 @@ def _attempt(court: Court, kind: str, by: float, correct: Record) -> tuple[bool,
     name = sized("ddp", kind, by)
     if kind == "DropoutProbability":
         finding, _ = court.judge("dropout", dataclasses.replace(_base(), adapter=name))
-        return finding.result is Result.FAIL, math.nan, finding.evidence
+        return finding.result is ClauseResult.FAIL, math.nan, finding.evidence
     record = court.suites.observe(correct_case(name))
     verdict = record.verdict("equivalence")
     assert verdict is not None

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.adapter.registry import load_adapter
 from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import plain_workload
@@ -111,8 +110,3 @@ def correct_cells(court: Court, adapter: str) -> Iterable[Cell]:
     for clause in CLAUSES:
         finding, records = court.judge(clause, case)
         yield Cell(adapter=adapter, clause=clause, finding=finding, records=records)
-
-
-def preloaded(adapters: Iterable[str]) -> list[str]:
-    """What the launcher's server should import, so that no rank has to."""
-    return list(dict.fromkeys(module for target in adapters for module in load_adapter(target).modules()))

@@ -26,11 +26,12 @@ from meshmark.environment import describe
 from meshmark.errors import MeshmarkError
 from meshmark.plan.calibrate import calibrate_here
 from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.launch import Launcher
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request, Task
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout
+from meshmark.spec.layout import Coordinates, Layout
 from meshmark.spec.model_spec import ModelSpec, gpt
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
@@ -256,7 +257,9 @@ def activations(bench: Bench) -> list[Row]:
         work = Workload(name=model.name, model=model, global_batch=batch, masked=False)
         case = Case(adapter=adapter, workload=work, layout=layout, precision=precision)
         framework = load_adapter(ADAPTERS[adapter])
-        for report in bench.run(case, Task.OBSERVE, steps=3)[:: layout.dp * layout.tp]:
+        for report in bench.run(case, Task.OBSERVE, steps=3):
+            if layout.coordinates(report.rank) != Coordinates(pp=layout.coordinates(report.rank).pp):
+                continue  # one rank a stage
             assert report.memory and report.memory.held
             eager = framework.recipe(case).eager
             declared = [r for r in framework.remainders(case, report.rank) if r.category == "activations"]
@@ -268,7 +271,7 @@ def activations(bench: Bench) -> list[Row]:
                     "pp": layout.pp,
                     "zero_stage": layout.zero_stage,
                     "num_micro_batches": layout.num_micro_batches,
-                    "precision": precision,
+                    "precision": precision.name,
                     "global_batch": batch,
                     **shape(model),
                     "rank": report.rank,
@@ -357,10 +360,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     if unknown := set(parsed.twins) - set(TWINS):
         parser.error(f"unknown twin {', '.join(sorted(unknown))}; known: {', '.join(TWINS)}")
-    used = ("single", "gpipe", "ddp", "fsdp2", "deepspeed", "megatron")
-    modules = [module for name in used for module in load_adapter(ADAPTERS[name]).modules()]
     with Cluster(ClusterSpec()) as cluster:
-        bench = Bench(Launcher(cluster, modules))
+        bench = Bench(ForkserverLauncher(cluster))
         for name in parsed.twins or TWINS:
             rows = TWINS[name](bench)
             write(parsed.output / f"{name}.csv", rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import os
 import shlex
 import sys
@@ -13,20 +12,22 @@ from pathlib import Path
 
 import torch
 
-from meshmark.adapter.registry import builtin_adapters, load_adapter, select
+from meshmark.adapter.matrix import matrix
+from meshmark.adapter.registry import known_adapters, load_adapter, select
 from meshmark.environment import describe, versions
 from meshmark.errors import AdapterError, MeshmarkError, ResultsError
-from meshmark.options import positive, precision, split_values
+from meshmark.options import positive, split_values
 from meshmark.plan.cli import add_commands
 from meshmark.run.gpus import num_gpus
 from meshmark.spec.case import Case, expect_fit
-from meshmark.spec.precision import Precision
+from meshmark.spec.layout import Schedule
+from meshmark.spec.precision import Precision, precision
 from meshmark.spec.workload import WORKLOADS, workload
 
 EPILOG = """examples:
   meshmark doctor                       what can run here, and what would be skipped
-  pytest suites --results results       run every adapter on two CPU ranks, append to results/records.jsonl
-  pytest suites --adapters ddp,fsdp2 --world 2,4 -k equivalence
+  pytest --pyargs meshmark.suites       run every adapter on two CPU ranks, append to results/records.jsonl
+  pytest --pyargs meshmark.suites --adapters ddp,fsdp2 --world 2,4 -k equivalence
   meshmark report results -o report.md  render what was recorded
   meshmark plan --model llama-8b --gpus 64 --gpu h100
 """
@@ -55,10 +56,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="frameworks, devices, and what would be skipped and why")
     doctor.set_defaults(run=_doctor)
-    cases = commands.add_parser("cases", help="the matrix that `pytest suites` would run")
+    cases = commands.add_parser("cases", help="the matrix that `pytest --pyargs meshmark.suites` would run")
     cases.add_argument("--adapters", default="*", metavar="A,B", help="names or shell patterns (default: all)")
     cases.add_argument("--world", default="2", metavar="N,M", help="world sizes (default: 2)")
-    cases.add_argument("--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision)} (default: fp32)")
+    cases.add_argument(
+        "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
+    )
     cases.add_argument("--workload", default="gpt-tiny", metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
     cases.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     cases.set_defaults(run=_cases)
@@ -81,7 +84,7 @@ def _doctor(_: argparse.Namespace) -> None:
     print(f"backends    {', '.join(backends)}")
     print("versions    " + ", ".join(f"{name} {version}" for name, version in versions().items()))
     print("adapters")
-    for name, target in builtin_adapters().items():
+    for name, target in known_adapters().items():
         try:
             adapter = load_adapter(target)
         except AdapterError as error:
@@ -91,22 +94,26 @@ def _doctor(_: argparse.Namespace) -> None:
         can = adapter.capabilities
         axes = "+".join(sorted(can.degrees)) or "one process"
         stages = f", ZeRO {'/'.join(map(str, sorted(can.zero_stages)))}" if can.zero_stages != {0} else ""
+        orders = f", {'/'.join(s for s in Schedule if s in can.schedules)}" if "pp" in can.degrees else ""
         elsewhere = "" if device in can.devices else f" (not on {device})"
         state = f"skipped: {missing[0]}" if missing else f"ready{elsewhere}"
-        print(f"  {name:<20} {axes}{stages}; {', '.join(sorted(can.precisions))}; {state}")
+        print(f"  {name:<20} {axes}{stages}{orders}; {', '.join(sorted(map(str, can.precisions)))}; {state}")
 
 
 def _cases(parsed: argparse.Namespace) -> None:
-    targets = select(split_values("--adapters", parsed.adapters), builtin_adapters())
+    targets = select(split_values("--adapters", parsed.adapters), known_adapters())
     worlds = [positive("--world", text) for text in split_values("--world", parsed.world)]
     workloads = [workload(name) for name in split_values("--workload", parsed.workload)]
     precisions = [precision(text) for text in split_values("--precision", parsed.precision)]
     adapters = {name: load_adapter(target) for name, target in targets.items()}
-    cells = importlib.import_module("meshmark.suites.cases").matrix(adapters, worlds, workloads, precisions)
+    cells = matrix(adapters, worlds, workloads, precisions)
     expect_fit(cells)
+    backend = "nccl" if parsed.device == "cuda" else "gloo"
     for cell in cells:
-        fits = isinstance(cell, Case)
-        reason = adapters[cell.adapter].refusal(cell, parsed.device) if fits else cell.reason
+        if isinstance(cell, Case):
+            reason = adapters[cell.adapter].refusal(cell, parsed.device, backend)
+        else:
+            reason = cell.reason
         print(f"{cell.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())
     print(f"{len(cells)} cases")
 

@@ -27,6 +27,8 @@ PACKAGES = (
     "fairscale",
     "megatron-core",
 )
+DEFAULT_THREADS = "1"
+"""OMP_NUM_THREADS of the ranks where it is not set: they share the machine's cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class Environment:
     nnodes: int
     versions: dict[str, str] = field(default_factory=dict)
     omp_num_threads: str = ""
-    """OMP_NUM_THREADS, as the ranks inherit it; empty where it is not set, and in older records."""
+    """OMP_NUM_THREADS of the ranks; empty in older records."""
 
 
 def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | None = None) -> Environment:
@@ -66,7 +68,7 @@ def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | No
         backend=backend,
         nnodes=nnodes,
         versions=versions(),
-        omp_num_threads=os.environ.get("OMP_NUM_THREADS", ""),
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS", DEFAULT_THREADS),
     )
 
 
@@ -87,6 +89,8 @@ def versions() -> dict[str, str]:
 @functools.cache
 def _commit() -> str:
     root = Path(__file__).parent.parent
+    if not (root / ".git").exists():  # installed: a repository around it would be somebody else's
+        return ""
     try:
         return subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],

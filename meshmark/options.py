@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from meshmark.errors import InputError, UnknownNameError
-from meshmark.spec.precision import Precision
+from meshmark.errors import InputError
 
 
 def split_values(option: str, text: str) -> list[str]:
@@ -19,10 +18,3 @@ def positive(option: str, text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise InputError(f"{option} {text!r}: expected a whole number of at least 1")
     return int(text)
-
-
-def precision(text: str) -> Precision:
-    """A precision by name."""
-    if text not in list(Precision):
-        raise UnknownNameError("precision", text, Precision)
-    return Precision(text)

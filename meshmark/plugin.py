@@ -1,4 +1,4 @@
-"""The pytest side: options, the session's cases and runner. Loaded by the checkout's conftest.py."""
+"""The pytest side: options, the session's cases and runner. Loaded by `pytest_entry` or the checkout's conftest.py."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.registry import builtin_adapters, load_adapter, outside_name, select
+from meshmark.adapter.registry import known_adapters, load_adapter, outside_name, select
 from meshmark.conformance.scenario import plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import ClusterError, InputError, LayoutError, MeshmarkError, ResultsError, UnknownNameError
 from meshmark.expect import expect_ran
-from meshmark.options import positive, precision, split_values
+from meshmark.options import positive, split_values
 from meshmark.progress import Progress
-from meshmark.reference.data import check_corpus, on_corpus
+from meshmark.pytest_entry import asks_for_suites
+from meshmark.reference.data import check_data, on_corpus
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.gpus import num_gpus
-from meshmark.run.launch import Launcher
+from meshmark.run.launchers import LAUNCHERS
 from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
-from meshmark.spec.precision import Precision
+from meshmark.spec.precision import Precision, precision
 from meshmark.spec.workload import Workload, workload
 
 pytest_plugins = ["meshmark.session_log"]
@@ -51,6 +52,8 @@ class Selection:
     options: RunOptions
     results: Path
     cluster: ClusterSpec
+    launcher: str
+    """A key of LAUNCHERS."""
 
 
 SELECTION = pytest.StashKey[Selection]()
@@ -69,7 +72,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--world", default="2", metavar="N,M", help="world sizes (default: 2); `single` always runs on 1")
     group.addoption("--device", default="cpu", help="cpu or cuda (default: cpu)")
     group.addoption("--backend", default=None, help="gloo or nccl (default: nccl where every rank has its own GPU)")
-    group.addoption("--precision", default="fp32", metavar="P,Q", help="fp64, fp32, bf16, fp16 (default: fp32)")
+    group.addoption(
+        "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
+    )
     group.addoption("--workload", default="gpt-tiny", metavar="NAME,NAME", help="workload presets (default: gpt-tiny)")
     group.addoption("--global-batch", type=int, default=None, metavar="N", help="sequences a step (default: preset's)")
     group.addoption("--corpus", default=None, metavar="FILE", help="train on this file, byte by byte")
@@ -83,6 +88,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--time-limit", type=float, default=120.0, metavar="S", help="seconds a pass may take (default: 120)"
+    )
+    group.addoption(
+        "--launcher", default="forkserver", help="how ranks are started: forkserver or torchrun (default: forkserver)"
     )
     group.addoption(
         "--results", default="results", metavar="DIR", help="where records.jsonl is appended (default: results)"
@@ -108,14 +116,14 @@ def _select(config: pytest.Config) -> Selection:
     option = config.getoption
     outside = {outside_name(target): target for target in option("--adapter")}
     patterns = split_values("--adapters", option("--adapters"))
-    clash = sorted(outside.keys() & builtin_adapters().keys()) if outside else []
+    clash = sorted(outside.keys() & known_adapters().keys()) if outside else []
     if clash or len(outside) < len(option("--adapter")):
         raise InputError(f"--adapter: {', '.join(clash or outside)} would stand for two adapters; rename the class")
-    targets = outside if outside and patterns == ["*"] else select(patterns, builtin_adapters()) | outside
+    targets = outside if outside and patterns == ["*"] else select(patterns, known_adapters()) | outside
     corpus, batch = option("--corpus"), option("--global-batch")
     workloads = [on_corpus(_workload(name, batch), corpus) for name in split_values("--workload", option("--workload"))]
     for chosen in workloads:
-        check_corpus(chosen)
+        check_data(chosen)
     nnodes = option("--nnodes")
     return Selection(
         targets=targets,
@@ -130,6 +138,7 @@ def _select(config: pytest.Config) -> Selection:
         cluster=ClusterSpec.detect(os.environ)
         if nnodes is None
         else ClusterSpec(nnodes=nnodes, node_rank=option("--node-rank"), rdzv=option("--rdzv")),
+        launcher=_launcher(option("--launcher")),
     )
 
 
@@ -139,6 +148,12 @@ def _workload(name: str, global_batch: int | None) -> Workload:
     if global_batch is None or global_batch == chosen.global_batch:
         return chosen
     return dataclasses.replace(chosen, name=f"{name}.b{global_batch}", global_batch=global_batch)
+
+
+def _launcher(name: str) -> str:
+    if name not in LAUNCHERS:
+        raise UnknownNameError("launcher", name, LAUNCHERS)
+    return name
 
 
 def _run_options(config: pytest.Config) -> RunOptions:
@@ -164,8 +179,11 @@ CELLS = pytest.StashKey[list[Case | Misfit]]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
     """Check the command line before anything is collected: a mistake is one usage error, not one a test file."""
-    if session.config.hook.pytest_meshmark_cases.get_hookimpls():
-        selection(session.config)
+    config = session.config
+    # Under --pyargs the suites' conftest, which knows the cases, comes with their collection.
+    asked = asks_for_suites(config.args, config.option.pyargs, config.invocation_params.dir)
+    if asked or config.hook.pytest_meshmark_cases.get_hookimpls():
+        selection(config)
 
 
 def _cells(config: pytest.Config) -> list[Case | Misfit]:
@@ -226,20 +244,19 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 @pytest.fixture(scope="session")
 def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Iterator[Runner]:
-    """This session's runner, which owns the cluster, the forkserver and the records file."""
+    """This session's runner, which owns the cluster, the launcher and the records file."""
     chosen = selection(pytestconfig)
-    for adapter in chosen.adapters.values():
-        os.environ.update(adapter.environment(chosen.options.device))
-    preload = [module for adapter in chosen.adapters.values() for module in adapter.modules()]
     progress = Progress(pytestconfig)
     pytestconfig.pluginmanager.register(progress)
-    with _ending_the_run(), _signals_end_like_ctrl_c(), Cluster(chosen.cluster, progress.say) as cluster:
-        running = Runner(
-            Launcher(cluster, preload), chosen.targets, chosen.options, chosen.results, announce=progress.announce
-        )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_ending_the_run())
+        stack.enter_context(_signals_end_like_ctrl_c())
+        cluster = stack.enter_context(Cluster(chosen.cluster, progress.say))
+        launcher = stack.enter_context(contextlib.closing(LAUNCHERS[chosen.launcher](cluster)))
+        running = Runner(launcher, chosen.targets, chosen.options, chosen.results, announce=progress.announce)
+        stack.enter_context(contextlib.closing(running))
         progress.expect(request.session.items, running.refusal)
         yield running
-        running.close()
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,11 @@ from typing import Any
 
 
 def encode(value: object) -> Any:  # noqa: ANN401
-    """JSON-ready copy of `value`; a number that is not finite becomes null, which every JSON reader takes."""
+    """JSON-ready copy of `value`; a number that is not finite becomes null, which every JSON reader takes. One of the
+    PRESETS of its class, where that has any, becomes its name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if value in (presets := getattr(value, "PRESETS", {})).values():
+            return next(name for name, preset in presets.items() if preset == value)
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {str(k): encode(v) for k, v in value.items()}
@@ -36,6 +39,8 @@ def decode(kind: Any, value: Any) -> Any:  # noqa: ANN401
     Raises `TypeError` or `ValueError` when `value` has another form.
     """
     if dataclasses.is_dataclass(kind):
+        if isinstance(value, str) and value in (presets := getattr(kind, "PRESETS", {})):
+            return presets[value]
         _expect(dict, value, typing.cast(type, kind).__name__)
         hints = _hints(typing.cast(type, kind))
         if unknown := set(value) - set(hints):
@@ -46,7 +51,7 @@ def decode(kind: Any, value: Any) -> Any:  # noqa: ANN401
         if value is None:
             return None if type(None) in arguments else math.nan
         plain = [a for a in arguments if a is not type(None)]
-        return decode(plain[0], value) if len(plain) == 1 else value
+        return decode(_form_of(plain, value), value) if len(plain) == 1 or isinstance(value, dict) else value
     if origin is list or origin is tuple:
         _expect(list, value, str(kind))
     if origin is list:
@@ -62,6 +67,13 @@ def decode(kind: Any, value: Any) -> Any:  # noqa: ANN401
     if kind is int and not isinstance(value, int | str):
         raise TypeError(f"expected a whole number, got {value!r}")
     return kind(value) if isinstance(kind, type) else value
+
+
+def _form_of(kinds: list[Any], value: object) -> Any:  # noqa: ANN401
+    """Of several dataclasses, the one whose fields `value` has; the first where none does."""
+    names = set(value) if isinstance(value, dict) else set()
+    forms = {kind: {f.name for f in dataclasses.fields(kind)} for kind in kinds if dataclasses.is_dataclass(kind)}
+    return next((kind for kind, fields in forms.items() if names <= fields), kinds[0])
 
 
 def _expect(form: type, value: object, what: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -20,19 +19,19 @@ def fit_rates(
     prior_width: float = np.inf,
     num_rounds: int = 40,
 ) -> Rates:
-    """`start` with the fields in `bounds` moved to where `residual` (relative errors) is least.
+    """`start` with the numbers in `bounds`, by dotted name, moved to where `residual` (relative errors) is least.
 
     Levenberg-Marquardt on the logarithms of the fields, within bounds, with Cauchy weights 1 / (1 + (r / scale)^2), so
     that rows which something else ruled (a slow node, a polling build) do not pull. A finite `prior_width` holds the
     logarithms near those of `start`, as a normal prior of that width would, so that what the rows do not determine
     stays there.
     """
-    names = list(bounds)
+    names, usual = list(bounds), start.numbers()
     low, high = (np.log([bounds[n][i] for n in names]) for i in (0, 1))
-    at = np.clip(np.log([max(getattr(start, n), 1e-30) for n in names]), low, high)
+    at = np.clip(np.log([max(usual[n], 1e-30) for n in names]), low, high)
 
     def rates_at(logs: Column) -> Rates:
-        return dataclasses.replace(start, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
+        return start.moved(dict(zip(names, np.exp(logs).tolist(), strict=True)))
 
     first = at
 

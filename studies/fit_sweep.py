@@ -9,53 +9,47 @@ import numpy as np
 
 from meshmark.plan.layout_table import LayoutRows, batches
 from meshmark.plan.prediction import Prediction, predict_grid
-from meshmark.plan.rates import Rates
+from meshmark.plan.rates import FloorRates, HostRates, KernelRates, NetworkRates, PollingRates, Rates
 from meshmark.plan.rows import Row, number
 from meshmark.spec.hardware import GIB, gpu
 from meshmark.theory.grid import Column
+from meshmark.theory.overheads import Overheads
 from meshmark.theory.recipe import recipe
 from studies.fit import fit_rates
 from studies.papers import paper
 
 TIME_BOUNDS = {
-    "gemm_efficiency": (0.3, 0.9),
-    "tp_latency_seconds": (5e-6, 2e-4),
-    "tp_bandwidth": (1e11, 4.5e11),
-    "hop_seconds": (1e-5, 2e-4),
-    "tp_network_bandwidth": (5e10, 4.5e11),
-    "layer_floor_seconds": (5e-4, 2e-2),
-    "pipeline_floor_seconds": (5e-4, 2e-2),
-    "pipeline_stall_seconds": (1e-4, 1e-2),
-    "node_bandwidth": (5e10, 8e11),
-    "overlap": (0.05, 1.0),
-    "copy_tensor_seconds": (1e-7, 1e-4),
-    "tree_tensor_seconds": (1e-6, 1e-3),
-    "step_seconds": (1e-3, 1e-1),
-    "tp_step_seconds": (1e-4, 1e-1),
-    "pipeline_wait_seconds": (0.1, 2.0),
+    "kernels.gemm_efficiency": (0.3, 0.9),
+    "network.tp_latency_seconds": (5e-6, 2e-4),
+    "network.tp_bandwidth": (1e11, 4.5e11),
+    "network.hop_seconds": (1e-5, 2e-4),
+    "network.tp_network_bandwidth": (5e10, 4.5e11),
+    "floors.layer_floor_seconds": (5e-4, 2e-2),
+    "floors.pipeline_floor_seconds": (5e-4, 2e-2),
+    "floors.pipeline_stall_seconds": (1e-4, 1e-2),
+    "network.node_bandwidth": (5e10, 8e11),
+    "network.overlap": (0.05, 1.0),
+    "network.copy_tensor_seconds": (1e-7, 1e-4),
+    "network.tree_tensor_seconds": (1e-6, 1e-3),
+    "host.step_seconds": (1e-3, 1e-1),
+    "host.tp_step_seconds": (1e-4, 1e-1),
+    "polling.pipeline_wait_seconds": (0.1, 2.0),
 }
-WAIT_BOUNDS = {name: TIME_BOUNDS[name] for name in ("pipeline_wait_seconds", "layer_floor_seconds")}
+WAIT_BOUNDS = {name: TIME_BOUNDS[name] for name in ("polling.pipeline_wait_seconds", "floors.layer_floor_seconds")}
 MEMORY_BOUNDS = {
-    "fragmentation": (1e-3, 0.3),
-    "queued_collectives": (1.0, 120.0),
-    "overhead_bytes": (1e7, 2e9),
+    "memory.fragmentation": (1e-3, 0.3),
+    "memory.queued_collectives": (1.0, 120.0),
+    "memory.overhead_bytes": (1e7, 2e9),
 }
 PRIOR_WIDTH = 0.3
 START = Rates(
     name="h100",
-    gemm_half_width=331.0,  # as on the A100, where Megatron SC21's table 1 tells it
-    layer_floor_seconds=4.4e-3,
-    pipeline_floor_seconds=4e-3,
-    pipeline_stall_seconds=2e-3,
-    node_bandwidth=2.4e11,
-    copy_tensor_seconds=5e-6,
-    tree_tensor_seconds=1e-4,
-    step_seconds=2e-2,
-    tp_step_seconds=1e-2,
-    pipeline_wait_seconds=0.6,
-    p2p_bandwidth=5e10,
-    queued_collectives=57.0,
-    overhead_bytes=1e8,
+    kernels=KernelRates(gemm_half_width=331.0),  # as on the A100, where Megatron SC21's table 1 tells it
+    network=NetworkRates(node_bandwidth=2.4e11, p2p_bandwidth=5e10, copy_tensor_seconds=5e-6, tree_tensor_seconds=1e-4),
+    floors=FloorRates(layer_floor_seconds=4.4e-3, pipeline_floor_seconds=4e-3, pipeline_stall_seconds=2e-3),
+    polling=PollingRates(pipeline_wait_seconds=0.6),
+    host=HostRates(step_seconds=2e-2, tp_step_seconds=1e-2),
+    memory=Overheads(fragmentation=0.03, queued_collectives=57.0, overhead_bytes=1e8),
 )
 
 
@@ -113,7 +107,13 @@ def fit_sweep(parts: Sequence[Measured], origin: str) -> Rates:
     # fitted to.
     waiting = [
         fit_rates(
-            dataclasses.replace(start, pipeline_wait_nodes=nodes, pipeline_wait_dp=dp, pipeline_wait_tp=tp),
+            start.moved(
+                {
+                    "polling.pipeline_wait_nodes": nodes,
+                    "polling.pipeline_wait_dp": dp,
+                    "polling.pipeline_wait_tp": tp,
+                }
+            ),
             WAIT_BOUNDS,
             time_errors,
         )

@@ -45,10 +45,11 @@ class Published:
 
     def predict(self, rates: Rates) -> Prediction:
         """The planner's view of it."""
-        slower = dataclasses.replace(
-            rates,
-            node_bandwidth=rates.node_bandwidth * self.network_share,
-            p2p_bandwidth=rates.p2p_bandwidth * self.network_share,
+        slower = rates.moved(
+            {
+                "network.node_bandwidth": rates.network.node_bandwidth * self.network_share,
+                "network.p2p_bandwidth": rates.network.p2p_bandwidth * self.network_share,
+            }
         )
         return predict_grid(self.model, self.grid, self.gpu, self.recipe, slower)
 
@@ -70,15 +71,13 @@ def _gpt_of(row: Row, label: str) -> ModelSpec:
     )
 
 
-def _one(**columns: object) -> Grid:
-    return make_grid(**{key: [value] for key, value in columns.items()})
-
-
-def _megatron_grid(row: Row, chunks: int, **more: object) -> Grid:
+def _megatron_grid(
+    row: Row, chunks: int, *, recompute: int, zero_stage: int = 0, sequence_parallel: bool = False
+) -> Grid:
     """A row's layout under 1F1B, interleaved where a stage has several chunks."""
     batch, dp, micro = int(row["global_batch"]), int(row["dp"]), int(row["micro_batch"])
     schedule = Schedule.INTERLEAVED if chunks > 1 else Schedule.ONE_F_ONE_B
-    return _one(
+    return make_grid(
         dp=dp,
         tp=int(row["tp"]),
         pp=int(row["pp"]),
@@ -86,7 +85,9 @@ def _megatron_grid(row: Row, chunks: int, **more: object) -> Grid:
         num_micro_batches=max(1, batch // dp // micro),
         virtual_stages=chunks,
         schedule=SCHEDULES.index(schedule),
-        **more,
+        recompute=recompute,
+        zero_stage=zero_stage,
+        sequence_parallel=sequence_parallel,
     )
 
 
@@ -103,7 +104,7 @@ def megatron_table1() -> list[Published]:
         label = f"{row['params_billion']}B on {row['gpus']}"
         spec = _gpt_of(row, label)
         grid = _megatron_grid(row, int(number(row, "virtual_pipeline_chunks")), recompute=_FULL)
-        out.append(_published(label, spec, grid, "a100-80", "megatron", _achieved_seconds(row, spec), row))
+        out.append(_published(label, spec, grid, _MEGATRON, _achieved_seconds(row, spec), row))
     return out
 
 
@@ -116,7 +117,7 @@ def megatron_table2() -> list[Published]:
         # Interleaved: one layer a chunk for 530B (3 on 35 stages); two for 175B (96 layers on 12 stages, figure 12).
         chunks = (3 if row["layers"] == "105" else 4) if row["pp"] != "1" else 1
         grid = _megatron_grid(row, chunks, zero_stage=int(row["zero_stage"]), recompute=_FULL)
-        out.append(_published(label, spec, grid, "a100-80", "megatron", _achieved_seconds(row, spec), row))
+        out.append(_published(label, spec, grid, _MEGATRON, _achieved_seconds(row, spec), row))
     return out
 
 
@@ -132,7 +133,7 @@ def korthikanti_table5() -> list[Published]:
             recompute=RECOMPUTES.index(Recompute(row["recompute"])),
         )
         spec, seconds = _gpt_of(row, label), number(row, "iteration_time_s")
-        out.append(_published(label, spec, grid, "a100-80", "megatron", seconds, row))
+        out.append(_published(label, spec, grid, _MEGATRON, seconds, row))
     return out
 
 
@@ -145,7 +146,7 @@ def bloom_sweep() -> list[Published]:
         if _bloom_gap(row):
             continue
         spec = _gpt_of(row, f"BLOOM {row['size_billion']}B")
-        grid = _one(
+        grid = make_grid(
             dp=dp,
             tp=int(row["tp"]),
             pp=int(row["pp"]),
@@ -156,12 +157,11 @@ def bloom_sweep() -> list[Published]:
         )
         using = recipe("megatron-deepspeed-bf16" if "fp32 grad" in row["precision"] else "megatron-deepspeed")
         label = f"line {row['line']}: {row['size_billion']}B {grid.layout(0).id}"
-        one = _published(label, spec, grid, "a100-80", "megatron", _bloom_seconds(row), row)
+        one = _published(label, spec, grid, (gpu("a100-80"), using), _bloom_seconds(row), row)
         memory = number(row, "max_mem_gb") * GIB
         out.append(
             dataclasses.replace(
                 one,
-                recipe=using,
                 memory_bytes=memory,
                 ran_out_of_memory=row["max_mem_gb"] == "OOM",
                 network_share=4 * 100 / (8 * 200),
@@ -204,7 +204,7 @@ def torchtitan_rows() -> list[Published]:
             seq_len=int(row["seq_len"]),
         )
         again = {"full": Recompute.FULL, "none": Recompute.NONE}.get(row["recompute"], Recompute.SELECTIVE)
-        grid = _one(
+        grid = make_grid(
             dp=int(row["fsdp"]),
             tp=int(row["tp"]),
             cp=int(row["cp"]),
@@ -218,7 +218,7 @@ def torchtitan_rows() -> list[Published]:
         detail = "" if row["torch_compile"] == "1" else f", compile {row['torch_compile']}"
         detail += ", async TP" if row["async_tp"] == "1" else ""
         label = f"{row['table']}: {spec.name} {grid.layout(0).id}, {row['recompute']}{detail}"
-        one = _published(label, spec, grid, kind, "fsdp2", seconds, row)
+        one = _published(label, spec, grid, (gpu(kind), recipe("fsdp2")), seconds, row)
         out.append(dataclasses.replace(one, memory_bytes=number(row, "peak_memory_gib") * GIB))
     return out
 
@@ -241,7 +241,7 @@ def korthikanti_table4(given: Rates) -> list[tuple[Row, float]]:
     second layer adds to a step of one micro-batch (the optimizer's and the head's share taken off with the first's)."""
     out = []
     for row in paper("korthikanti_table4_layer_time"):
-        grid = _one(
+        grid = make_grid(
             tp=int(row["tp"]),
             micro_batch=int(row["micro_batch"]),
             sequence_parallel=row["sequence_parallel"] == "1",
@@ -254,15 +254,19 @@ def korthikanti_table4(given: Rates) -> list[tuple[Row, float]]:
     return out
 
 
+_MEGATRON = gpu("a100-80"), recipe("megatron")
+
+
 def _published(
-    label: str, spec: ModelSpec, grid: Grid, gpu_name: str, recipe_name: str, seconds: float, row: Row
+    label: str, spec: ModelSpec, grid: Grid, setup: tuple[Gpu, TrainingRecipe], seconds: float, row: Row
 ) -> Published:
+    there, using = setup
     return Published(
         label=label,
         model=spec,
         grid=grid,
-        gpu=gpu(gpu_name),
-        recipe=recipe(recipe_name),
+        gpu=there,
+        recipe=using,
         step_seconds=seconds,
         memory_bytes=float("nan"),
         ran_out_of_memory=False,

@@ -18,8 +18,8 @@ _GPT3_ACTIVATIONS = (
 )
 _PEAK = gpu("a100").peak("bf16")
 _COMPUTED: dict[str, float] = {
-    "bytes per param, fp16 mixed Adam": recipe("zero").state_bytes,
-    "1B params -> GB/GPU": recipe("zero").state_bytes,
+    "bytes per param, fp16 mixed Adam": recipe("zero").states.total,
+    "1B params -> GB/GPU": recipe("zero").states.total,
     "GPT-3 activation, b=1, s=2048, 4-byte elements, L*b*(2 s^2 a + 14 s h)": _GPT3_ACTIVATIONS,
     "activation/model ratio b=1": 100.0 * _GPT3_ACTIVATIONS / (4.0 * 175.0),
     "activation/model ratio b=128": 128.0 * _GPT3_ACTIVATIONS / (4.0 * 175.0),

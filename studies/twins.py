@@ -4,17 +4,17 @@ and beside what the planner computes for the twin itself. Here the first number 
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from meshmark.plan.prediction import Prediction, predict_grid
-from meshmark.plan.rates import Rates
+from meshmark.plan.rates import HostRates, KernelRates, NetworkRates, Rates
 from meshmark.plan.rows import Row, number, read_rows
 from meshmark.spec.hardware import gpu
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import ModelSpec, gpt
 from meshmark.theory.flops import model_flops_per_token
 from meshmark.theory.grid import make_grid
+from meshmark.theory.overheads import Overheads
 from meshmark.theory.recipe import recipe
 from studies.papers import paper
 from studies.table import Cell, Table
@@ -181,14 +181,14 @@ def _predict(row: Row, efficiency: float) -> Prediction:
     whole = int(row["global_batch"]) * int(row["seq_len"]) * int(row["hidden"]) * 4.0
     tp, one = layout.tp, number(row, "all_reduce_seconds") / 2.0  # an all-reduce is two collectives to the planner
     bandwidth = whole * (tp - 1) / tp / one if tp > 1 else 1.0
-    given = dataclasses.replace(
-        Rates(name="bare", step_seconds=0.0, fragmentation=0.0),
-        gemm_efficiency=efficiency,
-        attention_efficiency=efficiency,
-        tp_latency_seconds=0.0,
-        tp_bandwidth=bandwidth,
-        tp_network_bandwidth=bandwidth,
-        hop_seconds=0.0,
+    given = Rates(
+        name="bare",
+        kernels=KernelRates(gemm_efficiency=efficiency, attention_efficiency=efficiency),
+        network=NetworkRates(
+            tp_latency_seconds=0.0, tp_bandwidth=bandwidth, tp_network_bandwidth=bandwidth, hop_seconds=0.0
+        ),
+        host=HostRates(step_seconds=0.0),
+        memory=Overheads(),
     )
     return predict_grid(
         model_of(row), make_grid(tp=[tp], micro_batch=[int(row["global_batch"])]), gpu("cpu"), recipe("eager"), given

@@ -20,6 +20,7 @@ def calibrated_twin() -> Table:
     """No paper's table: what `meshmark calibrate` is worth."""
     rows, out = twin("calibrated"), []
     there = machine_of(rows[0])
+    links = there.rates.network
     for row in rows:
         found = predict_row(row, there)
         layout = found.grid.layout(0)
@@ -39,7 +40,7 @@ def calibrated_twin() -> Table:
         source=origin(rows),
         formula="the planner's step time on the machine and with the rates that `meshmark calibrate` measured in the "
         f"same sitting: {peak:.1f} GFLOP/s a rank, {there.gpu.memory_bandwidth / 1e9:.1f} GB/s of memory, collectives "
-        f"of {1e3 * there.rates.tp_latency_seconds:.2f} ms and {there.rates.tp_bandwidth / 1e9:.2f} GB/s; nothing is "
+        f"of {1e3 * links.tp_latency_seconds:.2f} ms and {links.tp_bandwidth / 1e9:.2f} GB/s; nothing is "
         "fitted to the steps",
         labels=("framework", "layout", "hidden", "parameters 1e6", "seconds, median (slowest)"),
         columns=("seconds, fastest",),

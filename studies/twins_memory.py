@@ -11,7 +11,7 @@ from meshmark.plan.rows import Row, number
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.spec.precision import Precision
+from meshmark.spec.precision import precision
 from meshmark.spec.workload import Workload
 from meshmark.theory.activations import layer_activation_bytes
 from meshmark.theory.grid import make_grid
@@ -192,7 +192,7 @@ def _case_of(row: Row) -> Case:
     return Case(
         adapter=row["adapter"],
         layout=layout,
-        precision=Precision(row["precision"]),
+        precision=precision(row["precision"]),
         workload=Workload(name=model.name, model=model, global_batch=batch, masked=False),
     )
 
@@ -200,6 +200,7 @@ def _case_of(row: Row) -> Case:
 def _formula_activations(case: Case) -> float:
     layout, workload = case.layout, case.workload
     rows = workload.global_batch // (layout.dp * layout.num_micro_batches)
-    literature = dataclasses.replace(recipe("fp32"), flash_attention=True)
+    plain = recipe("fp32")
+    literature = dataclasses.replace(plain, activations=dataclasses.replace(plain.activations, flash_attention=True))
     each = layer_activation_bytes(workload.model, make_grid(tp=[layout.tp], micro_batch=[rows]), literature)
     return workload.model.num_layers * float(each[0])

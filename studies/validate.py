@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from meshmark.plan.rates import RATES_DIR, Rates, rates, write_rates
+from meshmark.plan.rates import RATES_DIR, KernelRates, NetworkRates, PollingRates, Rates, rates, write_rates
+from meshmark.theory.overheads import Overheads
 from studies.errors_of import error_cells
 from studies.fit import fit_rates
 from studies.fit_sweep import fit_sweep, measured_sweep
@@ -33,18 +34,54 @@ from studies.validate_sweep import (
 )
 
 REPORTS_DIR = Path(__file__).parents[1] / "reports"
-_A100_BOUNDS = {"gemm_efficiency": (0.3, 0.95), "gemm_half_width": (1.0, 4e3), "tp_bandwidth": (5e10, 3e11)}
+_A100_BOUNDS = {
+    "kernels.gemm_efficiency": (0.3, 0.95),
+    "kernels.gemm_half_width": (1.0, 4e3),
+    "network.tp_bandwidth": (5e10, 3e11),
+}
 _A100_START = Rates(
     name="a100",
     origin="megatron_sc21_table1_weak_scaling, all ten rows",
-    gemm_efficiency=0.65,
-    gemm_half_width=200.0,
-    tp_bandwidth=2e11,
-    node_bandwidth=6.7e10,  # 12.9 TB/s between halves of 384 nodes (arXiv:2104.04473 sec. 5.9)
-    p2p_bandwidth=2.5e10,
-    tp_latency_seconds=2e-5,
-    fragmentation=0.07,  # of the caching allocator, as the H100 sweep has it
+    kernels=KernelRates(gemm_efficiency=0.65, gemm_half_width=200.0),
+    network=NetworkRates(
+        tp_latency_seconds=2e-5,
+        tp_bandwidth=2e11,
+        node_bandwidth=6.7e10,  # 12.9 TB/s between halves of 384 nodes (arXiv:2104.04473 sec. 5.9)
+        p2p_bandwidth=2.5e10,
+    ),
+    memory=Overheads(fragmentation=0.07),  # of the caching allocator, as the H100 sweep has it
 )
+
+
+_RATES = (
+    "kernels.gemm_efficiency",
+    "kernels.gemm_half_width",
+    "kernels.attention_efficiency",
+    "kernels.memory_efficiency",
+    "network.tp_latency_seconds",
+    "network.tp_bandwidth",
+    "network.hop_seconds",
+    "network.tp_network_bandwidth",
+    "floors.layer_floor_seconds",
+    "floors.pipeline_floor_seconds",
+    "floors.pipeline_stall_seconds",
+    "network.node_bandwidth",
+    "network.overlap",
+    "network.copy_tensor_seconds",
+    "network.tree_tensor_seconds",
+    "host.step_seconds",
+    "host.tp_step_seconds",
+    "network.p2p_bandwidth",
+    "polling.pipeline_wait_seconds",
+    "polling.pipeline_wait_nodes",
+    "polling.pipeline_wait_dp",
+    "polling.pipeline_wait_tp",
+    "host.offload_bandwidth",
+    "memory.fragmentation",
+    "memory.queued_collectives",
+    "memory.overhead_bytes",
+)
+"""In the order of the report."""
 
 
 def fit_a100() -> Rates:
@@ -58,7 +95,7 @@ def refit() -> None:
     fitted = fit_sweep(measured_sweep(), origin)
     write_rates(RATES_DIR / "h100-sweep.json", dataclasses.replace(fitted, name="h100-sweep"))
     plain = dataclasses.replace(
-        fitted, name="h100", pipeline_wait_seconds=0.0, pipeline_wait_nodes=1e9, pipeline_wait_tp=1e9
+        fitted, name="h100", polling=PollingRates(pipeline_wait_dp=fitted.polling.pipeline_wait_dp)
     )
     write_rates(
         RATES_DIR / "h100.json", dataclasses.replace(plain, origin=f"{origin}; without its polling build's wait")
@@ -187,11 +224,12 @@ def goal_lines(reports: Sequence[SweepReport], choices: Sequence[Choice]) -> lis
 
 def rates_lines(reports: Sequence[SweepReport]) -> list[str]:
     """What was fitted, so that a reader sees whether it is physical and agrees between the models."""
-    fields = [f.name for f in dataclasses.fields(Rates) if f.name not in ("name", "origin")]
     columns = {"H100, shipped": rates("h100"), **{f"fitted to {r.fitted_to}": r.rates for r in reports}}
     columns["A100, shipped"] = rates("a100")
     lines = ["## Rates", "", f"| field | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    return lines + [f"| {f} | {' | '.join(f'{getattr(c, f):.4g}' for c in columns.values())} |" for f in fields]
+    numbers = [given.numbers() for given in columns.values()]
+    assert set(_RATES) == set(numbers[0])
+    return lines + [f"| {n.partition('.')[2]} | {' | '.join(f'{found[n]:.4g}' for found in numbers)} |" for n in _RATES]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,12 +1,13 @@
-"""Gives the suites their cases."""
+"""Gives the suites their cases, and the plugin's fixtures once more: next to the tests they come before fixtures of
+the same names (`runner` is a common one) in the conftest.py of a repository that the suites are run in."""
 
 from pathlib import Path
 
 import pytest
 
-from meshmark.plugin import Selection
+from meshmark.adapter.matrix import matrix
+from meshmark.plugin import Selection, observed, runner, scenarios, timed  # noqa: F401
 from meshmark.spec.case import Case, Misfit
-from meshmark.suites.cases import matrix
 
 
 def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[Case | Misfit]:
@@ -17,5 +18,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Conformance, at 26 clauses an adapter, is asked for: by its option or its file."""
     if collection_path.name != "test_conformance.py" or config.getoption("--conformance"):
         return None
-    named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
-    return None if collection_path in named else True
+    named = [argument.partition("::")[0] for argument in config.args]
+    files = {(config.invocation_params.dir / name).resolve() for name in named}
+    return None if "meshmark.suites.test_conformance" in named or collection_path.resolve() in files else True

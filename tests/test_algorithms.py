@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
 from meshmark.conformance.clauses import CLAUSES, judge_clause
@@ -95,9 +95,32 @@ def test_an_adapter_refuses_the_algorithms_that_it_has_not() -> None:
     for name, target_ in ADAPTERS.items():
         for problem in (LOCAL, workload("gpt-mini")):
             case = Case(adapter=name, workload=problem, layout=TWO)
-            reason = load_adapter(target_).capabilities.refusal(case, "cpu") or ""
+            reason = load_adapter(target_).capabilities.refusal(case, "cpu", "gloo") or ""
             has = (name == "post-local-sgd") == (problem is LOCAL)
             assert (f"algorithm {problem.algorithm.kind} (it trains by" in reason) != has, (name, reason)
+
+
+def test_replicas_that_differ_have_no_batch_norms() -> None:
+    with pytest.raises(InputError, match="'vit-digits-bn': model 'vit-mini-bn' has batch norms.* is local-sgd; take a"):
+        dataclasses.replace(workload("vit-digits-bn"), algorithm=local_sgd(2))
+    assert dataclasses.replace(workload("vit-digits"), algorithm=local_sgd(2)).id == "vit-digits-local-sgd2"
+
+
+def test_reductions_that_round_are_refused_where_replicas_differ() -> None:
+    anything = Capabilities(
+        degrees=frozenset({"dp"}),
+        precisions=frozenset(Precision.PRESETS.values()),
+        algorithms=frozenset(AlgorithmKind),
+    )
+
+    def refusal(problem: Workload, precision: Precision) -> str | None:
+        case = Case(adapter="a", workload=problem, layout=TWO, precision=precision)
+        return anything.refusal(case, "cpu", "gloo")
+
+    refused = refusal(LOCAL, Precision.BF16_REDUCE_BF16)
+    assert refused == "a does not support algorithm local-sgd with reductions in bfloat16 (its noise is not known)"
+    assert refusal(LOCAL, Precision.BF16) is None
+    assert refusal(workload("gpt-mini"), Precision.BF16_REDUCE_BF16) is None
 
 
 def test_noise_is_measured_for_the_number_of_replicas() -> None:
@@ -125,12 +148,12 @@ def test_local_sgd_steps_alone_and_then_meets() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-15)
 
 
-def test_in_the_warm_up_each_replica_is_told_the_mean_and_afterwards_its_own() -> None:
+def test_in_the_warm_up_each_replica_steps_on_the_mean_and_afterwards_its_own() -> None:
     exact = algorithm(local_sgd(2, warmup_steps=1), PLAIN_SGD, 2)
     shares: list[Tensors] = [{"a": np.array([1.0])}, {"a": np.array([2.0])}]
-    assert [float(told["a"][0]) for told in exact.told(shares)] == [3.0, 3.0]
+    assert [float(own["a"][0]) for own in exact.reported(shares)] == [3.0, 3.0]
     exact.transition(shares, shares)
-    assert [float(told["a"][0]) for told in exact.told(shares)] == [2.0, 4.0]
+    assert [float(own["a"][0]) for own in exact.reported(shares)] == [2.0, 4.0]
 
 
 def test_averaging_after_every_plain_step_is_synchronous_training() -> None:
@@ -142,7 +165,7 @@ def test_averaging_after_every_plain_step_is_synchronous_training() -> None:
     for step in range(3):
         batch = make_batch(problem, step)
         shares = [exact_gradients(problem, here, local.part(batch, r)).gradients for r, here in enumerate(states)]
-        states = local.transition(states, local.told(shares))
+        states = local.transition(states, local.reported(shares))
         whole = together.transition(whole, [exact_gradients(problem, whole[0], batch).gradients])
         for name, x in whole[0].items():
             np.testing.assert_allclose(states[0][name], x, rtol=0, atol=1e-14)
@@ -157,8 +180,8 @@ def exact_run(problem: Workload, num_steps: int, replicas: int) -> list[Trace]:
     for step in range(num_steps):
         here = [{n: x.astype(np.float64) for n, x in trace.parameters[step].items()} for trace in traces]
         truth = [exact_gradients(problem, h, exact.part(make_batch(problem, step), r)) for r, h in enumerate(here)]
-        told = exact.told([e.gradients for e in truth])
-        for trace, e, own, after in zip(traces, truth, told, exact.transition(here, told), strict=True):
+        reported = exact.reported([e.gradients for e in truth])
+        for trace, e, own, after in zip(traces, truth, reported, exact.transition(here, reported), strict=True):
             trace.losses.append(e.loss)
             trace.gradients.append(own)
             trace.norms.append(None)
@@ -315,7 +338,7 @@ def test_clauses_of_conformance_hold_of_every_replica(runner: Runner, name: str)
 def test_what_cannot_be_asked_of_it_is_skipped_with_a_reason() -> None:
     capabilities = load_adapter(ADAPTERS["post-local-sgd"]).capabilities
     half = Case(adapter="post-local-sgd", workload=LOCAL, layout=TWO, precision=Precision.FP16)
-    assert "does not join the averaging" in (capabilities.refusal(half, "cpu") or "")
+    assert "does not join the averaging" in (capabilities.refusal(half, "cpu", "gloo") or "")
     whole = dataclasses.replace(half, precision=Precision.FP32)
-    assert capabilities.refusal(whole, "cpu") is None
-    assert "other ones" in (capabilities.refusal(whole, "cpu", frozenset({Feature.RESHARD})) or "")
+    assert capabilities.refusal(whole, "cpu", "gloo") is None
+    assert "other ones" in str(capabilities.lacking(frozenset({Feature.RESHARD})))

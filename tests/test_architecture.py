@@ -13,14 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from studies import architecture
+
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"deepspeed", "accelerate", "fairscale", "megatron", "transformers", "lightning", "pytorch_lightning"}
 MAX_LINES = 320
+MAX_ARGUMENTS = 6
+TABLE_HELPERS = {"spec/hardware.py::_gpu"}
+"""Functions that stand for one line of a table of data, and may take more."""
 
 CORE = ROOT / "meshmark"
 BASE = {"environment", "errors", "rank_progress", "serial"}
 """Modules that every folder may import."""
-FRONT = {"__init__", "__main__", "cli", "expect", "options", "plugin", "progress", "session_log"}
+FRONT = {"__init__", "__main__", "cli", "expect", "options", "plugin", "progress", "pytest_entry", "session_log"}
 """Modules that bring the folders together: what users call."""
 OUTSIDE = {"adapters", "suites"}
 """Real folders at the top of the checkout, linked into the package under one name."""
@@ -87,6 +92,11 @@ def used_by(path: Path) -> set[str]:
 def test_the_core_imports_no_framework_no_adapter_and_no_suite(path: Path) -> None:
     assert not roots(imports_of(parse(path))) & (FRAMEWORKS | {"adapters", "suites", "studies", "tests"})
     assert not used_by(path) & OUTSIDE
+
+
+@pytest.mark.parametrize("path", python_files("meshmark") + python_files("adapters"), ids=lambda p: p.name)
+def test_nothing_is_mocked_outside_tests(path: Path) -> None:
+    assert "unittest" not in roots(imports_of(parse(path)))
 
 
 def test_every_module_of_the_core_stands_in_a_folder_or_is_named_here() -> None:
@@ -180,6 +190,41 @@ def test_asking_planning_and_reading_records_load_no_torch() -> None:
 @pytest.mark.parametrize("path", python_files("meshmark") + python_files("adapters"), ids=lambda p: p.name)
 def test_files_stay_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+def test_the_page_of_the_architecture_is_up_to_date() -> None:
+    assert architecture.PAGE.read_text() == architecture.page(), "run `python -m studies.architecture`"
+
+
+def test_the_page_of_the_architecture_answers_with_places_that_exist() -> None:
+    places = [path for paths in architecture.QUESTIONS.values() for path in paths]
+    assert len(architecture.QUESTIONS) >= 10
+    assert [path for path in places if not (ROOT / path).exists()] == []
+
+
+def test_the_picture_draws_no_arrow_that_follows_from_others() -> None:
+    """But all of a circle, which should not be there."""
+    graph = {"a": {"b", "c"}, "b": {"c"}, "c": set[str](), "d": {"a", "e"}, "e": {"d"}}
+    assert architecture.drawn(graph) == [("a", "b"), ("b", "c"), ("d", "a"), ("d", "e"), ("e", "d")]
+
+
+def num_arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Of a call: `self` and `cls` are not counted."""
+    given = node.args
+    named = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len([n for n in named if n not in ("self", "cls")]) + bool(given.vararg) + bool(given.kwarg)
+
+
+def test_functions_take_few_arguments() -> None:
+    """More of them are a concept without a name."""
+    wide = {
+        f"{path.relative_to(root)}::{node.name}"
+        for root, files in ((CORE, python_files("meshmark")), (ROOT, python_files("adapters")))
+        for path in files
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and num_arguments(node) > MAX_ARGUMENTS
+    }
+    assert wide == TABLE_HELPERS
 
 
 def tracked_files() -> list[Path]:

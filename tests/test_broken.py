@@ -11,7 +11,7 @@ from benchmarks.trials import Court
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.judge.faults import Fault
 from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.launch import Launcher
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.verdict import detection_limits
@@ -45,13 +45,13 @@ OF_CLAUSES = [
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
+def launcher() -> Iterator[ForkserverLauncher]:
     with Cluster(ClusterSpec()) as cluster:
-        yield Launcher(cluster, [])
+        yield ForkserverLauncher(cluster)
 
 
 @pytest.fixture(scope="module")
-def runner(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known = {name: target(name) for name in [*SOME, SLIGHT]} | {"ddp": "meshmark.adapters.ddp:DDP"}
     running = Runner(launcher, known, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
     yield running
@@ -59,7 +59,7 @@ def runner(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def court(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Court]:
+def court(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Court]:
     sitting = Court(launcher, {name: target(name) for name in OF_CLAUSES}, tmp_path_factory.mktemp("court"))
     yield sitting
     sitting.close()

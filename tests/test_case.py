@@ -6,14 +6,15 @@ import re
 
 import pytest
 
+from meshmark.adapter.capabilities import Capabilities
 from meshmark.adapter.contract import Adapter
+from meshmark.adapter.matrix import layouts, matrix
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.errors import LayoutError
 from meshmark.spec.case import Case, Misfit, expect_fit
-from meshmark.spec.layout import Layout
+from meshmark.spec.layout import Layout, Offload, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import WORKLOADS
-from meshmark.suites.cases import layouts, matrix
 from tests.factories import make_case
 
 
@@ -25,7 +26,7 @@ def adapters() -> dict[str, type[Adapter]]:
 @pytest.fixture(scope="module")
 def cases(adapters: dict[str, type[Adapter]]) -> list[Case]:
     tiny = [WORKLOADS["gpt-tiny"], WORKLOADS["llama-tiny"]]
-    return matrix(adapters, [1, 2, 4], tiny, list(Precision))
+    return matrix(adapters, [1, 2, 4], tiny, list(Precision.PRESETS.values()))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_every_adapter_has_cases_of_every_precision_and_workload(
 ) -> None:
     for name in adapters:
         seen = {(case.precision, case.workload.name) for case in cases if case.adapter == name}
-        assert seen == {(p, w) for p in Precision for w in ("gpt-tiny", "llama-tiny")}
+        assert seen == {(p, w) for p in Precision.PRESETS.values() for w in ("gpt-tiny", "llama-tiny")}
 
 
 def test_cases_stay_within_the_worlds_asked_for(adapters: dict[str, type[Adapter]]) -> None:
@@ -66,7 +67,7 @@ def test_layouts_of_the_matrix_are_those_that_the_adapter_supports(
     cases: list[Case], adapters: dict[str, type[Adapter]]
 ) -> None:
     for case in cases:
-        refusal = adapters[case.adapter].capabilities.refusal(case, "cpu") or ""
+        refusal = adapters[case.adapter].capabilities.refusal(case, "cpu", "gloo") or ""
         assert not re.search(r"\b(dp|tp|pp)=|ZeRO stage", refusal), f"{case.id}: {refusal}"
 
 
@@ -74,6 +75,52 @@ def test_every_zero_stage_that_an_adapter_supports_is_in_the_matrix(adapters: di
     for adapter in adapters.values():
         if adapter.capabilities.degrees >= {"dp"}:
             assert {layout.zero_stage for layout in layouts(adapter, 2)} == adapter.capabilities.zero_stages
+
+
+def test_every_axis_that_is_declared_is_varied_by_itself() -> None:
+    """All ranks along one axis or half of them crossed with two along another; the rest plain but for one value."""
+
+    class Able(Adapter):
+        capabilities = Capabilities(
+            degrees=frozenset({"dp", "tp", "pp", "cp"}),
+            combinations=frozenset({frozenset({"dp", "tp"}), frozenset({"dp", "pp"}), frozenset({"tp", "pp"})}),
+            zero_stages=frozenset({0, 1}),
+            schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),
+            virtual_stages=frozenset({1, 2}),
+            sequence_parallel=True,
+            offloads=frozenset({Offload.NONE, Offload.CPU}),
+        )
+
+    tensor = ["tp4", "tp4.sp", "tp4.offload", "tp2.pp2.1f1b", "tp2.pp2.interleaved.v2", "tp2.pp2.1f1b.sp"]
+    tensor += ["tp2.pp2.1f1b.offload", "dp2.tp2", "dp2.tp2.sp", "dp2.tp2.offload"]
+    pipeline = ["pp4.1f1b", "pp4.interleaved.v2", "pp4.1f1b.offload"]
+    pipeline += ["dp2.pp2.1f1b", "dp2.pp2.interleaved.v2", "dp2.pp2.1f1b.offload"]
+    found = [re.sub(r"\.mb\d|_cpu", "", layout.id) for layout in layouts(Able, 4)]
+    assert found == [*tensor, "cp4", "cp4.offload", *pipeline]
+
+
+@pytest.mark.parametrize("world, counts", [(2, {4}), (3, {4, 6}), (8, {8})])
+def test_schedules_get_the_micro_batches_that_they_need(world: int, counts: set[int]) -> None:
+    class Piped(Adapter):
+        capabilities = Capabilities(
+            degrees=frozenset({"pp"}),
+            schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),
+            virtual_stages=frozenset({1, 2}),
+        )
+
+    assert {layout.num_micro_batches for layout in layouts(Piped, world)} == counts
+
+
+def test_of_a_mesh_what_fits_is_taken_and_what_does_not_is_left_out() -> None:
+    class Piped(Adapter):
+        capabilities = Capabilities(
+            degrees=frozenset({"pp"}),
+            schedules=frozenset({Schedule.GPIPE, Schedule.INTERLEAVED}),
+            virtual_stages=frozenset({1, 2}),
+        )
+
+    fitting = matrix({"piped": Piped}, [4], [WORKLOADS["gpt-tiny"]], [Precision.FP32])
+    assert [case.layout.id for case in fitting] == ["pp4.mb4"], "eight virtual stages are more than four layers"
 
 
 def test_accumulation_is_part_of_every_case(cases: list[Case]) -> None:

@@ -34,7 +34,10 @@ def write(folder: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--help"], ["doctor", "cases", "report", "pytest suites --adapters ddp,fsdp2 --world 2,4 -k equivalence"]),
+        (
+            ["--help"],
+            ["doctor", "cases", "report", "--pyargs meshmark.suites --adapters ddp,fsdp2 --world 2,4 -k equivalence"],
+        ),
         (["cases", "--help"], ["--adapters", "shell patterns", "fp64, fp32, bf16, fp16", "gpt-tiny, llama-tiny"]),
         (["report", "--help"], ["DIR", "folder with records.jsonl", "default: DIR/report.md"]),
         (["doctor", "--help"], ["usage: meshmark doctor"]),

@@ -20,7 +20,7 @@ from meshmark.expect import expect_clause
 from meshmark.judge.deviation import Deviation, Drift
 from meshmark.report.conformance import columns, write_conformance
 from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.launch import Launcher
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.passes.fail import MESSAGE
 from meshmark.run.record import Outcome, Record, Status
 from meshmark.run.request import Task
@@ -261,7 +261,7 @@ def test_a_scenario_that_does_not_fit_is_skipped_with_its_reason(runner: Runner)
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     with Cluster(ClusterSpec()) as cluster:
-        running = Runner(Launcher(cluster, []), ADAPTERS, RunOptions(), tmp_path_factory.mktemp("results"))
+        running = Runner(ForkserverLauncher(cluster), ADAPTERS, RunOptions(), tmp_path_factory.mktemp("results"))
         yield running
         running.close()
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from meshmark.errors import CorpusError
-from meshmark.reference.data import IGNORED, Batch, check_corpus, load_corpus, make_batch, standard_text
+from meshmark.reference.data import IGNORED, Batch, check_data, load_corpus, make_batch, standard_text
 from tests.factories import make_model, make_workload
 
 WORKLOAD = make_workload(global_batch=12, model=make_model(seq_len=20))
 
 
 def equal(one: Batch, two: Batch) -> bool:
-    same = torch.equal(one.tokens_BT, two.tokens_BT) and torch.equal(one.targets_BT, two.targets_BT)
-    return same and one.num_tokens == two.num_tokens
+    same = torch.equal(one.inputs, two.inputs) and torch.equal(one.targets, two.targets)
+    return same and one.total_weight == two.total_weight
 
 
 def test_a_batch_is_a_function_of_seed_and_step() -> None:
@@ -32,28 +32,28 @@ def test_a_batch_is_a_function_of_seed_and_step() -> None:
 @pytest.mark.parametrize("seed, step", [(0, 4), (1, 3), (3, 0)])
 def test_another_seed_or_step_is_another_batch(seed: int, step: int) -> None:
     first, other = make_batch(WORKLOAD, 3), make_batch(dataclasses.replace(WORKLOAD, seed=seed), step)
-    assert not torch.equal(first.tokens_BT, other.tokens_BT)
-    assert not torch.equal(first.targets_BT == IGNORED, other.targets_BT == IGNORED)
+    assert not torch.equal(first.inputs, other.inputs)
+    assert not torch.equal(first.targets == IGNORED, other.targets == IGNORED)
 
 
 def test_rows_are_distinct_stretches_of_the_named_corpus() -> None:
     batch = make_batch(dataclasses.replace(WORKLOAD, corpus=__file__), 0)
     text = Path(__file__).read_bytes()
-    rows = [bytes(row.tolist()) for row in batch.tokens_BT.to(torch.uint8)]
+    rows = [bytes(row.tolist()) for row in batch.inputs.to(torch.uint8)]
     assert all(row in text for row in rows)
     assert len(set(rows)) == len(rows)
 
 
 def test_targets_are_the_next_tokens() -> None:
     batch = make_batch(dataclasses.replace(WORKLOAD, masked=False), 0)
-    assert torch.equal(batch.targets_BT[:, :-1], batch.tokens_BT[:, 1:])
+    assert torch.equal(batch.targets[:, :-1], batch.inputs[:, 1:])
     text = standard_text()
-    assert all(bytes([*t.tolist(), int(y[-1])]) in text for t, y in zip(batch.tokens_BT, batch.targets_BT, strict=True))
+    assert all(bytes([*t.tolist(), int(y[-1])]) in text for t, y in zip(batch.inputs, batch.targets, strict=True))
 
 
 def test_masking_hides_a_tail_and_changes_no_other_target() -> None:
-    whole = make_batch(dataclasses.replace(WORKLOAD, masked=False), 0).targets_BT
-    masked = make_batch(WORKLOAD, 0).targets_BT
+    whole = make_batch(dataclasses.replace(WORKLOAD, masked=False), 0).targets
+    masked = make_batch(WORKLOAD, 0).targets
     kept_BT = masked != IGNORED
     assert torch.equal(masked[kept_BT], whole[kept_BT])
     lengths = kept_BT.sum(1)
@@ -66,19 +66,19 @@ def test_rows_shards_and_micro_batches_hold_unequal_numbers_of_tokens() -> None:
     batch = make_batch(WORKLOAD, 0)
 
     def counts(parts: list[Batch]) -> set[int]:
-        return {int((part.targets_BT != IGNORED).sum()) for part in parts}
+        return {int((part.targets != IGNORED).sum()) for part in parts}
 
     assert len(counts([batch.shard(rank, 2) for rank in range(2)])) == 2
     assert len(counts(list(batch.shard(0, 2).micro_batches(2)))) == 2
     assert len(counts([batch.rows(i, i + 1) for i in range(12)])) > 5
 
 
-def test_num_tokens_counts_the_unmasked_of_the_whole_batch_whichever_part_it_is() -> None:
+def test_the_total_weight_counts_the_unmasked_of_the_whole_batch_whichever_part_it_is() -> None:
     batch = make_batch(WORKLOAD, 0)
-    assert batch.num_tokens == int((batch.targets_BT != IGNORED).sum()) < 12 * 20
-    assert {part.num_tokens for part in batch.micro_batches(4)} == {batch.num_tokens}
-    assert batch.to(torch.device("cpu")).num_tokens == batch.num_tokens
-    assert make_batch(dataclasses.replace(WORKLOAD, masked=False), 0).num_tokens == 12 * 20
+    assert batch.total_weight == int((batch.targets != IGNORED).sum()) < 12 * 20
+    assert {part.total_weight for part in batch.micro_batches(4)} == {batch.total_weight}
+    assert batch.to(torch.device("cpu")).total_weight == batch.total_weight
+    assert make_batch(dataclasses.replace(WORKLOAD, masked=False), 0).total_weight == 12 * 20
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 12])
@@ -88,9 +88,9 @@ def test_shards_and_micro_batches_partition_the_batch_in_order(num_ranks: int, m
     if 12 % (num_ranks * micro_batches):
         micro_batches = 1
     parts = [m for r in range(num_ranks) for m in batch.shard(r, num_ranks).micro_batches(micro_batches)]
-    assert torch.equal(torch.cat([p.tokens_BT for p in parts]), batch.tokens_BT)
-    assert torch.equal(torch.cat([p.targets_BT for p in parts]), batch.targets_BT)
-    assert {len(p.tokens_BT) for p in parts} == {12 // num_ranks // micro_batches}
+    assert torch.equal(torch.cat([p.inputs for p in parts]), batch.inputs)
+    assert torch.equal(torch.cat([p.targets for p in parts]), batch.targets)
+    assert {len(p.inputs) for p in parts} == {12 // num_ranks // micro_batches}
 
 
 def test_the_default_corpus_is_english_text_of_some_size() -> None:
@@ -106,34 +106,34 @@ def test_every_window_lies_within_the_corpus(tmp_path: Path) -> None:
     file = tmp_path / "short.txt"
     file.write_bytes(bytes(range(65, 65 + 21)))
     batch = make_batch(dataclasses.replace(WORKLOAD, corpus=str(file), masked=False), 0)
-    assert batch.tokens_BT.tolist() == [list(range(65, 85))] * 12
-    assert batch.targets_BT.tolist() == [list(range(66, 86))] * 12
+    assert batch.inputs.tolist() == [list(range(65, 85))] * 12
+    assert batch.targets.tolist() == [list(range(66, 86))] * 12
 
 
 def test_a_corpus_that_is_one_byte_too_short_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "short.txt"
     file.write_bytes(b"x" * 20)
     with pytest.raises(CorpusError, match="short.txt.* has 20 bytes; one sequence takes 21: name a longer file"):
-        check_corpus(dataclasses.replace(WORKLOAD, corpus=str(file)))
+        check_data(dataclasses.replace(WORKLOAD, corpus=str(file)))
 
 
 def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "empty.txt"
     file.touch()
     with pytest.raises(CorpusError, match="empty.txt' is empty; name a file with text"):
-        check_corpus(dataclasses.replace(WORKLOAD, corpus=str(file)))
+        check_data(dataclasses.replace(WORKLOAD, corpus=str(file)))
 
 
 @pytest.mark.parametrize("name, reason", [("missing.txt", "No such file"), (".", "Is a directory")])
 def test_a_corpus_that_cannot_be_read_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     with pytest.raises(CorpusError, match=f"cannot be read: {reason}.*; name an existing file"):
-        check_corpus(dataclasses.replace(WORKLOAD, corpus=str(tmp_path / name)))
+        check_data(dataclasses.replace(WORKLOAD, corpus=str(tmp_path / name)))
 
 
 def test_a_vocabulary_without_all_bytes_is_refused() -> None:
     with pytest.raises(CorpusError, match="vocabulary of 255; byte-level data needs 256"):
-        check_corpus(make_workload(model=make_model(vocab_size=255)))
+        check_data(make_workload(model=make_model(vocab_size=255)))
 
 
 def test_a_good_corpus_is_accepted() -> None:
-    assert check_corpus(WORKLOAD) is None
+    assert check_data(WORKLOAD) is None

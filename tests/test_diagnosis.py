@@ -135,9 +135,9 @@ def test_the_same_without_drift_and_scale_is_a_part_left_out() -> None:
 def test_a_mean_of_means_is_told_from_other_weights() -> None:
     def mean_of_means(trace: Trace) -> None:
         batch = make_batch(CASE.workload, 1)
-        tokens = [int((part.targets_BT >= 0).sum()) for part in batch.micro_batches(2)]
+        tokens = [int((part.targets >= 0).sum()) for part in batch.micro_batches(2)]
         parts = [truth(trace, 1, slice(0, 4)), truth(trace, 1, slice(4, 8))]
-        weights = [batch.num_tokens / 2 / count for count in tokens]
+        weights = [batch.total_weight / 2 / count for count in tokens]
         gradients(trace, 1, lambda n, g: sum(w * p[n] for w, p in zip(weights, parts, strict=True)))
 
     assert "means of 2 ranks" in found(mean_of_means, Fault.UNEVEN, 1).detail

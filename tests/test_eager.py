@@ -17,7 +17,7 @@ from meshmark.reference.data import make_batch
 from meshmark.reference.objective import loss_share
 from meshmark.reference.transformer import Transformer
 from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.launch import Launcher
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.record import Record, Verdict
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.verdict import judge_memory
@@ -25,6 +25,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.precision import Precision
+from meshmark.spec.workload import Loss
 from meshmark.theory.recipe import eager_recipe
 from meshmark.theory.saved_activations import RNG_STATE_BYTES
 from meshmark.theory.states import ModelStates, Remainder, model_states
@@ -53,13 +54,13 @@ def held_activations(case: Case, rank: int, *, casts_weights: bool = False) -> f
 
 def saved_bytes(case: Case, *, casts_weights: bool = False) -> int:
     """Bytes that a forward pass allocates and that autograd saves, each storage once."""
-    low = torch.bfloat16 if case.precision is Precision.BF16 else None
+    low = torch.bfloat16 if case.precision.is_mixed else None
     model = Transformer(case.workload.model)
     model.initialize(0)
-    model.to({Precision.FP64: torch.float64}.get(case.precision, low if casts_weights else None))
+    model.to(torch.float64 if case.precision == Precision.FP64 else low if casts_weights else None)
     batch = make_batch(case.workload, 0)
     with torch.no_grad():
-        model(batch.tokens_BT)  # fills the cache of rotary positions
+        model(batch.inputs)  # fills the cache of rotary positions
     before, storages = visible_storages(), {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,8 +71,8 @@ def saved_bytes(case: Case, *, casts_weights: bool = False) -> int:
     autocast = torch.autocast("cpu", dtype=low) if low and not casts_weights else contextlib.nullcontext()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         with autocast:
-            logits = model(batch.tokens_BT)
-        loss = loss_share(logits, batch)
+            logits = model(batch.inputs)
+        loss = loss_share(logits, batch, Loss.CROSS_ENTROPY)
     del loss
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -144,7 +145,7 @@ def test_recomputation_keeps_a_blocks_input_and_a_random_state() -> None:
         (Layout(recompute=Recompute.SELECTIVE), 0.0),
         (Layout(cp=2), 0.0),
         (Layout(tp=2, sequence_parallel=True), 0.0),
-        (Layout(pp=2, schedule=Schedule.ONE_F_ONE_B), 0.0),
+        (Layout(pp=2, schedule=Schedule.ZERO_BUBBLE), 0.0),
         (Layout(), 0.1),
     ],
 )
@@ -201,12 +202,12 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known |= {
         "single": "meshmark.adapter.single:Single",
         "ddp": "meshmark.adapters.ddp:DDP",
-        "gpipe": "meshmark.adapters.gpipe:GPipe",
+        "gpipe": "meshmark.adapters.pipeline:GPipe",
         "fsdp2": "meshmark.adapters.fsdp2:FSDP2",
     }
     with Cluster(ClusterSpec()) as cluster:
         options = RunOptions(observed_steps=3)
-        running = Runner(Launcher(cluster, []), known, options, tmp_path_factory.mktemp("results"))
+        running = Runner(ForkserverLauncher(cluster), known, options, tmp_path_factory.mktemp("results"))
         yield running
         running.close()
 

@@ -18,7 +18,7 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.measure.memory import read_memory, visible_storages
 from meshmark.measure.readings import MemoryReading
 from meshmark.measure.watch import Watch
-from meshmark.reference.transformer import parameter_shapes
+from meshmark.reference.build import parameter_shapes
 from meshmark.run.passes.observer import Observer
 from meshmark.run.request import Request, Task
 from meshmark.spec.case import Case

@@ -13,9 +13,9 @@ from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.single import SingleEngine
 from meshmark.errors import AdapterError
 from meshmark.judge.engine_tensors import host_gradients, host_parameters, local_holdings
-from meshmark.reference.transformer import parameter_shapes
+from meshmark.reference.build import parameter_shapes
 from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.launch import Launcher
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
@@ -111,7 +111,9 @@ ODD = {
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     with Cluster(ClusterSpec()) as cluster:
-        running = Runner(Launcher(cluster, []), ODD, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
+        running = Runner(
+            ForkserverLauncher(cluster), ODD, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results")
+        )
         yield running
         running.close()
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmark.reference.initial import _signed, _splitmix64, initial_value, random_bits
-from meshmark.reference.transformer import parameter_shapes
+from meshmark.reference.build import parameter_shapes
+from meshmark.reference.initial import Block, _signed, _splitmix64, initial_value, random_bits
 from meshmark.spec.model_spec import MODELS
 from tests.factories import make_model
 
@@ -34,7 +34,7 @@ def test_any_block_is_that_slice_of_the_whole(block: tuple[list[int], list[int],
     full, shape, offset = block
     whole = initial_value(TINY, "a.weight", full, seed=seed)
     window = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    part = initial_value(TINY, "a.weight", full, seed=seed, shape=shape, offset=offset)
+    part = initial_value(TINY, "a.weight", full, seed=seed, block=Block(shape=shape, offset=offset))
     assert part.shape == tuple(shape)
     assert torch.equal(part, whole[window])
 
@@ -126,5 +126,8 @@ def test_norms_start_at_one_and_biases_at_zero_and_nothing_else_does() -> None:
 
 
 def test_constant_parameters_are_cut_into_blocks_too() -> None:
-    assert initial_value(TINY, "head.norm.weight", (64,), seed=0, shape=(5,), offset=(3,)).tolist() == [1.0] * 5
-    assert initial_value(TINY, "head.norm.bias", (64,), seed=0, shape=(0,), offset=(64,)).shape == (0,)
+    assert (
+        initial_value(TINY, "head.norm.weight", (64,), seed=0, block=Block(shape=(5,), offset=(3,))).tolist()
+        == [1.0] * 5
+    )
+    assert initial_value(TINY, "head.norm.bias", (64,), seed=0, block=Block(shape=(0,), offset=(64,))).shape == (0,)

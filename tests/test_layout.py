@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
+from pathlib import Path
 
 import pytest
 
 from meshmark.errors import LayoutError
-from meshmark.spec.layout import Layout
-from meshmark.spec.precision import Precision
+from meshmark.spec.layout import AXES, Axis, Coordinates, Layout
+from meshmark.spec.precision import Dtype
 from tests.factories import make_model
 
 
@@ -36,6 +38,70 @@ def test_different_layouts_have_different_ids() -> None:
 
 def test_the_world_is_the_product_of_the_degrees() -> None:
     assert Layout(dp=2, tp=3, pp=5, num_micro_batches=7).world_size == 30
+
+
+ROOT = Path(__file__).parent.parent
+MESH = Layout(dp=3, tp=2, pp=5, cp=4)
+"""Degrees that differ, so that one is not taken for another."""
+
+
+def test_ranks_are_numbered_tensor_context_data_pipeline_from_the_innermost() -> None:
+    """Literal on purpose: Megatron numbers them so, and torch's device mesh of dims (pp, dp, cp, tp)."""
+    assert MESH.coordinates(1) == Coordinates(tp=1)
+    assert MESH.coordinates(2) == Coordinates(cp=1)
+    assert MESH.coordinates(8) == Coordinates(dp=1)
+    assert MESH.coordinates(24) == Coordinates(pp=1)
+    assert MESH.coordinates(119) == Coordinates(dp=2, tp=1, pp=4, cp=3)
+    assert Layout(dp=2, pp=2).coordinates(2) == Coordinates(pp=1), "the third of four ranks is on the second stage"
+
+
+def test_every_rank_stands_somewhere_else_and_is_found_there() -> None:
+    stands = [MESH.coordinates(rank) for rank in range(MESH.world_size)]
+    assert len(set(stands)) == MESH.world_size == 120
+    assert [MESH.rank_of(there) for there in stands] == list(range(120))
+
+
+@pytest.mark.parametrize("axis, ranks", [("tp", (50, 51)), ("cp", (49, 51, 53, 55)), ("dp", (51, 59, 67))])
+def test_groups_are_the_ranks_that_differ_along_one_axis(axis: Axis, ranks: tuple[int, ...]) -> None:
+    assert MESH.group(axis, 51) == ranks
+
+
+def test_the_groups_of_an_axis_part_the_world() -> None:
+    for axis in AXES:
+        groups = {MESH.group(axis, rank) for rank in range(120)}
+        assert sorted(rank for group in groups for rank in group) == list(range(120))
+        for group in groups:
+            assert [getattr(MESH.coordinates(rank), axis) for rank in group] == list(range(len(group)))
+
+
+def test_nobody_else_divides_ranks() -> None:
+    """What is a stage, a shard of the batch or a group follows from coordinates, in the core, adapters and studies."""
+    found = []
+    for folder in ("meshmark", "adapters", "suites", "benchmarks", "studies"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())) if path != ROOT / "meshmark/spec/layout.py" else ():
+                if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod):
+                    divided = node.left
+                elif isinstance(node, ast.Call) and ast.unparse(node.func) == "divmod":
+                    divided = node.args[0]
+                else:
+                    continue
+                if ast.unparse(divided).rpartition(".")[2] == "rank":
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not found
+
+
+@pytest.mark.parametrize("rank", [-1, 120])
+def test_a_rank_beyond_the_world_is_refused(rank: int) -> None:
+    with pytest.raises(LayoutError, match=f"layout dp3.tp2.pp5.cp4: there is no rank {rank}, expected 0 to 119"):
+        MESH.coordinates(rank)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_coordinates_beyond_a_degree_are_refused(axis: Axis) -> None:
+    degree = getattr(MESH, axis)
+    with pytest.raises(LayoutError, match=f"no {axis} index {degree}, expected 0 to {degree - 1}"):
+        MESH.rank_of(Coordinates(**{axis: degree}))
 
 
 @pytest.mark.parametrize("degree", ["dp", "tp", "pp", "num_micro_batches"])
@@ -82,6 +148,6 @@ def test_layouts_at_the_edge_fit(layout: Layout) -> None:
 def test_mantissa_bits_are_those_of_the_formats() -> None:
     import torch
 
-    dtypes = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    for precision in Precision:
-        assert 2.0**-precision.mantissa_bits == torch.finfo(dtypes[precision]).eps
+    for dtype in Dtype:
+        found = torch.finfo(getattr(torch, dtype))
+        assert (2.0**-dtype.mantissa_bits, 8 * dtype.itemsize) == (found.eps, found.bits)

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.traffic_source import Transfer
 from meshmark.measure.memory import Named, _classify, _peak_time, cuda_peaks, read_memory, visible_storages
 from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
-from meshmark.measure.traffic import _full_bytes, _sum, read_traffic
+from meshmark.measure.traffic import TorchTraffic, _full_bytes, _sum, read_traffic
 from meshmark.measure.watch import Allocation, AskedOperation, Operand, Watch, Window
 
 CPU = torch.device("cpu")
@@ -277,17 +278,23 @@ def test_collectives_are_seen_with_their_operands(group: None) -> None:
     tensor, out = torch.ones(1000), torch.ones(2000, dtype=torch.float64)
     with Watch(CPU) as watch:
         watch.focus()
+        torch_traffic = TorchTraffic(watch)
+        dist.barrier()
+        torch_traffic.start()
         with watch.window("backward", 0):
             dist.all_reduce(tensor)
             dist.broadcast(out, 0)
-        reading = read_traffic(watch, 0)
+        torch_traffic.stop()
+        dist.all_reduce(tensor)
     asked = watch.asked()
-    assert [a.name for a in asked] == ["c10d::allreduce_", "c10d::broadcast_"]
-    assert [a.operands[0] for a in asked] == [
+    assert [a.name for a in asked] == ["c10d::barrier", "c10d::allreduce_", "c10d::broadcast_", "c10d::allreduce_"]
+    assert [a.operands[0] for a in asked[1:3]] == [
         (Operand(num_bytes=4000, address=tensor.data_ptr()),),
         (Operand(num_bytes=16_000, address=out.data_ptr()),),
     ]
-    assert reading == TrafficReading(asked=[], issued=[]), "a group of one moves nothing"
+    assert [(t.kind, t.num_bytes) for t in torch_traffic.asked()] == [("all_reduce", 4000), ("broadcast", 16_000)]
+    assert [(t.kind, t.num_bytes) for t in torch_traffic.issued()] == [("all_reduce", 4000), ("broadcast", 16_000)]
+    assert read_traffic([torch_traffic]) == TrafficReading(asked=[], issued=[]), "a group of one moves nothing"
 
 
 def asked(name: str, *operand_bytes: int) -> AskedOperation:
@@ -316,7 +323,8 @@ def test_bytes_are_those_of_the_full_tensor_over_four_ranks(operation: AskedOper
 
 
 def test_calls_add_up_by_kind_and_group_size_and_groups_of_one_are_left_out() -> None:
-    found = _sum([("all_reduce", 4, 10), ("all_reduce", 2, 1), ("all_reduce", 4, 20), ("all_reduce", 1, 99)])
+    calls = [(4, 10), (2, 1), (4, 20), (1, 99)]
+    found = _sum(Transfer(kind="all_reduce", group_size=size, num_bytes=count) for size, count in calls)
     assert found == [
         Collective(kind="all_reduce", group_size=2, count=1, num_bytes=1),
         Collective(kind="all_reduce", group_size=4, count=2, num_bytes=30),

@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import loss_share
-from meshmark.reference.transformer import Attention, RMSNorm, Transformer, parameter_shapes, rotate, stage_layers
+from meshmark.reference.transformer import Attention, RMSNorm, Transformer, rotate, stage_layers
 from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.workload import Loss
 from tests.factories import make_model, make_workload
 
 GPT = make_model(num_layers=5)
@@ -31,7 +33,7 @@ def build(spec: ModelSpec, layers: list[int] | None = None, seed: int = 0) -> Tr
 
 
 def some_tokens(spec: ModelSpec, rows: int = 3) -> torch.Tensor:
-    return make_batch(make_workload(model=spec, global_batch=rows), 0).tokens_BT
+    return make_batch(make_workload(model=spec, global_batch=rows), 0).inputs
 
 
 @BOTH
@@ -67,7 +69,7 @@ def test_names_and_values_of_a_part_are_those_of_the_whole(spec: ModelSpec) -> N
 def test_every_parameter_gets_a_gradient_that_descends(spec: ModelSpec) -> None:
     """One small step against the gradient takes the loss down by what the gradient promises."""
     model, batch = build(spec), make_batch(make_workload(model=spec), 0)
-    loss = loss_share(model(batch.tokens_BT), batch)
+    loss = loss_share(model(batch.inputs), batch, Loss.CROSS_ENTROPY)
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert all(g is not None and torch.isfinite(g).all() for g in gradients.values())
@@ -78,14 +80,15 @@ def test_every_parameter_gets_a_gradient_that_descends(spec: ModelSpec) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= step * parameter.grad
-        after = loss_share(model(batch.tokens_BT), batch)
+        after = loss_share(model(batch.inputs), batch, Loss.CROSS_ENTROPY)
     assert (loss - after).item() == pytest.approx(step * squared, rel=1e-3)
 
 
 def test_an_untrained_model_with_small_weights_knows_nothing() -> None:
     spec = make_model(init_std=0.001)
     batch = make_batch(make_workload(model=spec), 0)
-    assert loss_share(build(spec)(batch.tokens_BT), batch).item() == pytest.approx(math.log(256), rel=0.01)
+    loss = loss_share(build(spec)(batch.inputs), batch, Loss.CROSS_ENTROPY)
+    assert loss.item() == pytest.approx(math.log(256), rel=0.01)
 
 
 @BOTH
@@ -185,7 +188,7 @@ def test_a_tied_head_shares_the_embedding_and_collects_both_gradients() -> None:
     untied.load_state_dict(model.state_dict())
     batch = make_batch(make_workload(model=spec), 0)
     for m in (model, untied):
-        loss_share(m(batch.tokens_BT), batch).backward()
+        loss_share(m(batch.inputs), batch, Loss.CROSS_ENTROPY).backward()
     both = untied.embedding.tokens.weight.grad + untied.head.output.weight.grad
     torch.testing.assert_close(model.embedding.tokens.weight.grad, both)
 
@@ -228,12 +231,12 @@ def test_shares_of_parts_add_up_to_the_loss_of_the_whole() -> None:
     """Parts with unequal numbers of tokens; a mean of means misses by far."""
     spec = make_model()
     model, batch = build(spec), make_batch(make_workload(model=spec), 0)
-    whole = loss_share(model(batch.tokens_BT), batch)
-    parts = [loss_share(model(part.tokens_BT), part) for part in batch.micro_batches(4)]
+    whole = loss_share(model(batch.inputs), batch, Loss.CROSS_ENTROPY)
+    parts = [loss_share(model(part.inputs), part, Loss.CROSS_ENTROPY) for part in batch.micro_batches(4)]
     torch.testing.assert_close(torch.stack(parts).sum(), whole)
-    logits = model(batch.tokens_BT)
-    torch.testing.assert_close(whole, F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten()))
-    means = [F.cross_entropy(model(p.tokens_BT).flatten(0, 1), p.targets_BT.flatten()) for p in batch.micro_batches(4)]
+    logits = model(batch.inputs)
+    torch.testing.assert_close(whole, F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()))
+    means = [F.cross_entropy(model(p.inputs).flatten(0, 1), p.targets.flatten()) for p in batch.micro_batches(4)]
     assert abs(torch.stack(means).mean() - whole) > 1e-3
 
 
@@ -242,8 +245,13 @@ def test_shares_of_parts_add_up_to_the_loss_of_the_whole() -> None:
     [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
 )
 def test_the_loss_is_computed_wide(dtype: torch.dtype, wide: torch.dtype) -> None:
-    batch = Batch(tokens_BT=torch.zeros(1, 2), targets_BT=torch.zeros(1, 2, dtype=torch.long), num_tokens=2)
-    assert loss_share(torch.zeros(1, 2, 256, dtype=dtype), batch).dtype is wide
+    batch = Batch(
+        inputs=torch.zeros(1, 2),
+        targets=torch.zeros(1, 2, dtype=torch.long),
+        weights=torch.ones(1, 2),
+        total_weight=2.0,
+    )
+    assert loss_share(torch.zeros(1, 2, 256, dtype=dtype), batch, Loss.CROSS_ENTROPY).dtype is wide
 
 
 def test_shapes_are_known_without_allocating() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.reference.transformer import Transformer, parameter_shapes
+from meshmark.reference.build import parameter_shapes
+from meshmark.reference.transformer import Transformer
 from meshmark.spec.model_spec import MODELS, Family, ModelSpec, model_spec
 from tests.factories import make_model
 
@@ -101,7 +103,7 @@ def test_an_unknown_model_far_from_all_gets_the_list() -> None:
 
 
 def test_a_preset_is_changed_field_by_field_and_checked_again() -> None:
-    assert model_spec("gpt-tiny", num_layers=2).num_layers == 2
+    assert replace(model_spec("gpt-tiny"), num_layers=2).num_layers == 2
     assert MODELS["gpt-tiny"].num_layers == 4
     with pytest.raises(InputError, match="num_kv_heads 3"):
-        model_spec("gpt-tiny", num_kv_heads=3)
+        replace(model_spec("gpt-tiny"), num_kv_heads=3)

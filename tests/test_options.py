@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshmark.adapter.matrix import matrix
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.conformance.scenario import plain_cells
 from meshmark.plugin import Selection, selection
-from meshmark.suites.cases import matrix
+from meshmark.spec.precision import Precision
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent
@@ -173,7 +174,11 @@ def test_conformance_keeps_the_batch_and_the_corpus_that_it_is_told(pytester: py
 def test_the_defaults_are_all_adapters_on_two_cpu_ranks(pytester: pytest.Pytester) -> None:
     chosen = choose(pytester)
     assert set(chosen.adapters) == set(builtin_adapters())
-    assert (chosen.worlds, [w.name for w in chosen.workloads], chosen.precisions) == ([2], ["gpt-tiny"], ["fp32"])
+    assert (chosen.worlds, [w.name for w in chosen.workloads], chosen.precisions) == (
+        [2],
+        ["gpt-tiny"],
+        [Precision.FP32],
+    )
     assert (chosen.options.device, chosen.options.backend) == ("cpu", None)
     assert (chosen.cluster.nnodes, chosen.cluster.node_rank) == (1, 0)
 

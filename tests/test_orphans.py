@@ -87,7 +87,7 @@ def hanging(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subproce
 def test_no_process_is_left_and_records_are(
     hanging: subprocess.Popen[bytes], tmp_path: Path, ending: signal.Signals
 ) -> None:
-    assert len(processes_of(str(tmp_path))) >= 5, "pytest, forkserver, resource tracker, two ranks"
+    assert len(processes_of(str(tmp_path))) >= 5, "pytest, two servers, two ranks"
     hanging.send_signal(ending)
     wait_until(lambda: not processes_of(str(tmp_path)), seconds=END_SECONDS)
     assert hanging.wait() == (-signal.SIGKILL if ending is signal.SIGKILL else pytest.ExitCode.INTERRUPTED)

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from meshmark.measure.readings import Collective, wire_factor
-from meshmark.reference.transformer import Transformer, parameter_shapes, stage_layers
+from meshmark.reference.build import parameter_shapes
+from meshmark.reference.transformer import Transformer, stage_layers
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import MODELS, Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
+from meshmark.spec.workload import Loss
 from meshmark.theory.flops import model_flops_per_token
 from meshmark.theory.recipe import TrainingRecipe, recipe
 from meshmark.theory.states import local_parameters, model_states
@@ -266,7 +268,7 @@ def test_operations_are_those_that_pytorch_counts() -> None:
     model, batch = Transformer(spec), make_batch(make_workload(model=spec, global_batch=2), 0)
     model.initialize(0)
     with FlopCounterMode(display=False) as counter:
-        loss_share(model(batch.tokens_BT), batch).backward()
+        loss_share(model(batch.inputs), batch, Loss.CROSS_ENTROPY).backward()
     counts = counter.get_flop_counts()["Global"]
     matrices = sum(n for op, n in counts.items() if "attention" not in str(op))
     attention = 12 * spec.num_layers * spec.hidden * spec.seq_len

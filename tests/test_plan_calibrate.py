@@ -104,14 +104,19 @@ def test_a_calibrated_step_takes_what_the_products_took(scale: float) -> None:
 def test_what_was_measured_is_in_the_rates_and_what_was_not_is_as_inside_the_node() -> None:
     there = machine_from(findings(), some_machine(), world=2)
     found = there.rates
-    assert (found.attention_efficiency, found.memory_efficiency) == (pytest.approx(0.4), pytest.approx(0.5))
-    assert found.tp_bandwidth == found.node_bandwidth == found.p2p_bandwidth == pytest.approx(1e9)
-    assert found.tp_latency_seconds == pytest.approx(1e-4) and found.overlap == 0.25
-    assert "a test" in found.origin and found.name == "some-cpu" and found.step_seconds == 0.0
+    assert (found.kernels.attention_efficiency, found.kernels.memory_efficiency) == (
+        pytest.approx(0.4),
+        pytest.approx(0.5),
+    )
+    assert (
+        found.network.tp_bandwidth == found.network.node_bandwidth == found.network.p2p_bandwidth == pytest.approx(1e9)
+    )
+    assert found.network.tp_latency_seconds == pytest.approx(1e-4) and found.network.overlap == 0.25
+    assert "a test" in found.origin and found.name == "some-cpu" and found.host.step_seconds == 0.0
     across = [measurement("all_gather", 2e-3 + b / 1e8, b) for b in (1e4, 1e6, 1e8)]
     wide = machine_from(dataclasses.replace(findings(), across=across), some_machine(), world=5).rates
-    assert (wide.tp_bandwidth, wide.tp_network_bandwidth) == (pytest.approx(1e9), pytest.approx(1e8))
-    assert wide.hop_seconds == pytest.approx(5e-4) and wide.node_bandwidth == pytest.approx(2e8)
+    assert (wide.network.tp_bandwidth, wide.network.tp_network_bandwidth) == (pytest.approx(1e9), pytest.approx(1e8))
+    assert wide.network.hop_seconds == pytest.approx(5e-4) and wide.network.node_bandwidth == pytest.approx(2e8)
 
 
 def test_a_known_gpu_keeps_its_datasheet_and_the_fitted_rates_of_what_was_not_measured() -> None:
@@ -119,8 +124,11 @@ def test_a_known_gpu_keeps_its_datasheet_and_the_fitted_rates_of_what_was_not_me
     products = [measurement("product", 1.0, 6e14, h, "bf16") for h in (1024, 4096)]
     alone = Microbenchmarks(main_dtype="bf16", on_device=[*products, *findings().on_device[3:]])
     found = machine_from(alone, h100, world=1)
-    assert found.gpu == h100 and found.rates.gemm_efficiency == pytest.approx(6e14 / 989.4e12)
-    assert found.rates.node_bandwidth == rates("h100-sweep").node_bandwidth and "ultrascale" in found.rates.origin
+    assert found.gpu == h100 and found.rates.kernels.gemm_efficiency == pytest.approx(6e14 / 989.4e12)
+    assert (
+        found.rates.network.node_bandwidth == rates("h100-sweep").network.node_bandwidth
+        and "ultrascale" in found.rates.origin
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,9 +216,9 @@ def test_this_machine_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[s
     fastest = max(float(line.split()[5]) for line in said.splitlines() if line.startswith("product        fp32"))
     assert found.gpu.peak_flops["fp32"] == pytest.approx(fastest * 1e9, rel=0.01)
     assert 1e9 < found.gpu.peak_flops["fp32"] < 1e14 and 1e9 < found.gpu.memory_bandwidth < 1e13
-    assert 0 < found.rates.gemm_efficiency <= 1 and 0 < found.rates.memory_efficiency <= 1
+    assert 0 < found.rates.kernels.gemm_efficiency <= 1 and 0 < found.rates.kernels.memory_efficiency <= 1
     if found.gpu.gpus_per_node > 1:
-        assert 1e-6 < found.rates.tp_latency_seconds < 1 and 1e6 < found.rates.tp_bandwidth < 1e13
+        assert 1e-6 < found.rates.network.tp_latency_seconds < 1 and 1e6 < found.rates.network.tp_bandwidth < 1e13
         assert "reduce_scatter" in said
 
 

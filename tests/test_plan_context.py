@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB, gpu
 from meshmark.spec.layout import Layout, Recompute
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.theory.grid import RECOMPUTES, Grid, make_grid, searched_contexts
+from meshmark.theory.grid import RECOMPUTES, Grid, SearchSpace, make_grid, searched_contexts
 from meshmark.theory.memory import CATEGORIES
 from meshmark.theory.recipe import recipe
 from meshmark.theory.states import model_states
@@ -32,7 +32,15 @@ from tests.test_plan_search import sweep_rows, write_table
 
 TWO = st.sampled_from([1, 2])
 H100, NANOTRON, GIVEN = gpu("h100"), recipe("nanotron"), rates("h100")
-LONG = plan_model("llama-8b", seq_len=131072)
+
+
+def links(**bandwidths: float) -> Rates:
+    """The same without latencies, and with these bandwidths."""
+    given = {"tp_latency_seconds": 0.0, "hop_seconds": 0.0, **bandwidths}
+    return GIVEN.moved({f"network.{name}": value for name, value in given.items()})
+
+
+LONG = replace(plan_model("llama-8b"), seq_len=131072)
 
 
 def predict(grid: Grid, model: ModelSpec = LONG, given: Rates = GIVEN) -> Prediction:
@@ -69,11 +77,11 @@ def test_context_parallel_ranks_reduce_gradients_and_share_zero_s_states_as_data
 @settings(deadline=None)
 def test_only_what_attention_does_not_hide_of_a_hop_shows(cp: int, tp: int) -> None:
     grid = make_grid(cp=[cp], tp=[tp], sequence_parallel=True)
-    endless = dataclasses.replace(GIVEN, tp_bandwidth=1e30, p2p_bandwidth=1e30, tp_latency_seconds=0.0, hop_seconds=0.0)
+    endless = links(tp_bandwidth=1e30, p2p_bandwidth=1e30)
     assert predict(grid, given=endless).time.context_communication[0] == 0.0
-    slow = dataclasses.replace(GIVEN, tp_bandwidth=1.0, p2p_bandwidth=1.0, tp_latency_seconds=0.0, hop_seconds=0.0)
+    slow = links(tp_bandwidth=1.0, p2p_bandwidth=1.0)
     found = predict(grid, given=slow)
-    block = LONG.seq_len / cp * LONG.kv_hidden / tp * NANOTRON.element_bytes
+    block = LONG.seq_len / cp * LONG.kv_hidden / tp * NANOTRON.activations.element_bytes
     hidden = found.time.attention[0] * (cp - 1) / cp
     assert found.time.context_communication[0] == pytest.approx(
         LONG.num_layers * 6 * (cp - 1) * block - hidden, rel=1e-6
@@ -81,10 +89,10 @@ def test_only_what_attention_does_not_hide_of_a_hop_shows(cp: int, tp: int) -> N
 
 
 def test_a_ring_that_leaves_its_node_goes_over_one_adapter_a_rank() -> None:
-    bare = dataclasses.replace(GIVEN, attention_efficiency=1.0, tp_latency_seconds=0.0, hop_seconds=0.0)
-    tiny = plan_model("llama-8b", seq_len=512)
+    bare = links().moved({"kernels.attention_efficiency": 1.0})
+    tiny = replace(plan_model("llama-8b"), seq_len=512)
     inside, outside = (predict(make_grid(cp=[8], tp=[tp]), tiny, bare).time for tp in (1, 2))
-    hop = GIVEN.tp_bandwidth / GIVEN.p2p_bandwidth / 2  # a rank of two sends half as much
+    hop = GIVEN.network.tp_bandwidth / GIVEN.network.p2p_bandwidth / 2  # a rank of two sends half as much
     assert outside.context_communication[0] / inside.context_communication[0] > 0.8 * hop > 2
 
 
@@ -100,25 +108,33 @@ def test_long_sequences_are_searched_with_context_parallelism_and_short_ones_wit
     assert searched_contexts(2048) == searched_contexts(16384) == (1,)
     assert searched_contexts(32768) == (1, 2, 4, 8)
     assert searched_contexts(131072) == (1, 2, 4, 8, 16, 32)
-    found = search(LONG, 64, 16, H100, NANOTRON, GIVEN)
+    found = search(LONG, SearchSpace(num_gpus=64, global_batch=16), H100, NANOTRON, GIVEN)
     assert set(found.prediction.grid.cp) == {1, 2, 4, 8, 16, 32}
     best = found.prediction.grid.layout(int(found.ranked[0]))
     assert best.cp > 1 and best.world_size == 64 and "cp" in best.id
-    short = search(plan_model("gpt-175b"), 512, 512, H100, NANOTRON, GIVEN)
+    short = search(plan_model("gpt-175b"), SearchSpace(num_gpus=512, global_batch=512), H100, NANOTRON, GIVEN)
     assert set(short.prediction.grid.cp) == {1}
-    named = search(plan_model("gpt-175b"), 512, 512, H100, NANOTRON, GIVEN, contexts=[2])
+    named = search(
+        plan_model("gpt-175b"), SearchSpace(num_gpus=512, global_batch=512, contexts=[2]), H100, NANOTRON, GIVEN
+    )
     assert set(named.prediction.grid.cp) == {2}
 
 
 def test_the_longest_search_takes_less_than_two_seconds() -> None:
     start = time.perf_counter()
-    found = search(plan_model("gpt-175b", seq_len=131072), 4096, 256, H100, NANOTRON, GIVEN)
+    found = search(
+        replace(plan_model("gpt-175b"), seq_len=131072),
+        SearchSpace(num_gpus=4096, global_batch=256),
+        H100,
+        NANOTRON,
+        GIVEN,
+    )
     assert time.perf_counter() - start < 2.0 and found.num_examined > 1000
 
 
 def test_degrees_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="cp is 3: a sequence of 131072 tokens must divide"):
-        search(LONG, 48, 16, H100, NANOTRON, GIVEN, contexts=[3])
+        search(LONG, SearchSpace(num_gpus=48, global_batch=16, contexts=[3]), H100, NANOTRON, GIVEN)
     assert main(["plan", "--gpus", "8", "--cp", "0"]) == 2 == main(["plan", "--gpus", "8", "--cp", "two"])
     said = capsys.readouterr().err
     assert "cp is 0" in said and "--cp 'two': expected whole numbers" in said
@@ -140,7 +156,7 @@ def test_torchtitan_s_long_sequences_take_the_memory_that_is_planned() -> None:
     rows = [row for row in paper("torchtitan_performance") if row["model"] == "Llama 3.1 8B" and row["cp"] != "1"]
     assert len(rows) == 3
     for row in rows:
-        model = plan_model("llama-8b", seq_len=int(row["seq_len"]))
+        model = replace(plan_model("llama-8b"), seq_len=int(row["seq_len"]))
         grid = make_grid(
             dp=[int(row["fsdp"])], cp=[int(row["cp"])], zero_stage=[3], recompute=[RECOMPUTES.index(Recompute.FULL)]
         )

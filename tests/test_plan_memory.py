@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +15,7 @@ from meshmark.spec.model_spec import model_spec
 from meshmark.spec.workload import workload
 from meshmark.theory.activations import layer_activation_bytes, num_in_flight
 from meshmark.theory.grid import RECOMPUTES, SCHEDULES, Grid, make_grid
-from meshmark.theory.memory import CATEGORIES, memory, stage_memory, state_bytes
+from meshmark.theory.memory import CATEGORIES, Room, memory, stage_memory, state_bytes
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import balanced_stages, stages, uniform_stages
 from meshmark.theory.recipe import RECIPES, recipe
@@ -50,7 +48,7 @@ def test_categories_less_what_is_absent_add_up_and_none_is_negative(
     tp: int, pp: int, micro_batch: int, name: str
 ) -> None:
     grid = make_grid(tp=[tp], pp=[pp], micro_batch=[micro_batch], num_micro_batches=[8], sequence_parallel=[tp > 1])
-    held = memory(plan_model("llama-8b"), grid, recipe(name), rates("h100").overheads)
+    held = memory(plan_model("llama-8b"), grid, recipe(name), rates("h100").memory)
     parts = [getattr(held, c)[0] for c in CATEGORIES]
     assert min(parts) >= 0
     assert held.total_bytes[0] == pytest.approx(sum(parts) - held.absent[0])
@@ -79,9 +77,9 @@ def test_the_fullest_of_all_stages_is_found_among_the_first_of_each_kind(
         schedule=[SCHEDULES.index(schedule)],
         offload=[1],
     )
-    every = [stage_memory(model, grid, using, given.overheads, i, 1.0, capacity) for i in range(pp)]
+    every = [stage_memory(model, grid, using, given.memory, i, Room(capacity_bytes=capacity)) for i in range(pp)]
     totals = [part.total_bytes[0] for part in every]
-    held = memory(model, grid, using, given.overheads, capacity_bytes=capacity)
+    held = memory(model, grid, using, given.memory, capacity_bytes=capacity)
     assert held.total_bytes[0] == pytest.approx(max(totals))
     assert totals[int(held.fullest_stage[0])] == pytest.approx(max(totals))
     assert held.host_bytes[0] == max(part.host_bytes[0] for part in every)
@@ -91,16 +89,16 @@ def test_the_fullest_of_all_stages_is_found_among_the_first_of_each_kind(
 @settings(deadline=None)
 def test_one_rank_of_a_layout_never_needs_more_than_the_single_gpu(tp: int, pp: int) -> None:
     plain = Rates(name="plain")
-    one = memory(plan_model("llama-8b"), make_grid(num_micro_batches=[8]), recipe("megatron"), plain.overheads)
+    one = memory(plan_model("llama-8b"), make_grid(num_micro_batches=[8]), recipe("megatron"), plain.memory)
     cut = make_grid(tp=[tp], pp=[pp], num_micro_batches=[8], sequence_parallel=True)
-    many = memory(plan_model("llama-8b"), cut, recipe("megatron"), plain.overheads)
+    many = memory(plan_model("llama-8b"), cut, recipe("megatron"), plain.memory)
     assert many.parameters[0] <= one.parameters[0] * (1 + 1e-9)
     assert many.optimizer[0] <= one.optimizer[0] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("name", "num_bytes"), [("zero", 16), ("megatron", 18), ("mixed20", 20), ("fp32", 16)])
 def test_recipes_hold_the_bytes_a_parameter_that_papers_quote(name: str, num_bytes: int) -> None:
-    assert recipe(name).state_bytes == num_bytes
+    assert recipe(name).states.total == num_bytes
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -154,7 +152,7 @@ def test_every_cut_holds_all_layers_and_parameters(pp: int) -> None:
 def test_the_balanced_cut_is_nanotrons() -> None:
     layers = [s.num_layers for s in stages(plan_model("sweep-8b"), 4, balanced=True)]
     assert layers == [9, 9, 8, 6]
-    share = recipe("nanotron").head_share
+    share = recipe("nanotron").cut.head_share
     last = stages(plan_model("sweep-1b"), 4, balanced=True, head_share=share)[-1]
     assert (last.num_layers, last.has_head) == (1, True)
     # A stage whose share is met exactly stays open in its source: 1B's head is four layers, 20 over 4 stages.
@@ -192,9 +190,9 @@ def test_what_queued_collectives_pin_is_given_back_where_it_does_not_fit() -> No
     """The allocator waits for them rather than fail, and the plan says how much it took back."""
     model, fitted = plan_model("sweep-8b"), rates("h100-sweep")
     grid = make_grid(dp=[2], tp=[8], micro_batch=[8], num_micro_batches=[16], sequence_parallel=True)
-    free = memory(model, grid, recipe("nanotron"), fitted.overheads)
+    free = memory(model, grid, recipe("nanotron"), fitted.memory)
     live = free.total_bytes[0] - 1.0
-    tight = memory(model, grid, recipe("nanotron"), fitted.overheads, capacity_bytes=live)
+    tight = memory(model, grid, recipe("nanotron"), fitted.memory, capacity_bytes=live)
     assert free.released[0] == 0.0 < tight.released[0]
     assert tight.total_bytes[0] + tight.released[0] == pytest.approx(free.total_bytes[0])
 
@@ -202,21 +200,20 @@ def test_what_queued_collectives_pin_is_given_back_where_it_does_not_fit() -> No
 def test_what_is_pinned_follows_the_launch_queue_and_the_filling_of_a_pipeline() -> None:
     """Nothing in two stages whose host is the slower, two forward passes' tensors in four, in eight a full queue."""
     model, fitted = plan_model("sweep-1b"), rates("h100")
-    none = dataclasses.replace(fitted, queued_collectives=0.0)
+    none = fitted.moved({"memory.queued_collectives": 0.0})
     grid = make_grid(tp=[8], pp=[2, 4, 8], num_micro_batches=[32], sequence_parallel=True)
     lag = np.full(3, 1e-9)
-    held, bare = (memory(model, grid, recipe("nanotron"), r.overheads, lag=lag) for r in (fitted, none))
+    held, bare = (memory(model, grid, recipe("nanotron"), r.memory, lag=lag) for r in (fitted, none))
     whole = model.seq_len * model.hidden * 2 * (1 + 1 / 8)
     pinned = (held.first_stage_bytes - bare.first_stage_bytes) / whole
-    assert pinned == pytest.approx([0.0, 2 * 5 * 2, fitted.queued_collectives * 3 / (3 + 1.7)], abs=1e-3)
+    assert pinned == pytest.approx([0.0, 2 * 5 * 2, fitted.memory.queued_collectives * 3 / (3 + 1.7)], abs=1e-3)
     assert (
-        memory(model, grid, recipe("nanotron"), fitted.overheads, lag=np.zeros(3)).fragmentation[1]
-        < held.fragmentation[1]
+        memory(model, grid, recipe("nanotron"), fitted.memory, lag=np.zeros(3)).fragmentation[1] < held.fragmentation[1]
     )
 
 
 def test_rank_0_holds_the_first_stage() -> None:
     grid = make_grid(tp=[2], pp=[1, 2], micro_batch=[16], num_micro_batches=[1], sequence_parallel=True)
-    found = memory(plan_model("sweep-1b"), grid, recipe("nanotron"), rates("h100").overheads)
+    found = memory(plan_model("sweep-1b"), grid, recipe("nanotron"), rates("h100").memory)
     assert found.first_stage_bytes[0] == found.total_bytes[0]
     assert found.fullest_stage[1] == 1 and found.first_stage_bytes[1] < found.total_bytes[1]

@@ -13,7 +13,7 @@ from meshmark.plan.search import NothingFitsError, search
 from meshmark.plan.step_time import step_time
 from meshmark.spec.hardware import GIB, GPUS, Gpu, gpu
 from meshmark.spec.layout import Offload
-from meshmark.theory.grid import make_grid
+from meshmark.theory.grid import SearchSpace, make_grid
 from meshmark.theory.recipe import recipe
 
 H100, NANOTRON = gpu("h100"), recipe("nanotron")
@@ -21,8 +21,14 @@ H100, NANOTRON = gpu("h100"), recipe("nanotron")
 
 def test_offloaded_states_leave_the_gpu_and_are_counted_on_the_host() -> None:
     with pytest.raises(NothingFitsError):
-        search(plan_model("gpt-175b"), 32, 256, H100, NANOTRON, rates("h100"))
-    found = search(plan_model("gpt-175b"), 32, 256, H100, NANOTRON, rates("h100"), offload=Offload.CPU)
+        search(plan_model("gpt-175b"), SearchSpace(num_gpus=32, global_batch=256), H100, NANOTRON, rates("h100"))
+    found = search(
+        plan_model("gpt-175b"),
+        SearchSpace(num_gpus=32, global_batch=256, offload=Offload.CPU),
+        H100,
+        NANOTRON,
+        rates("h100"),
+    )
     best = int(found.ranked[0])
     assert found.prediction.grid.layout(best).offload is Offload.CPU
     assert found.prediction.memory.host_bytes[best] == pytest.approx(12 * 175e9 / 32, rel=0.15)
@@ -38,14 +44,38 @@ def test_offloading_more_than_a_node_has_does_not_fit_and_says_by_how_much() -> 
     model, given = plan_model("gpt-175b"), rates("h100")
     # Twelve bytes a parameter over four nodes are 487.9 GiB a node; norms are whole on tensor-parallel ranks.
     with pytest.raises(NothingFitsError, match=r"489\.2 GiB a node in host memory, 189\.2 GiB more than there is"):
-        search(model, 32, 256, small_host(300 * GIB), NANOTRON, given, offload=Offload.CPU)
+        search(
+            model,
+            SearchSpace(num_gpus=32, global_batch=256, offload=Offload.CPU),
+            small_host(300 * GIB),
+            NANOTRON,
+            given,
+        )
     with pytest.raises(NothingFitsError, match=r"489\.2 GiB a node on NVMe, 189\.2 GiB more than there is"):
-        search(model, 32, 256, small_host(1e15, 300 * GIB), NANOTRON, given, offload=Offload.NVME)
+        search(
+            model,
+            SearchSpace(num_gpus=32, global_batch=256, offload=Offload.NVME),
+            small_host(1e15, 300 * GIB),
+            NANOTRON,
+            given,
+        )
     with pytest.raises(InputError, match="nothing can be offloaded: what a node of p100 has"):
-        search(plan_model("gpt3-1.3b"), 8, 256, gpu("p100"), NANOTRON, rates("a100"), offload=Offload.CPU)
+        search(
+            plan_model("gpt3-1.3b"),
+            SearchSpace(num_gpus=8, global_batch=256, offload=Offload.CPU),
+            gpu("p100"),
+            NANOTRON,
+            rates("a100"),
+        )
     # Replicas hold their states twice; what a smaller host turns away is what does not fit there, and nothing else.
     all_of, some = (
-        search(plan_model("megatron-22b"), 8, 256, small_host(b * GIB), NANOTRON, given, offload=Offload.CPU).prediction
+        search(
+            plan_model("megatron-22b"),
+            SearchSpace(num_gpus=8, global_batch=256, offload=Offload.CPU),
+            small_host(b * GIB),
+            NANOTRON,
+            given,
+        ).prediction
         for b in (2048, 400)
     )
     lost = all_of.fits & ~some.fits

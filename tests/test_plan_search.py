@@ -18,11 +18,11 @@ from meshmark.plan.layout_table import LAYOUT_COLUMNS
 from meshmark.plan.model_names import model_of_size, plan_model
 from meshmark.plan.predict_file import predict_file, rates_for
 from meshmark.plan.provenance import VALIDATED_ON, provenance
-from meshmark.plan.rates import Rates, rates, read_rates, write_rates
+from meshmark.plan.rates import KernelRates, NetworkRates, Rates, rates, read_rates, write_rates
 from meshmark.plan.search import NothingFitsError, max_model, search
 from meshmark.spec.hardware import GPUS, Gpu, gpu
 from meshmark.spec.layout import Schedule
-from meshmark.theory.grid import make_grid
+from meshmark.theory.grid import SearchSpace, make_grid
 from meshmark.theory.recipe import recipe
 from studies.errors_of import errors_of
 from studies.fit import fit_rates
@@ -43,7 +43,7 @@ H100, NANOTRON = gpu("h100"), recipe("nanotron")
 
 def test_all_layouts_of_175b_on_4096_gpus_take_less_than_two_seconds() -> None:
     start = time.perf_counter()
-    found = search(plan_model("gpt-175b"), 4096, 4096, H100, NANOTRON, rates("h100"))
+    found = search(plan_model("gpt-175b"), SearchSpace(num_gpus=4096, global_batch=4096), H100, NANOTRON, rates("h100"))
     assert time.perf_counter() - start < 2.0
     assert found.num_examined > 1000
     speeds = found.prediction.tokens_per_second_per_gpu[found.ranked]
@@ -54,18 +54,18 @@ def test_all_layouts_of_175b_on_4096_gpus_take_less_than_two_seconds() -> None:
 
 def test_the_largest_model_on_4096_gpus_takes_less_than_three_seconds() -> None:
     start = time.process_time()
-    model, grid, _ = max_model(4096, 4096, H100, NANOTRON, rates("h100"))
+    model, grid, _ = max_model(SearchSpace(num_gpus=4096, global_batch=4096), H100, NANOTRON, rates("h100"))
     assert time.process_time() - start < 3.0
     assert model.num_parameters > 9e12 and (grid.num_gpus == 4096).all()
 
 
 def test_a_model_that_fits_nowhere_says_what_is_missing_and_where_it_would_fit() -> None:
     with pytest.raises(NothingFitsError, match=r"more than there is; it fits on \d+ gpus"):
-        search(plan_model("gpt-175b"), 2, 256, gpu("a100"), NANOTRON, rates("a100"))
+        search(plan_model("gpt-175b"), SearchSpace(num_gpus=2, global_batch=256), gpu("a100"), NANOTRON, rates("a100"))
 
 
 def test_the_largest_model_fits_and_more_gpus_hold_a_larger_one() -> None:
-    few, many = (max_model(n, 64, H100, NANOTRON, rates("h100")) for n in (8, 64))
+    few, many = (max_model(SearchSpace(num_gpus=n, global_batch=64), H100, NANOTRON, rates("h100")) for n in (8, 64))
     assert few[2].min() <= H100.memory_bytes
     assert many[0].num_parameters > 4 * few[0].num_parameters
 
@@ -73,17 +73,23 @@ def test_the_largest_model_fits_and_more_gpus_hold_a_larger_one() -> None:
 def test_the_number_of_gpus_named_is_the_smallest_whole_node() -> None:
     model, given = plan_model("gpt-175b"), rates("a100")
     with pytest.raises(NothingFitsError, match="it fits on 56 gpus"):
-        search(model, 6, 256, gpu("a100"), NANOTRON, given)
-    assert len(search(model, 56, 256, gpu("a100"), NANOTRON, given).ranked)
+        search(model, SearchSpace(num_gpus=6, global_batch=256), gpu("a100"), NANOTRON, given)
+    assert len(search(model, SearchSpace(num_gpus=56, global_batch=256), gpu("a100"), NANOTRON, given).ranked)
     with pytest.raises(NothingFitsError):
-        search(model, 48, 256, gpu("a100"), NANOTRON, given)
+        search(model, SearchSpace(num_gpus=48, global_batch=256), gpu("a100"), NANOTRON, given)
     with pytest.raises(NothingFitsError, match="no larger number of them that divides this batch: raise the batch"):
-        search(model, 1, 1, gpu("p100"), NANOTRON, given)
+        search(model, SearchSpace(num_gpus=1, global_batch=1), gpu("p100"), NANOTRON, given)
 
 
 def test_every_schedule_can_be_searched(capsys: pytest.CaptureFixture[str]) -> None:
     def examined(*schedules: Schedule) -> set[Schedule]:
-        found = search(plan_model("gpt-175b"), 64, 64, H100, NANOTRON, rates("h100"), schedules=schedules)
+        found = search(
+            plan_model("gpt-175b"),
+            SearchSpace(num_gpus=64, global_batch=64, schedules=schedules),
+            H100,
+            NANOTRON,
+            rates("h100"),
+        )
         grid = found.prediction.grid
         return {grid.layout(int(row)).schedule for row in np.nonzero(grid.pp > 1)[0]}
 
@@ -95,9 +101,9 @@ def test_every_schedule_can_be_searched(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("num_gpus, batch", [(3, 256), (8, 7)])
 def test_the_largest_model_is_found_where_the_smallest_has_no_layout(num_gpus: int, batch: int) -> None:
-    model, grid, needed = max_model(num_gpus, batch, H100, NANOTRON, rates("h100"))
+    model, grid, needed = max_model(SearchSpace(num_gpus=num_gpus, global_batch=batch), H100, NANOTRON, rates("h100"))
     assert model.num_parameters > 3e9 and len(grid) and needed.max() <= H100.memory_bytes
-    assert len(search(model, num_gpus, batch, H100, NANOTRON, rates("h100")).ranked)
+    assert len(search(model, SearchSpace(num_gpus=num_gpus, global_batch=batch), H100, NANOTRON, rates("h100")).ranked)
 
 
 @pytest.mark.parametrize("name", sorted(GPUS))
@@ -109,8 +115,8 @@ def test_every_gpu_can_be_planned_for(name: str, capsys: pytest.CaptureFixture[s
 def test_a_gpu_without_measurements_takes_its_own_links() -> None:
     near, far = rates_for("a100"), rates_for("p100")
     assert near == rates("a100")
-    assert far.tp_bandwidth / near.tp_bandwidth == pytest.approx(16 / 300)
-    assert far.node_bandwidth / near.node_bandwidth == pytest.approx(1.25 / 25)
+    assert far.network.tp_bandwidth / near.network.tp_bandwidth == pytest.approx(16 / 300)
+    assert far.network.node_bandwidth / near.network.node_bandwidth == pytest.approx(1.25 / 25)
 
 
 def test_a_plan_says_where_its_rates_come_from_and_what_they_were_held_to(
@@ -152,14 +158,29 @@ def test_unknown_names_give_near_matches(call: object, message: str) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: search(plan_model("llama-8b"), 0, 8, H100, NANOTRON, rates("h100")), "gpus is 0"),
-        (lambda: search(plan_model("llama-8b"), 8, -1, H100, NANOTRON, rates("h100")), "global batch is -1"),
-        (lambda: search(plan_model("llama-8b"), 37, 8, H100, NANOTRON, rates("h100")), "divides"),
+        (
+            lambda: search(
+                plan_model("llama-8b"), SearchSpace(num_gpus=0, global_batch=8), H100, NANOTRON, rates("h100")
+            ),
+            "gpus is 0",
+        ),
+        (
+            lambda: search(
+                plan_model("llama-8b"), SearchSpace(num_gpus=8, global_batch=-1), H100, NANOTRON, rates("h100")
+            ),
+            "global batch is -1",
+        ),
+        (
+            lambda: search(
+                plan_model("llama-8b"), SearchSpace(num_gpus=37, global_batch=8), H100, NANOTRON, rates("h100")
+            ),
+            "divides",
+        ),
         (lambda: make_grid(tp=[0]), "tp is 0"),
         (lambda: make_grid(ep=[2]), "no column ep"),
         (lambda: model_of_size(175), "at least 1e7"),
-        (lambda: Rates(name="x", gemm_efficiency=57.0), "a share between 0 and 1"),
-        (lambda: Rates(name="x", tp_bandwidth=-1.0), "0 or more"),
+        (lambda: Rates(name="x", kernels=KernelRates(gemm_efficiency=57.0)), "a share between 0 and 1"),
+        (lambda: Rates(name="x", network=NetworkRates(tp_bandwidth=-1.0)), "0 or more"),
         (
             lambda: Gpu(
                 name="x",
@@ -270,24 +291,26 @@ def test_fit_finds_rates_that_made_the_data_despite_outliers() -> None:
     measured = np.where(np.arange(60) % 7 == 0, truth * 8, truth)
 
     def residual(given: Rates) -> np.ndarray:
-        return np.log((sizes / given.gemm_efficiency + given.step_seconds * 100) / measured)
+        return np.log((sizes / given.kernels.gemm_efficiency + given.host.step_seconds * 100) / measured)
 
-    bounds = {"gemm_efficiency": (0.1, 1.0), "step_seconds": (1e-4, 1.0)}
-    found = fit_rates(Rates(name="t", gemm_efficiency=0.9, step_seconds=1e-3), bounds, residual)
-    assert found.gemm_efficiency == pytest.approx(0.5, rel=0.01)
-    assert found.step_seconds == pytest.approx(3e-2, rel=0.05)
+    bounds = {"kernels.gemm_efficiency": (0.1, 1.0), "host.step_seconds": (1e-4, 1.0)}
+    found = fit_rates(
+        Rates(name="t").moved({"kernels.gemm_efficiency": 0.9, "host.step_seconds": 1e-3}), bounds, residual
+    )
+    assert found.kernels.gemm_efficiency == pytest.approx(0.5, rel=0.01)
+    assert found.host.step_seconds == pytest.approx(3e-2, rel=0.05)
 
 
 def test_a_prior_holds_what_the_rows_do_not_determine() -> None:
-    start = Rates(name="t", gemm_efficiency=0.5, overlap=0.5)
-    bounds = {"gemm_efficiency": (0.1, 1.0), "overlap": (0.05, 1.0)}
+    start = Rates(name="t").moved({"kernels.gemm_efficiency": 0.5, "network.overlap": 0.5})
+    bounds = {"kernels.gemm_efficiency": (0.1, 1.0), "network.overlap": (0.05, 1.0)}
 
     def residual(given: Rates) -> np.ndarray:
-        return np.full(50, np.log(given.gemm_efficiency / 0.7)) + 1e-9 * np.log(given.overlap)
+        return np.full(50, np.log(given.kernels.gemm_efficiency / 0.7)) + 1e-9 * np.log(given.network.overlap)
 
     found = fit_rates(start, bounds, residual, prior_width=0.3)
-    assert found.gemm_efficiency == pytest.approx(0.7, rel=1e-3)
-    assert found.overlap == pytest.approx(0.5, rel=1e-3)
+    assert found.kernels.gemm_efficiency == pytest.approx(0.7, rel=1e-3)
+    assert found.network.overlap == pytest.approx(0.5, rel=1e-3)
 
 
 def test_errors_are_relative_to_the_measured_value() -> None:
@@ -337,7 +360,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert main(["plan", "--model", "llama-8b", "--gpus", "64", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["layouts"][0]["memory_bytes"] + answer["layouts"][0]["headroom_bytes"] == pytest.approx(
-        H100.memory_bytes - recipe("nanotron").outside_bytes
+        H100.memory_bytes - recipe("nanotron").buffers.outside_bytes
     )
     assert main(["plan", "--gpus", "8", "--max-model"]) == 0
     assert "parameters" in capsys.readouterr().out

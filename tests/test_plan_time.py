@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshmark.errors import LayoutError
-from meshmark.plan.bubble import bubble_seconds
 from meshmark.plan.model_names import plan_model
 from meshmark.plan.network import tensor_collective_seconds
 from meshmark.plan.prediction import predict_grid
-from meshmark.plan.rates import Rates, rates
+from meshmark.plan.rates import NetworkRates, Rates, rates
 from meshmark.plan.search import search, simulate_first, stage_times
 from meshmark.plan.simulator import Run, simulate, simulated_bubble_seconds
 from meshmark.plan.step_time import PARTS, STAGE_PARTS, step_time
 from meshmark.plan.timeline import timeline_svg
 from meshmark.spec.case import Case
 from meshmark.spec.hardware import gpu
-from meshmark.spec.layout import Layout, Schedule
+from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.workload import workload
 from meshmark.theory.activations import num_in_flight
+from meshmark.theory.bubble import bubble_fraction, bubble_seconds
 from meshmark.theory.flops import hardware_flops_per_token, model_flops_per_token
-from meshmark.theory.grid import SCHEDULES, enumerate_grid, make_grid
+from meshmark.theory.grid import SCHEDULES, SearchSpace, enumerate_grid, make_grid
 from meshmark.theory.recipe import recipe
 from meshmark.theory.traffic import Reduction, data_parallel_traffic, fully_sharded
 from studies.published import megatron_flops
@@ -50,6 +48,24 @@ def peak_in_flight(run: Run, rank: int) -> int:
 @settings(deadline=None)
 def test_equal_stages_give_the_literatures_bubble(pp: int, m: int, schedule: Schedule) -> None:
     assert equal_stages(schedule, pp, m).seconds == pytest.approx(m + pp - 1)
+
+
+@pytest.mark.parametrize(
+    "schedule, pp, m, v, expected",
+    [
+        (Schedule.GPIPE, 1, 4, 1, 0),
+        (Schedule.GPIPE, 2, 4, 1, 1 / 5),
+        (Schedule.ONE_F_ONE_B, 4, 8, 1, 3 / 11),
+        (Schedule.INTERLEAVED, 2, 4, 2, 1 / 9),
+        (Schedule.INTERLEAVED, 4, 8, 2, 3 / 19),
+    ],
+)
+def test_the_bubbles_share_of_a_step_is_the_literatures_and_the_simulators(
+    schedule: Schedule, pp: int, m: int, v: int, expected: float
+) -> None:
+    layout = Layout(pp=pp, num_micro_batches=m, schedule=schedule, virtual_stages=v, dp=3)
+    assert bubble_fraction(layout) == pytest.approx(expected)
+    assert equal_stages(schedule, pp, m, v).bubble_of_step == pytest.approx(expected)
 
 
 @given(pp=st.integers(2, 6), m=st.integers(1, 40))
@@ -135,7 +151,7 @@ def test_a_long_step_s_bubble_is_that_of_the_micro_batches_that_fill_and_drain(
 
 def test_what_is_shown_is_the_simulators() -> None:
     model, using = plan_model("gpt-175b"), recipe("nanotron")
-    closed = search(model, 512, 1024, H100, using, rates("h100"))
+    closed = search(model, SearchSpace(num_gpus=512, global_batch=1024), H100, using, rates("h100"))
     found = simulate_first(closed, 20)
     speeds = found.prediction.tokens_per_second_per_gpu[found.ranked]
     assert set(found.ranked[:20]) == set(closed.ranked[:20]) and (np.diff(speeds[:20]) <= 0).all()
@@ -198,7 +214,7 @@ def test_one_of_everything_is_a_single_gpu() -> None:
 
 def test_a_grid_predicts_each_row_as_alone() -> None:
     model = plan_model("llama-8b")
-    grid = enumerate_grid(model, 64, 64, max_tp=8, recomputes=["none"])  # type: ignore[list-item]
+    grid = enumerate_grid(model, SearchSpace(num_gpus=64, global_batch=64, recomputes=[Recompute.NONE]), max_tp=8)
     together = predict_grid(model, grid, H100, recipe("nanotron"), rates("h100"))
     for row in (0, len(grid) // 2, len(grid) - 1):
         alone = predict_grid(model, grid.take(np.array([row])), H100, recipe("nanotron"), rates("h100"))
@@ -220,7 +236,7 @@ def test_a_polling_pipeline_sleeps_once_a_neighbour_and_micro_batch_and_its_host
     grid = make_grid(dp=[32, 16], tp=[8], pp=[2, 4], num_micro_batches=[4, 8], sequence_parallel=True)
     polling, plain = rates("h100-sweep"), rates("h100")
     found = step_time(plan_model("sweep-8b"), grid, H100, recipe("nanotron"), polling)
-    wait = polling.pipeline_wait_seconds
+    wait = polling.polling.pipeline_wait_seconds
     assert found.message_wait == pytest.approx([4 * wait, (2 * 8 + 4 / 3) * wait])
     assert list(found.lag) == [0.0, 0.0]
     assert not step_time(plan_model("sweep-8b"), grid, H100, recipe("nanotron"), plain).message_wait.any()
@@ -244,7 +260,7 @@ def test_a_pipeline_without_room_for_a_host_that_runs_ahead_polls_where_a_build_
 
 def test_tensors_reduced_one_by_one_cost_a_pipeline_a_hop_a_rank() -> None:
     grid = make_grid(dp=[8, 64], tp=[2], pp=[2], num_micro_batches=[32, 4], sequence_parallel=True)
-    given = dataclasses.replace(rates("h100"), node_bandwidth=1e15, tree_tensor_seconds=0.0)
+    given = rates("h100").moved({"network.node_bandwidth": 1e15, "network.tree_tensor_seconds": 0.0})
     seconds = step_time(plan_model("sweep-8b"), grid, H100, recipe("nanotron"), given).data_communication
     assert seconds[1] / seconds[0] == pytest.approx(8.0, rel=0.01)
     bucketed = step_time(plan_model("sweep-8b"), grid, H100, recipe("megatron"), given).data_communication
@@ -270,12 +286,15 @@ def test_a_wider_model_reaches_more_of_the_peak() -> None:
         seconds[name] = time / (spec.num_layers * spec.hidden**2)
     narrow, wide = (plan_model(n).hidden for n in ("megatron-1.7b", "megatron-175b"))
     assert seconds["megatron-175b"] < seconds["megatron-1.7b"]
-    assert given.gemm_half_width == pytest.approx(331, rel=0.1)
-    assert narrow / (narrow + given.gemm_half_width) < 0.9 < wide / (wide + given.gemm_half_width)
+    assert given.kernels.gemm_half_width == pytest.approx(331, rel=0.1)
+    assert narrow / (narrow + given.kernels.gemm_half_width) < 0.9 < wide / (wide + given.kernels.gemm_half_width)
 
 
 def test_a_group_across_nodes_is_no_faster_than_the_links_inside_one() -> None:
-    narrow = Rates(name="narrow", tp_latency_seconds=0.0, hop_seconds=0.0, tp_bandwidth=1e11, tp_network_bandwidth=4e11)
+    narrow = Rates(
+        name="narrow",
+        network=NetworkRates(tp_latency_seconds=0.0, hop_seconds=0.0, tp_bandwidth=1e11, tp_network_bandwidth=4e11),
+    )
     grid = make_grid(tp=[8, 16], dp=[1, 1])
     inside, across = tensor_collective_seconds(grid, np.full(2, 1e9), narrow, gpus_per_node=8)
     assert across / (15 / 16) == pytest.approx(inside / (7 / 8))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.registry import builtin_adapters, load_adapter, outside_name, select
+from meshmark.adapter.registry import builtin_adapters, known_adapters, load_adapter, outside_name, select
+from meshmark.cli import main
 from meshmark.errors import AdapterError, UnknownNameError
-from meshmark.spec.layout import Layout
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from tests.factories import make_case, make_model, make_workload
@@ -153,42 +158,86 @@ def test_a_pattern_that_matches_nothing_gets_the_list() -> None:
         select(["z*"], KNOWN)
 
 
-def run_elsewhere(tmp_path: Path, code: str) -> str:
-    """In a process whose `meshmark` is the wheel's: the core alone on the path, no checkout around it."""
+def test_foreign_packages_called_adapters_and_suites_are_let_be(tmp_path: Path) -> None:
+    """One of each name is on the package index. In a process whose `meshmark` stands as it does when installed."""
     (tmp_path / "meshmark").symlink_to(ROOT / "meshmark")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"
+    for name in ("adapters", "suites"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('a stranger')\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from meshmark.cli import main; sys.exit(main(['cases']))"
+    )
     run = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    return run.stdout + run.stderr
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "ddp-dp2.mb2-gpt-tiny-fp32" in run.stdout.splitlines()
 
 
-def test_a_foreign_adapters_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is on the package index."""
-    (tmp_path / "adapters").mkdir()
-    (tmp_path / "adapters" / "__init__.py").write_text("VERSION = 1\n")
+@pytest.fixture
+def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Installs a distribution of a name that brings adapters by these entry points."""
+
+    def install(name: str, points: str) -> None:
+        info = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[meshmark.adapters]\n{points}\n")
+
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "adapters")
-    with pytest.raises(AdapterError, match=f"package `adapters` at {tmp_path}/adapters/__init__.py is not Meshmark's"):
-        builtin_adapters()
+    return install
 
 
-def test_the_core_without_a_checkout_says_so(tmp_path: Path) -> None:
-    """Also from the command line, in one line."""
-    said = run_elsewhere(tmp_path, "from meshmark.cli import main; sys.exit(main(['cases']))")
-    assert said.startswith("meshmark: no adapters: the wheel ships the core alone")
-    assert len(said.splitlines()) == 1
+def test_an_installed_distribution_brings_its_adapter(
+    tmp_path: Path, distribution: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By name, for the suites, `doctor` and `cases` alike."""
+    distribution("meshmark-theirs", "theirs = theirs_of_test_registry:Mine")
+    (tmp_path / "theirs_of_test_registry.py").write_text(GOOD)
+    assert known_adapters() == {**builtin_adapters(), "theirs": "theirs_of_test_registry:Mine"}
+    assert main(["cases", "--adapters", "theirs"]) == 0
+    assert "theirs-one.mb2-gpt-tiny-fp32" in capsys.readouterr().out
+    assert main(["doctor"]) == 0
+    assert re.search(r"^  theirs +one process; fp32; ready$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("points", ["ddp = theirs:Mine", "twice = theirs:Mine"], ids=["built-in", "another's"])
+def test_a_name_that_would_stand_for_two_adapters_is_refused(
+    distribution: Callable[[str, str], None], points: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    distribution("meshmark-theirs", points)
+    distribution("meshmark-others", "twice = others:Mine")
+    named = r"adapter '(ddp|twice)' of the distribution meshmark-\w+ .*has the name of (Meshmark|meshmark-\w+)'s"
+    with pytest.raises(AdapterError, match=f"{named}: rename it in its pyproject.toml, or `pip uninstall meshmark-"):
+        known_adapters()
+    assert main(["doctor"]) == 2
+    assert re.match(f"meshmark: {named}", capsys.readouterr().err)
+
+
+def test_an_installed_adapter_that_cannot_be_imported_is_told_with_its_distribution(
+    distribution: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`doctor` goes on to the others; and so does a run that asks for others."""
+    distribution("meshmark-theirs", "theirs = no_such_module_of_theirs:Mine")
+    told = "'no_such_module_of_theirs:Mine' of the distribution meshmark-theirs (entry point of meshmark.adapters)"
+    with pytest.raises(AdapterError, match=f"adapter {re.escape(told)} cannot be imported: ModuleNotFoundError"):
+        load_adapter(known_adapters()["theirs"])
+    assert main(["doctor"]) == 0
+    assert f"broken: adapter {told} cannot be imported" in capsys.readouterr().out
+    assert main(["cases", "--adapters", "ddp"]) == 0
 
 
 # What an adapter says it can do, against what is asked of it.
 
 EVERYTHING = Capabilities(
-    degrees=frozenset({"dp", "tp", "pp"}), zero_stages=frozenset({0, 1, 2, 3}), precisions=frozenset(Precision)
+    degrees=frozenset({"dp", "tp", "pp"}),
+    zero_stages=frozenset({0, 1, 2, 3}),
+    precisions=frozenset(Precision.PRESETS.values()),
 )
 
 
 def test_capabilities_that_suffice_refuse_nothing() -> None:
     dropped = make_workload(model=make_model(tied_embeddings=True, dropout=0.1))
     case = make_case(layout=Layout(dp=2, tp=2, pp=2, zero_stage=3), workload=dropped, precision=Precision.FP16)
-    assert EVERYTHING.refusal(case, "cuda") is None
+    assert EVERYTHING.refusal(case, "cuda", "nccl") is None
 
 
 @pytest.mark.parametrize(
@@ -196,6 +245,7 @@ def test_capabilities_that_suffice_refuse_nothing() -> None:
     [
         ({"degrees": frozenset({"tp", "pp"})}, "dp=2"),
         ({"degrees": frozenset({"dp"})}, "tp=2, pp=2"),
+        ({"combinations": frozenset({frozenset({"dp", "tp"}), frozenset({"dp", "pp"})})}, "dp with tp with pp"),
         ({"zero_stages": frozenset({0})}, "ZeRO stage 3"),
         ({"precisions": frozenset({Precision.FP32})}, "precision bf16"),
         ({"families": frozenset({Family.LLAMA})}, "model family gpt"),
@@ -208,7 +258,64 @@ def test_each_capability_that_is_lacking_is_named(lacking: dict[str, object], re
     workload = make_workload(model=make_model(tied_embeddings=True, dropout=0.1))
     case = make_case(layout=Layout(dp=2, tp=2, pp=2, zero_stage=3), workload=workload, precision=Precision.BF16)
     able = Capabilities(**{**vars(EVERYTHING), **lacking})
-    assert able.refusal(case, "cpu") == f"ddp does not support {reason}"
+    assert able.refusal(case, "cpu", "gloo") == f"ddp does not support {reason}"
+
+
+@pytest.mark.parametrize(
+    "layout, reason",
+    [
+        (Layout(cp=2), "cp=2"),
+        (Layout(pp=2, schedule=Schedule.ONE_F_ONE_B), "schedule 1f1b"),
+        (Layout(pp=2, schedule=Schedule.INTERLEAVED, virtual_stages=2), "schedule interleaved, 2 virtual stages"),
+        (Layout(tp=2, sequence_parallel=True), "sequence parallelism"),
+        (Layout(recompute=Recompute.SELECTIVE), "selective recomputation"),
+        (Layout(dp=2, zero_stage=3, offload=Offload.NVME), "offload to nvme"),
+    ],
+)
+def test_an_axis_that_is_not_declared_is_not_run_as_something_else(layout: Layout, reason: str) -> None:
+    case = make_case(layout=layout, workload=make_workload(model=make_model(num_layers=4)))
+    assert EVERYTHING.refusal(case, "cpu", "gloo") == f"ddp does not support {reason}"
+
+
+def test_axes_may_be_declared_to_go_together_in_some_ways_alone() -> None:
+    able = replace(EVERYTHING, combinations=frozenset({frozenset({"dp", "tp"}), frozenset({"dp", "pp"})}))
+    assert able.beyond(Layout(dp=2, pp=2)) == able.beyond(Layout(dp=2, tp=2)) == able.beyond(Layout(tp=2)) == []
+    assert able.beyond(Layout(tp=2, pp=2)) == ["tp with pp"]
+
+
+def test_a_schedule_means_nothing_without_a_pipeline() -> None:
+    assert EVERYTHING.beyond(Layout(dp=2, schedule=Schedule.ONE_F_ONE_B)) == []
+
+
+def test_pipelines_of_cuda_tensors_over_gloo_are_refused_with_the_reason() -> None:
+    """gloo's send and recv would hand a device's address to a socket."""
+    piped = make_case(layout=Layout(pp=2))
+    assert [EVERYTHING.refusal(piped, *where) for where in (("cpu", "gloo"), ("cuda", "nccl"))] == [None, None]
+    assert "host memory alone" in (EVERYTHING.refusal(piped, "cuda", "gloo") or "")
+    assert EVERYTHING.refusal(make_case(), "cuda", "gloo") is None, "its collectives go by way of the host"
+
+
+def test_an_adapter_may_say_more_than_its_capabilities() -> None:
+    class Picky(Adapter):
+        capabilities = EVERYTHING
+
+        @classmethod
+        def supports(cls, case: Case, device: str, backend: str) -> str | None:
+            return super().supports(case, device, backend) or f"not on {device} over {backend}"
+
+    assert Picky.refusal(make_case(), "cuda", "nccl") == "not on cuda over nccl"
+    assert Picky.refusal(make_case(layout=Layout(cp=2)), "cpu", "gloo") == "ddp does not support cp=2"
+
+
+def test_what_a_pass_needs_is_asked_for_too() -> None:
+    class Forgetful(Adapter):
+        capabilities = replace(EVERYTHING, lacks={Feature.SAVE: "no disk"})
+
+    assert Forgetful.refusal(make_case(), "cpu", "gloo") is None
+    needs = frozenset({Feature.SAVE})
+    assert Forgetful.refusal(make_case(), "cpu", "gloo", needs) == "ddp does not support checkpoints (no disk)"
+    both = Forgetful.refusal(make_case(layout=Layout(cp=2)), "cpu", "gloo", needs)
+    assert both == "ddp does not support cp=2, checkpoints (no disk)"
 
 
 def test_a_missing_framework_is_a_reason_with_the_pip_command() -> None:
@@ -219,7 +326,7 @@ def test_a_missing_framework_is_a_reason_with_the_pip_command() -> None:
             Requirement(module="no_such_module", distribution="no-such"),
         )
 
-    assert Exotic.refusal(make_case(), "cpu") == "no-such is not installed: pip install no-such"
+    assert Exotic.refusal(make_case(), "cpu", "gloo") == "no-such is not installed: pip install no-such"
 
 
 @pytest.mark.parametrize("module, missing", [("json", False), ("json.decoder", False), ("no_such.part", True)])

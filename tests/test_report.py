@@ -18,7 +18,7 @@ from meshmark.report.results import results
 from meshmark.run.record import Outcome, Reading, Record, Status, read_records
 from meshmark.run.request import Task
 from meshmark.run.verdict import judge_memory
-from meshmark.spec.layout import Layout
+from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
 from tests.factories import (
     make_case,
@@ -500,6 +500,15 @@ def test_the_committed_baseline_is_read_and_known_to_be_of_another_machine(tmp_p
 def test_without_a_baseline_there_is_no_such_column(tmp_path: Path) -> None:
     (row,) = rows(section(render(tmp_path, [make_timed()]), "Throughput"))
     assert "median / baseline's" not in row
+
+
+def test_pipelines_are_shown_with_the_bubble_that_theory_gives_them(tmp_path: Path) -> None:
+    interleaved = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
+    deep = make_workload(model=make_model(num_layers=4))
+    cases = [DDP, GPIPE, make_case("pipeline", interleaved, workload=deep)]
+    found = rows(section(render(tmp_path, [make_timed(case=case) for case in cases]), "Throughput"))
+    assert [row["bubble, planned"] for row in found] == ["", "20.0%", "11.1%"]
+    assert "bubble" not in render(tmp_path, [make_timed(case=DDP)])
 
 
 def test_the_time_of_all_launches_is_accounted_for(page: str) -> None:

@@ -14,7 +14,7 @@ from meshmark.conformance.scenario import SCENARIOS, plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import ResultsError
 from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.launch import Launcher
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.record import Status
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.scratch import Scratch
@@ -42,7 +42,7 @@ def test_what_is_saved_is_private_and_removed_and_nothing_else_is(tmp_path: Path
     (tmp_path / "scratch-old").mkdir()  # of another run, which may still need it
     base = plain_cells("ddp", load_adapter(ADAPTERS["ddp"]), 2)[0]
     with Cluster(ClusterSpec()) as cluster:
-        runner = Runner(Launcher(cluster, []), ADAPTERS, RunOptions(), tmp_path)
+        runner = Runner(ForkserverLauncher(cluster), ADAPTERS, RunOptions(), tmp_path)
         assert ScenarioRunner(runner).perform(SCENARIOS["save"], base).outcome.status is Status.OK
         (scratch,) = (folder for folder in tmp_path.glob("scratch-*") if folder.name != "scratch-old")
         assert stat.S_IMODE(scratch.stat().st_mode) == 0o700
@@ -79,7 +79,15 @@ def test_nodes_agree_on_the_name(tmp_path: Path, results: list[str]) -> None:
 
 def test_two_nodes_save_and_resume_in_one_folder(tmp_path: Path) -> None:
     own = users_own(tmp_path / "shared")
-    chosen = ["--adapters", "ddp", "-k", "conformance and resume", "--results", str(tmp_path / "shared")]
+    chosen = [
+        "--adapters",
+        "ddp",
+        "--conformance",
+        "-k",
+        "conformance and resume",
+        "--results",
+        str(tmp_path / "shared"),
+    ]
     for code, output in two_nodes(tmp_path, *chosen):
         assert code == 0 and "1 passed" in output, output
     assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["checkpoints", "noise", "records.jsonl"]

@@ -114,21 +114,21 @@ def test_the_command_of_the_records_can_be_pasted_too(without_recipe: tuple[Path
 
 
 def test_a_run_without_one_record_has_a_report_that_says_so(tmp_path: Path) -> None:
-    done = suites("--adapter", f"{OUTSIDE}:NoEnvironment", "--workload", "gpt-mini", "--results", tmp_path)
+    done = suites("--adapter", f"{OUTSIDE}:NoRefusal", "--workload", "gpt-mini", "--results", tmp_path)
     assert done.returncode == 1 and " error" in done.stdout, done.stdout
     page = report(tmp_path)
-    assert page.splitlines()[2] == "**No case left a record**: `noenvironment-dp2.mb2-gpt-mini-fp32`."
+    assert page.splitlines()[2] == "**No case left a record**: `norefusal-dp2.mb2-gpt-mini-fp32`."
     assert NOTHING not in page
     for suite in ("equivalence", "memory", "communication", "throughput"):
-        assert f"::test_{suite}[noenvironment-dp2.mb2-gpt-mini-fp32]`: LookupError: planted in the env" in page
+        assert f"::test_{suite}[norefusal-dp2.mb2-gpt-mini-fp32]`: LookupError: planted in the ref" in page
     clauses = (tmp_path / "report-conformance.md").read_text()
-    assert "No scenario left a record" in clauses and "LookupError: planted in the environment" in clauses
+    assert "No scenario left a record" in clauses and "LookupError: planted in the refusal" in clauses
 
 
 def test_tests_that_were_not_run_are_named(tmp_path: Path) -> None:
     done = suites(
         "--adapter",
-        f"{OUTSIDE}:NoEnvironment",
+        f"{OUTSIDE}:NoRefusal",
         "--workload",
         "gpt-mini",
         "--results",
@@ -141,7 +141,7 @@ def test_tests_that_were_not_run_are_named(tmp_path: Path) -> None:
     page = report(tmp_path)
     assert NOTHING not in page
     assert "This run ended early, with exit code 1:" in page and "-k 'equivalence or throughput'" in page
-    assert "- `suites/test_throughput.py::test_throughput[noenvironment-dp2.mb2-gpt-mini-fp32]`: unfinished" in page
+    assert "- `suites/test_throughput.py::test_throughput[norefusal-dp2.mb2-gpt-mini-fp32]`: unfinished" in page
     assert "1 test failed:" in page
 
 

@@ -17,7 +17,7 @@ def test_tokens_per_second_is_all_tokens_over_all_seconds_of_the_slowest_rank() 
     """Steps of 1 and 3 seconds: 2 steps in 4 seconds, not the mean of the rates 1 and 1/3; the ranks take turns in
     being the slowest, so neither one's own sum (2.5, 2.0) will do."""
     found = throughput(make_timed(rank_step_seconds=[[1.0, 1.5], [0.5, 3.0]]))
-    assert found.tokens_per_second == pytest.approx(TOKENS * 2 / 4)
+    assert found.per_second == pytest.approx(TOKENS * 2 / 4)
 
 
 def test_mfu_is_model_operations_over_the_peak_of_all_ranks() -> None:

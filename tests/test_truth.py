@@ -20,7 +20,7 @@ from meshmark.reference.objective import loss_share
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.model_spec import Family
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
-from meshmark.spec.workload import Workload
+from meshmark.spec.workload import Loss, Workload
 from tests.factories import make_model, make_workload
 
 STEPS = 4
@@ -47,7 +47,7 @@ def honest_run(workload: Workload, tamper: Tamper | None = None) -> Trace:
     for step in range(STEPS):
         batch, total = make_batch(workload, step), 0.0
         for row in batch.micro_batches(workload.global_batch):
-            share = loss_share(model(row.tokens_BT), row)
+            share = loss_share(model(row.inputs), row, Loss.CROSS_ENTROPY)
             share.backward()
             total += share.item()
         if tamper:

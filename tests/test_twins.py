@@ -16,7 +16,7 @@ from meshmark.errors import InputError, MeshmarkError
 from meshmark.plan.rows import Row, number
 from meshmark.plan.simulator import simulate
 from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.launch import Launcher
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
@@ -147,7 +147,7 @@ def test_measured_activations_are_the_plan_s() -> None:
 @pytest.fixture
 def bench() -> Bench:
     with Cluster(ClusterSpec()) as cluster:
-        found = Bench(Launcher(cluster, []))
+        found = Bench(ForkserverLauncher(cluster))
         found.quiet = Quiet(0.0)
         yield found  # type: ignore[misc]
 

@@ -14,11 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from meshmark.errors import InputError
 from meshmark.judge.truth import ExactOptimizer, exact_gradients, initial_values
+from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import make_batch
-from meshmark.reference.objective import build_optimizer, build_schedule, loss_share, parameter_groups
-from meshmark.reference.transformer import Transformer, parameter_shapes
+from meshmark.reference.objective import build_optimizer, build_schedule, loss_share
+from meshmark.reference.optimizers import parameter_groups
+from meshmark.reference.transformer import Transformer
 from meshmark.spec.optimizer import OptimizerSpec
-from meshmark.spec.workload import Workload
+from meshmark.spec.workload import Loss, Workload
 from tests.factories import make_model, make_workload
 
 FROZEN = ("embedding.", "blocks.0.attention.")
@@ -104,7 +106,7 @@ def test_every_second_step_leaves_a_block_out() -> None:
 def test_a_model_without_a_block_is_the_model_less_that_block() -> None:
     spec = make_model(num_layers=3)
     workload = make_workload(model=spec)
-    model, tokens = built(workload), make_batch(workload, 0).tokens_BT
+    model, tokens = built(workload), make_batch(workload, 0).inputs
     model.skipped_block = 1
     x = model.embedding(tokens)
     for index in ("0", "2"):
@@ -143,13 +145,13 @@ def test_recomputation_runs_every_block_again_and_changes_nothing() -> None:
         model.recompute = recompute
         count = []
         model.blocks["0"].register_forward_pre_hook(lambda module, args, count=count: count.append(1))
-        loss_share(model(batch.tokens_BT), batch).backward()
+        loss_share(model(batch.inputs), batch, Loss.CROSS_ENTROPY).backward()
         gradients.append([p.grad for p in model.parameters()])
         runs.append(len(count))
     assert runs == [1, 2]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     model.eval()
-    model(batch.tokens_BT)
+    model(batch.inputs)
     assert len(count) == 3, "evaluation has no backward pass to compute again for"
 
 

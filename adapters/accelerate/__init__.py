@@ -37,9 +37,10 @@ from meshmark.adapters.accelerate.prepare import (
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
-from meshmark.adapters.fsdp2 import FSDP2Engine
+from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.traffic import Traffic, fully_sharded, step_traffic
@@ -77,8 +78,8 @@ class _ThroughAccelerate(DataParallelEngine):
 
 
 class AccelerateEngine(_ThroughAccelerate):
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        logits: Tensor = self.module(tokens_BT)  # `prepare` wraps autocast around forward, or FSDP2 casts
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.module(inputs)  # `prepare` wraps autocast around forward, or FSDP2 casts
         return logits
 
     def finish_gradients(self) -> None:
@@ -109,8 +110,12 @@ class Accelerate(Adapter):
     requires: ClassVar = (_ACCELERATE,)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
+        families=frozenset(Family),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
-        lacks={Precision.FP16: _FP16_IS_FP32},
+        lacks={
+            Precision.FP16: _FP16_IS_FP32,
+            Precision.BF16_REDUCE_BF16: "its comm_hook is PyTorch's own function, which DDP lets run on NCCL alone",
+        },
     )
 
     @classmethod
@@ -132,7 +137,9 @@ class Accelerate(Adapter):
             kwargs_handlers=[
                 backend_arguments(context),
                 DistributedDataParallelKwargs(
-                    gradient_as_bucket_view=True, find_unused_parameters=case.workload.skipped_block is not None
+                    gradient_as_bucket_view=True,
+                    broadcast_buffers=False,  # each replica keeps its own statistics, as the workload defines them
+                    find_unused_parameters=case.workload.skipped_block is not None,
                 ),
             ],
         )
@@ -155,29 +162,31 @@ class AccelerateFSDP2Engine(FSDP2Engine, AccelerateEngine):
 
 class AccelerateFSDP2(Adapter):
     """Blocks are sharded each on its own, the rest with the model; bf16 as by `adapters.fsdp2`: bf16 weights are
-    gathered from fp32 shards, and gradients reduced in fp32 (Accelerate's own choice would be bf16)."""
+    gathered from fp32 shards, and gradients reduced as the precision says (Accelerate's own choice would be bf16)."""
 
     requires: ClassVar = (_ACCELERATE,)
     preload: ClassVar = ("deepspeed",)
     """Accelerate imports it, where it is installed, to see whether a model is DeepSpeed's."""
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
+        families=frozenset(Family),
         zero_stages=frozenset({3}),
-        precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
-        lacks={Precision.FP16: _FP16_IS_FP32},
+        precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16, Precision.BF16_REDUCE_BF16}),
+        lacks={**FSDP2.capabilities.lacks, Precision.FP16: _FP16_IS_FP32},
     )
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         """Accelerate leaves the root to `fully_shard`, which keeps it whole from forward to backward."""
-        return dataclasses.replace(eager_recipe(case, "eager-fsdp2", casts_weights=True), keeps_root=True)
+        using = eager_recipe(case, "eager-fsdp2", casts_weights=True)
+        return dataclasses.replace(using, backward=dataclasses.replace(using.backward, keeps_root=True))
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic:
+    def traffic(cls, case: Case, rank: int) -> Traffic | None:
         """FSDP2's, but what is in no block is gathered once a micro-batch."""
         model = case.workload.model
         traffic = step_traffic(case, rank, fully_sharded(case))
-        if case.layout.dp > 1:
+        if traffic and case.layout.dp > 1:
             per_micro_batch = traffic["all_gather"] / model.num_parameters / 2
             traffic["all_gather"] -= per_micro_batch * _root_parameters(case)
         return traffic
@@ -189,12 +198,12 @@ class AccelerateFSDP2(Adapter):
 
         if context.device.type == "cpu":
             allow_fsdp_on_cpu(context)
-        low = AUTOCAST.get(case.precision)
+        low, reduced = AUTOCAST.get(case.precision.compute), getattr(torch, case.precision.reduction)
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["Block"],
-            mixed_precision_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else None,
+            mixed_precision_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else None,
         )
         accelerator = Accelerator(
             mixed_precision=mixed_precision(case),

@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from meshmark.adapter.data_parallel import AUTOCAST, initial_model
+from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import RankContext
 from meshmark.adapters.deepspeed.config import ds_config
 from meshmark.errors import AdapterError
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
+from meshmark.spec.precision import Dtype
 
 
 def prove(accelerator: Any, expected: str, active: bool, module: nn.Module) -> None:  # noqa: ANN401
@@ -31,7 +32,7 @@ def choose_device(context: RankContext) -> None:
 
 
 def mixed_precision(case: Case) -> str:
-    return case.precision.value if case.precision in AUTOCAST else "no"
+    return {Dtype.BF16: "bf16", Dtype.FP16: "fp16"}.get(case.precision.compute, "no")
 
 
 def whole_batches() -> Any:  # noqa: ANN401

@@ -7,9 +7,8 @@ gradients, accumulated and reduced in fp32.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
-
-import numpy as np
 
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
@@ -17,12 +16,13 @@ from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed.config import ds_config, prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
+from meshmark.reference.build import parameter_shapes
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.spec.precision import Precision
-from meshmark.theory.parameter_order import bucket_elements, part_elements
-from meshmark.theory.partition import uniform_stages
+from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.precision import Dtype, Precision
+from meshmark.theory.parameter_order import bucket_elements, reaching_elements
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import Reduction, Traffic, fully_sharded, step_traffic
@@ -34,9 +34,14 @@ class DeepSpeed(Adapter):
     """What DeepSpeed imports while it builds: it decorates functions with `torch.compile`, which takes seconds."""
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
+        families=frozenset(Family),
         zero_stages=frozenset({1, 2, 3}),
         precisions=frozenset({Precision.FP32, Precision.BF16, Precision.FP16}),
-        lacks={Precision.FP64: "ZeRO's masters are float32"},
+        lacks={
+            Precision.FP64: "ZeRO's masters are float32",
+            Feature.MATRIX_WISE: "its optimizer is given flat parts of the parameters, whose shapes are lost",
+            Precision.BF16_REDUCE_BF16: "its configuration here asks for reduction in float32 alone",
+        },
     )
     known_gaps: ClassVar = (
         KnownGap(
@@ -62,11 +67,11 @@ class DeepSpeed(Adapter):
         return {"DS_ACCELERATOR": device}
 
     @classmethod
-    def refusal(cls, case: Case, device: str, needs: frozenset[Feature] = frozenset()) -> str | None:
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
         """DeepSpeed runs fp16 on no CPU without AVX512-FP16."""
-        if case.precision is Precision.FP16 and device == "cpu":
+        if case.precision.compute is Dtype.FP16 and device == "cpu":
             return f"{case.adapter} runs precision fp16 on CUDA alone"
-        return super().refusal(case, device, needs)
+        return super().supports(case, device, backend)
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -74,22 +79,23 @@ class DeepSpeed(Adapter):
         compares a `torch.device` with a string). In bf16, stage 1 is another optimizer, `BF16_Optimizer`, which keeps
         the whole float32 gradient for life and the bf16 one besides."""
         using = eager_recipe(case, f"eager-deepspeed-{case.layout.zero_stage}", casts_weights=True)
-        if case.precision is Precision.FP32:
+        if not case.precision.is_mixed:
             return using
+        states = using.states
         if _keeps_whole_gradients(case):
-            using = dataclasses.replace(using, gradient_bytes=6, gradient_stage=2)
-        return dataclasses.replace(using, weight_bytes=2)
+            states = dataclasses.replace(states, gradient_bytes=6, gradient_stage=2)
+        return dataclasses.replace(using, states=dataclasses.replace(states, weight_bytes=2))
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         """Beyond ZeRO's closed form, or short of it: stage 1 does not keep reduced gradients of other ranks either."""
         layout, count = case.layout, case.workload.model.num_parameters
         planned = count / layout.dp
-        if layout.zero_stage < 3 and case.precision is Precision.FP32:
-            one = uniform_stages(case.workload.model, 1)[0]
-            kept = float(part_elements(case.workload.model, one, np.ones(1), np.array([layout.dp]), rank)[0])
+        if layout.zero_stage < 3 and not case.precision.is_mixed:
+            sizes = [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
+            kept = float(reaching_elements(sizes, layout.dp, layout.coordinates(rank).dp))
             reason = "a rank keeps its partition's gradients alone, and tensors that reach over its ends whole"
-        elif layout.zero_stage == 1 and case.precision is Precision.FP16:
+        elif layout.zero_stage == 1 and case.precision.compute is Dtype.FP16:
             kept = count / layout.dp + bucket_elements(case.workload.model)
             reason = "a rank keeps its partition's gradients alone, and the bucket that was reduced last"
         else:
@@ -97,17 +103,17 @@ class DeepSpeed(Adapter):
         return (Remainder(category="gradients", num_bytes=4 * (kept - planned), reason=reason),)
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic:
+    def traffic(cls, case: Case, rank: int) -> Traffic | None:
         """Stages 1 and 2 all-reduce gradients (`use_multi_rank_bucket_allreduce`, the default, in place of a reduce to
         each owner), at stage 2 after every micro-batch, and all-gather the updated weights. Stage 3 gathers a tied
         weight for the embedding and again for the head."""
         model = case.workload.model
         if case.layout.zero_stage == 3:
             traffic = step_traffic(case, rank, fully_sharded(case))
-            if model.tied_embeddings and traffic:
+            if isinstance(model, ModelSpec) and model.tied_embeddings and traffic:
                 traffic["all_gather"] *= 1 + model.vocab_size * model.hidden / model.num_parameters
             return traffic
-        low = case.precision is not Precision.FP32
+        low = case.precision.is_mixed
         return step_traffic(
             case,
             rank,
@@ -132,4 +138,4 @@ class DeepSpeed(Adapter):
 
 
 def _keeps_whole_gradients(case: Case) -> bool:
-    return case.precision is Precision.BF16 and case.layout.zero_stage == 1
+    return case.precision.compute is Dtype.BF16 and case.layout.zero_stage == 1

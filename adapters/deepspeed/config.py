@@ -8,7 +8,7 @@ from typing import Any
 from meshmark.adapter.engine import RankContext
 from meshmark.errors import AdapterError
 from meshmark.spec.case import Case
-from meshmark.spec.precision import Precision
+from meshmark.spec.precision import Dtype
 from meshmark.theory.parameter_order import bucket_elements
 
 
@@ -33,8 +33,8 @@ def ds_config(case: Case) -> dict[str, Any]:
             "stage3_prefetch_bucket_size": 0,
         },
         "zero_allow_untested_optimizer": True,  # SGD is none of the "tested"
-        "bf16": {"enabled": case.precision is Precision.BF16},
-        "fp16": {"enabled": case.precision is Precision.FP16},
+        "bf16": {"enabled": case.precision.compute is Dtype.BF16},
+        "fp16": {"enabled": case.precision.compute is Dtype.FP16},
         "communication_data_type": "fp32",  # otherwise gradients are reduced in bf16 or fp16
         "data_types": {"grad_accum_dtype": "fp32"},  # otherwise they are accumulated in bf16 or fp16
     }

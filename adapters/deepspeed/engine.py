@@ -15,7 +15,6 @@ from meshmark.adapter.data_parallel import DataParallelEngine, optimizer_state_t
 from meshmark.adapter.holdings import Holdings
 from meshmark.errors import AdapterError
 from meshmark.reference.initial import initial_value
-from meshmark.spec.precision import Precision
 
 _TAG, _UNIVERSAL = "meshmark", "universal"
 """Of checkpoints as they are saved, and as converted for any world size."""
@@ -72,8 +71,8 @@ class DeepSpeedEngine(DataParallelEngine):
         if not last:
             self.module.step()  # counts a micro-batch; updates nothing before the last
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        logits: Tensor = self.module(tokens_BT)
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.module(inputs)
         return logits
 
     def differentiate(self, loss: Tensor) -> None:
@@ -144,7 +143,7 @@ class DeepSpeedEngine(DataParallelEngine):
         rounded to bf16 or fp16. A collective call."""
         from deepspeed.utils import safe_set_full_fp32_param
 
-        if self.case.precision not in (Precision.BF16, Precision.FP16):
+        if not self.case.precision.is_mixed:
             return
         workload = self.case.workload
         for name, parameter in self.named_parameters():

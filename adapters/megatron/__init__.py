@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshmark.adapter.capabilities import Capabilities, Requirement
+from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import configure
 from meshmark.adapter.engine import Engine, RankContext
@@ -21,7 +21,7 @@ from meshmark.reference.objective import build_optimizer
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
-from meshmark.spec.model_spec import Family
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.saved_activations import RNG_STATE_BYTES, cast_weight_bytes
@@ -36,10 +36,14 @@ class Megatron(Adapter):
     requires: ClassVar = (Requirement(module="megatron.core", distribution="megatron-core"),)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"tp", "dp"}),
+        families=TEXT_FAMILIES,
         precisions=frozenset({Precision.FP32, Precision.BF16}),
         lacks={
+            Family.VIT: "embedding and loss are replaced by those that are parallel in a vocabulary",
             Precision.FP64: "the vocabulary-parallel loss and the gradient norm are float32 whatever they are given",
             Precision.FP16: "PyTorch's GradScaler does not tell other tensor-parallel ranks of an overflow",
+            Feature.MATRIX_WISE: "its optimizer is given tensor-parallel parts of the parameters",
+            Precision.BF16_REDUCE_BF16: "replicas' gradients are reduced as they are, in float32",
         },
     )
 
@@ -47,24 +51,24 @@ class Megatron(Adapter):
     def traffic(cls, case: Case, rank: int) -> Traffic:
         """Under autocast half of the residual streams travel in bf16 (what row-parallel layers put out, the gradient of
         the head's input), half in fp32 (the embedding, gradients of the blocks' inputs)."""
-        stream_bytes = 3 if case.precision is Precision.BF16 else 4
+        stream_bytes = 3 if case.precision.is_mixed else 4
         return add_traffic(data_parallel_traffic(case, rank), tensor_parallel_traffic(case, stream_bytes))
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         """The vocabulary-parallel loss works in place."""
         using = eager_recipe(case, "eager-ddp" if case.layout.dp > 1 else "eager")
-        return dataclasses.replace(using, loss_tensors=0.0)
+        return dataclasses.replace(using, backward=dataclasses.replace(using.backward, loss_tensors=0.0))
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         """What megatron-core's layers save otherwise than PyTorch's, which are what is planned."""
-        model, tp, tokens = case.workload.model, case.layout.tp, micro_batch_tokens(case)
+        model, tp, tokens = case.workload.transformer, case.layout.tp, micro_batch_tokens(case)
         indices = "masks and shifted indices of the vocabulary-parallel embedding and loss"
         found: list[tuple[float, str]] = [(tokens * (10 if tp == 1 else 19), indices)]
         if tp > 1 and model.family is Family.LLAMA:
             found.append((-4 * tokens * model.hidden, "the embedding's output is all-reduced: communication"))
-        if case.precision is Precision.BF16:
+        if case.precision.is_mixed:
             # Before the head and two norms a block: one wide input in place of a low copy for every product.
             products = 4 if model.family is Family.GPT else 5
             inputs = (2 + model.num_layers * (8 - 2 * products)) * model.hidden
@@ -94,12 +98,12 @@ class Megatron(Adapter):
             use_cpu_initialization=context.device.type == "cpu",  # elsewhere, shards are made on the current GPU
         )
         with torch.device("meta"):
-            model = Transformer(workload.model)
+            model = Transformer(workload.transformer)
         parallelize(model, config, parallel_state.get_tensor_model_parallel_group())
-        tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        initialize(model, workload.seed, layout.tp, tp_rank, context.device)
+        stands = layout.coordinates(context.rank)
+        initialize(model, workload.seed, layout.tp, stands.tp, context.device)
         configure(model, case, recompute)
-        seed(context.device, workload.seed + 10 * parallel_state.get_data_parallel_rank())
+        seed(context.device, workload.seed + 10 * stands.dp)
         module: nn.Module = model
         if layout.dp > 1:
             module = DistributedDataParallel(

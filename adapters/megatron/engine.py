@@ -19,7 +19,7 @@ from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine
 from meshmark.adapter.engine import RankContext
 from meshmark.adapters.megatron.layers import split_dim
 from meshmark.adapters.megatron.on_cpu import CudaNamesOnCPU, checkpointing_on
-from meshmark.reference.data import IGNORED, Batch
+from meshmark.reference.data import Batch
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 
@@ -39,12 +39,7 @@ class MegatronEngine(DataParallelEngine):
         super().__init__(case, context, module, optimizer)
         self.model = model
         self.tp_group: ProcessGroup = parallel_state.get_tensor_model_parallel_group()
-        self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
-        self._dp_rank: int = parallel_state.get_data_parallel_rank()
-
-    @property
-    def dp_rank(self) -> int:
-        return self._dp_rank
+        self.tp_rank = case.layout.coordinates(context.rank).tp
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -65,13 +60,13 @@ class MegatronEngine(DataParallelEngine):
         """What `meshmark.reference.objective.loss_share` is, of logits split over the vocabulary. Scalar, float32."""
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-        loss_BT: Tensor = vocab_parallel_cross_entropy(logits_BTV, batch.targets_BT)
-        return (loss_BT * (batch.targets_BT != IGNORED)).sum() / batch.num_tokens
+        loss_BT: Tensor = vocab_parallel_cross_entropy(logits_BTV, batch.targets)
+        return (loss_BT * batch.weights).sum() / batch.total_weight
 
     def differentiate(self, loss: Tensor) -> None:
         # megatron-core's linear layers bring autocast back in their backward on CUDA alone
         # (custom_bwd(device_type="cuda")); on a CPU the backward has to run under it for the same arithmetic.
-        dtype = AUTOCAST.get(self.case.precision)
+        dtype = AUTOCAST.get(self.case.precision.compute)
         on_cpu = self.context.device.type == "cpu"
         with torch.autocast("cpu", dtype=dtype, enabled=True) if on_cpu and dtype else contextlib.nullcontext():
             super().differentiate(loss)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from meshmark.reference.initial import initial_value
-from meshmark.reference.transformer import Attention, FeedForward, Transformer, drawn_name
+from meshmark.reference.initial import Block, initial_value
+from meshmark.reference.model import drawn_name
+from meshmark.reference.transformer import Attention, FeedForward, Transformer
 
 
 def split_dim(parameter: nn.Parameter) -> int | None:
@@ -150,8 +151,7 @@ def initialize(model: Transformer, seed: int, tp: int, tp_rank: int, device: tor
                 drawn_name(model.spec, name),
                 full,
                 seed=seed,
-                shape=parameter.shape,
-                offset=offset,
+                block=Block(shape=parameter.shape, offset=offset),
                 device=device,
             )
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,11 +24,22 @@ class CudaNamesOnCPU(TorchFunctionMode):
         return result.replace("torch.", "torch.cuda.") if func is Tensor.type and isinstance(result, str) else result
 
 
+@contextlib.contextmanager
+def _standing_in(module: ModuleType, **functions: Callable[..., object]) -> Iterator[None]:
+    """`functions` in place of the module's own for a while, in this rank's process."""
+    kept = {name: getattr(module, name) for name in functions}
+    vars(module).update(functions)
+    try:
+        yield
+    finally:
+        vars(module).update(kept)
+
+
 def checkpointing_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Checkpoints wait for CUDA and put a flag on its current device; without CUDA, neither."""
     if device.type == "cuda":
         return contextlib.nullcontext()
-    return mock.patch.multiple(torch.cuda, synchronize=lambda *_: None, current_device=lambda: "cpu")
+    return _standing_in(torch.cuda, synchronize=lambda *_: None, current_device=lambda: "cpu")
 
 
 def seed(device: torch.device, number: int) -> None:
@@ -40,5 +52,5 @@ def seed(device: torch.device, number: int) -> None:
         return
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    with mock.patch.multiple(torch.cuda, manual_seed=torch.manual_seed, get_rng_state=torch.get_rng_state):
+    with _standing_in(torch.cuda, manual_seed=torch.manual_seed, get_rng_state=torch.get_rng_state):
         random.model_parallel_cuda_manual_seed(number)

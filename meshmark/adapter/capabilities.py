@@ -9,8 +9,8 @@ from importlib.util import find_spec
 
 from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout, Recompute
-from meshmark.spec.model_spec import Family
+from meshmark.spec.layout import AXES, Axis, Layout, Offload, Recompute, Schedule
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 
 
@@ -22,6 +22,8 @@ class Feature(StrEnum):
     FROZEN = "frozen parameters"
     DECAY_GROUPS = "weight-decay groups"
     SCHEDULE = "a learning-rate schedule"
+    BUFFERS = "buffers by replica"
+    MATRIX_WISE = "optimizers whose updates take whole matrices"
     UNUSED = "parameters unused in a step"
     RECOMPUTE = "activation recomputation"
     EVALUATE = "evaluation"
@@ -38,6 +40,8 @@ def features(case: Case) -> frozenset[Feature]:
         Feature.FROZEN: bool(workload.frozen),
         Feature.DECAY_GROUPS: workload.optimizer.decay_matrices_only,
         Feature.SCHEDULE: workload.optimizer.warmup_steps > 0,
+        Feature.BUFFERS: workload.couples_rows,
+        Feature.MATRIX_WISE: workload.optimizer.is_matrix_wise,
         Feature.UNUSED: workload.skipped_block is not None,
         Feature.RECOMPUTE: case.layout.recompute is not Recompute.NONE,
     }
@@ -48,46 +52,71 @@ def features(case: Case) -> frozenset[Feature]:
 class Capabilities:
     """What an adapter supports; anything else is skipped with its reason, never run as something else."""
 
-    degrees: frozenset[str] = frozenset()
-    """Which of `dp`, `tp`, `pp` may exceed one."""
+    degrees: frozenset[Axis] = frozenset()
+    """The axes whose degree may exceed one, by any number of ranks."""
+    combinations: frozenset[frozenset[Axis]] | None = None
+    """Which of them may do so together, in the largest sets; None: all."""
     zero_stages: frozenset[int] = frozenset({0})
+    schedules: frozenset[Schedule] = frozenset({Schedule.GPIPE})
+    """Of a pipeline, if `pp` is among the degrees."""
+    virtual_stages: frozenset[int] = frozenset({1})
+    """Chunks of layers that a pipeline rank may hold."""
+    sequence_parallel: bool = False
+    recomputes: frozenset[Recompute] = frozenset({Recompute.NONE, Recompute.FULL})
+    """What may be computed again in the backward pass; see also `Feature.RECOMPUTE`."""
+    offloads: frozenset[Offload] = frozenset({Offload.NONE})
     precisions: frozenset[Precision] = frozenset({Precision.FP32})
-    families: frozenset[Family] = frozenset(Family)
+    families: frozenset[Family] = TEXT_FAMILIES
+    """Models that it can train; an adapter takes images only where it says so."""
     algorithms: frozenset[AlgorithmKind] = frozenset({AlgorithmKind.SYNCHRONOUS})
-    lacks: Mapping[Feature | Precision, str] = field(default_factory=dict)
-    """Features that are missing, each with its reason, and the reasons of missing precisions."""
+    lacks: Mapping[Feature | Precision | Family, str] = field(default_factory=dict)
+    """Features that are missing, each with its reason, and the reasons of missing precisions and families."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
 
-    def refusal(self, case: Case, device: str, needs: frozenset[Feature] = frozenset()) -> str | None:
-        """Why `case` cannot run on `device` under these capabilities; None when it can. `needs`: what the pass takes
-        beyond the case."""
-        layout, model = case.layout, case.workload.model
-        unsupported = [
-            f"{d}={getattr(layout, d)}" for d in ("dp", "tp", "pp") if getattr(layout, d) > 1 and d not in self.degrees
-        ]
-        plain = Layout(
-            dp=layout.dp,
-            tp=layout.tp,
-            pp=layout.pp,
-            zero_stage=layout.zero_stage,
-            num_micro_batches=layout.num_micro_batches,
-            recompute=Recompute.FULL if layout.recompute is Recompute.FULL else Recompute.NONE,
-        )
-        if layout != plain:  # schedules, context parallelism, selective recomputation, offload: the planner's, so far
-            unsupported.append(f"all of layout {layout.id}")
-        if layout.zero_stage not in self.zero_stages:
-            unsupported.append(f"ZeRO stage {layout.zero_stage}")
+    def beyond(self, layout: Layout) -> list[str]:
+        """What `layout` takes that is not supported, whatever is trained on whatever machine."""
+        used = [axis for axis in AXES if getattr(layout, axis) > 1]
+        found = [f"{axis}={getattr(layout, axis)}" for axis in used if axis not in self.degrees]
+        together = self.degrees.intersection(used)
+        if self.combinations is not None and len(together) > 1:
+            if not any(together <= allowed for allowed in self.combinations):
+                found.append(" with ".join(axis for axis in AXES if axis in together))
+        asked = {
+            f"ZeRO stage {layout.zero_stage}": layout.zero_stage in self.zero_stages,
+            f"schedule {layout.schedule}": layout.pp == 1 or layout.schedule in self.schedules,
+            f"{layout.virtual_stages} virtual stages": layout.virtual_stages in self.virtual_stages,
+            "sequence parallelism": self.sequence_parallel or not layout.sequence_parallel,
+            f"{layout.recompute} recomputation": layout.recompute in self.recomputes,
+            f"offload to {layout.offload}": layout.offload in self.offloads,
+        }
+        return found + [what for what, supported in asked.items() if not supported]
+
+    def refusal(self, case: Case, device: str, backend: str) -> str | None:
+        """Why `case` cannot run on `device` over `backend` under these capabilities; None when it can."""
+        model, unsupported = case.workload.model, self.beyond(case.layout)
         if case.precision not in self.precisions:
             reason = self.lacks.get(case.precision)
             unsupported.append(f"precision {case.precision}" + (f" ({reason})" if reason else ""))
         if (kind := case.workload.algorithm.kind) not in self.algorithms:
             unsupported.append(f"algorithm {kind} (it trains by {', '.join(sorted(self.algorithms))} alone)")
+        elif case.workload.algorithm.replicas_differ and case.precision.narrows_reduction:
+            unsupported.append(
+                f"algorithm {kind} with reductions in {case.precision.reduction} (its noise is not known)"
+            )
         if model.family not in self.families:
-            unsupported.append(f"model family {model.family}")
-        unsupported += [f"{f} ({self.lacks[f]})" for f in Feature if f in self.lacks and f in features(case) | needs]
+            reason = self.lacks.get(model.family)
+            unsupported.append(f"model family {model.family}" + (f" ({reason})" if reason else ""))
+        unsupported += self.lacking(features(case))
         if device not in self.devices:
             unsupported.append(f"device {device}")
+        if case.layout.pp > 1 and (device, backend) == ("cuda", "gloo"):
+            # ProcessGroupGloo::send and recv hand the tensor's address to a socket; collectives go by way of the host.
+            unsupported.append("pipelines of CUDA tensors over gloo (its send and recv take host memory alone)")
         return f"{case.adapter} does not support {', '.join(unsupported)}" if unsupported else None
+
+    def lacking(self, needs: frozenset[Feature]) -> list[str]:
+        """Which of `needs` are missing, each with its reason."""
+        return [f"{feature} ({self.lacks[feature]})" for feature in Feature if feature in self.lacks.keys() & needs]
 
 
 @dataclass(frozen=True, kw_only=True)

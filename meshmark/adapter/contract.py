@@ -53,14 +53,22 @@ class Adapter(ABC):
         return ()
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic:
+    def traffic(cls, case: Case, rank: int) -> Traffic | None:
         """What this framework's algorithm asks for in one step, bytes by kind; scalars need not be counted. Where steps
-        differ, in `METERED_STEP` of `meshmark.theory.traffic`."""
+        differ, in `METERED_STEP` of `meshmark.theory.traffic`; None where it is not planned."""
         return step_traffic(case, rank)
 
     @classmethod
-    def refusal(cls, case: Case, device: str, needs: frozenset[Feature] = frozenset()) -> str | None:
-        """Why `case` must be skipped on `device`: unsupported, or not installed. None when it can run. `needs`: what
-        the pass takes beyond the case."""
-        missing = [reason for requirement in cls.requires if (reason := requirement.missing)]
-        return cls.capabilities.refusal(case, device, needs) or (missing[0] if missing else None)
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        """Why the framework cannot run `case` on `device` ("cpu" or "cuda") over `backend` ("gloo" or "nccl"); None
+        when it can. Its capabilities know, unless an adapter has more to say."""
+        return cls.capabilities.refusal(case, device, backend)
+
+    @classmethod
+    def refusal(cls, case: Case, device: str, backend: str, needs: frozenset[Feature] = frozenset()) -> str | None:
+        """Why `case` must be skipped: unsupported, or not installed. None when it can run. `needs`: what the pass takes
+        beyond the case."""
+        reason, lacking = cls.supports(case, device, backend), cls.capabilities.lacking(needs)
+        if reason or lacking:
+            return ", ".join([reason or f"{case.adapter} does not support {lacking.pop(0)}", *lacking])
+        return next((reason for requirement in cls.requires if (reason := requirement.missing)), None)

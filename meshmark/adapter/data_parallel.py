@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +15,28 @@ from torch.utils.checkpoint import checkpoint
 
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
+from meshmark.reference.build import build_model
 from meshmark.reference.data import Batch
+from meshmark.reference.model import Model, Recomputer, drawn_name
 from meshmark.reference.objective import build_schedule, loss_share
-from meshmark.reference.transformer import Recomputer, Transformer, drawn_name
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
-from meshmark.spec.precision import Precision
+from meshmark.spec.precision import Dtype, LossScaling
 
+AnyModel = TypeVar("AnyModel", bound=Model)
 PYTORCHS_CHECKPOINT: Recomputer = functools.partial(checkpoint, use_reentrant=False)
-AUTOCAST = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+AUTOCAST = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
 
 
-def initial_model(case: Case, device: torch.device) -> Transformer:
+def initial_model(case: Case, device: torch.device) -> Model:
     """The whole model on `device` with its initial values, in float64 or float32."""
     with device:
-        model = Transformer(case.workload.model)
+        model = build_model(case.workload.model)
     model.initialize(case.workload.seed)
-    return configure(model.double() if case.precision is Precision.FP64 else model, case)
+    return configure(model.double() if case.precision.master is Dtype.FP64 else model, case)
 
 
-def configure(model: Transformer, case: Case, recompute: Recomputer = PYTORCHS_CHECKPOINT) -> Transformer:
+def configure(model: AnyModel, case: Case, recompute: Recomputer = PYTORCHS_CHECKPOINT) -> AnyModel:
     """`model`, with what the case freezes frozen, and with recomputation where it asks for it."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(case.workload.trains(drawn_name(model.spec, name)))
@@ -44,9 +46,9 @@ def configure(model: Transformer, case: Case, recompute: Recomputer = PYTORCHS_C
 
 
 def skip_block(module: nn.Module, batch: Batch) -> None:
-    """Tell the transformer inside `module` which of its blocks `batch` leaves out."""
+    """Tell the model inside `module` which of its blocks `batch` leaves out."""
     for part in module.modules():
-        if isinstance(part, Transformer):
+        if isinstance(part, Model):
             part.skipped_block = batch.skipped_block
 
 
@@ -60,7 +62,8 @@ class DataParallelEngine(Engine):
 
     def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.case, self.context, self.module, self.optimizer = case, context, module, optimizer
-        self.scaler = torch.amp.GradScaler(context.device.type, enabled=case.precision is Precision.FP16)
+        scaled = case.precision.loss_scaling is LossScaling.DYNAMIC
+        self.scaler = torch.amp.GradScaler(context.device.type, enabled=scaled)
         self.schedule: Any = self.make_schedule()
 
     def make_schedule(self) -> Any:  # noqa: ANN401
@@ -70,22 +73,22 @@ class DataParallelEngine(Engine):
     @property
     def dp_rank(self) -> int:
         """Which of the batch's shards is this rank's."""
-        return self.context.rank
+        return self.case.layout.coordinates(self.context.rank).dp
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Around one micro-batch's forward and backward: put off the reduction unless `last`."""
         yield
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits [B, T, V] under this engine's precision."""
-        dtype = AUTOCAST.get(self.case.precision)
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The model's outputs (logits) under this engine's precision."""
+        dtype = AUTOCAST.get(self.case.precision.compute)
         with torch.autocast(self.context.device.type, dtype=dtype, enabled=dtype is not None):
-            logits: Tensor = self.module(tokens_BT)
+            logits: Tensor = self.module(inputs)
         return logits
 
-    def loss_share(self, logits_BTV: Tensor, batch: Batch) -> Tensor:
-        return loss_share(logits_BTV, batch)
+    def loss_share(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return loss_share(outputs, batch, self.case.workload.loss)
 
     def backward(self, batch: Batch) -> Tensor:
         layout = self.case.layout
@@ -94,7 +97,7 @@ class DataParallelEngine(Engine):
         total = torch.zeros((), device=self.context.device)
         for i, micro in enumerate(part.micro_batches(layout.num_micro_batches)):
             with self.micro_batch(last=i == layout.num_micro_batches - 1):
-                share = self.loss_share(self.forward(micro.tokens_BT), micro)
+                share = self.loss_share(self.forward(micro.inputs), micro)
                 self.differentiate(share * layout.dp)
             total = total + share.detach()
         self.finish_gradients()
@@ -125,7 +128,7 @@ class DataParallelEngine(Engine):
         part = batch.shard(self.dp_rank, layout.dp).to(self.context.device)
         skip_block(self.module, batch)
         self.module.eval()
-        shares = [self.loss_share(self.forward(m.tokens_BT), m) for m in part.micro_batches(layout.num_micro_batches)]
+        shares = [self.loss_share(self.forward(m.inputs), m) for m in part.micro_batches(layout.num_micro_batches)]
         self.module.train()
         return torch.stack(shares).sum()
 
@@ -141,6 +144,9 @@ class DataParallelEngine(Engine):
 
     def gradients(self) -> Mapping[str, Tensor]:
         return {name: parameter.grad for name, parameter in self.named_parameters() if parameter.grad is not None}
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        return {name: buffer.detach() for name, buffer in self.inner().named_buffers()}
 
     def save(self, folder: Path) -> None:
         """Every rank holds all of it: the first writes one file."""

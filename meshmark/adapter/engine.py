@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.traffic_source import TrafficSource
 from meshmark.reference.data import Batch
 
 
@@ -66,9 +67,19 @@ class Engine(ABC):
     def gradients(self) -> Mapping[str, Tensor]:
         """The full reduced, unclipped gradients, like `parameters`; to be called between `backward` and `update`."""
 
+    def buffers(self) -> Mapping[str, Tensor]:
+        """By canonical name, the buffers of the replica that this rank trains, such as a batch norm's running
+        statistics; none by default. Nothing is communicated: replicas' buffers may differ."""
+        return {}
+
     @abstractmethod
     def holdings(self) -> Holdings:
         """What this rank holds right now."""
+
+    def traffic_source(self) -> TrafficSource | None:
+        """Tells of collectives that do not go through `torch.distributed`, whose own are always seen; None where there
+        are none."""
+        return None
 
     def evaluate(self, batch: Batch) -> Tensor:
         """This rank's share of the loss of a whole global batch in evaluation: no dropout, no gradients; the next step

@@ -1,9 +1,10 @@
-"""Adapters by name, and from outside the repo."""
+"""Adapters by name: Meshmark's own, those that installed distributions bring, and from outside by file or module."""
 
 from __future__ import annotations
 
 import fnmatch
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -12,6 +13,9 @@ from pathlib import Path
 from meshmark.adapter.capabilities import Capabilities
 from meshmark.adapter.contract import Adapter
 from meshmark.errors import AdapterError, UnknownNameError
+
+GROUP = "meshmark.adapters"
+"""Entry points of a distribution that brings adapters: `name = "package.module:Class"`."""
 
 
 def load_adapter(target: str) -> type[Adapter]:
@@ -26,13 +30,16 @@ def load_adapter(target: str) -> type[Adapter]:
         module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
         found = getattr(module, name)
     except (Exception, SystemExit) as error:
-        raise AdapterError(f"adapter {target!r} cannot be imported: {type(error).__name__}: {error}") from error
+        reason = f"cannot be imported: {type(error).__name__}: {error}"
+        raise AdapterError(f"adapter {target!r}{_origin(target)} {reason}") from error
     if not (inspect.isclass(found) and issubclass(found, Adapter)):
-        raise AdapterError(f"adapter {target!r}: {name} is not a subclass of meshmark.adapter.contract.Adapter")
+        wanted = "a subclass of meshmark.adapter.contract.Adapter"
+        raise AdapterError(f"adapter {target!r}{_origin(target)}: {name} is not {wanted}")
     has_capabilities = isinstance(getattr(found, "capabilities", None), Capabilities)
     lacking = sorted(found.__abstractmethods__) + ([] if has_capabilities else ["capabilities"])
     if lacking:
-        raise AdapterError(f"adapter {target!r} lacks {', '.join(lacking)}; see meshmark.adapter.contract.Adapter")
+        what = f"lacks {', '.join(lacking)}; see meshmark.adapter.contract.Adapter"
+        raise AdapterError(f"adapter {target!r}{_origin(target)} {what}")
     return found
 
 
@@ -58,7 +65,35 @@ def _import_file(path: Path) -> object:
 def builtin_adapters() -> dict[str, str]:
     """Meshmark's own adapters: name to target."""
     registry: dict[str, str] = importlib.import_module("meshmark.adapters").ADAPTERS
-    return registry
+    return dict(registry)
+
+
+def known_adapters() -> dict[str, str]:
+    """Meshmark's own adapters and those of installed distributions: name to target. Imports none of them.
+
+    Raises `AdapterError` when a name would stand for two.
+    """
+    known = builtin_adapters()
+    owners = dict.fromkeys(known, "Meshmark")
+    for point in importlib.metadata.entry_points(group=GROUP):
+        owner = _distribution(point)
+        if point.name in known:
+            raise AdapterError(
+                f"adapter {point.name!r} of the distribution {owner} (entry point of {GROUP}) has the name of "
+                f"{owners[point.name]}'s: rename it in its pyproject.toml, or `pip uninstall {owner}`"
+            )
+        known[point.name], owners[point.name] = point.value, owner
+    return known
+
+
+def _distribution(point: importlib.metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist else "unknown"
+
+
+def _origin(target: str) -> str:
+    """Which installed distribution brings `target`, for a message; empty where none does."""
+    owners = [_distribution(p) for p in importlib.metadata.entry_points(group=GROUP) if p.value == target]
+    return f" of the distribution {owners[0]} (entry point of {GROUP})" if owners else ""
 
 
 def outside_name(target: str) -> str:

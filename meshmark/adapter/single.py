@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor
 
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, initial_model
+from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, initial_model, skip_block
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 
 
@@ -21,18 +24,60 @@ class SingleEngine(DataParallelEngine):
     """In mixed precision, cast the weights (and so the whole residual stream) as FSDP2 and DeepSpeed do, in place of
     autocast, which keeps norms and residuals in float32."""
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        dtype = AUTOCAST.get(self.case.precision)
+    def forward(self, inputs: Tensor) -> Tensor:
+        dtype = AUTOCAST.get(self.case.precision.compute)
         if not self.cast_weights or dtype is None:
-            return super().forward(tokens_BT)
+            return super().forward(inputs)
         weights = {name: parameter.to(dtype) for name, parameter in self.module.named_parameters()}
-        logits: Tensor = torch.func.functional_call(self.module, weights, (tokens_BT,))
+        logits: Tensor = torch.func.functional_call(self.module, weights, (inputs,))
         return logits
+
+    def backward_once(self, batch: Batch) -> Tensor:
+        """Loss and gradients of one micro-batch, added to those that are there."""
+        micro = batch.to(self.context.device)
+        skip_block(self.module, micro)
+        share = self.loss_share(self.forward(micro.inputs), micro)
+        self.differentiate(share)
+        return share.detach()
+
+
+def reduced_backward(engine: SingleEngine, batch: Batch, num_ranks: int) -> Tensor:
+    """`engine.backward` of a whole batch, with gradients as `num_ranks` ranks would reduce them in the precision of the
+    case: each rank's part is rounded, and so is their sum. Once a step, as DDP reduces, or where weights are cast after
+    every micro-batch, as FSDP does."""
+    count, named = engine.case.layout.num_micro_batches, dict(engine.named_parameters())
+    total, loss = dict[str, Tensor](), torch.zeros((), device=engine.context.device)
+    sent: list[list[dict[str, Tensor]]] = []
+    for rank in range(num_ranks):
+        share, own = list(batch.shard(rank, num_ranks).micro_batches(count)), []
+        for micro_batches in [[micro] for micro in share] if engine.cast_weights else [share]:
+            loss = loss + torch.stack([engine.backward_once(micro) for micro in micro_batches]).sum()
+            own.append({name: p.grad for name, p in named.items() if p.grad is not None})
+            engine.module.zero_grad(set_to_none=True)
+        sent.append(own)
+    for gradients in zip(*sent, strict=True):
+        for name in gradients[0]:
+            wide = _sum_rounded([part[name] for part in gradients], engine.case.precision)
+            total[name] = total[name] + wide if name in total else wide
+    for name, gradient in total.items():
+        named[name].grad = gradient
+    engine.finish_gradients()
+    return loss
+
+
+def _sum_rounded(parts: list[Tensor], precision: Precision) -> Tensor:
+    """The sum of what ranks send, in the format of the reduction: each its gradient of a loss that is multiplied by
+    their number, divided by it again."""
+    low, num_ranks = getattr(torch, precision.reduction), len(parts)
+    sent = [(part * num_ranks).to(low).div_(num_ranks) for part in parts]
+    return functools.reduce(torch.add, sent).to(parts[0].dtype)
 
 
 class Single(Adapter):
     capabilities: ClassVar = Capabilities(
-        precisions=frozenset(Precision), lacks={Feature.RESHARD: "it runs on one rank alone"}
+        precisions=frozenset(Precision.PRESETS.values()),
+        families=frozenset(Family),
+        lacks={Feature.RESHARD: "it runs on one rank alone"},
     )
 
     def build(self, case: Case, context: RankContext) -> Engine:

@@ -202,6 +202,12 @@ CLAUSES: dict[str, Clause] = {
             judge=judges.declared_precision,
         ),
         Clause(
+            name="bf16 reduction",
+            statement="Asked to reduce gradients in bf16, it does; moments stay as precise as declared.",
+            scenarios=("bf16 reduction",),
+            judge=judges.reduced,
+        ),
+        Clause(
             name="fp16 overflow",
             statement="An overflow on one rank skips the step on all, and leaves no trace.",
             scenarios=("fp16",),

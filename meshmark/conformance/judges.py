@@ -13,9 +13,10 @@ from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.judge.deviation import Drift
 from meshmark.judge.replicas import by_replica, num_replicas
 from meshmark.judge.yardstick import FALSE_ALARMS, compare, gradient_norms
-from meshmark.reference.data import IGNORED, make_batch
+from meshmark.reference.data import make_batch
 from meshmark.run.passes.fail import MESSAGE
 from meshmark.run.record import Record, Status
+from meshmark.spec.precision import Dtype
 
 GROWTH_BYTES = 2048.0
 """A step: what memory may grow by. Tables inside gloo and the allocator, which fill slowly, were seen to take 900; one
@@ -28,6 +29,9 @@ TINY = 1e-30
 WIDER = 0.03
 """Of a precision's noise: a run whose worst gradient is closer to the truth was computed in a wider one. A correct run
 comes to half its noise and more, fp32 under the name of bf16 to a ten-thousandth."""
+
+_SHORT = {Dtype.BF16: "bf16", Dtype.FP16: "fp16"}
+"""As `state_dtypes` has the formats that gradients are rounded to."""
 
 Judge = Callable[..., Finding]
 
@@ -132,7 +136,7 @@ def evaluation(record: Record) -> Finding:
 def uneven(record: Record) -> Finding:
     layout, workload = record.case.layout, record.case.workload
     counts = [
-        int((micro.targets_BT != IGNORED).sum())
+        int(micro.weights.sum())
         for step in range(record.steps)
         for rank in range(layout.dp)
         for micro in make_batch(workload, step).shard(rank, layout.dp).micro_batches(layout.num_micro_batches)
@@ -166,21 +170,36 @@ def frozen(record: Record) -> Finding:
 
 def masters(record: Record) -> Finding:
     kept = record.state_dtypes.get("parameters") or record.unmeasured.get("memory", "nothing")
-    wide = _finding("float32" in kept.split("+"), f"parameters kept in {kept}")
+    wide = _finding(record.case.precision.master in kept.split("+"), f"parameters kept in {kept}")
     return _all_of(wide, _within(record, "parameters"))
 
 
 def declared_precision(record: Record) -> Finding:
-    """Gradients within bf16's noise; moments, and the bytes of states and of the reduction, as declared."""
+    """Gradients within their precision's noise and no rounder than asked; moments, and the bytes of states and of the
+    reduction, as declared."""
+    precision = record.case.precision
     kept = record.state_dtypes.get("optimizer_states") or record.unmeasured.get("memory", "nothing")
-    moments = _finding(kept == "float32", f"moments in {kept}")
+    moments = _finding(kept == precision.states, f"moments in {kept}")
     reported = record.state_dtypes.get("gradients", "")
     gradient_ratios = [r for r, q, _ in record.yardstick.ratios(compare(record.deviations)) if q.startswith("grad")]
     rough = max(gradient_ratios, default=0.0)
-    really = _finding(rough > WIDER, f"gradients at most {rough:.1e} x the noise of {record.case.precision}")
-    reduced = _finding(reported in ("", "float32"), f"every value of every gradient is a {reported} number")
+    really = _finding(rough > WIDER, f"gradients at most {rough:.1e} x the noise of {precision}")
+    asked = {_SHORT[precision.reduction]} if _rounds(record) else {"", "float32"}
+    reduced = _finding(reported in asked, f"every value of every gradient is a {reported} number")
     judged = [v for v in record.verdicts if v.suite in ("memory", "communication")]
     return _all_of(moments, reduced, really, *(_finding(v.passed, v.summary) for v in judged), gradients(record))
+
+
+def _rounds(record: Record) -> bool:
+    """Whether the precision asks for gradients that are rounded, on their way to other ranks."""
+    return record.case.precision.narrows_reduction and record.case.layout.dp > 1
+
+
+def reduced(record: Record) -> Finding:
+    """As declared, where there is a reduction."""
+    if not _rounds(record):
+        return Finding(result=ClauseResult.UNSUPPORTED, evidence="no gradient is reduced")
+    return declared_precision(record)
 
 
 def dropout(record: Record) -> Finding:
@@ -219,7 +238,8 @@ def recomputes(record: Record) -> Finding:
     """Ranks hold what is planned, which without recomputation they could not."""
     held = record.verdict("memory")
     assert held is not None
-    if "memory" not in record.unmeasured and not any(planned.activations for planned in record.planned_states):
+    planned = any(states and states.activations for states in record.planned_states)
+    if "memory" not in record.unmeasured and not planned:
         return equivalent(record)
     return _all_of(equivalent(record), _finding(held.passed, held.summary))
 

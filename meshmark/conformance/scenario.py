@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
@@ -14,7 +13,8 @@ from meshmark.reference.data import on_corpus
 from meshmark.run.request import Task
 from meshmark.spec.algorithm import AlgorithmKind, local_sgd
 from meshmark.spec.case import Case, Misfit, cell
-from meshmark.spec.layout import Layout, Recompute
+from meshmark.spec.layout import Layout, Recompute, Schedule
+from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
@@ -29,6 +29,7 @@ LOCAL_PERIOD = 2
 """Of algorithms that average now and then: three steps do both."""
 DROPOUT_STEPS = 24
 DROPOUT = 0.2
+FROZEN = ("embedding.", "blocks.0.attention.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,93 +57,98 @@ class Scenario:
             return base, str(error)
 
 
-def _training(**changes: object) -> Callable[[Case], Case]:
+def _training(change: Callable[[Workload], Workload]) -> Callable[[Case], Case]:
     """Another workload."""
-
-    def vary(base: Case) -> Case:
-        return dataclasses.replace(base, workload=dataclasses.replace(base.workload, **changes))  # type: ignore[arg-type]
-
-    return vary
+    return lambda base: replace(base, workload=change(base.workload))
 
 
-def _optimizing(**changes: object) -> Callable[[Case], Case]:
-    def vary(base: Case) -> Case:
-        return _training(optimizer=dataclasses.replace(base.workload.optimizer, **changes))(base)  # type: ignore[arg-type]
-
-    return vary
+def _optimizing(change: Callable[[OptimizerSpec], OptimizerSpec]) -> Callable[[Case], Case]:
+    return _training(lambda plain: replace(plain, optimizer=change(plain.optimizer)))
 
 
-def _modelling(**changes: object) -> Callable[[Case], Case]:
-    def vary(base: Case) -> Case:
-        return _training(model=dataclasses.replace(base.workload.model, **changes))(base)  # type: ignore[arg-type]
-
-    return vary
+def _modelling(change: Callable[[ModelSpec], ModelSpec]) -> Callable[[Case], Case]:
+    return _training(lambda plain: replace(plain, model=change(plain.transformer)))
 
 
-def _laying(**changes: object) -> Callable[[Case], Case]:
-    def vary(base: Case) -> Case:
-        return dataclasses.replace(base, layout=dataclasses.replace(base.layout, **changes))  # type: ignore[arg-type]
+def _laying(change: Callable[[Layout], Layout]) -> Callable[[Case], Case]:
+    return lambda base: replace(base, layout=change(base.layout))
 
-    return vary
+
+def _accumulated(base: Case) -> Case:
+    return _laying(lambda plain: replace(plain, num_micro_batches=MICRO_BATCHES))(base)
+
+
+def _recomputed(base: Case) -> Case:
+    return _laying(lambda plain: replace(plain, recompute=Recompute.FULL))(base)
 
 
 def _uneven(base: Case) -> Case:
-    return _laying(num_micro_batches=MICRO_BATCHES)(_training(masked=True)(base))
+    return _accumulated(_training(lambda plain: replace(plain, masked=True))(base))
 
 
 def _low(base: Case) -> Case:
     """A rate at which no update of a norm's weight reaches half a unit in bf16's last place."""
-    return dataclasses.replace(_optimizing(learning_rate=1e-4)(base), precision=Precision.BF16)
+    return replace(_optimizing(lambda plain: replace(plain, learning_rate=1e-4))(base), precision=Precision.BF16)
+
+
+def _low_reduced(base: Case) -> Case:
+    """With one micro-batch, as the base has: FSDP adds those of several up in fp32, and the sum is no bf16 number."""
+    return replace(base, precision=Precision.BF16_REDUCE_BF16)
 
 
 def _half(base: Case) -> Case:
-    return dataclasses.replace(base, precision=Precision.FP16)
+    return replace(base, precision=Precision.FP16)
 
 
 def _unmoved(base: Case) -> Case:
     still = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.0, weight_decay=0.0, clip_norm=None)
-    return _training(optimizer=still)(_modelling(dropout=DROPOUT)(base))
+    dropping = _modelling(lambda plain: replace(plain, dropout=DROPOUT))(base)
+    return _optimizing(lambda _: still)(dropping)
 
 
 def _unmoved_again(base: Case) -> Case:
-    return _laying(recompute=Recompute.FULL)(_unmoved(base))
+    return _recomputed(_unmoved(base))
 
 
 def _scheduled(base: Case) -> Case:
     """With two micro-batches, for a schedule may be stepped after each."""
-    return _laying(num_micro_batches=2)(_optimizing(warmup_steps=RESUMED_STEPS)(base))
+    warmed = _optimizing(lambda plain: replace(plain, warmup_steps=RESUMED_STEPS))(base)
+    return _laying(lambda plain: replace(plain, num_micro_batches=2))(warmed)
 
 
 def _shallow(base: Case) -> Case:
     """A layer a stage: what leaks does so whatever the depth, and many steps of ZeRO-3's gathers take their time."""
-    return _modelling(num_layers=base.layout.pp)(base)
+    return _modelling(lambda plain: replace(plain, num_layers=base.layout.pp))(base)
 
 
 def _resharded(base: Case) -> Case:
     """Half the pipeline, or twice the ranks of the axis that there is; as many sequences in a micro-batch."""
-    saved = _scheduled(base)
-    layout = saved.layout
+    return _laying(_redivided)(_scheduled(base))
+
+
+def _redivided(layout: Layout) -> Layout:
     if layout.pp > 1:
-        return _laying(pp=layout.pp // 2)(saved)
+        return replace(layout, pp=layout.pp // 2, virtual_stages=1)
     if layout.tp > 1:
-        return _laying(tp=2 * layout.tp)(saved)
-    return _laying(dp=2 * layout.dp, num_micro_batches=max(1, layout.num_micro_batches // 2))(saved)
+        return replace(layout, tp=2 * layout.tp)
+    return replace(layout, dp=2 * layout.dp, num_micro_batches=max(1, layout.num_micro_batches // 2))
 
 
 SCENARIOS: dict[str, Scenario] = {
     scenario.name: scenario
     for scenario in (
         Scenario(name="plain", metered=True),
-        Scenario(name="accumulation", vary=_laying(num_micro_batches=MICRO_BATCHES)),
+        Scenario(name="accumulation", vary=_accumulated),
         Scenario(name="uneven", vary=_uneven),
-        Scenario(name="clipping", vary=_optimizing(clip_norm=0.5), evaluate=True),
-        Scenario(name="groups", vary=_optimizing(decay_matrices_only=True)),
-        Scenario(name="frozen", vary=_training(frozen=("embedding.", "blocks.0.attention."))),
+        Scenario(name="clipping", vary=_optimizing(lambda plain: replace(plain, clip_norm=0.5)), evaluate=True),
+        Scenario(name="groups", vary=_optimizing(lambda plain: replace(plain, decay_matrices_only=True))),
+        Scenario(name="frozen", vary=_training(lambda plain: replace(plain, frozen=FROZEN))),
         Scenario(name="schedule", vary=_scheduled, steps=RESUMED_STEPS),
-        Scenario(name="tied", vary=_modelling(tied_embeddings=True)),
-        Scenario(name="unused", vary=_training(skipped_block=1)),
-        Scenario(name="recompute", vary=_laying(recompute=Recompute.FULL), metered=True),
+        Scenario(name="tied", vary=_modelling(lambda plain: replace(plain, tied_embeddings=True))),
+        Scenario(name="unused", vary=_training(lambda plain: replace(plain, skipped_block=1))),
+        Scenario(name="recompute", vary=_recomputed, metered=True),
         Scenario(name="bf16", vary=_low, metered=True),
+        Scenario(name="bf16 reduction", vary=_low_reduced, metered=True),
         Scenario(
             name="dropout", vary=_unmoved, task=Task.DROPOUT, steps=DROPOUT_STEPS, needs=frozenset({Feature.EVALUATE})
         ),
@@ -180,25 +186,25 @@ SCENARIOS: dict[str, Scenario] = {
 def plain_workload() -> Workload:
     """What every scenario varies: as many tokens in every row, nothing clipped."""
     mini = workload("gpt-mini")
-    return dataclasses.replace(mini, masked=False, optimizer=dataclasses.replace(mini.optimizer, clip_norm=None))
+    return replace(mini, masked=False, optimizer=replace(mini.optimizer, clip_norm=None))
 
 
 def _by_algorithm(plain: Workload, adapter: type[Adapter]) -> Workload:
     """`plain`, renamed and by local SGD under an adapter that does not train synchronously."""
     if AlgorithmKind.SYNCHRONOUS in adapter.capabilities.algorithms:
         return plain
-    own = dataclasses.replace(plain, algorithm=local_sgd(LOCAL_PERIOD))
-    return dataclasses.replace(own, name=own.id)
+    own = replace(plain, algorithm=local_sgd(LOCAL_PERIOD))
+    return replace(own, name=own.id)
 
 
 def _grown(plain: Workload, layout: Layout, global_batch: int | None) -> Workload:
     """`plain`, renamed where it is larger: a layer for every stage, heads for twice the tensor-parallel ranks (which
     resharding takes), and unless reported, sequences for every micro-batch of every data-parallel rank."""
-    model = plain.model
+    model = plain.transformer
     layers, heads = max(model.num_layers, layout.pp), math.lcm(model.num_heads, 2 * layout.tp)
     batch = global_batch or math.lcm(plain.global_batch, layout.dp * MICRO_BATCHES, layout.num_micro_batches)
     sizes = {"l": (model.num_layers, layers), "h": (model.num_heads, heads), "b": (plain.global_batch, batch)}
-    larger = dataclasses.replace(
+    larger = replace(
         model,
         num_layers=layers,
         num_heads=heads,
@@ -207,7 +213,7 @@ def _grown(plain: Workload, layout: Layout, global_batch: int | None) -> Workloa
         ffn_hidden=heads * model.ffn_hidden // model.num_heads,
     )
     name = ".".join([plain.name, *(f"{letter}{now}" for letter, (was, now) in sizes.items() if now != was)])
-    return dataclasses.replace(plain, name=name, model=larger, global_batch=batch)
+    return replace(plain, name=name, model=larger, global_batch=batch)
 
 
 def plain_cells(
@@ -221,7 +227,8 @@ def plain_cells(
     elif "tp" in can.degrees:
         layouts = [Layout(tp=world_size)]
     elif "pp" in can.degrees:
-        layouts = [Layout(pp=world_size, num_micro_batches=world_size)]
+        schedule = next(schedule for schedule in Schedule if schedule in can.schedules)
+        layouts = [Layout(pp=world_size, num_micro_batches=world_size, schedule=schedule)]
     elif "dp" in can.degrees:
         layouts = [Layout(dp=world_size, zero_stage=stage) for stage in sorted(can.zero_stages)]
     plain = _by_algorithm(plain_workload(), adapter)

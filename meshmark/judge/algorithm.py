@@ -1,7 +1,7 @@
 """What one step makes of the states of all replicas, exact in float64: the algorithm by which they train together.
 
 A state is a replica's parameters, where the run is, and its optimizer's states, made of the gradients that the run
-itself told. So a step is judged from where the run is under any algorithm, and nothing accumulates.
+itself reported. So a step is judged from where the run is under any algorithm, and nothing accumulates.
 
 Local SGD: replica r of n minimises n times its share of the global loss, the sum of its rows' losses over the *global*
 number of unmasked tokens. That is what a data-parallel engine differentiates, and so what PyTorch's optimizer sees. The
@@ -32,8 +32,8 @@ class Algorithm(Protocol):
     def part(self, batch: Batch, replica: int) -> Batch:
         """What of a global batch `replica` trains on."""
 
-    def told(self, own: Sequence[Tensors]) -> list[Tensors]:
-        """The gradients that each replica steps on, of those of their parts' shares in the global loss."""
+    def reported(self, own: Sequence[Tensors]) -> list[Tensors]:
+        """The gradients that each replica steps on and reports, of those of their parts' shares in the global loss."""
 
     def transition(self, parameters: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:
         """What one step, the next, makes of `parameters` by the gradients that each replica stepped on."""
@@ -48,7 +48,7 @@ class Synchronous:
     def part(self, batch: Batch, replica: int) -> Batch:
         return batch
 
-    def told(self, own: Sequence[Tensors]) -> list[Tensors]:
+    def reported(self, own: Sequence[Tensors]) -> list[Tensors]:
         return list(own)
 
     def transition(self, parameters: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:
@@ -70,7 +70,7 @@ class LocalSGD:
     def part(self, batch: Batch, replica: int) -> Batch:
         return batch.shard(replica, len(self.rules))
 
-    def told(self, own: Sequence[Tensors]) -> list[Tensors]:
+    def reported(self, own: Sequence[Tensors]) -> list[Tensors]:
         whole = [{name: len(own) * g for name, g in gradients.items()} for gradients in own]
         return averaged(whole) if self.spec.reduces_gradients(self.steps) else whole
 

@@ -21,8 +21,8 @@ class Deviation:
 
 
 Deviations = dict[str, list[Deviation]]
-"""By quantity, then step: `loss`, `evaluation`, `norm`, `gradients/NAME`, `parameters/NAME`, and `initial/NAME` (one
-step)."""
+"""By quantity, then step: `loss`, `evaluation`, `norm`, `gradients/NAME`, `parameters/NAME`, `buffers/NAME` (of the
+replica that is furthest from its truth), and `initial/NAME` (one step)."""
 
 
 def global_norm(tensors: Tensors) -> float:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from meshmark import rank_progress
+from meshmark.judge.buffer_faults import explain_buffers
 from meshmark.judge.deviation import Deviations, Drift
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault, named_factor
 from meshmark.judge.gradient_faults import (
@@ -51,7 +53,7 @@ def diagnose(
         return None
     here = {q: e for (q, step), e in wrong.items() if step == first}
     drifted = drift is not None and drift.step == first and drift.detail.startswith("gradients")
-    found = _at(case, trace, deviations, yardstick, here, first, drifted)
+    found = _at(case, trace, deviations, yardstick, _WrongStep(step=first, excesses=here, drifted=drifted))
     if not drift or drift.step != first:
         return found
     if found.fault in (Fault.UNEXPLAINED, Fault.FORWARD, Fault.BACKWARD):
@@ -99,16 +101,20 @@ def _first_drift(drifts: Sequence[Drift]) -> Diagnosis | None:
     )
 
 
-def _at(
-    case: Case,
-    trace: Trace,
-    deviations: Deviations,
-    yardstick: Yardstick,
-    wrong: dict[str, float],
-    step: int,
-    drifted: bool,
-) -> Diagnosis:
-    """What is wrong at `step`, where the quantities `wrong` exceed their tolerances."""
+@dataclass(frozen=True, kw_only=True)
+class _WrongStep:
+    """The first one at which anything is wrong."""
+
+    step: int
+    excesses: dict[str, float]
+    """Of the quantities that exceed their tolerances."""
+    drifted: bool
+    """Gradients differ between ranks too."""
+
+
+def _at(case: Case, trace: Trace, deviations: Deviations, yardstick: Yardstick, at: _WrongStep) -> Diagnosis:
+    """What is wrong at that step."""
+    step, wrong = at.step, at.excesses
 
     def failed(*kinds: str) -> FailedStep:
         worst: dict[str, float] = {}
@@ -119,7 +125,7 @@ def _at(
         names = sorted(worst, key=lambda name: -worst[name])
         tolerances = {name: yardstick.tolerance(f"{kinds[0]}/{name}", step) for name in names}
         return FailedStep(
-            case=case, trace=trace, step=step, tolerances=tolerances, drifted=drifted, loss_is_wrong="loss" in wrong
+            case=case, trace=trace, step=step, tolerances=tolerances, drifted=at.drifted, loss_is_wrong="loss" in wrong
         )
 
     gradients, updates = failed("gradients", "scale"), failed("parameters")
@@ -138,6 +144,9 @@ def _at(
                 "right up to the step before: its states are other ones now, or the rule has changed",
             )
         return _diagnosis(explain_updates(updates) or unknown, step, updates.names)
+    if buffers := failed("buffers").names:
+        explanation, ranks = explain_buffers(gradients, buffers)
+        return dataclasses.replace(_diagnosis(explanation, step, buffers), ranks=ranks)
     if "loss" not in wrong and "evaluation" in wrong:
         multiple = deviations["evaluation"][step].factor
         return _diagnosis((Fault.EVALUATION, f"its loss is {multiple:.7g} times the truth"), step, [])

@@ -13,7 +13,7 @@ from meshmark.adapter.holdings import Holdings
 from meshmark.errors import AdapterError
 from meshmark.judge.deviation import Tensors
 from meshmark.judge.trace import host_copies
-from meshmark.reference.transformer import parameter_shapes
+from meshmark.reference.build import parameter_shapes
 from meshmark.spec.workload import Workload
 
 if TYPE_CHECKING:

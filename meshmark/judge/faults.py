@@ -41,6 +41,8 @@ class Fault(StrEnum):
     """Learning rate, betas, weight decay, bias correction, ...: the detail names it where one explains the update."""
     ALGORITHM = "another algorithm"
     """Replicas that may differ by design meet at another time, or otherwise, than the algorithm says."""
+    BUFFERS = "running statistics wrong"
+    """Of a batch norm, though loss, gradients and update are right."""
     LOSS = "loss told wrong"
     EVALUATION = "evaluation is another function"
     """Though training's loss and gradients are right."""

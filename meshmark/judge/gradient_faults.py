@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from meshmark.judge.buffers import together
 from meshmark.judge.deviation import Tensors, global_norm
 from meshmark.judge.faults import Fault, named_factor
 from meshmark.judge.trace import Trace
@@ -52,11 +53,24 @@ class FailedStep:
 
     def truth(self, step: int, batch: Batch) -> Tensors:
         """The exact gradients by `batch` at the run's parameters before `step`."""
-        return exact_gradients(self.case.workload, self.trace.parameters[step], batch).gradients
+        return exact_gradients(self.case.workload, self.trace.parameters[step], batch, self.case.layout).gradients
+
+    def parts(self, batch: Batch) -> list[Batch]:
+        """The smallest whose gradients add up: single rows, or what is normalised together."""
+        workload = self.case.workload
+        if workload.couples_rows:
+            return together(workload, batch, self.case.layout)
+        return [batch.rows(i, i + 1) for i in range(len(batch))]
+
+    @property
+    def parts_name(self) -> str:
+        if self.case.workload.couples_rows:
+            return "micro-batches"
+        return "sequences" if self.case.workload.unit == "tokens" else "images"
 
     def known_factors(self) -> dict[str, float]:
         """Constants by which gradients and losses are multiplied by mistake."""
-        layout, batch = self.case.layout, self.batch
+        layout, batch, unit = self.case.layout, self.batch, self.case.workload.unit
         counts = {
             "dp": layout.dp,
             "tp": layout.tp,
@@ -68,8 +82,8 @@ class FailedStep:
         known |= {f"1/({name})" if " " in name else f"1/{name}": 1 / n for name, n in known.items()}
         known |= {
             "the wrong sign": -1.0,
-            "number of tokens": float(batch.num_tokens),
-            "unmasked part of the tokens": batch.num_tokens / batch.targets_BT.numel(),
+            f"number of {unit}": batch.total_weight,
+            f"unmasked part of the {unit}": batch.total_weight / batch.targets.numel(),
         }
         clip, gradients = self.case.workload.optimizer.clip_norm, self.trace.gradients[self.step]
         if clip is not None and (norm := global_norm(self.truth(self.step, batch))):
@@ -129,40 +143,51 @@ def _scaled(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None
 
 def _weighed(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
     batch = failed.batch
-    rows = [fit.flat(failed.truth(failed.step, batch.rows(i, i + 1))) for i in range(len(batch.tokens_BT))]
-    weights = fit.weights(*rows)
-    return None if weights is None else read_weights(weights, failed, batch)
+    parts = failed.parts(batch)
+    counted = [i for i, part in enumerate(parts) if part.weights.any()]
+    weights = fit.weights(*(fit.flat(failed.truth(failed.step, parts[i])) for i in counted))
+    if weights is None:
+        return None
+    found = np.full(len(parts), np.nan)  # of a part that is masked whole, nothing can be known
+    found[counted] = weights
+    return read_weights(found, failed, batch)
 
 
 def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch) -> Explanation:
-    """What the weights of the batch's sequences in a gradient, which should all be one, say."""
+    """What the weights of the batch's parts (sequences) in a gradient, which should all be one, say; those that are no
+    number do not count."""
     layout = failed.case.layout
     size = layout.dp * layout.num_micro_batches
     grid = weights.reshape(layout.dp, layout.num_micro_batches, -1)
-    nothing = np.abs(grid) < _SAME * np.abs(weights).max()
-    listed = "weights of the sequences: " + ", ".join(f"{w:.4g}" for w in weights)
-    absent = nothing.all(axis=2)
+    masked = np.isnan(grid)
+    nothing = np.abs(grid) < _SAME * np.nanmax(np.abs(weights))
+    listed = f"weights of the {failed.parts_name}: " + ", ".join(f"{w:.4g}" for w in weights)
+    absent = (nothing | masked).all(axis=2) & ~masked.all(axis=2)
     alone = [micro for micro, ranks in enumerate(absent.T) if ranks.any() and not ranks.all()]
     # A rank whose part is dropped leaves the others' as they are, and replicas the same.
-    dropped = not failed.drifted and (failed.loss_is_wrong or np.allclose(grid[~nothing], 1, atol=_SAME))
+    dropped = not failed.drifted and (failed.loss_is_wrong or np.allclose(grid[~nothing & ~masked], 1, atol=_SAME))
     if alone and not dropped:
         ranks = [int(rank) for rank in np.flatnonzero(~absent[:, alone[0]])]
         which = "" if len(alone) == layout.num_micro_batches else f" in micro-batches {alone}"
         return Fault.NOT_REDUCED, f"the part of data-parallel ranks {ranks} alone{which}; {listed}"
     if nothing.any():
-        return Fault.DROPPED, f"{int(nothing.sum())} of {weights.size} sequences are not in it; {listed}"
-    for parts, name in ((layout.dp, "ranks"), (size, "micro-batches"), (weights.size, "sequences")):
-        tokens = np.array([int((b.targets_BT >= 0).sum()) for b in batch.micro_batches(parts)])
-        means = weights.reshape(parts, -1).mean(axis=1) * tokens
+        return (
+            Fault.DROPPED,
+            f"{int(nothing.sum())} of {int((~masked).sum())} {failed.parts_name} are not in it; {listed}",
+        )
+    unit = failed.case.workload.unit
+    for parts, name in ((layout.dp, "ranks"), (size, "micro-batches"), (weights.size, failed.parts_name)):
+        totals = np.array([float(b.weights.sum()) for b in batch.micro_batches(parts)])
+        means = np.array([w[~np.isnan(w)].mean() for w in weights.reshape(parts, -1)[totals > 0]]) * totals[totals > 0]
         if parts > 1 and np.ptp(means) < _SAME * np.abs(means).max():
-            return Fault.UNEVEN, f"a mean of the means of {parts} {name} with unequal numbers of tokens; {listed}"
+            return Fault.UNEVEN, f"a mean of the means of {parts} {name} with unequal numbers of {unit}; {listed}"
     return Fault.UNEVEN, listed
 
 
 def own_parts(failed: FailedStep) -> Explanation | None:
     """Different tensors are made of different sequences: each shard is the part of the rank that owns it."""
     batch, own, parts = failed.batch, failed.trace.gradients[failed.step], set()
-    rows = [failed.truth(failed.step, batch.rows(i, i + 1)) for i in range(len(batch.tokens_BT))]
+    rows = [failed.truth(failed.step, part) for part in failed.parts(batch)]
     for name in failed.names:
         basis = np.stack([row[name].ravel() for row in rows], axis=1)
         gradient = np.asarray(own[name], dtype=np.float64).ravel()
@@ -172,7 +197,7 @@ def own_parts(failed: FailedStep) -> Explanation | None:
     if len(parts) < 2 or sum(map(len, parts)) > len(rows):
         return None
     listed = " or ".join(str(list(part)) for part in sorted(parts))
-    return Fault.NOT_REDUCED, f"each tensor is made of its owner's sequences alone: {listed}"
+    return Fault.NOT_REDUCED, f"each tensor is made of its owner's {failed.parts_name} alone: {listed}"
 
 
 def nobody_reduced(case: Case, trace: Trace, step: int) -> str | None:
@@ -183,7 +208,7 @@ def nobody_reduced(case: Case, trace: Trace, step: int) -> str | None:
         return None
     batch = make_batch(case.workload, step)
     failed = FailedStep(case=case, trace=trace, step=step, tolerances=dict.fromkeys(names, 0.0))
-    rows = [failed.truth(step, batch.rows(i, i + 1)) for i in range(len(batch.tokens_BT))]
+    rows = [failed.truth(step, part) for part in failed.parts(batch)]
     held = {0: trace.gradients[step], **trace.drifted}
     parts = {rank: _whose(held[rank], rows, names, case.layout.dp) for rank in sorted(held)}
     if any(part is None for part in parts.values()) or len(set(parts.values())) < 2:

@@ -20,7 +20,7 @@ from meshmark.judge.gradient_faults import Explanation
 from meshmark.judge.replicas import num_replicas, only_replica, replica_of
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, exact_gradients
-from meshmark.judge.update_faults import rivals
+from meshmark.judge.update_rivals import rivals
 from meshmark.judge.yardstick import Yardstick, compare
 from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
@@ -118,13 +118,13 @@ def _first(
 
 def _diagnosis(failed: FailedReplicas, explained: Explanation, names: dict[int, list[str]]) -> Diagnosis:
     fault, detail = explained
-    layout, told = failed.case.layout, list(dict.fromkeys(name for each in names.values() for name in each))
+    layout, wrong = failed.case.layout, list(dict.fromkeys(name for each in names.values() for name in each))
     ranks = [rank for rank in range(layout.world_size) if replica_of(layout, rank) in names]
     return Diagnosis(
         fault=fault,
         step=failed.step,
-        names=told[:MOST_NAMES],
-        num_names=len(told),
+        names=wrong[:MOST_NAMES],
+        num_names=len(wrong),
         ranks=ranks if len(ranks) < layout.world_size else [],
         detail=detail,
     )
@@ -148,8 +148,8 @@ def _parts(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanation |
         return None
     reduces = failed.case.workload.algorithm.reduces_gradients(failed.step)
     right = [1.0 if reduces else float(layout.dp * (r == replica)) for r in range(layout.dp)]
-    told = f"replica {replica} steps on {_listed(weights)} times the replicas' parts of the gradient"
-    detail = f"{told}, where {_listed(right)} is right"
+    taken = f"replica {replica} steps on {_listed(weights)} times the replicas' parts of the gradient"
+    detail = f"{taken}, where {_listed(right)} is right"
     others = float(np.abs(np.delete(weights, replica)).max()) > LEFT_OVER
     if others and not reduces:
         return Fault.ALGORITHM, f"gradients are reduced in a step that each replica takes alone: {detail}"
@@ -163,7 +163,7 @@ def _flat(tensors: Tensors, names: Sequence[str]) -> NDArray[np.float64]:
 
 
 def _listed(weights: Sequence[float]) -> str:
-    """Rounding beside the largest is told as nothing."""
+    """Rounding beside the largest counts as nothing."""
     largest = max(abs(weight) for weight in weights)
     return ", ".join(f"{weight if abs(weight) > SAME * largest else 0:.4g}" for weight in weights)
 
@@ -225,7 +225,7 @@ def _rule(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanation | 
 
 
 def _norm_of_mean(failed: FailedReplicas, replica: int) -> Explanation | None:
-    """The norm told is not of the replica's own gradients, but of all replicas' mean."""
+    """The norm reported is not of the replica's own gradients, but of all replicas' mean."""
     mean = global_norm(averaged([trace.gradients[failed.step] for trace in failed.traces])[replica])
     reported = failed.traces[replica].norms[failed.step] or 0.0
     if not abs(reported - mean) <= SAME * mean:
@@ -242,8 +242,8 @@ def _replay(
     every = rules or [ExactOptimizer(failed.case.workload.optimizer) for _ in last]
     for trace, gradients, rule in zip(failed.traces, last, every, strict=True):
         after: Tensors = {}
-        for step, told in enumerate([*trace.gradients[: failed.step], gradients]):
-            own = {name: g for name, g in told.items() if uses(name, step)}
+        for step, reported in enumerate([*trace.gradients[: failed.step], gradients]):
+            own = {name: g for name, g in reported.items() if uses(name, step)}
             after = rule.step(trace.parameters[step], own)
         found.append(after)
     return found

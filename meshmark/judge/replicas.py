@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 def replica_of(layout: Layout, rank: int) -> int:
     """The data-parallel replica that `rank` belongs to: ranks of one replica hold one state."""
-    return rank // (layout.tp * layout.cp) % layout.dp
+    return layout.coordinates(rank).dp
 
 
 def num_replicas(case: Case) -> int:

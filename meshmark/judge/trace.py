@@ -32,6 +32,8 @@ class Trace:
     """Global gradient norm before clipping, as the framework told it."""
     evaluations: list[float] = field(default_factory=list)
     """Losses like `losses`, but in evaluation, before each step; empty when nobody asked."""
+    buffers: list[list[Tensors]] = field(default_factory=list)
+    """By replica, then like `parameters`; empty where the workload has none."""
     drifted: dict[int, Tensors] = field(default_factory=dict)
     """Of the first step at which gradients drift: some of those that a rank holds otherwise than the lowest, by rank.
     Of all ranks together only."""
@@ -67,6 +69,7 @@ def gather_replicas(own: Trace, replicas: Sequence[int]) -> tuple[list[Trace], l
         losses=own.losses,
         norms=own.norms,
         evaluations=own.evaluations,
+        buffers=own.buffers,
     )
     drifts = [
         drift
@@ -92,24 +95,28 @@ def _union_of(traces: Sequence[Trace]) -> Trace:
         losses=[sum(shares) for shares in zip(*(t.losses for t in traces), strict=True)],
         norms=[next((n for n in norms if n is not None), None) for norms in zip(*reported, strict=True)],
         evaluations=[sum(shares) for shares in zip(*(t.evaluations for t in traces), strict=True)],
+        buffers=[replica for t in traces for replica in t.buffers],
         drifted={rank: held for trace in traces for rank, held in trace.drifted.items()},
     )
 
 
 def _gather(own: Trace) -> list[Trace] | None:
     """Every rank's trace on rank 0; None elsewhere. A collective call."""
-    kinds = (own.parameters, own.gradients, list(own.drifted.values()))
+    buffers = [tensors for replica in own.buffers for tensors in replica]
+    kinds = (own.parameters, own.gradients, list(own.drifted.values()), buffers)
     names = [[list(tensors) for tensors in kind] for kind in kinds]
-    headers = all_gather_json([names, own.losses, own.norms, own.evaluations, list(own.drifted)])
+    counts = [len(replica) for replica in own.buffers]
+    headers = all_gather_json([names, own.losses, own.norms, own.evaluations, list(own.drifted), counts])
     everyone = gather_arrays([value for kind in kinds for tensors in kind for value in tensors.values()])
     if everyone is None:
         return None
     traces = []
-    for (kinds_names, losses, norms, evaluations, ranks), arrays in zip(headers, everyone, strict=True):
+    for (kinds_names, losses, norms, evaluations, ranks, counts), arrays in zip(headers, everyone, strict=True):
         values = iter(arrays)
-        parameters, gradients, drifted = (
+        parameters, gradients, drifted, buffers = (
             [{name: next(values) for name in step} for step in kind] for kind in kinds_names
         )
+        steps = iter(buffers)
         traces.append(
             Trace(
                 parameters=parameters,
@@ -118,6 +125,7 @@ def _gather(own: Trace) -> list[Trace] | None:
                 norms=norms,
                 evaluations=evaluations,
                 drifted=dict(zip(ranks, drifted, strict=True)),
+                buffers=[[next(steps) for _ in range(count)] for count in counts],
             )
         )
     return traces

@@ -12,7 +12,7 @@ Nothing accumulates, and the noise of the last step is that of the first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,26 +21,40 @@ from torch import nn
 from meshmark import rank_progress
 from meshmark.errors import AdapterError
 from meshmark.judge.algorithm import build_algorithm
+from meshmark.judge.buffers import (
+    assess_buffers,
+    doubles,
+    exact_evaluation,
+    exact_model,
+    fresh_buffers,
+    together,
+)
 from meshmark.judge.deviation import Deviation, Deviations, Tensors, deviation, global_norm
 from meshmark.judge.replicas import of_replica
 from meshmark.judge.trace import Trace
+from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.initial import initial_value
-from meshmark.reference.objective import build_optimizer, loss_share
-from meshmark.reference.transformer import Transformer, parameter_shapes
+from meshmark.reference.objective import loss_share
+from meshmark.reference.optimizers import reference_optimizer
+from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
 
 
-def assess(trace: Trace, workload: Workload, start: Tensors | None = None) -> Deviations:
+def assess(trace: Trace, workload: Workload, start: Tensors | None = None, layout: Layout | None = None) -> Deviations:
     """Every quantity of a (gathered) trace against the truth.
 
-    `start` replaces the workload's initial values. Raises `AdapterError` for a tensor of an unknown name or shape.
+    `start` replaces the workload's initial values. `layout` (by default one rank) counts where the rows of a
+    micro-batch enter one another's gradients, for then it decides which do. Raises `AdapterError` for a tensor of an
+    unknown name or shape.
     """
-    return assess_replicas([trace], workload, start)
+    return assess_replicas([trace], workload, start, layout)
 
 
-def assess_replicas(traces: Sequence[Trace], workload: Workload, start: Tensors | None = None) -> Deviations:
+def assess_replicas(
+    traces: Sequence[Trace], workload: Workload, start: Tensors | None = None, layout: Layout | None = None
+) -> Deviations:
     """The same of all replicas that may differ by design, one trace each; one alone where none may."""
     for trace in traces:
         _check_names(trace, workload)
@@ -59,29 +73,38 @@ def assess_replicas(traces: Sequence[Trace], workload: Workload, start: Tensors 
     for step in range(num_steps):
         here = [_filled(trace.parameters[step], start) for trace in traces]
         batch, owns = make_batch(workload, step), []
-        exact = [exact_gradients(workload, p, algorithm.part(batch, replica)) for replica, p in enumerate(here)]
-        told = algorithm.told([e.gradients for e in exact])
-        for replica, (trace, e, gradients) in enumerate(zip(traces, exact, told, strict=True)):
-            own = trace.gradients[step]
-            note(replica, "loss", _scalar(trace.losses[step], e.loss))
-            if trace.evaluations:
-                note(replica, "evaluation", _scalar(trace.evaluations[step], e.loss))
-            for name, x in gradients.items():
-                absent = np.zeros_like(x) if name in e.unused else None
-                note(replica, f"gradients/{name}", deviation(own.get(name, absent), x))
-            own = {name: own.get(name, np.zeros_like(x)) for name, x in gradients.items() if name not in e.unused}
-            reported = trace.norms[step]
-            if reported is not None:
-                note(replica, "norm", _scalar(reported, global_norm(own)))
+        exact = [exact_gradients(workload, p, algorithm.part(batch, r), layout) for r, p in enumerate(here)]
+        right = algorithm.reported([e.gradients for e in exact])
+        for replica, (trace, e, gradients) in enumerate(zip(traces, exact, right, strict=True)):
+            there = e.loss
+            if trace.evaluations and workload.couples_rows:
+                there = exact_evaluation(workload, here[replica], batch, trace, step)
+            own = {name: trace.gradients[step].get(name, np.zeros_like(gradients[name])) for name in e.used}
             owns.append(own)
+            for quantity, value in _assess_gradients(trace, step, replace(e, gradients=gradients), there, own).items():
+                note(replica, quantity, value)
         for replica, after in enumerate(algorithm.transition(here, owns)):
             for name, x in after.items():
                 note(replica, f"parameters/{name}", deviation(traces[replica].parameters[step + 1].get(name), x))
+    return found | assess_buffers(traces[0], workload, layout)
+
+
+def _assess_gradients(trace: Trace, step: int, exact: Exact, evaluation: float, own: Tensors) -> dict[str, Deviation]:
+    """What a step's update is made of, and the losses; `own`: the trace's gradients of what is used."""
+    found = {"loss": _scalar(trace.losses[step], exact.loss)}
+    if trace.evaluations:
+        found["evaluation"] = _scalar(trace.evaluations[step], evaluation)
+    for name, x in exact.gradients.items():
+        absent = np.zeros_like(x) if name in exact.unused else None
+        found[f"gradients/{name}"] = deviation(trace.gradients[step].get(name, absent), x)
+    reported = trace.norms[step]
+    if reported is not None:
+        found["norm"] = _scalar(reported, global_norm(own))
     return found
 
 
 def _filled(here: Tensors, start: Tensors) -> Tensors:
-    """Where a run is, with no number for what it does not tell."""
+    """Where a run is, with no number for what it does not report."""
     return {name: here.get(name, np.full(x.shape, np.nan)) for name, x in start.items()}
 
 
@@ -103,15 +126,25 @@ class Exact:
     unused: frozenset[str]
     """Parameters that are trained but had no part in this loss."""
 
+    @property
+    def used(self) -> list[str]:
+        return [name for name in self.gradients if name not in self.unused]
 
-def exact_gradients(workload: Workload, parameters: Tensors, batch: Batch) -> Exact:
-    """Loss and gradients of a global batch, without dropout."""
-    with torch.device("meta"):
-        model = Transformer(workload.model)
-    model.eval().skipped_block = batch.skipped_block
-    values = {name: torch.from_numpy(value).double() for name, value in parameters.items()}
+
+def exact_gradients(workload: Workload, parameters: Tensors, batch: Batch, layout: Layout | None = None) -> Exact:
+    """Loss and gradients of a global batch, or some of its micro-batches, without dropout; `layout`: see `assess`."""
+    model = exact_model(workload, batch)
+    values = doubles(parameters)
     trained = {name: value.requires_grad_() for name, value in values.items() if workload.trains(name)}
-    loss = loss_share(torch.func.functional_call(model, values, (batch.tokens_BT,)), batch)
+    shares = [
+        loss_share(
+            torch.func.functional_call(model, {**values, **fresh_buffers(workload)}, (part.inputs,)),
+            part,
+            workload.loss,
+        )
+        for part in together(workload, batch, layout)
+    ]
+    loss = torch.stack(shares).sum() if len(shares) > 1 else shares[0]
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     found = dict(zip(trained, gradients, strict=True))
     rank_progress.advance()
@@ -153,7 +186,7 @@ class ExactOptimizer:
         return {name: p.detach().numpy().copy() for name, p in self.parameters.items()}
 
     def build(self) -> torch.optim.Optimizer:
-        return build_optimizer(self.spec, self.parameters.items())
+        return reference_optimizer(self.spec).build_exact(self.parameters.items())
 
     def clip(self, max_norm: float) -> None:
         nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)

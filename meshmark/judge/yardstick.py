@@ -26,7 +26,7 @@ FALSE_ALARMS = 1e-4
 """Probability that a correct run fails: any of its comparisons, all steps together."""
 TAIL = 0.05
 """Part of the held-out ratios that the tail is fitted to."""
-SMALLEST_FACTORS = {"number": 5.0, "gradients": 2.5, "parameters": 2.5}
+SMALLEST_FACTORS = {"number": 5.0, "gradients": 2.5, "parameters": 2.5, "buffers": 2.5}
 """By kind: the tail of eight runs alone may come out too short. Over a thousand correct runs of many problems, and over
 those of real adapters, which do not repeat `single`'s order of operations, the tails ask for 4.5, 2.2 and 1.8;
 `make power` measures them again, and fails where they ask for more than stands here."""
@@ -71,7 +71,7 @@ def gradient_norms(deviations: Deviations) -> list[float]:
 def noise_run(deviations: Deviations, precision: Precision) -> Comparisons:
     """The comparisons of a noise run; none is taken for smaller than half a unit in the last place, for a run that
     happens to be exact says nothing of another."""
-    ulp = 2.0**-53 if precision is Precision.FP64 else 2.0**-24
+    ulp = 2.0 ** -(precision.wide.mantissa_bits + 1)
     found = compare(deviations)
     return {
         quantity: [
@@ -83,9 +83,9 @@ def noise_run(deviations: Deviations, precision: Precision) -> Comparisons:
 
 
 def kind_of(quantity: str) -> str:
-    """What shares a factor: `number`s (loss, norm and multiples), `gradients` and `parameters`."""
+    """What shares a factor: `number`s (loss, norm and multiples), `gradients`, `parameters` and `buffers`."""
     kind = quantity.partition("/")[0]
-    return kind if kind in ("gradients", "parameters") else "number"
+    return kind if kind in ("gradients", "parameters", "buffers") else "number"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 
+from meshmark.adapter.traffic_source import TrafficSource, Transfer
 from meshmark.measure.readings import Collective, TrafficReading
 from meshmark.measure.watch import AskedOperation, IssuedOperation, Watch
 
@@ -32,22 +34,60 @@ _ASKED: dict[str, tuple[str, int, bool]] = {
 POINT_TO_POINT = frozenset({"send", "recv"})
 
 
-def read_traffic(watch: Watch, step: int) -> TrafficReading:
-    """Traffic of `step`. Raises `AssertionError` when asked and issued collectives cannot be paired, by order."""
-    windows = [w for w in watch.windows if w.step == step]
-    asked = [a for a in watch.asked() if any(w.holds(a.time_ns) for w in windows)]
-    issued = [i for i in watch.issued() if any(w.holds(i.time_ns) for w in windows)]
-    collectives = [a for a in asked if _kind(a) not in POINT_TO_POINT]
-    assert len(collectives) == len(issued), (
-        f"{len(collectives)} collectives asked for, {len(issued)} in the flight recorder: "
-        f"{[a.name for a in collectives]} against {[i.kind for i in issued]}"
-    )
-    point_to_point = [(_kind(a), 2, _full_bytes(a, 2)) for a in asked if _kind(a) in POINT_TO_POINT]
-    paired = [(_kind(a), i.group_size, _full_bytes(a, i.group_size)) for a, i in zip(collectives, issued, strict=True)]
+class TorchTraffic:
+    """What goes through `torch.distributed`: the source that every rank has."""
+
+    def __init__(self, watch: Watch) -> None:
+        """`watch`: in focus while this counts, and over before this is asked."""
+        self._watch, self._start_ns = watch, 0
+        self._stretches: list[tuple[int, int]] = []
+
+    def start(self) -> None:
+        self._start_ns = time.time_ns()
+
+    def stop(self) -> None:
+        self._stretches.append((self._start_ns, time.time_ns()))
+
+    def asked(self) -> list[Transfer]:
+        """Raises `AssertionError` when asked and issued collectives cannot be paired, by order."""
+        asked, issued = self._seen()
+        collectives = [a for a in asked if _kind(a) not in POINT_TO_POINT]
+        assert len(collectives) == len(issued), (
+            f"{len(collectives)} collectives asked for, {len(issued)} in the flight recorder: "
+            f"{[a.name for a in collectives]} against {[i.kind for i in issued]}"
+        )
+        paired = [
+            Transfer(kind=_kind(a), group_size=i.group_size, num_bytes=_full_bytes(a, i.group_size))
+            for a, i in zip(collectives, issued, strict=True)
+        ]
+        return paired + _point_to_point(asked)
+
+    def issued(self) -> list[Transfer]:
+        asked, issued = self._seen()
+        return [
+            Transfer(kind=i.kind, group_size=i.group_size, num_bytes=_issued_bytes(i)) for i in issued
+        ] + _point_to_point(asked)
+
+    def _seen(self) -> tuple[list[AskedOperation], list[IssuedOperation]]:
+        asked = [a for a in self._watch.asked() if self._counts(a.time_ns)]
+        return asked, [i for i in self._watch.issued() if self._counts(i.time_ns)]
+
+    def _counts(self, time_ns: int) -> bool:
+        return any(start <= time_ns < stop for start, stop in self._stretches)
+
+
+def read_traffic(sources: Sequence[TrafficSource]) -> TrafficReading:
+    """All that `sources` tell of."""
     return TrafficReading(
-        asked=_sum(paired + point_to_point),
-        issued=_sum([(i.kind, i.group_size, _issued_bytes(i)) for i in issued] + point_to_point),
+        asked=_sum(t for source in sources for t in source.asked()),
+        issued=_sum(t for source in sources for t in source.issued()),
     )
+
+
+def _point_to_point(asked: Iterable[AskedOperation]) -> list[Transfer]:
+    return [
+        Transfer(kind=_kind(a), group_size=2, num_bytes=_full_bytes(a, 2)) for a in asked if _kind(a) in POINT_TO_POINT
+    ]
 
 
 def _kind(operation: AskedOperation) -> str:
@@ -65,13 +105,14 @@ def _issued_bytes(operation: IssuedOperation) -> int:
     return 0 if operation.kind == "barrier" else operation.num_bytes
 
 
-def _sum(calls: Iterable[tuple[str, int, int]]) -> list[Collective]:
-    """Calls (kind, group size, bytes) added up by kind and group size. Groups of one move nothing and are left out."""
+def _sum(transfers: Iterable[Transfer]) -> list[Collective]:
+    """Added up by kind and group size. Groups of one move nothing and are left out."""
     counts: dict[tuple[str, int], tuple[int, int]] = {}
-    for kind, group_size, num_bytes in calls:
-        if group_size > 1:
-            count, total = counts.get((kind, group_size), (0, 0))
-            counts[kind, group_size] = (count + 1, total + num_bytes)
+    for transfer in transfers:
+        if transfer.group_size > 1:
+            key = transfer.kind, transfer.group_size
+            count, total = counts.get(key, (0, 0))
+            counts[key] = (count + 1, total + transfer.num_bytes)
     return [
         Collective(kind=kind, group_size=size, count=count, num_bytes=total)
         for (kind, size), (count, total) in sorted(counts.items())

@@ -1,46 +1,18 @@
-"""What a pipeline adds to its stages' time, in closed form: filling, draining, waiting, and the lead of its host."""
+"""What a pipeline's messages add to its stages' time, and the lead of its host."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from meshmark.plan.rates import Rates
-from meshmark.spec.layout import Schedule
-from meshmark.theory.grid import SCHEDULES, Column, Grid
-
-
-def bubble_seconds(grid: Grid, totals: Column, pace: Column) -> Column:
-    """Time beyond m times the slowest stage, from each stage's own account; `totals` is a row a stage.
-
-    GPipe: every other stage once. 1F1B: stage i waits for the stages before it, at its start and at its end; for those
-    after it, from its first forward to that one's backward, less the n = p - i - 1 forwards it does meanwhile, and
-    again after its last forward, less n backwards. Interleaved: the same of chunks, a v-th each, with 2n meanwhile.
-    Equal stages give the literature's (p - 1)/v (arXiv:2104.04473 sec. 2.2). ZB-H1 fills two thirds with weight
-    gradients (arXiv:2401.10241 table 1). `schedule.simulate` is what this stays close to.
-    """
-    num_stages, m, v = len(totals), grid.num_micro_batches, grid.virtual_stages
-    ends = []
-    for i, own in enumerate(totals):
-        before, after = totals[:i].sum(axis=0), totals[i + 1 :].sum(axis=0)
-        forwards = np.where(v > 1, 2, 1) * (num_stages - i - 1)
-        meanwhile = np.minimum(forwards, m * v - (v - 1) * num_stages - 1)
-        waits = np.maximum(after - meanwhile * own / 3.0, 0.0)
-        again = np.maximum(after - meanwhile * own * 2.0 / 3.0, 0.0)
-        # With so few micro-batches that all forwards come first, there is one wait alone.
-        waits = waits + np.where(m * v > forwards + (v - 1) * num_stages, again, 0.0)
-        ends.append(m * own + (before + waits) / v)
-    one_f_one_b = np.max(ends, axis=0) - m * pace
-    others = totals.sum(axis=0) - pace
-    bubble = np.where(grid.schedule == SCHEDULES.index(Schedule.GPIPE), others, one_f_one_b)
-    filled: Column = bubble * np.where(grid.schedule == SCHEDULES.index(Schedule.ZERO_BUBBLE), 1.0 / 3.0, 1.0)
-    return filled
+from meshmark.theory.grid import Column, Grid
 
 
 def waits_for_messages(grid: Grid, rates: Rates, gpus_per_node: int) -> Column:
     """Which pipelines poll for their messages."""
-    early = (grid.dp < rates.pipeline_wait_dp) | (grid.zero_stage == 0)
-    large = grid.num_gpus >= rates.pipeline_wait_nodes * gpus_per_node * np.where(early, 2, 1)
-    waits: Column = (grid.pp > 1) & (large | (grid.tp >= rates.pipeline_wait_tp))
+    early = (grid.dp < rates.polling.pipeline_wait_dp) | (grid.zero_stage == 0)
+    large = grid.num_gpus >= rates.polling.pipeline_wait_nodes * gpus_per_node * np.where(early, 2, 1)
+    waits: Column = (grid.pp > 1) & (large | (grid.tp >= rates.polling.pipeline_wait_tp))
     return waits
 
 
@@ -51,7 +23,7 @@ def message_wait_seconds(grid: Grid, rates: Rates) -> Column:
     """
     neighbours = np.minimum(grid.pp - 1, 2)
     filling = (2.0 / 3.0) * np.maximum(grid.pp - 2, 0)
-    seconds: Column = rates.pipeline_wait_seconds * (neighbours * grid.num_micro_batches + filling)
+    seconds: Column = rates.polling.pipeline_wait_seconds * (neighbours * grid.num_micro_batches + filling)
     return seconds
 
 

@@ -23,8 +23,9 @@ from meshmark.errors import InputError
 from meshmark.plan.calibration_file import Calibrated, write_calibrated
 from meshmark.plan.predict_file import rates_for
 from meshmark.plan.provenance import provenance
-from meshmark.plan.rates import Rates
+from meshmark.plan.rates import HostRates, Rates
 from meshmark.spec.hardware import GIGA, Gpu, gpu_of_device
+from meshmark.theory.overheads import Overheads
 
 if TYPE_CHECKING:
     import torch
@@ -183,35 +184,40 @@ def machine_from(found: Microbenchmarks, there: Gpu, world: int) -> Calibrated:
     try:
         start = rates_for(there.name)
     except InputError:
-        start = Rates(name="", step_seconds=0.0, fragmentation=0.0)
+        start = Rates(name="", host=HostRates(step_seconds=0.0), memory=Overheads())
     peak = there.peak_flops[found.main_dtype]
     efficiency, half_width = width_curve(found.of("product", found.main_dtype), peak)
-    fields: dict[str, float] = {
-        "gemm_efficiency": efficiency,
-        "gemm_half_width": half_width,
-        "attention_efficiency": min(1.0, found.of("attention")[0].rate / peak),
-        "memory_efficiency": min(1.0, found.of("elementwise")[0].rate / there.memory_bandwidth),
+    numbers: dict[str, float] = {
+        "kernels.gemm_efficiency": efficiency,
+        "kernels.gemm_half_width": half_width,
+        "kernels.attention_efficiency": min(1.0, found.of("attention")[0].rate / peak),
+        "kernels.memory_efficiency": min(1.0, found.of("elementwise")[0].rate / there.memory_bandwidth),
     }
     if found.inside:
         latency, bandwidth = latency_and_bandwidth(found.inside)
-        fields |= {"tp_latency_seconds": latency, "tp_bandwidth": bandwidth, "overlap": found.overlap}
+        numbers |= {
+            "network.tp_latency_seconds": latency,
+            "network.tp_bandwidth": bandwidth,
+            "network.overlap": found.overlap,
+        }
         if not start.name:
-            fields |= {
-                "hop_seconds": latency,
-                "tp_network_bandwidth": bandwidth,
-                "node_bandwidth": bandwidth,
-                "p2p_bandwidth": bandwidth,
+            numbers |= {
+                "network.hop_seconds": latency,
+                "network.tp_network_bandwidth": bandwidth,
+                "network.node_bandwidth": bandwidth,
+                "network.p2p_bandwidth": bandwidth,
             }
     if found.across:
         latency, bandwidth = latency_and_bandwidth(found.across)
-        fields |= {
-            "hop_seconds": latency / max(1, world - 1),
-            "tp_network_bandwidth": bandwidth,
-            "node_bandwidth": bandwidth * there.gpus_per_node,
-            "p2p_bandwidth": bandwidth,
+        numbers |= {
+            "network.hop_seconds": latency / max(1, world - 1),
+            "network.tp_network_bandwidth": bandwidth,
+            "network.node_bandwidth": bandwidth * there.gpus_per_node,
+            "network.p2p_bandwidth": bandwidth,
         }
     origin = f"measured: {there.source}" if not start.name else f"measured by meshmark calibrate over {start.origin}"
-    return Calibrated(gpu=there, rates=dataclasses.replace(start, name=there.name, origin=origin, **fields))
+    named = dataclasses.replace(start, name=there.name, origin=origin)
+    return Calibrated(gpu=there, rates=named.moved(numbers))
 
 
 def width_curve(products: Sequence[Measurement], peak: float) -> tuple[float, float]:

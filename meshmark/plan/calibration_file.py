@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshmark.errors import InputError
-from meshmark.plan.rates import Rates
+from meshmark.plan.rates import Rates, rates_from
 from meshmark.spec.hardware import Gpu, Host
 
 
@@ -36,7 +36,7 @@ def read_calibrated(path: Path) -> Calibrated:
         fields = json.loads(path.read_text())
         machine, host = fields["gpu"], fields["gpu"].get("host")
         there = Gpu(**{**machine, "host": Host(**host) if host else None})
-        return Calibrated(gpu=there, rates=Rates(**fields["rates"]))
+        return Calibrated(gpu=there, rates=rates_from(fields["rates"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, InputError):
             raise

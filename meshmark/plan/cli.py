@@ -20,7 +20,6 @@ from meshmark.plan.rates import Rates, rates, read_rates
 from meshmark.plan.rows import read_rows
 from meshmark.plan.search import (
     OFFLOAD_PLACES,
-    SEARCHED_SCHEDULES,
     Search,
     max_model,
     reason,
@@ -32,6 +31,7 @@ from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB, Gpu, gpu
 from meshmark.spec.layout import Offload, Schedule
 from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.theory.grid import SEARCHED_SCHEDULES, SearchSpace
 from meshmark.theory.recipe import RECIPES, recipe
 
 _DEFAULT_MODEL, _DEFAULT_GPU = "llama-8b", "h100"
@@ -96,23 +96,14 @@ def run_plan(arguments: argparse.Namespace) -> int:
     (machine, given), using = _machine(arguments), recipe(arguments.recipe)
     if arguments.max_model:
         return _print_max_model(arguments, machine, given)
-    changes = {"seq_len": arguments.seq_len} if arguments.seq_len is not None else {}
-    model = plan_model(arguments.model or _DEFAULT_MODEL, **changes)
+    model = plan_model(arguments.model or _DEFAULT_MODEL)
+    if arguments.seq_len is not None:
+        model = dataclasses.replace(model, seq_len=arguments.seq_len)
     if arguments.top < 1:
         raise InputError(f"--top is {arguments.top}, expected at least 1")
     schedules = [_schedule(name.strip()) for name in arguments.schedules.split(",")]
     start = time.perf_counter()
-    closed = search(
-        model,
-        arguments.gpus,
-        arguments.global_batch,
-        machine,
-        using,
-        given,
-        offload=Offload(arguments.offload),
-        schedules=schedules,
-        contexts=_contexts(arguments.cp),
-    )
+    closed = search(model, dataclasses.replace(_space(arguments), schedules=schedules), machine, using, given)
     found = simulate_first(closed, arguments.top)
     elapsed = time.perf_counter() - start
     if arguments.json:
@@ -122,6 +113,15 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.timeline:
         _draw_timeline(found, arguments.timeline)
     return 0
+
+
+def _space(arguments: argparse.Namespace) -> SearchSpace:
+    return SearchSpace(
+        num_gpus=arguments.gpus,
+        global_batch=arguments.global_batch,
+        offload=Offload(arguments.offload),
+        contexts=_contexts(arguments.cp),
+    )
 
 
 def _contexts(text: str | None) -> list[int] | None:
@@ -216,17 +216,7 @@ def _layout_json(found: Search, row: int) -> dict[str, object]:
 def _print_max_model(arguments: argparse.Namespace, machine: Gpu, given: Rates) -> int:
     using = recipe(arguments.recipe)
     family = plan_model(arguments.model).family if arguments.model else Family.GPT
-    model, grid, held = max_model(
-        arguments.gpus,
-        arguments.global_batch,
-        machine,
-        using,
-        given,
-        family=family,
-        seq_len=arguments.seq_len,
-        offload=Offload(arguments.offload),
-        contexts=_contexts(arguments.cp),
-    )
+    model, grid, held = max_model(_space(arguments), machine, using, given, family=family, seq_len=arguments.seq_len)
     least = int(held.argmin())
     layout = grid.layout(least)
     if arguments.json:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
+from typing import TypedDict
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.spec.model_spec import MODELS, ModelSpec, gpt, llama
+from meshmark.spec.model_spec import MODELS, Dimensions, ModelSpec, gpt, llama
 
-_MEGATRON = {"vocab_size": 51200, "tied_embeddings": True}
-_BLOOM = {"vocab_size": 250880, "tied_embeddings": True}
-_LLAMA3 = {"num_kv_heads": 8, "vocab_size": 128256, "seq_len": 8192}
-_SWEEP = {"vocab_size": 131072, "seq_len": 4096}
+
+class _Vocabulary(TypedDict):
+    vocab_size: int
+    tied_embeddings: bool
+
+
+class _Tokens(TypedDict):
+    vocab_size: int
+    seq_len: int
+
+
+_MEGATRON: _Vocabulary = {"vocab_size": 51200, "tied_embeddings": True}
+_BLOOM: _Vocabulary = {"vocab_size": 250880, "tied_embeddings": True}
+_LLAMA3: Dimensions = {"num_kv_heads": 8, "vocab_size": 128256, "seq_len": 8192}
+_SWEEP: _Tokens = {"vocab_size": 131072, "seq_len": 4096}
 
 PLAN_MODELS: dict[str, ModelSpec] = {
     spec.name: spec
@@ -78,20 +89,18 @@ def known_models() -> dict[str, ModelSpec]:
     return {**MODELS, **PLAN_MODELS}
 
 
-def plan_model(name: str, **changes: object) -> ModelSpec:
-    """The preset called `name`, or a GPT of about the size that a name like `gpt-175b` asks for, with fields changed.
+def plan_model(name: str) -> ModelSpec:
+    """The preset called `name`, or a GPT of about the size that a name like `gpt-175b` asks for.
 
     Raises `UnknownNameError` with near matches for any other name.
     """
     known, name = known_models(), _SHAPES.get(name, name)
     if name in known:
-        spec = known[name]
-    elif match := re.fullmatch(r"(gpt|llama)-(\d+(?:\.\d+)?)([bt])", name):
+        return known[name]
+    if match := re.fullmatch(r"(gpt|llama)-(\d+(?:\.\d+)?)([bt])", name):
         num_parameters = float(match[2]) * (1e9 if match[3] == "b" else 1e12)
-        spec = model_of_size(num_parameters, family=match[1], name=name)
-    else:
-        raise UnknownNameError("model", name, known)
-    return dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
+        return model_of_size(num_parameters, family=match[1], name=name)
+    raise UnknownNameError("model", name, known)
 
 
 def model_of_size(num_parameters: float, *, family: str = "gpt", name: str | None = None) -> ModelSpec:
@@ -119,6 +128,5 @@ def _gpt_of(name: str, depth: int, hidden: int) -> ModelSpec:
 
 def _llama_of(name: str, depth: int, hidden: int) -> ModelSpec:
     heads = hidden // 128
-    return llama(
-        name, depth, hidden, heads, 3584 * math.ceil(hidden / 1024), **{**_LLAMA3, "num_kv_heads": math.gcd(heads, 8)}
-    )
+    dimensions: Dimensions = {**_LLAMA3, "num_kv_heads": math.gcd(heads, 8)}
+    return llama(name, depth, hidden, heads, 3584 * math.ceil(hidden / 1024), **dimensions)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from meshmark.plan.rates import Rates
@@ -18,9 +20,9 @@ def tensor_collective_seconds(grid: Grid, whole_bytes: Column, rates: Rates, gpu
     """
     t = grid.tp
     inside = t <= gpus_per_node
-    latency = np.where(inside, rates.tp_latency_seconds, rates.hop_seconds * (t - 1))
-    across = min(rates.tp_network_bandwidth, rates.tp_bandwidth)
-    bandwidth = np.where(inside, rates.tp_bandwidth, across)
+    latency = np.where(inside, rates.network.tp_latency_seconds, rates.network.hop_seconds * (t - 1))
+    across = min(rates.network.tp_network_bandwidth, rates.network.tp_bandwidth)
+    bandwidth = np.where(inside, rates.network.tp_bandwidth, across)
     return np.where(t > 1, latency + whole_bytes * (t - 1) / t / bandwidth, 0.0)
 
 
@@ -36,8 +38,8 @@ def data_collective_seconds(
     members = np.clip(gpus_per_node // np.minimum(grid.tp, gpus_per_node), 1, shards)
     nodes = np.maximum(1.0, shards / members)
     moved = num_parameters * bytes_per_parameter
-    inside = moved * (shards - 1) / shards / rates.tp_bandwidth
-    across = moved * (gpus_per_node / members) * (nodes - 1.0) / nodes / rates.node_bandwidth
+    inside = moved * (shards - 1) / shards / rates.network.tp_bandwidth
+    across = moved * (gpus_per_node / members) * (nodes - 1.0) / nodes / rates.network.node_bandwidth
     return np.where(shards > 1, np.where(nodes > 1, across, inside), 0.0)
 
 
@@ -48,19 +50,30 @@ def crosses_nodes(grid: Grid, gpus_per_node: int) -> Column:
     return spans
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionTime:
+    """Seconds that one layer's attention computes, on one micro-batch."""
+
+    total: Column
+    """Forward and backward pass."""
+    forward: Column
+    """One forward pass."""
+    again: Column
+    """Where the backward pass does the forward one again."""
+
+
 def ring_attention_seconds(
-    grid: Grid, block_bytes: Column, forward: Column, attention: Column, again: Column, rates: Rates, gpus_per_node: int
+    grid: Grid, block_bytes: Column, attention: AttentionTime, rates: Rates, gpus_per_node: int
 ) -> Column:
     """What shows of ring attention's communication in one layer (arXiv:2310.01889 sec. 3).
 
     In each of cp - 1 hops a rank sends its block of keys and of values on, `block_bytes` each, while it computes with
-    the one it has; backward their gradients too. `forward` of the `attention` seconds is one forward pass, done `again`
-    in the backward pass where that recomputes it.
+    the one it has; backward their gradients too.
     """
-    times = np.where(again, 2.0, 1.0)
+    times = np.where(attention.again, 2.0, 1.0)
     there, back = (_ring_hop_seconds(grid, n * block_bytes, rates, gpus_per_node) for n in (2.0, 4.0))
-    shown = np.maximum(there - forward / grid.cp, 0.0) * times
-    shown = shown + np.maximum(back - (attention - forward * times) / grid.cp, 0.0)
+    shown = np.maximum(there - attention.forward / grid.cp, 0.0) * times
+    shown = shown + np.maximum(back - (attention.total - attention.forward * times) / grid.cp, 0.0)
     seconds: Column = (grid.cp - 1) * shown
     return seconds
 
@@ -69,20 +82,20 @@ def _ring_hop_seconds(grid: Grid, sent_bytes: Column, rates: Rates, gpus_per_nod
     """One hop over the context-parallel ranks, which are numbered next to the tensor-parallel ones; where the ring
     leaves the node, that hop, over the rank's own adapter, sets its pace."""
     inside = grid.tp * grid.cp <= gpus_per_node
-    latency = np.where(inside, rates.tp_latency_seconds, rates.hop_seconds)
-    seconds: Column = latency + sent_bytes / np.where(inside, rates.tp_bandwidth, rates.p2p_bandwidth)
+    latency = np.where(inside, rates.network.tp_latency_seconds, rates.network.hop_seconds)
+    seconds: Column = latency + sent_bytes / np.where(inside, rates.network.tp_bandwidth, rates.network.p2p_bandwidth)
     return seconds
 
 
 def point_to_point_seconds(grid: Grid, sent_bytes: Column, rates: Rates, gpus_per_node: int) -> Column:
     """One send from a pipeline stage to the next, over the network unless one node holds the whole job."""
-    bandwidth = np.where(grid.num_gpus > gpus_per_node, rates.p2p_bandwidth, rates.tp_bandwidth)
+    bandwidth = np.where(grid.num_gpus > gpus_per_node, rates.network.p2p_bandwidth, rates.network.tp_bandwidth)
     return np.where(grid.pp > 1, sent_bytes / bandwidth, 0.0)
 
 
 def offload_bandwidth(grid: Grid, gpu: Gpu, rates: Rates) -> Column:
     """Bytes per second at which a rank's states come and go: the narrowest of its link, the host and the drives'."""
     host = gpu.host
-    from_host = min(rates.offload_bandwidth, host.bandwidth) if host else rates.offload_bandwidth
+    from_host = min(rates.host.offload_bandwidth, host.bandwidth) if host else rates.host.offload_bandwidth
     from_drives = min(from_host, host.nvme_bandwidth / gpu.gpus_per_node) if host else from_host
     return np.where(grid.offload == OFFLOADS.index(Offload.NVME), from_drives, from_host)

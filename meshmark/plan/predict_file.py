@@ -37,13 +37,15 @@ def rates_for(gpu_name: str, *, as_measured: bool = False) -> Rates:
     given, known = rates(nearest), gpu(nearest)
     inside = there.link_bandwidth / known.link_bandwidth
     across = there.network_bandwidth * there.gpus_per_node / known.network_bandwidth / known.gpus_per_node
-    return dataclasses.replace(
-        given,
-        tp_bandwidth=given.tp_bandwidth * inside,
-        tp_network_bandwidth=given.tp_network_bandwidth * across,
-        node_bandwidth=given.node_bandwidth * across,
-        p2p_bandwidth=given.p2p_bandwidth * across,
+    links = given.network
+    scaled = dataclasses.replace(
+        links,
+        tp_bandwidth=links.tp_bandwidth * inside,
+        tp_network_bandwidth=links.tp_network_bandwidth * across,
+        node_bandwidth=links.node_bandwidth * across,
+        p2p_bandwidth=links.p2p_bandwidth * across,
     )
+    return dataclasses.replace(given, network=scaled)
 
 
 def predict_rows(

@@ -55,7 +55,7 @@ class Prediction:
     @property
     def available_bytes(self) -> float:
         """What the framework's allocator can have of a GPU."""
-        return self.gpu.memory_bytes - self.recipe.outside_bytes
+        return self.gpu.memory_bytes - self.recipe.buffers.outside_bytes
 
     @property
     def headroom_bytes(self) -> Column:
@@ -93,17 +93,17 @@ class Prediction:
 def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Prediction:
     """Predict every layout of `grid`."""
     time = step_time(model, grid, gpu, recipe, rates)
-    capacity = gpu.memory_bytes - recipe.outside_bytes
-    held = memory(model, grid, recipe, rates.overheads, lag=time.lag, capacity_bytes=capacity)
-    if rates.pipeline_wait_seconds:
+    capacity = gpu.memory_bytes - recipe.buffers.outside_bytes
+    held = memory(model, grid, recipe, rates.memory, lag=time.lag, capacity_bytes=capacity)
+    if rates.polling.pipeline_wait_seconds:
         # On a cluster with both builds, what has no room for a host that runs ahead only runs with the one that polls,
         # which cuts pipelines as its source says.
         needed = held.total_bytes + held.released
         tight = (grid.pp > 1) & (needed > capacity)
         waits = np.where(tight, message_wait_seconds(grid, rates), time.message_wait)
         time = dataclasses.replace(time, message_wait=waits, lag=np.where(tight, 0.0, time.lag))
-        whole = dataclasses.replace(recipe, head_share=1.0)
-        polled = memory(model, grid, whole, rates.overheads, lag=time.lag, capacity_bytes=capacity)
+        whole = dataclasses.replace(recipe, cut=dataclasses.replace(recipe.cut, head_share=1.0))
+        polled = memory(model, grid, whole, rates.memory, lag=time.lag, capacity_bytes=capacity)
         polled = dataclasses.replace(polled, released=np.maximum(needed - polled.total_bytes, 0.0) * tight)
         held = Memory(
             **{

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshmark.errors import InputError, UnknownNameError
+from meshmark.serial import decode, encode
 from meshmark.theory.overheads import Overheads
 
 RATES_DIR = Path(__file__).parent / "rates"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
-    """What a machine and a framework reach together. Raises `InputError` for a number that cannot be."""
+class KernelRates:
+    """What matrix products and element-wise kernels reach."""
 
-    name: str
-    origin: str = "assumed"
-    """Which rows or measurements these come from."""
     gemm_efficiency: float = 0.6
     """Share of peak FLOP/s that matrix products of a very wide model reach."""
     gemm_half_width: float = 0.0
@@ -32,6 +31,12 @@ class Rates:
     """The same for flash attention (arXiv:2307.08691 fig. 5)."""
     memory_efficiency: float = 0.85
     """Share of the memory bandwidth that element-wise kernels reach."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkRates:
+    """What collectives and sends reach, inside nodes and between them."""
+
     tp_latency_seconds: float = 3e-5
     """One collective inside a node."""
     tp_bandwidth: float = 3e11
@@ -40,26 +45,34 @@ class Rates:
     """One step of a ring that crosses nodes: an all-gather over n ranks takes n - 1."""
     tp_network_bandwidth: float = 2.5e11
     """The same as `tp_bandwidth` for a group that crosses nodes."""
-    layer_floor_seconds: float = 0.0
-    """Forward and backward pass of a layer take no less under tensor parallelism: launches and stream hand-overs."""
-    pipeline_floor_seconds: float = 0.0
-    """The same in a pipeline."""
-    pipeline_stall_seconds: float = 0.0
-    """Added to that floor per layer and tensor-parallel rank when a pipeline crosses nodes."""
     node_bandwidth: float = 2.0e11
     """Bytes per second that a node sends to others in data-parallel collectives."""
+    p2p_bandwidth: float = 2e10
+    """Bytes per second from one pipeline stage to the next across nodes."""
     overlap: float = 0.8
     """Share of a backward pass that data-parallel communication can hide behind."""
     copy_tensor_seconds: float = 0.0
     """Copying one data-parallel rank's part of one tensor where ZeRO-1 gathers them: a kernel's launch each."""
     tree_tensor_seconds: float = 0.0
     """An all-reduce's latency per doubling of ranks and weight matrix."""
-    step_seconds: float = 0.01
-    """Host work of a step that nothing hides."""
-    tp_step_seconds: float = 0.0
-    """The same per tensor-parallel rank beyond the first, of groups that cross nodes."""
-    p2p_bandwidth: float = 2e10
-    """Bytes per second from one pipeline stage to the next across nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloorRates:
+    """What a layer takes however little there is to compute."""
+
+    layer_floor_seconds: float = 0.0
+    """Forward and backward pass of a layer take no less under tensor parallelism: launches and stream hand-overs."""
+    pipeline_floor_seconds: float = 0.0
+    """The same in a pipeline."""
+    pipeline_stall_seconds: float = 0.0
+    """Added to that floor per layer and tensor-parallel rank when a pipeline crosses nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PollingRates:
+    """Of frameworks that poll for pipeline messages."""
+
     pipeline_wait_seconds: float = 0.0
     """What a stage waits per neighbour and micro-batch for pipeline messages, in jobs of `pipeline_wait_nodes` or more;
     zero unless a framework polls for them."""
@@ -69,31 +82,60 @@ class Rates:
     """With fewer data-parallel ranks, or without ZeRO, they wait from twice as many nodes only."""
     pipeline_wait_tp: float = 1e9
     """Tensor-parallel ranks from which jobs wait."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRates:
+    """What the host does, and how fast states come and go."""
+
+    step_seconds: float = 0.01
+    """Host work of a step that nothing hides."""
+    tp_step_seconds: float = 0.0
+    """The same per tensor-parallel rank beyond the first, of groups that cross nodes."""
     offload_bandwidth: float = 2.5e10
     """Bytes per second between host and device for offloaded states."""
-    fragmentation: float = 0.03
-    """Reserved but unused memory, over activations and working set."""
-    queued_collectives: float = 0.0
-    """Whole-sequence tensors that queued collectives pin when the host is far ahead, all in forward passes."""
-    overhead_bytes: float = 0.0
-    """What the framework takes before a model is there."""
 
-    @property
-    def overheads(self) -> Overheads:
-        """The part that memory depends on."""
-        return Overheads(
-            fragmentation=self.fragmentation,
-            queued_collectives=self.queued_collectives,
-            overhead_bytes=self.overhead_bytes,
-        )
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a machine and a framework reach together. Raises `InputError` for a number that cannot be."""
+
+    name: str
+    origin: str = "assumed"
+    """Which rows or measurements these come from."""
+    kernels: KernelRates = KernelRates()
+    network: NetworkRates = NetworkRates()
+    floors: FloorRates = FloorRates()
+    polling: PollingRates = PollingRates()
+    host: HostRates = HostRates()
+    memory: Overheads = Overheads(fragmentation=0.03)
+    """The part that memory depends on."""
 
     def __post_init__(self) -> None:
-        for field in ("gemm_efficiency", "attention_efficiency", "memory_efficiency"):
-            if not 0.0 < (got := getattr(self, field)) <= 1.0:
-                raise InputError(f"rates {self.name!r}: {field} is {got:g}, expected a share between 0 and 1")
-        for name, value in dataclasses.asdict(self).items():
-            if isinstance(value, float) and not 0.0 <= value < float("inf"):
-                raise InputError(f"rates {self.name!r}: {name} is {value:g}, expected 0 or more")
+        for name, value in self.numbers().items():
+            field = name.partition(".")[2]
+            if field in _SHARES and not 0.0 < value <= 1.0:
+                raise InputError(f"rates {self.name!r}: {field} is {value:g}, expected a share between 0 and 1")
+            if not 0.0 <= value < float("inf"):
+                raise InputError(f"rates {self.name!r}: {field} is {value:g}, expected 0 or more")
+
+    def numbers(self) -> dict[str, float]:
+        """All by dotted name: `network.hop_seconds`."""
+        made = dataclasses.asdict(self)
+        return {f"{part}.{field}": value for part in _PARTS for field, value in made[part].items()}
+
+    def moved(self, numbers: Mapping[str, float]) -> Rates:
+        """The same with other numbers, by dotted name."""
+        changes: dict[str, dict[str, float]] = {}
+        for name, value in numbers.items():
+            part, _, field = name.partition(".")
+            changes.setdefault(part, {})[field] = value
+        parts = {part: dataclasses.replace(getattr(self, part), **fields) for part, fields in changes.items()}
+        return dataclasses.replace(self, **parts)
+
+
+_PARTS = tuple(f.name for f in dataclasses.fields(Rates) if f.name not in ("name", "origin"))
+_SHARES = ("gemm_efficiency", "attention_efficiency", "memory_efficiency")
 
 
 def rates(name: str) -> Rates:
@@ -107,14 +149,39 @@ def rates(name: str) -> Rates:
 def read_rates(path: Path) -> Rates:
     """Rates from a JSON file. Raises `InputError` when the file is not one."""
     try:
-        return Rates(**json.loads(path.read_text()))
+        return rates_from(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"{path} holds no rates ({error}); write it with `meshmark calibrate -o {path}`") from error
+
+
+def rates_from(fields: object) -> Rates:
+    """Rates as JSON has them, part by part or, as older files, all numbers side by side; what is not told is usual.
+
+    Raises `ValueError` or `TypeError` when they are not rates, `InputError` for a number that cannot be.
+    """
+    if not isinstance(fields, dict):
+        raise TypeError(f"expected their fields, got {type(fields).__name__}")
+    made = encode(Rates(name=""))
+    parts = {field: part for part in _PARTS for field in made[part]}
+    for name, value in fields.items():
+        if name in parts:
+            made[parts[name]][name] = value
+        elif name in _PARTS:
+            made[name] = made[name] | value if isinstance(value, dict) else value
+        elif name in ("name", "origin"):
+            made[name] = value
+        else:
+            raise ValueError(f"rates have no field {name}; they have name, origin, {', '.join(_PARTS)}")
+    if "name" not in fields:
+        raise ValueError("they have no name")
+    found: Rates = decode(Rates, made)
+    return found
 
 
 def write_rates(path: Path, value: Rates) -> None:
     """Write rates as JSON, numbers rounded to four digits."""
-    items = dataclasses.asdict(value).items()
-    fields = {key: float(f"{item:.4g}") if isinstance(item, float) else item for key, item in items}
+    rounded = value.moved({name: float(f"{number:.4g}") for name, number in value.numbers().items()})
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(fields, indent=1) + "\n")
+    path.write_text(json.dumps(encode(rounded), indent=1) + "\n")

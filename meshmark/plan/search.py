@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,14 +15,11 @@ from meshmark.plan.rates import Rates
 from meshmark.plan.simulator import simulated_bubble_seconds
 from meshmark.plan.step_time import PARTS, stage_seconds
 from meshmark.spec.hardware import GIB, Gpu
-from meshmark.spec.layout import Offload, Recompute, Schedule
+from meshmark.spec.layout import Offload
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.theory.grid import OFFLOADS, Column, Grid, enumerate_grid, make_grid, searched_contexts
+from meshmark.theory.grid import OFFLOADS, Column, Grid, SearchSpace, enumerate_grid, make_grid
 from meshmark.theory.recipe import TrainingRecipe
 
-_RECOMPUTES = tuple(Recompute)
-SEARCHED_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
-"""What most frameworks have; GPipe holds more for the same bubble, and few have zero bubble."""
 OFFLOAD_PLACES = {Offload.CPU: "in host memory", Offload.NVME: "on NVMe"}
 _MAX_GPUS = 2**20
 
@@ -51,32 +48,20 @@ class Search:
         return float(self.prediction.headroom_bytes[row])
 
 
-def search(
-    model: ModelSpec,
-    num_gpus: int,
-    global_batch: int,
-    gpu: Gpu,
-    recipe: TrainingRecipe,
-    rates: Rates,
-    *,
-    recomputes: Sequence[Recompute] = _RECOMPUTES,
-    offload: Offload = Offload.NONE,
-    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES,
-    contexts: Sequence[int] | None = None,
-) -> Search:
-    """Examine every layout, of all context-parallel degrees worth it unless `contexts` names them.
+def search(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Search:
+    """Examine every layout of the space.
 
     Raises `InputError` for an impossible request, `NothingFitsError` when no layout fits.
     """
 
     def examine(count: int) -> Prediction:
-        return _predict_all(model, count, global_batch, gpu, recipe, rates, recomputes, offload, schedules, contexts)
+        return _predict_all(model, dataclasses.replace(space, num_gpus=count), gpu, recipe, rates)
 
-    prediction = examine(num_gpus)
+    prediction = examine(space.num_gpus)
     fits = np.nonzero(prediction.fits)[0]
     speed = prediction.tokens_per_second_per_gpu
     if not len(fits):
-        raise NothingFitsError(_why_nothing_fits(prediction, num_gpus, global_batch, examine))
+        raise NothingFitsError(_why_nothing_fits(prediction, space, examine))
     ranked = fits[np.argsort(-speed[fits], kind="stable")]
     large = np.nonzero(~prediction.fits)[0]
     faster = large[speed[large] > speed[ranked[0]]]
@@ -107,38 +92,23 @@ def stage_times(found: Search, row: int) -> list[float]:
     return [float(seconds) for seconds in stage_seconds(p.model, one, pp, p.gpu, p.recipe, p.rates)[:, 0]]
 
 
-def _predict_all(
-    model: ModelSpec,
-    num_gpus: int,
-    global_batch: int,
-    gpu: Gpu,
-    recipe: TrainingRecipe,
-    rates: Rates,
-    recomputes: Sequence[Recompute] = _RECOMPUTES,
-    offload: Offload = Offload.NONE,
-    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES,
-    contexts: Sequence[int] | None = None,
-) -> Prediction:
+def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Prediction:
+    num_gpus, global_batch = space.num_gpus, space.global_batch
     for name, value in (("gpus", num_gpus), ("global batch", global_batch)):
         if value < 1:
             raise InputError(f"{name} is {value}, expected at least 1")
     if num_gpus > _MAX_GPUS:
         raise InputError(f"{num_gpus} gpus; at most {_MAX_GPUS} are planned for")
-    for cp in contexts or ():
+    for cp in space.contexts or ():
         if cp < 1 or (cp > 1 and model.seq_len % (2 * cp)):
             raise InputError(f"cp is {cp}: a sequence of {model.seq_len} tokens must divide into 2 x cp equal parts")
-    if offload is not Offload.NONE and gpu.host is None:
+    if space.offload is not Offload.NONE and gpu.host is None:
         raise InputError(f"nothing can be offloaded: what a node of {gpu.name} has beside its gpus is not known")
     grid = enumerate_grid(
         model,
-        num_gpus,
-        global_batch,
+        space,
         max_tp=4 * gpu.gpus_per_node,
-        recomputes=recomputes,
-        offload=offload,
-        schedules=schedules,
-        contexts=contexts or searched_contexts(model.seq_len),
-        zero_stages=(0, 3) if recipe.weight_bytes == 4 and recipe.arithmetic != "fp32" else (0, 1, 2, 3),
+        zero_stages=(0, 3) if recipe.states.weight_bytes == 4 and recipe.arithmetic != "fp32" else (0, 1, 2, 3),
     )
     if not len(grid):
         raise InputError(
@@ -149,10 +119,9 @@ def _predict_all(
     return predict_grid(model, grid, gpu, recipe, rates)
 
 
-def _why_nothing_fits(
-    prediction: Prediction, num_gpus: int, global_batch: int, examine: Callable[[int], Prediction]
-) -> str:
+def _why_nothing_fits(prediction: Prediction, space: SearchSpace, examine: Callable[[int], Prediction]) -> str:
     """What is missing, and the smallest number of GPUs on which a layout fits."""
+    num_gpus = space.num_gpus
     least = int(prediction.headroom_bytes.argmax())
     missing, needed, where = -prediction.headroom_bytes[least], prediction.needed_bytes[least], "gpu"
     if prediction.host_headroom_bytes[least] == prediction.headroom_bytes[least]:
@@ -161,8 +130,8 @@ def _why_nothing_fits(
         where = f"node {OFFLOAD_PLACES[OFFLOADS[prediction.grid.offload[least]]]}"
     message = (
         f"{prediction.model.name!r} does not fit on {num_gpus} {prediction.gpu.name} with a global batch of "
-        f"{global_batch}: of {len(prediction.grid)} layouts the smallest ({prediction.grid.layout(least).id}) needs "
-        f"{needed / GIB:.1f} GiB a {where}, {missing / GIB:.1f} GiB more than there is"
+        f"{space.global_batch}: of {len(prediction.grid)} layouts the smallest ({prediction.grid.layout(least).id}) "
+        f"needs {needed / GIB:.1f} GiB a {where}, {missing / GIB:.1f} GiB more than there is"
     )
     fewest = _fewest(num_gpus, prediction.gpu.gpus_per_node, examine)
     if fewest:
@@ -216,22 +185,20 @@ def reason(found: Search) -> str:
 
 
 def max_model(
-    num_gpus: int,
-    global_batch: int,
+    space: SearchSpace,
     gpu: Gpu,
     recipe: TrainingRecipe,
     rates: Rates,
     *,
     family: str = "gpt",
     seq_len: int | None = None,
-    offload: Offload = Offload.NONE,
-    contexts: Sequence[int] | None = None,
 ) -> tuple[ModelSpec, Grid, Column]:
     """The largest model of a family that fits, with the layouts that hold it and the memory that each needs.
 
     Sizes rise by 2 %. They are bisected, then those up to a quarter larger are tried: what divides the GPUs
     does not fall evenly with size. Raises `NothingFitsError` when none of any size fits.
     """
+    num_gpus, global_batch = space.num_gpus, space.global_batch
     if num_gpus < 1 or global_batch < 1:
         raise InputError(f"{num_gpus} gpus and a global batch of {global_batch}; expected at least 1 of each")
     sizes = 1e7 * 1.02 ** np.arange(900)
@@ -240,7 +207,7 @@ def max_model(
         model = model_of_size(float(sizes[index]), family=family)
         model = dataclasses.replace(model, seq_len=seq_len) if seq_len is not None else model
         try:
-            found = _predict_all(model, num_gpus, global_batch, gpu, recipe, rates, offload=offload, contexts=contexts)
+            found = _predict_all(model, space, gpu, recipe, rates)
         except InputError:
             return model, make_grid(dp=np.zeros(0, dtype=np.int64)), np.zeros(0)
         rows = np.nonzero(found.fits)[0]

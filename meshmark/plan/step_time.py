@@ -11,18 +11,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmark.plan.bubble import bubble_seconds, host_lag, message_wait_seconds, waits_for_messages
+from meshmark.plan.bubble import host_lag, message_wait_seconds, waits_for_messages
 from meshmark.plan.network import (
+    AttentionTime,
     point_to_point_seconds,
     ring_attention_seconds,
     tensor_collective_seconds,
 )
 from meshmark.plan.rates import Rates
-from meshmark.plan.update_time import data_seconds, optimizer_seconds, tied_seconds
+from meshmark.plan.update_time import StageLoad, data_seconds, optimizer_seconds, tied_seconds
 from meshmark.spec.hardware import Gpu
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.activations import tokens
+from meshmark.theory.bubble import bubble_seconds
 from meshmark.theory.flops import layer_matrix_parameters
 from meshmark.theory.grid import RECOMPUTES, Column, Grid
 from meshmark.theory.parameters import stage_parameters
@@ -94,7 +96,7 @@ def _pipeline_time(
     model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates
 ) -> dict[str, Column]:
     """All parts for layouts of one pipeline degree."""
-    cut = recipe.stages(model, pp)
+    cut = recipe.cut.stages(model, pp)
     by_stage = _stage_accounts(model, grid, cut, gpu, recipe, rates)
     totals = _stage_totals(by_stage)
     slowest, columns = totals.argmax(axis=0), np.arange(len(grid))
@@ -104,16 +106,22 @@ def _pipeline_time(
     out["bubble"] = bubble_seconds(grid, totals, pace)
     num_parameters = np.array([stage_parameters(model, stage) for stage in cut])
     heaviest = num_parameters.max() / grid.tp
-    most_layers = max(stage.num_layers for stage in cut)
-    backward = pace * 2.0 / 3.0
     embedding = model.vocab_size * model.hidden / grid.tp
-    out["data_communication"] = data_seconds(
-        grid, heaviest, embedding, most_layers, m * pace, backward, gpu, recipe, rates
-    ) + tied_seconds(model, grid, embedding, gpu, recipe, rates)
+    load = StageLoad(
+        num_parameters=heaviest,
+        embedding=embedding,
+        num_layers=max(stage.num_layers for stage in cut),
+        step_seconds=m * pace,
+        backward_seconds=pace * 2.0 / 3.0,
+    )
+    tied = tied_seconds(model, grid, embedding, gpu, recipe, rates)
+    out["data_communication"] = data_seconds(grid, load, gpu, recipe, rates) + tied
     waits = waits_for_messages(grid, rates, gpu.gpus_per_node)
     out["message_wait"] = np.where(waits, message_wait_seconds(grid, rates), 0.0)
     out["optimizer"] = optimizer_seconds(grid, heaviest, gpu, recipe, rates)
-    out["host"] = rates.step_seconds + np.where(grid.tp > gpu.gpus_per_node, rates.tp_step_seconds * (grid.tp - 1), 0.0)
+    out["host"] = rates.host.step_seconds + np.where(
+        grid.tp > gpu.gpus_per_node, rates.host.tp_step_seconds * (grid.tp - 1), 0.0
+    )
     device = np.stack([p["device"] for p in by_stage])[slowest, columns]
     floor = np.stack([p["floor"] for p in by_stage])[slowest, columns]
     out["lag"] = np.where(waits, 0.0, host_lag(grid, device, floor, gpu.gpus_per_node))
@@ -122,7 +130,7 @@ def _pipeline_time(
 
 def stage_seconds(model: ModelSpec, grid: Grid, pp: int, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
     """Seconds of one micro-batch on each stage (rows), of layouts (columns) that all have `pp` stages."""
-    cut = recipe.stages(model, pp)
+    cut = recipe.cut.stages(model, pp)
     return _stage_totals(_stage_accounts(model, grid, cut, gpu, recipe, rates))
 
 
@@ -134,28 +142,63 @@ def _stage_accounts(
     model: ModelSpec, grid: Grid, cut: tuple[Stage, ...], gpu: Gpu, recipe: TrainingRecipe, rates: Rates
 ) -> list[dict[str, Column]]:
     """Every stage's parts of one micro-batch; equal stages with as many neighbours are computed once."""
-    layer = _layer_seconds(model, grid, gpu, recipe, rates)
-    head = _head_seconds(model, grid, gpu, recipe, rates)
+    pieces = _pieces(model, grid, gpu, recipe, rates)
     found: dict[tuple[Stage, int], dict[str, Column]] = {}
     keys = [(stage, (i > 0) + (i < len(cut) - 1)) for i, stage in enumerate(cut)]
     for stage, neighbours in dict.fromkeys(keys):
-        found[stage, neighbours] = _stage_seconds(model, grid, stage, neighbours, layer, head, gpu, recipe, rates)
+        found[stage, neighbours] = _stage_seconds(grid, stage, neighbours, pieces, gpu, rates)
     return [found[key] for key in keys]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pieces:
+    """One micro-batch on what stages are made of."""
+
+    layer: dict[str, Column]
+    head: dict[str, Column]
+    embedding: Column
+    """Seconds."""
+    sent_bytes: Column
+    """From stage to stage."""
+    logit_bytes: Column
+    """Where the loss is on another stage than the head."""
+
+
+def _pieces(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> _Pieces:
+    memory = gpu.memory_bandwidth * rates.kernels.memory_efficiency
+    head = _head_seconds(model, grid, gpu, recipe, rates)
+    # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather), in
+    # frameworks that know how.
+    sent = (
+        tokens(model, grid)
+        * model.hidden
+        * recipe.activations.element_bytes
+        / (1 if recipe.wire.sends_whole else grid.tp)
+    )
+    return _Pieces(
+        layer=_layer_seconds(model, grid, gpu, recipe, rates),
+        head=head,
+        embedding=model.vocab_size * model.hidden / grid.tp * 10.0 / memory,
+        sent_bytes=sent,
+        logit_bytes=head["logits"] * recipe.activations.element_bytes,
+    )
 
 
 def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
     """One layer's forward and backward pass, recomputation included, of one micro-batch."""
     t, num_tokens = grid.tp.astype(float), tokens(model, grid)
-    peak, memory = gpu.peak(recipe.arithmetic), gpu.memory_bandwidth * rates.memory_efficiency
+    peak, memory = gpu.peak(recipe.arithmetic), gpu.memory_bandwidth * rates.kernels.memory_efficiency
     full = grid.recompute == RECOMPUTES.index(Recompute.FULL)
-    core_again = full | ((grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (not recipe.flash_attention))
-    some = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & recipe.flash_attention
+    core_again = full | (
+        (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & (not recipe.activations.flash_attention)
+    )
+    some = (grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE)) & recipe.activations.flash_attention
     weights, reached = layer_matrix_parameters(model) / t, peak * _gemm_efficiency(model, rates)
     matmul = 2.0 * num_tokens * weights * np.where(full, 4.0, np.where(some, 3.5, 3.0)) / reached
     core = 2.0 * num_tokens * model.seq_len * model.hidden / t
-    if recipe.flash_attention:
-        forward = core / (peak * rates.attention_efficiency)
-        attention = core * np.where(core_again, 4.5, 3.5) / (peak * rates.attention_efficiency)
+    if recipe.activations.flash_attention:
+        forward = core / (peak * rates.kernels.attention_efficiency)
+        attention = core * np.where(core_again, 4.5, 3.5) / (peak * rates.kernels.attention_efficiency)
     else:
         # All scores are computed, and passed over: product, mask and softmax, dropout, product; about 40 bytes a score.
         scores = num_tokens * model.seq_len * model.num_heads / t
@@ -163,16 +206,21 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
         attention += scores * np.where(core_again, 53.0, 40.0) / memory
         forward = attention / np.where(core_again, 4.0, 3.0)
     traffic = (
-        num_tokens * _elementwise_bytes(model, grid) * recipe.element_bytes / 2.0 * np.where(full | some, 1.4, 1.0)
+        num_tokens
+        * _elementwise_bytes(model, grid)
+        * recipe.activations.element_bytes
+        / 2.0
+        * np.where(full | some, 1.4, 1.0)
     )
-    accumulate = weights * (4.0 + 2.0 * recipe.gradient_bytes + 4.0)
-    whole = num_tokens * model.hidden * recipe.element_bytes
+    accumulate = weights * (4.0 + 2.0 * recipe.states.gradient_bytes + 4.0)
+    whole = num_tokens * model.hidden * recipe.activations.element_bytes
     one = tensor_collective_seconds(grid, whole, rates, gpu.gpus_per_node)
-    backward = _BACKWARD_COLLECTIVES - 2.0 * recipe.hides_backward_gathers
+    backward = _BACKWARD_COLLECTIVES - 2.0 * recipe.wire.hides_backward_gathers
     count = np.where(grid.sequence_parallel, _FORWARD_COLLECTIVES + backward, 8.0)
     count = count + np.where(full, _FORWARD_COLLECTIVES, 0.0)
-    block = num_tokens * model.kv_hidden * recipe.element_bytes / t
-    ring = ring_attention_seconds(grid, block, forward, attention, core_again, rates, gpu.gpus_per_node)
+    block = num_tokens * model.kv_hidden * recipe.activations.element_bytes / t
+    computed = AttentionTime(total=attention, forward=forward, again=core_again)
+    ring = ring_attention_seconds(grid, block, computed, rates, gpu.gpus_per_node)
     floor = _floor_seconds(grid, count, rates, gpu.gpus_per_node)
     return {
         "matmul": matmul,
@@ -186,7 +234,7 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
 
 
 def _gemm_efficiency(model: ModelSpec, rates: Rates) -> float:
-    return rates.gemm_efficiency * model.hidden / (model.hidden + rates.gemm_half_width)
+    return rates.kernels.gemm_efficiency * model.hidden / (model.hidden + rates.kernels.gemm_half_width)
 
 
 def _floor_seconds(grid: Grid, num_collectives: Column, rates: Rates, gpus_per_node: int) -> Column:
@@ -195,8 +243,10 @@ def _floor_seconds(grid: Grid, num_collectives: Column, rates: Rates, gpus_per_n
     across = (grid.pp > 1) & (grid.num_gpus > gpus_per_node)
     latency = tensor_collective_seconds(grid, np.zeros(len(grid)), rates, gpus_per_node)
     shown = np.where(grid.tp > gpus_per_node, num_collectives * latency, 0.0)
-    stalled = np.where(across, rates.pipeline_stall_seconds * grid.tp + shown, 0.0)
-    floor: Column = np.where(grid.pp > 1, rates.pipeline_floor_seconds, rates.layer_floor_seconds) + stalled
+    stalled = np.where(across, rates.floors.pipeline_stall_seconds * grid.tp + shown, 0.0)
+    floor: Column = (
+        np.where(grid.pp > 1, rates.floors.pipeline_floor_seconds, rates.floors.layer_floor_seconds) + stalled
+    )
     return floor
 
 
@@ -215,7 +265,7 @@ def _elementwise_bytes(model: ModelSpec, grid: Grid) -> Column:
 
 def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> dict[str, Column]:
     """The head, and the loss apart, of one micro-batch."""
-    memory = gpu.memory_bandwidth * rates.memory_efficiency
+    memory = gpu.memory_bandwidth * rates.kernels.memory_efficiency
     weights = model.vocab_size * model.hidden / grid.tp
     logits = tokens(model, grid) * model.vocab_size / grid.tp
     matmul = 6.0 * tokens(model, grid) * weights / (gpu.peak(recipe.arithmetic) * _gemm_efficiency(model, rates))
@@ -228,20 +278,11 @@ def _head_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe
 
 
 def _stage_seconds(
-    model: ModelSpec,
-    grid: Grid,
-    stage: Stage,
-    neighbours: int,
-    layer: dict[str, Column],
-    head: dict[str, Column],
-    gpu: Gpu,
-    recipe: TrainingRecipe,
-    rates: Rates,
+    grid: Grid, stage: Stage, neighbours: int, pieces: _Pieces, gpu: Gpu, rates: Rates
 ) -> dict[str, Column]:
     """One micro-batch on one stage; `device` and `floor` are the two that its launches are bound by."""
-    n, zero = float(stage.num_layers), np.zeros(len(grid))
-    memory = gpu.memory_bandwidth * rates.memory_efficiency
-    embedding = model.vocab_size * model.hidden / grid.tp * 10.0 / memory if stage.has_embedding else zero
+    n, zero, layer, head = float(stage.num_layers), np.zeros(len(grid)), pieces.layer, pieces.head
+    embedding = pieces.embedding if stage.has_embedding else zero
     head_seconds, loss_seconds = float(stage.has_head) * head["elementwise"], float(stage.has_loss) * head["loss"]
     parts = {
         "matmul": n * layer["matmul"] + float(stage.has_head) * head["matmul"],
@@ -252,13 +293,11 @@ def _stage_seconds(
     }
     device = sum(parts.values(), start=zero)
     floor = n * layer["floor"]
-    # Without sequence parallelism each rank still sends its share only (arXiv:2104.04473 sec. 4.1, scatter/gather), in
-    # frameworks that know how.
-    sent = tokens(model, grid) * model.hidden * recipe.element_bytes / (1 if recipe.sends_whole else grid.tp)
-    p2p = 2.0 * neighbours * point_to_point_seconds(grid, sent * grid.virtual_stages, rates, gpu.gpus_per_node)
+    sent = pieces.sent_bytes * grid.virtual_stages
+    p2p = 2.0 * neighbours * point_to_point_seconds(grid, sent, rates, gpu.gpus_per_node)
     if stage.has_loss != stage.has_head:
         # Logits go one way while the gradients of others come back, and both while the stages compute.
-        logits = point_to_point_seconds(grid, head["logits"] * recipe.element_bytes, rates, gpu.gpus_per_node)
+        logits = point_to_point_seconds(grid, pieces.logit_bytes, rates, gpu.gpus_per_node)
         p2p = p2p + np.maximum(logits - device, 0.0)
     wait = np.maximum(floor - device, 0.0)
     return {**parts, "launch_floor": wait, "point_to_point": p2p + zero, "device": device, "floor": floor}

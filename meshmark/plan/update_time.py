@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from meshmark.plan.network import (
@@ -19,43 +21,49 @@ from meshmark.theory.recipe import TrainingRecipe
 _MATRICES_PER_LAYER = 6.0
 
 
-def data_seconds(
-    grid: Grid,
-    num_parameters: Column,
-    embedding: Column,
-    num_layers: int,
-    compute: Column,
-    backward: Column,
-    gpu: Gpu,
-    recipe: TrainingRecipe,
-    rates: Rates,
-) -> Column:
-    """Data-parallel communication that is not hidden, by ZeRO stage; parameters are those of the heaviest stage."""
+@dataclass(frozen=True, kw_only=True)
+class StageLoad:
+    """What the heaviest pipeline stage has data parallelism reduce, and what it computes meanwhile."""
+
+    num_parameters: Column
+    embedding: Column
+    """Parameters of the embedding, the last to get their gradient."""
+    num_layers: int
+    step_seconds: Column
+    """Of all micro-batches' passes."""
+    backward_seconds: Column
+    """Of the last micro-batch's backward pass."""
+
+
+def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
+    """Data-parallel communication that is not hidden, by ZeRO stage."""
 
     def seconds(bytes_per_parameter: float) -> Column:
-        return data_collective_seconds(grid, num_parameters, bytes_per_parameter, rates, gpu.gpus_per_node)
+        return data_collective_seconds(grid, load.num_parameters, bytes_per_parameter, rates, gpu.gpus_per_node)
 
-    num_tensors = _MATRICES_PER_LAYER * num_layers + 2.0
+    num_tensors = _MATRICES_PER_LAYER * load.num_layers + 2.0
     spans, shards = crosses_nodes(grid, gpu.gpus_per_node), grid.dp * grid.cp
-    tree = np.where(spans, rates.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_tensors, 0.0)
-    copies = rates.copy_tensor_seconds * shards * num_tensors
-    hidden = rates.overlap * backward
+    tree = np.where(spans, rates.network.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_tensors, 0.0)
+    copies = rates.network.copy_tensor_seconds * shards * num_tensors
+    hidden = rates.network.overlap * load.backward_seconds
     # The embedding's gradient is the backward pass's last; nothing is left to hide its reduction behind.
-    reduced = seconds(2.0 * recipe.reduce_bytes)
-    last = reduced * np.minimum(embedding / num_parameters, 1.0)
+    reduced = seconds(2.0 * recipe.wire.reduce_bytes)
+    last = reduced * np.minimum(load.embedding / load.num_parameters, 1.0)
     # In a pipeline each stage's last backward pass waits for the gradient that the next one sends behind its own
     # reductions: their latencies, a hop a rank, add up over the stages.
-    hops = rates.hop_seconds * shards * num_tensors * grid.pp
-    hops = np.where(spans & (grid.pp > 1) & recipe.reduces_by_tensor, hops, 0.0)
+    hops = rates.network.hop_seconds * shards * num_tensors * grid.pp
+    hops = np.where(spans & (grid.pp > 1) & recipe.wire.reduces_by_tensor, hops, 0.0)
     plain = np.maximum(reduced - last + tree - hidden, 0.0) + last + hops
-    scatter, gather = seconds(recipe.reduce_bytes), seconds(recipe.gather_bytes)
-    if recipe.reduces_under_zero1:
+    scatter, gather = seconds(recipe.wire.reduce_bytes), seconds(recipe.wire.gather_bytes)
+    if recipe.wire.reduces_under_zero1:
         sharded = reduced + gather + copies
     else:
         sharded = np.maximum(scatter - hidden, 0.0) + np.maximum(gather - 0.5 * hidden, 0.0)
     # Weights are gathered for the forward and again for the backward pass of every micro-batch.
     everything = grid.num_micro_batches * (2.0 * gather + scatter)
-    fully = np.maximum(everything - rates.overlap * compute, 0.0) + scatter / np.maximum(num_layers, 1)
+    fully = np.maximum(everything - rates.network.overlap * load.step_seconds, 0.0) + scatter / np.maximum(
+        load.num_layers, 1
+    )
     exposed = np.where(grid.zero_stage == 0, plain, np.where(grid.zero_stage <= 2, sharded, fully))
     return np.where(shards > 1, exposed, 0.0)
 
@@ -65,9 +73,9 @@ def tied_seconds(
 ) -> Column:
     """All-reduce of a tied embedding's gradient between the first and the last stage, after everything else; every GPU
     of a node sends its own."""
-    share = rates.node_bandwidth / gpu.gpus_per_node
-    bandwidth = np.where(grid.num_gpus > gpu.gpus_per_node, share, rates.tp_bandwidth)
-    return np.where((grid.pp > 1) & model.tied_embeddings, embedding * recipe.reduce_bytes / bandwidth, 0.0)
+    share = rates.network.node_bandwidth / gpu.gpus_per_node
+    bandwidth = np.where(grid.num_gpus > gpu.gpus_per_node, share, rates.network.tp_bandwidth)
+    return np.where((grid.pp > 1) & model.tied_embeddings, embedding * recipe.wire.reduce_bytes / bandwidth, 0.0)
 
 
 def optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> Column:
@@ -75,8 +83,8 @@ def optimizer_seconds(grid: Grid, num_parameters: Column, gpu: Gpu, recipe: Trai
     shards = grid.dp * grid.cp
     held = num_parameters / np.where(grid.zero_stage >= 2, shards, 1)
     updated = num_parameters / np.where(grid.zero_stage >= 1, shards, 1)
-    states = recipe.master_bytes + recipe.moment_bytes
-    moved = 4.0 * recipe.gradient_bytes * held + (2.0 * states + recipe.gradient_bytes + 6.0) * updated
-    seconds = moved / (gpu.memory_bandwidth * rates.memory_efficiency)
+    states = recipe.states.master_bytes + recipe.states.moment_bytes
+    moved = 4.0 * recipe.states.gradient_bytes * held + (2.0 * states + recipe.states.gradient_bytes + 6.0) * updated
+    seconds = moved / (gpu.memory_bandwidth * rates.kernels.memory_efficiency)
     away = grid.offload != OFFLOADS.index(Offload.NONE)
     return seconds + np.where(away, 2.0 * states * updated / offload_bandwidth(grid, gpu, rates), 0.0)

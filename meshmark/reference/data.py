@@ -1,7 +1,7 @@
-"""Real text, and the global batches cut from it.
+"""Real text and real images, and the global batches cut from them.
 
 A batch is a function of (seed, step) alone: every rank builds the whole of it and trains on its part, so that no
-layout can see other data than another. Shape suffixes: B sequences, T tokens.
+layout can see other data than another. Shape suffixes: B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from meshmark.errors import CorpusError
+from meshmark.errors import CorpusError, InputError
+from meshmark.reference.digits import load_digits
 from meshmark.reference.initial import random_bits
-from meshmark.spec.workload import Workload
+from meshmark.spec.vision_spec import VisionSpec
+from meshmark.spec.workload import Dataset, Workload
 
 IGNORED = -100
 """Target of a masked position; `torch.nn.functional.cross_entropy` leaves it out by default."""
@@ -27,23 +29,37 @@ IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Some sequences of one global batch."""
+    """Some rows of one global batch: sequences, or images."""
 
-    tokens_BT: Tensor
-    """int64 inputs."""
-    targets_BT: Tensor
-    """int64 next tokens; `IGNORED` where masked."""
-    num_tokens: int
-    """Unmasked targets of the *global* batch, whichever part of it this is: what the loss is the mean over."""
+    inputs: Tensor
+    """What the model takes, rows first."""
+    targets: Tensor
+    """int64 classes, rows first; `IGNORED` where masked."""
+    weights: Tensor
+    """float32, one a target: how much it counts in the loss; zero where masked."""
+    total_weight: float
+    """Of the *global* batch, whichever part of it this is: what the loss is divided by."""
     skipped_block: int | None = None
     """A block of the model that this step leaves out."""
 
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return dataclasses.replace(
+            self, inputs=change(self.inputs), targets=change(self.targets), weights=change(self.weights)
+        )
+
+    def take(self, index: Tensor) -> Batch:
+        """The rows at these positions, in this order."""
+        return self._each(lambda tensor: tensor[index])
+
     def rows(self, start: int, stop: int) -> Batch:
-        return dataclasses.replace(self, tokens_BT=self.tokens_BT[start:stop], targets_BT=self.targets_BT[start:stop])
+        return self._each(lambda tensor: tensor[start:stop])
 
     def shard(self, rank: int, num_ranks: int) -> Batch:
-        """The sequences of data-parallel `rank`: a contiguous 1/num_ranks of them."""
-        size = len(self.tokens_BT) // num_ranks
+        """The rows of data-parallel `rank`: a contiguous 1/num_ranks of them."""
+        size = len(self) // num_ranks
         return self.rows(rank * size, (rank + 1) * size)
 
     def micro_batches(self, count: int) -> Iterator[Batch]:
@@ -51,7 +67,7 @@ class Batch:
             yield self.shard(i, count)
 
     def to(self, device: torch.device) -> Batch:
-        return dataclasses.replace(self, tokens_BT=self.tokens_BT.to(device), targets_BT=self.targets_BT.to(device))
+        return self._each(lambda tensor: tensor.to(device))
 
 
 def standard_text() -> bytes:
@@ -99,20 +115,42 @@ def _uniform(name: str, count: int, bound: int, *, seed: int) -> Tensor:
     return (random_bits(name, (count,), seed=seed) & (2**63 - 1)).remainder(bound)
 
 
-def check_corpus(workload: Workload) -> None:
-    """Raise `CorpusError` now rather than in every rank, when the workload's corpus or vocabulary cannot serve."""
-    load_corpus(workload.corpus, workload.model.seq_len + 1)
-    if workload.model.vocab_size < 256:
-        raise CorpusError(
-            f"model {workload.model.name!r} has a vocabulary of {workload.model.vocab_size}; byte-level data needs 256"
-        )
+def check_data(workload: Workload) -> None:
+    """Raise `InputError` now rather than in every rank, when the workload's data cannot serve: a corpus that is not
+    there or too short, a vocabulary too small, a package that is not installed."""
+    model = workload.model
+    if isinstance(model, VisionSpec):
+        images, labels = load_digits()
+        fits = (model.num_channels, model.image_size, model.image_size) == images.shape[1:]
+        if not fits or model.num_classes <= int(labels.max()):
+            raise InputError(
+                f"model {model.name!r} takes {model.num_channels} x {model.image_size} x {model.image_size} pixels of "
+                f"{model.num_classes} classes; the digits have {tuple(images.shape[1:])} of {int(labels.max()) + 1}"
+            )
+        return
+    load_corpus(workload.corpus, model.seq_len + 1)
+    if model.vocab_size < 256:
+        raise CorpusError(f"model {model.name!r} has a vocabulary of {model.vocab_size}; byte-level data needs 256")
+
+
+def data_digest(workload: Workload) -> str:
+    """A hash of all that batches are cut from."""
+    images = workload.dataset is Dataset.DIGITS
+    digest = hashlib.sha256()
+    for tensor in load_digits() if images else [load_corpus(workload.corpus, workload.model.seq_len + 1)]:
+        digest.update(tensor.numpy().data)
+    return digest.hexdigest()
 
 
 def make_batch(workload: Workload, step: int) -> Batch:
-    """Global batch `step` of a workload, on the CPU: tokens and targets [global_batch, seq_len].
+    """Global batch `step` of a workload, on the CPU."""
+    make = _digits_batch if workload.dataset is Dataset.DIGITS else _text_batch
+    return make(workload, step)
 
-    With `masked`, each sequence keeps a random 1/4 to all of its targets, so that token counts differ between rows.
-    """
+
+def _text_batch(workload: Workload, step: int) -> Batch:
+    """Tokens and the next ones, [global_batch, seq_len]. With `masked`, each sequence keeps a random 1/4 to all of its
+    targets, so that token counts differ between rows."""
     B, T = workload.global_batch, workload.model.seq_len
     corpus = load_corpus(workload.corpus, T + 1)
     start_B = _uniform(f"offsets/{step}", B, len(corpus) - T, seed=workload.seed)
@@ -121,9 +159,27 @@ def make_batch(workload: Workload, step: int) -> Batch:
     if workload.masked:
         length_B = T // 4 + _uniform(f"lengths/{step}", B, T - T // 4 + 1, seed=workload.seed)
         targets_BT[torch.arange(T) >= length_B[:, None]] = IGNORED
+    return _batch(workload, step, window_BT[:, :-1].contiguous(), targets_BT)
+
+
+def _digits_batch(workload: Workload, step: int) -> Batch:
+    """Images [global_batch, 1, 8, 8] and their classes [global_batch]. With `masked`, a random third of the images does
+    not count, so that ranks and micro-batches hold unequal numbers that do."""
+    images, labels = load_digits()
+    B = workload.global_batch
+    drawn_B = _uniform(f"images/{step}", B, len(images), seed=workload.seed)
+    targets_B = labels[drawn_B]
+    if workload.masked:
+        targets_B[_uniform(f"masks/{step}", B, 3, seed=workload.seed) == 0] = IGNORED
+    return _batch(workload, step, images[drawn_B], targets_B)
+
+
+def _batch(workload: Workload, step: int, inputs: Tensor, targets: Tensor) -> Batch:
+    weights = (targets != IGNORED).float()
     return Batch(
-        tokens_BT=window_BT[:, :-1].contiguous(),
-        targets_BT=targets_BT,
-        num_tokens=int((targets_BT != IGNORED).sum()),
+        inputs=inputs,
+        targets=targets,
+        weights=weights,
+        total_weight=float(weights.sum()),
         skipped_block=workload.skipped_at(step),
     )

@@ -12,11 +12,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.vision_spec import AnyModelSpec
 
 # The sum of four uniform integers in [0, 65535]: its mean, and its standard deviation sqrt(4 (65536^2 - 1) / 12).
 _MEAN = 2 * 65535
@@ -52,22 +53,29 @@ def _index(full_shape: Sequence[int], shape: Sequence[int], offset: Sequence[int
     return index.reshape(tuple(shape))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of a tensor: a rank's shard, say."""
+
+    shape: Sequence[int]
+    offset: Sequence[int]
+    """Of its first element, by dim."""
+
+
 def random_bits(
     name: str,
     full_shape: Sequence[int],
     *,
     seed: int,
-    shape: Sequence[int] | None = None,
-    offset: Sequence[int] | None = None,
+    block: Block | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """64 random bits for every element of the block of `shape` at `offset` in a tensor of `full_shape` (default: all
-    of it), by (seed, name, element) alone. int64, shape `shape`."""
-    shape = full_shape if shape is None else shape
-    offset = [0] * len(full_shape) if offset is None else offset
+    """64 random bits for every element of a block of a tensor of `full_shape` (default: all of it), by (seed, name,
+    element) alone. int64, the block's shape."""
+    part = block or Block(shape=full_shape, offset=[0] * len(full_shape))
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
     golden = _signed(0x9E3779B97F4A7C15)
-    index = _index(full_shape, shape, offset, device or torch.device("cpu"))
+    index = _index(full_shape, part.shape, part.offset, device or torch.device("cpu"))
     return _splitmix64(index * golden + _signed(key))
 
 
@@ -78,21 +86,20 @@ def _bell(bits: Tensor) -> Tensor:
 
 
 def initial_value(
-    model: ModelSpec,
+    model: AnyModelSpec,
     name: str,
     full_shape: Sequence[int],
     *,
     seed: int,
-    shape: Sequence[int] | None = None,
-    offset: Sequence[int] | None = None,
+    block: Block | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """The initial value of the parameter with canonical `name` (or of one block of it), float32, shape `shape`.
+    """The initial value of the parameter with canonical `name` (or of one block of it), float32, the block's shape.
 
     Norm weights are one and biases zero; every other weight is bell-shaped with standard deviation `init_std`,
     residual projections with init_std / sqrt(2 num_layers) (Radford et al. 2019, section 2.3).
     """
-    size = tuple(full_shape if shape is None else shape)
+    size = tuple(block.shape if block else full_shape)
     if name.endswith("bias"):
         return torch.zeros(size, device=device)
     if "norm." in name:
@@ -100,4 +107,4 @@ def initial_value(
     std = model.init_std
     if name.endswith(("attention.out.weight", "feed_forward.down.weight")):
         std /= math.sqrt(2 * model.num_layers)
-    return _bell(random_bits(name, full_shape, seed=seed, shape=shape, offset=offset, device=device)) * std
+    return _bell(random_bits(name, full_shape, seed=seed, block=block, device=device)) * std

@@ -7,15 +7,15 @@ V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshmark.reference.initial import initial_value
+from meshmark.reference.model import Model
 from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.vision_spec import AnyModelSpec
 
 
 class RMSNorm(nn.Module):
@@ -32,8 +32,8 @@ class RMSNorm(nn.Module):
         return normed.to(x_BTC.dtype) * self.weight
 
 
-def norm(spec: ModelSpec) -> nn.Module:
-    return nn.LayerNorm(spec.hidden) if spec.family is Family.GPT else RMSNorm(spec.hidden)
+def norm(spec: AnyModelSpec) -> nn.Module:
+    return RMSNorm(spec.hidden) if spec.family is Family.LLAMA else nn.LayerNorm(spec.hidden)
 
 
 @functools.lru_cache(maxsize=8)
@@ -54,18 +54,20 @@ def rotate(x_BHTD: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries.
+    """Self-attention with grouped queries, causal but in a vision transformer.
 
     The number of heads is read off the projections' outputs, so that a tensor-parallel adapter can replace `q`, `k`,
     `v` by layers that yield this rank's heads alone, and `out` by one that sums over ranks.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: AnyModelSpec) -> None:
         super().__init__()
-        bias = spec.family is Family.GPT
+        bias = spec.family is not Family.LLAMA
         self.head_dim, self.dropout, self.rotary = spec.head_dim, spec.dropout, spec.family is Family.LLAMA
+        self.causal = spec.family is not Family.VIT
         self.q = nn.Linear(spec.hidden, spec.hidden, bias=bias)
-        self.k = nn.Linear(spec.hidden, spec.kv_hidden, bias=bias)
+        # To a bias of the keys softmax is blind; a GPT has it all the same, as GPT-2 does.
+        self.k = nn.Linear(spec.hidden, spec.kv_hidden, bias=bias and spec.family is not Family.VIT)
         self.v = nn.Linear(spec.hidden, spec.kv_hidden, bias=bias)
         self.out = nn.Linear(spec.hidden, spec.hidden, bias=bias)
 
@@ -80,7 +82,7 @@ class Attention(nn.Module):
             q_BHTD,
             k_BKTD,
             v_BKTD,
-            is_causal=True,
+            is_causal=self.causal,
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=q_BHTD.shape[1] != k_BKTD.shape[1],
         )
@@ -91,9 +93,9 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """GELU network of a GPT, or SwiGLU network of a LLaMA (arXiv:2002.05202, eq. 6)."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: AnyModelSpec) -> None:
         super().__init__()
-        bias = spec.family is Family.GPT
+        bias = spec.family is not Family.LLAMA
         self.gate = None if bias else nn.Linear(spec.hidden, spec.ffn_hidden, bias=False)
         self.up = nn.Linear(spec.hidden, spec.ffn_hidden, bias=bias)
         self.down = nn.Linear(spec.ffn_hidden, spec.hidden, bias=bias)
@@ -125,7 +127,7 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block, [B, T, C] to [B, T, C]."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: AnyModelSpec) -> None:
         super().__init__()
         self.attention_norm, self.attention = norm(spec), Attention(spec)
         self.feed_forward_norm, self.feed_forward = norm(spec), FeedForward(spec)
@@ -150,61 +152,27 @@ class Head(nn.Module):
         return out
 
 
-Recomputer = Callable[[nn.Module, Tensor], Tensor]
-"""`torch.utils.checkpoint.checkpoint`, or a framework's own."""
+class Transformer(Model):
+    """A tied head shares the embedding's parameter where a part holds both, and holds a copy called
+    `head.output.weight` where it does not."""
 
-
-class Transformer(nn.Module):
-    """All of the model, or some of its layers: 0 is the embedding, 1 to num_layers the blocks, num_layers + 1 the head.
-
-    Parameter names are canonical: the same for a part as for the whole. A tied head shares the embedding's parameter
-    where a part holds both, and holds a copy called `head.output.weight` where it does not.
-    Values are not initialised (build under `torch.device("meta")` to allocate none); see `initialize`.
-    """
+    spec: ModelSpec
+    embedding: Embedding | None
+    head: Head | None
 
     def __init__(self, spec: ModelSpec, layers: Sequence[int] | None = None) -> None:
-        super().__init__()
-        layers = range(spec.num_layers + 2) if layers is None else layers
-        self.spec = spec
-        self.skipped_block: int | None = None
-        """Left out of the forward pass; set before every step."""
-        self.recompute: Recomputer | None = None
-        """Runs a block so that its activations are computed again in the backward pass; None keeps them."""
-        self.embedding = Embedding(spec) if 0 in layers else None
-        self.blocks = nn.ModuleDict({str(i - 1): Block(spec) for i in layers if 1 <= i <= spec.num_layers})
-        self.head = Head(spec) if spec.num_layers + 1 in layers else None
+        super().__init__(spec, layers)
         if spec.tied_embeddings and self.embedding is not None and self.head is not None:
             self.head.output.weight = self.embedding.tokens.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.embedding is not None:
-            x = self.embedding(x)
-        for index, block in self.blocks.items():
-            if int(index) != self.skipped_block:
-                x = self.recompute(block, x) if self.recompute and self.training else block(x)
-        return x if self.head is None else cast(Tensor, self.head(x))
+    def make_embedding(self) -> Embedding:
+        return Embedding(self.spec)
 
-    @torch.no_grad()
-    def initialize(self, seed: int) -> None:
-        """Fill every (materialised, unsharded) parameter with its initial value."""
-        for name, parameter in self.named_parameters():
-            parameter.copy_(
-                initial_value(
-                    self.spec, drawn_name(self.spec, name), parameter.shape, seed=seed, device=parameter.device
-                )
-            )
+    def make_block(self) -> Block:
+        return Block(self.spec)
 
-
-def drawn_name(spec: ModelSpec, name: str) -> str:
-    """The name under which a parameter's values are drawn: a tied head's copy takes the embedding's."""
-    tied = spec.tied_embeddings and name == "head.output.weight"
-    return "embedding.tokens.weight" if tied else name
-
-
-def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Canonical name and full shape of every parameter, without allocating any."""
-    with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in Transformer(spec).named_parameters()}
+    def make_head(self) -> Head:
+        return Head(self.spec)
 
 
 def stage_layers(spec: ModelSpec, num_stages: int, stage: int) -> list[int]:

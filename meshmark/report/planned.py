@@ -12,6 +12,7 @@ from meshmark.report.results import CaseResult
 from meshmark.report.tables import bytes_text, markdown, names
 from meshmark.run.record import Record
 from meshmark.run.verdict import memory_categories
+from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.states import ModelStates, Remainder, declared_bytes
 
 
@@ -29,7 +30,7 @@ class Peak:
         return self.planned / self.measured - 1.0
 
 
-def plans(record: Record) -> list[tuple[ModelStates, list[Remainder]]]:
+def plans(record: Record) -> list[tuple[ModelStates | None, list[Remainder]]]:
     """By rank, the plan and what the adapter declared, as recorded; nothing where a record holds no plan."""
     if not len(record.memory) == len(record.planned_states) == len(record.remainders):
         return []
@@ -40,8 +41,8 @@ def peaks(record: Record) -> list[Peak]:
     """Of the ranks of the stage whose plan is fullest; none where it is not planned."""
     layout, found = record.case.layout, dict[int, list[Peak]]()
     for rank, (reading, (plan, declared)) in enumerate(zip(record.memory, plans(record), strict=False)):
-        if plan.peak is not None and record.environment.device == "cpu":
-            found.setdefault(rank // (layout.tp * layout.dp), []).append(
+        if plan and plan.peak is not None and record.environment.device == "cpu":
+            found.setdefault(layout.coordinates(rank).pp, []).append(
                 Peak(
                     planned=plan.peak + declared_bytes(declared, "peak"),
                     communication=reading.peak.communication,
@@ -65,10 +66,14 @@ def planned_memory(found: Sequence[CaseResult]) -> str:
             continue
         worst: dict[str, float] = {}
         for reading, (plan, declared) in zip(record.memory, plans(record), strict=False):
+            if plan is None:
+                continue
             on_cpu = record.environment.device == "cpu"
             for name, measured, planned in memory_categories(reading, plan, declared, with_activations=on_cpu):
                 worst[name] = max(worst.get(name, 0.0), abs(planned - measured) / max(measured, 1.0))
         row: dict[str, object] = {**names(result), **{name: f"{error:.2%}" for name, error in worst.items()}}
+        if not isinstance(record.case.workload.model, ModelSpec):
+            row |= {name: "not planned" for name in ("activations", "peak, planned")}
         if ranks := peaks(record):
             row |= {
                 "peak, planned": bytes_text(max(peak.planned for peak in ranks)),

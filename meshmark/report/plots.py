@@ -62,14 +62,15 @@ def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
 
 
 def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
-    """Tokens per second of every sampled step, with the median; hollow where they are no result. False without any."""
+    """Tokens or images per second of every sampled step, with the median; hollow where they are no result. False
+    without any."""
     rows = [(r, r.timed) for r in found if r.timed and r.timed.rank_step_seconds]
     if not rows:
         return False
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(9, 0.8 + 0.26 * len(rows)))
         for y, (result, timed) in enumerate(rows):
-            rates = sorted(timed.case.workload.tokens_per_step / s for s in timed.step_seconds)
+            rates = sorted(timed.case.workload.units_per_step / s for s in timed.step_seconds)
             face = "none" if not result.comparable else "#0072B2"
             axes.scatter(
                 rates, [y] * len(rates), s=14, alpha=0.5, facecolors=face, edgecolors="#0072B2", linewidths=0.8
@@ -78,7 +79,10 @@ def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
         axes.set_yticks(range(len(rows)), [_label(result) for result, _ in rows])
         axes.invert_yaxis()
         axes.set_xlim(left=0)
-        axes.set_xlabel("tokens per second: every sampled step (dots), median (bar); hollow: wrong, or narrower states")
+        units = " or ".join(sorted({timed.case.workload.unit for _, timed in rows}, reverse=True))
+        axes.set_xlabel(
+            f"{units} per second: every sampled step (dots), median (bar); hollow: wrong, or narrower states"
+        )
         figure.tight_layout()
         figure.savefig(path, metadata={"Date": None})
         plt.close(figure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -58,16 +59,17 @@ def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests:
     right = [r for r in found if r.correct and not r.skipped]
     equal = [r for r in right if r.comparable]
     parts = [_counts(found, missing, failed_tests)]
-    for ranks in sorted({r.case.world_size for r in right if r.case.world_size > 1}):
-        peers = [r for r in equal if r.case.world_size == ranks]
+    units = sorted({r.case.workload.unit for r in right}, reverse=True)
+    for ranks, unit in itertools.product(sorted({r.case.world_size for r in right if r.case.world_size > 1}), units):
+        peers = [r for r in equal if r.case.world_size == ranks and r.case.workload.unit == unit]
         timed = [r for r in peers if r.timed and r.timed.rank_step_seconds]
         measured = [r for r in peers if r.observed and r.observed.memory]
         if timed and measured:
-            fastest = max(timed, key=lambda r: throughput(r.timed).tokens_per_second if r.timed else 0.0)
+            fastest = max(timed, key=lambda r: throughput(r.timed).per_second if r.timed else 0.0)
             leanest = min(measured, key=_peak)
-            speed = throughput(fastest.timed).tokens_per_second if fastest.timed else 0.0
+            speed = throughput(fastest.timed).per_second if fastest.timed else 0.0
             parts.append(
-                f"On {ranks} ranks the fastest correct case is `{fastest.case.id}` ({speed:,.0f} tokens/s), "
+                f"On {ranks} ranks the fastest correct case is `{fastest.case.id}` ({speed:,.0f} {unit}/s), "
                 f"the leanest `{leanest.case.id}` ({tables.bytes_text(_peak(leanest))} at its fullest rank's peak)."
             )
     return " ".join(parts)
@@ -86,12 +88,14 @@ def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: i
         lines = [f"**Correctness was not judged in this run** (not judged: {cases}; judged: 0, correct: 0)"]
     else:
         lines = ["**No case was run**"]
-    if wrong := [r.case.id for r in ran if r.correct is False or r.failed]:
+    if wrong := [r.case.id for r in ran if r.correct is False or (r.failed and not r.slow)]:
         lines.append(f"wrong or failed: {_listed(wrong)}")
     elif not judged and ran:
         lines.append("failed: 0")
     if unjudged and judged:
         lines.append(f"{unjudged} not judged")
+    if slow := sum(r.slow for r in ran):
+        lines.append(f"{slow} with a pass too slow for its time limit")
     if missing:
         lines.append(f"unfinished, without a record: {_listed(missing)}")
     if failed_tests:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from meshmark.run.record import Record, Status
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
-from meshmark.spec.precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +60,20 @@ class CaseResult:
         which they are narrower takes less memory and time for another reason than its layout."""
         if not self.states or self.observed is None:
             return None
-        wide = "float64" if self.case.precision is Precision.FP64 else "float32"
+        asked = self.case.precision
         kept = self.observed.state_dtypes
         moments = kept.get("optimizer_states")
-        return wide in kept.get("parameters", "").split("+") and moments in (None, "", wide)
+        return asked.master in kept.get("parameters", "").split("+") and moments in (None, "", asked.states)
+
+    @property
+    def slow(self) -> bool:
+        """Whether all that failed is a pass whose time limit was too short, which says nothing of the adapter."""
+        return self.failed is not None and self.failed.outcome.status is Status.SLOW
 
     @property
     def comparable(self) -> bool:
         """Whether its memory and speed may be held against others': it trains correctly, with states as precise."""
-        wrong = self.failed and self.failed.outcome.status is not Status.SLOW
+        wrong = self.failed and not self.slow
         return self.correct is not False and not wrong and self.states_as_asked is not False
 
     @property
@@ -77,7 +81,7 @@ class CaseResult:
         """In words."""
         if self.skipped:
             return "not run"
-        slow = self.failed is self.timed and self.failed and self.failed.outcome.status is Status.SLOW
+        slow = self.slow and self.failed is self.timed
         if self.failed and not (slow and self.observed):  # what the instrumented pass found stands
             return f"**{self.failed.outcome.status}**"
         if self.correct is None:
@@ -120,4 +124,4 @@ def _key(record: Record) -> Key:
 
 
 def _kinship(case: Case) -> tuple[str, str, str]:
-    return case.adapter, case.layout.id, case.precision
+    return case.adapter, case.layout.id, case.precision.name

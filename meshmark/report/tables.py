@@ -14,6 +14,7 @@ from meshmark.report.baseline import Baseline
 from meshmark.report.results import CaseResult
 from meshmark.run.record import Record, Verdict
 from meshmark.run.throughput import throughput
+from meshmark.theory.bubble import bubble_fraction
 
 KIB = 1024.0
 
@@ -50,7 +51,7 @@ def answer(found: Sequence[CaseResult]) -> str:
                 "detects": _detects(result),
                 "model states / rank": _of_observed(result, _states_text),
                 "peak / rank": _of_observed(result, _peak_text),
-                "tokens/s": _speed(result),
+                f"{result.case.workload.unit}/s": _speed(result),
                 "MFU": _mfu(result),
             }
             for result in found
@@ -149,7 +150,8 @@ def communication(found: Sequence[CaseResult]) -> str:
 
 
 def speed(found: Sequence[CaseResult], baseline: Baseline) -> str:
-    """With a `baseline`, each median also as a multiple of the same case's there."""
+    """With a `baseline`, each median also as a multiple of the same case's there. With pipelines, how much of a step
+    equal stages would wait, each with a processor to itself."""
     rows = []
     for result in found:
         if not result.timed or not result.timed.rank_step_seconds:
@@ -164,10 +166,13 @@ def speed(found: Sequence[CaseResult], baseline: Baseline) -> str:
             "fastest": f"{milliseconds.min():.4g} ms",
             "slowest": f"{milliseconds.max():.4g} ms",
             "samples": len(milliseconds),
-            "tokens/s": f"{measured.tokens_per_second:,.0f}",
+            f"{measured.unit}/s": f"{measured.per_second:,.0f}",
             "MFU": f"{measured.mfu:.1%}",
             "peak from": measured.peak_source,
         }
+        if any(other.case.layout.pp > 1 for other in found):
+            idle = bubble_fraction(result.case.layout)
+            row["bubble, planned"] = f"{idle:.1%}" if idle else ""
         rows.append(row | ({"median / baseline's": baseline.time(result)} if baseline else {}))
     return markdown(rows)
 
@@ -244,7 +249,7 @@ def _peak_text(readings: list[MemoryReading]) -> str:
 def _speed(result: CaseResult) -> str:
     if not result.timed or not result.timed.rank_step_seconds:
         return ""
-    text = f"{throughput(result.timed).tokens_per_second:,.0f}"
+    text = f"{throughput(result.timed).per_second:,.0f}"
     if result.states_as_asked is False and result.correct is not False:
         return f"~~{text}~~ other states"
     return text if result.comparable else f"~~{text}~~ wrong run"

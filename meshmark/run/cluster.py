@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import ipaddress
-import os
 import socket
 import subprocess
 import threading
@@ -94,8 +93,6 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         spec = self.spec
-        if spec.host in LOOPBACK:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if spec.nnodes > 1:
             secret = run_secret()
             try:

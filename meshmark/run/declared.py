@@ -17,9 +17,9 @@ T = TypeVar("T")
 class Declared:
     """By rank."""
 
-    states: list[ModelStates]
+    states: list[ModelStates | None]
     remainders: list[list[Remainder]]
-    traffic: list[dict[str, float]]
+    traffic: list[dict[str, float] | None]
     failed: dict[str, str] = field(default_factory=dict)
     """By suite that cannot be judged by it: the method that failed, and how."""
 
@@ -50,7 +50,9 @@ def _remainders(told: Sequence[object]) -> list[Remainder]:
     return [remainder for remainder in told if isinstance(remainder, Remainder)]
 
 
-def _traffic(told: object) -> dict[str, float]:
+def _traffic(told: object) -> dict[str, float] | None:
+    if told is None:
+        return None
     if not isinstance(told, dict):
-        raise TypeError(f"got {told!r}, expected bytes by kind of collective")
+        raise TypeError(f"got {told!r}, expected bytes by kind of collective, or None where they are not planned")
     return {str(kind): float(num_bytes) for kind, num_bytes in told.items()}

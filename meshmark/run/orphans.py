@@ -1,19 +1,17 @@
 """Processes that outlive those who started them: adopted, and ended.
 
-The forkserver adopts whatever descends from a rank, in whatever session or group, as soon as its parent is gone (Linux
+A fork server adopts whatever descends from a rank, in whatever session or group, as soon as its parent is gone (Linux
 calls that a subreaper); the launcher ends what it holds after every launch, and the server itself once the launcher is
 gone, however that ended.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import os
 import signal
 import time
-import warnings
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -21,14 +19,11 @@ _END_SECONDS = 2.0
 
 
 def adopt_orphans() -> None:
-    """Make this process, the forkserver, the parent of all its descendants' orphans, and end them when it ends: when no
-    launcher holds its pipe any more. Until then it heeds no signal that is meant for the launcher."""
+    """Make this process, a server, the parent of all its descendants' orphans, which it is to end before it ends: when
+    the launcher is gone. Until then it heeds no signal that is meant for the launcher."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, signal.SIG_IGN)
-    warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")
-    server = os.getpid()
-    atexit.register(lambda: end_children(server) if os.getpid() == server else None)
 
 
 def die_with_parent(parent: int | None) -> None:

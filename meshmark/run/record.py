@@ -106,15 +106,15 @@ class Record:
     """Of a run that is not equivalent: the likely defect."""
     memory: list[MemoryReading] = field(default_factory=list)
     """By rank."""
-    planned_states: list[ModelStates] = field(default_factory=list)
-    """By rank, before remainders."""
+    planned_states: list[ModelStates | None] = field(default_factory=list)
+    """By rank, before remainders; None where nothing is planned."""
     remainders: list[list[Remainder]] = field(default_factory=list)
     """By rank: what the adapter declares beyond the plan."""
     state_dtypes: dict[str, str] = field(default_factory=dict)
     traffic: list[TrafficReading] = field(default_factory=list)
     """By rank."""
-    planned_traffic: list[dict[str, float]] = field(default_factory=list)
-    """By rank: bytes by kind of collective."""
+    planned_traffic: list[dict[str, float] | None] = field(default_factory=list)
+    """By rank: bytes by kind of collective; None where they are not planned."""
     unmeasured: dict[str, str] = field(default_factory=dict)
     """By suite that cannot be judged: the adapter's method that failed, and how."""
     rank_step_seconds: list[list[float]] = field(default_factory=list)

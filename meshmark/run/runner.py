@@ -86,7 +86,7 @@ class Runner:
         nnodes = self.launcher.cluster.spec.nnodes
         if case.world_size % nnodes:
             return f"{case.world_size} ranks cannot be spread evenly over {nnodes} nodes"
-        return self.adapter(case).refusal(case, self.options.device, needs)
+        return self.adapter(case).refusal(case, self.options.device, self._backend(case), needs)
 
     def observe(self, case: Case) -> Record:
         """The instrumented pass, with all its verdicts."""
@@ -210,7 +210,8 @@ class Runner:
             remarks=remarks,
         )
         verdicts = [judge_equivalence(draft)] if whole and request.assess and request.task in _JUDGED else []
-        verdicts += [judge_memory(draft), judge_communication(draft)] if observed else []
+        planned = (judge_memory(draft), judge_communication(draft)) if observed else ()
+        verdicts += [verdict for verdict in planned if verdict]
         return dataclasses.replace(draft, verdicts=verdicts)
 
     def yardstick(self, request: Request) -> Yardstick:

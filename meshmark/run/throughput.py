@@ -1,4 +1,4 @@
-"""Tokens per second and model FLOPs utilisation from a record's raw samples."""
+"""Tokens (or images) per second and model FLOPs utilisation from a record's raw samples."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from dataclasses import dataclass
 
 from meshmark.run.record import Record
 from meshmark.spec.hardware import gpu_of_device
-from meshmark.theory.flops import model_flops_per_token
+from meshmark.theory.flops import flops_per_unit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
     """What a timed pass amounts to."""
 
-    tokens_per_second: float
-    """All positions that the model computed over all time that the slowest rank took."""
+    per_second: float
+    """All tokens or images that the model computed over all time that the slowest rank took."""
+    unit: str
+    """tokens or images."""
     mfu: float
     """Model FLOPs over peak FLOPs in that time (PaLM, arXiv:2204.02311, appendix B)."""
     peak_source: str
@@ -25,10 +27,13 @@ def throughput(record: Record) -> Throughput:
     """Of a record of the timed pass."""
     workload = record.case.workload
     seconds = record.step_seconds
-    rate = workload.tokens_per_step * len(seconds) / sum(seconds)
+    rate = workload.units_per_step * len(seconds) / sum(seconds)
     peak, source = peak_flops_per_second(record)
     return Throughput(
-        tokens_per_second=rate, mfu=rate * model_flops_per_token(workload.model) / peak, peak_source=source
+        per_second=rate,
+        unit=workload.unit,
+        mfu=rate * flops_per_unit(workload) / peak,
+        peak_source=source,
     )
 
 
@@ -38,8 +43,8 @@ def peak_flops_per_second(record: Record) -> tuple[float, str]:
     machine = record.environment.machine
     if record.environment.device == "cuda":
         count, _, name = machine.partition(" x ")
-        gpu = gpu_of_device(name)
-        if gpu and record.case.precision in gpu.peak_flops:
+        gpu, compute = gpu_of_device(name), record.case.precision.compute.short
+        if gpu and compute in gpu.peak_flops:
             num_gpus = min(record.case.world_size, int(count) * record.environment.nnodes)
-            return gpu.peak_flops[record.case.precision] * num_gpus, f"datasheet of {name}"
+            return gpu.peak_flops[compute] * num_gpus, f"datasheet of {name}"
     return sum(record.matmul_flops_per_second), "best matrix product, all ranks at once"

@@ -13,6 +13,7 @@ from meshmark.judge.deviation import Deviation
 from meshmark.judge.yardstick import FALSE_ALARMS, compare, zeros
 from meshmark.measure.readings import MemoryReading
 from meshmark.run.record import Record, Verdict
+from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.states import ModelStates, Remainder, declared_bytes
 
 STATE_TOLERANCE = 0.01
@@ -117,9 +118,9 @@ def _unmeasured(record: Record, suite: str) -> Verdict | None:
     return Verdict(suite=suite, passed=False, summary=record.unmeasured[suite])
 
 
-def judge_memory(record: Record) -> Verdict:
+def judge_memory(record: Record) -> Verdict | None:
     """Bytes of parameters, gradients, optimizer states and, where they are planned, activations on every rank within
-    1 % of the closed form plus what the adapter declares."""
+    1 % of the closed form plus what the adapter declares; None where nothing is planned."""
     if failed := _unmeasured(record, "memory"):
         return failed
     worst = (-1.0, "", 0, 0.0, 0.0)
@@ -127,10 +128,14 @@ def judge_memory(record: Record) -> Verdict:
     for rank, (reading, plan, declared) in enumerate(
         zip(record.memory, record.planned_states, record.remainders, strict=True)
     ):
+        if plan is None:
+            return None
         for category, measured, expected in memory_categories(reading, plan, declared, with_activations=on_cpu):
             worst = max(worst, (abs(measured - expected) / max(expected, 1.0), category, rank, measured, expected))
     error, category, rank, measured, expected = worst
     summary = f"{category} on rank {rank}: {measured:,.0f} bytes, planned {expected:,.0f} ({error:.2%})"
+    if not isinstance(record.case.workload.model, ModelSpec):
+        summary += "; activations: not planned"
     if error > STATE_TOLERANCE:
         summary += "; " + (_MEND_ACTIVATIONS if category == "activations" else _MEND_STATES)
     reasons = sorted({r.reason for declared in record.remainders for r in declared})
@@ -160,12 +165,14 @@ def memory_categories(
         yield "activations", reading.held.activations, plan.activations + declared_bytes(declared, "activations")
 
 
-def judge_communication(record: Record) -> Verdict:
-    """Bytes by kind on every rank, as asked for, against the closed form."""
+def judge_communication(record: Record) -> Verdict | None:
+    """Bytes by kind on every rank, as asked for, against the closed form; None where it is not planned."""
     if failed := _unmeasured(record, "communication"):
         return failed
     worst = (0.0, "", 0, 0.0, 0.0)
     for rank, (reading, plan) in enumerate(zip(record.traffic, record.planned_traffic, strict=True)):
+        if plan is None:
+            return None
         measured: dict[str, float] = {}
         for collective in reading.asked:
             measured[collective.kind] = measured.get(collective.kind, 0.0) + collective.num_bytes

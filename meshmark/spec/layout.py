@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Literal
 
 from meshmark.errors import LayoutError
-from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.vision_spec import AnyModelSpec
 
 
 class Schedule(StrEnum):
@@ -41,11 +42,31 @@ class Offload(StrEnum):
     NVME = "nvme"
 
 
+Axis = Literal["dp", "tp", "pp", "cp"]
+"""An axis of the mesh of ranks: data, tensor, pipeline, context."""
+AXES: tuple[Axis, ...] = ("dp", "tp", "pp", "cp")
+INNERMOST_FIRST: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
+"""How ranks are numbered: neighbours along the first differ by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinates:
+    """Where a rank stands: its index along every axis."""
+
+    dp: int = 0
+    """Which shard of the batch it trains on."""
+    tp: int = 0
+    pp: int = 0
+    """Its place in the pipeline: its stage, or the first of its virtual ones."""
+    cp: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Degrees of every parallelism; their product is the world size.
 
-    Ranks are numbered with tensor parallelism innermost, then context, then data, then pipeline parallelism outermost.
+    Ranks are numbered with tensor parallelism innermost, then context, then data, then pipeline parallelism outermost:
+    `coordinates` alone knows it.
     """
 
     dp: int = 1
@@ -73,7 +94,7 @@ class Layout:
     """Where optimizer states live between steps."""
 
     def __post_init__(self) -> None:
-        for degree in ("dp", "tp", "pp", "cp", "num_micro_batches", "virtual_stages"):
+        for degree in (*AXES, "num_micro_batches", "virtual_stages"):
             if (got := getattr(self, degree)) < 1:
                 raise LayoutError(f"layout: {degree} is {got}, expected at least 1")
         if self.zero_stage not in (0, 1, 2, 3):
@@ -87,10 +108,40 @@ class Layout:
     def world_size(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
 
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where `rank` stands. Raises `LayoutError` when there is no such rank."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"layout {self.id}: there is no rank {rank}, expected 0 to {self.world_size - 1}")
+        indices: dict[str, int] = {}
+        for axis in INNERMOST_FIRST:
+            rank, indices[axis] = divmod(rank, self._degree(axis))
+        return Coordinates(**indices)
+
+    def rank_of(self, coordinates: Coordinates) -> int:
+        """The rank that stands there. Raises `LayoutError` when none does."""
+        rank = 0
+        for axis in reversed(INNERMOST_FIRST):
+            index, degree = getattr(coordinates, axis), self._degree(axis)
+            if not 0 <= index < degree:
+                raise LayoutError(f"layout {self.id}: there is no {axis} index {index}, expected 0 to {degree - 1}")
+            rank = rank * degree + index
+        return rank
+
+    def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axis` alone, in the order of their indices; `rank` is one of them.
+
+        Raises `LayoutError` when there is no such rank."""
+        stands = self.coordinates(rank)
+        return tuple(self.rank_of(replace(stands, **{axis: index})) for index in range(self._degree(axis)))
+
+    def _degree(self, axis: Axis) -> int:
+        degree: int = getattr(self, axis)
+        return degree
+
     @property
     def id(self) -> str:
         """Degrees above one, joined by dots: `dp2.zero3.mb2`; `one` when nothing is parallel."""
-        parts = [f"{name}{degree}" for name in ("dp", "tp", "pp", "cp") if (degree := getattr(self, name)) > 1]
+        parts = [f"{name}{degree}" for name in AXES if (degree := self._degree(name)) > 1]
         parts = parts or ["one"]
         if self.pp > 1 and self.schedule is not Schedule.GPIPE:
             parts.append(self.schedule)
@@ -108,19 +159,9 @@ class Layout:
             parts.append(f"offload_{self.offload}")
         return ".".join(parts)
 
-    def check(self, model: ModelSpec, global_batch: int) -> None:
+    def check(self, model: AnyModelSpec, global_batch: int) -> None:
         """Raise `LayoutError` when this layout cannot be laid over `model` with `global_batch` sequences a step."""
-        problems = []
-        if model.num_heads % self.tp or model.num_kv_heads % self.tp:
-            problems.append(f"tp {self.tp} does not divide {model.num_heads} heads and {model.num_kv_heads} kv heads")
-        if model.vocab_size % self.tp:
-            problems.append(f"tp {self.tp} does not divide a vocabulary of {model.vocab_size}")
-        if model.ffn_hidden % self.tp:
-            problems.append(f"tp {self.tp} does not divide ffn_hidden {model.ffn_hidden}")
-        if self.pp * self.virtual_stages > model.num_layers:
-            problems.append(f"pp {self.pp * self.virtual_stages} stages are more than {model.num_layers} layers")
-        if model.seq_len % self.cp:
-            problems.append(f"cp {self.cp} does not divide a sequence of {model.seq_len}")
+        problems = model.misfits(tp=self.tp, num_stages=self.pp * self.virtual_stages, cp=self.cp)
         if global_batch % (self.dp * self.num_micro_batches):
             problems.append(
                 f"a global batch of {global_batch} sequences is not divisible by "

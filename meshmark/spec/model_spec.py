@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypedDict, Unpack
 
 from meshmark.errors import InputError, UnknownNameError
 
 
 class Family(StrEnum):
-    """The block that a decoder-only transformer is made of."""
+    """The block that a transformer is made of."""
 
     GPT = "gpt"
     """Learned positions, LayerNorm, biases, GELU feed-forward (GPT-2, arXiv:2005.14165)."""
     LLAMA = "llama"
     """Rotary positions, RMSNorm, no biases, SwiGLU feed-forward, grouped-query attention (arXiv:2302.13971)."""
+    VIT = "vit"
+    """A GPT's over the patches of an image, every one of which sees all others (arXiv:2010.11929)."""
+
+
+TEXT_FAMILIES = frozenset({Family.GPT, Family.LLAMA})
+"""Decoder-only transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,8 @@ class ModelSpec:
     """Standard deviation of initial weights; residual projections get init_std / sqrt(2 num_layers)."""
 
     def __post_init__(self) -> None:
+        if self.family not in TEXT_FAMILIES:
+            raise InputError(f"model {self.name!r}: family {self.family} is not decoder-only; see `VisionSpec`")
         for field in ("num_layers", "hidden", "num_heads", "num_kv_heads", "ffn_hidden", "vocab_size", "seq_len"):
             if (got := getattr(self, field)) < 1:
                 raise InputError(f"model {self.name!r}: {field} is {got}, expected at least 1")
@@ -98,25 +106,57 @@ class ModelSpec:
         """All trainable parameters, a tied weight counted once."""
         return self.embedding_parameters + self.num_layers * self.block_parameters + self.head_parameters
 
+    def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
+        """Why the model cannot be split so, one reason each."""
+        problems = []
+        if self.num_heads % tp or self.num_kv_heads % tp:
+            problems.append(f"tp {tp} does not divide {self.num_heads} heads and {self.num_kv_heads} kv heads")
+        if self.vocab_size % tp:
+            problems.append(f"tp {tp} does not divide a vocabulary of {self.vocab_size}")
+        if self.ffn_hidden % tp:
+            problems.append(f"tp {tp} does not divide ffn_hidden {self.ffn_hidden}")
+        if num_stages > self.num_layers:
+            problems.append(f"pp {num_stages} stages are more than {self.num_layers} layers")
+        if self.seq_len % cp:
+            problems.append(f"cp {cp} does not divide a sequence of {self.seq_len}")
+        return problems
 
-def gpt(name: str, num_layers: int, hidden: int, num_heads: int, **others: object) -> ModelSpec:
+
+class Dimensions(TypedDict, total=False):
+    """What a family's proportions leave open, or are changed by."""
+
+    num_kv_heads: int
+    vocab_size: int
+    seq_len: int
+    tied_embeddings: bool
+    init_std: float
+
+
+def gpt(name: str, num_layers: int, hidden: int, num_heads: int, **others: Unpack[Dimensions]) -> ModelSpec:
     """A GPT with the usual proportions: feed-forward 4x as wide, as many key as query heads."""
-    defaults: dict[str, object] = {
-        "num_kv_heads": num_heads, "ffn_hidden": 4 * hidden, "vocab_size": 50257, "seq_len": 2048
-    }  # fmt: skip
-    return ModelSpec(
-        name=name, family=Family.GPT, num_layers=num_layers, hidden=hidden, num_heads=num_heads,
-        **{**defaults, **others},  # type: ignore[arg-type]
-    )  # fmt: skip
+    usual: Dimensions = {"num_kv_heads": num_heads, "vocab_size": 50257, "seq_len": 2048}
+    return _model(name, Family.GPT, (num_layers, hidden, num_heads, 4 * hidden), {**usual, **others})
 
 
-def llama(name: str, num_layers: int, hidden: int, num_heads: int, ffn_hidden: int, **others: object) -> ModelSpec:
+def llama(
+    name: str, num_layers: int, hidden: int, num_heads: int, ffn_hidden: int, **others: Unpack[Dimensions]
+) -> ModelSpec:
     """A LLaMA; `num_kv_heads` defaults to `num_heads`."""
-    defaults: dict[str, object] = {"num_kv_heads": num_heads, "vocab_size": 32000, "seq_len": 2048}
+    usual: Dimensions = {"num_kv_heads": num_heads, "vocab_size": 32000, "seq_len": 2048}
+    return _model(name, Family.LLAMA, (num_layers, hidden, num_heads, ffn_hidden), {**usual, **others})
+
+
+def _model(name: str, family: Family, sizes: tuple[int, int, int, int], others: Dimensions) -> ModelSpec:
+    num_layers, hidden, num_heads, ffn_hidden = sizes
     return ModelSpec(
-        name=name, family=Family.LLAMA, num_layers=num_layers, hidden=hidden, num_heads=num_heads,
-        ffn_hidden=ffn_hidden, **{**defaults, **others},  # type: ignore[arg-type]
-    )  # fmt: skip
+        name=name,
+        family=family,
+        num_layers=num_layers,
+        hidden=hidden,
+        num_heads=num_heads,
+        ffn_hidden=ffn_hidden,
+        **others,
+    )
 
 
 MODELS: dict[str, ModelSpec] = {
@@ -148,11 +188,8 @@ MODELS: dict[str, ModelSpec] = {
 }
 
 
-def model_spec(name: str, **changes: object) -> ModelSpec:
-    """The preset called `name`, with fields changed.
-
-    Raises `UnknownNameError` for a name that is not a preset, `InputError` for impossible dimensions.
-    """
+def model_spec(name: str) -> ModelSpec:
+    """The preset called `name`. Raises `UnknownNameError` for a name that is not one."""
     if name not in MODELS:
         raise UnknownNameError("model", name, MODELS)
-    return dataclasses.replace(MODELS[name], **changes)  # type: ignore[arg-type]
+    return MODELS[name]

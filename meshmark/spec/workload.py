@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.spec.algorithm import AlgorithmSpec, local_sgd
 from meshmark.spec.model_spec import MODELS, ModelSpec
-from meshmark.spec.optimizer import OptimizerSpec
+from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
+from meshmark.spec.vision_spec import VISION_MODELS, AnyModelSpec, VisionSpec
+
+
+class Dataset(StrEnum):
+    """What a workload trains on."""
+
+    TEXT = "text"
+    """Bytes of a corpus, each predicted from those before it."""
+    DIGITS = "digits"
+    """The 1,797 images of handwritten digits, 8 x 8 pixels, that scikit-learn ships (UCI, Alpaydin and Kaynak 1998)."""
+
+
+class Loss(StrEnum):
+    """What is minimised: a sum over the targets of the global batch, divided by the sum of their weights."""
+
+    CROSS_ENTROPY = "cross_entropy"
+    """Every target counts or does not: PyTorch's cross-entropy leaves the masked ones out (`ignore_index`)."""
+    WEIGHTED_CROSS_ENTROPY = "weighted_cross_entropy"
+    """Each target's cross-entropy times its weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +35,15 @@ class Workload:
     """One training problem, the same for every framework, layout and precision."""
 
     name: str
-    model: ModelSpec
+    model: AnyModelSpec
+    dataset: Dataset = Dataset.TEXT
+    loss: Loss = Loss.CROSS_ENTROPY
     optimizer: OptimizerSpec = OptimizerSpec()
     global_batch: int = 8
-    """Sequences in one optimizer step, over all ranks."""
+    """Rows (sequences or images) in one optimizer step, over all ranks."""
     masked: bool = True
-    """Mask a random tail of every sequence, so that rows, micro-batches and ranks hold unequal numbers of tokens."""
+    """Mask a random tail of every sequence, or some of the images, so that rows, micro-batches and ranks hold unequal
+    numbers of targets."""
     frozen: tuple[str, ...] = ()
     """Starts of the names of parameters that are not trained, such as `embedding.`."""
     skipped_block: int | None = None
@@ -40,6 +62,21 @@ class Workload:
             raise InputError(
                 f"workload {self.name!r}: skipped_block is {self.skipped_block}, expected one of the model's "
                 f"{self.model.num_layers} blocks, counted from 0"
+            )
+        if self.corpus is not None and self.dataset is not Dataset.TEXT:
+            raise InputError(f"workload {self.name!r}: its data set is {self.dataset}, which no corpus replaces")
+        needed = VisionSpec if self.dataset is Dataset.DIGITS else ModelSpec
+        if not isinstance(self.model, needed):
+            raise InputError(
+                f"workload {self.name!r}: model {self.model.name!r} is a {type(self.model).__name__}, but the data set "
+                f"{self.dataset} takes a {needed.__name__}"
+            )
+
+        if self.couples_rows and self.algorithm.replicas_differ:
+            raise InputError(
+                f"workload {self.name!r}: model {self.model.name!r} has batch norms, whose statistics are judged of "
+                f"replicas that step together, but the algorithm is {self.algorithm.kind}; take a model without, or "
+                "the synchronous algorithm"
             )
 
     @property
@@ -61,14 +98,51 @@ class Workload:
         return self.skipped_block if step % 2 else None
 
     @property
+    def transformer(self) -> ModelSpec:
+        """The model, for those that know decoder-only transformers alone: they must have refused or left out others."""
+        assert isinstance(self.model, ModelSpec), f"workload {self.name!r} trains {self.model.name!r}"
+        return self.model
+
+    @property
+    def couples_rows(self) -> bool:
+        """Whether the rows of a micro-batch enter one another's gradients, by a batch norm: the truth then depends on
+        how a layout divides the batch, and replicas keep buffers of their own."""
+        return isinstance(self.model, VisionSpec) and self.model.batch_norm
+
+    @property
     def tokens_per_step(self) -> int:
-        """Positions that the model computes in one step, masked ones too; throughput counts these."""
+        """Positions that the model computes in one step, masked ones too."""
         return self.global_batch * self.model.seq_len
+
+    @property
+    def unit(self) -> str:
+        """What throughput counts."""
+        return "images" if self.dataset is Dataset.DIGITS else "tokens"
+
+    @property
+    def units_per_step(self) -> int:
+        """Masked ones too."""
+        return self.global_batch if self.dataset is Dataset.DIGITS else self.tokens_per_step
 
 
 # A clip norm below the gradient norms that the tiny workloads start with (about 2 to 5): clipping is active in
 # every one of the first steps, so that a wrong norm changes the parameters.
 _TINY_OPTIMIZER = OptimizerSpec(clip_norm=0.5)
+_MOMENTUM = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, momentum=0.9, weight_decay=0.01, clip_norm=0.5)
+_ADAFACTOR = OptimizerSpec(kind=OptimizerKind.ADAFACTOR, learning_rate=1e-2, clip_norm=0.5)
+_MUON = OptimizerSpec(kind=OptimizerKind.MUON, momentum=0.95, nesterov=True, clip_norm=0.5)
+
+
+def _digits(name: str, model: VisionSpec) -> Workload:
+    return Workload(
+        name=name,
+        model=model,
+        dataset=Dataset.DIGITS,
+        loss=Loss.WEIGHTED_CROSS_ENTROPY,
+        optimizer=OptimizerSpec(clip_norm=0.1),
+        global_batch=32,
+    )
+
 
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
@@ -82,16 +156,23 @@ WORKLOADS: dict[str, Workload] = {
             optimizer=_TINY_OPTIMIZER,
             algorithm=local_sgd(2),
         ),
+        # The same with each other kind of optimizer.
+        Workload(name="gpt-mini-momentum", model=MODELS["gpt-mini"], optimizer=_MOMENTUM),
+        Workload(name="gpt-mini-nesterov", model=MODELS["gpt-mini"], optimizer=replace(_MOMENTUM, nesterov=True)),
+        Workload(name="gpt-mini-adafactor", model=MODELS["gpt-mini"], optimizer=_ADAFACTOR),
+        Workload(name="gpt-mini-muon", model=MODELS["gpt-mini"], optimizer=_MUON),
         Workload(name="gpt-tiny", model=MODELS["gpt-tiny"], optimizer=_TINY_OPTIMIZER),
         Workload(name="llama-tiny", model=MODELS["llama-tiny"], optimizer=_TINY_OPTIMIZER),
+        _digits("vit-digits", VISION_MODELS["vit-mini"]),
+        _digits("vit-digits-bn", VISION_MODELS["vit-mini-bn"]),
         Workload(name="gpt2-124m", model=MODELS["gpt2-124m"], masked=False),
         Workload(name="gpt-1.3b", model=MODELS["gpt-1.3b"], masked=False),
     )
 }
 
 
-def workload(name: str, **changes: object) -> Workload:
-    """The preset called `name`, with fields changed. Raises `UnknownNameError` when there is none."""
+def workload(name: str) -> Workload:
+    """The preset called `name`. Raises `UnknownNameError` when there is none."""
     if name not in WORKLOADS:
         raise UnknownNameError("workload", name, WORKLOADS)
-    return dataclasses.replace(WORKLOADS[name], **changes)  # type: ignore[arg-type]
+    return WORKLOADS[name]

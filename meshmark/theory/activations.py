@@ -35,14 +35,14 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
     Eager kernels: `eager.py`.
     """
     t, h, s = grid.tp.astype(float), model.hidden, model.seq_len / grid.cp
-    width = recipe.element_bytes
+    width = recipe.activations.element_bytes
     if recipe.eager:
         kept = block_bytes(model, recipe.eager, t, sequence_shards(grid))
         stream = recipe.eager.stream * h / sequence_shards(grid)
         return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), stream, kept)
     if model.family == "gpt":
-        between, inside = (10.0, 24.0) if recipe.dropout_masks else (8.0, 23.0)
-        scores = 5.0 if recipe.dropout_masks else 4.0
+        between, inside = (10.0, 24.0) if recipe.activations.dropout_masks else (8.0, 23.0)
+        scores = 5.0 if recipe.activations.dropout_masks else 4.0
         between, inside = between * width / 2.0 * h, inside * width / 2.0 * h
     else:
         between = 4.0 * width * h
@@ -50,7 +50,7 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
         scores = 4.0
     core = np.where(_keeps_scores(grid, recipe), scores * width / 2.0 * model.num_heads * s, 4.0 * model.num_heads)
     per_token = between / np.where(grid.sequence_parallel, t, 1.0) + (inside + core) / t
-    if recipe.flash_attention:
+    if recipe.activations.flash_attention:
         products = 3.0 * h + 2.0 * model.kv_hidden + 2.0 * model.ffn_hidden
         some = width * (h / np.where(grid.sequence_parallel, t, 1.0) + (h + 0.5 * products) / t)
         per_token = np.where(grid.recompute == RECOMPUTES.index(Recompute.SELECTIVE), some, per_token)
@@ -59,7 +59,7 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
 
 
 def _keeps_scores(grid: Grid, recipe: TrainingRecipe) -> Column:
-    keeps: Column = (grid.recompute == RECOMPUTES.index(Recompute.NONE)) & (not recipe.flash_attention)
+    keeps: Column = (grid.recompute == RECOMPUTES.index(Recompute.NONE)) & (not recipe.activations.flash_attention)
     return keeps
 
 
@@ -69,13 +69,26 @@ def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stag
     Of eager kernels this is the embedding's positions and the head's norm and log-softmax too; the input of a later
     stage lies in the buffer that it was received in, and counts there.
     """
-    layer, flight = layer_activation_bytes(model, grid, recipe), num_in_flight(grid, index)
-    passes = flight / grid.virtual_stages
-    widths, sp = recipe.eager, sequence_shards(grid)
-    held: Column = passes * stage.num_layers * layer
-    if widths is None:
+    flight = num_in_flight(grid, index)
+    if recipe.eager is None:
+        passes = flight / grid.virtual_stages
+        held: Column = passes * stage.num_layers * layer_activation_bytes(model, grid, recipe)
         held = held + np.ceil(passes) * boundary_bytes(model, grid, recipe)
         return held
+    held = np.zeros(len(grid))
+    for chunks in np.unique(grid.virtual_stages):
+        rows = np.nonzero(grid.virtual_stages == chunks)[0]
+        part, cut = grid.take(rows), recipe.cut.stages(model, int(grid.pp[0] * chunks)) if chunks > 1 else ()
+        for chunk in range(chunks):
+            own = cut[chunk * int(grid.pp[0]) + index] if cut else stage
+            held[rows] += _passes_bytes(model, part, recipe, own, chunk_in_flight(part, flight[rows], chunk))
+    return held
+
+
+def _passes_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, passes: Column) -> Column:
+    """What so many forward passes of eager kernels through `stage` leave."""
+    layer, widths, sp = layer_activation_bytes(model, grid, recipe), recipe.eager, sequence_shards(grid)
+    assert widths is not None
     again = grid.recompute == RECOMPUTES.index(Recompute.FULL)
     more = np.where(again, float(stage.num_layers * RNG_STATE_BYTES), 0.0)
     if stage.has_head:
@@ -84,12 +97,13 @@ def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stag
         more = more - tokens(model, grid) * widths.stream * model.hidden / sp
     elif model.family is Family.GPT:
         more = more + INDEX_BYTES * model.seq_len / grid.cp
-    if recipe.keeps_root:
+    if recipe.backward.keeps_root:
         root = stage_parameters(model, dataclasses.replace(stage, num_layers=0), grid.tp)
-        more = more + np.where(grid.dp * grid.cp > 1, recipe.gather_bytes * root, 0.0)
+        more = more + np.where(grid.dp * grid.cp > 1, recipe.wire.gather_bytes * root, 0.0)
     if widths.autocast:
         more = more + cast_weight_bytes(model, stage.num_layers, stage.has_head) / grid.tp
-    return held + passes * more
+    found: Column = passes * stage.num_layers * layer + passes * more
+    return found
 
 
 def sequence_shards(grid: Grid) -> Column:
@@ -100,7 +114,12 @@ def sequence_shards(grid: Grid) -> Column:
 
 def boundary_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
     """A stage's input for one micro-batch."""
-    return tokens(model, grid) * model.hidden * recipe.element_bytes / np.where(grid.sequence_parallel, grid.tp, 1)
+    return (
+        tokens(model, grid)
+        * model.hidden
+        * recipe.activations.element_bytes
+        / np.where(grid.sequence_parallel, grid.tp, 1)
+    )
 
 
 def num_in_flight(grid: Grid, index: int) -> Column:
@@ -114,3 +133,11 @@ def num_in_flight(grid: Grid, index: int) -> Column:
     interleaved = np.minimum(2 * (grid.pp - index - 1) + (v - 1) * grid.pp + 1, m * v)
     flight = np.where(grid.schedule == SCHEDULES.index(Schedule.GPIPE), m, one_f_one_b)
     return np.where(v > 1, interleaved, np.where(grid.pp > 1, flight, 1)).astype(float)
+
+
+def chunk_in_flight(grid: Grid, flight: Column, chunk: Column | int) -> Column:
+    """Of `flight` forward passes, those of one of a rank's chunks: micro-batches go in groups of p through chunk after
+    chunk (arXiv:2104.04473 sec. 2.2.2)."""
+    group, every = grid.pp, grid.pp * grid.virtual_stages
+    found: Column = flight // every * group + np.clip(flight % every - chunk * group, 0, group)
+    return found

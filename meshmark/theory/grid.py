@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ Column = npt.NDArray[Any]
 SCHEDULES = tuple(Schedule)
 RECOMPUTES = tuple(Recompute)
 OFFLOADS = tuple(Offload)
+SEARCHED_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+"""What most frameworks have; GPipe holds more for the same bubble, and few have zero bubble."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +79,29 @@ class Grid:
         )
 
 
-def make_grid(**columns: object) -> Grid:
+class GridColumns(TypedDict, total=False):
+    """What `make_grid` takes: a value for all rows, or one a row."""
+
+    dp: npt.ArrayLike
+    tp: npt.ArrayLike
+    pp: npt.ArrayLike
+    cp: npt.ArrayLike
+    zero_stage: npt.ArrayLike
+    micro_batch: npt.ArrayLike
+    num_micro_batches: npt.ArrayLike
+    virtual_stages: npt.ArrayLike
+    sequence_parallel: npt.ArrayLike
+    schedule: npt.ArrayLike
+    recompute: npt.ArrayLike
+    offload: npt.ArrayLike
+
+
+def make_grid(**columns: Unpack[GridColumns]) -> Grid:
     """A grid from the columns given; scalars are repeated and what is missing is one device, 1F1B, nothing else.
 
     Raises `InputError` for a degree below one.
     """
-    defaults: dict[str, object] = {
+    defaults: GridColumns = {
         "dp": 1,
         "tp": 1,
         "pp": 1,
@@ -98,7 +117,8 @@ def make_grid(**columns: object) -> Grid:
     }
     if unknown := set(columns) - set(defaults):
         raise InputError(f"a grid has no column {', '.join(sorted(unknown))}; it has {', '.join(defaults)}")
-    arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(v)) for v in {**defaults, **columns}.values()))
+    given: dict[str, Any] = {**defaults, **columns}
+    arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(v)) for v in given.values()))
     grid = Grid(
         **{
             k: np.array(a, dtype=bool if k == "sequence_parallel" else np.int64)
@@ -113,21 +133,15 @@ def make_grid(**columns: object) -> Grid:
 
 def layout_grid(layout: Layout, global_batch: int) -> Grid:
     """The grid of one row: `layout`, with `global_batch` sequences a step."""
-    named = {
-        name: getattr(layout, name)
-        for name in (
-            "dp",
-            "tp",
-            "pp",
-            "cp",
-            "zero_stage",
-            "num_micro_batches",
-            "virtual_stages",
-            "sequence_parallel",
-        )
-    }
     return make_grid(
-        **named,
+        dp=layout.dp,
+        tp=layout.tp,
+        pp=layout.pp,
+        cp=layout.cp,
+        zero_stage=layout.zero_stage,
+        num_micro_batches=layout.num_micro_batches,
+        virtual_stages=layout.virtual_stages,
+        sequence_parallel=layout.sequence_parallel,
         micro_batch=global_batch // (layout.dp * layout.num_micro_batches),
         schedule=SCHEDULES.index(layout.schedule),
         recompute=RECOMPUTES.index(layout.recompute),
@@ -135,56 +149,73 @@ def layout_grid(layout: Layout, global_batch: int) -> Grid:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """The layouts that are asked for."""
+
+    num_gpus: int
+    global_batch: int
+    """Sequences in one optimizer step."""
+    recomputes: Sequence[Recompute] = RECOMPUTES
+    offload: Offload = Offload.NONE
+    schedules: Sequence[Schedule] = SEARCHED_SCHEDULES
+    contexts: Sequence[int] | None = None
+    """Context-parallel degrees; None for those worth a search at the model's length of sequences."""
+
+
 def enumerate_grid(
     model: ModelSpec,
-    num_gpus: int,
-    global_batch: int,
+    space: SearchSpace,
     *,
     max_tp: int,
-    recomputes: Iterable[Recompute],
     zero_stages: Iterable[int] = (0, 1, 2, 3),
     max_virtual_stages: int = 4,
-    offload: Offload = Offload.NONE,
-    schedules: Iterable[Schedule] = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED),
-    contexts: Iterable[int] = (1,),
 ) -> Grid:
-    """Every layout of `model` on `num_gpus` with `global_batch` sequences a step that divides evenly.
+    """Every layout of `model` in `space` that divides evenly.
 
     ZeRO 2 and 3 are combined with one pipeline stage only, as frameworks do: their gradients and weights would cross
     the network once a micro-batch. Tensor parallelism without sequence parallelism is not searched: it costs as much
     traffic and more memory.
     """
-    columns: dict[str, list[Column]] = {}
-    for dp, tp, pp, cp in _degrees(model, num_gpus, max_tp, contexts):
+    global_batch, recomputes = space.global_batch, [RECOMPUTES.index(r) for r in space.recomputes]
+    contexts = space.contexts or searched_contexts(model.seq_len)
+    parts: list[Grid] = []
+    for dp, tp, pp, cp in _degrees(model, space.num_gpus, max_tp, contexts):
         if global_batch % dp:
             continue
         counts = [m for m in divisors(global_batch // dp) if m >= pp - 1]
         divides = [v for v in range(2, max_virtual_stages + 1) if model.num_layers % (v * pp) == 0]
-        orders = _orders(schedules, divides) if pp > 1 else [(Schedule.ONE_F_ONE_B, 1)]
+        orders = _orders(space.schedules, divides) if pp > 1 else [(Schedule.ONE_F_ONE_B, 1)]
         stages = [z for z in zero_stages if (z == 0 or dp * cp > 1) and (z < 2 or pp == 1)]
-        mesh = np.meshgrid(counts, range(len(orders)), stages, [RECOMPUTES.index(r) for r in recomputes], indexing="ij")
+        mesh = np.meshgrid(counts, range(len(orders)), stages, recomputes, indexing="ij")
         m, o, z, r = (a.ravel().astype(np.int64) for a in mesh)
         code, v = (np.array([pair[i] for pair in _coded(orders)], dtype=np.int64)[o] for i in (0, 1))
         keep = (v == 1) | (m % pp == 0)
-        m, v, z, r, code = m[keep], v[keep], z[keep], r[keep], code[keep]
-        size = len(m)
-        for name, column in {
-            "dp": np.full(size, dp),
-            "tp": np.full(size, tp),
-            "pp": np.full(size, pp),
-            "cp": np.full(size, cp),
-            "zero_stage": z,
-            "num_micro_batches": m,
-            "virtual_stages": v,
-            "recompute": r,
-            "micro_batch": global_batch // dp // m,
-            "schedule": code,
-        }.items():
-            columns.setdefault(name, []).append(column)
-    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
-    if not joined:
-        joined = {"dp": np.zeros(0, dtype=np.int64)}
-    return make_grid(**joined, sequence_parallel=True, offload=OFFLOADS.index(offload))
+        parts.append(
+            make_grid(
+                dp=dp,
+                tp=tp,
+                pp=pp,
+                cp=cp,
+                zero_stage=z[keep],
+                num_micro_batches=m[keep],
+                virtual_stages=v[keep],
+                recompute=r[keep],
+                micro_batch=global_batch // dp // m[keep],
+                schedule=code[keep],
+                sequence_parallel=True,
+                offload=OFFLOADS.index(space.offload),
+            )
+        )
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[Grid]) -> Grid:
+    """The rows of one after those of another."""
+    if not parts:
+        return make_grid(dp=np.zeros(0, dtype=np.int64))
+    names = [f.name for f in dataclasses.fields(Grid)]
+    return Grid(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
 def _orders(schedules: Iterable[Schedule], chunks: Iterable[int]) -> list[tuple[Schedule, int]]:

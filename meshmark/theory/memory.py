@@ -16,6 +16,7 @@ from meshmark.spec.layout import Offload, Recompute
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.activations import (
     boundary_bytes,
+    chunk_in_flight,
     held_bytes,
     layer_activation_bytes,
     num_in_flight,
@@ -25,6 +26,7 @@ from meshmark.theory.activations import (
 from meshmark.theory.backward_pass import Pass
 from meshmark.theory.grid import OFFLOADS, RECOMPUTES, Column, Grid
 from meshmark.theory.overheads import Overheads
+from meshmark.theory.parameter_order import optimizer_state_bytes
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import Stage
 from meshmark.theory.peak import eager_peak
@@ -105,7 +107,8 @@ def memory(
     def fill(rows: Column, indices: Sequence[int]) -> Column:
         """Write the fullest of these stages for these rows; returns which fit one of them only by releasing."""
         sub, columns = grid.take(rows), np.arange(len(rows))
-        by_stage = [stage_memory(model, sub, recipe, overheads, i, ahead[rows], capacity_bytes) for i in indices]
+        room = Room(ahead=ahead[rows], capacity_bytes=capacity_bytes)
+        by_stage = [stage_memory(model, sub, recipe, overheads, i, room) for i in indices]
         totals = np.stack([stage.total_bytes for stage in by_stage])
         fullest = totals.argmax(axis=0)
         for name, column in found.items():
@@ -116,7 +119,7 @@ def memory(
         return np.asarray(np.any((released > 0) & (totals <= capacity_bytes), axis=0))
 
     for pp, rows in grid.by_pipeline():
-        cut = recipe.stages(model, pp)
+        cut = recipe.cut.stages(model, pp)
         # Of equal stages the first holds the most: only micro-batches in flight differ, and fall from stage to stage.
         # Unless it fits by releasing what a later one can keep; then all are looked at.
         firsts = sorted({stage: i for i, stage in reversed(list(enumerate(cut)))}.values())
@@ -126,19 +129,33 @@ def memory(
     return Memory(**found)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """How much queued collectives would pin, and how much can be had."""
+
+    ahead: Column | float = 1.0
+    """How far the host runs ahead of the device: `lag` of `memory`."""
+    capacity_bytes: float = np.inf
+
+
+_ENOUGH = Room()
+
+
 def stage_memory(
     model: ModelSpec,
     grid: Grid,
     recipe: TrainingRecipe,
     overheads: Overheads,
     index: int,
-    ahead: Column | float = 1.0,
-    capacity_bytes: float = np.inf,
+    room: Room = _ENOUGH,
 ) -> Memory:
     """The same of one stage's ranks, for layouts of one pipeline degree."""
-    stage = recipe.stages(model, int(grid.pp[0]))[index]
+    stage = recipe.cut.stages(model, int(grid.pp[0]))[index]
     num_parameters = stage_parameters(model, stage, grid.tp)
     states = state_bytes(num_parameters, grid, recipe)
+    if own := recipe.states.matrix_wise:
+        kept = optimizer_state_bytes(own.optimizer, model, stage, own.dtype)
+        states["optimizer"] = kept / np.where(grid.zero_stage >= 1, (grid.dp * grid.cp).astype(float), 1.0)
     held = held_bytes(model, grid, recipe, stage, index)
     logits = _logit_bytes(model, grid, recipe, stage)
     if recipe.eager:
@@ -157,17 +174,17 @@ def stage_memory(
     else:
         # A peak of the backward pass at its start (all activations, the logits or a block's working set), and one at
         # its end (one micro-batch less, every fresh gradient).
-        fresh = recipe.fresh_gradient_bytes * num_parameters
+        fresh = recipe.buffers.fresh_gradient_bytes * num_parameters
         end = held * (1.0 - 1.0 / num_in_flight(grid, index)) + fresh
         peak = np.maximum(held + np.maximum(logits, _working_bytes(model, grid, recipe, stage)), end)
-        buffers = states["buffers"] + recipe.flat_buffer_bytes
+        buffers = states["buffers"] + recipe.buffers.flat_buffer_bytes
     # What the peak holds beyond categories at their fullest counts as buffers, what it lacks of them as absent.
     more = peak - held - logits
-    whole = tokens(model, grid) * model.hidden * recipe.element_bytes
-    pinned = queued_tensors(grid, overheads, stage.num_layers, ahead) * whole * (1.0 + 1.0 / grid.tp)
+    whole = tokens(model, grid) * model.hidden * recipe.activations.element_bytes
+    pinned = queued_tensors(grid, overheads, stage.num_layers, room.ahead) * whole * (1.0 + 1.0 / grid.tp)
     live = sum((states[c] for c in ("parameters", "gradients", "optimizer")), start=peak + buffers)
     live = live + overheads.fragmentation * peak + overheads.overhead_bytes
-    released = np.where(live + pinned > capacity_bytes, pinned, 0.0)
+    released = np.where(live + pinned > room.capacity_bytes, pinned, 0.0)
     return Memory(
         **{**states, "buffers": buffers + np.maximum(more, 0.0)},
         activations=held,
@@ -189,24 +206,27 @@ def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> d
     def share(num_bytes: float, from_stage: int) -> Column:
         return num_bytes * num_parameters / np.where(grid.zero_stage >= from_stage, shards, 1)
 
-    masters, moments = share(recipe.master_bytes, 1), share(recipe.moment_bytes, 1)
+    masters, moments = share(recipe.states.master_bytes, 1), share(recipe.states.moment_bytes, 1)
     there = grid.offload == OFFLOADS.index(Offload.NONE)
     replicated = (shards > 1) & (grid.zero_stage < 3)
     return {
-        "parameters": share(recipe.weight_bytes, 3) + np.where(there, masters, 0.0),
-        "gradients": share(recipe.gradient_bytes, recipe.gradient_stage)
-        + np.where(there, share(recipe.shard_gradient_bytes, 1), 0.0),
+        "parameters": share(recipe.states.weight_bytes, 3) + np.where(there, masters, 0.0),
+        "gradients": share(recipe.states.gradient_bytes, recipe.states.gradient_stage)
+        + np.where(there, share(recipe.states.shard_gradient_bytes, 1), 0.0),
         "optimizer": np.where(there, moments, 0.0),
-        "host_bytes": np.where(there, 0.0, masters + moments + share(recipe.shard_gradient_bytes, 1)),
-        "buffers": np.where(replicated, recipe.bucket_bytes * num_parameters, 0.0),
+        "host_bytes": np.where(there, 0.0, masters + moments + share(recipe.states.shard_gradient_bytes, 1)),
+        "buffers": np.where(replicated, recipe.buffers.bucket_bytes * num_parameters, 0.0),
     }
 
 
 def _received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: int) -> Column:
-    """Of all micro-batches, the stage inputs that PyTorch's pipeline receives into buffers made once, and the outputs
-    that it keeps until their gradients are there, which are received into such buffers too."""
-    num_streams = (index > 0) + 2 * (index < grid.pp - 1)
-    return num_streams * grid.num_micro_batches * boundary_bytes(model, grid, recipe)
+    """Of all micro-batches, the stage inputs that PyTorch's pipeline receives into buffers made once, and the gradients
+    of outputs, which are received into such buffers too; the outputs it keeps of those in flight."""
+    m, v, flight, last = grid.num_micro_batches, grid.virtual_stages, num_in_flight(grid, index), index == grid.pp - 1
+    outputs = flight - np.where(last, chunk_in_flight(grid, flight, v - 1), 0)
+    num_streams = m * (v - (index == 0)) + m * (v - last) + outputs
+    found: Column = num_streams * boundary_bytes(model, grid, recipe)
+    return found
 
 
 def _logit_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
@@ -215,14 +235,18 @@ def _logit_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: St
     if recipe.eager:  # the gradients of the log-softmax and of the logits
         loss = 2.0 * tokens(model, grid) * logit_bytes(model, recipe.eager, grid.tp)
         return loss if stage.has_loss else np.zeros(len(grid))
-    kept = np.where(grid.num_micro_batches > 1, recipe.kept_logit_bytes, 0.0)
-    per_logit = recipe.logit_bytes + kept if stage.has_loss else (2 * recipe.element_bytes if stage.has_head else 0.0)
+    kept = np.where(grid.num_micro_batches > 1, recipe.activations.kept_logit_bytes, 0.0)
+    per_logit = (
+        recipe.activations.logit_bytes + kept
+        if stage.has_loss
+        else (2 * recipe.activations.element_bytes if stage.has_head else 0.0)
+    )
     return per_logit * tokens(model, grid) * model.vocab_size / grid.tp
 
 
 def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
     """What the backward pass of a block needs beyond its saved tensors, and the gathered inputs and weights."""
-    t, width, num_tokens = grid.tp, recipe.element_bytes, tokens(model, grid)
+    t, width, num_tokens = grid.tp, recipe.activations.element_bytes, tokens(model, grid)
     whole = num_tokens * model.hidden * width
     block = 3.0 * num_tokens * model.ffn_hidden * width / t + whole * np.where(t > 1, 4.0, 1.0)
     # A neighbour's keys, values and their gradients, on their way around the ring (arXiv:2310.01889 sec. 3).
@@ -236,7 +260,7 @@ def _working_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: 
     largest = max(2 * model.block_parameters, model.vocab_size * model.hidden)
     gathered = np.where(
         (grid.zero_stage >= 3) & (shards > 1),
-        (recipe.gather_bytes + recipe.reduce_bytes / 2.0) * largest / t,
+        (recipe.wire.gather_bytes + recipe.wire.reduce_bytes / 2.0) * largest / t,
         0.0,
     )
     return (block + again if stage.num_layers else np.zeros(len(grid))) + gathered

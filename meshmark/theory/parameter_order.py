@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 
 from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.optimizer import OptimizerSpec
+from meshmark.spec.precision import Dtype
+from meshmark.spec.vision_spec import AnyModelSpec
 from meshmark.theory.grid import Column
 from meshmark.theory.partition import Stage
 
@@ -29,6 +35,47 @@ def parameter_sizes(model: ModelSpec, stage: Stage, tp: Column) -> tuple[list[Co
         [*norm, *attention, *norm, *feed_forward] if stage.num_layers else [],
         [*norm, *([] if shared else [vocabulary])] if stage.has_head else [],
     )
+
+
+Shapes = dict[str, tuple[int, ...]]
+"""Of whole parameters, by canonical name."""
+
+
+def parameter_shapes(model: ModelSpec, stage: Stage) -> Shapes:
+    """Of a stage; blocks are counted from its first."""
+    h, kv, f, gpt = model.hidden, model.kv_hidden, model.ffn_hidden, model.family is Family.GPT
+
+    def linear(name: str, outer: int, inner: int) -> Shapes:
+        bias: Shapes = {f"{name}.bias": (outer,)} if gpt else {}
+        return {f"{name}.weight": (outer, inner), **bias}
+
+    def norm(name: str) -> Shapes:
+        bias: Shapes = {f"{name}.bias": (h,)} if gpt else {}
+        return {f"{name}.weight": (h,), **bias}
+
+    found: Shapes = {}
+    if stage.has_embedding:
+        found["embedding.tokens.weight"] = (model.vocab_size, h)
+    if stage.has_embedding and gpt:
+        found["embedding.positions.weight"] = (model.seq_len, h)
+    for block in (f"blocks.{i}" for i in range(stage.num_layers)):
+        found |= norm(f"{block}.attention_norm") | linear(f"{block}.attention.q", h, h)
+        found |= linear(f"{block}.attention.k", kv, h) | linear(f"{block}.attention.v", kv, h)
+        found |= linear(f"{block}.attention.out", h, h) | norm(f"{block}.feed_forward_norm")
+        found |= {} if gpt else linear(f"{block}.feed_forward.gate", f, h)
+        found |= linear(f"{block}.feed_forward.up", f, h) | linear(f"{block}.feed_forward.down", h, f)
+    if stage.has_head:
+        found |= norm("head.norm")
+    if stage.has_head and not (model.tied_embeddings and stage.has_embedding):
+        found["head.output.weight"] = (model.vocab_size, h)
+    return found
+
+
+def optimizer_state_bytes(spec: OptimizerSpec, model: ModelSpec, stage: Stage, dtype: Dtype) -> int:
+    """All that is kept of a stage's whole parameters, to the byte: counts of steps too, which beside a row and a column
+    are not nothing."""
+    shapes = parameter_shapes(model, stage)
+    return sum(state.num_bytes for name, shape in shapes.items() for state in spec.states(name, shape, dtype))
 
 
 def largest_temporaries(model: ModelSpec, stage: Stage, tp: Column) -> Column:
@@ -63,10 +110,19 @@ def part_elements(model: ModelSpec, stage: Stage, tp: Column, num_parts: Column,
     return elements
 
 
-def bucket_elements(model: ModelSpec) -> int:
-    """Of the bucket that the suites give DeepSpeed: its default, but at most the larger of a block and the token
+def reaching_elements(sizes: Sequence[int], num_parts: int, part: int) -> int:
+    """The same of tensors of these `sizes`, whatever the model."""
+    size = 2 * math.ceil(sum(sizes) / (2 * num_parts))
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    spans = zip(starts, sizes, strict=True)
+    return sum(n for start, n in spans if start < (part + 1) * size and start + n > part * size)
+
+
+def bucket_elements(model: AnyModelSpec) -> int:
+    """Of the bucket that the suites give DeepSpeed: its default, but at most the larger of a block and the
     embedding, for a small model would never fill more."""
-    return min(500_000_000, max(model.block_parameters, model.vocab_size * model.hidden))
+    embedding = model.vocab_size * model.hidden if isinstance(model, ModelSpec) else model.embedding_parameters
+    return min(500_000_000, max(model.block_parameters, embedding))
 
 
 def filled_elements(model: ModelSpec, stage: Stage, tp: Column, bucket: float) -> Column:

@@ -20,13 +20,15 @@ def eager_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, flight: Column, nu
     """The most bytes alive at once beyond parameters, masters and moments, on the fullest rank of a stage. `one`: a
     micro-batch of the `flight` ones that the stage holds when its first backward pass begins.
 
-    In a pipeline the first backward pass finds most activations and no gradient, the second one micro-batch less and
-    all gradients; without one, only the last micro-batch's counts.
+    In a pipeline the first backward pass finds most activations and no gradient, a later one all gradients, and under
+    GPipe one micro-batch less; without one, only the last micro-batch's counts.
     """
-    peaks = _DEEPSPEED.get(recipe.gradient_path, _sharded_peak)
+    peaks = _DEEPSPEED.get(recipe.backward.gradient_path, _sharded_peak)
     piped, accumulated = grid.pp > 1, grid.num_micro_batches > 1
     first = peaks(one, grid, recipe, num_parameters, False) + (flight - 1) * one.held
-    later = peaks(one, grid, recipe, num_parameters, True) + np.maximum(flight - 2, 0) * one.held
+    # 1F1B has done another forward pass by then, as long as there are any.
+    others = np.maximum(np.minimum(flight - 1, grid.num_micro_batches * grid.virtual_stages - 2), 0)
+    later = peaks(one, grid, recipe, num_parameters, True) + others * one.held
     peak = np.maximum(np.where(piped | ~accumulated, first, 0.0), np.where(accumulated, later, 0.0))
     return _most([peak, _update_peak(one, grid, recipe, num_parameters)])
 
@@ -40,27 +42,27 @@ def _most(found: Sequence[Column]) -> Column:
 def _update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column) -> Column:
     """Gradients and AdamW's temporaries; DeepSpeed gives it one flat tensor, and the root of the second moments and its
     quotient are as large."""
-    path, width = recipe.gradient_path, recipe.gradient_bytes
-    shards = np.where(grid.zero_stage >= recipe.gradient_stage, grid.dp * grid.cp, 1)
+    path, width = recipe.backward.gradient_path, recipe.states.gradient_bytes
+    shards = np.where(grid.zero_stage >= recipe.states.gradient_stage, grid.dp * grid.cp, 1)
     held = width * num_parameters / shards
-    flat = held * (3 if recipe.moment_bytes else 1)
+    flat = held * (3 if recipe.states.moment_bytes else 1)
     if path in (GradientPath.STAGED, GradientPath.STREAMED):
         return flat
     if path is GradientPath.MODULES:
         return held + flat + width * bucket_elements(one.model)  # the flat tensor is a copy
     own = np.where(grid.zero_stage >= 3, shards, 1)  # below stage 3 an owner has whole tensors (FairScale's OSS)
     temporaries = largest_temporaries(one.model, one.stage, one.tp) / own
-    return held + (width if recipe.moment_bytes else 0.0) * temporaries
+    return held + (width if recipe.states.moment_bytes else 0.0) * temporaries
 
 
 def _whole_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
     """Of tensors or of buckets, which are there from the start of the step; DDP's other micro-batches' beside them."""
-    width, buckets = recipe.gradient_bytes, recipe.gradient_path is GradientPath.BUCKETS
+    width, buckets = recipe.states.gradient_bytes, recipe.backward.gradient_path is GradientPath.BUCKETS
     beside = width * num_parameters * np.where(grid.pp == 1, buckets and later, 0)
     return _most(
         [
             instant.activations + beside + width * (num_parameters + instant.own if later or buckets else instant.made)
-            for instant in one.instants(recipe.loss_tensors)
+            for instant in one.instants(recipe.backward.loss_tensors)
         ]
     )
 
@@ -68,13 +70,13 @@ def _whole_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: C
 def _staged_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
     """DeepSpeed's stage 1: beside whole gradients stands the bucket, from the first gradient of the step on; when it is
     full for the first time, its gradients are there no more, and the rank's part is made."""
-    width, bucket = recipe.gradient_bytes, bucket_elements(one.model)
+    width, bucket = recipe.states.gradient_bytes, bucket_elements(one.model)
     before = _most(
         [
             instant.activations
             + width
             * (num_parameters + instant.own + bucket if later else instant.made + np.where(instant.made > 0, bucket, 0))
-            for instant in one.instants(recipe.loss_tensors)
+            for instant in one.instants(recipe.backward.loss_tensors)
         ]
     )
     filled = filled_elements(one.model, one.stage, one.tp, bucket)
@@ -85,9 +87,12 @@ def _staged_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: 
 def _streamed_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
     """DeepSpeed's stage 2: bucket by bucket, each about a block, is reduced in a flat copy; the rank's part of this
     micro-batch's is made after the first."""
-    width, bucket = recipe.gradient_bytes, bucket_elements(one.model)
+    width, bucket = recipe.states.gradient_bytes, bucket_elements(one.model)
     part = _fullest_part(one, grid)
-    found = [one.loss(recipe.loss_tensors).activations, one.head().activations + width * (bucket + one.head_parameters)]
+    found = [
+        one.loss(recipe.backward.loss_tensors).activations,
+        one.head().activations + width * (bucket + one.head_parameters),
+    ]
     for done in one.landmarks:
         *within, last = one.in_block(done)
         made = part if done else 0.0
@@ -108,40 +113,42 @@ def _fullest_part(one: Pass, grid: Grid) -> Column:
 def _modules_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
     """DeepSpeed's stage 3: all of a rank's gradients and the bucket are there for life; a module's weight is gathered
     when it is used, and a full bucket, once more flat, is reduced."""
-    width, bucket = recipe.gradient_bytes, bucket_elements(one.model)
-    found = [one.loss(recipe.loss_tensors).activations]
+    width, bucket = recipe.states.gradient_bytes, bucket_elements(one.model)
+    found = [one.loss(recipe.backward.loss_tensors).activations]
     for instant in [one.head(), *(i for done in one.landmarks for i in one.in_block(done))]:
-        found.append(instant.activations + (width + recipe.gather_bytes) * instant.own)
-    found += [one.in_block(done)[-1].activations + recipe.reduce_bytes * 2 * bucket for done in one.landmarks]
+        found.append(instant.activations + (width + recipe.wire.gather_bytes) * instant.own)
+    found += [one.in_block(done)[-1].activations + recipe.wire.reduce_bytes * 2 * bucket for done in one.landmarks]
     return _most(found) + width * (num_parameters / grid.dp + bucket)
 
 
 def _units_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
     """FSDP's units, the blocks and the root (all else): weights gathered for a unit and for the one that comes next,
     its whole gradients, and those of the root, which is gathered all through the backward pass."""
-    low, wide, shards = recipe.gather_bytes, recipe.reduce_bytes, grid.dp * grid.cp
+    low, wide, shards = recipe.wire.gather_bytes, recipe.wire.reduce_bytes, grid.dp * grid.cp
     unit, last = one.block_parameters, one.stage.num_layers - 1
     # A root that is kept is among what the forward pass leaves.
-    root = (num_parameters - one.stage.num_layers * unit) * (not recipe.keeps_root)
-    kept = recipe.gradient_bytes * num_parameters / shards if later else 0.0
-    ahead = low * unit * recipe.prefetches
+    root = (num_parameters - one.stage.num_layers * unit) * (not recipe.backward.keeps_root)
+    kept = recipe.states.gradient_bytes * num_parameters / shards if later else 0.0
+    ahead = low * unit * recipe.backward.prefetches
     # When the root is gathered its copy is made; then the first block's, ahead.
     copies = np.maximum(low * root, 2 * ahead)
-    found = [one.loss(recipe.loss_tensors).activations, one.held + low * root + copies]
+    found = [one.loss(recipe.backward.loss_tensors).activations, one.held + low * root + copies]
     beside = low * (root + one.head_parameters)
     found.append(one.head().activations + beside + ahead)
     for done in one.landmarks:
         following = ahead if done < last else 0.0
         start = one.before_block(done) + one.stream + beside
-        shard = recipe.gradient_bytes * unit / shards
+        shard = recipe.states.gradient_bytes * unit / shards
         reduced = 0.0 if later else done * shard
-        queued = wide * unit * recipe.prefetches if done else 0.0  # the last unit's, until this one's are reduced
-        copy = following if recipe.prefetches else low * unit
+        queued = (
+            wide * unit * recipe.backward.prefetches if done else 0.0
+        )  # the last unit's, until this one's are reduced
+        copy = following if recipe.backward.prefetches else low * unit
         found.append(start + low * unit + following + copy + queued + reduced)
         for i in one.in_block(done):
             made = i.made - one.head_parameters - done * unit
             found.append(i.activations + beside + low * (unit + made) + following + queued + reduced)
-        copied = wide * unit * (2 if recipe.prefetches else 3)
+        copied = wide * unit * (2 if recipe.backward.prefetches else 3)
         found.append(start - one.block + copied + following + reduced + shard)
     start = one.before_block(one.stage.num_layers) + one.stream
     found.append(start + low * root + wide * root * 2)

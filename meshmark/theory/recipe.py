@@ -8,7 +8,8 @@ from enum import StrEnum
 from meshmark.errors import UnknownNameError
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.spec.precision import Precision
+from meshmark.spec.optimizer import OptimizerSpec
+from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.partition import Stage, stages
 from meshmark.theory.saved_activations import Widths
 
@@ -36,10 +37,18 @@ DEEPSPEED_PATHS = (GradientPath.STAGED, GradientPath.STREAMED, GradientPath.MODU
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingRecipe:
-    """Bytes a parameter by state, and what else decides memory and traffic; no measured number is in here."""
+class MatrixWise:
+    """An optimizer that keeps more of one parameter than of another."""
 
-    name: str
+    optimizer: OptimizerSpec
+    dtype: Dtype
+    """Of its moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes a parameter, by state."""
+
     weight_bytes: float
     """The weights that the forward pass reads."""
     gradient_bytes: float
@@ -48,8 +57,25 @@ class TrainingRecipe:
     """Weights that the optimizer updates, where they are a second copy."""
     moment_bytes: float = 8.0
     """Optimizer moments: two fp32 for Adam."""
+    matrix_wise: MatrixWise | None = None
+    """An optimizer whose states are planned tensor by tensor, in the place of `moment_bytes`."""
     shard_gradient_bytes: float = 0.0
     """The optimizer's own copy of the gradients of its shard."""
+    gradient_stage: int = 2
+    """ZeRO's stage from which the gradients that are held for the update are those of a rank's part alone."""
+
+    @property
+    def total(self) -> float:
+        """Without sharding and buckets: the 16, 18 or 20 that the literature quotes."""
+        return (
+            self.weight_bytes + self.gradient_bytes + self.master_bytes + self.moment_bytes + self.shard_gradient_bytes
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferBytes:
+    """What is there beside the states: of buckets and fresh gradients bytes a parameter, of the others all of them."""
+
     bucket_bytes: float = 0.0
     """Persistent flat copies of gradients that data parallelism reduces from (DDP's buckets)."""
     flat_buffer_bytes: float = 0.0
@@ -58,10 +84,31 @@ class TrainingRecipe:
     """CUDA's context and NCCL's buffers, which no allocator of the framework counts."""
     fresh_gradient_bytes: float = 0.0
     """Gradients as the backward pass emits them, all alive at its end, before they are added to the held ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """What ranks send one another, and when."""
+
     reduce_bytes: float = 2.0
     """What a gradient takes on the wire."""
     gather_bytes: float = 2.0
     """What a weight takes on the wire when ZeRO gathers it."""
+    hides_backward_gathers: bool = False
+    """Under sequence parallelism the two inputs gathered again in a layer's backward pass travel behind the products of
+    the gradients before them (arXiv:2205.05198 sec. 4.2.2)."""
+    sends_whole: bool = False
+    """Every tensor-parallel rank sends the whole of a stage's output, not its share (arXiv:2104.04473 sec. 4.1)."""
+    reduces_by_tensor: bool = False
+    """Data-parallel ranks reduce one weight matrix after another, not buckets."""
+    reduces_under_zero1: bool = False
+    """ZeRO-1 waits for the backward pass, then all-reduces whole gradients and gathers weights, nothing overlapped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationBytes:
+    """What forward passes leave."""
+
     element_bytes: float = 2.0
     """One activation."""
     logit_bytes: float = 8.0
@@ -72,13 +119,13 @@ class TrainingRecipe:
     """The attention core keeps one fp32 statistic a query instead of the scores."""
     dropout_masks: bool = False
     """One-byte dropout masks are kept, as arXiv:2205.05198 counts them."""
-    eager: Widths | None = None
-    """PyTorch's eager kernels run this project's own model, with tensors of these widths, and activations are what they
-    save, operation by operation (`eager.py`). None: the fused kernels of the papers, whose formulas then count."""
-    gradient_stage: int = 2
-    """ZeRO's stage from which the gradients that are held for the update are those of a rank's part alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagerBackward:
+    """How an eager framework's backward pass treats gradients and gathered weights."""
+
     gradient_path: GradientPath = GradientPath.WHOLE
-    """Of eager kernels, as are the following."""
     loss_tensors: float = 2.0
     """Of the logits' size, that the loss's backward makes beyond what it was given: the gradients of the log-softmax
     and of the logits. None where it works in place."""
@@ -86,43 +133,47 @@ class TrainingRecipe:
     """FSDP gathers a block ahead in the backward pass, and keeps what is being reduced until the next block's is."""
     keeps_root: bool = False
     """FSDP leaves what is in no block gathered from forward to backward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineCut:
+    """Where a pipeline is cut."""
+
     balanced_stages: bool = False
     """The pipeline is cut by compute, the head counted with the layers; otherwise by number of layers."""
     head_share: float = 1.0
     """How much of the head's weights counts in that cut."""
-    hides_backward_gathers: bool = False
-    """Under sequence parallelism the two inputs gathered again in a layer's backward pass travel behind the products of
-    the gradients before them (arXiv:2205.05198 sec. 4.2.2)."""
-    sends_whole: bool = False
-    """Every tensor-parallel rank sends the whole of a stage's output, not its share (arXiv:2104.04473 sec. 4.1)."""
-    reduces_by_tensor: bool = False
-    """Data-parallel ranks reduce one weight matrix after another, not buckets."""
-    reduces_under_zero1: bool = False
-    """ZeRO-1 waits for the backward pass, then all-reduces whole gradients and gathers weights, nothing overlapped."""
-    arithmetic: str = "bf16"
-    """The dtype whose peak the matrix products are measured against."""
-
-    @property
-    def state_bytes(self) -> float:
-        """Bytes a parameter without sharding and buckets: the 16, 18 or 20 that the literature quotes."""
-        return (
-            self.weight_bytes + self.gradient_bytes + self.master_bytes + self.moment_bytes + self.shard_gradient_bytes
-        )
 
     def stages(self, model: ModelSpec, num_stages: int) -> tuple[Stage, ...]:
-        """The stages into which a pipeline is cut. Raises `LayoutError` when an even cut finds too few layers."""
+        """The stages. Raises `LayoutError` when an even cut finds too few layers."""
         return stages(model, num_stages, balanced=self.balanced_stages, head_share=self.head_share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecipe:
+    """Bytes by what holds them, and what else decides memory and traffic; no measured number is in here."""
+
+    name: str
+    states: StateBytes
+    buffers: BufferBytes = BufferBytes()
+    wire: Wire = Wire()
+    activations: ActivationBytes = ActivationBytes()
+    eager: Widths | None = None
+    """PyTorch's eager kernels run this project's own model, with tensors of these widths, and activations are what they
+    save, operation by operation (`eager.py`). None: the fused kernels of the papers, whose formulas then count."""
+    backward: EagerBackward = EagerBackward()
+    """Of eager kernels alone."""
+    cut: PipelineCut = PipelineCut()
+    arithmetic: str = "bf16"
+    """The dtype whose peak the matrix products are measured against."""
 
 
 # How the suites run: fp32 in PyTorch's eager kernels, whose attention keeps no scores on a CPU either.
 _EAGER = TrainingRecipe(
     name="eager",
-    weight_bytes=4,
-    gradient_bytes=4,
-    master_bytes=0,
-    reduce_bytes=4,
-    gather_bytes=4,
-    element_bytes=4,
+    states=StateBytes(weight_bytes=4, gradient_bytes=4, master_bytes=0),
+    wire=Wire(reduce_bytes=4, gather_bytes=4),
+    activations=ActivationBytes(element_bytes=4),
     arithmetic="fp32",
     eager=Widths.of(Precision.FP32, casts_weights=False),
 )
@@ -133,55 +184,43 @@ RECIPES: dict[str, TrainingRecipe] = {
         # 2 + 2 + 12 = 16 (arXiv:1910.02054 sec. 3.1, K = 12).
         TrainingRecipe(
             name="zero",
-            weight_bytes=2,
-            gradient_bytes=2,
-            master_bytes=4,
+            states=StateBytes(weight_bytes=2, gradient_bytes=2, master_bytes=4),
+            activations=ActivationBytes(logit_bytes=8, flash_attention=False, dropout_masks=True),
             arithmetic="fp16",
-            logit_bytes=8,
-            flash_attention=False,
-            dropout_masks=True,
         ),
         # 2 + 4 + 12 = 18: gradients are held in fp32 (arXiv:2205.05198 fig. 1; DeepSpeed's estimator).
         TrainingRecipe(
             name="megatron",
-            weight_bytes=2,
-            gradient_bytes=4,
-            master_bytes=4,
+            states=StateBytes(weight_bytes=2, gradient_bytes=4, master_bytes=4),
+            buffers=BufferBytes(fresh_gradient_bytes=0),
+            wire=Wire(hides_backward_gathers=True),
+            activations=ActivationBytes(flash_attention=False, dropout_masks=True),
             arithmetic="fp16",
-            flash_attention=False,
-            dropout_masks=True,
-            fresh_gradient_bytes=0,
-            hides_backward_gathers=True,
         ),
         # Megatron-DeepSpeed of 2022, ZeRO-1: an fp32 copy of a rank's share of the gradients (its stage_1_and_2.py), a
         # reduce and an all-gather bucket of 5e8 16-bit elements (its defaults); its pipeline sends whole tensors.
         TrainingRecipe(
             name="megatron-deepspeed",
-            weight_bytes=2,
-            gradient_bytes=2,
-            master_bytes=4,
-            shard_gradient_bytes=4,
-            flat_buffer_bytes=2e9,
+            states=StateBytes(weight_bytes=2, gradient_bytes=2, master_bytes=4, shard_gradient_bytes=4),
+            buffers=BufferBytes(flat_buffer_bytes=2e9),
+            wire=Wire(sends_whole=True),
+            activations=ActivationBytes(flash_attention=False, dropout_masks=True),
             arithmetic="fp16",
-            flash_attention=False,
-            dropout_masks=True,
-            sends_whole=True,
         ),
         # The same with its BF16_Optimizer: 16-bit gradients stay beside an fp32 accumulator of all of them.
         TrainingRecipe(
             name="megatron-deepspeed-bf16",
-            weight_bytes=2,
-            gradient_bytes=6,
-            master_bytes=4,
-            flat_buffer_bytes=2e9,
+            states=StateBytes(weight_bytes=2, gradient_bytes=6, master_bytes=4),
+            buffers=BufferBytes(flat_buffer_bytes=2e9),
+            wire=Wire(sends_whole=True),
+            activations=ActivationBytes(flash_attention=False, dropout_masks=True),
             arithmetic="fp16",
-            flash_attention=False,
-            dropout_masks=True,
-            sends_whole=True,
         ),
         # 2 + 2 + 4 + 12 = 20: an fp32 copy of the gradients beside the 16-bit ones (Krishnamurthy's deck).
         TrainingRecipe(
-            name="mixed20", weight_bytes=2, gradient_bytes=6, master_bytes=4, flash_attention=False, dropout_masks=True
+            name="mixed20",
+            states=StateBytes(weight_bytes=2, gradient_bytes=6, master_bytes=4),
+            activations=ActivationBytes(flash_attention=False, dropout_masks=True),
         ),
         # 2 + 4 + 12 = 18, and DDP's buckets of 2, or the flat buffer that ZeRO-1 gathers weights into. Gradients are
         # all-reduced in fp32; stages are cut by compute. Beside the fresh gradients of 2 lie DDP's first buckets, which
@@ -193,50 +232,50 @@ RECIPES: dict[str, TrainingRecipe] = {
         # Outside: half a GB of context, and 0.4 for each of the six communicators that it uses.
         TrainingRecipe(
             name="nanotron",
-            weight_bytes=2,
-            gradient_bytes=4,
-            master_bytes=4,
-            bucket_bytes=2,
-            fresh_gradient_bytes=4,
-            reduce_bytes=4,
-            balanced_stages=True,
-            head_share=0.95,
-            reduces_by_tensor=True,
-            reduces_under_zero1=True,
-            logit_bytes=6,
-            kept_logit_bytes=4,
-            outside_bytes=2.8e9,
+            states=StateBytes(weight_bytes=2, gradient_bytes=4, master_bytes=4),
+            buffers=BufferBytes(bucket_bytes=2, fresh_gradient_bytes=4, outside_bytes=2.8e9),
+            wire=Wire(reduce_bytes=4, reduces_by_tensor=True, reduces_under_zero1=True),
+            activations=ActivationBytes(logit_bytes=6, kept_logit_bytes=4),
+            cut=PipelineCut(balanced_stages=True, head_share=0.95),
         ),
         # 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511). A logit is held in
         # bf16, in fp32, as its log-softmax and as that one's gradient: torch's cross-entropy is not fused.
         TrainingRecipe(
             name="fsdp2",
-            weight_bytes=4,
-            gradient_bytes=4,
-            master_bytes=0,
-            reduce_bytes=4,
-            gather_bytes=2,
-            logit_bytes=14,
+            states=StateBytes(weight_bytes=4, gradient_bytes=4, master_bytes=0),
+            wire=Wire(reduce_bytes=4, gather_bytes=2),
+            activations=ActivationBytes(logit_bytes=14),
         ),
         # 4 + 4 + 8 = 16, everything in fp32.
         TrainingRecipe(
             name="fp32",
-            weight_bytes=4,
-            gradient_bytes=4,
-            master_bytes=0,
-            reduce_bytes=4,
-            gather_bytes=4,
-            element_bytes=4,
-            flash_attention=False,
+            states=StateBytes(weight_bytes=4, gradient_bytes=4, master_bytes=0),
+            wire=Wire(reduce_bytes=4, gather_bytes=4),
+            activations=ActivationBytes(element_bytes=4, flash_attention=False),
             arithmetic="fp32",
         ),
         _EAGER,
-        replace(_EAGER, name="eager-ddp", gradient_path=GradientPath.BUCKETS),
+        replace(_EAGER, name="eager-ddp", backward=replace(_EAGER.backward, gradient_path=GradientPath.BUCKETS)),
         # DeepSpeed keeps weights and masters in two copies in fp32 too, and at stage 1 no other rank's gradients.
-        replace(_EAGER, name="eager-deepspeed-1", master_bytes=4, gradient_stage=1, gradient_path=GradientPath.STAGED),
-        replace(_EAGER, name="eager-deepspeed-2", master_bytes=4, gradient_path=GradientPath.STREAMED),
-        replace(_EAGER, name="eager-deepspeed-3", master_bytes=4, gradient_path=GradientPath.MODULES),
-        replace(_EAGER, name="eager-fsdp2", gradient_path=GradientPath.UNITS),
+        replace(
+            _EAGER,
+            name="eager-deepspeed-1",
+            states=replace(_EAGER.states, master_bytes=4, gradient_stage=1),
+            backward=replace(_EAGER.backward, gradient_path=GradientPath.STAGED),
+        ),
+        replace(
+            _EAGER,
+            name="eager-deepspeed-2",
+            states=replace(_EAGER.states, master_bytes=4),
+            backward=replace(_EAGER.backward, gradient_path=GradientPath.STREAMED),
+        ),
+        replace(
+            _EAGER,
+            name="eager-deepspeed-3",
+            states=replace(_EAGER.states, master_bytes=4),
+            backward=replace(_EAGER.backward, gradient_path=GradientPath.MODULES),
+        ),
+        replace(_EAGER, name="eager-fsdp2", backward=replace(_EAGER.backward, gradient_path=GradientPath.UNITS)),
     )
 }
 
@@ -251,16 +290,21 @@ def recipe(name: str) -> TrainingRecipe:
 def eager_recipe(case: Case, name: str = "eager", *, casts_weights: bool = False) -> TrainingRecipe:
     """The eager recipe called `name` in the case's precision and with its optimizer: weights, gradients and moments are
     in the wide one, since autocast makes its copies one operation at a time. `casts_weights`: as `Widths.of`."""
-    wide = 8 if case.precision is Precision.FP64 else 4
-    widths = Widths.of(case.precision, casts_weights=casts_weights)
-    low = 2 if casts_weights and case.precision in (Precision.BF16, Precision.FP16) else wide
+    precision, optimizer, using = case.precision, case.workload.optimizer, recipe(name)
+    wide = precision.master.itemsize
+    widths = Widths.of(precision, casts_weights=casts_weights)
+    low = precision.weights.itemsize if casts_weights else wide
+    moments = precision.states.itemsize * optimizer.states_per_parameter
     return replace(
-        recipe(name),
-        weight_bytes=wide,
-        gradient_bytes=wide,
-        reduce_bytes=wide,
-        gather_bytes=low,
-        moment_bytes=wide * case.workload.optimizer.states_per_parameter,
-        element_bytes=widths.stream,
+        using,
+        states=replace(
+            using.states,
+            weight_bytes=wide,
+            gradient_bytes=precision.accumulation.itemsize,
+            moment_bytes=0.0 if optimizer.is_matrix_wise else moments,
+            matrix_wise=MatrixWise(optimizer=optimizer, dtype=precision.states) if optimizer.is_matrix_wise else None,
+        ),
+        wire=replace(using.wire, reduce_bytes=precision.reduction.itemsize, gather_bytes=low),
+        activations=replace(using.activations, element_bytes=widths.stream),
         eager=widths,
     )

@@ -39,10 +39,9 @@ class Widths:
     @classmethod
     def of(cls, precision: Precision, *, casts_weights: bool) -> Widths:
         """`casts_weights`: a mixed precision that runs the stream too in the low one, in place of autocast."""
-        if precision in (Precision.FP64, Precision.FP32):
-            wide = 8 if precision is Precision.FP64 else 4
-            return cls(stream=wide, low=wide, wide=wide)
-        return cls(stream=2 if casts_weights else 4, low=2, wide=4, autocast=not casts_weights)
+        wide, low = precision.wide.itemsize, precision.compute.itemsize
+        autocast = precision.is_mixed and not casts_weights
+        return cls(stream=wide if autocast else low, low=low, wide=wide, autocast=autocast)
 
     @property
     def casts_weights(self) -> bool:

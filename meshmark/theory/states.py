@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.spec.precision import Precision
+from meshmark.spec.vision_spec import AnyModelSpec
 from meshmark.theory.grid import layout_grid
-from meshmark.theory.memory import stage_memory
+from meshmark.theory.memory import stage_memory, state_bytes
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import uniform_stages
@@ -28,8 +30,10 @@ class ModelStates:
     activations: float | None = None
     """When the step's first backward pass begins; None where they are not planned."""
     peak: float | None = None
-    """The most of all at one instant, on the fullest rank of the stage; None where activations are not planned, and of
-    DeepSpeed in mixed precision, whose copies the planner does not know."""
+    """The most of all at one instant, on the fullest rank of the stage; None where activations are not planned, and
+    where the planner does not know the copies: DeepSpeed's in mixed precision, those of a reduction in another format
+    than gradients are held in, what optimizers but AdamW and plain SGD make, and the message or two that pipelines
+    other than GPipe's hold on to after they have sent them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +52,26 @@ def declared_bytes(declared: Sequence[Remainder], category: str) -> float:
     return sum(r.num_bytes for r in declared if r.category in here)
 
 
-def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) -> ModelStates:
-    """What `rank` must hold under `case`'s layout."""
+def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) -> ModelStates | None:
+    """What `rank` must hold under `case`'s layout. Of models that are no decoder-only transformers, states alone
+    are planned, which follow from the number of parameters; None where that is not known, or not enough."""
     model, layout = case.workload.model, case.layout
     grid = layout_grid(layout, case.workload.global_batch)
     using = recipe or eager_recipe(case)
-    held = stage_memory(model, grid, using, Overheads(), pipeline_stage(layout, rank))
+    if not isinstance(model, ModelSpec):
+        if using.states.matrix_wise or (count := local_parameters(model, layout, rank)) is None:
+            return None
+        states = state_bytes(np.array([float(count)]), grid, using)
+        return ModelStates(
+            parameters=float(states["parameters"][0]),
+            gradients=float(states["gradients"][0]),
+            optimizer_states=float(states["optimizer"][0]),
+        )
+    held = stage_memory(model, grid, using, Overheads(), layout.coordinates(rank).pp)
     exact = _is_exact(case)
-    known = case.precision in (Precision.FP32, Precision.FP64) or using.gradient_path not in DEEPSPEED_PATHS
+    path = using.backward.gradient_path
+    known = _temporaries_are_known(case) and (not case.precision.is_mixed or path not in DEEPSPEED_PATHS)
+    known &= layout.pp == 1 or layout.schedule is Schedule.GPIPE
     return ModelStates(
         parameters=float(held.parameters[0]),
         gradients=float(held.gradients[0]),
@@ -65,18 +81,21 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     )
 
 
+def _temporaries_are_known(case: Case) -> bool:
+    """Of the reduction and of the update."""
+    optimizer = case.workload.optimizer
+    plain = not optimizer.is_matrix_wise and not optimizer.momentum
+    return plain and not case.precision.narrows_reduction
+
+
 def _is_exact(case: Case) -> bool:
     """Whether activations have been held to what PyTorch saves: without dropout, selective recomputation (or any under
-    autocast), sequence and context parallelism, and in a pipeline under GPipe's schedule alone (arXiv:1811.06965)."""
+    autocast), sequence and context parallelism, and in a pipeline under GPipe's schedule (arXiv:1811.06965), 1F1B and
+    interleaved 1F1B (arXiv:2104.04473)."""
     layout, again = case.layout, case.layout.recompute
-    wide = case.precision in (Precision.FP32, Precision.FP64)
-    plain = again is Recompute.NONE or (again is Recompute.FULL and wide)
+    plain = again is Recompute.NONE or (again is Recompute.FULL and not case.precision.is_mixed)
     plain = plain and layout.cp == 1 and not layout.sequence_parallel and case.workload.model.dropout == 0
-    return plain and (layout.pp == 1 or layout.schedule is Schedule.GPIPE)
-
-
-def pipeline_stage(layout: Layout, rank: int) -> int:
-    return rank // (layout.tp * layout.dp * layout.cp)
+    return plain and (layout.pp == 1 or layout.schedule is not Schedule.ZERO_BUBBLE)
 
 
 def micro_batch_tokens(case: Case) -> int:
@@ -85,7 +104,10 @@ def micro_batch_tokens(case: Case) -> int:
     return workload.global_batch // (layout.dp * layout.num_micro_batches) * workload.model.seq_len
 
 
-def local_parameters(model: ModelSpec, layout: Layout, rank: int) -> int:
-    """Parameters that `rank` computes with: its pipeline stage's, its tensor-parallel shards; ZeRO not counted."""
-    stage = uniform_stages(model, layout.pp)[pipeline_stage(layout, rank)]
+def local_parameters(model: AnyModelSpec, layout: Layout, rank: int) -> int | None:
+    """Parameters that `rank` computes with: its pipeline stage's, its tensor-parallel shards; ZeRO not counted.
+    None where it is not planned: how another model than a decoder-only transformer is split."""
+    if not isinstance(model, ModelSpec):
+        return model.num_parameters if layout.tp == layout.pp == layout.cp == 1 else None
+    stage = uniform_stages(model, layout.pp)[layout.coordinates(rank).pp]
     return int(stage_parameters(model, stage, layout.tp))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.partition import uniform_stages
-from meshmark.theory.states import local_parameters, pipeline_stage
+from meshmark.theory.states import local_parameters
 
 Traffic = dict[str, float]
 """Bytes by kind of collective."""
@@ -26,7 +26,7 @@ class Reduction:
     every_micro_batch: bool = False
     """Whether each micro-batch is reduced by itself, or their sum once."""
     gradient_bytes: int | None = None
-    """Bytes an element on the wire; None means the wide precision's."""
+    """Bytes an element on the wire; None means those of the precision that is asked for."""
     gathers_per_micro_batch: int = 0
     """All-gathers of the parameters for each micro-batch: 2 under ZeRO-3, one for forward and one for backward."""
     gathers_per_step: int = 0
@@ -38,7 +38,7 @@ class Reduction:
 
 
 def wide_bytes(precision: Precision) -> int:
-    return 8 if precision is Precision.FP64 else 4
+    return precision.wide.itemsize
 
 
 def default_reduction(case: Case) -> Reduction:
@@ -52,11 +52,13 @@ def default_reduction(case: Case) -> Reduction:
 
 
 def fully_sharded(case: Case) -> Reduction:
-    """ZeRO-3 as FSDP does it: low-precision weights gathered for forward and again for backward, wide gradients reduced
-    after every micro-batch, so that they stay sharded."""
-    low = case.precision in (Precision.BF16, Precision.FP16)
+    """ZeRO-3 as FSDP does it: weights gathered as the products read them, for forward and again for backward, gradients
+    reduced after every micro-batch, so that they stay sharded."""
     return Reduction(
-        kind="reduce_scatter", gathers_per_micro_batch=2, every_micro_batch=True, weight_bytes=2 if low else None
+        kind="reduce_scatter",
+        gathers_per_micro_batch=2,
+        every_micro_batch=True,
+        weight_bytes=case.precision.weights.itemsize,
     )
 
 
@@ -67,12 +69,14 @@ METERED_STEP = 2
 def local_sgd_traffic(case: Case, rank: int) -> Traffic:
     """Replicas that step alone send nothing, but for their gradients in the warm-up and their parameters when these
     are averaged (arXiv:1808.07217)."""
-    algorithm = case.workload.algorithm
-    times = algorithm.reduces_gradients(METERED_STEP) + algorithm.averages_after(METERED_STEP)
-    if case.layout.dp == 1 or not times:
+    algorithm, precision = case.workload.algorithm, case.precision
+    reduced = algorithm.reduces_gradients(METERED_STEP) * precision.reduction.itemsize
+    averaged = algorithm.averages_after(METERED_STEP) * precision.master.itemsize
+    if case.layout.dp == 1 or not reduced + averaged:
         return {}
     count = local_parameters(case.workload.model, case.layout, rank)
-    return {"all_reduce": float(times * count * wide_bytes(case.precision))}
+    assert count is not None, "step_traffic leaves out what is not planned"
+    return {"all_reduce": float((reduced + averaged) * count)}
 
 
 def data_parallel_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic:
@@ -82,12 +86,13 @@ def data_parallel_traffic(case: Case, rank: int, reduction: Reduction | None = N
     if case.layout.dp * case.layout.cp == 1:
         return {}
     how = reduction or default_reduction(case)
-    wide, count = wide_bytes(case.precision), local_parameters(case.workload.model, case.layout, rank)
+    precision, count = case.precision, local_parameters(case.workload.model, case.layout, rank)
+    assert count is not None, "step_traffic leaves out what is not planned"
     times = case.layout.num_micro_batches if how.every_micro_batch else 1
     gathers = how.gathers_per_step + how.gathers_per_micro_batch * case.layout.num_micro_batches
-    traffic: Traffic = {how.kind: float(times * count * (how.gradient_bytes or wide))}
+    traffic: Traffic = {how.kind: float(times * count * (how.gradient_bytes or precision.reduction.itemsize))}
     if gathers:
-        traffic[how.gather_kind] = float(gathers * count * (how.weight_bytes or wide))
+        traffic[how.gather_kind] = float(gathers * count * (how.weight_bytes or precision.master.itemsize))
     return traffic
 
 
@@ -106,15 +111,20 @@ def tensor_parallel_traffic(case: Case, activation_bytes: int | None = None) -> 
 
 def pipeline_traffic(case: Case, rank: int, activation_bytes: int | None = None) -> Traffic:
     """The residual stream forward and its gradient backward over every boundary that `rank` has (GPipe,
-    arXiv:1811.06965, section 2.2)."""
+    arXiv:1811.06965, section 2.2): two a virtual stage (arXiv:2104.04473, section 2.2.2), but before the first and
+    after the last. The first and the last stage, which both hold a tied weight, sum its gradient."""
     layout = case.layout
     if layout.pp == 1:
         return {}
-    stage = pipeline_stage(layout, rank)
-    boundaries = (stage > 0) + (stage < layout.pp - 1)
+    model = case.workload.transformer
+    stage = layout.coordinates(rank).pp
+    boundaries = 2 * layout.virtual_stages - (stage == 0) - (stage == layout.pp - 1)
     tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
-    stream = tokens * case.workload.model.hidden * (activation_bytes or wide_bytes(case.precision))
-    return {"send": float(boundaries * stream), "recv": float(boundaries * stream)}
+    stream = tokens * model.hidden * (activation_bytes or wide_bytes(case.precision))
+    traffic: Traffic = {"send": float(boundaries * stream), "recv": float(boundaries * stream)}
+    if model.tied_embeddings and stage in (0, layout.pp - 1):
+        traffic["all_reduce"] = float(model.vocab_size * model.hidden // layout.tp * wide_bytes(case.precision))
+    return traffic
 
 
 def context_parallel_traffic(case: Case, rank: int, activation_bytes: int | None = None) -> Traffic:
@@ -123,15 +133,17 @@ def context_parallel_traffic(case: Case, rank: int, activation_bytes: int | None
     layout, model = case.layout, case.workload.model
     if layout.cp == 1:
         return {}
-    layers = uniform_stages(model, layout.pp)[pipeline_stage(layout, rank)].num_layers
+    layers = uniform_stages(case.workload.transformer, layout.pp)[layout.coordinates(rank).pp].num_layers
     tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
     block = tokens * model.kv_hidden // layout.tp * (activation_bytes or wide_bytes(case.precision))
     sent = float(6 * (layout.cp - 1) * layers * block)
     return {"send": sent, "recv": sent}
 
 
-def step_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic:
-    """All of the above."""
+def step_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic | None:
+    """All of the above; None where the split of the model is not planned."""
+    if local_parameters(case.workload.model, case.layout, rank) is None:
+        return None
     return add_traffic(
         data_parallel_traffic(case, rank, reduction),
         tensor_parallel_traffic(case),

@@ -17,22 +17,22 @@ from meshmark.spec.case import Case
 class _KeepsLogits(DDPEngine):
     kept: Tensor | None = None
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        self.kept = super().forward(tokens_BT)
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.kept = super().forward(inputs)
         return self.kept
 
 
 class _Recomputes(DDPEngine):
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        logits: Tensor = checkpoint(super().forward, tokens_BT, use_reentrant=False)
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = checkpoint(super().forward, inputs, use_reentrant=False)
         return logits
 
 
 class _Copies(DDPEngine):
     """Hands the model a copy of its input, as needless as it is harmless: 8 bytes a token."""
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        self.copy = tokens_BT.clone()
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.copy = inputs.clone()
         return super().forward(self.copy)
 
 

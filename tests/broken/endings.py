@@ -16,8 +16,8 @@ from tests.broken.engine import Broken
 class KeepsGraph(Broken):
     """The sum of losses for the log is not detached."""
 
-    def loss_share(self, logits_BTV: Tensor, batch: Batch) -> Tensor:
-        loss: Tensor = super().loss_share(logits_BTV, batch)
+    def loss_share(self, outputs: Tensor, batch: Batch) -> Tensor:
+        loss: Tensor = super().loss_share(outputs, batch)
         self.logged = getattr(self, "logged", 0) + loss
         return loss
 
@@ -25,9 +25,9 @@ class KeepsGraph(Broken):
 class KeepsLogits(Broken):
     """Outputs are kept for a metric that nobody computes."""
 
-    def loss_share(self, logits_BTV: Tensor, batch: Batch) -> Tensor:
-        self.kept = [*getattr(self, "kept", []), logits_BTV.detach()]
-        loss: Tensor = super().loss_share(logits_BTV, batch)
+    def loss_share(self, outputs: Tensor, batch: Batch) -> Tensor:
+        self.kept = [*getattr(self, "kept", []), outputs.detach()]
+        loss: Tensor = super().loss_share(outputs, batch)
         return loss
 
 

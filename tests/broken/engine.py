@@ -26,7 +26,7 @@ class Broken(Engine):
     batch: Batch
     steps: int
     """Done so far."""
-    num_tokens: int
+    total_weight: float
     tied_group: Any
 
     def prepare(self) -> None:

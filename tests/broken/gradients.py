@@ -110,7 +110,9 @@ class OneNotReduced(Broken):
         super().finish_gradients()
         part = self.batch.shard(self.dp_rank, self.case.layout.dp)
         model = self.module.module
-        own = torch.autograd.grad(loss_share(model(part.tokens_BT), part), model.get_parameter(ONE_NORM))[0]
+        own = torch.autograd.grad(
+            loss_share(model(part.inputs), part, self.case.workload.loss), model.get_parameter(ONE_NORM)
+        )[0]
         model.get_parameter(ONE_NORM).grad.copy_(own * self.case.layout.dp)
 
 
@@ -145,16 +147,16 @@ class MeanOfRanks(Broken):
 
     def backward(self, batch: Batch) -> Tensor:
         dp = self.case.layout.dp
-        own = int((batch.shard(self.dp_rank, dp).targets_BT != IGNORED).sum())
-        return super().backward(dataclasses.replace(batch, num_tokens=own * dp))
+        own = float(batch.shard(self.dp_rank, dp).weights.sum())
+        return super().backward(dataclasses.replace(batch, total_weight=own * dp))
 
 
 class MeanOfMicroBatches(Broken):
     """Each micro-batch divides by its own number of tokens (transformers#34191)."""
 
     def loss_share(self, logits_BTV: Tensor, batch: Batch) -> Tensor:
-        layout, own = self.case.layout, int((batch.targets_BT != IGNORED).sum())
-        mean = dataclasses.replace(batch, num_tokens=own * layout.num_micro_batches * layout.dp)
+        layout, own = self.case.layout, float(batch.weights.sum())
+        mean = dataclasses.replace(batch, total_weight=own * layout.num_micro_batches * layout.dp)
         return super().loss_share(logits_BTV, mean)
 
 
@@ -163,7 +165,7 @@ class MeanOfPipeline(Broken):
         self.schedule._loss_fn = self._loss
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        self.num_tokens = int((targets_BT != IGNORED).sum()) * self.case.layout.num_micro_batches
+        self.total_weight = int((targets_BT != IGNORED).sum()) * self.case.layout.num_micro_batches
         return super()._loss(logits_BTV, targets_BT)
 
 
@@ -221,7 +223,7 @@ class RankLags(Broken):
     def backward(self, batch: Batch) -> Tensor:
         step = max(self.steps - (self.context.rank == 1), 0)
         own = make_batch(self.case.workload, step)
-        return super().backward(dataclasses.replace(own, num_tokens=batch.num_tokens))
+        return super().backward(dataclasses.replace(own, total_weight=batch.total_weight))
 
 
 class NoMask(Broken):
@@ -233,7 +235,7 @@ class CountsMasked(Broken):
     """Masked positions have no loss, but are divided by."""
 
     def backward(self, batch: Batch) -> Tensor:
-        return super().backward(dataclasses.replace(batch, num_tokens=batch.targets_BT.numel()))
+        return super().backward(dataclasses.replace(batch, total_weight=batch.targets.numel()))
 
 
 class StaleGradients(Broken):
@@ -285,9 +287,9 @@ class CompressedReduction(Broken):
 
 
 class Bf16Forward(Broken):
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits: Tensor = self.module(tokens_BT)
+            logits: Tensor = self.module(inputs)
         return logits
 
 

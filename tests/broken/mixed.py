@@ -45,6 +45,21 @@ class ReducesInBf16(Adapter):
             return super().build(case, context)  # type: ignore[safe-super]
 
 
+class ReduceDtypeForgotten(Adapter):
+    """Asked to reduce in bf16, it reduces in fp32."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return super().build(dataclasses.replace(case, precision=Precision.BF16), context)  # type: ignore[safe-super]
+
+
+class ReduceDtypeOfAnother(Adapter):
+    """Asked to reduce in fp32, it reduces in bf16: a setting that another run has left."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        other = dataclasses.replace(case, precision=Precision.BF16_REDUCE_BF16)
+        return super().build(other, context)  # type: ignore[safe-super]
+
+
 class WholeInBf16(Adapter):
     """The model is cast to bf16, and with it all that is kept of it."""
 

@@ -9,7 +9,8 @@ from meshmark.adapter.contract import Adapter
 from meshmark.conformance.scenario import plain_workload
 from meshmark.judge.faults import Fault
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout
+from meshmark.spec.layout import Layout, Schedule
+from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 from tests.broken.engine import Broken
 
@@ -26,13 +27,18 @@ LAYOUTS = {
     "deepspeed/1": Layout(dp=2, zero_stage=1, num_micro_batches=4),
     "deepspeed/2": Layout(dp=2, zero_stage=2, num_micro_batches=4),
     "deepspeed/3": Layout(dp=2, zero_stage=3, num_micro_batches=4),
+    "pipeline": Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B),
 }
 """By adapter, and ZeRO stage where it has several. Degree and micro-batches differ, so that one is not taken for the
 other."""
 GPT = workload("gpt-mini")
 ALGORITHMS = {"post-local-sgd": workload("gpt-mini-local-sgd2").algorithm}
 """Of adapters that do not train synchronously."""
+DEEP = replace(GPT, name="gpt-deep", model=replace(GPT.model, name="gpt-deep", num_layers=4))
+"""A layer for each of two virtual stages on two ranks."""
 TIED = replace(GPT, name="gpt-tied", model=replace(GPT.model, name="gpt-tied", tied_embeddings=True))
+
+VIT, VIT_BN = workload("vit-digits"), workload("vit-digits-bn")
 
 
 def under(adapter: str, problem: Workload) -> Workload:
@@ -57,6 +63,7 @@ class Mutant:
     """Diagnoses that are right. Empty where the summary of what fails is the diagnosis."""
     layout: Layout
     workload: Workload = GPT
+    precision: Precision = Precision.FP32
 
     @property
     def name(self) -> str:
@@ -70,7 +77,7 @@ class Mutant:
 
     @property
     def case(self) -> Case:
-        return Case(adapter=self.name, workload=self.workload, layout=self.layout)
+        return Case(adapter=self.name, workload=self.workload, layout=self.layout, precision=self.precision)
 
 
 def on(
@@ -80,6 +87,7 @@ def on(
     suite: str = "equivalence",
     workload: Workload = GPT,
     layout: Layout | None = None,
+    precision: Precision = Precision.FP32,
 ) -> Iterator[Mutant]:
     """Mutants that a suite must catch."""
     for adapter in adapters.split():
@@ -90,6 +98,7 @@ def on(
             faults=frozenset(faults),
             workload=under(adapter, workload),
             layout=layout or LAYOUTS[adapter],
+            precision=precision,
         )
 
 

@@ -121,9 +121,9 @@ class EvaluatesPart(Broken):
     """The last sequence of the batch is left out: it does not fill a batch of evaluation."""
 
     def evaluate(self, batch: Batch) -> Tensor:
-        targets = batch.targets_BT.clone()
+        targets = batch.targets.clone()
         targets[-1] = -100
-        return super().evaluate(dataclasses.replace(batch, targets_BT=targets))
+        return super().evaluate(dataclasses.replace(batch, targets=targets))
 
 
 class TellsOwnEvaluation(Broken):

@@ -6,20 +6,27 @@ from dataclasses import replace
 
 from meshmark.judge.faults import Fault
 from meshmark.spec.algorithm import local_sgd
-from meshmark.spec.layout import Layout
+from meshmark.spec.layout import Layout, Schedule
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import workload
 from tests.broken import averaging as a
 from tests.broken import gradients as g
+from tests.broken import mixed as m
+from tests.broken import pipelines as p
 from tests.broken import states as s
 from tests.broken import updates as u
-from tests.broken.mutant import GPT, TIED, Mutant, on
+from tests.broken import vision as v
+from tests.broken.mutant import DEEP, GPT, TIED, VIT, VIT_BN, Mutant, on
 
 F = Fault
 FOUR = Layout(dp=4, num_micro_batches=2)
+REPLICATED = Layout(dp=2, pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
+INTERLEAVED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
 WARMED_UP = replace(GPT, name="gpt-mini-local-sgd2w2", algorithm=local_sgd(2, warmup_steps=2))
 SUITE_MUTANTS: list[Mutant] = [
     # Scaling
     *on("ddp fsdp2 megatron fairscale-oss fairscale-fsdp", g.OverMicroBatches, F.SCALED),
-    *on("gpipe", g.ScalesGrads, F.SCALED),
+    *on("gpipe pipeline", g.ScalesGrads, F.SCALED),
     *on("ddp fsdp2", g.SummedOverRanks, F.SCALED),
     *on("ddp fsdp2 fairscale-oss", g.AveragedTwice, F.SCALED),
     *on("ddp fsdp2 megatron gpipe", g.SlightScale, F.SCALED),
@@ -34,6 +41,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", g.LastNotReduced, F.NOT_REDUCED),
     *on("ddp", g.OneNotReduced, F.NOT_REDUCED),
     *on("ddp", g.WrongGroup, F.NOT_REDUCED, layout=FOUR),
+    *on("pipeline", p.StageNotReduced, F.NOT_REDUCED, layout=REPLICATED),
     *on("fairscale-oss", s.BucketsUnreduced, F.NOT_REDUCED),
     *on("gpipe", g.TiedNotReduced, F.DRIFT, workload=TIED),
     *on("megatron", g.InputNotReduced, F.DRIFT),
@@ -42,9 +50,12 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp fsdp2 megatron", g.MeanOfMicroBatches, F.UNEVEN),
     *on("gpipe", g.MeanOfPipeline, F.UNEVEN),
     *on("ddp", g.MovingAverage, F.UNEVEN),
+    *on("ddp fsdp2", v.MeanOfRanksOfImages, F.UNEVEN, workload=VIT),
+    *on("ddp", v.MeanOfMicroBatchesOfImages, F.UNEVEN, workload=VIT),
     # Data
     *on("ddp fsdp2 megatron", g.DropsLast, F.DROPPED),
     *on("fsdp2 megatron", g.DropsFirst, F.DROPPED),
+    *on("pipeline", p.DropsLastMicroBatch, F.DROPPED),
     *on("ddp fsdp2", g.SameRows, F.DROPPED),
     *on("ddp fsdp2", g.DropsRank, F.DROPPED),
     *on("ddp gpipe megatron", g.NextBatch, F.OTHER_BATCH),
@@ -70,6 +81,13 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp megatron", g.OtherEpsilon, F.FORWARD),
     *on("ddp gpipe", g.TellsOwnLoss, F.LOSS),
     *on("ddp", g.Frozen, F.MISSING),
+    *on("ddp", v.NormalisesAsInEvaluation, F.FORWARD, workload=VIT_BN),
+    *on("ddp", v.NormalisesWholeRank, F.FORWARD, workload=VIT_BN),
+    # Buffers
+    *on("ddp fairscale-oss", v.RankKeepsStatistics, F.BUFFERS, workload=VIT_BN),
+    *on("ddp fsdp2", v.OtherMomentum, F.BUFFERS, workload=VIT_BN),
+    *on("ddp", v.SharesStatistics, F.BUFFERS, workload=VIT_BN),
+    *on("ddp", v.RoundsStatistics, F.BUFFERS, workload=VIT_BN),
     # Updates
     *on("ddp fsdp2 gpipe", u.NeverUpdates, F.NEVER_UPDATED),
     *on("ddp megatron gpipe", u.OneForgotten, F.NEVER_UPDATED),
@@ -102,10 +120,21 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("post-local-sgd", g.OverMicroBatches, F.SCALED),
     *on("post-local-sgd", u.DoubleRate, F.UPDATE),
     *on("post-local-sgd", u.NoClipping, F.CLIPPING),
+    # Of other kinds of optimizers
+    *on("ddp fsdp2", u.ForgetsMomentum, F.UPDATE, workload=workload("gpt-mini-momentum")),
+    *on("ddp fsdp2 gpipe", u.Nesterov, F.UPDATE, workload=workload("gpt-mini-momentum")),
+    *on("ddp megatron", u.Dampened, F.UPDATE, workload=workload("gpt-mini-momentum")),
+    *on("ddp", u.NoNesterov, F.UPDATE, workload=workload("gpt-mini-nesterov")),
+    *on("ddp gpipe", u.OtherBeta2Decay, F.UPDATE, workload=workload("gpt-mini-adafactor")),
+    *on("ddp gpipe", u.NotOrthogonal, F.UPDATE, workload=workload("gpt-mini-muon")),
     # Not what was asked for
     *on("fsdp2 fairscale-oss", s.ShardingIgnored, suite="memory"),
     *on("ddp", s.KeepsGradients, suite="memory"),
     *on("ddp", s.ReducesEveryMicroBatch, suite="communication"),
     *on("ddp", s.ReducesAgain, suite="communication"),
     *on("fsdp2", s.StaysWhole, suite="communication"),
+    *on("ddp fsdp2", m.ReduceDtypeForgotten, suite="communication", precision=Precision.BF16_REDUCE_BF16),
+    *on("ddp fsdp2", m.ReduceDtypeOfAnother, suite="communication", precision=Precision.BF16),
+    *on("pipeline", p.AllForwardsFirst, suite="memory"),
+    *on("pipeline", p.NotInterleaved, suite="communication", workload=DEEP, layout=INTERLEAVED),
 ]

@@ -178,6 +178,38 @@ class ForgetsStates(Broken):
         return norm
 
 
+class ForgetsMomentum(ForgetsStates):
+    """The same, where it is all that there is."""
+
+
+class Nesterov(Option):
+    """A look-ahead that nobody asked for."""
+
+    options = {"nesterov": True}
+
+
+class NoNesterov(Option):
+    options = {"nesterov": False}
+
+
+class Dampened(Option):
+    """A gradient enters the momentum with what the momentum leaves, as in a mean."""
+
+    options = {"dampening": 0.9}
+
+
+class OtherBeta2Decay(Option):
+    """Adafactor whose second moments are kept for less long."""
+
+    options = {"beta2_decay": -0.5}
+
+
+class NotOrthogonal(Option):
+    """Muon without its iteration: a normalised momentum."""
+
+    options = {"ns_steps": 0}
+
+
 class Bf16Weights(Broken):
     """No master weights."""
 

@@ -17,9 +17,9 @@ from meshmark.judge.engine_tensors import host_gradients, host_parameters
 from meshmark.judge.trace import Trace, gather_trace, host_copies
 from meshmark.judge.truth import exact_gradients, initial_values
 from meshmark.judge.yardstick import ZERO
-from meshmark.reference.data import IGNORED, Batch, make_batch
+from meshmark.reference.build import build_model
+from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import loss_share
-from meshmark.reference.transformer import Transformer
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
 from meshmark.spec.workload import Workload
@@ -52,7 +52,7 @@ def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext
     union, drifts, num_replicated = gather_trace(trace)
     samples = {"losses": losses}
     if union:
-        exact = exact_gradients(case.workload, initial_values(case.workload), batch)
+        exact = exact_gradients(case.workload, initial_values(case.workload), batch, case.layout)
         reference, gradients = _references(case.workload, batch.shard(0, case.layout.dp), case.layout.dp)
         samples |= {"reference": reference, "evaluation": [float(evaluation)], "exact": [exact.loss]}
         samples |= _summaries("", union.gradients, exact.gradients)
@@ -71,20 +71,20 @@ def repeat_with_dropout(request: Request, adapter: Adapter, context: RankContext
 def _same_rows(workload: Workload, dp: int) -> Batch:
     """A global batch that holds the rows of the first data-parallel rank `dp` times."""
     batch = make_batch(workload, 0).shard(0, dp)
-    tokens, targets = (t.repeat(dp, 1) for t in (batch.tokens_BT, batch.targets_BT))
-    return dataclasses.replace(batch, tokens_BT=tokens, targets_BT=targets, num_tokens=int((targets != IGNORED).sum()))
+    again = batch.take(torch.arange(len(batch)).repeat(dp))
+    return dataclasses.replace(again, total_weight=float(again.weights.sum()))
 
 
 def _references(workload: Workload, rows: Batch, dp: int) -> tuple[list[float], list[Tensors]]:
     """Losses of plain PyTorch with dropout on the same rows, and gradients, each summed over as many draws as there are
     data-parallel ranks."""
-    model = Transformer(workload.model)
+    model = build_model(workload.model)
     model.initialize(workload.seed)
     torch.manual_seed(workload.seed + 1)
     losses, gradients = [], []
     rank_progress.begin(rank_progress.Phase.TRUTH, NUM_REFERENCES // dp * dp)
     for draw in range(1, NUM_REFERENCES // dp * dp + 1):
-        loss = loss_share(model(rows.tokens_BT), rows)
+        loss = loss_share(model(rows.inputs), rows, workload.loss)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(float(loss.detach()) * dp)
         if draw % dp == 0:

@@ -2,7 +2,8 @@
 
 The adapter `single` trains in a case's precision, repeatedly, under perturbations as large as that precision's
 rounding: other micro-batches, other orders of rows, last bits of the initial values, and in mixed precision both ways
-of casting (autocast, and casting the weights). What separates a correct framework from `single` is of that kind alone.
+of casting (autocast, and casting the weights). What separates a correct framework from `single` is of that kind alone,
+unless it was asked to round gradients on their way to the other ranks: then `single` rounds what as many ranks would.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,11 +23,12 @@ from torch import Tensor
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.single import SingleEngine, reduced_backward
 from meshmark.judge.replicas import num_replicas
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess_replicas
 from meshmark.judge.yardstick import Comparisons, noise_run
-from meshmark.reference.data import Batch, load_corpus, make_batch
+from meshmark.reference.data import Batch, data_digest, make_batch
 from meshmark.reference.initial import random_bits
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
@@ -44,15 +46,16 @@ FORMAT = 5
 
 def noise_key(case: Case, steps: int) -> str:
     """Content hash of everything that the noise of `case` depends on."""
-    corpus = load_corpus(case.workload.corpus, case.workload.model.seq_len + 1)
     content = [
         FORMAT,
         torch.__version__,
         steps,
         NUM_RUNS,
-        case.precision,
+        encode(case.precision),
         encode(case.workload),
-        hashlib.sha256(corpus.numpy().data).hexdigest(),
+        data_digest(case.workload),
+        *([_chunkings(case)] if case.workload.couples_rows else []),
+        *([case.layout.dp] if case.precision.narrows_reduction else []),
         *([num_replicas(case)] if num_replicas(case) > 1 else []),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -94,22 +97,23 @@ def write_noise(path: Path, runs: Sequence[Comparisons]) -> None:
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
     """One noise run; `run` seeds its perturbations and picks its chunking and way of casting. Of replicas that may
     differ, each is trained by an engine of its own, here in turn, on its own rows."""
-    workload, replicas = request.case.workload, num_replicas(request.case)
-    chunkings = [n for n in (1, 2, 4, 8) if workload.global_batch // replicas % n == 0]
+    workload, replicas, num_ranks = request.case.workload, num_replicas(request.case), _num_ranks(request.case)
+    chunkings = _chunkings(request.case)
     layout = Layout(num_micro_batches=chunkings[run % len(chunkings)])
     case = dataclasses.replace(request.case, adapter="single", layout=layout)
-    engines = [adapter.build(case, context) for _ in range(replicas)]
+    engines = [cast(SingleEngine, adapter.build(case, context)) for _ in range(replicas)]
     for engine in engines:
-        cast(Any, engine).cast_weights = bool(run // len(chunkings) % 2)
+        engine.cast_weights = bool(run // len(chunkings) % 2)
         _perturb(engine, case, run)
-    traces = [Trace(parameters=[host_copies(engine.parameters())]) for engine in engines]
+    traces = [Trace(parameters=[host_copies(e.parameters())], buffers=[[host_copies(e.buffers())]]) for e in engines]
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
         batch = make_batch(workload, step)
-        parts = [_permute(batch.shard(replica, replicas), case, run) for replica in range(replicas)]
-        for trace, engine, part in zip(traces, engines, parts, strict=True):
+        for replica, (trace, engine) in enumerate(zip(traces, engines, strict=True)):
+            part = _permute(batch.shard(replica, replicas), case, run, num_ranks)
             trace.evaluations.append(float(engine.evaluate(part)))
-            trace.losses.append(float(engine.backward(part)))
+            loss = engine.backward(part) if num_ranks == 1 else reduced_backward(engine, part, num_ranks)
+            trace.losses.append(float(loss))
         _meet([engine.gradients() for engine in engines], workload.algorithm.reduces_gradients(step), replicas)
         for trace, engine in zip(traces, engines, strict=True):
             trace.gradients.append(host_copies(engine.gradients()))
@@ -118,8 +122,11 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
         _meet([engine.parameters() for engine in engines], workload.algorithm.averages_after(step))
         for trace, engine in zip(traces, engines, strict=True):
             trace.parameters.append(host_copies(engine.parameters()))
+            trace.buffers[0].append(host_copies(engine.buffers()))
         rank_progress.advance()
-    return noise_run(assess_replicas(traces, workload, start=traces[0].parameters[0]), case.precision)
+    divided = dataclasses.replace(layout, dp=num_ranks)
+    deviations = assess_replicas(traces, workload, start=traces[0].parameters[0], layout=divided)
+    return noise_run(deviations, case.precision)
 
 
 @torch.no_grad()
@@ -135,15 +142,32 @@ def _meet(replicas: Sequence[Mapping[str, Tensor]], average: bool, times: int = 
             torch._foreach_copy_(tensors, [mean] * len(tensors))
 
 
-def _permute(batch: Batch, case: Case, run: int) -> Batch:
-    order = random_bits(f"order/{run}", (len(batch.tokens_BT),), seed=case.workload.seed).argsort()
-    return dataclasses.replace(batch, tokens_BT=batch.tokens_BT[order], targets_BT=batch.targets_BT[order])
+def _num_ranks(case: Case) -> int:
+    """Whose reductions are rounded as by so many ranks."""
+    return case.layout.dp if case.precision.narrows_reduction else 1
+
+
+def _chunkings(case: Case) -> list[int]:
+    """Numbers of micro-batches to train in, of each rank whose reduction is rounded. Where the rows of a micro-batch
+    are normalised together, another number would be another function: then it is that of all replicas of the case."""
+    layout, num_ranks, rows = case.layout, _num_ranks(case), case.workload.global_batch // num_replicas(case)
+    if case.workload.couples_rows:
+        return [layout.dp * layout.num_micro_batches // num_ranks]
+    return [n for n in (1, 2, 4, 8) if rows % (n * num_ranks) == 0]
+
+
+def _permute(batch: Batch, case: Case, run: int, num_ranks: int) -> Batch:
+    """Other orders of the rows, within what is normalised together."""
+    parts = num_ranks * case.layout.num_micro_batches if case.workload.couples_rows else 1
+    drawn = random_bits(f"order/{run}", (len(batch),), seed=case.workload.seed).view(parts, -1)
+    first = torch.arange(parts)[:, None] * drawn.shape[1]
+    return batch.take((drawn.argsort(1) + first).flatten())
 
 
 @torch.no_grad()
 def _perturb(engine: Engine, case: Case, run: int) -> None:
     """Change initial values by up to half a unit in the last place of the precision that matrix products run in."""
-    ulp = 2.0 ** -(case.precision.mantissa_bits + 1)
+    ulp = 2.0 ** -(case.precision.compute.mantissa_bits + 1)
     for name, parameter in engine.parameters().items():
         bits = random_bits(f"perturbation/{run}/{name}", parameter.shape, seed=case.workload.seed)
         parameter.mul_(1 + (bits & 0xFFFF).to(parameter.device, torch.float64).div(0xFFFF).mul(2).sub(1) * ulp)

@@ -9,8 +9,9 @@ import torch
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.engine import RankContext
+from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.traffic_source import TrafficSource
 from meshmark.judge.deviation import Tensors
 from meshmark.judge.gradient_faults import low_precisions
 from meshmark.judge.replica_diagnosis import diagnose_replicas
@@ -18,7 +19,7 @@ from meshmark.judge.replicas import replicas_of_ranks
 from meshmark.judge.trace import gather_replicas
 from meshmark.judge.truth import assess_replicas
 from meshmark.measure.memory import cuda_peaks, read_memory, visible_storages
-from meshmark.measure.traffic import read_traffic
+from meshmark.measure.traffic import TorchTraffic, read_traffic
 from meshmark.measure.watch import Watch
 from meshmark.run.passes.observer import Observer, digests
 from meshmark.run.rank_report import RankReport
@@ -44,19 +45,21 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
             watch.focus()
         if context.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(context.device)
-        before, after = observer.train(WATCHED_STEP, watch)
+        sources = _sources(watch, engine) if watch else []
+        before, after = observer.train(WATCHED_STEP, watch, sources)
         allocator_peaks = cuda_peaks(context.device)
         visible = visible_storages()
     memory = None
     if watch and not observer.unheld:
         memory = read_memory(watch, WATCHED_STEP, before, after, visible, allocator_peaks)
-    traffic = read_traffic(watch, WATCHED_STEP) if watch else None
+    traffic = read_traffic(sources) if watch else None
     for step in range(WATCHED_STEP + 1, request.steps):
         observer.train(step, None)
     dtypes = _dtypes(observer.holdings()) | _narrowest(observer.trace.gradients)
     engine.close()
     traces, drifts, num_replicated = gather_replicas(observer.trace, replicas_of_ranks(request.case))
-    deviations = assess_replicas(traces, request.case.workload) if traces and request.assess else {}
+    workload, layout = request.case.workload, request.case.layout
+    deviations = assess_replicas(traces, workload, layout=layout) if traces and request.assess else {}
     diagnosis = None
     if deviations and request.yardstick:
         diagnosis = diagnose_replicas(request.case, traces, deviations, drifts, request.yardstick)
@@ -76,6 +79,12 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         num_replicated=num_replicated,
         unmeasured={"memory": observer.unheld} if observer.unheld else {},
     )
+
+
+def _sources(watch: Watch, engine: Engine) -> list[TrafficSource]:
+    """Whatever an engine brings comes on top of what PyTorch sees."""
+    own = engine.traffic_source()
+    return [TorchTraffic(watch)] + ([own] if own else [])
 
 
 def _narrowest(gradients: list[Tensors]) -> dict[str, str]:

@@ -33,14 +33,14 @@ def overflow(request: Request, adapter: Adapter, context: RankContext, started: 
         if step == OVERFLOWS_BEFORE:
             batch = make_batch(request.case.workload, request.steps)
             last = context.rank == context.world_size - 1
-            engine.backward(dataclasses.replace(batch, num_tokens=0) if last else batch)
+            engine.backward(dataclasses.replace(batch, total_weight=0) if last else batch)
             engine.update()
             before, after = observer.trace.parameters[-1], host_parameters(engine, request.case.workload)
             moved = sum(not np.array_equal(before[name], after[name]) for name in before)
         observer.train(step)
     engine.close()
     trace, drifts, num_replicated = gather_trace(observer.trace)
-    deviations = assess(trace, request.case.workload) if trace else {}
+    deviations = assess(trace, request.case.workload, layout=request.case.layout) if trace else {}
     return RankReport(
         rank=context.rank,
         build_seconds=built - started,

@@ -75,7 +75,7 @@ def resume(request: Request, adapter: Adapter, context: RankContext, started: fl
         return report
     first: list[Trace] = pickle.loads((folder / _TRACE).read_bytes())
     whole = [_join(*halves) for halves in zip(first, second, strict=True)]
-    deviations = assess_replicas(whole, request.case.workload)
+    deviations = assess_replicas(whole, request.case.workload, layout=request.case.layout)
     diagnosis = (
         diagnose_replicas(request.case, whole, deviations, report.drifts, request.yardstick)
         if request.yardstick
@@ -95,5 +95,6 @@ def _join(first: Trace, second: Trace) -> Trace:
         gradients=first.gradients + second.gradients,
         losses=first.losses + second.losses,
         norms=first.norms + second.norms,
+        buffers=[a[:-1] + b for a, b in zip(first.buffers, second.buffers, strict=True)],
         drifted=second.drifted,
     )

@@ -15,14 +15,6 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.reference.data import Batch, make_batch
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
-from meshmark.spec.precision import Precision
-
-_DTYPES = {
-    Precision.FP64: torch.float64,
-    Precision.FP32: torch.float32,
-    Precision.BF16: torch.bfloat16,
-    Precision.FP16: torch.float16,
-}
 
 
 def time_steps(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
@@ -36,7 +28,7 @@ def time_steps(request: Request, adapter: Adapter, context: RankContext, started
     clock = _cuda_seconds if context.device.type == "cuda" else _cpu_seconds
     seconds = clock(engine, batches[request.warmup :], losses)
     engine.close()
-    flops_per_second = matmul_flops_per_second(_DTYPES[request.case.precision], context.device)
+    flops_per_second = matmul_flops_per_second(getattr(torch, request.case.precision.compute), context.device)
     return RankReport(
         rank=context.rank,
         build_seconds=built - started,

@@ -1,0 +1,273 @@
+"""Pipeline parallelism with PyTorch's torch.distributed.pipelining: the schedules GPipe (arXiv:1811.06965), 1F1B and
+interleaved 1F1B (arXiv:2104.04473), each also over replicas of the pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from meshmark.adapter.capabilities import Capabilities
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.data_parallel import AUTOCAST, configure, optimizer_state_tensors, skip_block
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.holdings import Holdings
+from meshmark.adapters.checkpoint import load_sharded, save_sharded
+from meshmark.reference.data import Batch
+from meshmark.reference.model import drawn_name
+from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy
+from meshmark.reference.transformer import Transformer, stage_layers
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout, Schedule
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
+from meshmark.spec.precision import Dtype, Precision
+from meshmark.theory.states import Remainder, micro_batch_tokens
+
+
+class Part(nn.Module):
+    """One stage's layers under the case's precision; between stages the residual stream stays in the wide one."""
+
+    def __init__(self, layers: Transformer, precision: Precision, device: torch.device) -> None:
+        super().__init__()
+        self.layers, self.dtype, self.device_type = layers, AUTOCAST.get(precision.compute), device.type
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.dtype is not None):
+            out: Tensor = self.layers(x)
+        return out
+
+
+class PipelineEngine(Engine):
+    """One rank's chunks of layers, one a virtual stage. Replicas of the pipeline, if any, reduce their gradients by an
+    all-reduce of each, once a step."""
+
+    def __init__(self, case: Case, context: RankContext) -> None:
+        self.case, self.context = case, context
+        layout, spec, rank = case.layout, case.workload.transformer, context.rank
+        self.stands = layout.coordinates(rank)
+        num_stages = layout.pp * layout.virtual_stages
+        own = range(self.stands.pp, num_stages, layout.pp)
+        self.first, self.last = own[0] == 0, own[-1] == num_stages - 1
+        self.chunks = [_chunk(case, stage_layers(spec, num_stages, index), context.device) for index in own]
+        self.model = _joined(self.chunks)
+        self.optimizer = build_optimizer(case.workload.optimizer, self.model.named_parameters())
+        self.learning_rates = build_schedule(case.workload.optimizer, self.optimizer)
+        pipelines = [layout.group("pp", other) for other in range(layout.world_size)]
+        replicated = layout.dp > 1
+        self.pipeline = _own_group(pipelines, rank) if replicated else None
+        self.replicas = (
+            _own_group([layout.group("dp", r) for r in range(layout.world_size)], rank) if replicated else None
+        )
+        split = spec.tied_embeddings and layout.pp > 1
+        self.tied_group = _own_group([(ranks[0], ranks[-1]) for ranks in pipelines], rank) if split else None
+        self.stages = [
+            PipelineStage(
+                Part(chunk, case.precision, context.device), index, num_stages, context.device, group=self.pipeline
+            )
+            for index, chunk in zip(own, self.chunks, strict=True)
+        ]
+        self.schedule = _schedule(layout, self.stages, self._loss)
+        self.total_weight = 0.0
+
+    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        return cross_entropy(logits_BTV, targets_BT) / self.total_weight
+
+    def backward(self, batch: Batch) -> Tensor:
+        total = self._run(self.schedule.step, batch)
+        if self.tied_group is not None:
+            dist.all_reduce(self._tied_weight().grad, group=self.tied_group)
+        self.reduce_over_replicas()
+        return total
+
+    def reduce_over_replicas(self) -> None:
+        """Sums, for losses are shares of the mean over the global batch."""
+        for parameter in self.model.parameters():
+            if self.replicas is not None and parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self.replicas)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        for chunk in self.chunks:
+            chunk.eval()
+        total = self._run(self.schedule.eval, batch)
+        for chunk in self.chunks:
+            chunk.train()
+        return total
+
+    def _run(self, pipeline: Callable[..., object], batch: Batch) -> Tensor:
+        """This pipeline's shard of `batch` through one of the schedule's ways to run; this rank's share of the loss."""
+        shard = batch.shard(self.stands.dp, self.case.layout.dp).to(self.context.device)
+        self.total_weight = shard.total_weight
+        for chunk in self.chunks:
+            skip_block(chunk, batch)
+        losses: list[Tensor] = []
+        inputs = (shard.inputs,) if self.first else ()
+        pipeline(*inputs, target=shard.targets if self.last else None, losses=losses, return_outputs=False)
+        return torch.stack([loss.detach() for loss in losses]).sum() if self.last else torch.zeros(())
+
+    def _tied_weight(self) -> nn.Parameter:
+        if self.model.embedding is not None:
+            return cast(nn.Parameter, self.model.embedding.tokens.weight)
+        assert self.model.head is not None
+        return cast(nn.Parameter, self.model.head.output.weight)
+
+    def update(self) -> Tensor | None:
+        max_norm = self.case.workload.optimizer.clip_norm
+        norm = None if max_norm is None else self._clip(max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.learning_rates:
+            self.learning_rates.step()
+        return norm
+
+    def _clip(self, max_norm: float) -> Tensor:
+        """Clip by the norm over all stages, a tied weight counted once; PyTorch leaves this sum to its user."""
+        counted = [
+            p.grad
+            for name, p in self.model.named_parameters()
+            if p.grad is not None and drawn_name(self.model.spec, name) == name
+        ]
+        square = nn.utils.get_total_norm(counted).square()
+        dist.all_reduce(square, group=self.pipeline)
+        norm = square.sqrt()
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
+        return norm
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {drawn_name(self.model.spec, name): p.detach() for name, p in self.model.named_parameters()}
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        return {
+            drawn_name(self.model.spec, name): p.grad for name, p in self.model.named_parameters() if p.grad is not None
+        }
+
+    def save(self, folder: Path) -> None:
+        save_sharded(folder, self.model, self.optimizer, self.learning_rates)
+
+    def load(self, folder: Path) -> None:
+        load_sharded(folder, self.model, self.optimizer, self.learning_rates)
+
+    def holdings(self) -> Holdings:
+        parameters = list(self.model.parameters())
+        return Holdings(
+            parameters=[p.detach() for p in parameters],
+            gradients=[p.grad for p in parameters if p.grad is not None],
+            optimizer_states=optimizer_state_tensors(self.optimizer),
+            communication=_receive_buffers(self.stages),
+        )
+
+
+def _chunk(case: Case, layers: Sequence[int], device: torch.device) -> Transformer:
+    """Some of the model's layers with their initial values."""
+    with device:
+        chunk = Transformer(case.workload.transformer, layers)
+    chunk.initialize(case.workload.seed)
+    return configure(chunk.double() if case.precision.master is Dtype.FP64 else chunk, case)
+
+
+def _joined(chunks: Sequence[Transformer]) -> Transformer:
+    """All that `chunks` hold under one root, for names, optimizer and checkpoints; what runs is the chunks."""
+    if len(chunks) == 1:
+        return chunks[0]
+    joined = Transformer(chunks[0].spec, layers=())
+    joined.embedding, joined.head = chunks[0].embedding, chunks[-1].head
+    for chunk in chunks:
+        joined.blocks.update(dict(chunk.blocks.items()))
+    return joined
+
+
+def _own_group(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
+    """Of `groups`, each made once, the one that has `rank` in it. Every rank must call this with the same."""
+    own: dist.ProcessGroup | None = None
+    for ranks in dict.fromkeys(groups):
+        made = dist.new_group(list(ranks))
+        own = made if rank in ranks else own
+    return own
+
+
+def _schedule(
+    layout: Layout, stages: list[PipelineStage], loss: Callable[[Tensor, Tensor], Tensor]
+) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    """PyTorch's. On one stage nothing is gained by holding all micro-batches."""
+    # scale_grads divides by the number of micro-batches, which is wrong for a loss that is a share already.
+    if layout.virtual_stages > 1:
+        return ScheduleInterleaved1F1B([*stages], layout.num_micro_batches, loss_fn=loss, scale_grads=False)
+    all_first = layout.schedule is Schedule.GPIPE and layout.pp > 1
+    kind = ScheduleGPipe if all_first else Schedule1F1B
+    return kind(stages[0], layout.num_micro_batches, loss_fn=loss, scale_grads=False)
+
+
+def _receive_buffers(stages: Sequence[PipelineStage]) -> list[Tensor]:
+    """What stages receive activations and their gradients into; allocated once, one a micro-batch."""
+    found: list[Tensor] = []
+    for stage in stages:
+        for buffers in (stage.args_recv_info, getattr(stage, "grad_recv_info", {})):
+            for infos in buffers.values():
+                received = [getattr(info, "buffer", None) for info in infos]
+                found += [buffer for buffer in received if isinstance(buffer, Tensor)]
+    return found
+
+
+_NO_SCALER = "torch.distributed.pipelining scales no loss, and PyTorch's GradScaler tells no other stage of an overflow"
+
+
+class Pipeline(Adapter):
+    """1F1B and interleaved 1F1B, over replicas too."""
+
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"pp", "dp"}),
+        schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),
+        virtual_stages=frozenset({1, 2}),
+        families=TEXT_FAMILIES,
+        precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
+        lacks={
+            Family.VIT: "its stages pass targets to the loss, and no weights",
+            Precision.FP16: _NO_SCALER,
+            Precision.BF16_REDUCE_BF16: "replicas of a pipeline reduce their gradients as they are held, in float32",
+        },
+    )
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        """PyTorch's 1F1B takes a micro-batch a stage. What is no multiple of the ranks it interleaves in other rounds
+        than the paper's."""
+        layout = case.layout
+        if layout.pp > 1 and layout.schedule is Schedule.ONE_F_ONE_B and layout.num_micro_batches < layout.pp:
+            return f"1F1B over {layout.pp} stages takes at least as many micro-batches, got {layout.num_micro_batches}"
+        if layout.virtual_stages > 1 and (layout.pp == 1 or layout.num_micro_batches % layout.pp):
+            return (
+                f"interleaving takes two ranks and a multiple of them of micro-batches, got pp {layout.pp} and "
+                f"{layout.num_micro_batches}"
+            )
+        return super().supports(case, device, backend)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        """PyTorch's last stage keeps its outputs, the logits, as the others keep theirs (which are on the wire)."""
+        layout = case.layout
+        if layout.coordinates(rank).pp < layout.pp - 1:
+            return ()
+        width = case.precision.compute.itemsize
+        logits = micro_batch_tokens(case) * case.workload.transformer.vocab_size * width
+        count = layout.num_micro_batches if layout.schedule is Schedule.GPIPE and layout.pp > 1 else 1
+        reason = "the last stage keeps the logits of every micro-batch until its backward pass"
+        return (Remainder(category="activations", num_bytes=count * logits, reason=reason),)
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return PipelineEngine(case, context)
+
+
+class GPipe(Pipeline):
+    capabilities: ClassVar = dataclasses.replace(
+        Pipeline.capabilities,
+        degrees=frozenset({"pp"}),
+        schedules=frozenset({Schedule.GPIPE}),
+        virtual_stages=frozenset({1}),
+    )

@@ -1,0 +1,224 @@
+"""The rivals of a right update: the float64 optimizer with one thing changed, as optimizers are got wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from meshmark.judge.deviation import Tensors
+from meshmark.judge.faults import Fault
+from meshmark.judge.trace import Trace
+from meshmark.judge.truth import ExactOptimizer
+from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    """One thing changed in the optimizer."""
+
+    fault: Fault
+    detail: str
+    optimizer: ExactOptimizer
+    gradients: Callable[[Trace, int], Tensors] | None = None
+    """Other than the run's own."""
+
+
+def rivals(spec: OptimizerSpec, scene_step: int) -> Iterator[Rival]:
+    """What optimizers get wrong, some of it at `scene_step` alone, as after a resume."""
+
+    def variant(fault: Fault, detail: str, changed: OptimizerSpec) -> Rival:
+        return Rival(fault=fault, detail=detail, optimizer=ExactOptimizer(changed))
+
+    if spec.clip_norm is not None:
+        yield variant(Fault.CLIPPING, "as if not clipped", replace(spec, clip_norm=None))
+        for limit in sorted({1.0, spec.clip_norm / 2, spec.clip_norm * 2} - {spec.clip_norm}):
+            yield variant(Fault.CLIPPING, f"clipped to {limit:g}", replace(spec, clip_norm=limit))
+        yield Rival(fault=Fault.CLIPPING, detail="each tensor clipped on its own", optimizer=_ClipsEach(spec))
+        yield Rival(fault=Fault.CLIPPING, detail="clipped by value, not by norm", optimizer=_ClipsValues(spec))
+    if spec.weight_decay:
+        yield variant(Fault.UPDATE, "without weight decay", replace(spec, weight_decay=0.0))
+    if spec.weight_decay and spec.decay_matrices_only:
+        yield variant(Fault.UPDATE, "with weight decay on norms and biases", replace(spec, decay_matrices_only=False))
+    if spec.warmup_steps:
+        yield variant(Fault.UPDATE, "without the schedule's warm-up", replace(spec, warmup_steps=0))
+        for shift in (-1, 1):
+            late = f"with the learning rate of {'the step before' if shift < 0 else 'the next step'}"
+            yield Rival(fault=Fault.UPDATE, detail=late, optimizer=_Shifted(spec, shift))
+        for times in (2, 4):
+            detail = f"with a schedule that runs {times} times too fast"
+            yield variant(Fault.UPDATE, detail, replace(spec, warmup_steps=max(1, spec.warmup_steps // times)))
+    yield from _rivals_in_memory(spec, scene_step)
+    yield from _rivals_of_kind(spec)
+    yield Rival(
+        fault=Fault.STALE_GRADIENT,
+        detail="made of the gradients of the step before",
+        optimizer=ExactOptimizer(spec),
+        gradients=lambda trace, step: trace.gradients[max(step - 1, 0)],
+    )
+    yield Rival(
+        fault=Fault.UPDATE,
+        detail="as if unused parameters had a gradient of zero",
+        optimizer=ExactOptimizer(spec),
+        gradients=lambda trace, step: {
+            n: trace.gradients[step].get(n, np.zeros_like(x)) for n, x in trace.parameters[step].items()
+        },
+    )
+
+
+def _variant(spec: OptimizerSpec, detail: str) -> Rival:
+    return Rival(fault=Fault.UPDATE, detail=detail, optimizer=ExactOptimizer(spec))
+
+
+def _rivals_of_kind(spec: OptimizerSpec) -> Iterator[Rival]:
+    """What is got wrong in one kind of optimizer."""
+    if spec.kind is OptimizerKind.ADAMW:
+        yield Rival(fault=Fault.UPDATE, detail="weight decay added to the gradient", optimizer=_Coupled(spec))
+        yield Rival(fault=Fault.UPDATE, detail="without bias correction", optimizer=_Uncorrected(spec))
+        for betas in ((0.9, 0.999), (0.9, 0.99), (0.0, spec.betas[1]), spec.betas[::-1]):
+            yield _variant(replace(spec, betas=betas), f"with betas {betas}")
+    if spec.kind in (OptimizerKind.ADAMW, OptimizerKind.ADAFACTOR):
+        for eps in (1e-3, 1e-4, 1e-5, 1e-6, 1e-7):
+            yield _variant(replace(spec, eps=eps), f"with eps {eps:g}")
+    if spec.kind is OptimizerKind.ADAFACTOR:
+        for decay in sorted({-1.0, -0.9, -0.7, -0.5, 0.0} - {spec.beta2_decay}):
+            yield _variant(replace(spec, beta2_decay=decay), f"with a beta2_decay of {decay:g}")
+    if spec.momentum:
+        without = "without" if spec.nesterov else "with"
+        yield _variant(replace(spec, nesterov=not spec.nesterov), f"{without} Nesterov's look-ahead")
+        for momentum in sorted({0.5, 0.8, 0.9, 0.95, 0.99} - {spec.momentum}):
+            yield _variant(replace(spec, momentum=momentum), f"with a momentum of {momentum:g}")
+    if spec.kind is OptimizerKind.SGD and spec.momentum and not spec.nesterov:
+        dampened = _Options(spec, {"dampening": spec.momentum})
+        yield Rival(fault=Fault.UPDATE, detail="with dampening", optimizer=dampened)
+    if spec.kind is OptimizerKind.MUON:
+        yield Rival(fault=Fault.UPDATE, detail="not made orthogonal", optimizer=_Options(spec, {"ns_steps": 0}))
+
+
+def _rivals_in_memory(spec: OptimizerSpec, step: int) -> Iterator[Rival]:
+    """What optimizers forget, at every step or at `step` alone."""
+    moments = _MOMENTS[spec.kind]
+    if not moments or (spec.kind is OptimizerKind.SGD and not spec.momentum):
+        return
+    yield Rival(fault=Fault.UPDATE, detail="moments forgotten after every step", optimizer=_Forgets(spec))
+    first, second = moments[:1], moments[1:]
+    parts = [("moments", moments)]
+    if spec.kind is OptimizerKind.ADAMW:
+        parts += [("first moments", first), ("second moments", second)]
+    for what, names in parts:
+        forgetting = _ForgetsNow(spec, step, names)
+        yield Rival(fault=Fault.UPDATE, detail=f"{what} forgotten before this step", optimizer=forgetting)
+    yield Rival(fault=Fault.UPDATE, detail="with the moments of the step before", optimizer=_Lags(spec, step))
+
+
+class _ClipsEach(ExactOptimizer):
+    def clip(self, max_norm: float) -> None:
+        for parameter in self.parameters.values():
+            nn.utils.clip_grad_norm_([parameter], max_norm)
+
+
+class _ClipsValues(ExactOptimizer):
+    def clip(self, max_norm: float) -> None:
+        nn.utils.clip_grad_value_(self.parameters.values(), max_norm)
+
+
+class _Coupled(ExactOptimizer):
+    """Adam with L2 regularisation in the place of AdamW."""
+
+    def build(self) -> torch.optim.Optimizer:
+        spec = self.spec
+        return torch.optim.Adam(
+            self.parameters.values(),
+            lr=spec.learning_rate,
+            betas=spec.betas,
+            eps=spec.eps,
+            weight_decay=spec.weight_decay,
+        )
+
+
+class _Uncorrected(ExactOptimizer):
+    """Adam's moments start at zero and nothing makes up for it: as if many steps had gone before."""
+
+    def build(self) -> torch.optim.Optimizer:
+        optimizer = super().build()
+        for parameter in self.parameters.values():
+            optimizer.state[parameter] = {
+                "step": torch.tensor(1e9),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        return optimizer
+
+
+class _Shifted(ExactOptimizer):
+    """The schedule is some steps ahead of the optimizer."""
+
+    def __init__(self, spec: OptimizerSpec, shift: int) -> None:
+        super().__init__(spec)
+        self.steps = shift
+
+
+_MOMENTS: dict[OptimizerKind, tuple[str, ...]] = {
+    OptimizerKind.ADAMW: ("exp_avg", "exp_avg_sq"),
+    OptimizerKind.SGD: ("momentum_buffer",),
+    OptimizerKind.ADAFACTOR: ("row_var", "col_var", "variance"),
+    OptimizerKind.MUON: ("momentum_buffer", "exp_avg", "exp_avg_sq"),
+}
+"""What each kind keeps of a parameter, of one or of another."""
+
+
+class _Options(ExactOptimizer):
+    """Options of PyTorch's that no workload asks for."""
+
+    def __init__(self, spec: OptimizerSpec, options: dict[str, float]) -> None:
+        super().__init__(spec)
+        self.options = options
+
+    def build(self) -> torch.optim.Optimizer:
+        optimizer = super().build()
+        for group in optimizer.param_groups:
+            group.update({name: value for name, value in self.options.items() if name in group})
+        return optimizer
+
+
+class _ForgetsNow(ExactOptimizer):
+    """Forgets moments once, as a resume does."""
+
+    def __init__(self, spec: OptimizerSpec, step: int, names: tuple[str, ...]) -> None:
+        super().__init__(spec)
+        self.at, self.names = step, names
+
+    def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
+        if self.optimizer is not None and self.steps == self.at:
+            for state in self.optimizer.state.values():
+                for name in state.keys() & set(self.names):
+                    state[name].zero_()
+        return super().step(parameters, gradients)
+
+
+class _Lags(ExactOptimizer):
+    """Once takes the moments, and their count, of one step earlier, as a checkpoint written too early has them."""
+
+    def __init__(self, spec: OptimizerSpec, step: int) -> None:
+        super().__init__(spec)
+        self.at, self.earlier = step, dict[Tensor, dict[str, Tensor]]()
+
+    def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
+        if self.optimizer is not None and self.steps == self.at:
+            for parameter, moments in self.earlier.items():
+                for name, moment in moments.items():
+                    self.optimizer.state[parameter][name].copy_(moment)
+        if self.optimizer is not None:
+            names = _MOMENTS[self.spec.kind]
+            self.earlier = {p: {n: s[n].clone() for n in names if n in s} for p, s in self.optimizer.state.items()}
+        return super().step(parameters, gradients)
+
+
+class _Forgets(ExactOptimizer):
+    def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+        return super().step(parameters, gradients)

@@ -1,0 +1,87 @@
+"""What every model that is trained here has in common: a list of layers, canonical names, values drawn by name.
+
+Shape suffixes: B rows, T positions, C hidden.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from meshmark.reference.initial import initial_value
+from meshmark.spec.vision_spec import AnyModelSpec
+
+Recomputer = Callable[[nn.Module, Tensor], Tensor]
+"""`torch.utils.checkpoint.checkpoint`, or a framework's own."""
+
+
+class Model(nn.Module, ABC):
+    """All of a model, or some of its layers: 0 is the embedding, 1 to num_layers the blocks, num_layers + 1 the head.
+
+    Names of parameters and buffers are canonical: the same for a part as for the whole.
+    Values are not initialised (build under `torch.device("meta")` to allocate none); see `initialize`.
+    """
+
+    def __init__(self, spec: AnyModelSpec, layers: Sequence[int] | None = None) -> None:
+        super().__init__()
+        layers = range(spec.num_layers + 2) if layers is None else layers
+        self.spec = spec
+        self.skipped_block: int | None = None
+        """Left out of the forward pass; set before every step."""
+        self.recompute: Recomputer | None = None
+        """Runs a block so that its activations are computed again in the backward pass; None keeps them."""
+        self.embedding: nn.Module | None = self.make_embedding() if 0 in layers else None
+        self.blocks = nn.ModuleDict({str(i - 1): self.make_block() for i in layers if 1 <= i <= spec.num_layers})
+        self.head: nn.Module | None = self.make_head() if spec.num_layers + 1 in layers else None
+
+    @abstractmethod
+    def make_embedding(self) -> nn.Module:
+        """First layer: inputs [B, ...] to the residual stream [B, T, C]."""
+
+    @abstractmethod
+    def make_block(self) -> nn.Module:
+        """[B, T, C] to [B, T, C]."""
+
+    @abstractmethod
+    def make_head(self) -> nn.Module:
+        """Last layer: the residual stream to logits, one row of them for every target."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for index, block in self.blocks.items():
+            if int(index) != self.skipped_block:
+                x = self.recompute(block, x) if self.recompute and self.training else block(x)
+        return x if self.head is None else cast(Tensor, self.head(x))
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Fill every (materialised, unsharded) parameter, and every buffer, with its initial value."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(
+                initial_value(
+                    self.spec, drawn_name(self.spec, name), parameter.shape, seed=seed, device=parameter.device
+                )
+            )
+        self.initialize_buffers()
+
+    @torch.no_grad()
+    def initialize_buffers(self) -> None:
+        for name, buffer in self.named_buffers():
+            buffer.fill_(initial_buffer(name))
+
+
+def drawn_name(spec: AnyModelSpec, name: str) -> str:
+    """The name under which a parameter's values are drawn: a tied head's copy takes the embedding's."""
+    tied = spec.tied_embeddings and name == "head.output.weight"
+    return "embedding.tokens.weight" if tied else name
+
+
+def initial_buffer(name: str) -> float:
+    """Every element of the buffer with this canonical name, at the start: a batch norm's running variance is one, its
+    mean and its count of batches zero."""
+    return 1.0 if name.endswith("running_var") else 0.0

@@ -1,0 +1,108 @@
+"""The default launcher: ranks forked from a server that has PyTorch and the case's framework imported."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+
+from meshmark.adapter.registry import load_adapter
+from meshmark.run.cluster import Cluster
+from meshmark.run.fork_server import ForkServer
+from meshmark.run.launch import LaunchResult, launch_with, process_environment
+from meshmark.run.orphans import end_children
+from meshmark.run.rank_info import RankInfo
+from meshmark.run.request import Request
+from meshmark.run.worker import run_forked_rank
+
+_ALWAYS = (
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch.profiler",
+    "meshmark.run.worker",
+)
+"""Modules of every rank."""
+_IMPORT_SECONDS = 300.0
+"""For PyTorch, on a slow disk; a framework has the case's time limit, if that is longer."""
+
+
+class ForkserverLauncher:
+    """One server a set of frameworks and their variables, branched off one that has PyTorch."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._trunk: ForkServer | None = None
+        self._servers: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], ForkServer] = {}
+        """By modules and environment, started when they are first needed. The trunk forks no ranks."""
+
+    def launch(self, request: Request, world_size: int, *, alone: bool = False) -> LaunchResult:
+        return launch_with(self._start, self.cluster, request, world_size, alone=alone)
+
+    def close(self) -> None:
+        for server in [*self._servers.values(), *([self._trunk] if self._trunk else [])]:
+            server.close()
+        self._servers, self._trunk = {}, None
+
+    def _start(self, request: Request, ranks: Sequence[RankInfo]) -> ForkedRanks:
+        return ForkedRanks(self._server(request), request, ranks)
+
+    def _server(self, request: Request) -> ForkServer:
+        """The server for a request's adapter. Raises `MeshmarkError` when its imports take too long."""
+        adapter = load_adapter(request.adapter)
+        modules, environment = adapter.modules(), adapter.environment(request.device)
+        key = tuple(modules), tuple(sorted(environment.items()))
+        if key not in self._servers or _is_lost(self._servers[key]):
+            self._servers[key] = self._root().branch(environment, modules)
+            limit = max(_IMPORT_SECONDS, request.time_limit_seconds)
+            self._servers[key].await_ready(", ".join(modules) or "nothing", seconds=limit)
+        return self._servers[key]
+
+    def _root(self) -> ForkServer:
+        if self._trunk is None or _is_lost(self._trunk):
+            self.close()
+            self._trunk = ForkServer.start(process_environment(self.cluster.spec), _ALWAYS)
+            self._trunk.await_ready("torch", seconds=_IMPORT_SECONDS)
+        return self._trunk
+
+
+def _is_lost(server: ForkServer) -> bool:
+    server.listen(0)
+    return server.lost
+
+
+class ForkedRanks:
+    """The ranks of one launch."""
+
+    grace_seconds = 2.0
+
+    def __init__(self, server: ForkServer, request: Request, ranks: Sequence[RankInfo]) -> None:
+        self._server, self._request, self._ranks = server, request, ranks
+        self._pids: dict[int, int] = {}
+
+    def start(self) -> None:
+        for info in self._ranks:
+            self._pids[info.rank] = self._server.call(run_forked_rank, self._request, info)
+
+    def wait(self, seconds: float) -> None:
+        self._server.listen(seconds)
+
+    def pid(self, info: RankInfo) -> int | None:
+        return self._pids.get(info.rank)
+
+    def exit_code(self, info: RankInfo) -> int | None:
+        pid = self._pids.get(info.rank)
+        return None if pid is None else self._server.exit_code(pid)
+
+    def end(self) -> None:
+        for pid in self._pids.values():
+            if self._server.exit_code(pid) is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)  # what the rank itself had started
+        while any(self._server.exit_code(pid) is None for pid in self._pids.values()):
+            self._server.listen(1.0)
+        if not self._server.lost:
+            end_children(self._server.pid)  # what the ranks had started in sessions of its own

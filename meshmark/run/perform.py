@@ -1,0 +1,96 @@
+"""What one rank does, however its process came to be: join the others, build the engine, run the pass."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+import traceback
+
+import torch
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
+
+from meshmark import rank_progress
+from meshmark.adapter.engine import RankContext
+from meshmark.adapter.registry import load_adapter
+from meshmark.environment import DEFAULT_THREADS
+from meshmark.run.passes.dropout import repeat_with_dropout
+from meshmark.run.passes.endure import endure
+from meshmark.run.passes.fail import fail
+from meshmark.run.passes.noise import measure_noise
+from meshmark.run.passes.observe import observe
+from meshmark.run.passes.overflow import overflow
+from meshmark.run.passes.resume import resume, save_halfway
+from meshmark.run.passes.timing import time_steps
+from meshmark.run.rank_info import RankInfo
+from meshmark.run.rank_report import RankFailure, RankReport
+from meshmark.run.request import Request, Task
+from meshmark.run.store import RunStore, run_secret
+
+_TASKS = {
+    Task.OBSERVE: observe,
+    Task.TIME: time_steps,
+    Task.NOISE: measure_noise,
+    Task.SAVE: save_halfway,
+    Task.RESUME: resume,
+    Task.ENDURE: endure,
+    Task.DROPOUT: repeat_with_dropout,
+    Task.OVERFLOW: overflow,
+    Task.FAIL: fail,
+}
+
+
+def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
+    """Do `request` as the rank that `info` says, in a process that has no process group yet. After a failure the
+    process is to end without a clean-up, for the communication layer's would wait for peers that are gone."""
+    started = time.time()
+    try:
+        timeout = datetime.timedelta(seconds=request.time_limit_seconds + 60)  # the launcher's limit comes first
+        store = _store(info, timeout)  # held here: PyTorch keeps no Python store alive
+        context = _join(request, info, store, timeout)
+        rank_progress.begin(rank_progress.Phase.BUILD)
+        report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
+        torch.distributed.destroy_process_group()
+    except BaseException as error:  # whatever it was, it is this rank's outcome
+        return RankFailure(
+            rank=info.rank,
+            kind="oom" if _is_out_of_memory(error) else "raised",
+            message=f"{type(error).__name__}: {error}",
+            time=time.time(),
+            traceback=traceback.format_exc(),
+        )
+    return report
+
+
+def _store(info: RankInfo, timeout: datetime.timedelta) -> Store:
+    """Where the ranks of this launch meet: a file that this user alone can open, or the store of the nodes."""
+    if not info.port:
+        return FileStore(str(info.folder / "store"), info.world_size)
+    return RunStore(info.host, info.port, run_secret(), timeout)
+
+
+def _join(request: Request, info: RankInfo, store: Store, timeout: datetime.timedelta) -> RankContext:
+    """Bring up the default process group over `store`."""
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", DEFAULT_THREADS)))
+    # The flight recorder, on any backend; elsewhere it would only take time, and memory with every collective.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "20000" if request.task is Task.OBSERVE and request.metered else "0"
+    torch.manual_seed(request.case.workload.seed + info.rank)
+    if request.device == "cuda":
+        torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
+    device = (
+        torch.device(request.device, torch.cuda.current_device()) if request.device == "cuda" else torch.device("cpu")
+    )
+    torch.distributed.init_process_group(
+        request.backend,
+        store=PrefixStore(info.prefix, store),
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=timeout,
+    )
+    return RankContext(
+        rank=info.rank, world_size=info.world_size, device=device, backend=request.backend, scratch=info.folder
+    )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,138 @@
+"""Ranks started by a plain torchrun, one command a launch: slow, and how most training is started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshmark.adapter.registry import load_adapter
+from meshmark.errors import InputError
+from meshmark.run.cluster import Cluster
+from meshmark.run.fork_server import LAUNCHER, ForkServer, execute
+from meshmark.run.launch import LaunchResult, launch_with, process_environment
+from meshmark.run.orphans import end_children
+from meshmark.run.rank_info import RankInfo
+from meshmark.run.request import Request
+from meshmark.serial import decode, encode
+
+_START_SECONDS = 60.0
+_FAILED_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: (-?\d+)")
+"""As torchrun's summary of a failure has it."""
+
+
+class TorchrunLauncher:
+    """Of one node. Its commands are children of a server that adopts whatever their ranks leave behind."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        """Raises `InputError` when there are several nodes: their agents would meet at a port open to everybody."""
+        if cluster.spec.nnodes > 1:
+            raise InputError(
+                f"--launcher torchrun with {cluster.spec.nnodes} nodes: it runs on one; the default runs on any number"
+            )
+        self.cluster = cluster
+        self._server: ForkServer | None = None
+
+    def launch(self, request: Request, world_size: int, *, alone: bool = False) -> LaunchResult:
+        return launch_with(self._start, self.cluster, request, world_size, alone=alone)
+
+    def close(self) -> None:
+        if self._server:
+            self._server.close()
+        self._server = None
+
+    def _start(self, request: Request, ranks: Sequence[RankInfo]) -> TorchrunRanks:
+        environment = process_environment(self.cluster.spec)
+        if self._server:
+            self._server.listen(0)
+        if self._server is None or self._server.lost:
+            self._server = ForkServer.start(environment, [])
+            self._server.await_ready("nothing", seconds=_START_SECONDS)
+        environment |= load_adapter(request.adapter).environment(request.device)
+        return TorchrunRanks(self._server, request, ranks, environment)
+
+
+class TorchrunRanks:
+    """The ranks of one launch, known by what they leave in its folder, and the agent that started them."""
+
+    grace_seconds = 40.0
+    """The agent ends the others, within 30 s, and then tells which of them was killed."""
+
+    def __init__(
+        self, server: ForkServer, request: Request, ranks: Sequence[RankInfo], environment: dict[str, str]
+    ) -> None:
+        self._server, self._request, self._ranks = server, request, ranks
+        self._folder = ranks[0].folder
+        self._agent: int | None = None
+        self._environment = environment | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # what the launcher can import
+            LAUNCHER: str(os.getpid()),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # the agent would listen for its ranks, and for everybody
+        }
+
+    def start(self) -> None:
+        file = self._folder / "request.json"
+        file.write_text(json.dumps(encode(self._request)))
+        assert decode(Request, json.loads(file.read_text())) == self._request, (
+            "what ranks are asked is not what is read"
+        )
+        self._agent = self._server.call(execute, self._command(file), self._environment, str(self._log))
+
+    def _command(self, request: Path) -> list[str]:
+        """The agent meets with itself in a file: `--standalone` would open a port, and what it reads there it
+        unpickles."""
+        rendezvous = f"--rdzv-backend=c10d --rdzv-endpoint={self._folder}/rendezvous --rdzv-conf=store_type=file"
+        count = f"--nnodes=1 --nproc-per-node={len(self._ranks)}"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous.split(), *count.split()]
+        return [*torchrun, "-m", "meshmark.run.torchrun_rank", str(request)]
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "torchrun"
+
+    def wait(self, seconds: float) -> None:
+        self._server.listen(seconds)
+
+    def pid(self, info: RankInfo) -> int | None:
+        """None before the rank has come to itself."""
+        file = info.file("pid")
+        text = file.read_text() if file.is_file() else ""
+        return int(text) if text else None
+
+    def exit_code(self, info: RankInfo) -> int | None:
+        """0 also of a rank that the agent ended for the sake of another."""
+        for kind, code in (("report", 0), ("failure", 1)):
+            if info.file(kind).is_file():
+                return code
+        agent = self._agent_exit_code()
+        if not agent:
+            return agent  # nothing is said of a rank before the agent's end
+        if not self._log.is_file():
+            return agent
+        failed = {int(rank): int(code) for rank, code in _FAILED_RANK.findall(self._log.read_text(errors="replace"))}
+        return failed.get(info.rank, 0 if failed or self._any_failure() else agent)
+
+    def _any_failure(self) -> bool:
+        return any(info.file("failure").is_file() for info in self._ranks)
+
+    def _agent_exit_code(self) -> int | None:
+        return None if self._agent is None else self._server.exit_code(self._agent)
+
+    def end(self) -> None:
+        if self._agent is None:
+            return
+        if self._agent_exit_code() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._agent, signal.SIGKILL)  # the kernel ends its ranks then
+        while self._agent_exit_code() is None:
+            self._server.listen(1.0)
+        if not self._server.lost:
+            end_children(self._server.pid)
+        for info in self._ranks:  # what kept a rank from beginning stands in the agent's log
+            if not info.file("log").is_file() and self._log.is_file():
+                info.file("log").write_bytes(self._log.read_bytes())

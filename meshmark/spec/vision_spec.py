@@ -1,0 +1,154 @@
+"""What a vision model is: its dimensions and what follows from them. No torch, as in `model_spec`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshmark.errors import InputError
+from meshmark.spec.model_spec import Family, ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionSpec:
+    """Dimensions of a vision transformer (arXiv:2010.11929) without a class token: the mean over patches is classified.
+    Embedded patches are normalised (as in arXiv:2103.00020).
+
+    Raises `InputError` when the dimensions contradict each other.
+    """
+
+    name: str
+    image_size: int
+    """Pixels a side."""
+    patch_size: int
+    """Pixels a side of the squares that an image is cut into."""
+    num_channels: int = 1
+    num_classes: int
+    num_layers: int
+    """Transformer blocks; the patch embedding and the head are not counted."""
+    hidden: int
+    num_heads: int
+    ffn_hidden: int
+    batch_norm: bool = False
+    """Normalise embedded patches by batch (arXiv:1502.03167), not each by itself: over all patches of the images of
+    *one micro-batch of one replica*, as every framework does unless told otherwise. So the exact gradient, and the
+    running statistics that each replica keeps, depend on how a layout divides the batch."""
+    dropout: float = 0.0
+    """Probability, applied to embedded patches, attention weights and both residual branches."""
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        sizes = ("image_size", "patch_size", "num_channels", "num_classes", "num_layers", "hidden", "num_heads")
+        for field in (*sizes, "ffn_hidden"):
+            if (got := getattr(self, field)) < 1:
+                raise InputError(f"model {self.name!r}: {field} is {got}, expected at least 1")
+        for whole, part in (("image_size", "patch_size"), ("hidden", "num_heads")):
+            if getattr(self, whole) % getattr(self, part):
+                raise InputError(
+                    f"model {self.name!r}: {whole} {getattr(self, whole)} is not divisible by {part} "
+                    f"{getattr(self, part)}"
+                )
+        if not 0.0 <= self.dropout < 1.0:
+            raise InputError(f"model {self.name!r}: dropout is {self.dropout}, expected 0 <= dropout < 1")
+
+    @property
+    def family(self) -> Family:
+        return Family.VIT
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Pixels and classes share nothing."""
+        return False
+
+    @property
+    def seq_len(self) -> int:
+        """Patches of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers in a patch."""
+        return self.patch_size**2 * self.num_channels
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def kv_hidden(self) -> int:
+        return self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Projection of patches, the norm's scale and shift, learned positions."""
+        return (self.patch_values + 2 + self.seq_len) * self.hidden
+
+    @property
+    def block_parameters(self) -> int:
+        """One transformer block: norms, attention, feed-forward; biases but of the keys, and 4 h of the two norms."""
+        h, f = self.hidden, self.ffn_hidden
+        return 4 * h * h + 3 * h + 2 * h * f + f + h + 4 * h
+
+    @property
+    def head_parameters(self) -> int:
+        """Final norm and classifier, which has no bias."""
+        return (2 + self.num_classes) * self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        return self.embedding_parameters + self.num_layers * self.block_parameters + self.head_parameters
+
+    @property
+    def forward_flops(self) -> float:
+        """Of one image: matrix products, a multiply-add counted as two."""
+        block = 4 * self.hidden**2 + 2 * self.hidden * self.ffn_hidden + 2 * self.seq_len * self.hidden
+        patch = self.patch_values * self.hidden + self.num_layers * block
+        return 2.0 * (self.seq_len * patch + self.num_classes * self.hidden)
+
+    def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
+        """Why the model cannot be split so, one reason each."""
+        problems = []
+        if self.num_heads % tp or self.ffn_hidden % tp:
+            problems.append(f"tp {tp} does not divide {self.num_heads} heads and ffn_hidden {self.ffn_hidden}")
+        if num_stages > self.num_layers:
+            problems.append(f"pp {num_stages} stages are more than {self.num_layers} layers")
+        if self.seq_len % cp:
+            problems.append(f"cp {cp} does not divide {self.seq_len} patches")
+        return problems
+
+
+AnyModelSpec = ModelSpec | VisionSpec
+"""What a workload can train."""
+
+VISION_MODELS: dict[str, VisionSpec] = {
+    spec.name: spec
+    for spec in (
+        # Small enough for milliseconds; wide initial values, so that attention is far from uniform.
+        VisionSpec(
+            name="vit-mini",
+            image_size=8,
+            patch_size=2,
+            num_classes=10,
+            num_layers=2,
+            hidden=32,
+            num_heads=4,
+            ffn_hidden=64,
+            init_std=0.15,
+        ),
+        VisionSpec(
+            name="vit-mini-bn",
+            image_size=8,
+            patch_size=2,
+            num_classes=10,
+            num_layers=2,
+            hidden=32,
+            num_heads=4,
+            ffn_hidden=64,
+            init_std=0.15,
+            batch_norm=True,
+        ),
+    )
+}

@@ -1,0 +1,339 @@
+"""How ranks start: what a framework does when imported reaches no other; torchrun's outcomes are the default's."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
+
+import psutil
+import pytest
+
+from meshmark.adapter.registry import builtin_adapters
+from meshmark.errors import InputError, MeshmarkError
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.fork_server import LAUNCHER, LOST_EXIT_CODE, ForkServer
+from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.launch import Launcher, process_environment
+from meshmark.run.launchers import LAUNCHERS
+from meshmark.run.record import Record, Status
+from meshmark.run.request import Request, Task
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.run.torchrun_launcher import TorchrunLauncher
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.workload import workload
+
+ACCIDENTS = {name.lower(): f"tests.broken.outcomes:{name}" for name in ("Raises", "Killed", "Hangs", "LeavesDaemon")}
+ADAPTERS = builtin_adapters() | ACCIDENTS
+
+
+def make_case(adapter: str) -> Case:
+    return Case(adapter=adapter, workload=workload("gpt-mini"), layout=Layout(dp=2, num_micro_batches=2))
+
+
+def make_request(adapter: str) -> Request:
+    return Request(
+        case=make_case(adapter),
+        adapter=ADAPTERS[adapter],
+        task=Task.TIME,
+        device="cpu",
+        backend="gloo",
+        steps=2,
+        time_limit_seconds=120,
+    )
+
+
+def wait_for_exit(server: ForkServer, pid: int, seconds: float = 60) -> int:
+    deadline = time.monotonic() + seconds
+    while (code := server.exit_code(pid)) is None:
+        assert time.monotonic() < deadline
+        server.listen(1)
+    return code
+
+
+# The server.
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    with contextlib.closing(ForkServer.start(process_environment(ClusterSpec()), [])) as started:
+        started.await_ready("nothing", seconds=60)
+        yield started
+
+
+def test_every_way_to_end_is_told(server: ForkServer) -> None:
+    ends = {
+        server.call(time.sleep, 0): 0,
+        server.call(int, "no number"): 1,
+        server.call(os._exit, 3): 3,
+        server.call(signal.raise_signal, signal.SIGKILL): -signal.SIGKILL,
+        server.call(signal.raise_signal, signal.SIGTERM): -signal.SIGTERM,
+    }
+    assert {pid: wait_for_exit(server, pid) for pid in ends} == ends
+
+
+def test_a_branch_has_its_environment_and_modules_and_the_trunk_neither(server: ForkServer, tmp_path: Path) -> None:
+    branch = server.branch({"MESHMARK_TEST_BRANCH": "here"}, ["colorsys", "no_such_module_at_all"])
+    branch.await_ready("colorsys", seconds=60)
+    seen = {}
+    for name, one in (("branch", branch), ("trunk", server)):
+        code = f"import os, sys; print('colorsys' in sys.modules, os.environ.get('MESHMARK_TEST_BRANCH'), file=open({str(tmp_path / name)!r}, 'w'))"  # noqa: E501
+        assert wait_for_exit(one, one.call(exec, code)) == 0
+        seen[name] = (tmp_path / name).read_text().strip()
+    assert seen == {"branch": "True here", "trunk": "False None"}
+
+
+def test_what_a_dead_server_forked_counts_as_lost(server: ForkServer) -> None:
+    pid = server.call(time.sleep, 600)
+    os.kill(server.pid, signal.SIGKILL)
+    assert wait_for_exit(server, pid) == LOST_EXIT_CODE
+    with pytest.raises((MeshmarkError, OSError)):
+        server.call(time.sleep, 0)
+    for _ in range(100):
+        if not psutil.pid_exists(pid):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the fork outlived its server")
+
+
+def test_an_import_that_takes_too_long_is_an_error_and_no_process(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "sleeps_for_ever.py").write_text("import time\ntime.sleep(600)\n")
+    path = process_environment(ClusterSpec()) | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    slow = ForkServer.start(path, ["sleeps_for_ever"])
+    with pytest.raises(MeshmarkError, match="importing sleeps_for_ever took longer than 2 s"):
+        slow.await_ready("sleeps_for_ever", seconds=2)
+    assert not psutil.pid_exists(slow.pid)
+
+
+# One framework's import.
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[ForkserverLauncher]:
+    with Cluster(ClusterSpec()) as cluster, contextlib.closing(ForkserverLauncher(cluster)) as started:
+        yield started
+
+
+def look_around(file: Path) -> None:
+    """In a rank's process: which frameworks are there, and a digest of every function and class that PyTorch holds."""
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        if name == "torch" or name.startswith("torch."):
+            for key, value in vars(module).items():
+                if issubclass(type(value), type | FunctionType | BuiltinFunctionType):  # asks no lazy object anything
+                    found[f"{name}.{key}"] = digest(value)
+    known = {"deepspeed", "accelerate", "fairscale", "megatron"}
+    frameworks = sorted(known & {name.partition(".")[0] for name in sys.modules})
+    file.write_text(json.dumps([frameworks, os.environ.get("DS_ACCELERATOR"), found]))
+
+
+def digest(value: object) -> str:
+    """Where a function or class is from; also of a class's own methods, which is what gets patched."""
+    if isinstance(value, type) and value.__module__.startswith("torch"):
+        methods = sorted((k, origin(v)) for k, v in vars(value).items() if callable(v))
+        return hashlib.sha256(repr(methods).encode()).hexdigest()[:12]
+    return origin(value)
+
+
+def origin(value: object) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
+
+
+def surroundings(
+    launcher: ForkserverLauncher, adapter: str, file: Path
+) -> tuple[list[str], str | None, dict[str, str]]:
+    server = launcher._server(make_request(adapter))
+    assert wait_for_exit(server, server.call(look_around, file)) == 0
+    frameworks, accelerator, torch_holds = json.loads(file.read_text())
+    return frameworks, accelerator, torch_holds
+
+
+def test_a_framework_reaches_the_ranks_of_its_own_adapters_alone(launcher: ForkserverLauncher, tmp_path: Path) -> None:
+    """DeepSpeed and Megatron change PyTorch (its AdamW) when they are imported; Accelerate and FairScale do not."""
+    before = surroundings(launcher, "ddp", tmp_path / "before")
+    deepspeed = surroundings(launcher, "deepspeed", tmp_path / "deepspeed")
+    megatron = surroundings(launcher, "megatron", tmp_path / "megatron")
+    assert deepspeed[:2] == (["deepspeed"], "cpu")
+    assert megatron[:2] == (["megatron"], None)
+    for framework in (deepspeed, megatron):
+        changed = {name for name, value in before[2].items() if framework[2].get(name, value) != value}
+        assert "torch.optim.AdamW" in changed, "the servers are kept apart for nothing?"
+    assert surroundings(launcher, "ddp", tmp_path / "after") == before
+    assert before[:2] == ([], None)
+
+
+def test_a_launch_leaves_this_process_s_environment_alone(launcher: ForkserverLauncher) -> None:
+    before = dict(os.environ)
+    launched = launcher.launch(make_request("deepspeed"), 2)
+    assert not launched.failures, launched.failures[0].message
+    assert dict(os.environ) == before
+
+
+def test_variables_of_ranks_are_theirs_unless_the_user_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    told = process_environment(ClusterSpec())
+    assert (told["OMP_NUM_THREADS"], told["GLOO_SOCKET_IFNAME"]) == ("1", "lo")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert process_environment(ClusterSpec())["OMP_NUM_THREADS"] == "3"
+    assert "GLOO_SOCKET_IFNAME" not in process_environment(ClusterSpec(nnodes=2, rdzv="10.0.0.1:29000"))
+
+
+def test_a_server_that_was_killed_is_started_anew(launcher: ForkserverLauncher) -> None:
+    killed = launcher._server(make_request("ddp"))
+    os.kill(killed.pid, signal.SIGKILL)
+    wait_for_exit(killed, -1)
+    launched = launcher.launch(make_request("ddp"), 2)
+    assert not launched.failures, launched.failures[0].message
+    assert launcher._server(make_request("ddp")) is not killed
+
+
+# torchrun.
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("results")
+
+
+def observe(launcher: Launcher, results: Path) -> Record:
+    running = Runner(launcher, ADAPTERS, RunOptions(observed_steps=3), results)
+    record = running.observe(make_case("ddp"))
+    running.close()
+    return record
+
+
+@pytest.fixture(scope="module")
+def torchrun() -> Iterator[TorchrunLauncher]:
+    with Cluster(ClusterSpec()) as cluster, contextlib.closing(TorchrunLauncher(cluster)) as started:
+        yield started
+
+
+@pytest.fixture
+def nothing_left(torchrun: TorchrunLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = descendants()
+    yield
+    assert len(descendants() - before) <= 1, "the server alone"
+    assert not list(tmp_path.iterdir())
+
+
+def descendants() -> set[int]:
+    """Also those that have another parent by now: they inherit the server's environment."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(LAUNCHER) == str(os.getpid()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
+    return found
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_torchrun_s_record_is_the_forkserver_s(
+    launcher: ForkserverLauncher, torchrun: TorchrunLauncher, results: Path
+) -> None:
+    """But for times. The noise floor is measured once, by the first."""
+    first, second = observe(launcher, results), observe(torchrun, results)
+    assert second.outcome.status is Status.OK, second.outcome.message + second.outcome.log_tail
+    for field in ("losses", "norms", "deviations", "digests", "traffic", "memory", "noise", "state_dtypes", "verdicts"):
+        assert getattr(first, field) == getattr(second, field), field
+    assert len(first.losses) == 3 and len(first.traffic) == 2 and first.digests and first.verdicts
+
+
+def run(torchrun: TorchrunLauncher, adapter: str, results: Path, limit: float = 120) -> Record:
+    running = Runner(torchrun, ADAPTERS, RunOptions(timed_steps=4, time_limit_seconds=limit), results)
+    record = running.time(make_case(adapter))
+    running.close()
+    return record
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize(
+    "adapter, status, message",
+    [
+        ("raises", Status.RAISED, "ArithmeticError: planted in step 3"),
+        ("killed", Status.KILLED, "killed by SIGKILL"),
+    ],
+)
+def test_torchrun_s_failures_are_told_as_the_forkserver_s(
+    torchrun: TorchrunLauncher, results: Path, adapter: str, status: Status, message: str
+) -> None:
+    outcome = run(torchrun, adapter, results).outcome
+    assert (outcome.status, outcome.rank) == (status, 1), outcome.message + outcome.log_tail
+    assert message in outcome.message
+    if status is Status.RAISED:
+        assert "in happen" in outcome.traceback and "about to raise" in outcome.log_tail
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("adapter", ["hangs", "leavesdaemon"])
+def test_a_hang_under_torchrun_ends_at_the_limit_with_stacks_and_its_processes(
+    torchrun: TorchrunLauncher, results: Path, adapter: str
+) -> None:
+    record = run(torchrun, adapter, results, limit=60)
+    assert record.outcome.status is Status.HUNG, record.outcome.message
+    assert set(record.outcome.stacks) == {0, 1}
+    assert all("torchrun_rank" in stack for stack in record.outcome.stacks.values())
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_torchrun_itself_failing_is_told_with_its_log(
+    torchrun: TorchrunLauncher, results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "none")
+    monkeypatch.setenv("PET_MAX_RESTARTS", "many")
+    torchrun.close()  # its server has the environment of when it was started
+    outcome = run(torchrun, "ddp", results).outcome
+    assert outcome.status is Status.RAISED and "before it could report" in outcome.message
+    assert "PET_MAX_RESTARTS" in outcome.log_tail or "many" in outcome.log_tail, outcome.log_tail
+
+
+def test_under_torchrun_nobody_listens_but_gloo(torchrun: TorchrunLauncher, results: Path) -> None:
+    """A rank of gloo listens for its peers, on the loopback device alone; the agent on nothing."""
+    listening: dict[str, set[str]] = {}
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.2):
+            for pid in descendants():
+                with contextlib.suppress(psutil.Error):
+                    process = psutil.Process(pid)
+                    kind = "rank" if "meshmark.run.torchrun_rank" in process.cmdline()[2:4] else "other"
+                    open_ = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+                    listening.setdefault(kind, set()).update(open_)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        assert run(torchrun, "ddp", results / "listen").outcome.status is Status.OK
+    finally:
+        over.set()
+        watcher.join()
+    assert listening["rank"] and listening["rank"] <= {"127.0.0.1", "::1"}, listening
+    assert listening["other"] == set()
+
+
+def test_torchrun_runs_on_one_node_alone() -> None:
+    with pytest.raises(InputError, match="it runs on one"):
+        TorchrunLauncher(Cluster(ClusterSpec(nnodes=2, rdzv="10.0.0.1:29000")))
+
+
+def test_a_launcher_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:
+    assert set(LAUNCHERS) == {"forkserver", "torchrun"}
+    command = [sys.executable, "-m", "pytest", "suites", "--launcher", "magic", "--results", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "magic" in done.stderr and "forkserver, torchrun" in done.stderr

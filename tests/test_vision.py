@@ -1,0 +1,274 @@
+"""Images: the digits, the vision transformer, batch norms, and their cases through the launcher."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshmark.adapter.capabilities import Capabilities, Feature
+from meshmark.adapter.engine import RankContext
+from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.adapter.single import Single, SingleEngine, reduced_backward
+from meshmark.errors import InputError
+from meshmark.judge.buffers import exact_buffers, initial_buffers
+from meshmark.judge.truth import exact_gradients, initial_values
+from meshmark.reference import digits
+from meshmark.reference.build import buffer_shapes, build_model, parameter_shapes
+from meshmark.reference.data import IGNORED, check_data, make_batch
+from meshmark.reference.digits import load_digits
+from meshmark.reference.objective import loss_share
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.launch import Launcher
+from meshmark.run.record import Record
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.run.throughput import throughput
+from meshmark.run.verdict import judge_communication, judge_memory
+from meshmark.serial import decode, encode
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.model_spec import MODELS, Family
+from meshmark.spec.precision import Precision
+from meshmark.spec.vision_spec import VISION_MODELS, VisionSpec
+from meshmark.spec.workload import Loss, Workload, workload
+from meshmark.theory.states import ModelStates, model_states
+from meshmark.theory.traffic import step_traffic
+from tests.broken.mutants import BY_NAME, target
+from tests.factories import make_good, make_timed
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed: pip install scikit-learn"
+)
+VIT, BN = workload("vit-digits"), workload("vit-digits-bn")
+TWO = Layout(dp=2, num_micro_batches=2)
+MUTANTS = [name for name, mutant in BY_NAME.items() if mutant.defect.__module__ == "tests.broken.vision"]
+
+
+def test_the_digits_are_scikit_learns() -> None:
+    """Which takes seconds to import: the file is read instead."""
+    from sklearn.datasets import load_digits as theirs
+
+    images, labels = load_digits()
+    assert images.shape == (1797, 1, 8, 8)
+    assert np.array_equal(images.squeeze(1).numpy() * 16, theirs().images)
+    assert np.array_equal(labels.numpy(), theirs().target)
+
+
+def test_without_scikit_learn_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digits.importlib.util, "find_spec", lambda name: None)
+    load_digits.cache_clear()
+    with pytest.raises(InputError, match="pip install scikit-learn"):
+        check_data(VIT)
+
+
+def test_images_are_drawn_by_seed_and_step_and_keep_their_labels() -> None:
+    one, again, other = make_batch(VIT, 3), make_batch(VIT, 3), make_batch(VIT, 4)
+    assert torch.equal(one.inputs, again.inputs) and torch.equal(one.targets, again.targets)
+    assert not torch.equal(one.inputs, other.inputs)
+    images, labels = load_digits()
+    for image, label, weight in zip(one.inputs, one.targets, one.weights, strict=True):
+        same = (images == image).all(-1).all(-1).all(-1)
+        assert int(label) in labels[same].tolist() if weight else int(label) == IGNORED
+
+
+def test_ranks_hold_unequal_numbers_of_images_that_count() -> None:
+    """At most steps, so that a mean of means is wrong."""
+    uneven = 0
+    for step in range(10):
+        batch = make_batch(VIT, step)
+        parts = [float(part.weights.sum()) for part in batch.micro_batches(2)]
+        assert sum(parts) == batch.total_weight == float((batch.targets != IGNORED).sum()) > 0
+        uneven += parts[0] != parts[1]
+    assert uneven >= 7
+
+
+def test_weights_weigh() -> None:
+    batch = make_batch(dataclasses.replace(VIT, masked=False), 0).rows(0, 2)
+    logits = torch.randn(2, 10, generator=torch.Generator().manual_seed(0))
+    each = [float(loss_share(logits[i : i + 1], batch.rows(i, i + 1), Loss.WEIGHTED_CROSS_ENTROPY)) for i in range(2)]
+    weighed = dataclasses.replace(batch, weights=torch.tensor([0.25, 2.0]))
+    assert float(loss_share(logits, weighed, VIT.loss)) == pytest.approx(0.25 * each[0] + 2 * each[1])
+
+
+@pytest.mark.parametrize("spec", VISION_MODELS.values(), ids=lambda s: s.name)
+def test_closed_forms_are_those_of_the_model(spec: VisionSpec) -> None:
+    model = build_model(spec)
+    assert spec.num_parameters == sum(p.numel() for p in model.parameters())
+    blocks = sum(p.numel() for p in model.blocks["0"].parameters())
+    assert (spec.embedding_parameters, spec.block_parameters) == (
+        sum(p.numel() for p in model.embedding.parameters()), blocks
+    )  # fmt: skip
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        build_model(spec)(torch.empty(3, 1, 8, 8))
+    assert counter.get_total_flops() == 3 * spec.forward_flops
+
+
+def test_a_part_has_the_names_and_values_of_the_whole() -> None:
+    whole, parts = build_model(BN.model), [build_model(BN.model, layers) for layers in ([0, 1], [2, 3])]
+    for model in (whole, *parts):
+        model.initialize(seed=5)
+    held = {name: p for part in parts for name, p in part.named_parameters()}
+    assert held.keys() == dict(whole.named_parameters()).keys() == parameter_shapes(BN.model).keys()
+    assert all(torch.equal(p, held[name]) for name, p in whole.named_parameters())
+    images = make_batch(BN, 0).inputs
+    torch.testing.assert_close(parts[1](parts[0](images)), whole(images))
+
+
+def test_every_patch_sees_all_others() -> None:
+    """Attention that is causal would leave the first patch as it is when the last one changes."""
+    model = build_model(VIT.model, [0, 1])
+    model.initialize(seed=0)
+    images = make_batch(VIT, 0).inputs[:1].clone()
+    before = model(images)
+    images[..., -1, -1] += 1
+    assert not torch.allclose(model(images)[0, 0], before[0, 0])
+
+
+def test_the_truth_under_batch_norm_is_that_of_micro_batches_of_replicas() -> None:
+    """Against plain PyTorch in training mode, part by part; and another layout is another truth."""
+    model, batch = build_model(BN.model).double(), make_batch(BN, 0)
+    model.initialize(BN.seed)
+    rows = BN.global_batch // 4
+    for i in range(4):
+        part = batch.rows(i * rows, (i + 1) * rows)
+        loss_share(model(part.inputs), part, BN.loss).backward()
+    start = initial_values(BN)
+    exact = exact_gradients(BN, start, batch, TWO).gradients
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(exact[name], parameter.grad.numpy(), rtol=1e-9, atol=1e-14)
+    whole = exact_gradients(BN, start, batch, Layout(dp=2)).gradients
+    assert not np.allclose(whole["head.output.weight"], exact["head.output.weight"], rtol=1e-3)
+
+
+def test_exact_buffers_are_pytorchs() -> None:
+    model = build_model(BN.model).double()
+    model.initialize(BN.seed)
+    parts = list(make_batch(BN, 0).micro_batches(4))
+    for part in parts:
+        model(part.inputs)
+    exact = exact_buffers(BN, initial_values(BN), initial_buffers(BN), parts)
+    assert exact.keys() == buffer_shapes(BN.model).keys() and len(exact) == 3
+    for name, buffer in model.named_buffers():
+        np.testing.assert_allclose(exact[name], buffer.numpy(), rtol=1e-12)
+
+
+def test_what_is_not_known_is_not_planned() -> None:
+    case = Case(adapter="ddp", workload=VIT, layout=TWO)
+    states = model_states(case, 0)
+    assert states is not None and (states.activations, states.peak) == (None, None)
+    assert states.parameters == 4 * VIT.model.num_parameters
+    assert step_traffic(case, 0) == {"all_reduce": 4.0 * VIT.model.num_parameters}
+    split = dataclasses.replace(case, layout=Layout(tp=2))
+    assert model_states(split, 0) is None and step_traffic(split, 0) is None
+    record = make_good(case=split, planned_states=[None, None], planned_traffic=[None, None])
+    assert judge_memory(record) is None and judge_communication(record) is None
+    planned = ModelStates(parameters=400, gradients=400, optimizer_states=800)
+    verdict = judge_memory(make_good(case=case, planned_states=[planned] * 2, remainders=[[], []]))
+    assert verdict is not None and "activations: not planned" in verdict.summary
+
+
+def test_throughput_counts_images() -> None:
+    timed = make_timed(case=Case(adapter="ddp", workload=VIT, layout=TWO))
+    found = throughput(timed)
+    assert (found.unit, found.per_second) == ("images", 32 * 2 / sum(timed.step_seconds))
+    assert found.mfu == pytest.approx(found.per_second * 3 * VIT.model.forward_flops / 3e9)
+
+
+@pytest.mark.parametrize("one", [VIT, BN, workload("gpt-mini")], ids=lambda w: w.name)
+def test_a_workload_comes_back_from_json_with_its_kind_of_model(one: Workload) -> None:
+    assert decode(Workload, encode(one)) == one
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(InputError, match="takes a VisionSpec"):
+        dataclasses.replace(VIT, model=MODELS["gpt-mini"])
+    with pytest.raises(InputError, match="takes a ModelSpec"):
+        workload("gpt-mini", model=VIT.model)
+    with pytest.raises(InputError, match="no corpus replaces"):
+        workload("vit-digits", corpus="text.txt")
+    with pytest.raises(InputError, match="image_size 8 is not divisible by patch_size 3"):
+        dataclasses.replace(VIT.model, patch_size=3)
+    with pytest.raises(InputError, match="the digits have"):
+        check_data(dataclasses.replace(VIT, model=dataclasses.replace(VIT.model, image_size=16)))
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["autocast", "cast-weights"])
+def test_rounded_reductions_see_micro_batches_in_the_order_of_the_truth(cast: bool) -> None:
+    """Rank by rank: `single`, which stands for two of them, comes to the statistics of four micro-batches in a row."""
+    context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=Path())
+    statistics = []
+    for count in (2, 4):
+        layout = Layout(num_micro_batches=count)
+        case = Case(adapter="single", workload=BN, layout=layout, precision=Precision.BF16_REDUCE_BF16)
+        engine = Single().build(case, context)
+        assert isinstance(engine, SingleEngine)
+        engine.cast_weights = cast
+        batch = make_batch(BN, 0)
+        _ = reduced_backward(engine, batch, 2) if count == 2 else engine.backward(batch)
+        statistics.append(engine.buffers())
+    ranks, alone = statistics
+    assert len(ranks) == 3 and all(torch.equal(ranks[name], alone[name]) for name in alone)
+
+
+def test_an_adapter_takes_images_only_where_it_says_so() -> None:
+    refused = {}
+    for name, path in builtin_adapters().items():
+        adapter = load_adapter(path)
+        stage = min(adapter.capabilities.zero_stages)
+        case = Case(adapter=name, workload=VIT, layout=Layout(zero_stage=stage))
+        if reason := adapter.capabilities.refusal(case, "cpu", "gloo"):
+            refused[name] = reason
+    assert refused.keys() == {"megatron", "gpipe", "pipeline"}
+    assert all("model family vit (" in reason for reason in refused.values())
+
+
+def test_an_adapter_may_lack_buffers() -> None:
+    """Of a workload that has them it is told, and of no other."""
+    without = Capabilities(families=frozenset(Family), lacks={Feature.BUFFERS: "its engine tells none"})
+    cases = [Case(adapter="mine", workload=trained, layout=Layout()) for trained in (VIT, BN)]
+    plain, coupled = (without.refusal(case, "cpu", "gloo") for case in cases)
+    assert plain is None and coupled == "mine does not support buffers by replica (its engine tells none)"
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    known = {name: target(name) for name in MUTANTS} | {"ddp": "meshmark.adapters.ddp:DDP"}
+    with Cluster(ClusterSpec()) as cluster:
+        running = Runner(Launcher(cluster, []), known, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
+        yield running
+        running.close()
+
+
+def observe(runner: Runner, trained: Workload) -> Record:
+    return runner.observe(Case(adapter="ddp", workload=trained, layout=TWO))
+
+
+@pytest.mark.parametrize("trained", [VIT, BN], ids=lambda w: w.name)
+def test_ddp_trains_images_correctly(runner: Runner, trained: Workload) -> None:
+    record = observe(runner, trained)
+    assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"]
+    equivalence = record.verdict("equivalence")
+    assert equivalence is not None and float(equivalence.evidence["detection_limit"]) < 2e-5
+    judged = {quantity for quantity in record.deviations if quantity.startswith("buffers/")}
+    assert judged == {f"buffers/{name}" for name in buffer_shapes(trained.model)}
+    assert judged <= record.noise.keys(), "what has no noise is not judged"
+    assert all(plan and plan.activations is None for plan in record.planned_states)
+    memory = record.verdict("memory")
+    assert memory is not None and memory.summary.endswith("activations: not planned")
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_caught_and_named(runner: Runner, name: str) -> None:
+    mutant = BY_NAME[name]
+    record = runner.observe(mutant.case)
+    verdict = record.verdict("equivalence")
+    assert verdict is not None and not verdict.passed, record.outcome.message
+    assert record.diagnosis is not None and record.diagnosis.fault in mutant.faults, record.diagnosis
+    if "Rank" in name and "Statistics" in name:
+        assert record.diagnosis.ranks == [1] and "not updated" in record.diagnosis.detail
