@@ -56,11 +56,6 @@ class PostLocalSGDEngine(DDPEngine):
     def file(self, folder: Path) -> Path:
         return folder / f"state-{self.context.rank}.pt"
 
-    def load_schedule(self, state: dict[str, Any] | None) -> None:
-        # Loading has given the local optimizer new groups, whose rates count; the one around it keeps the old.
-        self.optimizer.param_groups = self.optimizer.optim.param_groups
-        super().load_schedule(state)
-
 
 class PostLocalSGD(DDP):
     capabilities: ClassVar = Capabilities(

@@ -254,9 +254,9 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         cluster = stack.enter_context(Cluster(chosen.cluster, progress.say))
         launcher = stack.enter_context(contextlib.closing(LAUNCHERS[chosen.launcher](cluster)))
         running = Runner(launcher, chosen.targets, chosen.options, chosen.results, announce=progress.announce)
+        stack.enter_context(contextlib.closing(running))
         progress.expect(request.session.items, running.refusal)
         yield running
-        running.close()
 
 
 @pytest.fixture(scope="session")

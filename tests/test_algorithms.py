@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
 from meshmark.conformance.clauses import CLAUSES, judge_clause
@@ -20,9 +20,12 @@ from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import InputError
 from meshmark.judge.algorithm import LocalSGD, Synchronous
 from meshmark.judge.deviation import Drift, Quantity, QuantityKind, Tensors
+from meshmark.judge.faults import Fault
+from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.replicas import by_replica, replicas_of_ranks
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import ExactOptimizer, assess_replicas, exact_gradients, initial_values
+from meshmark.judge.yardstick import fit, noise_run
 from meshmark.reference.data import make_batch
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
@@ -96,6 +99,29 @@ def test_an_adapter_refuses_the_algorithms_that_it_has_not() -> None:
             reason = load_adapter(target_).capabilities.refusal(case, "cpu", "gloo") or ""
             has = (name == "post-local-sgd") == (problem is LOCAL)
             assert (f"algorithm {problem.algorithm.kind} (it trains by" in reason) != has, (name, reason)
+
+
+def test_replicas_that_differ_have_no_batch_norms() -> None:
+    with pytest.raises(InputError, match="'vit-digits-bn': model 'vit-mini-bn' has batch norms.* is local-sgd; take a"):
+        dataclasses.replace(workload("vit-digits-bn"), algorithm=local_sgd(2))
+    assert dataclasses.replace(workload("vit-digits"), algorithm=local_sgd(2)).id == "vit-digits-local-sgd2"
+
+
+def test_reductions_that_round_are_refused_where_replicas_differ() -> None:
+    anything = Capabilities(
+        degrees=frozenset({"dp"}),
+        precisions=frozenset(Precision.PRESETS.values()),
+        algorithms=frozenset(AlgorithmKind),
+    )
+
+    def refusal(problem: Workload, precision: Precision) -> str | None:
+        case = Case(adapter="a", workload=problem, layout=TWO, precision=precision)
+        return anything.refusal(case, "cpu", "gloo")
+
+    refused = refusal(LOCAL, Precision.BF16_REDUCE_BF16)
+    assert refused == "a does not support algorithm local-sgd with reductions in bfloat16 (its noise is not known)"
+    assert refusal(LOCAL, Precision.BF16) is None
+    assert refusal(workload("gpt-mini"), Precision.BF16_REDUCE_BF16) is None
 
 
 def test_noise_is_measured_for_the_number_of_replicas() -> None:
@@ -178,6 +204,18 @@ def test_every_replica_is_compared_with_its_own_truth() -> None:
     found = assess_replicas(traces, problem)
     wrong = {q for q, steps in found.items() if len(steps) > 1 and steps[1].distance > 1e-4}
     assert wrong == {Quantity(kind=QuantityKind.PARAMETERS, name=name, replica=1)}
+
+
+def test_a_parameter_that_one_replica_does_not_tell_is_named() -> None:
+    problem = make_workload(algorithm=local_sgd(2))
+    traces = exact_run(problem, 3, 2)
+    honest = fit([noise_run(assess_replicas(traces, problem), Precision.FP32)] * 2)
+    case = Case(adapter="a", workload=problem, layout=Layout(dp=2))
+    assert diagnose_replicas(case, traces, assess_replicas(traces, problem), [], honest) is None
+    del traces[1].parameters[3]["head.output.weight"]
+    found = diagnose_replicas(case, traces, assess_replicas(traces, problem), [], honest)
+    assert found is not None and (found.fault, found.step) == (Fault.MISSING, 2)
+    assert found.names == ["head.output.weight"]
 
 
 # Traces by replica

@@ -24,23 +24,29 @@ NUM_RANKS = 3
 def on_ranks(folder: Path, function: Callable[[int], Any]) -> list[Any]:
     """What `function` returns or raises on each of three ranks."""
     context = multiprocessing.get_context("fork")
-    answers = [context.SimpleQueue() for _ in range(NUM_RANKS)]
+    pipes = [context.Pipe(duplex=False) for _ in range(NUM_RANKS)]
 
     def rank(number: int) -> None:
         store = dist.FileStore(str(folder / "store"), NUM_RANKS)
         dist.init_process_group("gloo", store=store, rank=number, world_size=NUM_RANKS)
         try:
-            answers[number].put(function(number))
+            pipes[number][1].send(function(number))
         except ValueError as error:
-            answers[number].put(error)
+            pipes[number][1].send(error)
         dist.barrier()
 
     processes = [context.Process(target=rank, args=(number,)) for number in range(NUM_RANKS)]
     for process in processes:
         process.start()
-    found = [answer.get() for answer in answers]
-    for process in processes:
-        process.join()
+    try:
+        for number, (answer, _) in enumerate(pipes):
+            assert answer.poll(60), f"rank {number} does not answer"
+        found = [answer.recv() for answer, _ in pipes]
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+            process.join()
     return found
 
 

@@ -237,7 +237,11 @@ def test_a_proof_that_was_overheard_is_worth_nothing(server: StoreServer) -> Non
         assert peer.recv(32) == b""
 
 
-@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"meshmark store 1" + bytes(32 + 32)])
+@pytest.mark.parametrize(
+    "says",
+    [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"meshmark store 1" + bytes(32 + 32)],
+    ids=["nothing", "http", "without the secret"],
+)
 def test_a_foreign_listener_is_found_out(says: bytes) -> None:
     """One that says nothing and closes, another program's, and one that plays the store without the secret."""
     listener = socket.create_server(("127.0.0.1", 0))

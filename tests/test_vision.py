@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.adapter.single import Single
+from meshmark.adapter.single import Single, SingleEngine, reduced_backward
 from meshmark.errors import InputError
 from meshmark.judge.buffers import exact_buffers, initial_buffers
 from meshmark.judge.deviation import QuantityKind
@@ -27,9 +27,7 @@ from meshmark.reference.digits import load_digits
 from meshmark.reference.objective import loss_share
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.passes.noise import train_alone
 from meshmark.run.record import Record
-from meshmark.run.request import Request, Task
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.throughput import throughput
 from meshmark.run.verdict import judge_communication, judge_memory
@@ -201,17 +199,22 @@ def test_contradictions_are_refused() -> None:
         check_data(dataclasses.replace(VIT, model=dataclasses.replace(VIT.model, image_size=16)))
 
 
-@pytest.mark.parametrize("run", [0, 1], ids=["autocast", "cast-weights"])
-def test_the_noise_of_rounded_reductions_has_its_statistics_in_the_order_of_the_truth(run: int) -> None:
-    """`single` stands for two ranks, whose micro-batches it trains rank by rank."""
-    case = Case(adapter="ddp", workload=BN, layout=TWO, precision=Precision.BF16_REDUCE_BF16)
+@pytest.mark.parametrize("cast", [False, True], ids=["autocast", "cast-weights"])
+def test_rounded_reductions_see_micro_batches_in_the_order_of_the_truth(cast: bool) -> None:
+    """Rank by rank: `single`, which stands for two of them, comes to the statistics of four micro-batches in a row."""
     context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=Path())
-    asked = Request(
-        case=case, adapter="", task=Task.NOISE, device="cpu", backend="gloo", steps=2, time_limit_seconds=60.0
-    )
-    noise = train_alone(asked, Single(), context, run)
-    statistics = [max(steps) for quantity, steps in noise.items() if quantity.kind is QuantityKind.BUFFERS]
-    assert 0 < max(statistics) < 1e-3
+    statistics = []
+    for count in (2, 4):
+        layout = Layout(num_micro_batches=count)
+        case = Case(adapter="single", workload=BN, layout=layout, precision=Precision.BF16_REDUCE_BF16)
+        engine = Single().build(case, context)
+        assert isinstance(engine, SingleEngine)
+        engine.cast_weights = cast
+        batch = make_batch(BN, 0)
+        _ = reduced_backward(engine, batch, 2) if count == 2 else engine.backward(batch)
+        statistics.append(engine.buffers())
+    ranks, alone = statistics
+    assert len(ranks) == 3 and all(torch.equal(ranks[name], alone[name]) for name in alone)
 
 
 def test_an_adapter_takes_images_only_where_it_says_so() -> None:

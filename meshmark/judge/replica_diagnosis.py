@@ -82,6 +82,9 @@ def diagnose_replicas(
         reduced = _norm_of_mean(failed, norms[0])
         return _diagnosis(failed, reduced, updates) if reduced else of_one(norms[0])
     if updates:
+        for replica, names in updates.items():
+            if not traces[replica].parameters[failed.step + 1].keys() >= set(names):
+                return of_one(replica)
         if averaging := _averaging(failed, updates):
             return _diagnosis(failed, averaging, updates)
         if not case.workload.algorithm.averages_after(failed.step):
@@ -222,7 +225,7 @@ def _norm_of_mean(failed: FailedReplicas, replica: int) -> Explanation | None:
     """The norm reported is not of the replica's own gradients, but of all replicas' mean."""
     mean = global_norm(averaged([trace.gradients[failed.step] for trace in failed.traces])[replica])
     reported = failed.traces[replica].norms[failed.step] or 0.0
-    if abs(reported / mean - 1) > SAME:
+    if not abs(reported - mean) <= SAME * mean:
         return None
     return Fault.ALGORITHM, f"the norm that replica {replica} tells is that of the mean of all replicas' gradients"
 
@@ -264,7 +267,8 @@ def _later(failed: FailedReplicas) -> str:
     for step in range(failed.step + 1, len(first.gradients)):
         here = first.parameters[step + 1]
         together = all(
-            np.allclose(trace.parameters[step + 1][name], here[name], rtol=1e-6, atol=0)
+            name in trace.parameters[step + 1]
+            and np.allclose(trace.parameters[step + 1][name], here[name], rtol=1e-6, atol=0)
             for trace in failed.traces
             for name in here
         )
