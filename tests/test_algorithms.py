@@ -28,7 +28,7 @@ from meshmark.judge.truth import ExactOptimizer, assess_replicas, exact_gradient
 from meshmark.judge.yardstick import fit, noise_run
 from meshmark.reference.data import make_batch
 from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.launch import Launcher
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.passes.noise import noise_key
 from meshmark.run.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
@@ -266,7 +266,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known = {name: target(name) for name in BY_NAME} | ADAPTERS
     with Cluster(ClusterSpec()) as cluster:
         options = RunOptions(observed_steps=4, time_limit_seconds=400)
-        running = Runner(Launcher(cluster, []), known, options, tmp_path_factory.mktemp("results"))
+        running = Runner(ForkserverLauncher(cluster), known, options, tmp_path_factory.mktemp("results"))
         yield running
         running.close()
 

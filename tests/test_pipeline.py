@@ -17,7 +17,7 @@ from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.expect import expect, expect_clause
 from meshmark.plan.simulator import task_order
 from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.launch import Launcher
+from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
@@ -50,7 +50,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known |= {name: target(name) for name in MUTANTS}
     with Cluster(ClusterSpec()) as cluster:
         options = RunOptions(observed_steps=3)
-        running = Runner(Launcher(cluster, []), known, options, tmp_path_factory.mktemp("results"))
+        running = Runner(ForkserverLauncher(cluster), known, options, tmp_path_factory.mktemp("results"))
         yield running
         running.close()
 
