@@ -18,6 +18,7 @@ from meshmark.adapters.ddp import DDP, DDPEngine
 from meshmark.reference.objective import build_schedule
 from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
+from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class PostLocalSGDEngine(DDPEngine):
 class PostLocalSGD(DDP):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
+        families=frozenset(Family),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         algorithms=frozenset({AlgorithmKind.LOCAL_SGD}),
         lacks={

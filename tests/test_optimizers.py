@@ -30,7 +30,7 @@ from meshmark.spec.workload import WORKLOADS, workload
 from meshmark.theory.parameter_order import parameter_shapes
 from meshmark.theory.partition import uniform_stages
 from meshmark.theory.states import model_states
-from tests.broken.mutant import LAYOUTS
+from tests.broken.mutant import LAYOUTS, under
 from tests.broken.mutants import BY_NAME, target
 from tests.factories import make_case, make_model, make_workload
 
@@ -212,11 +212,11 @@ def test_adapters_that_part_matrices_refuse_matrix_wise_optimizers_with_a_reason
     for name, path in ADAPTERS.items():
         adapter = load_adapter(path)
         for kind in ("adafactor", "muon"):
-            case = Case(adapter=name, workload=workload(f"gpt-mini-{kind}"), layout=Layout())
+            case = Case(adapter=name, workload=under(name, workload(f"gpt-mini-{kind}")), layout=Layout())
             refusal = adapter.capabilities.refusal(case, "cpu", "gloo") or ""
             assert "whole matrices (" in refusal or not refusal.count("matrices")
             running |= set() if "whole matrices" in refusal else {name}
-    assert running == {"single", "ddp", "gpipe", "pipeline", "accelerate"}
+    assert running == {"single", "ddp", "gpipe", "pipeline", "accelerate", "post-local-sgd"}
 
 
 @pytest.fixture(scope="module")

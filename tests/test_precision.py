@@ -21,7 +21,6 @@ from meshmark.judge.trace import host_copies
 from meshmark.reference.data import make_batch
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.launch import Launcher
 from meshmark.run.passes.noise import noise_key
 from meshmark.run.record import Record, read_records
 from meshmark.run.runner import Runner, RunOptions
@@ -139,13 +138,13 @@ def test_noise_depends_on_the_number_of_ranks_only_where_they_round() -> None:
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
+def launcher() -> Iterator[ForkserverLauncher]:
     with Cluster(ClusterSpec()) as cluster:
         yield ForkserverLauncher(cluster)
 
 
 @pytest.fixture(scope="module")
-def runner(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known = {name: target(name) for name in OF_SUITES} | {name: ADAPTERS[name] for name in ("ddp", "fsdp2")}
     running = Runner(launcher, known, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
     yield running
@@ -153,7 +152,7 @@ def runner(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def court(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Court]:
+def court(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Court]:
     sitting = Court(launcher, {name: target(name) for name in OF_CLAUSES}, tmp_path_factory.mktemp("court"))
     yield sitting
     sitting.close()

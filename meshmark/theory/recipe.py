@@ -294,14 +294,14 @@ def eager_recipe(case: Case, name: str = "eager", *, casts_weights: bool = False
     wide = precision.master.itemsize
     widths = Widths.of(precision, casts_weights=casts_weights)
     low = precision.weights.itemsize if casts_weights else wide
-    moments = precision.states.itemsize * optimizer.states_per_parameter
+    moments = 0.0 if optimizer.is_matrix_wise else precision.states.itemsize * optimizer.states_per_parameter
     return replace(
         using,
         states=replace(
             using.states,
             weight_bytes=wide,
             gradient_bytes=precision.accumulation.itemsize,
-            moment_bytes=0.0 if optimizer.is_matrix_wise else moments,
+            moment_bytes=moments,
             matrix_wise=MatrixWise(optimizer=optimizer, dtype=precision.states) if optimizer.is_matrix_wise else None,
         ),
         wire=replace(using.wire, reduce_bytes=precision.reduction.itemsize, gather_bytes=low),
