@@ -59,8 +59,8 @@ def test_every_adapter_has_cases_of_every_precision_and_workload(
 
 def test_cases_stay_within_the_worlds_asked_for(adapters: dict[str, type[Adapter]]) -> None:
     """But an adapter without a parallel axis runs in its one process whatever the world."""
-    for case in matrix(adapters, [4], [WORKLOADS["gpt-tiny"]], [Precision.FP32]):
-        assert case.world_size == (4 if adapters[case.adapter].capabilities.degrees else 1)
+    for cell in matrix(adapters, [4], [WORKLOADS["gpt-tiny"]], [Precision.FP32]):
+        assert cell.layout.world_size == (4 if adapters[cell.adapter].capabilities.degrees else 1)
 
 
 def test_layouts_of_the_matrix_are_those_that_the_adapter_supports(
@@ -111,7 +111,7 @@ def test_schedules_get_the_micro_batches_that_they_need(world: int, counts: set[
     assert {layout.num_micro_batches for layout in layouts(Piped, world)} == counts
 
 
-def test_of_a_mesh_what_fits_is_taken_and_what_does_not_is_left_out() -> None:
+def test_of_a_mesh_what_fits_is_a_case_and_what_does_not_a_misfit() -> None:
     class Piped(Adapter):
         capabilities = Capabilities(
             degrees=frozenset({"pp"}),
@@ -119,8 +119,10 @@ def test_of_a_mesh_what_fits_is_taken_and_what_does_not_is_left_out() -> None:
             virtual_stages=frozenset({1, 2}),
         )
 
-    fitting = matrix({"piped": Piped}, [4], [WORKLOADS["gpt-tiny"]], [Precision.FP32])
-    assert [case.layout.id for case in fitting] == ["pp4.mb4"], "eight virtual stages are more than four layers"
+    case, misfit = matrix({"piped": Piped}, [4], [WORKLOADS["gpt-tiny"]], [Precision.FP32])
+    assert isinstance(case, Case) and case.layout.id == "pp4.mb4"
+    assert isinstance(misfit, Misfit) and misfit.layout.id == "pp4.interleaved.v2.mb4"
+    assert "pp 8 stages are more than 4 layers" in misfit.reason
 
 
 def test_accumulation_is_part_of_every_case(cases: list[Case]) -> None:

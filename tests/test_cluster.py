@@ -125,10 +125,10 @@ def test_a_wait_for_nodes_is_told_and_has_an_end(monkeypatch: pytest.MonkeyPatch
     rdzv = f"127.0.0.1:{free_port()}"
     with pytest.raises(ClusterError, match=f"node 1 of 2 found no store at {rdzv} within 3 s: is node 0 running"):
         Cluster(ClusterSpec(nnodes=2, node_rank=1, rdzv=rdzv), said.append).__enter__()
-    assert said[0].startswith(f"waiting for node 0 of 2 at {rdzv}, 1 s of 3")
+    assert re.match(f"waiting for node 0 of 2 at {rdzv}, [12] s of 3", said[0])
     with pytest.raises(ClusterError, match="node 1 of 2 did not answer within 3 s at 'join'"):
         Cluster(ClusterSpec(nnodes=2, node_rank=0, rdzv=rdzv), said.append).__enter__()
-    assert said[-1].startswith("waiting for node 1 of 2 at 'join', 2 s of 3")
+    assert re.fullmatch("waiting for node 1 of 2 at 'join', [23] s of 3", said[-1])
     with socket.create_server(("127.0.0.1", 0)) as silent:
         started = time.monotonic()
         spec = ClusterSpec(nnodes=2, node_rank=1, rdzv=f"127.0.0.1:{silent.getsockname()[1]}")

@@ -50,12 +50,13 @@ def page_of(tmp_path: Path, *sessions: Session) -> str:
 
 
 @pytest.fixture(scope="module")
-def without_recipe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run whose instrumented pass fails after its launch; its folder, and what it said."""
+def without_noise(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run whose instrumented pass fails outside its ranks, as its noise floor cannot be kept: folder and output."""
     folder = tmp_path_factory.mktemp("it's $HOME")
+    (folder / "noise").write_text("a file of the user's in the way")
     done = suites(
-        "--adapter",
-        f"{OUTSIDE}:NoRecipe",
+        "--adapters",
+        "ddp",
         "--workload",
         "gpt-mini",
         "--results",
@@ -67,30 +68,30 @@ def without_recipe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]
     return folder, done.stdout
 
 
-def test_a_failure_outside_the_ranks_is_the_record_of_its_case(without_recipe: tuple[Path, str]) -> None:
-    folder, said = without_recipe
+def test_a_failure_outside_the_ranks_is_the_record_of_its_case(without_noise: tuple[Path, str]) -> None:
+    folder, said = without_noise
     observed, timed = read_records(folder).records
     assert (observed.outcome.status, timed.outcome.status) == (Status.UNFINISHED, Status.OK)
-    assert observed.outcome.message == "LookupError: planted in the recipe"
-    assert "in recipe" in observed.outcome.traceback
-    assert "unfinished: LookupError: planted in the recipe" in said and "on rank None" not in said
+    assert observed.outcome.message.startswith("FileExistsError: ")
+    assert "in write_noise" in observed.outcome.traceback
+    assert "unfinished: FileExistsError: " in said and "on rank None" not in said
 
 
-def test_it_is_in_the_report_and_no_verdict(without_recipe: tuple[Path, str]) -> None:
-    page = report(without_recipe[0])
+def test_it_is_in_the_report_and_no_verdict(without_noise: tuple[Path, str]) -> None:
+    page = report(without_noise[0])
     assert NOTHING not in page
     head = page.splitlines()[2]
     assert head.startswith("**Correctness was not judged in this run**")
-    assert "wrong or failed: `norecipe-dp2.mb2-gpt-mini-fp32`" in head
+    assert "wrong or failed: `ddp-dp2.mb2-gpt-mini-fp32`" in head
     assert "; 2 tests failed" in head
     assert "| **unfinished** " in page
-    assert "**norecipe-dp2.mb2-gpt-mini-fp32** (observe): unfinished: LookupError: planted in the recipe" in page
+    assert "**ddp-dp2.mb2-gpt-mini-fp32** (observe): unfinished: FileExistsError: " in page
     assert "2 tests failed:" in page and "test_throughput[" not in page.partition("## Where the time")[0]
 
 
-def test_the_printed_command_repeats_one_test_in_a_shell(without_recipe: tuple[Path, str]) -> None:
+def test_the_printed_command_repeats_one_test_in_a_shell(without_noise: tuple[Path, str]) -> None:
     """Brackets, quotes, blanks and a dollar sign and all."""
-    page = report(without_recipe[0])
+    page = report(without_noise[0])
     command = next(line for line in page.splitlines() if line.startswith("pytest 'suites/test_memory.py::"))
     bin_folder = Path(sys.executable).parent
     done = subprocess.run(
@@ -101,20 +102,30 @@ def test_the_printed_command_repeats_one_test_in_a_shell(without_recipe: tuple[P
         timeout=120,
         env={**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
     )
-    assert re.search(r"^FAILED suites/test_memory.py::test_memory\[norecipe-dp2", done.stdout, re.M), done.stdout
+    assert re.search(r"^FAILED suites/test_memory.py::test_memory\[ddp-dp2", done.stdout, re.M), done.stdout
     assert re.search(r"^=+ 1 failed in ", done.stdout, re.M), done.stdout
-    assert len(read_records(without_recipe[0]).sessions) == 4, "the same results folder: two lines a session"
+    assert len(read_records(without_noise[0]).sessions) == 4, "the same results folder: two lines a session"
 
 
-def test_the_command_of_the_records_can_be_pasted_too(without_recipe: tuple[Path, str]) -> None:
-    folder, _ = without_recipe
+def test_the_command_of_the_records_can_be_pasted_too(without_noise: tuple[Path, str]) -> None:
+    folder, _ = without_noise
     command = shlex.split(read_records(folder).records[0].environment.command)
     assert command[0] == "pytest" and str(folder) in command
     assert "(equivalence or memory or throughput) and not conformance" in command
 
 
+def test_an_adapter_that_fails_before_the_launch_leaves_a_record_too(tmp_path: Path) -> None:
+    chosen = ["--adapter", f"{OUTSIDE}:NoEnvironment", "--workload", "gpt-mini", "-k", "throughput"]
+    done = suites(*chosen, "--results", tmp_path)
+    assert done.returncode == 1, done.stdout
+    (record,) = read_records(tmp_path).records
+    assert record.outcome.status is Status.UNFINISHED
+    assert record.outcome.message == "LookupError: planted in the environment"
+
+
 def test_a_run_without_one_record_has_a_report_that_says_so(tmp_path: Path) -> None:
-    done = suites("--adapter", f"{OUTSIDE}:NoRefusal", "--workload", "gpt-mini", "--results", tmp_path)
+    chosen = ["--adapter", f"{OUTSIDE}:NoRefusal", "--workload", "gpt-mini", "--conformance"]
+    done = suites(*chosen, "--results", tmp_path)
     assert done.returncode == 1 and " error" in done.stdout, done.stdout
     page = report(tmp_path)
     assert page.splitlines()[2] == "**No case left a record**: `norefusal-dp2.mb2-gpt-mini-fp32`."

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from meshmark.adapter.capabilities import Feature
 from meshmark.adapters.ddp import DDP
 from meshmark.spec.case import Case
-from meshmark.theory.recipe import TrainingRecipe
-
-
-class NoRecipe(DDP):
-    """After the launch."""
-
-    @classmethod
-    def recipe(cls, case: Case) -> TrainingRecipe:
-        raise LookupError("planted in the recipe")
 
 
 class NoEnvironment(DDP):
@@ -28,5 +18,5 @@ class NoRefusal(DDP):
     """Before the runner stands."""
 
     @classmethod
-    def refusal(cls, case: Case, device: str, needs: frozenset[Feature] = frozenset()) -> str | None:
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
         raise LookupError("planted in the refusal")
