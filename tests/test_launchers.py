@@ -281,7 +281,7 @@ def test_torchrun_s_failures_are_told_as_the_forkserver_s(
 def test_a_hang_under_torchrun_ends_at_the_limit_with_stacks_and_its_processes(
     torchrun: TorchrunLauncher, results: Path, adapter: str
 ) -> None:
-    record = run(torchrun, adapter, results, limit=60)
+    record = run(torchrun, adapter, results, limit=25)
     assert record.outcome.status is Status.HUNG, record.outcome.message
     assert set(record.outcome.stacks) == {0, 1}
     assert all("torchrun_rank" in stack for stack in record.outcome.stacks.values())
