@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from meshmark.adapter.matrix import matrix
-from meshmark.adapter.registry import known_adapters, load_adapter, select
+from meshmark.adapter.registry import known_adapters, load_adapter
 from meshmark.environment import describe, versions
 from meshmark.errors import AdapterError, MeshmarkError, ResultsError
-from meshmark.options import positive, split_values
+from meshmark.options import chosen_adapters, positive, split_values
 from meshmark.plan.cli import add_commands
 from meshmark.run.gpus import num_gpus
 from meshmark.spec.case import Case, expect_fit
@@ -56,8 +56,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="frameworks, devices, and what would be skipped and why")
     doctor.set_defaults(run=_doctor)
-    cases = commands.add_parser("cases", help="the matrix that `pytest --pyargs meshmark.suites` would run")
+    cases = commands.add_parser(
+        "cases", help="the matrix that `pytest --pyargs meshmark.suites` would run", allow_abbrev=False
+    )
     cases.add_argument("--adapters", default="*", metavar="A,B", help="names or shell patterns (default: all)")
+    cases.add_argument(
+        "--adapter", action="append", default=[], metavar="FILE.py:CLASS", help="an adapter from outside the repo"
+    )
     cases.add_argument("--world", default="2", metavar="N,M", help="world sizes (default: 2)")
     cases.add_argument(
         "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
@@ -101,7 +106,7 @@ def _doctor(_: argparse.Namespace) -> None:
 
 
 def _cases(parsed: argparse.Namespace) -> None:
-    targets = select(split_values("--adapters", parsed.adapters), known_adapters())
+    targets = chosen_adapters(parsed.adapters, parsed.adapter)
     worlds = [positive("--world", text) for text in split_values("--world", parsed.world)]
     workloads = [workload(name) for name in split_values("--workload", parsed.workload)]
     precisions = [precision(text) for text in split_values("--precision", parsed.precision)]

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.registry import known_adapters, load_adapter, outside_name, select
+from meshmark.adapter.registry import load_adapter
 from meshmark.conformance.scenario import plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import ClusterError, InputError, LayoutError, MeshmarkError, ResultsError, UnknownNameError
 from meshmark.expect import expect_ran
-from meshmark.options import positive, split_values
+from meshmark.options import chosen_adapters, positive, split_values
 from meshmark.progress import Progress
 from meshmark.pytest_entry import asks_for_suites
 from meshmark.reference.data import check_data, on_corpus
@@ -114,12 +114,7 @@ def selection(config: pytest.Config) -> Selection:
 
 def _select(config: pytest.Config) -> Selection:
     option = config.getoption
-    outside = {outside_name(target): target for target in option("--adapter")}
-    patterns = split_values("--adapters", option("--adapters"))
-    clash = sorted(outside.keys() & known_adapters().keys()) if outside else []
-    if clash or len(outside) < len(option("--adapter")):
-        raise InputError(f"--adapter: {', '.join(clash or outside)} would stand for two adapters; rename the class")
-    targets = outside if outside and patterns == ["*"] else select(patterns, known_adapters()) | outside
+    targets = chosen_adapters(option("--adapters"), option("--adapter"))
     corpus, batch = option("--corpus"), option("--global-batch")
     workloads = [on_corpus(_workload(name, batch), corpus) for name in split_values("--workload", option("--workload"))]
     for chosen in workloads:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.util import find_spec
 
+from meshmark.errors import AdapterError
 from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Recompute, Schedule
@@ -72,6 +73,19 @@ class Capabilities:
     lacks: Mapping[Feature | Precision | Family, str] = field(default_factory=dict)
     """Features that are missing, each with its reason, and the reasons of missing precisions and families."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
+
+    def __post_init__(self) -> None:
+        """A value that no case can have would make every case a skip, in silence."""
+        known: dict[str, tuple[Collection[object], str]] = {
+            "degrees": (AXES, ", ".join(AXES)),
+            "precisions": ([p for p in self.precisions if isinstance(p, Precision)], "such as Precision.FP32"),
+            "schedules": (tuple(Schedule), ", ".join(Schedule)),
+            "families": (tuple(Family), ", ".join(Family)),
+            "devices": (("cpu", "cuda"), "cpu, cuda"),
+        }
+        for name, (values, expected) in known.items():
+            if wrong := sorted(repr(value) for value in getattr(self, name) if value not in values):
+                raise AdapterError(f"Capabilities: {name} holds {', '.join(wrong)}; expected {expected}")
 
     def beyond(self, layout: Layout) -> list[str]:
         """What `layout` takes that is not supported, whatever is trained on whatever machine."""

@@ -25,13 +25,21 @@ def load_adapter(target: str) -> type[Adapter]:
     """
     where, _, name = target.rpartition(":")
     if not where or not name.isidentifier():
-        raise AdapterError(f"adapter {target!r}: expected path/to/file.py:Class or package.module:Class")
+        raise AdapterError(
+            f"adapter {target!r}: expected path/to/file.py:Class or package.module:Class (--adapters takes names)"
+        )
     try:
         module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-        found = getattr(module, name)
+        found = getattr(module, name, None)
     except (Exception, SystemExit) as error:
         reason = f"cannot be imported: {type(error).__name__}: {error}"
         raise AdapterError(f"adapter {target!r}{_origin(target)} {reason}") from error
+    if found is None:
+        classes = (
+            n for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, Adapter) and v is not Adapter
+        )
+        there = ", ".join(sorted(classes)) or "none"
+        raise AdapterError(f"adapter {target!r}{_origin(target)}: {where} has no {name}; its adapters are: {there}")
     if not (inspect.isclass(found) and issubclass(found, Adapter)):
         wanted = "a subclass of meshmark.adapter.contract.Adapter"
         raise AdapterError(f"adapter {target!r}{_origin(target)}: {name} is not {wanted}")
