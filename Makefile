@@ -42,8 +42,9 @@ conformance: install
 	$(BIN)/python -m pytest suites/test_conformance.py --results results/conformance; status=$$?; \
 	$(BIN)/meshmark report results/conformance -o reports/conformance.md && exit $$status
 
+# Two files at once: a launch is mostly waiting. pytest-benchmark, which no test of Meshmark uses, warns of it.
 test: install
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -p no:benchmark
 
 lint: install
 	$(BIN)/ruff check .
