@@ -65,6 +65,7 @@ class PostLocalSGD(DDP):
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         algorithms=frozenset({AlgorithmKind.LOCAL_SGD}),
         lacks={
+            Precision.BF16_REDUCE_BF16: "the rounding of averaged parameters is not in the noise that judges it",
             Precision.FP16: "a replica that skips an overflowing step does not join the averaging, and all hang",
             Feature.UNUSED: "PyTorch's averager leaves out parameters that have no gradient in the step",
             Feature.DROPOUT: "its masks are judged by gradients that are reduced over ranks",

@@ -43,16 +43,7 @@ def test_the_suites_are_asked_for_by_name_or_by_path(
 @pytest.mark.parametrize("where", ["in the checkout", "elsewhere"])
 def test_with_a_checkout_the_plugin_is_registered_once(tmp_path: Path, where: str) -> None:
     """By the entry point, and by the checkout's conftest where the run meets it."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "meshmark.pytest_entry",
-        "-p",
-        "no:cacheprovider",
-        "--collect-only",
-    ]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only"]
     asked = ["-q", "--pyargs", "meshmark.suites.test_memory", "--adapters", "ddp", "--world", "2,4"]
     folder, env = ROOT if where == "in the checkout" else tmp_path, {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run([*command, *asked], cwd=folder, env=env, capture_output=True, text=True, timeout=120)

@@ -67,14 +67,16 @@ def prepare(folder: Path) -> None:
         file.close()
     write_table(folder / "layouts.csv", sweep_rows(1))
     (folder / "path" / "to").mkdir(parents=True)
-    (folder / "path" / "to" / "mine.py").write_text(OUTSIDE)
+    for place in (folder, folder / "path" / "to"):
+        (place / "mine.py").write_text(OUTSIDE)
 
 
 def collect(words: list[str]) -> list[str]:
     """Pytest as far as collection; on a CPU where there is no GPU."""
     if not torch.cuda.is_available():
         words = ["cpu" if before == "--device" else word for before, word in zip(["", *words], words, strict=False)]
-    words = [str(ROOT / word) if word.startswith("suites") else word for word in words if word != ELLIPSIS]
+    ours = ("suites", "examples/")
+    words = [str(ROOT / word) if word.startswith(ours) else word for word in words if word != ELLIPSIS]
     return ["pytest", *CORE, "-p", "no:cacheprovider", "--collect-only", "-q", *words]
 
 
