@@ -18,11 +18,19 @@ class ScenarioRunner:
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
+        self._records: dict[tuple[str, Case], Record] = {}
+        """By scenario and base: another node may have gone, with what they stood on, before a record is asked for again."""
         self._judged: dict[Case, dict[str, Finding]] = {}
         """What clauses were found of each base, in the order in which they were judged."""
 
     def perform(self, scenario: Scenario, base: Case) -> Record:
         """The record of `scenario` of `base`; or of what it needs, where that did not end well."""
+        key = scenario.name, base
+        if key not in self._records:
+            self._records[key] = self._perform(scenario, base)
+        return self._records[key]
+
+    def _perform(self, scenario: Scenario, base: Case) -> Record:
         if scenario.after:
             before = self.perform(SCENARIOS[scenario.after], base)
             if before.outcome.status is not Status.OK:
