@@ -61,7 +61,7 @@ def options_of(text: str) -> set[str]:
 
 def prepare(folder: Path) -> None:
     """What the pages speak of."""
-    for results in ("results", "baselines/NAME"):
+    for results in ("results", "results/first", "baselines/NAME"):
         file = RecordFile(folder / results)
         file.append(make_good())
         file.append(make_timed())

@@ -19,7 +19,7 @@ class ScenarioRunner:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self._records: dict[tuple[str, Case], Record] = {}
-        """By scenario and base: another node may have gone, with what they stood on, before a record is asked for again."""
+        """By scenario and base: another node, and what they stood on, may be gone when a record is asked for again."""
         self._judged: dict[Case, dict[str, Finding]] = {}
         """What clauses were found of each base, in the order in which they were judged."""
 
