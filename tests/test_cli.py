@@ -198,7 +198,11 @@ def test_a_reader_who_has_enough_is_no_error() -> None:
 
 def test_help_imports_nothing_that_takes_long() -> None:
     """0.3 s is asked for, of which Python itself takes a third; seconds are too noisy to test, imports are not."""
-    told = "import sys; from meshmark.cli import main\ntry: main(['--help'])\nfinally: print(*sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", told], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    program = (
+        "import sys; from meshmark.cli import main\n"
+        "try: main(['--help'])\n"
+        "finally: print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "usage: meshmark" in done.stdout
     assert not {"torch", "numpy", "pandas", "matplotlib"} & set(done.stderr.split())

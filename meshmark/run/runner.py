@@ -13,6 +13,7 @@ from pathlib import Path
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.clip import clip, told
 from meshmark.environment import describe
 from meshmark.errors import ClusterError, MeshmarkError, ResultsError
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
@@ -256,8 +257,8 @@ def _unfinished(error: Exception) -> Outcome:
     """A failure outside the ranks; one that nobody foresaw with its stack."""
     if isinstance(error, MeshmarkError):
         return Outcome(status=Status.UNFINISHED, message=str(error))
-    stack = "".join(traceback.format_exception(error))
-    return Outcome(status=Status.UNFINISHED, message=f"{type(error).__name__}: {error}", traceback=stack)
+    stack = clip("".join(traceback.format_exception(error)))
+    return Outcome(status=Status.UNFINISHED, message=told(error), traceback=stack)
 
 
 def _outcome(launched: LaunchResult) -> Outcome:
