@@ -31,7 +31,7 @@ def encode(value: object) -> Any:  # noqa: ANN401
         if value in (presets := getattr(value, "PRESETS", {})).values():
             return next(name for name, preset in presets.items() if preset == value)
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {str(k): encode(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [encode(v) for v in value]
@@ -41,7 +41,8 @@ def encode(value: object) -> Any:  # noqa: ANN401
 
 
 def decode(kind: Any, value: Any) -> Any:  # noqa: ANN401
-    """The `kind` (a dataclass, or any annotation made of them) that `encode` made `value` from.
+    """The `kind` (a dataclass, or any annotation made of them) that `encode` made `value` from; dataclasses and
+    mappings in it may have been decoded before.
 
     Raises `TypeError` or `ValueError` when `value` has another form.
     """
@@ -86,6 +87,8 @@ def _of_dataclass(cls: type) -> Reader:
     readers: dict[str, Reader] = {}  # filled by the first value, for a kind may hold itself
 
     def read(value: Any) -> Any:  # noqa: ANN401
+        if isinstance(value, cls):
+            return value
         if isinstance(value, str) and value in presets:
             return presets[value]
         _expect(dict, value, cls.__name__)
@@ -138,6 +141,8 @@ def _of_mapping(kind: Any, key: Any, inner: Any) -> Reader:  # noqa: ANN401
     of_key, reader = _reader(key), _reader(inner)
 
     def read(value: Any) -> Any:  # noqa: ANN401
+        if isinstance(value, Mapping) and not isinstance(value, dict):
+            return value
         _expect(dict, value, str(kind))
         return {of_key(k): reader(v) for k, v in value.items()}
 
