@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,13 @@ from meshmark.report.conformance import columns, write_conformance
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.passes.fail import MESSAGE
-from meshmark.run.record import Outcome, Record, Status
+from meshmark.run.record import Outcome, PeerEnd, Reading, Record, Status
 from meshmark.run.request import Task
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout
-from tests.factories import make_case, make_good, make_workload
+from tests.factories import make_case, make_environment, make_good, make_workload
 
 EXACT = Deviation(distance=0.0, scale=1.0, factor=1.0)
 NOISY = Deviation(distance=1e-7, scale=1.0, factor=1.0)
@@ -176,11 +177,19 @@ def test_memory_must_not_grow_on_any_rank() -> None:
     assert "10,000 bytes a step" in failing(found).replace("+", "")
 
 
-def test_determinism_is_told_and_not_required() -> None:
-    first = plain(digests=["a", "b", "c"])
-    assert "bitwise equal" in judges.deterministic(first, plain(digests=["a", "b", "c"])).evidence
-    differs = judges.deterministic(first, plain(digests=["a", "b", "x"]))
-    assert differs.result is ClauseResult.PASS and "differs from step 1" in differs.evidence
+def test_determinism_is_told_and_counts_neither_as_kept_nor_as_broken(tmp_path: Path) -> None:
+    first, same, other = (plain(digests=list(digests)) for digests in ("abc", "abc", "abx"))
+    told = [judges.deterministic(first, second) for second in (same, other)]
+    assert [finding.result for finding in told] == [ClauseResult.TOLD] * 2
+    assert "bitwise equal" in told[0].evidence and "differs from step 1" in told[1].evidence
+    runs = [dataclasses.replace(r, scenario=name) for r, name in ((first, "schedule"), (other, "save"))]
+    write_conformance(Reading(records=runs, complaints=[]), tmp_path / "page.md", "meshmark report")
+    page = (tmp_path / "page.md").read_text()
+    assert "**1 of 1 cells hold**" in page, "the schedule's: nothing was resumed"
+    assert "1 more tell what is not required" in page
+    assert "| determinism | told" in " ".join(page.split())
+    with pytest.raises(pytest.skip.Exception, match="told, not required: two runs: differs"):
+        expect_clause(Standing({r.scenario: r for r in runs}), first.case, CLAUSES["determinism"])
 
 
 def test_an_error_must_come_home_from_the_rank_that_raised_it() -> None:
@@ -192,6 +201,20 @@ def test_an_error_must_come_home_from_the_rank_that_raised_it() -> None:
     for status, rank, told in ((Status.HUNG, 0, "no end"), (Status.RAISED, 0, message), (Status.RAISED, 1, "peer")):
         assert ended(status=status, rank=rank, message=told).result is ClauseResult.FAIL
     assert ended(status=Status.OK).result is ClauseResult.FAIL, "nothing was raised"
+
+
+def test_peers_of_an_error_must_end_by_themselves_and_how_long_they_took_is_told() -> None:
+    def ended(backend: str, *peers: PeerEnd) -> Finding:
+        outcome = Outcome(status=Status.RAISED, rank=1, message=f"RuntimeError: {MESSAGE}", peers=list(peers))
+        return judges.ends(plain(scenario="error", outcome=outcome, environment=make_environment(backend=backend)))
+
+    heard = ended("gloo", PeerEnd(rank=0, kind="raised", seconds=0.34))
+    assert heard.result is ClauseResult.PASS and "rank 0 ended by itself 0.3 s later (raised)" in heard.evidence
+    hung = PeerEnd(rank=0, kind="ended")
+    assert "ranks [0] went on until the launcher ended them" in failing(ended("gloo", hung))
+    assert "rank 0 was ended" in ended("nccl", hung).evidence
+    killed = ended("gloo", PeerEnd(rank=0, kind="killed", seconds=0.2))
+    assert killed.result is ClauseResult.PASS and "was ended 0.2 s later (killed)" in killed.evidence, "by torchrun"
 
 
 GAP = KnownGap(clause="loss", reason="it is so", symptom="loss at step", link="there")
@@ -289,26 +312,29 @@ def test_a_feature_that_is_lacking_is_an_answer(runner: Runner) -> None:
     assert found.result is ClauseResult.UNSUPPORTED and "one rank alone" in found.evidence
 
 
+class Standing(ScenarioRunner):
+    """Launches nothing: `records` are what came of the scenarios."""
+
+    def __init__(self, records: dict[str, Record]) -> None:
+        self.records = records
+        self._judged = {}
+
+    def perform(self, scenario: Scenario, base: Case) -> Record:
+        return self.records[scenario.name]
+
+
 def test_a_scenario_that_failed_outside_its_ranks_is_no_verdict_and_no_known_gap() -> None:
     """Its cells stay empty, and its tests fail, whatever the adapter says of its framework's gaps."""
     gap = KnownGap(clause="loss", reason="it is so", symptom="disk", link="")
     broken = plain(outcome=Outcome(status=Status.UNFINISHED, message="no space on the disk"), known_gaps=[gap])
     assert columns([broken])[0].findings == {}
 
-    class Standing(ScenarioRunner):
-        def __init__(self) -> None: ...
-
-        def perform(self, scenario: Scenario, base: Case) -> Record:
-            return broken
-
     with pytest.raises(pytest.fail.Exception, match="unfinished: no space on the disk") as failed:
-        expect_clause(Standing(), broken.case, CLAUSES["loss"])
+        expect_clause(Standing({"plain": broken}), broken.case, CLAUSES["loss"])
     assert not isinstance(failed.value, pytest.xfail.Exception)
 
 
-def test_the_page_has_every_cell_with_its_evidence(tmp_path: Any) -> None:  # noqa: ANN401
-    from meshmark.run.record import Reading
-
+def test_the_page_has_every_cell_with_its_evidence(tmp_path: Path) -> None:
     wrong = dataclasses.replace(deviating("loss"), known_gaps=[GAP], base=make_case("fsdp2"), case=make_case("fsdp2"))
     reading = Reading(records=[plain(), wrong], complaints=[])
     found = columns(reading.records)

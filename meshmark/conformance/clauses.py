@@ -33,7 +33,7 @@ def judge_clause(clause: Clause, records: Mapping[str, Record]) -> Finding:
         defects = (defect for record in needed for defect in _defects(record, found.evidence))
         found = replace(found, defect=next(defects, None))
     gap = next((g for g in needed[0].known_gaps if g.covers(needed[0].case, clause.name)), None)
-    if gap is None or found.result in (ClauseResult.UNSUPPORTED, ClauseResult.UNDECIDED):
+    if gap is None or found.result in (ClauseResult.UNSUPPORTED, ClauseResult.UNDECIDED, ClauseResult.TOLD):
         return found
     if found.result is ClauseResult.FAIL and gap.symptom not in found.evidence:
         return found  # another failure than the known one
@@ -227,7 +227,7 @@ CLAUSES: dict[str, Clause] = {
         ),
         Clause(
             name="determinism",
-            statement="Two runs are equal bit for bit (reported, not required).",
+            statement="Whether two runs are equal bit for bit: told, not required.",
             scenarios=("schedule", "save"),
             judge=judges.deterministic,
         ),
@@ -239,7 +239,7 @@ CLAUSES: dict[str, Clause] = {
         ),
         Clause(
             name="error",
-            statement="An error on one rank ends the case with its message, not in a hang.",
+            statement="An error on one rank ends the case with its message; its peers end too, and do not hang.",
             scenarios=("error",),
             judge=judges.ends,
         ),

@@ -18,6 +18,8 @@ class ClauseResult(StrEnum):
     """It fails, as its adapter says it will."""
     STALE_GAP = "stale gap"
     """It passes, though its adapter says that it fails: take the gap out."""
+    TOLD = "told"
+    """What was found is reported and nothing is required: it counts neither as kept nor as broken."""
     UNDECIDED = "undecided"
     """A pass that it rests on was too slow for the time limit: neither kept nor broken."""
 

@@ -15,7 +15,7 @@ from meshmark.judge.replicas import by_replica, num_replicas
 from meshmark.judge.yardstick import FALSE_ALARMS, compare, gradient_norms
 from meshmark.reference.data import make_batch
 from meshmark.run.passes.fail import MESSAGE
-from meshmark.run.record import Record, Status
+from meshmark.run.record import PeerEnd, Record, Status
 from meshmark.spec.precision import Dtype
 
 GROWTH_BYTES = 2048.0
@@ -287,10 +287,10 @@ def endures(record: Record) -> Finding:
 
 
 def deterministic(first: Record, second: Record) -> Finding:
-    """Reported, not required."""
+    """Told, not required."""
     steps = [i for i, (a, b) in enumerate(zip(first.digests, second.digests, strict=True)) if a != b]
     same = f"bitwise equal over {len(first.digests) - 1} steps" if not steps else f"differs from step {steps[0] - 1} on"
-    return _finding(True, f"two runs: {same}")
+    return Finding(result=ClauseResult.TOLD, evidence=f"two runs: {same}")
 
 
 def resumes(never_stopped: Record, resumed: Record) -> Finding:
@@ -301,7 +301,19 @@ def resumes(never_stopped: Record, resumed: Record) -> Finding:
 
 
 def ends(record: Record) -> Finding:
+    """The error comes home, and no peer has to be ended where it hears of the end: by gloo, whose connections break;
+    NCCL's ranks wait until they are killed, and torchrun kills them at once."""
     outcome, last = record.outcome, record.case.world_size - 1
     right = outcome.status is Status.RAISED and outcome.rank == last and MESSAGE in outcome.message
+    hung = [peer.rank for peer in outcome.peers if peer.kind == "ended"]
     reported = f"{outcome.status} on rank {outcome.rank} after {record.launch_seconds:.1f} s: {outcome.message}"
-    return _finding(right, reported)
+    if record.environment.backend == "gloo" and hung:
+        return _finding(False, f"{reported}; ranks {hung} went on until the launcher ended them")
+    return _finding(right, "; ".join([reported, *map(_peer_text, outcome.peers)]))
+
+
+def _peer_text(peer: PeerEnd) -> str:
+    if peer.kind == "done":
+        return f"rank {peer.rank} came to its end without it"
+    how = "ended by itself" if peer.by_itself else "was ended"
+    return f"rank {peer.rank} {how}" + ("" if peer.seconds is None else f" {peer.seconds:.1f} s later ({peer.kind})")

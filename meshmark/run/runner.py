@@ -19,7 +19,7 @@ from meshmark.judge.yardstick import Comparisons, Yardstick, fit
 from meshmark.run.declared import declare
 from meshmark.run.launch import Launcher, LaunchResult
 from meshmark.run.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS, noise_key, read_noise, write_noise
-from meshmark.run.record import Outcome, Record, RecordFile, Status
+from meshmark.run.record import Outcome, PeerEnd, Record, RecordFile, Status
 from meshmark.run.request import Request, Task
 from meshmark.run.scratch import Scratch
 from meshmark.run.verdict import judge_communication, judge_equivalence, judge_memory
@@ -162,7 +162,7 @@ class Runner:
         if request.task in _JUDGED and request.assess:
             request = dataclasses.replace(request, yardstick=self.yardstick(request))
         launched = self.launcher.launch(request, request.case.world_size)
-        return self._record(request, _outcome(launched), launched)
+        return self._record(request, _outcome(launched, request.case.world_size), launched)
 
     def _record(self, request: Request, outcome: Outcome, launched: LaunchResult | None = None) -> Record:
         case, adapter = request.case, self.adapter(request.case)
@@ -260,7 +260,7 @@ def _unfinished(error: Exception) -> Outcome:
     return Outcome(status=Status.UNFINISHED, message=f"{type(error).__name__}: {error}", traceback=stack)
 
 
-def _outcome(launched: LaunchResult) -> Outcome:
+def _outcome(launched: LaunchResult, world_size: int) -> Outcome:
     """How the launch ended, after its root cause."""
     if launched.failures:
         first = launched.failures[0]
@@ -271,6 +271,7 @@ def _outcome(launched: LaunchResult) -> Outcome:
             traceback=first.traceback,
             log_tail=first.log_tail,
             stacks={f.rank: f.stack for f in launched.failures if f.stack},
+            peers=[_peer(launched, rank) for rank in range(world_size) if rank != first.rank],
         )
     bad = [
         (step, report.rank, loss)
@@ -282,3 +283,12 @@ def _outcome(launched: LaunchResult) -> Outcome:
         step, rank, loss = min(bad)
         return Outcome(status=Status.NAN, rank=rank, message=f"loss is {loss} from step {step} on")
     return Outcome(status=Status.OK)
+
+
+def _peer(launched: LaunchResult, rank: int) -> PeerEnd:
+    """What became of `rank` after another has failed."""
+    failed = next((f for f in launched.failures if f.rank == rank), None)
+    if failed:
+        return PeerEnd(rank=rank, kind=failed.kind, seconds=failed.time - launched.failures[0].time)
+    done = any(report.rank == rank for report in launched.reports)
+    return PeerEnd(rank=rank, kind="done" if done else "ended")

@@ -138,4 +138,5 @@ CLAUSE_MUTANTS: list[Mutant] = [
     *against("error", "ddp fsdp2 deepspeed/2", e.HidesMessage),
     *against("error", "ddp accelerate", e.Exits),
     *against("error", "ddp fsdp2 gpipe", e.PeerFailsFirst),
+    *against("error", "ddp fsdp2 gpipe megatron deepspeed/3", e.PeersWait),
 ]  # fmt: skip
