@@ -12,13 +12,14 @@ import pytest
 
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
-from meshmark.conformance import judges
+from meshmark.conformance import judges, randomness
 from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import DROPOUT_STEPS, SCENARIOS, Scenario, plain_cells, plain_workload
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.expect import expect_clause
 from meshmark.judge.deviation import Deviation, Drift, Quantity
+from meshmark.measure.readings import Bytes
 from meshmark.report.conformance import columns, write_conformance
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
@@ -38,11 +39,13 @@ from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout
+from meshmark.theory.states import ModelStates
 from tests.factories import (
     make_case,
     make_environment,
     make_equivalence,
     make_good,
+    make_memory,
     make_memory_evidence,
     make_workload,
 )
@@ -141,10 +144,35 @@ def test_masters_and_moments_must_be_wide() -> None:
     assert judges.masters(plain()).result is ClauseResult.PASS
     assert judges.masters(plain(memory=make_memory_evidence(state_dtypes=narrow))).result is ClauseResult.FAIL
     assert judges.declared_precision(plain()).result is ClauseResult.PASS
+    one_wide = {"parameters": "bfloat16+float32", "masters": "bf16+float32", "optimizer_states": "float32"}
+    assert "values of parameters are bf16+float32 numbers" in failing(
+        judges.masters(plain(memory=make_memory_evidence(state_dtypes=one_wide)))
+    )
     moments = {"parameters": "bfloat16+float32", "optimizer_states": "bfloat16"}
     assert (
         judges.declared_precision(plain(memory=make_memory_evidence(state_dtypes=moments))).result is ClauseResult.FAIL
     )
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "not planned"])
+def test_recomputation_must_spare_activations_on_every_rank_of_any_device(planned: bool) -> None:
+    """Also where no plan of activations is judged, as on a GPU: what both runs held is there."""
+
+    def holding(planned_bytes: float, *activations: int) -> Record:
+        readings = [dataclasses.replace(make_memory(), held=Bytes(activations=held)) for held in activations]
+        states = ModelStates(
+            parameters=400, gradients=400, optimizer_states=800, activations=planned_bytes if planned else None
+        )
+        evidence = make_memory_evidence(readings=readings, planned=[states, states])
+        return plain(memory=evidence, environment=make_environment(device="cuda"))
+
+    kept = holding(1000.0, 1000, 1000)
+    assert judges.recomputes(kept, holding(400.0, 400, 690)).result is ClauseResult.PASS
+    assert "rank 1 spares 0 bytes of 1,000" in failing(judges.recomputes(kept, holding(400.0, 400, 1000)))
+    little = judges.recomputes(kept, holding(400.0, 400, 710)).result
+    assert little is (ClauseResult.FAIL if planned else ClauseResult.PASS), "half of what it should"
+    unread = plain(memory=make_memory_evidence(readings=[]))
+    assert "not read" in failing(judges.recomputes(unread, unread))
 
 
 def dropped(first: np.ndarray, second: np.ndarray, evaluation: float = 5.0, size: float = 1.3) -> Record:
@@ -165,13 +193,13 @@ def dropped(first: np.ndarray, second: np.ndarray, evaluation: float = 5.0, size
 def test_dropout_must_be_fresh_different_as_strong_and_off_in_evaluation() -> None:
     draw = np.random.default_rng(1)
     a, b = draw.normal(5.2, 0.01, (2, DROPOUT_STEPS))
-    assert judges.dropout(dropped(a, b)).result is ClauseResult.PASS
-    assert "twice on a rank" in failing(judges.dropout(dropped(np.full_like(a, 5.2), b)))
-    assert "equal on different" in failing(judges.dropout(dropped(a, a)))
-    assert "mean" in failing(judges.dropout(dropped(a + 0.02, b + 0.02)))
-    assert "spread" in failing(judges.dropout(dropped(5.2 + (a - 5.2) / 9, 5.2 + (b - 5.2) / 9)))
-    assert "evaluation" in failing(judges.dropout(dropped(a, b, evaluation=5.2)))
-    assert "gradients" in failing(judges.dropout(dropped(a, b, size=1.5)))
+    assert randomness.dropout(dropped(a, b)).result is ClauseResult.PASS
+    assert "twice on a rank" in failing(randomness.dropout(dropped(np.full_like(a, 5.2), b)))
+    assert "equal on different" in failing(randomness.dropout(dropped(a, a)))
+    assert "mean" in failing(randomness.dropout(dropped(a + 0.02, b + 0.02)))
+    assert "spread" in failing(randomness.dropout(dropped(5.2 + (a - 5.2) / 9, 5.2 + (b - 5.2) / 9)))
+    assert "evaluation" in failing(randomness.dropout(dropped(a, b, evaluation=5.2)))
+    assert "gradients" in failing(randomness.dropout(dropped(a, b, size=1.5)))
 
 
 def test_recomputed_dropout_must_have_the_forward_passs_masks() -> None:
@@ -195,9 +223,9 @@ def test_recomputed_dropout_must_have_the_forward_passs_masks() -> None:
         training=TrainingCurves(losses=[5.2, 5.2]),
         conformance=plain_conformance(samples=same.conformance.samples),
     )
-    assert judges.draws_again(kept, same).result is ClauseResult.PASS  # later steps are others' business
-    assert "gradients" in failing(judges.draws_again(kept, other))
-    assert "loss" in failing(judges.draws_again(kept, elsewhere))
+    assert randomness.draws_again(kept, same).result is ClauseResult.PASS  # later steps are others' business
+    assert "gradients" in failing(randomness.draws_again(kept, other))
+    assert "loss" in failing(randomness.draws_again(kept, elsewhere))
 
 
 def failing(finding: Finding) -> str:

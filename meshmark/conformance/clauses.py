@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from meshmark.conformance import judges
+from meshmark.conformance import judges, randomness
 from meshmark.conformance.finding import ClauseResult, Defect, Finding
 from meshmark.conformance.scenario import SCENARIOS
 from meshmark.run.record import Record, Status
@@ -175,19 +175,19 @@ CLAUSES: dict[str, Clause] = {
             statement="Dropout is as strong as asked, fresh in every step and on every "
             "data-parallel rank, one on tensor-parallel ranks, and off in evaluation.",
             scenarios=("dropout",),
-            judge=judges.dropout,
+            judge=randomness.dropout,
         ),
         Clause(
             name="recomputation",
             statement="Computing activations again changes nothing but what is held.",
-            scenarios=("recompute",),
+            scenarios=("plain", "recompute"),
             judge=judges.recomputes,
         ),
         Clause(
             name="recomputed dropout",
             statement="Computing activations again draws the masks of the forward pass again.",
             scenarios=("dropout", "recomputed dropout"),
-            judge=judges.draws_again,
+            judge=randomness.draws_again,
         ),
         Clause(
             name="bf16 masters",

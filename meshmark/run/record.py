@@ -155,6 +155,7 @@ class MemoryEvidence:
     remainders: list[list[Remainder]] = field(default_factory=list)
     """What the adapter declares beyond the plan."""
     state_dtypes: dict[str, str] = field(default_factory=dict)
+    """Of all ranks together; see `RankReport`."""
 
 
 @dataclass(frozen=True, kw_only=True)
