@@ -52,6 +52,8 @@ class Request:
     """TIME: how long steps may be added to the first `steps`, until the rate is known well."""
     num_threads: int = 1
     """PEAK: on a CPU."""
+    peak_flops_per_second: float | None = None
+    """TIME: what was measured of all cores or GPUs that the ranks can use."""
     assess: bool = True
     """OBSERVE: compare with the truth; False measures memory and traffic alone."""
     metered: bool = True

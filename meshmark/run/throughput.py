@@ -20,8 +20,11 @@ class Throughput:
     per_second: float
     """All tokens or images over the time from the ranks' common start to the last one's end."""
     lowest: float
-    """The 95 % interval of the rate; zero to infinity of a single step."""
+    """The 95 % interval of the rate."""
     highest: float
+    """Infinite where steps scatter so widely, or are so few, that they do not bound it."""
+    relative: float
+    """Half of the interval of the time that a step takes, of that time; infinite of a single step."""
     settled: bool
     """Whether the interval is as narrow as it was to be; else the budget ended first."""
     unit: str
@@ -30,11 +33,6 @@ class Throughput:
     """Model FLOPs over peak FLOPs in that time (PaLM, arXiv:2204.02311, appendix B); None where no peak is known."""
     peak_source: str
     """Where the peak is from."""
-
-    @property
-    def relative(self) -> float:
-        """Half of the interval, of the rate."""
-        return (self.highest - self.lowest) / 2 / self.per_second
 
     def ties(self, other: Throughput) -> bool:
         """Whether the intervals meet: then neither is faster."""
@@ -52,6 +50,7 @@ def throughput(record: Record) -> Throughput:
         per_second=rate,
         lowest=workload.units_per_step / longest,
         highest=workload.units_per_step / shortest if shortest > 0 else float("inf"),
+        relative=interval.relative,
         settled=is_settled(seconds),
         unit=workload.unit,
         mfu=rate * flops_per_unit(workload) / peak if peak else None,
@@ -68,16 +67,15 @@ def fastest_of(records: Sequence[Record]) -> list[Record]:
 
 def peak_flops_per_second(record: Record) -> tuple[float | None, str]:
     """Of all cores or GPUs that the ranks can use: published where the GPU is known, else measured. Ranks that share
-    cores or a GPU share their peak."""
-    machine, nnodes = record.environment.machine, record.environment.nnodes
-    measured, where = record.timing.peak_flops_per_second, f"measured on {_cores(record)} of {nnodes} node(s)"
+    cores or a GPU share its peak."""
+    machine = record.environment.machine
     if record.environment.device == "cuda":
         count, _, name = machine.partition(" x ")
-        num_gpus = min(record.case.world_size, (int(count) if count.isdigit() else 1) * nnodes)
         gpu, compute = gpu_of_device(name), record.case.precision.compute.short
         if gpu and compute in gpu.peak_flops:
+            num_gpus = min(record.case.world_size, int(count) * record.environment.nnodes)
             return gpu.peak_flops[compute] * num_gpus, f"datasheet of {name}"
-    return measured, where
+    return record.timing.peak_flops_per_second, "products of matrices on the cores or GPUs that the ranks share"
 
 
 def drift(step_seconds: Sequence[float]) -> float:
