@@ -137,9 +137,11 @@ _TIMED = (
 
 def _peaks(records: Sequence[Record]) -> str:
     """What utilisation is of."""
-    peaks = {peak_flops_per_second(r) for r in records if r.timing.rank_step_seconds}
-    told = [f"{peak / 1e9:,.4g} GFLOP/s ({source})" for peak, source in sorted((p or 0, s) for p, s in peaks) if peak]
-    return f"; the peak is {' or '.join(told)}" if told else ""
+    told: dict[str, set[float]] = {}
+    for peak, source in (peak_flops_per_second(r) for r in records if r.timing.rank_step_seconds):
+        told.setdefault(source, set()).update([peak] if peak else [])
+    parts = [f"{' or '.join(f'{p / 1e9:,.4g}' for p in sorted(p))} GFLOP/s ({s})" for s, p in told.items() if p]
+    return f"; the peak is {', '.join(parts)}" if parts else ""
 
 
 _PLANNED = (
