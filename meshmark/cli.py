@@ -87,7 +87,7 @@ def _add_cases(cases: argparse.ArgumentParser) -> None:
 
 def _add_report(report: argparse.ArgumentParser) -> None:
     report.add_argument("results", type=Path, metavar="DIR", help="folder with records.jsonl")
-    report.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: DIR/report.md")
+    report.add_argument("-o", "--output", type=output_file, metavar="FILE", help="default: DIR/report.md")
     report.add_argument("--baseline", type=Path, metavar="DIR", help="records to compare times with")
     report.set_defaults(run=_report)
 

@@ -56,6 +56,9 @@ class Selection:
     """A key of LAUNCHERS."""
 
 
+_MOST_SECONDS = 7 * 24 * 3600
+_MOST_STEPS = 100_000
+
 SELECTION = pytest.StashKey[Selection]()
 
 
@@ -160,11 +163,13 @@ def _run_options(config: pytest.Config) -> RunOptions:
         raise UnknownNameError("backend", backend, ["gloo", "nccl"])
     if device == "cuda" and not num_gpus():
         raise InputError("--device cuda, but PyTorch sees no CUDA device here; `meshmark doctor` shows what it sees")
+    if steps is not None and steps > _MOST_STEPS:
+        raise InputError(f"--steps {steps}: at most {_MOST_STEPS}, of each of which something is recorded")
     if steps is not None and steps <= WATCHED_STEP:
         raise InputError(f"--steps {steps}: at least {WATCHED_STEP + 1} are needed, the last of which is watched")
     limit, budget = config.getoption("--time-limit"), config.getoption("--timing-budget")
-    if limit <= 0:
-        raise InputError(f"--time-limit {limit:g}: expected seconds above 0")
+    if not 0 < limit <= _MOST_SECONDS:
+        raise InputError(f"--time-limit {limit:g}: expected seconds above 0, and at most a week's {_MOST_SECONDS}")
     if not 0 <= budget < limit:
         raise InputError(f"--timing-budget {budget:g}: expected seconds from 0 to below --time-limit, {limit:g}")
     counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
