@@ -73,6 +73,8 @@ def equivalent(record: Record) -> Finding:
     verdict = record.verdict("equivalence")
     if verdict is None:
         return _finding(False, "not judged")
+    if verdict.undecided:
+        return Finding(result=ClauseResult.UNDECIDED, evidence=verdict.summary)
     evidence = verdict.summary if verdict.passed else str(verdict.evidence.get("diagnosis", verdict.summary))
     return _finding(verdict.passed, evidence)
 

@@ -46,7 +46,18 @@ FORMAT = 6
 """Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
 
 
-ARITHMETIC = ("OMP_", "MKL_", "KMP_", "ONEDNN_", "DNNL_", "ATEN_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_", "TORCH_ALLOW_TF32")
+ARITHMETIC = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "ONEDNN_",
+    "DNNL_",
+    "ATEN_",
+    "CUBLAS_",
+    "CUDNN_",
+    "NVIDIA_TF32_",
+    "TORCH_ALLOW_TF32",
+)
 """Starts of the names of environment variables that choose kernels, their threads or their formats."""
 
 
@@ -80,7 +91,7 @@ def _arithmetic(device: str) -> list[object]:
         torch.get_float32_matmul_precision(),
         torch.backends.cuda.matmul.allow_tf32,
         torch.backends.cudnn.allow_tf32,
-        torch.backends.mkldnn.enabled,  # type: ignore[attr-defined]
+        torch.backends.mkldnn.enabled,
         torch.are_deterministic_algorithms_enabled(),
     ]
 
