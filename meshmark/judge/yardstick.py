@@ -33,8 +33,8 @@ ZERO = 1e-12
 UNMEASURED_FACTOR = 4.0
 """For records older than factors."""
 
-Comparisons = dict[Quantity, list[float]]
-"""One run, by quantity, then step; or the noise, which is the largest over runs. Quantities are those of `Deviations`
+Comparisons = Mapping[Quantity, list[float]]
+"""One run, by quantity, then step; or the noise, which is the root mean square over runs. Quantities are those of `Deviations`
 but for initial values, and the scales of gradients."""
 
 
