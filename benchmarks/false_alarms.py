@@ -76,7 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file.write(json.dumps(encode(line)) + "\n")
         lines.append(line)
         group = line.group
-        print(f"{max(group.excesses):.2f} {group.what} seed {group.seed}: {len(group.excesses)} runs, {group.worst}")
+        print(
+            f"{max(group.excesses):.2f} {group.what} seed {group.seed}: {len(group.excesses)} runs, {group.worst}",
+            flush=True,
+        )
     found = counted(lines)
     parsed.output.write_text(json.dumps(encode(found), indent=1) + "\n")
     print(f"{parsed.output}: {found}")

@@ -34,8 +34,8 @@ UNMEASURED_FACTOR = 4.0
 """For records older than factors."""
 
 Comparisons = Mapping[Quantity, list[float]]
-"""One run, by quantity, then step; or the noise, which is the root mean square over runs. Quantities are those of `Deviations`
-but for initial values, and the scales of gradients."""
+"""One run, by quantity, then step; or the noise, which is the root mean square over runs. Quantities are those of
+`Deviations` but for initial values, and the scales of gradients."""
 
 
 def compare(deviations: Deviations) -> Comparisons:
