@@ -187,6 +187,20 @@ def test_a_pass_that_was_too_slow_says_nothing_against_correctness(tmp_path: Pat
     assert "4 of 13 steps" in text
 
 
+@pytest.mark.parametrize("status", [status for status in Status if status.outside])
+def test_what_failed_outside_the_ranks_says_nothing_against_correctness(tmp_path: Path, status: Status) -> None:
+    outcome = Outcome(status=status, message="it was not the adapter")
+    records = [make_good(case=DDP), make_timed(case=DDP, outcome=outcome), skipped(case=GPIPE, outcome=outcome)]
+    text = render(tmp_path, records)
+    found, headline = answer(text), text.splitlines()[2]
+    assert found["ddp"]["correct"] == f"yes, timed pass **{status}**"
+    assert "~~" not in found["ddp"]["peak / rank"] and found["ddp"]["peak / rank"]
+    assert found["gpipe"]["correct"] == f"**{status}**"
+    assert "**1 of 1 judged cases train correctly**" in headline and "wrong or failed" not in headline
+    assert f"ended by what stands outside their ranks: `{DDP.id}`, `{GPIPE.id}`" in headline
+    assert text.count("it was not the adapter") == 2
+
+
 def test_a_verdict_that_the_adapter_made_impossible_has_no_error_in_figures(tmp_path: Path) -> None:
     record = make_good(
         case=DDP, planned_states=[], remainders=[], unmeasured={"memory": "Adapter.recipe raised E: why"}

@@ -12,7 +12,7 @@ from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import SCENARIOS
 from meshmark.report.tables import markdown
 from meshmark.report.untold import untold
-from meshmark.run.record import Reading, Record, Status
+from meshmark.run.record import Reading, Record
 from meshmark.spec.case import Case
 
 _MARKS = {
@@ -73,7 +73,7 @@ def _finding(clause: Clause, found: Mapping[str, Record]) -> Finding | None:
     needed = {}
     for name in clause.scenarios:
         record = found.get(name) or found.get(SCENARIOS[name].after or "")
-        if record is None or record.outcome.status is Status.UNFINISHED:
+        if record is None or record.outcome.status.outside:
             return None
         needed[name] = record
     return judge_clause(clause, needed)

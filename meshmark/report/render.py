@@ -88,7 +88,7 @@ def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: i
         lines = [f"**Correctness was not judged in this run** (not judged: {cases}; judged: 0, correct: 0)"]
     else:
         lines = ["**No case was run**"]
-    if wrong := [r.case.id for r in ran if r.correct is False or (r.failed and not r.slow)]:
+    if wrong := [r.case.id for r in ran if r.correct is False or (r.failed and not r.blameless)]:
         lines.append(f"wrong or failed: {_listed(wrong)}")
     elif not judged and ran:
         lines.append("failed: 0")
@@ -96,6 +96,8 @@ def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: i
         lines.append(f"{unjudged} not judged")
     if slow := sum(r.slow for r in ran):
         lines.append(f"{slow} with a pass too slow for its time limit")
+    if outside := [r.case.id for r in ran if r.blameless and not r.slow]:
+        lines.append(f"ended by what stands outside their ranks: {_listed(outside)}")
     if missing:
         lines.append(f"unfinished, without a record: {_listed(missing)}")
     if failed_tests:

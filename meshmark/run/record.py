@@ -44,8 +44,24 @@ class Status(StrEnum):
     OOM = "oom"
     NAN = "nan"
     """It ran to its end, with a loss that is not a number."""
+    EXITED = "exited"
+    """A rank's process ended by itself, whatever its exit code, and left neither a report nor an error."""
     UNFINISHED = "unfinished"
-    """What failed stands outside the case's ranks: no verdict on the adapter."""
+    """What failed stands outside the case's ranks."""
+    NO_SPACE = "no space"
+    """A disk was full, of the launch's own files or of what a rank wrote."""
+    NODES_DISAGREE = "nodes disagree"
+    """Nodes were given other commands, or hold other data or versions; ends the run."""
+    NODE_LOST = "node lost"
+    """Another node, or the link to it, was gone; ends the run."""
+    UNKILLABLE = "could not be killed"
+    """A rank outlived SIGKILL, as one does inside a driver that hangs; what it held is held still."""
+
+    @property
+    def outside(self) -> bool:
+        """Whether what failed stands outside the case: no verdict on the adapter."""
+        infrastructure = (Status.NO_SPACE, Status.NODES_DISAGREE, Status.NODE_LOST, Status.UNKILLABLE)
+        return self is Status.UNFINISHED or self in infrastructure
 
 
 @dataclass(frozen=True, kw_only=True)
