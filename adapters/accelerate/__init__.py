@@ -189,7 +189,9 @@ class AccelerateFSDP2(Adapter):
         root = model.num_parameters - model.num_layers * model.block_parameters
 
         def once(flow: Flow) -> Flow:
-            return dataclasses.replace(flow, num_bytes=flow.num_bytes - flow.num_bytes // (2 * model.num_parameters) * root)
+            return dataclasses.replace(
+                flow, num_bytes=flow.num_bytes - flow.num_bytes // (2 * model.num_parameters) * root
+            )
 
         reason = "embedding and head stay whole from forward to backward: Accelerate leaves the root to `fully_shard`"
         return (

@@ -15,7 +15,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed.config import ds_config, prepare
-from meshmark.adapters.deepspeed.departures import zero_departures
+from meshmark.adapters.deepspeed.departures import keeps_whole_gradients, zero_departures
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.objective import build_optimizer, build_schedule
@@ -83,7 +83,7 @@ class DeepSpeed(Adapter):
         if not case.precision.is_mixed:
             return using
         states = using.states
-        if _keeps_whole_gradients(case):
+        if keeps_whole_gradients(case):
             states = dataclasses.replace(states, gradient_bytes=6, gradient_stage=2)
         return dataclasses.replace(using, states=dataclasses.replace(states, weight_bytes=2))
 
@@ -120,7 +120,3 @@ class DeepSpeed(Adapter):
         engine = DeepSpeedEngine(case, context, module, optimizer)
         engine.restore_masters()
         return engine
-
-
-def _keeps_whole_gradients(case: Case) -> bool:
-    return case.precision.compute is Dtype.BF16 and case.layout.zero_stage == 1

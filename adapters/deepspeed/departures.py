@@ -14,6 +14,11 @@ from meshmark.theory.flow import Departure, Flow, Purpose, besides, departing
 from meshmark.theory.traffic import scalar_flows, step_traffic
 
 
+def keeps_whole_gradients(case: Case) -> bool:
+    """In bf16, stage 1 is `BF16_Optimizer`."""
+    return case.precision.compute is Dtype.BF16 and case.layout.zero_stage == 1
+
+
 def zero_departures(case: Case, rank: int) -> tuple[Departure, ...]:
     flows = step_traffic(case, rank) or []
     sent = _sharded(case, flows) if case.layout.zero_stage == 3 else _partitioned(case, flows)
@@ -35,6 +40,7 @@ def _partitioned(case: Case, flows: list[Flow]) -> tuple[Departure, ...]:
         reason += ", after every micro-batch"
     width = Fraction(case.precision.weights.itemsize, case.precision.master.itemsize)
     padding = Fraction(-whole % (2 * layout.dp), whole)
+    padded = "partitions are padded to an even number of elements"
     low = departing(
         flows,
         Purpose.WEIGHTS,
@@ -44,7 +50,8 @@ def _partitioned(case: Case, flows: list[Flow]) -> tuple[Departure, ...]:
     return (
         *departing(flows, Purpose.GRADIENTS, reason, reduced),
         *(low if width != 1 else ()),
-        *besides(flows, Purpose.WEIGHTS, padding * width, "partitions are padded to an even number of elements"),
+        *besides(flows, Purpose.WEIGHTS, padding * width, padded),
+        *(besides(flows, Purpose.GRADIENTS, padding, padded) if keeps_whole_gradients(case) else ()),
     )
 
 
@@ -53,8 +60,8 @@ def _sharded(case: Case, flows: list[Flow]) -> tuple[Departure, ...]:
     model, dp = case.workload.model, case.layout.dp
     sizes = [math.prod(shape) for shape in parameter_shapes(model).values()]
     padding = Fraction(sum(-size % dp for size in sizes), sum(sizes))
-    tied = isinstance(model, ModelSpec) and model.tied_embeddings
-    again = Fraction(model.vocab_size * model.hidden if isinstance(model, ModelSpec) and tied else 0, sum(sizes))
+    size = model.vocab_size * model.hidden if isinstance(model, ModelSpec) and model.tied_embeddings else 0
+    again = Fraction(size + -size % dp, sum(sizes))
     reason = "parameters are padded to a multiple of the ranks"
     return (
         *besides(flows, Purpose.GRADIENTS, padding, reason),
@@ -65,7 +72,7 @@ def _sharded(case: Case, flows: list[Flow]) -> tuple[Departure, ...]:
 
 def _norm(case: Case, rank: int, flows: list[Flow]) -> tuple[Departure, ...]:
     """Computed whether or not anything is clipped."""
-    if case.layout.zero_stage == 1 and case.precision.compute is Dtype.BF16:
+    if keeps_whole_gradients(case):
         return departing(flows, Purpose.NORM, "BF16_Optimizer keeps whole gradients on every rank")
     width = 8 if case.layout.zero_stage == 3 else 4
     if case.workload.optimizer.clip_norm is None:

@@ -43,7 +43,9 @@ def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int]) -> Declare
         states=ask("memory", "recipe", lambda rank: model_states(case, rank, adapter.recipe(case))),
         remainders=ask("memory", "remainders", lambda rank: _remainders(adapter.remainders(case, rank))),
         traffic=[step_traffic(case, rank) for rank in ranks],
-        departures=ask("communication", "departures", lambda rank: _departures(case, rank, adapter.departures(case, rank))),
+        departures=ask(
+            "communication", "departures", lambda rank: _departures(case, rank, adapter.departures(case, rank))
+        ),
         failed=failed,
     )
 

@@ -1,4 +1,4 @@
-"""What one rank is to send in one step, call by call as far as theory fixes it, and where a framework departs from it."""
+"""What one rank is to send in one step, and where a framework departs from it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def departed(flows: Sequence[Flow], departures: Iterable[Departure]) -> list[Flo
     for departure in departures:
         for flow in departure.instead_of:
             if flow not in left:
-                raise ValueError(f"departs from {flow.kind} of {flow.purpose} over {flow.ranks}, which is none of theory's")
+                ranks = ", ".join(map(str, flow.ranks))
+                raise ValueError(f"departs from {flow.kind} of {flow.purpose} over ranks {ranks}: none of theory's")
             left.remove(flow)
     return left + [flow for departure in departures for flow in departure.sends]
 
