@@ -90,7 +90,7 @@ class Progress:
                 self._reporter.rewrite("\r", erase=True)
             else:
                 self._reporter.ensure_newline()
-                self._reporter.write_line(f"{line} {record.outcome.status} in {record.launch_seconds:.1f} s")
+                self._reporter.write_line(f"{line} {record.outcome.status} in {record.launch.seconds:.1f} s")
             for remark in record.remarks if record else []:
                 self._reporter.write_line(f"meshmark: {remark}")
 

@@ -14,7 +14,8 @@ import pytest
 
 from meshmark.errors import ResultsError
 from meshmark.plugin import selection
-from meshmark.run.record import SCHEMA, RecordFile
+from meshmark.run.record import SCHEMA
+from meshmark.run.record_file import RecordFile
 from meshmark.run.session import Attempt, Ending, Session
 from meshmark.spec.case import Case
 

@@ -16,7 +16,7 @@ import pytest
 from meshmark.errors import ClusterError, InputError
 from meshmark.run import cluster
 from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.record import read_records
+from meshmark.run.record_file import read_records
 
 ROOT = Path(__file__).parent.parent
 
@@ -73,7 +73,7 @@ def test_both_nodes_pass_and_node_0_writes(tmp_path: Path) -> None:
         assert code == 0, output
     observed, timed = read_records(tmp_path / "0").records
     assert observed.environment.nnodes == 2
-    assert len(observed.memory) == 2 and len(timed.rank_step_seconds) == 2
+    assert len(observed.memory.readings) == 2 and len(timed.timing.rank_step_seconds) == 2
     assert not (tmp_path / "1" / "records.jsonl").exists()
 
 

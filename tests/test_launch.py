@@ -83,7 +83,7 @@ def nothing_left(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_correct_case_ends_well(runner: Runner) -> None:
     record = run(runner, "ddp")
     assert record.outcome.status is Status.OK
-    assert len(record.step_seconds) == 4 and all(seconds > 0 for seconds in record.step_seconds)
+    assert len(record.timing.step_seconds) == 4 and all(seconds > 0 for seconds in record.timing.step_seconds)
 
 
 def test_an_exception_is_told_with_rank_traceback_and_log(runner: Runner) -> None:
@@ -104,7 +104,7 @@ def test_a_hang_ends_at_the_limit_with_every_ranks_stack(runner: Runner) -> None
     """And with what the rank has put into a session of its own."""
     record = run(runner, "leavesdaemon")
     assert record.outcome.status is Status.HUNG
-    assert record.launch_seconds < 8 + 4
+    assert record.launch.seconds < 8 + 4
     assert set(record.outcome.stacks) == {0, 1}
     assert "wait_for_ever" in record.outcome.stacks[1]
     assert "backward" in record.outcome.stacks[0]

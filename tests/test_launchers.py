@@ -246,9 +246,10 @@ def test_torchrun_s_record_is_the_forkserver_s(
     """But for times. The noise floor is measured once, by the first."""
     first, second = observe(launcher, results), observe(torchrun, results)
     assert second.outcome.status is Status.OK, second.outcome.message + second.outcome.log_tail
-    for field in ("losses", "norms", "deviations", "digests", "traffic", "memory", "noise", "state_dtypes", "verdicts"):
-        assert getattr(first, field) == getattr(second, field), field
-    assert len(first.losses) == 3 and len(first.traffic) == 2 and first.digests and first.verdicts
+    for part in ("training", "equivalence", "traffic", "memory", "conformance", "verdicts"):
+        assert getattr(first, part) == getattr(second, part), part
+    assert len(first.training.losses) == 3 and len(first.traffic.readings) == 2
+    assert first.conformance.digests and first.verdicts
 
 
 def run(torchrun: TorchrunLauncher, adapter: str, results: Path, limit: float = 120) -> Record:

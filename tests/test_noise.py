@@ -68,7 +68,7 @@ def test_a_damaged_file_is_measured_anew_and_the_record_says_so(tmp_path: Path) 
     first, second, third = runs
     assert first.remarks == second.remarks == []
     assert third.remarks == [f"the noise floor {file} was damaged, and has been measured anew"]
-    assert first.noise == second.noise == third.noise
+    assert first.equivalence.noise == second.equivalence.noise == third.equivalence.noise
     assert len(read_noise(file) or []) == NUM_RUNS
     assert all(record.verdict("equivalence").passed for record in runs)  # type: ignore[union-attr]
 

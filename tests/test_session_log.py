@@ -13,7 +13,8 @@ import pytest
 
 from meshmark.cli import main
 from meshmark.report.render import write_report
-from meshmark.run.record import SCHEMA, Reading, RecordFile, Status, read_records
+from meshmark.run.record import SCHEMA, Status
+from meshmark.run.record_file import Reading, RecordFile, read_records
 from meshmark.run.session import Attempt, Ending, Session, standing
 from tests.factories import make_good
 from tests.test_suites import ROOT, suites

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
-from meshmark.run.record import RecordFile, read_records
+from meshmark.run.record_file import RecordFile, read_records
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,7 +54,7 @@ def test_a_run_leaves_records_junit_and_benchmark_data(tmp_path: Path) -> None:
     observed, timed = read_records(tmp_path / "r").records
     assert [v.suite for v in observed.verdicts] == ["equivalence", "memory", "communication"]
     benchmark = json.loads((tmp_path / "bench.json").read_text())["benchmarks"][0]
-    assert benchmark["stats"]["data"] == timed.step_seconds
+    assert benchmark["stats"]["data"] == timed.timing.step_seconds
     assert benchmark["extra_info"]["tokens_per_second"] > 0
     names = [case.get("name") for case in ElementTree.parse(tmp_path / "junit.xml").iter("testcase")]
     assert "test_equivalence[ddp-dp2.mb2-gpt-mini-fp32]" in names

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +11,19 @@ from pathlib import Path
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.environment import describe
 from meshmark.errors import ClusterError, MeshmarkError, ResultsError
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
-from meshmark.run.declared import declare
+from meshmark.run.assemble import JUDGED, assemble, outcome_of, unfinished
 from meshmark.run.launch import Launcher, LaunchResult
 from meshmark.run.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS, noise_key, read_noise, write_noise
-from meshmark.run.record import Outcome, Record, RecordFile, Status
+from meshmark.run.record import (
+    Outcome,
+    Record,
+    Status,
+)
+from meshmark.run.record_file import RecordFile
 from meshmark.run.request import Request, Task
 from meshmark.run.scratch import Scratch
-from meshmark.run.verdict import judge_communication, judge_equivalence, judge_memory
 from meshmark.spec.case import Case
 
 ASSESSABLE_PARAMETERS = 20_000_000
@@ -44,9 +45,6 @@ class RunOptions:
     warmup: int = 3
     time_limit_seconds: float = 120.0
 
-
-_JUDGED = (Task.OBSERVE, Task.RESUME, Task.OVERFLOW)
-"""Passes whose traces are held against the truth."""
 
 Announce = Callable[[str, Case, Record | None], None]
 """Told before a pass (with None) and after it: its scenario or task, its case, its record."""
@@ -117,10 +115,10 @@ class Runner:
             try:
                 record = self._attempt(request, needs, misfit)
             except (ClusterError, ResultsError) as error:  # they end the run
-                self._keep(key, self._record(request, _unfinished(error)))
+                self._keep(key, self._record(request, unfinished(error)))
                 raise
             except Exception as error:  # whatever it is, the case is not lost from the report
-                record = self._record(request, _unfinished(error))
+                record = self._record(request, unfinished(error))
             if record.outcome.status is not Status.SKIPPED:
                 self.announce(request.scenario or request.task, case, record)
             self._keep(key, record)
@@ -159,60 +157,15 @@ class Runner:
         return self.options.backend or ("nccl" if own_gpus else "gloo")
 
     def _run(self, request: Request) -> Record:
-        if request.task in _JUDGED and request.assess:
+        if request.task in JUDGED and request.assess:
             request = dataclasses.replace(request, yardstick=self.yardstick(request))
         launched = self.launcher.launch(request, request.case.world_size)
-        return self._record(request, _outcome(launched), launched)
+        return self._record(request, outcome_of(launched), launched)
 
     def _record(self, request: Request, outcome: Outcome, launched: LaunchResult | None = None) -> Record:
-        case, adapter = request.case, self.adapter(request.case)
-        reports = launched.reports if launched else []
-        whole = outcome.status in (Status.OK, Status.NAN)
-        observed = whole and request.task is Task.OBSERVE and request.metered
-        declared = declare(adapter, case, range(case.world_size) if observed else range(0))
-        unmeasured = declared.failed | {
-            suite: f"{why} on rank {r.rank}" for r in reversed(reports) for suite, why in r.unmeasured.items()
-        }
-        yardstick = request.yardstick if whole and request.yardstick else Yardstick(noise={}, factors={})
         remarks, self._remarks = self._remarks, []
-        draft = Record(
-            case=case,
-            adapter=request.adapter,
-            task=request.task,
-            outcome=outcome,
-            environment=describe(request.device, request.backend, self.launcher.cluster.spec.nnodes),
-            steps=request.steps,
-            warmup=request.warmup,
-            launch_seconds=launched.seconds if launched else 0.0,
-            build_seconds=max((r.build_seconds for r in reports), default=0.0),
-            losses=[sum(shares) for shares in zip(*(r.losses for r in reports), strict=True)] if whole else [],
-            norms=next((r.norms for r in reports if any(n is not None for n in r.norms)), []),
-            deviations=reports[0].deviations if whole else {},
-            noise=yardstick.noise,
-            factors=yardstick.factors,
-            drifts=reports[0].drifts if whole else [],
-            diagnosis=reports[0].diagnosis if whole else None,
-            memory=[r.memory for r in reports if r.memory],
-            state_dtypes=reports[0].state_dtypes if whole else {},
-            planned_states=declared.states,
-            remainders=declared.remainders,
-            unmeasured=unmeasured,
-            traffic=[r.traffic for r in reports if r.traffic],
-            planned_traffic=declared.traffic,
-            rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
-            matmul_flops_per_second=[r.matmul_flops_per_second for r in reports if r.matmul_flops_per_second],
-            scenario=request.scenario,
-            base=request.base,
-            samples=[r.samples for r in reports] if whole else [],
-            digests=reports[0].digests if whole else [],
-            num_replicated=reports[0].num_replicated if whole else 0,
-            known_gaps=list(adapter.known_gaps) if request.scenario else [],
-            remarks=remarks,
-        )
-        verdicts = [judge_equivalence(draft)] if whole and request.assess and request.task in _JUDGED else []
-        planned = (judge_memory(draft), judge_communication(draft)) if observed else ()
-        verdicts += [verdict for verdict in planned if verdict]
-        return dataclasses.replace(draft, verdicts=verdicts)
+        nnodes = self.launcher.cluster.spec.nnodes
+        return assemble(request, self.adapter(request.case), outcome, launched, nnodes=nnodes, remarks=remarks)
 
     def yardstick(self, request: Request) -> Yardstick:
         """The yardstick of a request's workload and precision: from this session, from disk, or measured now.
@@ -250,35 +203,3 @@ class Runner:
         runs = [run for report in launched.reports for run in report.noise_runs]
         write_noise(path, runs)
         return runs
-
-
-def _unfinished(error: Exception) -> Outcome:
-    """A failure outside the ranks; one that nobody foresaw with its stack."""
-    if isinstance(error, MeshmarkError):
-        return Outcome(status=Status.UNFINISHED, message=str(error))
-    stack = "".join(traceback.format_exception(error))
-    return Outcome(status=Status.UNFINISHED, message=f"{type(error).__name__}: {error}", traceback=stack)
-
-
-def _outcome(launched: LaunchResult) -> Outcome:
-    """How the launch ended, after its root cause."""
-    if launched.failures:
-        first = launched.failures[0]
-        return Outcome(
-            status=Status(first.kind),
-            rank=first.rank,
-            message=first.message,
-            traceback=first.traceback,
-            log_tail=first.log_tail,
-            stacks={f.rank: f.stack for f in launched.failures if f.stack},
-        )
-    bad = [
-        (step, report.rank, loss)
-        for report in launched.reports
-        for step, loss in enumerate(report.losses)
-        if not math.isfinite(loss)
-    ]
-    if bad:
-        step, rank, loss = min(bad)
-        return Outcome(status=Status.NAN, rank=rank, message=f"loss is {loss} from step {step} on")
-    return Outcome(status=Status.OK)
