@@ -210,12 +210,14 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
     """Its fields lay side by side."""
     today = encode(make_record())
     moved = {"readings": {"memory": "memory", "traffic": "traffic"}, "planned": {"memory": "planned_states"}}
-    moved["planned"]["traffic"], moved["seconds"] = "planned_traffic", {"launch": "launch_seconds"}
+    moved["seconds"] = {"launch": "launch_seconds"}
     parts = ("launch", "training", "equivalence", "memory", "traffic", "timing", "conformance")
     old = {name: value for name, value in today.items() if name not in parts} | {"schema": 1}
     for part in parts:
         old |= {moved.get(name, {}).get(part, name): value for name, value in today[part].items()}
-    assert "losses" in old and "planned_traffic" in old and "equivalence" not in old, "side by side"
+    del old["departures"]
+    old |= {"planned_traffic": [{"all_reduce": 400.0}] * 2}
+    assert "losses" in old and "equivalence" not in old, "side by side"
     lines = [json.dumps(old), json.dumps({"schema": 1, "session": "s", "command": "c", "device": "cpu"})]
     (tmp_path / "records.jsonl").write_text("\n".join(lines))
     reading = read_records(tmp_path)

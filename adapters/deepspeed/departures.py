@@ -29,17 +29,18 @@ def _partitioned(case: Case, flows: list[Flow]) -> tuple[Departure, ...]:
     """Stages 1 and 2."""
     layout, whole = case.layout, case.workload.model.num_parameters
     rounds = layout.num_micro_batches if layout.zero_stage == 2 else 1
+    padding = Fraction(-whole % (2 * layout.dp), whole)
+    times = 1 + padding if keeps_whole_gradients(case) else rounds  # flat, with the padding of its partitions
 
     def reduced(flow: Flow) -> Flow:
         return dataclasses.replace(
-            flow, kind="all_reduce", num_bytes=rounds * flow.num_bytes, fewest=rounds, most=rounds * flow.most
+            flow, kind="all_reduce", num_bytes=int(times * flow.num_bytes), fewest=rounds, most=rounds * flow.most
         )
 
     reason = "`use_multi_rank_bucket_allreduce`, the default: all-reduced, 1.5 times ZeRO's bytes on a ring"
     if rounds > 1:
         reason += ", after every micro-batch"
     width = Fraction(case.precision.weights.itemsize, case.precision.master.itemsize)
-    padding = Fraction(-whole % (2 * layout.dp), whole)
     padded = "partitions are padded to an even number of elements"
     low = departing(
         flows,
@@ -51,7 +52,6 @@ def _partitioned(case: Case, flows: list[Flow]) -> tuple[Departure, ...]:
         *departing(flows, Purpose.GRADIENTS, reason, reduced),
         *(low if width != 1 else ()),
         *besides(flows, Purpose.WEIGHTS, padding * width, padded),
-        *(besides(flows, Purpose.GRADIENTS, padding, padded) if keeps_whole_gradients(case) else ()),
     )
 
 

@@ -10,6 +10,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.environment import describe
 from meshmark.errors import MeshmarkError
 from meshmark.judge.yardstick import Yardstick
+from meshmark.run.communication import judge_communication
 from meshmark.run.declared import declare
 from meshmark.run.launch import LaunchResult
 from meshmark.run.rank_report import RankReport
@@ -26,7 +27,7 @@ from meshmark.run.record import (
     TrainingCurves,
 )
 from meshmark.run.request import Request, Task
-from meshmark.run.verdict import judge_communication, judge_equivalence, judge_memory
+from meshmark.run.verdict import judge_equivalence, judge_memory
 
 JUDGED = (Task.OBSERVE, Task.RESUME, Task.OVERFLOW)
 """Passes whose traces are held against the truth."""
@@ -69,7 +70,11 @@ def assemble(
             remainders=declared.remainders,
             state_dtypes=reports[0].state_dtypes if whole else {},
         ),
-        traffic=TrafficEvidence(readings=[r.traffic for r in reports if r.traffic], planned=declared.traffic),
+        traffic=TrafficEvidence(
+            readings=[r.traffic for r in reports if r.traffic],
+            planned=declared.traffic,
+            departures=declared.departures,
+        ),
         timing=TimingEvidence(
             rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
             matmul_flops_per_second=[r.matmul_flops_per_second for r in reports if r.matmul_flops_per_second],

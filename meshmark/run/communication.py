@@ -53,7 +53,7 @@ def judge_communication(record: Record) -> Verdict | None:
     evidence = record.traffic
     if "communication" in record.unmeasured:
         return Verdict(suite="communication", passed=False, summary=record.unmeasured["communication"])
-    if None in evidence.planned:
+    if not evidence.planned or None in evidence.planned:
         return None
     expected = [
         by_route(departed(flows or (), declared))
