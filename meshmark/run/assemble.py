@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import traceback
 
 from meshmark.adapter.contract import Adapter
 from meshmark.environment import describe
-from meshmark.errors import MeshmarkError
 from meshmark.judge.yardstick import Yardstick
 from meshmark.run.communication import judge_communication
 from meshmark.run.declared import declare
@@ -112,35 +109,3 @@ def _equivalence(first: RankReport, yardstick: Yardstick | None) -> EquivalenceE
         diagnosis=first.diagnosis,
         num_replicated=first.num_replicated,
     )
-
-
-def unfinished(error: Exception) -> Outcome:
-    """A failure outside the ranks; one that nobody foresaw with its stack."""
-    if isinstance(error, MeshmarkError):
-        return Outcome(status=Status.UNFINISHED, message=str(error))
-    stack = "".join(traceback.format_exception(error))
-    return Outcome(status=Status.UNFINISHED, message=f"{type(error).__name__}: {error}", traceback=stack)
-
-
-def outcome_of(launched: LaunchResult) -> Outcome:
-    """How the launch ended, after its root cause."""
-    if launched.failures:
-        first = launched.failures[0]
-        return Outcome(
-            status=Status(first.kind),
-            rank=first.rank,
-            message=first.message,
-            traceback=first.traceback,
-            log_tail=first.log_tail,
-            stacks={f.rank: f.stack for f in launched.failures if f.stack},
-        )
-    bad = [
-        (step, report.rank, loss)
-        for report in launched.reports
-        for step, loss in enumerate(report.losses)
-        if not math.isfinite(loss)
-    ]
-    if bad:
-        step, rank, loss = min(bad)
-        return Outcome(status=Status.NAN, rank=rank, message=f"loss is {loss} from step {step} on")
-    return Outcome(status=Status.OK)

@@ -6,9 +6,10 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from meshmark.errors import ResultsError
 from meshmark.run.migration import migrate
@@ -17,15 +18,27 @@ from meshmark.run.session import Session
 from meshmark.serial import decode, encode
 
 
+def line_of(record: Record | Session) -> bytes:
+    """Its line of the file, which a reader was seen to take.
+
+    Raises `ValueError`, `KeyError` or `TypeError` for one that none would take, such as one that holds what an adapter
+    should not have told.
+    """
+    line = json.dumps(encode(record))
+    _parse(line)
+    return line.encode() + b"\n"
+
+
 class RecordFile:
     """Appends records to DIR/records.jsonl, one a line, each on disk before the next case starts; and sessions."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `ResultsError` when the folder cannot be written or another run has it."""
-        self.path = folder / "records.jsonl"
+        self.path = folder.absolute() / "records.jsonl"  # the working directory may be another by the last record
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file: IO[bytes] = open(self.path, "ab+")  # noqa: SIM115
+            # Unbuffered: what failed to be written once must not be written later, behind other lines.
+            self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise ResultsError(
                 f"results folder {str(folder)!r}: {error.strerror}; name another with --results"
@@ -37,7 +50,11 @@ class RecordFile:
             raise ResultsError(
                 f"results folder {str(folder)!r} is in use by another run; name another with --results"
             ) from error
-        self._end_last_line()
+        try:
+            self._end_last_line()
+        except OSError as error:
+            self._file.close()
+            raise self._unwritable(error) from error
 
     def _end_last_line(self) -> None:
         """A line that an earlier run left unfinished must not swallow ours."""
@@ -47,19 +64,55 @@ class RecordFile:
                 self._file.write(b"\n")
 
     def append(self, record: Record | Session) -> None:
-        """Raises `ResultsError` when the line does not reach the disk."""
+        """Raises `ResultsError` when the line does not reach the disk, or not the file at `path`; and as `line_of`."""
+        line, end = line_of(record), os.fstat(self._file.fileno()).st_size
         try:
-            self._file.write(json.dumps(encode(record)).encode() + b"\n")
-            self._file.flush()
+            while line:
+                line = line[self._file.write(line) :]
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise ResultsError(
-                f"{str(self.path)!r} cannot be written: {error.strerror}; what it held before is kept"
-            ) from error
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file.fileno(), end)  # half a line is none
+            raise self._unwritable(error) from error
+        self._expect_in_place()
+
+    def _unwritable(self, error: OSError) -> ResultsError:
+        return ResultsError(f"{str(self.path)!r} cannot be written: {error.strerror}; what it held before is kept")
+
+    def _expect_in_place(self) -> None:
+        """Raises `ResultsError` when this file is no longer the one at its path: nobody would find its records."""
+        mine = os.fstat(self._file.fileno())
+        try:
+            there = os.stat(self.path)
+        except OSError:
+            there = None
+        if there and (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
+            return
+        found = os.readlink(f"/proc/self/fd/{self._file.fileno()}") if mine.st_nlink else self._rescue()
+        self._file.close()
+        raise ResultsError(
+            f"{str(self.path)!r} was {'replaced' if there else 'moved or removed'} while this run was writing to it; "
+            f"all that it has recorded is in {found!r}"
+        )
+
+    def _rescue(self) -> str:
+        """Where the content of a file that was removed is now: beside its path, or among temporary files."""
+        self._file.seek(0)
+        content = self._file.read()
+        for folder in (self.path.parent, Path(tempfile.gettempdir())):
+            rescued = folder / f"records-{secrets.token_hex(4)}.jsonl"
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                rescued.write_bytes(content)
+                return str(rescued)
+        return "no file, for none can be written"
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # of a line that `append` has already complained about
-            self._file.close()
+        """Raises `ResultsError` when the file is not where its records are looked for."""
+        if self._file.closed:  # it has been said
+            return
+        with self._file:
+            self._expect_in_place()
 
 
 @dataclass(frozen=True, kw_only=True)

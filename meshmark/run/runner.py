@@ -11,17 +11,22 @@ from pathlib import Path
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.errors import ClusterError, MeshmarkError, ResultsError
+from meshmark.environment import describe
+from meshmark.errors import AdapterError, ClusterError, MeshmarkError, ResultsError
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
-from meshmark.run.assemble import JUDGED, assemble, outcome_of, unfinished
+from meshmark.run.assemble import JUDGED, assemble
 from meshmark.run.launch import Launcher, LaunchResult
-from meshmark.run.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS, noise_key, read_noise, write_noise
-from meshmark.run.record import (
-    Outcome,
-    Record,
-    Status,
+from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
+from meshmark.run.passes.noise import (
+    NUM_RANKS,
+    TIME_LIMIT_SECONDS,
+    noise_key,
+    read_noise,
+    remove_partials,
+    write_noise,
 )
-from meshmark.run.record_file import RecordFile
+from meshmark.run.record import ConformanceEvidence, Outcome, Record, Status
+from meshmark.run.record_file import RecordFile, line_of
 from meshmark.run.request import Request, Task
 from meshmark.run.scratch import Scratch
 from meshmark.spec.case import Case
@@ -67,6 +72,8 @@ class Runner:
         self.results = results
         writes = launcher.cluster.spec.node_rank == 0
         self._file = RecordFile(results) if writes else None
+        if self._file:  # the folder is this run's alone from here on
+            remove_partials(results / "noise")
         self._records: dict[tuple[Task, Case, str], Record] = {}
         self._yardsticks: dict[str, Yardstick] = {}
         self._remarks: list[str] = []
@@ -74,10 +81,13 @@ class Runner:
         self._scratch: Scratch | None = None
 
     def close(self) -> None:
-        if self._file:
-            self._file.close()
-        if self._scratch:
-            self._scratch.remove()
+        """Raises `ResultsError` when the records are not where they are looked for."""
+        try:
+            if self._file:
+                self._file.close()
+        finally:
+            if self._scratch:
+                self._scratch.remove()
 
     def refusal(self, case: Case, needs: frozenset[Feature] = frozenset()) -> str | None:
         """Why `case` is not run; None when it is. `needs`: what the pass takes beyond the case."""
@@ -99,7 +109,10 @@ class Runner:
         if self._scratch is None:
             self._scratch = Scratch(self.results, self.launcher.cluster)
         folder = self._scratch.folder / hashlib.sha256(repr(base).encode()).hexdigest()[:16]
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ResultsError(f"{str(folder)!r} cannot be made: {error.strerror}; did its results move?") from error
         return folder
 
     def adapter(self, case: Case) -> type[Adapter]:
@@ -115,13 +128,13 @@ class Runner:
             try:
                 record = self._attempt(request, needs, misfit)
             except (ClusterError, ResultsError) as error:  # they end the run
-                self._keep(key, self._record(request, unfinished(error)))
+                self._keep(key, self._unfinished(request, error))
                 raise
-            except Exception as error:  # whatever it is, the case is not lost from the report
-                record = self._record(request, unfinished(error))
+            except (Exception, SystemExit) as error:  # whatever it is, the case is not lost from the report
+                record = self._unfinished(request, error)
+            record = self._keep(key, record)
             if record.outcome.status is not Status.SKIPPED:
                 self.announce(request.scenario or request.task, case, record)
-            self._keep(key, record)
         return self._records[key]
 
     def _attempt(self, request: Request, needs: frozenset[Feature], misfit: str | None) -> Record:
@@ -131,10 +144,46 @@ class Runner:
         self.announce(request.scenario or request.task, case, None)
         return self._run(request)
 
-    def _keep(self, key: tuple[Task, Case, str], record: Record) -> None:
+    def _keep(self, key: tuple[Task, Case, str], record: Record) -> Record:
+        """Write it; what no reader could take is told in its place, on every node the same."""
+        try:
+            self._write(record)
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ResultsError):
+                raise
+            told = AdapterError(f"its record cannot be read again: {error}; does the adapter declare what is none?")
+            record = self._unfinished(record, told)
+            self._write(record)
         self._records[key] = record
-        if self._file:
+        return record
+
+    def _write(self, record: Record) -> None:
+        if self._file is None:
+            line_of(record)
+            return
+        try:
             self._file.append(record)
+        except ResultsError as error:
+            outcome = record.outcome
+            told = f"{error}. {record.task} {record.case.id} was {outcome.status}: {outcome.message}".rstrip(": ")
+            raise ResultsError(told) from error
+
+    def _unfinished(self, asked: Request | Record, error: BaseException) -> Record:
+        """Of a pass that something outside its ranks ended; asks the adapter for nothing, for it may be the cause."""
+        remarks, self._remarks = self._remarks, []
+        backend = asked.backend if isinstance(asked, Request) else asked.environment.backend
+        told = asked if isinstance(asked, Request) else asked.conformance
+        return Record(
+            case=asked.case,
+            adapter=asked.adapter,
+            task=asked.task,
+            outcome=outcome_of_error(error),
+            environment=describe(self.options.device, backend, self.launcher.cluster.spec.nnodes),
+            steps=asked.steps,
+            warmup=asked.warmup,
+            conformance=ConformanceEvidence(scenario=told.scenario, base=told.base),
+            remarks=remarks,
+        )
 
     def request(self, task: Task, case: Case) -> Request:
         """What ranks are asked to do with `case` under this run's options."""
@@ -160,7 +209,7 @@ class Runner:
         if request.task in JUDGED and request.assess:
             request = dataclasses.replace(request, yardstick=self.yardstick(request))
         launched = self.launcher.launch(request, request.case.world_size)
-        return self._record(request, outcome_of(launched), launched)
+        return self._record(request, outcome_of_launch(launched), launched)
 
     def _record(self, request: Request, outcome: Outcome, launched: LaunchResult | None = None) -> Record:
         remarks, self._remarks = self._remarks, []
