@@ -27,7 +27,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Purpose, besides, departing
+from meshmark.theory.flow import Departure, Purpose, besides, by, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import step_traffic
@@ -117,10 +117,9 @@ class FairScaleOSS(Adapter):
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
         flows = step_traffic(case, rank)
-        reduced, sent = "each gradient is reduced to its owner", "owners broadcast what they have updated"
         return (
-            *departing(flows, Purpose.GRADIENTS, reduced, lambda flow: dataclasses.replace(flow, kind="reduce")),
-            *departing(flows, Purpose.WEIGHTS, sent, lambda flow: dataclasses.replace(flow, kind="broadcast")),
+            *departing(flows, Purpose.GRADIENTS, "each gradient is reduced to its owner", by("reduce")),
+            *departing(flows, Purpose.WEIGHTS, "owners broadcast what they have updated", by("broadcast")),
         )
 
     def build(self, case: Case, context: RankContext) -> Engine:
@@ -291,10 +290,10 @@ class FairScaleFSDP(Adapter):
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
-        flows, model = step_traffic(case, rank), case.workload.model
-        root = model.num_parameters - model.num_layers * model.block_parameters
-        padding = model.num_layers * (-model.block_parameters % case.layout.dp) + -root % case.layout.dp
-        share, flat = Fraction(padding, model.num_parameters), "flat parameters are padded to a multiple of the ranks"
+        model, dp = case.workload.model, case.layout.dp
+        block, layers = model.block_parameters, model.num_layers
+        share = Fraction(layers * (-block % dp) + (layers * block - model.num_parameters) % dp, model.num_parameters)
+        flat, flows = "flat parameters are padded to a multiple of the ranks", step_traffic(case, rank)
         return (*besides(flows, Purpose.GRADIENTS, share, flat), *besides(flows, Purpose.WEIGHTS, share, flat))
 
     def build(self, case: Case, context: RankContext) -> Engine:

@@ -11,7 +11,7 @@ from meshmark.errors import ResultsError
 from meshmark.run.record import SCHEMA
 from meshmark.run.record_file import RecordFile, read_records
 from meshmark.serial import encode
-from tests.factories import make_record, make_timed, make_timing
+from tests.factories import make_record, make_timed, make_timing, make_traffic_evidence
 
 
 def write(folder: Path, *records: object) -> Path:
@@ -221,7 +221,8 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
     lines = [json.dumps(old), json.dumps({"schema": 1, "session": "s", "command": "c", "device": "cpu"})]
     (tmp_path / "records.jsonl").write_text("\n".join(lines))
     reading = read_records(tmp_path)
-    assert reading.complaints == [] and reading.records == [make_record()]
+    plain = make_record(traffic=make_traffic_evidence(planned=[], departures=[]))
+    assert reading.complaints == [] and reading.records == [plain], "its plan of traffic was the adapter's word"
     assert [session.session for session in reading.sessions] == ["s"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from fractions import Fraction
 
@@ -15,7 +14,7 @@ from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
-from meshmark.theory.flow import Departure, Flow, Purpose, besides, by_route, bytes_by_kind, departed, departing
+from meshmark.theory.flow import Departure, Flow, Purpose, besides, by, by_route, bytes_by_kind, departed, departing
 from meshmark.theory.states import local_parameters
 from meshmark.theory.traffic import pipeline_traffic, spanned, step_traffic, tensor_parallel_traffic
 from tests.factories import make_case, make_model, make_workload
@@ -165,12 +164,8 @@ SHARDED = make_case(layout=Layout(dp=2, zero_stage=2))
 THEORY = flows(SHARDED)
 
 
-def all_reduced(flow: Flow) -> Flow:
-    return dataclasses.replace(flow, kind="all_reduce")
-
-
 def test_a_departure_takes_a_flow_s_place_and_others_come_besides() -> None:
-    instead = departing(THEORY, Purpose.GRADIENTS, "why", all_reduced)
+    instead = departing(THEORY, Purpose.GRADIENTS, "why", by("all_reduce"))
     padding = besides(THEORY, Purpose.WEIGHTS, Fraction(1, P), "padding")
     assert [d.num_bytes for d in (*instead, *padding)] == [0, 4]
     sent = by_route(departed(THEORY, [*instead, *padding]))
@@ -183,12 +178,12 @@ def test_a_departure_takes_a_flow_s_place_and_others_come_besides() -> None:
 
 
 def test_nothing_departs_where_theory_sends_nothing() -> None:
-    assert departing([], Purpose.GRADIENTS, "why", all_reduced) == departing(None, Purpose.NORM, "why") == ()
+    assert departing([], Purpose.GRADIENTS, "why", by("all_reduce")) == departing(None, Purpose.NORM, "why") == ()
     assert besides(THEORY, Purpose.WEIGHTS, Fraction(0), "no padding") == ()
 
 
 def test_what_theory_does_not_say_cannot_be_departed_from() -> None:
-    (made_up,) = departing(THEORY, Purpose.GRADIENTS, "why", all_reduced)
+    (made_up,) = departing(THEORY, Purpose.GRADIENTS, "why", by("all_reduce"))
     with pytest.raises(ValueError, match="departs from all_reduce of gradients over ranks 0, 1: none of"):
         departed(THEORY, [Departure(instead_of=made_up.sends, reason="twice removed")])
     with pytest.raises(ValueError, match="none of theory's"):

@@ -71,6 +71,11 @@ def departing(
     return (Departure(sends=tuple(map(change, found)) if change else (), instead_of=found, reason=reason),)
 
 
+def by(kind: str) -> Callable[[Flow], Flow]:
+    """A change: the same bytes, by another kind of collective."""
+    return lambda flow: replace(flow, kind=kind)
+
+
 def besides(flows: Iterable[Flow] | None, purpose: Purpose, share: Fraction, reason: str) -> tuple[Departure, ...]:
     """So much more in the same calls as theory's flows of `purpose`, as a share of them: padding. Nothing where it is
     nothing."""

@@ -7,6 +7,8 @@ free to cut or join tensors.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from meshmark.spec.case import Case
 from meshmark.spec.layout import INNERMOST_FIRST, Axis, Layout, Recompute
 from meshmark.spec.precision import LossScaling
@@ -29,25 +31,33 @@ def spanned(layout: Layout, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...
     return tuple(other for other in range(layout.world_size) if stands(other) == stands(rank))
 
 
-def _collective(
-    case: Case, rank: int, axes: tuple[Axis, ...], kind: str, purpose: Purpose, num_bytes: int, calls: tuple[int, int]
-) -> list[Flow]:
-    """`calls`: fewest and most. Nothing along axes that are one rank long."""
-    axes = tuple(axis for axis in axes if len(case.layout.group(axis, rank)) > 1)
-    if not axes:
-        return []
-    ranks, (fewest, most) = spanned(case.layout, rank, axes), calls
-    return [
-        Flow(
-            kind=kind,
-            axes="+".join(axes),
-            ranks=ranks,
-            purpose=purpose,
-            num_bytes=num_bytes,
-            fewest=fewest,
-            most=most,
-        )
-    ]
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Of one rank, those that it acts together with."""
+
+    axes: str
+    """Joined by +."""
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def along(cls, layout: Layout, rank: int, axes: tuple[Axis, ...]) -> Group:
+        long = tuple(axis for axis in axes if len(layout.group(axis, rank)) > 1)
+        return cls(axes="+".join(long), ranks=spanned(layout, rank, long))
+
+
+def _collective(group: Group, kind: str, purpose: Purpose, num_bytes: int, calls: tuple[int, int]) -> list[Flow]:
+    """`calls`: fewest and most. Nothing in a group of one."""
+    fewest, most = calls
+    flow = Flow(
+        kind=kind,
+        axes=group.axes,
+        ranks=group.ranks,
+        purpose=purpose,
+        num_bytes=num_bytes,
+        fewest=fewest,
+        most=most,
+    )
+    return [flow] if len(group.ranks) > 1 else []
 
 
 REPLICAS: tuple[Axis, ...] = ("dp", "cp")
@@ -66,14 +76,15 @@ def local_sgd_traffic(case: Case, rank: int) -> list[Flow]:
     """Replicas that step alone send nothing, but for their gradients in the warm-up and their parameters when these
     are averaged (arXiv:1808.07217)."""
     algorithm, precision = case.workload.algorithm, case.precision
+    replicas = Group.along(case.layout, rank, REPLICAS)
     count, tensors = _tensors(case, rank)
     flows = []
     if algorithm.reduces_gradients(METERED_STEP):
         num_bytes = count * precision.reduction.itemsize
-        flows += _collective(case, rank, REPLICAS, "all_reduce", Purpose.GRADIENTS, num_bytes, (1, tensors))
+        flows += _collective(replicas, "all_reduce", Purpose.GRADIENTS, num_bytes, (1, tensors))
     if algorithm.averages_after(METERED_STEP):
         num_bytes = count * precision.master.itemsize
-        flows += _collective(case, rank, REPLICAS, "all_reduce", Purpose.WEIGHTS, num_bytes, (1, tensors))
+        flows += _collective(replicas, "all_reduce", Purpose.WEIGHTS, num_bytes, (1, tensors))
     return flows
 
 
@@ -84,23 +95,23 @@ def data_parallel_traffic(case: Case, rank: int) -> list[Flow]:
     again for its backward, and gradients reduced after every micro-batch, so that they stay sharded."""
     if case.workload.algorithm.replicas_differ:
         return local_sgd_traffic(case, rank)
-    precision, stage = case.precision, case.layout.zero_stage
+    precision, stage, replicas = case.precision, case.layout.zero_stage, Group.along(case.layout, rank, REPLICAS)
     count, tensors = _tensors(case, rank)
     rounds = case.layout.num_micro_batches if stage == 3 else 1
     reduced = rounds * count * precision.reduction.itemsize
     kind = "reduce_scatter" if stage else "all_reduce"
-    flows = _collective(case, rank, REPLICAS, kind, Purpose.GRADIENTS, reduced, (rounds, rounds * tensors))
+    flows = _collective(replicas, kind, Purpose.GRADIENTS, reduced, (rounds, rounds * tensors))
     if stage:
         times, width = (2 * rounds, precision.weights) if stage == 3 else (1, precision.master)
         gathered, calls = times * count * width.itemsize, (times, times * tensors)
-        flows += _collective(case, rank, REPLICAS, "all_gather", Purpose.WEIGHTS, gathered, calls)
+        flows += _collective(replicas, "all_gather", Purpose.WEIGHTS, gathered, calls)
     return flows
 
 
 def scalar_flows(case: Case, rank: int, purpose: Purpose, num_bytes: int) -> list[Flow]:
     """One all-reduce of a scalar over all ranks among which one replica's gradients are split."""
     axes: tuple[Axis, ...] = ("tp", "pp", *(REPLICAS if case.layout.zero_stage else ()))
-    return _collective(case, rank, axes, "all_reduce", purpose, num_bytes, (1, 1))
+    return _collective(Group.along(case.layout, rank, axes), "all_reduce", purpose, num_bytes, (1, 1))
 
 
 def scalar_traffic(case: Case, rank: int) -> list[Flow]:
@@ -130,11 +141,12 @@ def tensor_parallel_traffic(case: Case, rank: int) -> list[Flow]:
     blocks = 6 if layout.recompute is Recompute.FULL else 4
     times = blocks * stage.num_layers + stage.has_embedding + stage.has_head
     num_bytes, calls = times * stream_bytes(case), times * layout.num_micro_batches
-    flows = _collective(case, rank, ("tp",), "all_reduce", Purpose.ACTIVATIONS, num_bytes, (calls, calls))
+    group = Group.along(layout, rank, ("tp",))
+    flows = _collective(group, "all_reduce", Purpose.ACTIVATIONS, num_bytes, (calls, calls))
     if stage.has_loss:
         scalars = 3 * stream_bytes(case) // workload.model.hidden
         calls = 3 * layout.num_micro_batches
-        flows += _collective(case, rank, ("tp",), "all_reduce", Purpose.LOSS, scalars, (calls, calls))
+        flows += _collective(group, "all_reduce", Purpose.LOSS, scalars, (calls, calls))
     return flows
 
 

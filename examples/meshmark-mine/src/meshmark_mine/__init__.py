@@ -3,7 +3,6 @@ keeps each parameter's optimizer states on one rank, its owner, which updates an
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -20,7 +19,7 @@ from meshmark.reference.build import parameter_shapes
 from meshmark.reference.optimizers import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Purpose, departing
+from meshmark.theory.flow import Departure, Purpose, by, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import step_traffic
@@ -74,10 +73,9 @@ class Mine(Adapter):
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
         flows = step_traffic(case, rank)
-        reduced, sent = "DDP gives every rank the whole gradient", "owners broadcast what they have updated"
         return (
-            *departing(flows, Purpose.GRADIENTS, reduced, lambda flow: dataclasses.replace(flow, kind="all_reduce")),
-            *departing(flows, Purpose.WEIGHTS, sent, lambda flow: dataclasses.replace(flow, kind="broadcast")),
+            *departing(flows, Purpose.GRADIENTS, "DDP gives every rank the whole gradient", by("all_reduce")),
+            *departing(flows, Purpose.WEIGHTS, "owners broadcast what they have updated", by("broadcast")),
             *departing(flows, Purpose.NORM, "every rank has the whole gradient, and its norm"),
         )
 
