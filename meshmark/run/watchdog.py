@@ -16,12 +16,14 @@ from meshmark.rank_progress import Mark, Pace, read_mark
 from meshmark.run.cluster import Cluster
 from meshmark.run.rank_info import RankInfo
 from meshmark.run.rank_report import RankFailure
-from meshmark.run.request import Request
+from meshmark.run.request import Request, Task
 from meshmark.run.worker import STACK_SIGNAL
 from meshmark.serial import decode
 
 _POLL_SECONDS = 0.1
 _LOG_LINES = 30
+_ENDURE_SECONDS = 10.0
+"""What FAIL, which is to see whether the others end by themselves, gives them at least."""
 
 
 class RankProcesses(Protocol):
@@ -94,7 +96,8 @@ class Watchdog:
             self.processes.wait(_POLL_SECONDS)
             self._note_deaths()
             if last_moment is None and self._anyone_failed():
-                last_moment = time.monotonic() + self.processes.grace_seconds
+                least = _ENDURE_SECONDS if self.request.task is Task.FAIL else 0.0
+                last_moment = time.monotonic() + max(self.processes.grace_seconds, least)
             if last_moment is not None and time.monotonic() > last_moment:
                 return []
             if time.monotonic() > deadline:
