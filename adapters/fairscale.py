@@ -273,7 +273,6 @@ class FairScaleFSDP(Adapter):
             "facebookresearch/fairscale#1083",
         },
     )
-
     known_gaps: ClassVar = (
         KnownGap(
             clause="unused",

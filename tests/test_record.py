@@ -210,7 +210,7 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
     """Its fields lay side by side."""
     today = encode(make_record())
     moved = {"readings": {"memory": "memory", "traffic": "traffic"}, "planned": {"memory": "planned_states"}}
-    moved["seconds"] = {"launch": "launch_seconds"}
+    moved["planned"]["traffic"], moved["seconds"] = "planned_traffic", {"launch": "launch_seconds"}
     parts = ("launch", "training", "equivalence", "memory", "traffic", "timing", "conformance")
     old = {name: value for name, value in today.items() if name not in parts} | {"schema": 1}
     for part in parts:
