@@ -13,6 +13,7 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from meshmark import rank_progress
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
+from meshmark.clip import clip, told
 from meshmark.environment import DEFAULT_THREADS
 from meshmark.run.passes.dropout import repeat_with_dropout
 from meshmark.run.passes.endure import endure
@@ -55,9 +56,9 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
         return RankFailure(
             rank=info.rank,
             kind="oom" if _is_out_of_memory(error) else "raised",
-            message=f"{type(error).__name__}: {error}",
+            message=told(error),
             time=time.time(),
-            traceback=traceback.format_exc(),
+            traceback=clip(traceback.format_exc()),
         )
     return report
 
