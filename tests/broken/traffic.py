@@ -68,7 +68,7 @@ class BroadcastsToGather(Broken):
             works = [dist.broadcast(p, group=group, group_src=r, async_op=async_op) for r, p in enumerate(parts)]
             return works[-1]
 
-        dist.all_gather_into_tensor = broadcasts
+        dist.all_gather_single = broadcasts
 
 
 class ReducesOneAgain(Broken):
