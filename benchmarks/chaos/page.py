@@ -38,17 +38,17 @@ def page(found: Chaos) -> str:
         f"{len(trials)} faults in {found.sessions} runs of the suites; {survived} survived, {named} named rightly; "
         f"{found.unharmed} cases beside them that nothing was done to; {len(found.complaints)} complaints.",
         markdown(_rows(trials)),
-        f"*Survived*: pytest went on, or ended by itself where it had to; all that had begun has its record or its "
-        f"session's line, cases before and after are correct, nobody waited longer than {PATIENCE_SECONDS:g} s beyond "
-        f"the case's limit ({LIMIT_SECONDS['throughput']:g} s), and neither a process nor a temporary file nor shared memory was left. "
-        "*Named rightly*: the record, or pytest's exit code and message, tell the fault and the rank. *Seconds*: from "
-        "the fault to the record, or, where it ends the run, until every process of it had ended; a rank that is "
-        "stopped for ever is known at the case's limit.",
+        "*Survived*: pytest went on, or ended by itself where it had to; all that had begun has its record or its "
+        "session's line, cases before and after are correct, nobody waited longer than "
+        f"{PATIENCE_SECONDS:g} s beyond the case's limit ({LIMIT_SECONDS['throughput']:g} s), and neither process nor "
+        "a temporary file nor shared memory was left. *Named rightly*: the record, or pytest's exit code and message, "
+        "tell the fault and the rank. *Seconds*: from the fault to the record, or, where it ends the run, until every "
+        "process of it had ended; a rank that is stopped for ever is known at the case's limit.",
         f"Made by `make chaos` (seed {found.seed}, {found.asked} faults asked for) on {here.machine}, {here.num_cpus} "
         f"CPUs, {here.system}, commit {here.commit}, {here.date[:10]}, in {found.seconds / 60:.0f} minutes. Every "
-        "fault strikes at a time drawn by the seed while the case's ranks run; one that comes when its rank has already "
-        "reported is drawn again. Cases are gpt-mini under ddp, fsdp2, gpipe, accelerate and fairscale-oss on two "
-        "ranks, of the suites throughput and equivalence"
+        "fault strikes at a time drawn by the seed while the case's ranks run; one that comes when its rank has "
+        "already reported is drawn again. Cases are gpt-mini under ddp, fsdp2, gpipe, accelerate and fairscale-oss "
+        "on two ranks, of the suites throughput and equivalence"
         + (
             "; disks are tmpfs of their own, nodes are network namespaces."
             if found.root
