@@ -26,7 +26,8 @@ from meshmark.errors import ClusterError
 from meshmark.rank_progress import Pace
 from meshmark.run.cluster import LOOPBACK, Cluster, ClusterSpec
 from meshmark.run.rank_info import RankInfo
-from meshmark.run.rank_report import RankFailure, RankReport
+from meshmark.run.rank_report import RankFailure, RankReport, Standing
+from meshmark.run.record import Status
 from meshmark.run.request import Request
 from meshmark.run.watchdog import RankProcesses, Watchdog
 from meshmark.serial import decode, encode
@@ -146,15 +147,29 @@ def _exchange(cluster: Cluster, prefix: str, local: Mapping[str, Any], request: 
     return everyone
 
 
-_BLAME = ["killed", "raised", Pace.HUNG, Pace.SLOW, Pace.WAITS]
+_BLAME: list[str] = [
+    Status.NO_SPACE,
+    Status.UNFINISHED,
+    Status.EXITED,
+    Status.KILLED,
+    Status.RAISED,
+    Status.UNKILLABLE,
+    Pace.HUNG,
+    Pace.SLOW,
+    Pace.WAITS,
+]
+_STANDINGS = list(Standing)
 
 
 def _settle(failures: list[RankFailure]) -> list[RankFailure]:
-    """Root cause first: a rank that was killed before the peers that lost it, one that stood still amid its work before
-    the peers that came on without it; else the earliest. Where all wait and none comes on, all hang."""
+    """Root cause first: a rank that left without a word or was killed before the peers that lost it, one that stood
+    still amid its work before the peers that came on without it; of those that stood still, one that answers no signal
+    and one outside any collective before the peers that wait for it; else the earliest. Where all wait and none comes
+    on, all hang."""
 
-    def blame(failure: RankFailure) -> tuple[int, float]:
-        return _BLAME.index("raised" if failure.kind == "oom" else failure.kind), failure.time
+    def blame(failure: RankFailure) -> tuple[int, int, float]:
+        kind = Status.RAISED if failure.kind == Status.OOM else failure.kind
+        return _BLAME.index(kind), _STANDINGS.index(failure.standing), failure.time
 
     ordered = sorted(failures, key=blame)
     if ordered and ordered[0].kind == Pace.WAITS:

@@ -99,6 +99,38 @@ class Stopped(Accident):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+class ExitsEarly(Accident):
+    """As if all were well."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        os._exit(0)
+
+
+class StopsServer(Accident):
+    """The process that ranks are forked from is stopped; the ranks need it no more."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        os.kill(os.getppid(), signal.SIGSTOP)
+
+
+class KillsServer(Hangs):
+    """The process that ranks are forked from is killed, and they with it."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        super().happen(engine)
+
+
+class Freezes(Hangs):
+    """Not even SIGKILL ends a frozen process, as one inside a driver that hangs."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        freezer = Path(f"/sys/fs/cgroup/freezer/meshmark-test-{os.environ['MESHMARK_LAUNCHER']}")
+        (freezer / "cgroup.procs").write_text(str(os.getpid()))
+        (freezer / "freezer.state").write_text("FROZEN")
+        super().happen(engine)
+
+
 class OutOfMemory(Accident):
     def happen(self, engine: DDPEngine) -> None:
         torch.empty(2**50)
