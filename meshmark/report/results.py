@@ -51,7 +51,7 @@ class CaseResult:
     @property
     def states(self) -> str:
         """The precisions in which states are kept, weights before moments: `float32, float32`."""
-        dtypes = self.observed.state_dtypes if self.observed else {}
+        dtypes = self.observed.memory.state_dtypes if self.observed else {}
         return ", ".join(dtypes[name] for name in ("parameters", "optimizer_states") if dtypes.get(name))
 
     @property
@@ -61,7 +61,7 @@ class CaseResult:
         if not self.states or self.observed is None:
             return None
         asked = self.case.precision
-        kept = self.observed.state_dtypes
+        kept = self.observed.memory.state_dtypes
         moments = kept.get("optimizer_states")
         return asked.master in kept.get("parameters", "").split("+") and moments in (None, "", asked.states)
 

@@ -167,7 +167,8 @@ class Watchdog:
             return None
         kind, message = _death(self.processes.exit_code(info) or 0)
         if self.processes.lost and not info.file("report").is_file():
-            kind, message = Status.UNFINISHED, "what starts ranks was killed, did not answer, or failed before they began"
+            kind = Status.UNFINISHED
+            message = "what starts ranks was killed, was stopped, or failed before they began"
         return RankFailure(
             rank=info.rank, kind=kind, message=message, time=self.died.get(info.rank, time.time()), log_tail=log_tail
         )
