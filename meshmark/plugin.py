@@ -57,6 +57,8 @@ class Selection:
 
 
 SELECTION = pytest.StashKey[Selection]()
+MOST_SECONDS = 1_000_000
+"""Of a time limit."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -162,8 +164,8 @@ def _run_options(config: pytest.Config) -> RunOptions:
     if steps is not None and steps <= WATCHED_STEP:
         raise InputError(f"--steps {steps}: at least {WATCHED_STEP + 1} are needed, the last of which is watched")
     limit = config.getoption("--time-limit")
-    if limit <= 0:
-        raise InputError(f"--time-limit {limit:g}: expected seconds above 0")
+    if not 0 < limit <= MOST_SECONDS:  # neither is true of nan
+        raise InputError(f"--time-limit {limit:g}: expected seconds above 0, at most {MOST_SECONDS:,} (11 days)")
     counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
     return RunOptions(device=device, backend=backend, num_gpus=num_gpus(), time_limit_seconds=limit, **counts)
 

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from meshmark.rank_progress import Mark, Pace, read_mark
 from meshmark.run.cluster import Cluster
+from meshmark.run.disk import is_full
 from meshmark.run.process_state import STATES, process_state
 from meshmark.run.rank_info import RankInfo
 from meshmark.run.rank_report import RankFailure, Standing
@@ -169,6 +170,8 @@ class Watchdog:
         if self.processes.lost and not info.file("report").is_file():
             kind = Status.UNFINISHED
             message = "what starts ranks was killed, was stopped, or failed before they began"
+        elif is_full(info.folder):
+            kind, message = Status.NO_SPACE, f"{message}, and {str(info.folder.parent)!r} is full"
         return RankFailure(
             rank=info.rank, kind=kind, message=message, time=self.died.get(info.rank, time.time()), log_tail=log_tail
         )
