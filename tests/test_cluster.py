@@ -277,7 +277,7 @@ def test_what_landed_is_kept_when_a_node_is_lost(monkeypatch: pytest.MonkeyPatch
     assert isinstance(ended, LaunchResult), ended
     assert [report.rank for report in ended.reports] == [0]
     assert re.match("node 1 of 2 (has given no sign of life|has ended)", ended.lost)
-    assert outcome_of_launch(ended).status is Status.NODE_LOST
+    assert outcome_of_launch(ended, 4).status is Status.NODE_LOST
 
 
 def test_the_environment_of_torchrun_and_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def assemble(
             readings=[r.memory for r in reports if r.memory],
             planned=declared.states,
             remainders=declared.remainders,
-            state_dtypes=reports[0].state_dtypes if whole else {},
+            state_dtypes=_state_dtypes(reports) if whole else {},
         ),
         traffic=TrafficEvidence(readings=[r.traffic for r in reports if r.traffic], planned=declared.traffic),
         timing=TimingEvidence(
@@ -92,6 +92,13 @@ def _training(reports: list[RankReport], whole: bool) -> TrainingCurves:
     return TrainingCurves(
         losses=losses, norms=next((r.norms for r in reports if any(n is not None for n in r.norms)), [])
     )
+
+
+def _state_dtypes(reports: list[RankReport]) -> dict[str, str]:
+    """Of all ranks: a stage or a shard may keep what the first does not."""
+    kinds = {kind for report in reports for kind in report.state_dtypes}
+    told = {kind: {part for r in reports for part in r.state_dtypes.get(kind, "").split("+")} for kind in sorted(kinds)}
+    return {kind: "+".join(sorted(parts - {""})) for kind, parts in told.items()}
 
 
 def _equivalence(first: RankReport, yardstick: Yardstick | None) -> EquivalenceEvidence:

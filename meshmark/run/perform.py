@@ -13,6 +13,7 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from meshmark import rank_progress
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
+from meshmark.clip import clip, told
 from meshmark.environment import DEFAULT_THREADS
 from meshmark.errors import ClusterError
 from meshmark.run.disk import means_no_space
@@ -58,9 +59,9 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
         return RankFailure(
             rank=info.rank,
             kind=_kind(error),
-            message=f"{type(error).__name__}: {error}",
+            message=told(error),
             time=time.time(),
-            traceback=traceback.format_exc(),
+            traceback=clip(traceback.format_exc()),
         )
     return report
 

@@ -38,7 +38,8 @@ class RankReport:
     matmul_flops_per_second: float | None = None
     """Best rate of a matrix product in the case's precision, all ranks at once; the peak where none is published."""
     state_dtypes: dict[str, str] = field(default_factory=dict)
-    """Precision of what the engine holds, by category."""
+    """Precisions of the `parameters` and `optimizer_states` that the engine holds on this rank, and those that the
+    values of `gradients` and `masters` make use of: "float32", or several joined by +."""
     noise_runs: list[Comparisons] = field(default_factory=list)
     """NOISE: this rank's share of the runs."""
     samples: dict[str, list[float]] = field(default_factory=dict)

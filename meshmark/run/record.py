@@ -56,6 +56,22 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeerEnd:
+    """How another rank ended after one has failed."""
+
+    rank: int
+    kind: str
+    """As a `RankFailure` has it; "done" when it came to its end, "ended" when the launcher had to end it."""
+    seconds: float | None = None
+    """After the first failure; None where nobody noted when."""
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether nobody had to end it: torchrun's agent kills peers, the default launcher waits for them first."""
+        return self.kind not in ("killed", "ended")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How a pass ended, with the evidence when it did not end well."""
 
@@ -67,6 +83,8 @@ class Outcome:
     log_tail: str = ""
     stacks: dict[int, str] = field(default_factory=dict)
     """Every rank's Python stacks, when it hung or was too slow."""
+    peers: list[PeerEnd] = field(default_factory=list)
+    """What became of the other ranks when one failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +155,7 @@ class MemoryEvidence:
     remainders: list[list[Remainder]] = field(default_factory=list)
     """What the adapter declares beyond the plan."""
     state_dtypes: dict[str, str] = field(default_factory=dict)
+    """Of all ranks together; see `RankReport`."""
 
 
 @dataclass(frozen=True, kw_only=True)

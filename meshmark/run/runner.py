@@ -214,7 +214,7 @@ class Runner:
         if request.task in JUDGED and request.assess:
             request = dataclasses.replace(request, yardstick=self.yardstick(request))
         launched = self.launcher.launch(request, request.case.world_size)
-        return self._record(request, outcome_of_launch(launched), launched)
+        return self._record(request, outcome_of_launch(launched, request.case.world_size), launched)
 
     def _record(self, request: Request, outcome: Outcome, launched: LaunchResult | None = None) -> Record:
         remarks, self._remarks = self._remarks, []
