@@ -131,6 +131,9 @@ def test_a_node_that_is_lost_ends_the_other_within_half_a_minute(
             node.communicate()
     assert nodes[1 - lost].returncode == pytest.ExitCode.USAGE_ERROR, output
     assert re.search(told, output), output
+    if lost:  # node 0 writes
+        (record,) = read_records(tmp_path / "0").records
+        assert record.outcome.status is Status.NODE_LOST, record.outcome
 
 
 def test_a_wait_for_nodes_is_told_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:

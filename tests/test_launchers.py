@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from meshmark.adapter.registry import builtin_adapters
-from meshmark.errors import InputError, MeshmarkError
+from meshmark.errors import InputError, MeshmarkError, NoSpaceError
 from meshmark.run import fork_server, forkserver_launcher
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.fork_server import LOST_EXIT_CODE, ForkServer
@@ -48,6 +48,8 @@ ACCIDENTS = {
         "StopsServer",
         "KillsServer",
         "Freezes",
+        "WritesToFullDisk",
+        "FillsDisk",
     )
 }
 ADAPTERS = builtin_adapters() | ACCIDENTS
@@ -230,6 +232,29 @@ def test_a_server_that_is_killed_is_no_fault_of_the_ranks(launcher: ForkserverLa
     launched = launcher.launch(make_request("killsserver"), 2)
     assert {failure.kind for failure in launched.failures} == {Status.UNFINISHED}, launched.failures
     assert "what starts ranks was killed" in launched.failures[0].message
+
+
+def test_a_rank_that_finds_a_disk_full_is_no_fault_of_its_framework(launcher: ForkserverLauncher) -> None:
+    first = launcher.launch(make_request("writestofulldisk"), 2).failures[0]
+    assert (first.kind, first.rank, first.message) == (Status.NO_SPACE, 1, "RuntimeError: could not save")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk_is_told_before_a_launch_and_after(
+    launcher: ForkserverLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", tmp_path], check=True)
+    try:
+        launched = launcher.launch(make_request("fillsdisk"), 2)
+        assert launched.failures[0].kind == Status.NO_SPACE, launched.failures
+        assert f"before it could report, and '{tmp_path}' is full" in launched.failures[0].message
+        assert not list(tmp_path.iterdir())
+        (tmp_path / "other").write_bytes(bytes(5 * 2**20))
+        with pytest.raises(NoSpaceError, match="a launch needs 16,777,216"):
+            launcher.launch(make_request("ddp"), 2)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 FREEZER = Path("/sys/fs/cgroup/freezer")

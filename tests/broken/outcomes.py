@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -129,6 +130,26 @@ class Freezes(Hangs):
         (freezer / "cgroup.procs").write_text(str(os.getpid()))
         (freezer / "freezer.state").write_text("FROZEN")
         super().happen(engine)
+
+
+class WritesToFullDisk(Accident):
+    """As a framework's own file does."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        try:
+            Path("/dev/full").write_bytes(b"a checkpoint")
+        except OSError as error:
+            raise RuntimeError("could not save") from error
+
+
+class FillsDisk(Accident):
+    """That of the launch, with what it prints, and ends in silence."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                os.write(1, bytes(2**16))
+        os._exit(1)
 
 
 class OutOfMemory(Accident):
