@@ -116,7 +116,7 @@ def _run(watchdog: Watchdog, others: Cluster | None, request: Request) -> tuple[
     if others is None or lost:
         return [local], lost
     try:
-        texts = others.exchange("landing", json.dumps(local), seconds=request.time_limit_seconds + _ANSWER_SECONDS)
+        texts = others.exchange("result", json.dumps(local), seconds=request.time_limit_seconds + _ANSWER_SECONDS)
     except NodeLostError as error:
         return [local], str(error)
     return [json.loads(text) for text in texts], ""
