@@ -119,7 +119,7 @@ def test_the_rank_to_blame_comes_first(failures: list[RankFailure], first: tuple
         ('File "/venv/torch/distributed/distributed_c10d.py", line 3007 in all_reduce', Standing.INSIDE),
         ('File "/venv/torch/autograd/graph.py", line 869 in _engine_run_backward', Standing.INSIDE),
         (f'File "{__file__}", line {{line}} in test', Standing.INSIDE),
-        ('File "/home/me/loader.py", line 12 in next', Standing.OUTSIDE),
+        ('File "/site/loader.py", line 12 in next', Standing.OUTSIDE),
     ],
 )
 def test_where_a_rank_stands_is_its_innermost_frame(innermost: str, stands: Standing) -> None:
