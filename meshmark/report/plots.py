@@ -11,6 +11,8 @@ matplotlib.rcdefaults()  # a matplotlibrc in the working directory may be a stra
 matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402
 
+from meshmark.clip import clip  # noqa: E402
+from meshmark.report.markdown import visible  # noqa: E402
 from meshmark.report.results import CaseResult  # noqa: E402
 
 # One hue a category, in the order of the stack; the Okabe-Ito palette, which colour-blind readers can tell apart.
@@ -34,7 +36,7 @@ _STYLE = {
 
 def _label(result: CaseResult) -> str:
     case = result.case
-    return f"{case.adapter}  {case.layout.id}  {case.workload.name} {case.precision}"
+    return clip(visible(f"{case.adapter}  {case.layout.id}  {case.workload.name} {case.precision}"), 120)
 
 
 def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
@@ -55,7 +57,7 @@ def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
             widths = [getattr(reading.peak, category) / unit for _, reading in rows]
             axes.barh(range(len(rows)), widths, left=left, color=colour, label=category.replace("_", " "))
             left = [a + b for a, b in zip(left, widths, strict=True)]
-        axes.set_yticks(range(len(rows)), [_label(result) for result, _ in rows])
+        axes.set_yticks(range(len(rows)), [_label(result) for result, _ in rows], parse_math=False)
         axes.invert_yaxis()
         axes.set_xlabel(f"{name} on the fullest rank at its peak")
         figure.legend(loc="outside upper left", ncols=6, frameon=False, fontsize=8)
@@ -80,7 +82,7 @@ def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
                 rates, [y] * len(rates), s=14, alpha=0.5, facecolors=face, edgecolors="#0072B2", linewidths=0.8
             )
             axes.plot([rates[len(rates) // 2]] * 2, [y - 0.35, y + 0.35], color="black", linewidth=1.5)
-        axes.set_yticks(range(len(rows)), [_label(result) for result, _ in rows])
+        axes.set_yticks(range(len(rows)), [_label(result) for result, _ in rows], parse_math=False)
         axes.invert_yaxis()
         axes.set_xlim(left=0)
         units = " or ".join(sorted({timed.case.workload.unit for _, timed in rows}, reverse=True))
