@@ -171,14 +171,14 @@ def _cases(parsed: argparse.Namespace) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> None:
-    from meshmark.report.markdown import visible
+    from meshmark.report.markdown import one_line
     from meshmark.report.render import write_report
     from meshmark.run.record_file import read_records
     from meshmark.run.session import standing
 
     reading = read_records(parsed.results, latest=True)
     for complaint in reading.complaints:
-        print(f"meshmark: left out {visible(complaint)}", file=sys.stderr)
+        print(f"meshmark: left out {one_line(complaint)}", file=sys.stderr)
     folder = parsed.results if parsed.results.is_dir() else parsed.results.parent
     output = parsed.output or folder / "report.md"
     command = ["meshmark", "report", str(parsed.results)]
@@ -201,4 +201,4 @@ def _report(parsed: argparse.Namespace) -> None:
     except OSError as error:
         raise ResultsError(f"{str(output)!r} cannot be written: {error.strerror}") from error
     for complaint in left_out:
-        print(f"meshmark: left out {visible(complaint)}", file=sys.stderr)
+        print(f"meshmark: left out {one_line(complaint)}", file=sys.stderr)

@@ -12,11 +12,12 @@ from meshmark.report.markdown import visible
 
 _COMPLAINT_CHARACTERS = 500
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 def rendered(
-    page: Callable[[Sequence[T], Sequence[str]], str], items: Sequence[T], name: Callable[[T], str]
-) -> tuple[str, list[str]]:
+    page: Callable[[Sequence[T], Sequence[str]], R], items: Sequence[T], name: Callable[[T], str]
+) -> tuple[R, list[str]]:
     """What `page` makes of all items that it can be made of, given complaints about the others, and these complaints.
 
     Raises `ResultsError` where nothing can be made even of those that each can be rendered.
@@ -36,7 +37,7 @@ def rendered(
 
 
 def _sorted_out(
-    page: Callable[[Sequence[T], Sequence[str]], str], items: Sequence[T], name: Callable[[T], str]
+    page: Callable[[Sequence[T], Sequence[str]], R], items: Sequence[T], name: Callable[[T], str]
 ) -> tuple[list[T], list[str]]:
     """Half by half, for almost all of them are good."""
     try:

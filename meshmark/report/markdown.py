@@ -38,7 +38,11 @@ def code(text: object) -> str:
 
 
 def _line(text: object, characters: int) -> str:
-    return clip(" ".join(visible(str(text)[: 2 * characters]).split()), characters)
+    return clip(one_line(str(text)[: 2 * characters]), characters)
+
+
+def one_line(text: str) -> str:
+    return " ".join(visible(text).split())
 
 
 def _as_code(line: str) -> str:

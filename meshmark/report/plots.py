@@ -9,10 +9,10 @@ import matplotlib
 
 matplotlib.rcdefaults()  # a matplotlibrc in the working directory may be a stranger's, and ask for LaTeX
 matplotlib.use("svg")
-import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 
 from meshmark.clip import clip  # noqa: E402
-from meshmark.report.markdown import visible  # noqa: E402
+from meshmark.report.markdown import one_line  # noqa: E402
 from meshmark.report.results import CaseResult  # noqa: E402
 
 # One hue a category, in the order of the stack; the Okabe-Ito palette, which colour-blind readers can tell apart.
@@ -36,7 +36,8 @@ _STYLE = {
 
 def _label(result: CaseResult) -> str:
     case = result.case
-    return clip(visible(f"{case.adapter}  {case.layout.id}  {case.workload.name} {case.precision}"), 120)
+    parts = (case.adapter, case.layout.id, f"{case.workload.name} {case.precision}")
+    return "  ".join(clip(one_line(part), 60) for part in parts)
 
 
 def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
@@ -50,8 +51,9 @@ def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
         return False
     largest = max(reading.peak.total for _, reading in rows)
     unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(9, 0.8 + 0.26 * len(rows)))
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(9, 0.8 + 0.26 * len(rows)))
+        axes = figure.subplots()
         left = [0.0] * len(rows)
         for category, colour in _CATEGORIES.items():
             widths = [getattr(reading.peak, category) / unit for _, reading in rows]
@@ -63,7 +65,6 @@ def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
         figure.legend(loc="outside upper left", ncols=6, frameon=False, fontsize=8)
         figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
         figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
     return True
 
 
@@ -73,8 +74,9 @@ def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
     rows = [(r, r.timed) for r in found if r.timed and r.timed.timing.rank_step_seconds]
     if not rows:
         return False
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(9, 0.8 + 0.26 * len(rows)))
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(9, 0.8 + 0.26 * len(rows)))
+        axes = figure.subplots()
         for y, (result, timed) in enumerate(rows):
             rates = sorted(timed.case.workload.units_per_step / s for s in timed.timing.step_seconds)
             face = "none" if not result.comparable else "#0072B2"
@@ -91,5 +93,4 @@ def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
         )
         figure.tight_layout()
         figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
     return True

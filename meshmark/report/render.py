@@ -30,24 +30,34 @@ def write_report(reading: Reading, path: Path, command: str, baseline: Reading |
     a `baseline`, times, peaks and verdicts are compared with its. Returns complaints about cases that it lacks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     found = results(reading.records)
-    pictures = {
-        "Memory at the peak, by category": (memory_plot, path.with_name(f"{path.stem}-memory.svg")),
-        "Throughput, with its spread": (throughput_plot, path.with_name(f"{path.stem}-throughput.svg")),
-    }
+    drawn, undrawn = _pictures(found, path)
 
     def page(some: Sequence[CaseResult], complaints: Sequence[str]) -> str:
-        read = dataclasses.replace(reading, complaints=[*reading.complaints, *complaints])
-        drawn = [
-            f"![{title}]({quote(file.name)})" for title, (draw, file) in pictures.items() if draw(some[:_DRAWN], file)
-        ]
-        if drawn and len(some) > _DRAWN:
-            drawn.append(f"Drawn are the first {_DRAWN} of {len(some):,} cases; the tables hold all.")
+        read = dataclasses.replace(reading, complaints=[*reading.complaints, *undrawn, *complaints])
         parts = [*_answer(some, read), *drawn, *_evidence(some, read, baseline), *_origin(some, read, command)]
         return "\n\n".join(parts) + "\n"
 
     text, complaints = rendered(page, found, lambda result: result.case.id)
     write_page(path, text)
-    return complaints
+    return [*undrawn, *complaints]
+
+
+def _pictures(found: Sequence[CaseResult], path: Path) -> tuple[list[str], list[str]]:
+    """Drawn beside `path`: lines of the page that show them, and complaints about cases that they lack."""
+    drawn, undrawn = list[str](), list[str]()
+    pictures = {"Memory at the peak, by category": memory_plot, "Throughput, with its spread": throughput_plot}
+    for (title, draw), stem in zip(pictures.items(), ("memory", "throughput"), strict=True):
+        file = path.with_name(f"{path.stem}-{stem}.svg")
+        there, complaints = rendered(
+            lambda some, _, draw=draw, file=file: draw(some, file),  # type: ignore[misc]
+            found[:_DRAWN],
+            lambda result, stem=stem: f"{result.case.id}: its {stem}",  # type: ignore[misc]
+        )
+        drawn += [f"![{title}]({quote(file.name)})"] if there else []
+        undrawn += complaints
+    if drawn and len(found) > _DRAWN:
+        drawn.append(f"Drawn are the first {_DRAWN} of {len(found):,} cases; the tables hold all.")
+    return drawn, undrawn
 
 
 def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
