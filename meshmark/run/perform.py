@@ -21,6 +21,7 @@ from meshmark.run.passes.fail import fail
 from meshmark.run.passes.noise import measure_noise
 from meshmark.run.passes.observe import observe
 from meshmark.run.passes.overflow import overflow
+from meshmark.run.passes.peak import measure_peak
 from meshmark.run.passes.resume import resume, save_halfway
 from meshmark.run.passes.timing import time_steps
 from meshmark.run.rank_info import RankInfo
@@ -31,6 +32,7 @@ from meshmark.run.store import RunStore, run_secret
 _TASKS = {
     Task.OBSERVE: observe,
     Task.TIME: time_steps,
+    Task.PEAK: measure_peak,
     Task.NOISE: measure_noise,
     Task.SAVE: save_halfway,
     Task.RESUME: resume,
