@@ -224,7 +224,8 @@ def _origin(found: Sequence[AdapterColumn], records: Sequence[Record], command: 
         "meshmark/conformance/scenario.py. Correct means what it means in the report: every loss, gradient and update "
         "within the noise of its precision, measured, of a float64 truth.",
         "Records by:\n\n" + block("\n".join(commands)) + "\n\nThis page by:\n\n" + block(command),
-        inline(
+        "On "
+        + inline(
             f"{environment.machine}, {environment.num_cpus} CPUs, {environment.device} and {environment.backend}, "
             f"commit {environment.commit or 'unknown'}, {environment.date}. {versions}."
         ),

@@ -11,7 +11,6 @@ matplotlib.rcdefaults()  # a matplotlibrc in the working directory may be a stra
 matplotlib.use("svg")
 from matplotlib.figure import Figure  # noqa: E402
 
-from meshmark.clip import clip  # noqa: E402
 from meshmark.report.markdown import one_line  # noqa: E402
 from meshmark.report.results import CaseResult  # noqa: E402
 from meshmark.run.throughput import throughput  # noqa: E402
@@ -38,7 +37,7 @@ _STYLE = {
 def _label(result: CaseResult) -> str:
     case = result.case
     parts = (case.adapter, case.layout.id, f"{case.workload.name} {case.precision}")
-    return "  ".join(clip(one_line(part), 60) for part in parts)
+    return "  ".join(one_line(part)[:32] for part in parts)  # longer ones would leave the axes no room
 
 
 def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:

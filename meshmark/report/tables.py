@@ -254,7 +254,7 @@ def failures(records: Sequence[Record]) -> str:
                 likely = f"; likely {inline(verdict.evidence['diagnosis'])}" if "diagnosis" in verdict.evidence else ""
                 told = f"{case}: {inline(verdict.suite)}: {inline(verdict.summary)}{likely}"
                 parts.append(f"{told}\n\n{details('evidence', block(facts))}")
-    return "\n".join(parts)
+    return "\n\n".join(parts)  # a tag goes on until an empty line
 
 
 def skips(found: Sequence[CaseResult]) -> str:
