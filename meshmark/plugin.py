@@ -18,7 +18,7 @@ from meshmark.conformance.scenario import plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import ClusterError, InputError, LayoutError, MeshmarkError, ResultsError, UnknownNameError
 from meshmark.expect import expect_ran
-from meshmark.options import chosen_adapters, positive, split_values
+from meshmark.options import DEFAULT_WORKLOAD, chosen_adapters, chosen_layouts, chosen_workloads, split_values
 from meshmark.progress import Progress
 from meshmark.pytest_entry import asks_for_suites
 from meshmark.reference.data import check_data, on_corpus
@@ -29,8 +29,11 @@ from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
+from meshmark.spec.layout import Layout
+from meshmark.spec.layout_id import GLOSSARY
+from meshmark.spec.model_text import KEYS
 from meshmark.spec.precision import Precision, precision
-from meshmark.spec.workload import Workload, workload
+from meshmark.spec.workload import Workload
 
 pytest_plugins = ["meshmark.session_log"]
 
@@ -43,6 +46,9 @@ class Selection:
     """Adapter name to "module:Class"."""
     adapters: dict[str, type[Adapter]]
     worlds: list[int]
+    """Those of `layouts`, where they are given."""
+    layouts: list[Layout] | None
+    """None takes the matrix's."""
     workloads: list[Workload]
     global_batch: int | None
     """Of every workload; None leaves each its own."""
@@ -69,13 +75,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE.py:CLASS",
         help="an adapter from outside the repo, or package.module:Class; alone unless --adapters is given too",
     )
-    group.addoption("--world", default="2", metavar="N,M", help="world sizes (default: 2); `single` always runs on 1")
+    group.addoption("--world", default=None, metavar="N,M", help="world sizes (default: 2); `single` always runs on 1")
+    group.addoption(
+        "--layouts",
+        default=None,
+        metavar="ID,ID",
+        help="these layouts in the place of the matrix's, by the ids that reports print, such as dp2.tp2.mb4; "
+        + "; ".join(f"{part}: {meaning}" for part, meaning in GLOSSARY.items()),
+    )
     group.addoption("--device", default="cpu", help="cpu or cuda (default: cpu)")
     group.addoption("--backend", default=None, help="gloo or nccl (default: nccl where every rank has its own GPU)")
     group.addoption(
         "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
     )
-    group.addoption("--workload", default="gpt-tiny", metavar="NAME,NAME", help="workload presets (default: gpt-tiny)")
+    group.addoption(
+        "--workload", default=DEFAULT_WORKLOAD, metavar="NAME,NAME", help=f"presets (default: {DEFAULT_WORKLOAD})"
+    )
+    group.addoption(
+        "--model",
+        default=None,
+        metavar="KEY=N,...",
+        help=f"the workload's model in another size, of {', '.join(KEYS)}; or a Hugging Face FILE.json, and such keys",
+    )
     group.addoption("--global-batch", type=int, default=None, metavar="N", help="sequences a step (default: preset's)")
     group.addoption("--corpus", default=None, metavar="FILE", help="train on this file, byte by byte")
     group.addoption(
@@ -117,14 +138,15 @@ def _select(config: pytest.Config) -> Selection:
     option = config.getoption
     targets = chosen_adapters(option("--adapters"), option("--adapter"))
     corpus, batch = option("--corpus"), option("--global-batch")
-    workloads = [on_corpus(_workload(name, batch), corpus) for name in split_values("--workload", option("--workload"))]
+    workloads = [on_corpus(each, corpus) for each in chosen_workloads(option("--workload"), option("--model"), batch)]
     for chosen in workloads:
         check_data(chosen)
-    nnodes = option("--nnodes")
+    nnodes, (worlds, layouts) = option("--nnodes"), chosen_layouts(option("--world"), option("--layouts"))
     return Selection(
         targets=targets,
         adapters={name: load_adapter(target) for name, target in targets.items()},
-        worlds=[positive("--world", text) for text in split_values("--world", option("--world"))],
+        worlds=worlds,
+        layouts=layouts,
         workloads=workloads,
         global_batch=batch,
         corpus=corpus,
@@ -136,14 +158,6 @@ def _select(config: pytest.Config) -> Selection:
         else ClusterSpec(nnodes=nnodes, node_rank=option("--node-rank"), rdzv=option("--rdzv")),
         launcher=_launcher(option("--launcher")),
     )
-
-
-def _workload(name: str, global_batch: int | None) -> Workload:
-    """A preset, renamed when its batch is another, for then its numbers are too."""
-    chosen = workload(name)
-    if global_batch is None or global_batch == chosen.global_batch:
-        return chosen
-    return dataclasses.replace(chosen, name=f"{name}.b{global_batch}", global_batch=global_batch)
 
 
 def _launcher(name: str) -> str:
