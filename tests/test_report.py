@@ -21,9 +21,11 @@ from meshmark.run.request import Task
 from meshmark.run.verdict import judge_memory
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
+from meshmark.theory.flow import Departure
 from tests.factories import (
     make_case,
     make_environment,
+    make_flow,
     make_good,
     make_memory,
     make_memory_evidence,
@@ -195,6 +197,15 @@ def test_a_pass_that_was_too_slow_says_nothing_against_correctness(tmp_path: Pat
     assert "**1 of 2 judged cases train correctly**" in text and "1 not judged" in text
     assert f"wrong or failed: `{FSDP2.id}`" in text and f"`{GPIPE.id}`" not in text.splitlines()[2]
     assert "4 of 13 steps" in text
+
+
+def test_a_verdict_that_cannot_tell_is_neither_right_nor_wrong(tmp_path: Path) -> None:
+    told = make_verdict("equivalence", False, undecided=True, summary="cannot tell: the noise hides it")
+    page = render(tmp_path, [make_good(case=DDP), make_good(case=GPIPE, verdicts=[told])])
+    found = answer(page)
+    assert (found["ddp"]["correct"], found["gpipe"]["correct"]) == ("yes", "**cannot tell**")
+    assert "**1 of 1 judged case" in page.splitlines()[2] and "1 not judged" in page.splitlines()[2]
+    assert "cannot tell: the noise hides it" in page, "what must be mended before it can be judged"
 
 
 @pytest.mark.parametrize("status", [status for status in Status if status.outside])
@@ -421,8 +432,8 @@ def test_the_communication_table_is_of_the_rank_that_sends_most(tmp_path: Path) 
     """Both what was asked for and what the backend made of it; calls of scalars are left out."""
 
     def reading(num_bytes: int) -> TrafficReading:
-        asked = Collective(kind="reduce_scatter", group_size=2, count=2, num_bytes=num_bytes)
-        scalar = Collective(kind="all_reduce", group_size=2, count=1, num_bytes=4)
+        asked = Collective(kind="reduce_scatter", group_size=2, ranks=(0, 1), count=2, num_bytes=num_bytes)
+        scalar = Collective(kind="all_reduce", group_size=2, ranks=(0, 1), count=1, num_bytes=4)
         return TrafficReading(
             asked=[asked, scalar],
             issued=[Collective(kind="all_reduce", group_size=2, count=2, num_bytes=num_bytes)],
@@ -438,6 +449,29 @@ def test_the_communication_table_is_of_the_rank_that_sends_most(tmp_path: Path) 
     )
     assert (row["asked for"], row["backend issued"]) == ("2 reduce_scatter 4 KiB", "2 all_reduce 4 KiB")
     assert (row["sent / rank"], row["really sent / rank"]) == ("2 KiB", "4 KiB")
+    assert row["differences"] == "0"
+
+
+def test_traffic_names_the_axes_of_its_groups_where_there_are_several(tmp_path: Path) -> None:
+    case = make_case(layout=Layout(dp=2, tp=2))
+    groups = {"tp": (0, 1), "dp": (0, 2), "dp+tp": (0, 1, 2, 3)}
+    asked = [Collective(kind="all_reduce", group_size=2, ranks=r, count=1, num_bytes=2048) for r in groups.values()]
+    traffic = make_traffic_evidence(readings=[TrafficReading(asked=asked, issued=[])], planned=[[]], departures=[[]])
+    (row,) = rows(section(render(tmp_path, [make_good(case=case, traffic=traffic)]), "Communication"))
+    assert row["asked for"] == ", ".join(f"1 all_reduce 2 KiB over {axes}" for axes in groups)
+
+
+def test_declared_departures_stand_under_communication_with_their_reason(tmp_path: Path) -> None:
+    theory, sent = make_flow("reduce_scatter", num_bytes=4096), make_flow(num_bytes=4096)
+    declared = [
+        Departure(sends=(sent,), instead_of=(theory,), reason="whole gradients"),
+        Departure(instead_of=(theory,), reason="none"),
+    ]
+    record = make_good(case=DDP, traffic=make_traffic_evidence(departures=[declared, []]))
+    text = section(render(tmp_path, [record]), "Communication").partition("Declared departures")[2]
+    first, second = rows(text)
+    assert (first["sent"], first["in place of"]) == ("gradients: all_reduce 4 KiB", "gradients: reduce_scatter 4 KiB")
+    assert (first["why"], second["sent"]) == ("whole gradients", "nothing")
 
 
 def test_the_throughput_table_marks_wrong_runs_and_shows_the_spread(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshmark.judge.yardstick import FALSE_ALARMS
+from meshmark.judge.false_alarms import shown
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
+from meshmark.report.communication import communication, departures
 from meshmark.report.planned import planned_memory
 from meshmark.report.plots import memory_plot, throughput_plot
 from meshmark.report.results import CaseResult, results
@@ -47,8 +48,9 @@ def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
         _headline(found, missing, len(failing(reading.sessions, conforming=False))),
         tables.answer(found),
         "*correct*: every loss, gradient norm, gradient and parameter of every step stands no further "
-        "from a float64 single-process truth than rounding in its precision carries a correct run; the factor on that "
-        f"noise is such that a correct case fails with probability {FALSE_ALARMS:g}. "
+        "from a float64 single-process truth than rounding in its precision carries a correct run, told by a factor on "
+        f"that noise; of how often it fails a correct run, there is shown: {shown()}. *cannot tell*: the noise hides "
+        "too much for a verdict. "
         "*detects*: the smallest scaling of any single parameter's gradient that this verdict would have caught. "
         "*peak / rank*: exact bytes alive on the fullest rank. Memory and speed of a run that is wrong, "
         "or that keeps narrower states than its precision promises, are struck out: they are no result.",
@@ -170,9 +172,10 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
             "compares states, and on a CPU activations, of every rank with the closed form.",
         ),
         "Communication": (
-            tables.communication,
+            communication,
             "One step, on the rank that sends most. Bytes are full tensors; *sent* counts ring algorithms. What a "
-            "backend issues can differ from what was asked for.",
+            "backend issues can differ from what was asked for. The verdict compares the bytes of every kind and group "
+            "of ranks with theory and what adapters declare, exactly, and calls where theory fixes their number.",
         ),
         "Throughput": (functools.partial(tables.speed, baseline=before), f"{_TIMED}{_peaks(latest)}."),
     }
@@ -183,6 +186,8 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
             parts.insert(-1, warning)
         if title == "Memory" and (declared := tables.remainders(found)):
             parts += ["Declared beyond the closed form, rank 0:", declared]
+        if title == "Communication" and (departed := departures(found)):
+            parts += ["Declared departures from theory, rank 0:", departed]
         if title == "Memory" and (compared := planned_memory(found)):
             parts += [_PLANNED, compared]
     if any(r.skipped for r in found):

@@ -14,6 +14,7 @@ from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
+from meshmark.theory.flow import Departure, Flow
 from meshmark.theory.states import ModelStates, Remainder
 
 SCHEMA = 2
@@ -95,6 +96,8 @@ class Verdict:
     suite: str
     """equivalence, memory or communication."""
     passed: bool
+    undecided: bool = False
+    """Not passed, and no fault of what was judged: nothing can be told."""
     summary: str
     """One line: what decided."""
     evidence: dict[str, float | int | str] = field(default_factory=dict)
@@ -127,9 +130,9 @@ class EquivalenceEvidence:
     deviations: Deviations = field(default_factory=dict)
     """From the truth, by quantity, then step."""
     noise: Comparisons = field(default_factory=dict)
-    """The largest such distance in runs of `single` under perturbation, and of the scales of gradients."""
+    """The root mean square of such distances in runs of `single` under perturbation, and of the scales of gradients."""
     factors: dict[str, float] = field(default_factory=dict)
-    """How many times its noise a quantity may stand from the truth, by kind."""
+    """How many times its noise a quantity may stand from the truth: by kind, and by quantity where that is more."""
     drifts: list[Drift] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
     """Of a run that is not equivalent: the likely defect."""
@@ -164,8 +167,10 @@ class TrafficEvidence:
     """What ranks sent, and what they were to send; lists are by rank."""
 
     readings: list[TrafficReading] = field(default_factory=list)
-    planned: list[dict[str, float] | None] = field(default_factory=list)
-    """Bytes by kind of collective; None where they are not planned."""
+    planned: list[list[Flow] | None] = field(default_factory=list)
+    """By theory; None where it does not plan. Empty in records of old, whose plan was their adapter's word."""
+    departures: list[list[Departure]] = field(default_factory=list)
+    """From theory, as the adapter declares them."""
 
 
 @dataclass(frozen=True, kw_only=True)
