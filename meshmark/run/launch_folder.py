@@ -1,4 +1,4 @@
-"""The private folder of one launch: gone when the launch is, or, where its launcher was killed, when its servers end."""
+"""The private folder of one launch: gone when the launch is, or, where its launcher was killed, with its servers."""
 
 from __future__ import annotations
 
