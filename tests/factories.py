@@ -167,9 +167,12 @@ def make_timing(**changes: Any) -> TimingEvidence:  # noqa: ANN401
     """Of two ranks and two steps."""
     defaults: dict[str, Any] = {
         "rank_step_seconds": [[0.5, 0.25], [0.25, 0.75]],
-        "matmul_flops_per_second": [1e9, 2e9],
+        "peak_flops_per_second": 3e9,
     }
-    return TimingEvidence(**{**defaults, **changes})
+    found = {**defaults, **changes}
+    ranks = found["rank_step_seconds"]
+    one_lap = {"rank_starts": [[0.0] for _ in ranks], "lap_steps": [len(ranks[0])] if ranks else []}
+    return TimingEvidence(**{**one_lap, **found})
 
 
 def make_record(**changes: Any) -> Record:  # noqa: ANN401

@@ -13,7 +13,7 @@ from meshmark.measure.readings import Collective, MemoryReading
 from meshmark.report.baseline import Baseline
 from meshmark.report.results import CaseResult
 from meshmark.run.record import Record, Verdict
-from meshmark.run.throughput import throughput
+from meshmark.run.throughput import Throughput, drift, throughput
 from meshmark.theory.bubble import bubble_fraction
 
 KIB = 1024.0
@@ -150,25 +150,26 @@ def communication(found: Sequence[CaseResult]) -> str:
 
 
 def speed(found: Sequence[CaseResult], baseline: Baseline) -> str:
-    """With a `baseline`, each median also as a multiple of the same case's there. With pipelines, how much of a step
+    """How fast, how well that is known, and how steps scatter. With a `baseline`, each median also as a multiple of the
+    same case's there. With pipelines, how much of a step
     equal stages would wait, each with a processor to itself."""
     rows = []
     for result in found:
         if not result.timed or not result.timed.timing.rank_step_seconds:
             continue
-        milliseconds = 1000 * np.array(result.timed.timing.step_seconds)
-        measured = throughput(result.timed)
+        seconds, measured = result.timed.timing.step_seconds, throughput(result.timed)
+        gaps = [gap for lap in result.timed.timing.laps for gap in lap.gaps]
+        percentiles = (f"{1000 * p:.3g}" for p in np.percentile(seconds, [5, 50, 95]))
         row: dict[str, object] = {
             **names(result),
             "correct": result.correctness,
-            "states in": result.states,
-            "median step": f"{np.median(milliseconds):.4g} ms",
-            "fastest": f"{milliseconds.min():.4g} ms",
-            "slowest": f"{milliseconds.max():.4g} ms",
-            "samples": len(milliseconds),
             f"{measured.unit}/s": f"{measured.per_second:,.0f}",
-            "MFU": f"{measured.mfu:.1%}",
-            "peak from": measured.peak_source,
+            "95 % interval": interval_text(measured) + ("" if measured.settled else " (budget)"),
+            "steps": len(seconds),
+            "p5 / p50 / p95": " / ".join(percentiles) + " ms",
+            "rank gap": f"{1000 * np.median(gaps):.2f} ms" if result.case.world_size > 1 else "",
+            "drift": f"{drift(seconds):+.1%}",
+            "MFU": _percent(measured.mfu),
         }
         if any(other.case.layout.pp > 1 for other in found):
             idle = bubble_fraction(result.case.layout)
@@ -249,7 +250,8 @@ def _peak_text(readings: list[MemoryReading]) -> str:
 def _speed(result: CaseResult) -> str:
     if not result.timed or not result.timed.timing.rank_step_seconds:
         return ""
-    text = f"{throughput(result.timed).per_second:,.0f}"
+    measured = throughput(result.timed)
+    text = f"{measured.per_second:,.0f} {interval_text(measured)}"
     if result.states_as_asked is False and result.correct is not False:
         return f"~~{text}~~ other states"
     return text if result.comparable else f"~~{text}~~ wrong run"
@@ -258,7 +260,16 @@ def _speed(result: CaseResult) -> str:
 def _mfu(result: CaseResult) -> str:
     if not result.timed or not result.timed.timing.rank_step_seconds or not result.comparable:
         return ""
-    return f"{throughput(result.timed).mfu:.1%}"
+    return _percent(throughput(result.timed).mfu)
+
+
+def interval_text(measured: Throughput) -> str:
+    """`±1.8%`."""
+    return f"±{measured.relative:.1%}" if measured.relative < 1 else "±?"
+
+
+def _percent(fraction: float | None) -> str:
+    return "" if fraction is None else f"{fraction:.1%}"
 
 
 def _wire(collectives: list[Collective]) -> float:

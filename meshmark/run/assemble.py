@@ -70,7 +70,9 @@ def assemble(
         traffic=TrafficEvidence(readings=[r.traffic for r in reports if r.traffic], planned=declared.traffic),
         timing=TimingEvidence(
             rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
-            matmul_flops_per_second=[r.matmul_flops_per_second for r in reports if r.matmul_flops_per_second],
+            rank_starts=[r.lap_starts for r in reports if r.lap_starts],
+            lap_steps=reports[0].lap_steps if whole else [],
+            peak_flops_per_second=request.peak_flops_per_second,
         ),
         conformance=ConformanceEvidence(
             scenario=request.scenario,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from meshmark.adapter.contract import Adapter
+from meshmark.clip import told
 from meshmark.spec.case import Case
 from meshmark.theory.states import ModelStates, Remainder, model_states
 
@@ -32,7 +33,7 @@ def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int]) -> Declare
         try:
             return [answer(rank) for rank in ranks]
         except (Exception, SystemExit) as error:  # whatever an adapter does wrong
-            failed.setdefault(suite, f"Adapter.{method} raised {type(error).__name__}: {error}")
+            failed.setdefault(suite, f"Adapter.{method} raised {told(error)}")
             return []
 
     return Declared(

@@ -24,10 +24,7 @@ _PARTS_OF_SCHEMA_1: dict[str, dict[str, str]] = {
         "state_dtypes": "state_dtypes",
     },
     "traffic": {"traffic": "readings", "planned_traffic": "planned"},
-    "timing": {
-        "rank_step_seconds": "rank_step_seconds",
-        "matmul_flops_per_second": "matmul_flops_per_second",
-    },
+    "timing": {"rank_step_seconds": "rank_step_seconds"},
     "conformance": {
         "scenario": "scenario",
         "base": "base",
@@ -37,6 +34,8 @@ _PARTS_OF_SCHEMA_1: dict[str, dict[str, str]] = {
     },
 }
 """By part of a record: its fields as they lay side by side in schema 1, and as they are named within the part."""
+_LEFT_OUT = {"matmul_flops_per_second"}
+"""Of schema 1: ranks that shared cores were told a peak each, which together the machine did not have."""
 
 
 def migrate(value: object) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def migrate(value: object) -> dict[str, Any]:
         raise ValueError(f"schema {schema}, this Meshmark reads 1 to {SCHEMA}")
     if schema == SCHEMA or "session" in value:
         return value | {"schema": SCHEMA}
-    moved = {old for part in _PARTS_OF_SCHEMA_1.values() for old in part}
+    moved = {old for part in _PARTS_OF_SCHEMA_1.values() for old in part} | _LEFT_OUT
     parts = {
         name: {new: value[old] for old, new in part.items() if old in value}
         for name, part in _PARTS_OF_SCHEMA_1.items()

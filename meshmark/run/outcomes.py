@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 
+from meshmark.clip import clip, told
 from meshmark.errors import MeshmarkError
 from meshmark.run.launch import LaunchResult
 from meshmark.run.record import Outcome, PeerEnd, Status
@@ -13,9 +14,9 @@ from meshmark.run.record import Outcome, PeerEnd, Status
 def outcome_of_error(error: BaseException) -> Outcome:
     """A failure outside the ranks; one that nobody foresaw with its stack."""
     if isinstance(error, MeshmarkError):
-        return Outcome(status=Status.UNFINISHED, message=str(error))
-    stack = "".join(traceback.format_exception(error))
-    return Outcome(status=Status.UNFINISHED, message=f"{type(error).__name__}: {error}", traceback=stack)
+        return Outcome(status=Status.UNFINISHED, message=clip(str(error)))
+    stack = clip("".join(traceback.format_exception(error)))
+    return Outcome(status=Status.UNFINISHED, message=told(error), traceback=stack)
 
 
 def outcome_of_launch(launched: LaunchResult, world_size: int) -> Outcome:

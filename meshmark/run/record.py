@@ -9,6 +9,7 @@ from meshmark.environment import Environment
 from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.yardstick import Comparisons, Yardstick
+from meshmark.measure.laps import Lap, laps_of
 from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
@@ -174,14 +175,22 @@ class TimingEvidence:
     """What the untouched pass took."""
 
     rank_step_seconds: list[list[float]] = field(default_factory=list)
-    """By rank, then step: raw."""
-    matmul_flops_per_second: list[float] = field(default_factory=list)
-    """By rank: the best matrix product found, all ranks at once."""
+    """By rank, then step: raw, of all laps."""
+    rank_starts: list[list[float]] = field(default_factory=list)
+    """By rank, then lap: seconds after the first rank of the same node; empty: together."""
+    lap_steps: list[int] = field(default_factory=list)
+    """Steps of each lap; empty: one lap."""
+    peak_flops_per_second: float | None = None
+    """Measured, of all cores or GPUs that the ranks can use; None where nobody measured."""
+
+    @property
+    def laps(self) -> list[Lap]:
+        return laps_of(self.rank_step_seconds, self.rank_starts, self.lap_steps) if self.rank_step_seconds else []
 
     @property
     def step_seconds(self) -> list[float]:
-        """The slowest rank's, step by step."""
-        return [max(ranks) for ranks in zip(*self.rank_step_seconds, strict=True)]
+        """From the last rank's end of each step to that of the next: they add up to what a stopwatch says."""
+        return [seconds for lap in self.laps for seconds in lap.step_seconds]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from meshmark import rank_progress
 from meshmark.adapter.engine import Engine
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.traffic_source import TrafficSource
+from meshmark.clip import told
 from meshmark.judge.deviation import Tensors
 from meshmark.judge.engine_tensors import host_gradients, host_parameters, local_holdings
 from meshmark.judge.gather import all_gather_json
@@ -52,7 +53,7 @@ class Observer:
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            self.unheld = self.unheld or f"Engine.holdings raised {type(error).__name__}: {error}"
+            self.unheld = self.unheld or f"Engine.holdings raised {told(error)}"
             return Holdings()
 
     def train(
