@@ -121,7 +121,8 @@ class DataParallelEngine(Engine):
         return norm
 
     def advance_schedule(self) -> None:
-        self.schedule.step()
+        if self.schedule:
+            self.schedule.step()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
