@@ -129,6 +129,13 @@ def make_optimizer(**changes: Any) -> Any:  # noqa: ANN401
     return dataclasses.replace(make_workload().optimizer, **changes)
 
 
+def test_tokens_must_have_been_uneven() -> None:
+    """Where every micro-batch has as many, a wrong weighing does not show."""
+    masked, whole = (make_case(workload=make_workload(masked=masked)) for masked in (True, False))
+    assert judges.uneven(plain(case=masked)).result is ClauseResult.PASS
+    assert "24 to 24 tokens a micro-batch" in failing(judges.uneven(plain(case=whole))), "two sequences of twelve"
+
+
 def test_frozen_parameters_must_stay_bit_for_bit() -> None:
     """Even a move within the noise is one."""
     case = make_case(workload=make_workload(frozen=("head.",)))
