@@ -131,9 +131,10 @@ def make_optimizer(**changes: Any) -> Any:  # noqa: ANN401
 
 def test_tokens_must_have_been_uneven() -> None:
     """Where every micro-batch has as many, a wrong weighing does not show."""
-    masked, whole = (make_case(workload=make_workload(masked=masked)) for masked in (True, False))
+    masked, whole = (SCENARIOS[name].varied(DDP)[0] for name in ("uneven", "accumulation"))
     assert judges.uneven(plain(case=masked)).result is ClauseResult.PASS
-    assert "24 to 24 tokens a micro-batch" in failing(judges.uneven(plain(case=whole))), "two sequences of twelve"
+    tokens = whole.workload.tokens_per_step // (whole.layout.dp * whole.layout.num_micro_batches)
+    assert failing(judges.uneven(plain(case=whole))) == f"{tokens} to {tokens} tokens a micro-batch"
 
 
 def test_frozen_parameters_must_stay_bit_for_bit() -> None:
