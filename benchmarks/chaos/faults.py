@@ -167,6 +167,8 @@ class Ended(Fault):
     def strike(self, session: Session, draw: random.Random) -> bool:
         session.wait(session.ranks, session.limit_seconds + PATIENCE_SECONDS)
         time.sleep(draw.uniform(0.0, SPREAD_SECONDS))
+        if session.ended:
+            return False
         self.struck = time.monotonic()
         os.kill(session.pid, self.number)
         self.expected = f"exit code {self.exit_code}"
@@ -188,6 +190,8 @@ class ResultsGone(Fault):
     def strike(self, session: Session, draw: random.Random) -> bool:
         session.wait(session.ranks, session.limit_seconds + PATIENCE_SECONDS)
         time.sleep(draw.uniform(0.0, SPREAD_SECONDS / 2))
+        if session.ended:
+            return False
         self.struck = time.monotonic()
         if self.how == "moved":
             session.results.rename(session.folder / "elsewhere")

@@ -22,6 +22,8 @@ from meshmark.serial import encode
 
 READY_SECONDS = 300.0
 """How long nodes wait for one that is late, before ranks start: it may import from a slow disk."""
+_OWN = ("checkpoint", "peak_flops_per_second")
+"""Of a request: a path, and what each node measures of itself."""
 _SHOWN = 40
 """Characters of a value that is told; of a longer one a digest is."""
 
@@ -89,7 +91,7 @@ def _facts(request: Request) -> dict[str, str]:
         if case:
             case["workload"]["corpus"] = None
     facts = {"case": request.case.id, "data": _digest(data_digest(request.case.workload))}
-    facts |= {f"request's {name}": _shown(value) for name, value in asked.items() if name != "checkpoint"}
+    facts |= {f"request's {name}": _shown(value) for name, value in asked.items() if name not in _OWN}
     facts |= {f"version of {name}": version for name, version in versions().items()}
     return facts | {"code of Meshmark": _code(), "code of the adapter": _source(request.adapter)}
 
