@@ -18,9 +18,9 @@ from meshmark.reference.objective import loss_share
 from meshmark.reference.transformer import Transformer
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.record import Record, Verdict
 from meshmark.run.runner import Runner, RunOptions
-from meshmark.run.verdict import judge_memory
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family, ModelSpec

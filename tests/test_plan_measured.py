@@ -9,8 +9,8 @@ import pytest
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.report.planned import least, peaks, plans
+from meshmark.run.memory_verdict import memory_categories
 from meshmark.run.record import Record, read_records
-from meshmark.run.verdict import memory_categories
 from meshmark.theory import activations, saved_activations
 from meshmark.theory.states import model_states
 

@@ -11,8 +11,9 @@ import pytest
 from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.measure.readings import Bytes, Collective, TrafficReading
+from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.record import Record, Verdict
-from meshmark.run.verdict import Limit, detection_limits, judge_communication, judge_equivalence, judge_memory
+from meshmark.run.verdict import Limit, detection_limits, judge_communication, judge_equivalence
 from meshmark.theory.states import ModelStates, Remainder
 from tests.factories import make_good, make_memory, make_traffic
 

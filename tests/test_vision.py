@@ -27,10 +27,11 @@ from meshmark.reference.digits import load_digits
 from meshmark.reference.objective import loss_share
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.throughput import throughput
-from meshmark.run.verdict import judge_communication, judge_memory
+from meshmark.run.verdict import judge_communication
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

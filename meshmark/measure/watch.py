@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from meshmark.measure.allocations import Change
+from meshmark.measure.allocator import CudaPeaks, count_all_threads, settle
+
 _AUTOGRAD_NODE = "autograd::engine::evaluate_function: "
 """What the profiler calls a node of the graph that the backward pass walks, and then the node's name."""
 
@@ -40,21 +43,6 @@ class Operand:
     num_bytes: int
     address: int
     """Of its storage."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Allocation:
-    """One storage's life."""
-
-    address: int
-    num_bytes: int
-    start_ns: int
-    stop_ns: int | None
-    """None when no end was seen. Gloo frees what it worked on in threads of its own, which the profiler cannot see: the
-    storage may be long gone."""
-
-    def alive(self, time_ns: int) -> bool:
-        return self.start_ns <= time_ns and (self.stop_ns is None or time_ns < self.stop_ns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +79,20 @@ class Watch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.windows: list[Window] = []
+        self.steady_ns: dict[int, int] = {}
+        """By step, when it was over and the allocator told what was left."""
+        self.peaks = CudaPeaks(device)
         self._events: list[Any] = []
         self._recorded: dict[str, Any] = {}
 
     def __enter__(self) -> Watch:
+        count_all_threads()
         self._start(operands=False)
         return self
 
     def focus(self) -> None:
-        """From here on see collectives too, with their operands."""
+        """From here on see collectives too, with their operands; peaks are those of what follows."""
+        self.peaks = CudaPeaks(self.device)
         self._stop()
         self._start(operands=True)
 
@@ -126,33 +119,35 @@ class Watch:
     def window(self, name: str, step: int) -> Iterator[None]:
         """Marks what runs inside, once the device has caught up on both sides."""
         self._synchronize()
+        self.peaks.reset()
         start = time.time_ns()
         try:
             yield
         finally:
             self._synchronize()
+            self.peaks.read()
             self.windows.append(Window(name=name, step=step, start_ns=start, stop_ns=time.time_ns()))
+
+    def settle(self, step: int) -> None:
+        """After `step`: mark the steady point, with nothing of it left on its way."""
+        self.steady_ns[step] = settle(self.device)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def allocations(self) -> list[Allocation]:
-        """Every allocation on the watched device, in order of its start."""
-        lives: list[Allocation] = []
-        open_: dict[int, tuple[int, int]] = {}
-        for event in self._events:
-            if event.name != "[memory]" or event.extra_fields.device.type != self.device.type:
-                continue
-            address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
-            begun = open_.pop(address, None)
-            if begun is not None:
-                seen_ns = event.start_time_ns if size < 0 else None
-                lives.append(Allocation(address=address, num_bytes=begun[1], start_ns=begun[0], stop_ns=seen_ns))
-            if size > 0:
-                open_[address] = (event.start_time_ns, size)
-        lives += [Allocation(address=a, num_bytes=n, start_ns=t, stop_ns=None) for a, (t, n) in open_.items()]
-        return sorted(lives, key=lambda life: life.start_ns)
+    def changes(self) -> list[Change]:
+        """Every allocation on the watched device and every end that was seen, in order."""
+        return [
+            Change(
+                time_ns=event.start_time_ns,
+                address=event.extra_fields.ptr,
+                num_bytes=event.extra_fields.alloc_size,
+                total_bytes=event.extra_fields.total_allocated,
+            )
+            for event in self._events
+            if event.name == "[memory]" and event.extra_fields.device.type == self.device.type
+        ]
 
     def backward_starts(self) -> list[int]:
         """When autograd began to walk a graph: its first node after anything else on the same level."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from meshmark.report.results import CaseResult
 from meshmark.report.tables import bytes_text, markdown, names
+from meshmark.run.memory_verdict import memory_categories
 from meshmark.run.record import Record
-from meshmark.run.verdict import memory_categories
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.states import ModelStates, Remainder, declared_bytes
 

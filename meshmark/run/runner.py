@@ -18,11 +18,12 @@ from meshmark.errors import ClusterError, MeshmarkError, ResultsError
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
 from meshmark.run.declared import declare
 from meshmark.run.launch import Launcher, LaunchResult
+from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS, noise_key, read_noise, write_noise
 from meshmark.run.record import Outcome, Record, RecordFile, Status
 from meshmark.run.request import Request, Task
 from meshmark.run.scratch import Scratch
-from meshmark.run.verdict import judge_communication, judge_equivalence, judge_memory
+from meshmark.run.verdict import judge_communication, judge_equivalence
 from meshmark.spec.case import Case
 
 ASSESSABLE_PARAMETERS = 20_000_000

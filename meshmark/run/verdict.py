@@ -6,18 +6,12 @@ Pure functions from a record to a verdict: a record on disk can be judged again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshmark.judge.deviation import Deviation, Quantity, QuantityKind
 from meshmark.judge.yardstick import FALSE_ALARMS, compare, zeros
-from meshmark.measure.readings import MemoryReading
 from meshmark.run.record import Record, Verdict
-from meshmark.spec.model_spec import ModelSpec
-from meshmark.theory.states import ModelStates, Remainder, declared_bytes
 
-STATE_TOLERANCE = 0.01
-"""Relative, on the bytes of each category of model states, and of activations."""
 TRAFFIC_TOLERANCE = 0.01
 """Relative to all planned bytes, on each kind of collective; room for norms and other scalars, of which frameworks
 exchange a few."""
@@ -101,13 +95,6 @@ def detection_limits(record: Record) -> dict[str, Limit]:
     return limits
 
 
-_MEND_STATES = (
-    "`Engine.holdings` leaves storages out or names too many, or the framework holds other bytes than its layout "
-    "promises; what it is meant to hold besides goes into `Adapter.remainders`"
-)
-_MEND_ACTIVATIONS = (
-    "what the framework is meant to keep follows from `Adapter.recipe`, and what is over from `Adapter.remainders`"
-)
 _MEND_TRAFFIC = "what the framework's algorithm is meant to send is what `Adapter.traffic` says"
 
 
@@ -116,53 +103,6 @@ def _unmeasured(record: Record, suite: str) -> Verdict | None:
     if suite not in record.unmeasured:
         return None
     return Verdict(suite=suite, passed=False, summary=record.unmeasured[suite])
-
-
-def judge_memory(record: Record) -> Verdict | None:
-    """Bytes of parameters, gradients, optimizer states and, where they are planned, activations on every rank within
-    1 % of the closed form plus what the adapter declares; None where nothing is planned."""
-    if failed := _unmeasured(record, "memory"):
-        return failed
-    worst = (-1.0, "", 0, 0.0, 0.0)
-    on_cpu = record.environment.device == "cpu"
-    for rank, (reading, plan, declared) in enumerate(
-        zip(record.memory, record.planned_states, record.remainders, strict=True)
-    ):
-        if plan is None:
-            return None
-        for category, measured, expected in memory_categories(reading, plan, declared, with_activations=on_cpu):
-            worst = max(worst, (abs(measured - expected) / max(expected, 1.0), category, rank, measured, expected))
-    error, category, rank, measured, expected = worst
-    summary = f"{category} on rank {rank}: {measured:,.0f} bytes, planned {expected:,.0f} ({error:.2%})"
-    if not isinstance(record.case.workload.model, ModelSpec):
-        summary += "; activations: not planned"
-    if error > STATE_TOLERANCE:
-        summary += "; " + (_MEND_ACTIVATIONS if category == "activations" else _MEND_STATES)
-    reasons = sorted({r.reason for declared in record.remainders for r in declared})
-    return Verdict(
-        suite="memory",
-        passed=error <= STATE_TOLERANCE,
-        summary=summary,
-        evidence={
-            "category": category,
-            "rank": rank,
-            "measured_bytes": measured,
-            "planned_bytes": expected,
-            "relative_error": error,
-            "tolerance": STATE_TOLERANCE,
-            "declared": "; ".join(reasons),
-        },
-    )
-
-
-def memory_categories(
-    reading: MemoryReading, plan: ModelStates, declared: Sequence[Remainder], *, with_activations: bool
-) -> Iterator[tuple[str, float, float]]:
-    """Category, measured and expected bytes. Activations are those that PyTorch's operators save on a CPU."""
-    for name in ("parameters", "gradients", "optimizer_states"):
-        yield name, getattr(reading.states, name), getattr(plan, name) + declared_bytes(declared, name)
-    if with_activations and reading.held is not None and plan.activations is not None:
-        yield "activations", reading.held.activations, plan.activations + declared_bytes(declared, "activations")
 
 
 def judge_communication(record: Record) -> Verdict | None:

@@ -27,6 +27,8 @@ class ModelStates:
     """Weights and masters."""
     gradients: float
     optimizer_states: float
+    buffers: float = 0.0
+    """That live from step to step for the sake of communication, and of gradients in their place."""
     activations: float | None = None
     """When the step's first backward pass begins; None where they are not planned."""
     peak: float | None = None
@@ -41,14 +43,17 @@ class Remainder:
     """Bytes that a framework really holds beyond (or, negative, short of) the closed form, and why."""
 
     category: str
-    """parameters, gradients, optimizer_states, activations, or peak for what is there besides then."""
+    """parameters, gradients, optimizer_states, activations, steady for what is there all the time besides, or peak for
+    what is there besides then."""
     num_bytes: float
     reason: str
 
 
 def declared_bytes(declared: Sequence[Remainder], category: str) -> float:
-    """Of one category; at the peak of all but gradients, which the recipe's path brings there."""
-    here = ("parameters", "optimizer_states", "activations", "peak") if category == "peak" else (category,)
+    """Of one category; of all that is always there; at the peak of all but gradients, which the recipe's path brings
+    there."""
+    always = ("parameters", "optimizer_states", "steady")
+    here = {"steady": always, "peak": (*always, "activations", "peak")}.get(category, (category,))
     return sum(r.num_bytes for r in declared if r.category in here)
 
 

@@ -52,12 +52,15 @@ class Observer:
             self.trace.evaluations.append(float(self.engine.evaluate(batch)))
         with _window(watch, "backward", step, sources):
             loss = self.engine.backward(batch)
-        before = Named.of(self.holdings())
+        inputs = (batch.inputs, batch.targets, batch.weights)
+        before = Named.of(self.holdings(), inputs)
         if self.request.assess:
             self.trace.gradients.append(host_gradients(self.engine, self.request.case.workload))
         with _window(watch, "update", step, sources):
             norm = self.engine.update()
-        after = Named.of(self.holdings())
+        if watch:
+            watch.settle(step)
+        after = Named.of(self.holdings(), inputs)
         self.trace.losses.append(float(loss))
         self.trace.norms.append(None if norm is None else float(norm))
         if self.request.assess:
