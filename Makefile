@@ -42,9 +42,10 @@ conformance: install
 	$(BIN)/python -m pytest suites/test_conformance.py --results results/conformance; status=$$?; \
 	$(BIN)/meshmark report results/conformance -o reports/conformance.md && exit $$status
 
-# Two files at once: a launch is mostly waiting. pytest-benchmark, which no test of Meshmark uses, warns of it.
+# Three files at once, also on two cores: a launch is mostly waiting. The longest come first (tests/conftest.py), which
+# xdist would reorder. pytest-benchmark, which no test of Meshmark uses, warns of several at once.
 test: install
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -p no:benchmark
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -p no:benchmark
 
 lint: install
 	$(BIN)/ruff check .

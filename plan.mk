@@ -9,6 +9,7 @@ twins: install
 	$(BIN)/python -m benchmarks.twins
 	$(BIN)/python -m studies.tables
 
-# Ends with one line a goal: NAME VALUE goal GOAL met|missed.
+# Fails where the planner does worse than README says. Ends with a line a bound (NAME VALUE bound BOUND held|BROKEN), a
+# line a goal (NAME VALUE goal GOAL met|missed) and their numbers.
 validate: install
 	$(BIN)/python -m studies.validate

@@ -164,7 +164,7 @@ def _ratios(yardstick: Yardstick, run: Comparisons) -> Ratios:
 def ratios_of(records: Iterable[Record]) -> Ratios:
     """Of those that are equivalent."""
     passed = [r for r in records if (verdict := r.verdict("equivalence")) is not None and verdict.passed]
-    return pool(_ratios(r.yardstick, compare(r.deviations)) for r in passed)
+    return pool(_ratios(r.equivalence.yardstick, compare(r.equivalence.deviations)) for r in passed)
 
 
 def pool(parts: Iterable[Ratios]) -> Ratios:

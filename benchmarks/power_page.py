@@ -252,5 +252,5 @@ def _limit_row(record: Record) -> dict[str, object]:
         "any direction": f"{limits[blind[0]].any_direction:.1e} ({blind[0]})",
         "medians": f"{middle.scaling:.1e}, {limits[blind[len(blind) // 2]].any_direction:.1e}",
         "beyond 5e-6 in any direction": f"{beyond} of {len(limits)}",
-        "factors": ", ".join(f"{kind} {factor:.2f}" for kind, factor in record.factors.items()),
+        "factors": ", ".join(f"{kind} {factor:.2f}" for kind, factor in record.equivalence.factors.items()),
     }

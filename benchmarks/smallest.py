@@ -70,7 +70,7 @@ def _attempt(court: Court, kind: str, by: float, correct: Record) -> tuple[bool,
     record = court.suites.observe(correct_case(name))
     verdict = record.verdict("equivalence")
     assert verdict is not None
-    pairs = zip(record.losses, correct.losses, strict=True)
+    pairs = zip(record.training.losses, correct.training.losses, strict=True)
     return not verdict.passed, max(abs(a / b - 1) for a, b in pairs), verdict.summary
 
 

@@ -46,14 +46,14 @@ class Trial:
 
     @property
     def named(self) -> bool:
-        diagnosis = self.record.diagnosis
+        diagnosis = self.record.equivalence.diagnosis
         return not self.mutant.faults or (diagnosis is not None and diagnosis.fault in self.mutant.faults)
 
     @property
     def told(self) -> str:
         """The diagnosis, where one was asked for; or what fails says."""
-        if self.record.diagnosis and self.mutant.faults:
-            return self.record.diagnosis.text
+        if self.record.equivalence.diagnosis and self.mutant.faults:
+            return self.record.equivalence.diagnosis.text
         if self.finding:
             return self.finding.evidence
         verdict = self.record.verdict(self.mutant.suite)

@@ -126,7 +126,7 @@ def _cases(parsed: argparse.Namespace) -> None:
 def _report(parsed: argparse.Namespace) -> None:
     from meshmark.report.conformance import write_conformance
     from meshmark.report.render import write_report
-    from meshmark.run.record import read_records
+    from meshmark.run.record_file import read_records
     from meshmark.run.session import standing
 
     reading = read_records(parsed.results)
@@ -138,7 +138,7 @@ def _report(parsed: argparse.Namespace) -> None:
     for option, value in (("-o", parsed.output), ("--baseline", parsed.baseline)):
         command += [option, str(value)] if value else []
     baseline = read_records(parsed.baseline) if parsed.baseline else None
-    matrix = [record for record in reading.records if not record.scenario]
+    matrix = [record for record in reading.records if not record.conformance.scenario]
     told = matrix or standing(reading.sessions, conforming=False)
     clauses = output.with_name(f"{output.stem}-conformance.md") if told else output
     try:

@@ -50,7 +50,7 @@ def expect_clause(scenarios: ScenarioRunner, case: Case, clause: Clause) -> None
     """The clause must hold of `case`, or fail as its adapter says that it does."""
     __tracebackhide__ = True
     for record in scenarios.perform_all(clause, case).values():
-        if record.outcome.status is Status.UNFINISHED:
+        if record.outcome.status.outside:
             expect_ran(record)
     found = scenarios.judge(clause, case)
     text = f"{case.adapter} {case.layout.id}, {clause.name}: {found.evidence}"

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -287,6 +287,14 @@ def _signals_end_like_ctrl_c() -> Iterator[None]:
     finally:
         for ending in endings:
             signal.signal(ending, signal.SIG_DFL)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Tests that launch by themselves, those of the conformance suite, end the run as fixtures do."""
+    launches = isinstance(pyfuncitem.funcargs.get("scenarios"), ScenarioRunner)
+    with _ending_the_run() if launches else contextlib.nullcontext():
+        return (yield)
 
 
 @pytest.fixture

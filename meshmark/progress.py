@@ -39,7 +39,10 @@ class Launch:
 
     def happens(self, refusal: Refusal) -> bool:
         """As far as can be known before."""
-        allowed = not (self.misfit or refusal(self.case, self.needs))
+        try:
+            allowed = not (self.misfit or refusal(self.case, self.needs))
+        except (Exception, SystemExit):  # an adapter's own: its case tells of it
+            return True
         return allowed and (self.after is None or self.after.happens(refusal))
 
 
@@ -90,7 +93,7 @@ class Progress:
                 self._reporter.rewrite("\r", erase=True)
             else:
                 self._reporter.ensure_newline()
-                self._reporter.write_line(f"{line} {record.outcome.status} in {record.launch_seconds:.1f} s")
+                self._reporter.write_line(f"{line} {record.outcome.status} in {record.launch.seconds:.1f} s")
             for remark in record.remarks if record else []:
                 self._reporter.write_line(f"meshmark: {remark}")
 

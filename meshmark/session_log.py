@@ -14,7 +14,8 @@ import pytest
 
 from meshmark.errors import ResultsError
 from meshmark.plugin import selection
-from meshmark.run.record import SCHEMA, RecordFile
+from meshmark.run.record import SCHEMA
+from meshmark.run.record_file import RecordFile
 from meshmark.run.session import Attempt, Ending, Session
 from meshmark.spec.case import Case
 
@@ -38,7 +39,8 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         device=config.getoption("--device"),
         corpus=config.getoption("--corpus"),
     )
-    _write(config)
+    with contextlib.suppress(ResultsError):  # the runner, which needs the folder too, says so
+        _write(config)
 
 
 def _planned(item: pytest.Item) -> Attempt | None:
@@ -75,17 +77,35 @@ def _repeat(item: pytest.Item) -> str:
     return shlex.join(["pytest", f"{file}::{item.nodeid.partition('::')[2]}", *map(str, options)])
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Behind pytest's own, which closes the runner and with it the records."""
-    if log := session.config.stash.get(_LOG, None):
-        session.config.stash[_LOG] = dataclasses.replace(log, exit_code=int(exitstatus))
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[None]:
+    """Around pytest's own, which closes the runner and with it the records; also where that ends the run."""
+    code = int(exitstatus)
+    try:
+        yield
+    except pytest.exit.Exception as ended:
+        code = code if ended.returncode is None else int(ended.returncode)
+        raise
+    finally:
+        if log := session.config.stash.get(_LOG, None):
+            session.config.stash[_LOG] = dataclasses.replace(log, exit_code=code)
+            _write_end(session)
+
+
+def _write_end(session: pytest.Session) -> None:
+    try:
         _write(session.config)
+    except ResultsError as error:
+        if session.exitstatus == pytest.ExitCode.OK:  # else something has been said already
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+        reporter: Any = session.config.pluginmanager.getplugin("terminalreporter")
+        if reporter is not None:
+            reporter.ensure_newline()
+            reporter.write_line(f"meshmark: how this session ended is not recorded: {error}", red=True)
 
 
 def _write(config: pytest.Config) -> None:
+    """Raises `ResultsError` when it cannot be written."""
     log = dataclasses.replace(config.stash[_LOG], attempts=list(config.stash[_ATTEMPTS].values()))
-    with contextlib.suppress(ResultsError):  # another run has the folder: the runner says so
-        file = RecordFile(selection(config).results)
+    with contextlib.closing(RecordFile(selection(config).results)) as file:
         file.append(log)
-        file.close()

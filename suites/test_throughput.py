@@ -30,7 +30,7 @@ replay = Replay()
 @pytest.mark.benchmark(group="step", timer=replay)
 def test_throughput(timed: Record, benchmark: BenchmarkFixture) -> None:
     """Raw samples after warm-up; the report says whether the run that they belong to was correct."""
-    samples = timed.step_seconds
+    samples = timed.timing.step_seconds
     replay.load(samples)
     benchmark.pedantic(  # type: ignore[no-untyped-call]
         lambda: None, rounds=len(samples), iterations=1

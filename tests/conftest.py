@@ -4,9 +4,36 @@ import os
 
 import pytest
 
+LONGEST = [
+    f"test_{name}.py"
+    for name in (
+        "cluster",
+        "launchers",
+        "suites",
+        "broken",
+        "conformance",
+        "launch",
+        "wheel",
+        "session_log",
+        "algorithms",
+        "precision",
+        "scratch",
+        "readme",
+        "vision",
+        "eager",
+        "security",
+    )
+]
+"""In this order before all others: a file runs as a whole, and one that were left to the end would run alone."""
+
 for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
     os.environ.pop(name, None)  # the runs of pytest that tests start are on their own: pytest-benchmark asks for these
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "error")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))

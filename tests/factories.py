@@ -9,7 +9,19 @@ from meshmark.environment import Environment
 from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
-from meshmark.run.record import Outcome, Record, Status, Verdict
+from meshmark.run.record import (
+    ConformanceEvidence,
+    EquivalenceEvidence,
+    LaunchSeconds,
+    MemoryEvidence,
+    Outcome,
+    Record,
+    Status,
+    TimingEvidence,
+    TrafficEvidence,
+    TrainingCurves,
+    Verdict,
+)
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
@@ -111,21 +123,10 @@ def make_verdict(suite: str = "equivalence", passed: bool = True, **changes: Any
     return Verdict(suite=suite, passed=passed, **{**defaults, **changes})
 
 
-def make_record(**changes: Any) -> Record:  # noqa: ANN401
-    """A good instrumented pass over two ranks, every field filled."""
+def make_equivalence(**changes: Any) -> EquivalenceEvidence:  # noqa: ANN401
+    """Of a run that is equivalent, over two steps."""
     deviation = Deviation(distance=1e-7, scale=1.0, factor=1.0)
     defaults: dict[str, Any] = {
-        "case": make_case(),
-        "adapter": "meshmark.adapters.ddp:DDP",
-        "task": Task.OBSERVE,
-        "outcome": Outcome(status=Status.OK),
-        "environment": make_environment(),
-        "steps": 2,
-        "warmup": 1,
-        "launch_seconds": 3.5,
-        "build_seconds": 1.25,
-        "losses": [5.5, 5.25],
-        "norms": [2.0, None],
         "deviations": {
             Quantity.parse("loss"): [deviation, deviation],
             Quantity.parse("norm"): [deviation, deviation],
@@ -138,56 +139,93 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
             Quantity.parse("gradients/head.norm.bias"): [1e-7, 2e-7],
         },
         "factors": {"number": 4.0, "gradients": 3.0, "parameters": 2.5},
-        "diagnosis": Diagnosis(fault=Fault.DRIFT, step=1, names=["head.norm.bias"], num_names=1, ranks=[1]),
-        "remarks": ["the noise floor was damaged"],
-        "scenario": "plain",
-        "base": make_case(),
-        "samples": [{"live_bytes": [1.0, 2.0]}, {}],
-        "digests": ["abc", "def"],
-        "num_replicated": 3,
-        "known_gaps": [KnownGap(clause="unused", reason="it is so", symptom="stale", link="there", zero_stages=(3,))],
-        "drifts": [Drift(quantity=Quantity.parse("parameters/head.norm.bias"), step=1, ranks=[1])],
-        "memory": [make_memory(), make_memory()],
-        "planned_states": [ModelStates(parameters=400, gradients=400, optimizer_states=800)] * 2,
+    }
+    return EquivalenceEvidence(**{**defaults, **changes})
+
+
+def make_memory_evidence(**changes: Any) -> MemoryEvidence:  # noqa: ANN401
+    """Of two ranks."""
+    defaults: dict[str, Any] = {
+        "readings": [make_memory(), make_memory()],
+        "planned": [ModelStates(parameters=400, gradients=400, optimizer_states=800)] * 2,
         "remainders": [[Remainder(category="gradients", num_bytes=2.0, reason="padding")], []],
         "state_dtypes": {"parameters": "float32", "optimizer_states": "float32"},
-        "traffic": [make_traffic(), make_traffic()],
-        "planned_traffic": [{"all_reduce": 400.0}] * 2,
-        "unmeasured": {"memory": "it is so"},
+    }
+    return MemoryEvidence(**{**defaults, **changes})
+
+
+def make_traffic_evidence(**changes: Any) -> TrafficEvidence:  # noqa: ANN401
+    """Of two ranks."""
+    defaults: dict[str, Any] = {
+        "readings": [make_traffic(), make_traffic()],
+        "planned": [{"all_reduce": 400.0}] * 2,
+    }
+    return TrafficEvidence(**{**defaults, **changes})
+
+
+def make_timing(**changes: Any) -> TimingEvidence:  # noqa: ANN401
+    """Of two ranks and two steps."""
+    defaults: dict[str, Any] = {
         "rank_step_seconds": [[0.5, 0.25], [0.25, 0.75]],
         "matmul_flops_per_second": [1e9, 2e9],
+    }
+    return TimingEvidence(**{**defaults, **changes})
+
+
+def make_record(**changes: Any) -> Record:  # noqa: ANN401
+    """An instrumented pass over two ranks, every field filled."""
+    drift = Drift(quantity=Quantity.parse("parameters/head.norm.bias"), step=1, ranks=[1])
+    diagnosis = Diagnosis(fault=Fault.DRIFT, step=1, names=["head.norm.bias"], num_names=1, ranks=[1])
+    gap = KnownGap(clause="unused", reason="it is so", symptom="stale", link="there", zero_stages=(3,))
+    defaults: dict[str, Any] = {
+        "case": make_case(),
+        "adapter": "meshmark.adapters.ddp:DDP",
+        "task": Task.OBSERVE,
+        "steps": 2,
+        "warmup": 1,
+        "environment": make_environment(),
+        "outcome": Outcome(status=Status.OK),
+        "launch": LaunchSeconds(seconds=3.5, build_seconds=1.25),
+        "training": TrainingCurves(losses=[5.5, 5.25], norms=[2.0, None]),
+        "equivalence": make_equivalence(drifts=[drift], diagnosis=diagnosis, num_replicated=3),
+        "memory": make_memory_evidence(),
+        "traffic": make_traffic_evidence(),
+        "timing": make_timing(),
+        "conformance": ConformanceEvidence(
+            scenario="plain",
+            base=make_case(),
+            samples=[{"live_bytes": [1.0, 2.0]}, {}],
+            digests=["abc", "def"],
+            known_gaps=[gap],
+        ),
+        "unmeasured": {"memory": "it is so"},
         "verdicts": [make_verdict(suite) for suite in ("equivalence", "memory", "communication")],
+        "remarks": ["the noise floor was damaged"],
     }
     return Record(**{**defaults, **changes})
 
 
 def make_good(**changes: Any) -> Record:  # noqa: ANN401
     """The same without drifts, as an honest run of the matrix leaves it."""
-    return make_record(**{"drifts": [], "diagnosis": None, **_MATRIX, **changes})
+    honest: dict[str, Any] = {
+        "equivalence": make_equivalence(),
+        "conformance": ConformanceEvidence(),
+        "unmeasured": {},
+    }
+    return make_record(**{**honest, **changes})
 
 
 def make_timed(**changes: Any) -> Record:  # noqa: ANN401
     """The untouched pass over the same case."""
-    observed = dict.fromkeys(("norms", "drifts", "memory", "planned_states", "remainders", "traffic"), [])
-    empty: dict[str, Any] = {
-        "deviations": {},
-        "noise": {},
-        "state_dtypes": {},
-        "planned_traffic": [],
+    untouched: dict[str, Any] = {
+        "task": Task.TIME,
+        "training": TrainingCurves(losses=[5.25]),
+        "equivalence": EquivalenceEvidence(),
+        "memory": MemoryEvidence(),
+        "traffic": TrafficEvidence(),
+        "conformance": ConformanceEvidence(),
+        "unmeasured": {},
         "verdicts": [],
-        "factors": {},
-        "diagnosis": None,
         "remarks": [],
     }
-    return make_record(**{**observed, **empty, **_MATRIX, "task": Task.TIME, "losses": [5.25], **changes})
-
-
-_MATRIX: dict[str, Any] = {
-    "scenario": "",
-    "base": None,
-    "samples": [],
-    "digests": [],
-    "num_replicated": 0,
-    "known_gaps": [],
-    "unmeasured": {},
-}
+    return make_record(**{**untouched, **changes})

@@ -295,11 +295,11 @@ def test_pytorchs_post_local_sgd_trains_right_and_sends_what_it_should(
     assert record.outcome.status is Status.OK, record.outcome.message
     summaries = [v.summary for v in record.verdicts]
     assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"], summaries
-    assert record.diagnosis is None and not record.drifts
+    assert record.equivalence.diagnosis is None and not record.equivalence.drifts
     whole = 4 * record.case.workload.model.num_parameters
     planned = {} if sent == "nothing" else {"all_reduce": float(whole)}
-    assert record.planned_traffic == [planned] * dp == [step_traffic(record.case, rank) for rank in range(dp)]
-    replicas = by_replica(record.deviations, dp)
+    assert record.traffic.planned == [planned] * dp == [step_traffic(record.case, rank) for rank in range(dp)]
+    replicas = by_replica(record.equivalence.deviations, dp)
     assert all(replica.keys() == replicas[0].keys() and QuantityKind.NORM.of() in replica for replica in replicas)
     apart = {replica[QuantityKind.GRADIENTS.of("head.output.weight")][2].scale for replica in replicas}
     assert len(apart) == (1 if sent == "reduces" else dp), "each replica's gradient is its own"
@@ -316,10 +316,11 @@ def test_another_algorithm_is_caught_and_named(runner: Runner, name: str) -> Non
     record = runner.observe(mutant.case)
     verdict = record.verdict("equivalence")
     assert verdict is not None and not verdict.passed, record.outcome.message
-    assert record.diagnosis is not None and record.diagnosis.fault in mutant.faults, record.diagnosis
+    diagnosis = record.equivalence.diagnosis
+    assert diagnosis is not None and diagnosis.fault in mutant.faults, diagnosis
     if name == "AveragesLate":
-        assert record.diagnosis.step == 0
-        assert "due after this step is not taken, but 1 late, after step 1" in record.diagnosis.detail
+        assert diagnosis.step == 0
+        assert "due after this step is not taken, but 1 late, after step 1" in diagnosis.detail
 
 
 CLAUSES_KEPT = ["clipping", "frozen", "resume"]

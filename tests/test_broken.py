@@ -72,7 +72,7 @@ def observe(runner: Runner, adapter: str) -> Record:
 def test_the_adapter_that_they_break_passes(runner: Runner) -> None:
     record = observe(runner, "ddp")
     assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"]
-    assert record.diagnosis is None
+    assert record.equivalence.diagnosis is None
     limits = detection_limits(record)
     assert len(limits) == 35, "every parameter but two layers' key biases"
     assert max(limit.scaling for limit in limits.values()) < 5e-6
@@ -85,8 +85,8 @@ def test_a_mutant_is_caught_by_the_suite_that_should_with_the_right_diagnosis(ru
     verdict = record.verdict(mutant.suite)
     assert verdict is not None and not verdict.passed, record.outcome.message
     if mutant.faults:
-        assert record.diagnosis is not None and record.diagnosis.fault in mutant.faults
-        assert verdict.evidence["diagnosis"] == record.diagnosis.text
+        assert record.equivalence.diagnosis is not None and record.equivalence.diagnosis.fault in mutant.faults
+        assert verdict.evidence["diagnosis"] == record.equivalence.diagnosis.text
 
 
 @pytest.mark.parametrize("name", OF_CLAUSES)
@@ -97,7 +97,7 @@ def test_a_mutant_is_caught_by_the_clause_that_should(court: Court, name: str) -
 
 
 def test_where_no_rank_reduces_none_is_blamed(runner: Runner) -> None:
-    diagnosis = runner.observe(BY_NAME["ddp_NoReduction"].case).diagnosis
+    diagnosis = runner.observe(BY_NAME["ddp_NoReduction"].case).equivalence.diagnosis
     assert diagnosis is not None and not diagnosis.ranks
     assert "no rank reduced, each holds the part of one data-parallel rank alone" in diagnosis.detail
     assert "rank 0 that of 0, rank 1 that of 1" in diagnosis.detail
@@ -105,8 +105,8 @@ def test_where_no_rank_reduces_none_is_blamed(runner: Runner) -> None:
 
 def test_one_gradient_off_by_three_millionths(runner: Runner) -> None:
     record = observe(runner, SLIGHT)
-    assert record.diagnosis is not None
-    assert (record.diagnosis.fault, record.diagnosis.names) == (Fault.SCALED, [ONE_NORM])
+    assert record.equivalence.diagnosis is not None
+    assert (record.equivalence.diagnosis.fault, record.equivalence.diagnosis.names) == (Fault.SCALED, [ONE_NORM])
 
 
 def test_correct_runs_do_not_alarm() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.cli import main
-from meshmark.run.record import RecordFile
+from meshmark.run.record_file import RecordFile
 from tests.factories import make_good, make_timed
 
 ROOT = Path(__file__).parent.parent

@@ -22,24 +22,21 @@ from meshmark.report.conformance import columns, write_conformance
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.passes.fail import MESSAGE
-from meshmark.run.record import Outcome, Record, Status
+from meshmark.run.record import ConformanceEvidence, EquivalenceEvidence, Outcome, Record, Status, TrainingCurves
 from meshmark.run.request import Task
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout
-from tests.factories import make_case, make_good, make_workload
+from tests.factories import make_case, make_equivalence, make_good, make_memory_evidence, make_workload
 
 EXACT = Deviation(distance=0.0, scale=1.0, factor=1.0)
 NOISY = Deviation(distance=1e-7, scale=1.0, factor=1.0)
 WRONG = Deviation(distance=1e-3, scale=1.0, factor=1.001)
 
 
-def plain(**changes: Any) -> Record:  # noqa: ANN401
-    """A good record of the scenario `plain`."""
+def plain_equivalence(**changes: Any) -> EquivalenceEvidence:  # noqa: ANN401
     defaults: dict[str, Any] = {
-        "scenario": "plain",
-        "base": make_case(),
         "num_replicated": 4,
         "deviations": {
             Quantity.parse("loss"): [NOISY] * 2,
@@ -55,13 +52,21 @@ def plain(**changes: Any) -> Record:  # noqa: ANN401
             Quantity.parse("parameters/head.norm.bias"): [1e-7] * 2,
         },
     }
-    return make_good(**{**defaults, **changes})
+    return make_equivalence(**{**defaults, **changes})
+
+
+def plain_conformance(**changes: Any) -> ConformanceEvidence:  # noqa: ANN401
+    return ConformanceEvidence(**{"scenario": "plain", "base": make_case(), **changes})
+
+
+def plain(**changes: Any) -> Record:  # noqa: ANN401
+    """A good record of the scenario `plain`."""
+    return make_good(**{"equivalence": plain_equivalence(), "conformance": plain_conformance(), **changes})
 
 
 def deviating(written: str, deviation: Deviation = WRONG) -> Record:
-    good = plain()
-    quantity = Quantity.parse(written)
-    return plain(deviations={**good.deviations, quantity: [deviation] * len(good.deviations[quantity])})
+    good, quantity = plain_equivalence().deviations, Quantity.parse(written)
+    return plain(equivalence=plain_equivalence(deviations={**good, quantity: [deviation] * len(good[quantity])}))
 
 
 @pytest.mark.parametrize(
@@ -82,9 +87,13 @@ def test_a_quantity_beyond_its_noise_fails_its_clause_alone(judge: judges.Judge,
 
 def test_replicas_must_be_equal_and_must_have_been_compared() -> None:
     assert judges.replicas(plain()).result is ClauseResult.PASS
-    apart = plain(drifts=[Drift(quantity=Quantity.parse("parameters/head.norm.bias"), step=1, ranks=[1])])
+    apart = plain(
+        equivalence=plain_equivalence(
+            drifts=[Drift(quantity=Quantity.parse("parameters/head.norm.bias"), step=1, ranks=[1])]
+        )
+    )
     assert judges.replicas(apart).result is ClauseResult.FAIL
-    assert judges.replicas(plain(num_replicated=0)).result is ClauseResult.UNSUPPORTED
+    assert judges.replicas(plain(equivalence=plain_equivalence(num_replicated=0))).result is ClauseResult.UNSUPPORTED
 
 
 def test_clipping_must_have_been_active() -> None:
@@ -113,10 +122,12 @@ def test_frozen_parameters_must_stay_bit_for_bit() -> None:
 def test_masters_and_moments_must_be_wide() -> None:
     narrow = {"parameters": "bfloat16", "optimizer_states": "float32"}
     assert judges.masters(plain()).result is ClauseResult.PASS
-    assert judges.masters(plain(state_dtypes=narrow)).result is ClauseResult.FAIL
+    assert judges.masters(plain(memory=make_memory_evidence(state_dtypes=narrow))).result is ClauseResult.FAIL
     assert judges.declared_precision(plain()).result is ClauseResult.PASS
     moments = {"parameters": "bfloat16+float32", "optimizer_states": "bfloat16"}
-    assert judges.declared_precision(plain(state_dtypes=moments)).result is ClauseResult.FAIL
+    assert (
+        judges.declared_precision(plain(memory=make_memory_evidence(state_dtypes=moments))).result is ClauseResult.FAIL
+    )
 
 
 def dropped(first: np.ndarray, second: np.ndarray, evaluation: float = 5.0, size: float = 1.3) -> Record:
@@ -131,7 +142,7 @@ def dropped(first: np.ndarray, second: np.ndarray, evaluation: float = 5.0, size
         "reference_along": list(draw.normal(1.0, 0.01, 96)),
         "reference_size": list(draw.normal(1.3, 0.02, 96)),
     }
-    return plain(task=Task.DROPOUT, samples=[samples, {"losses": list(second)}])
+    return plain(task=Task.DROPOUT, conformance=plain_conformance(samples=[samples, {"losses": list(second)}]))
 
 
 def test_dropout_must_be_fresh_different_as_strong_and_off_in_evaluation() -> None:
@@ -148,11 +159,25 @@ def test_dropout_must_be_fresh_different_as_strong_and_off_in_evaluation() -> No
 
 def test_recomputed_dropout_must_have_the_forward_passs_masks() -> None:
     kept = plain(
-        task=Task.DROPOUT, losses=[5.1, 5.2, 5.3], samples=[{"along": [0.98, 1.1, 1.0], "size": [1.3] * 3}, {}]
+        task=Task.DROPOUT,
+        training=TrainingCurves(losses=[5.1, 5.2, 5.3]),
+        conformance=plain_conformance(samples=[{"along": [0.98, 1.1, 1.0], "size": [1.3] * 3}, {}]),
     )
-    same = plain(task=Task.DROPOUT, losses=[5.1, 5.4], samples=[{"along": [0.98, 0.9], "size": [1.3, 1.2]}, {}])
-    other = plain(task=Task.DROPOUT, losses=[5.1, 5.2], samples=[{"along": [0.97, 1.1], "size": [1.3, 1.3]}, {}])
-    elsewhere = plain(task=Task.DROPOUT, losses=[5.2, 5.2], samples=same.samples)
+    same = plain(
+        task=Task.DROPOUT,
+        training=TrainingCurves(losses=[5.1, 5.4]),
+        conformance=plain_conformance(samples=[{"along": [0.98, 0.9], "size": [1.3, 1.2]}, {}]),
+    )
+    other = plain(
+        task=Task.DROPOUT,
+        training=TrainingCurves(losses=[5.1, 5.2]),
+        conformance=plain_conformance(samples=[{"along": [0.97, 1.1], "size": [1.3, 1.3]}, {}]),
+    )
+    elsewhere = plain(
+        task=Task.DROPOUT,
+        training=TrainingCurves(losses=[5.2, 5.2]),
+        conformance=plain_conformance(samples=same.conformance.samples),
+    )
     assert judges.draws_again(kept, same).result is ClauseResult.PASS  # later steps are others' business
     assert "gradients" in failing(judges.draws_again(kept, other))
     assert "loss" in failing(judges.draws_again(kept, elsewhere))
@@ -164,28 +189,42 @@ def failing(finding: Finding) -> str:
 
 
 def test_an_overflowing_step_must_move_nothing_anywhere() -> None:
-    assert judges.overflow(plain(samples=[{"moved": [0.0]}] * 2)).result is ClauseResult.PASS
-    assert judges.overflow(plain(samples=[{"moved": [0.0]}, {"moved": [3.0]}])).result is ClauseResult.FAIL
+    assert (
+        judges.overflow(plain(conformance=plain_conformance(samples=[{"moved": [0.0]}] * 2))).result
+        is ClauseResult.PASS
+    )
+    assert (
+        judges.overflow(plain(conformance=plain_conformance(samples=[{"moved": [0.0]}, {"moved": [3.0]}]))).result
+        is ClauseResult.FAIL
+    )
 
 
 def test_memory_must_not_grow_on_any_rank() -> None:
     settled = [1e6 + 5e4 * (step < 5) for step in range(50)]
     leaking = [1e6 + 1e4 * step for step in range(50)]
-    assert judges.endures(plain(steps=50, samples=[{"live_bytes": settled}] * 2)).result is ClauseResult.PASS
-    found = judges.endures(plain(steps=50, samples=[{"live_bytes": settled}, {"live_bytes": leaking}]))
+    assert (
+        judges.endures(plain(steps=50, conformance=plain_conformance(samples=[{"live_bytes": settled}] * 2))).result
+        is ClauseResult.PASS
+    )
+    found = judges.endures(
+        plain(steps=50, conformance=plain_conformance(samples=[{"live_bytes": settled}, {"live_bytes": leaking}]))
+    )
     assert "10,000 bytes a step" in failing(found).replace("+", "")
 
 
 def test_determinism_is_told_and_not_required() -> None:
-    first = plain(digests=["a", "b", "c"])
-    assert "bitwise equal" in judges.deterministic(first, plain(digests=["a", "b", "c"])).evidence
-    differs = judges.deterministic(first, plain(digests=["a", "b", "x"]))
+    first = plain(conformance=plain_conformance(digests=["a", "b", "c"]))
+    assert (
+        "bitwise equal"
+        in judges.deterministic(first, plain(conformance=plain_conformance(digests=["a", "b", "c"]))).evidence
+    )
+    differs = judges.deterministic(first, plain(conformance=plain_conformance(digests=["a", "b", "x"])))
     assert differs.result is ClauseResult.PASS and "differs from step 1" in differs.evidence
 
 
 def test_an_error_must_come_home_from_the_rank_that_raised_it() -> None:
     def ended(**outcome: Any) -> Finding:  # noqa: ANN401
-        return judges.ends(plain(scenario="error", outcome=Outcome(**outcome)))
+        return judges.ends(plain(outcome=Outcome(**outcome), conformance=plain_conformance(scenario="error")))
 
     message = f"RuntimeError: {MESSAGE}"
     assert ended(status=Status.RAISED, rank=1, message=message).result is ClauseResult.PASS
@@ -198,14 +237,22 @@ GAP = KnownGap(clause="loss", reason="it is so", symptom="loss at step", link="t
 
 
 def test_a_known_gap_is_the_known_failure_and_no_other() -> None:
-    wrong = dataclasses.replace(deviating("loss"), known_gaps=[GAP])
+    wrong = dataclasses.replace(deviating("loss"), conformance=plain_conformance(known_gaps=[GAP]))
     found = judge_clause(CLAUSES["loss"], {"plain": wrong})
     assert (found.result, found.link) == (ClauseResult.KNOWN_GAP, "there") and "it is so" in found.evidence
-    raised = plain(known_gaps=[GAP], outcome=Outcome(status=Status.RAISED, rank=0, message="other"))
+    raised = plain(
+        outcome=Outcome(status=Status.RAISED, rank=0, message="other"), conformance=plain_conformance(known_gaps=[GAP])
+    )
     assert judge_clause(CLAUSES["loss"], {"plain": raised}).result is ClauseResult.FAIL
-    assert judge_clause(CLAUSES["loss"], {"plain": plain(known_gaps=[GAP])}).result is ClauseResult.STALE_GAP
+    assert (
+        judge_clause(CLAUSES["loss"], {"plain": plain(conformance=plain_conformance(known_gaps=[GAP]))}).result
+        is ClauseResult.STALE_GAP
+    )
     elsewhere = dataclasses.replace(GAP, zero_stages=(3,))
-    assert judge_clause(CLAUSES["loss"], {"plain": plain(known_gaps=[elsewhere])}).result is ClauseResult.PASS
+    assert (
+        judge_clause(CLAUSES["loss"], {"plain": plain(conformance=plain_conformance(known_gaps=[elsewhere]))}).result
+        is ClauseResult.PASS
+    )
 
 
 def test_what_was_not_run_or_not_finished_is_no_pass() -> None:
@@ -292,7 +339,10 @@ def test_a_feature_that_is_lacking_is_an_answer(runner: Runner) -> None:
 def test_a_scenario_that_failed_outside_its_ranks_is_no_verdict_and_no_known_gap() -> None:
     """Its cells stay empty, and its tests fail, whatever the adapter says of its framework's gaps."""
     gap = KnownGap(clause="loss", reason="it is so", symptom="disk", link="")
-    broken = plain(outcome=Outcome(status=Status.UNFINISHED, message="no space on the disk"), known_gaps=[gap])
+    broken = plain(
+        outcome=Outcome(status=Status.UNFINISHED, message="no space on the disk"),
+        conformance=plain_conformance(known_gaps=[gap]),
+    )
     assert columns([broken])[0].findings == {}
 
     class Standing(ScenarioRunner):
@@ -307,9 +357,13 @@ def test_a_scenario_that_failed_outside_its_ranks_is_no_verdict_and_no_known_gap
 
 
 def test_the_page_has_every_cell_with_its_evidence(tmp_path: Any) -> None:  # noqa: ANN401
-    from meshmark.run.record import Reading
+    from meshmark.run.record_file import Reading
 
-    wrong = dataclasses.replace(deviating("loss"), known_gaps=[GAP], base=make_case("fsdp2"), case=make_case("fsdp2"))
+    wrong = dataclasses.replace(
+        deviating("loss"),
+        conformance=plain_conformance(known_gaps=[GAP], base=make_case("fsdp2")),
+        case=make_case("fsdp2"),
+    )
     reading = Reading(records=[plain(), wrong], complaints=[])
     found = columns(reading.records)
     assert [c.title for c in found] == ["ddp", "fsdp2"]

@@ -29,7 +29,7 @@ from meshmark.spec.workload import Loss
 from meshmark.theory.recipe import eager_recipe
 from meshmark.theory.saved_activations import RNG_STATE_BYTES
 from meshmark.theory.states import ModelStates, Remainder, model_states
-from tests.factories import make_environment, make_good, make_memory, make_model, make_workload
+from tests.factories import make_environment, make_good, make_memory, make_memory_evidence, make_model, make_workload
 
 SCALARS = 64
 """Bytes of the loss and its parts, which are not planned."""
@@ -162,10 +162,10 @@ def judged(measured: int, planned: float | None, device: str = "cpu", declared: 
     plan = ModelStates(parameters=400, gradients=400, optimizer_states=800, activations=planned)
     remainder = Remainder(category="activations", num_bytes=declared, reason="masks")
     return make_good(
-        memory=[make_memory(), reading],
-        planned_states=[plan, plan],
-        remainders=[[], [remainder]],
         environment=make_environment(device=device),
+        memory=make_memory_evidence(
+            readings=[make_memory(), reading], planned=[plan, plan], remainders=[[], [remainder]]
+        ),
     )
 
 
@@ -184,7 +184,7 @@ def test_a_declared_remainder_of_activations_counts() -> None:
 def test_activations_are_judged_where_they_are_planned_and_measured_alone() -> None:
     assert judge_memory(judged(99_999, None)).passed
     assert judge_memory(judged(99_999, 10_000.0, device="cuda")).passed, "the forms are the CPU's"
-    unread = dataclasses.replace(judged(1, 10_000.0), memory=[make_memory(), make_memory()])
+    unread = dataclasses.replace(judged(1, 10_000.0), memory=make_memory_evidence(remainders=[[], []]))
     assert judge_memory(unread).passed, "a record of before they were read"
 
 
@@ -226,7 +226,9 @@ def test_adapters_hold_what_is_planned(runner: Runner, adapter: str, layout: Lay
     record = runner.observe(Case(adapter=adapter, layout=layout, workload=work))
     verdict = record.verdict("memory")
     assert verdict is not None and verdict.passed, verdict
-    for reading, plan, declared in zip(record.memory, record.planned_states, record.remainders, strict=True):
+    for reading, plan, declared in zip(
+        record.memory.readings, record.memory.planned, record.memory.remainders, strict=True
+    ):
         assert reading.held is not None and plan.activations is not None
         expected = plan.activations + sum(r.num_bytes for r in declared if r.category == "activations")
         assert reading.held.activations == pytest.approx(expected, abs=2 * SCALARS)
@@ -240,7 +242,7 @@ def test_the_peak_is_planned_category_by_category(runner: Runner, adapter: str, 
     """Where the vocabulary is wide beside a layer the peak is at the loss: two more logits are alive, the gradients of
     the log-softmax and of the logits; of the parameters' gradients, none but DDP's buckets."""
     record = runner.observe(Case(adapter=adapter, layout=layout, workload=GPT))
-    for reading, plan in zip(record.memory, record.planned_states, strict=True):
+    for reading, plan in zip(record.memory.readings, record.memory.planned, strict=True):
         assert plan.activations is not None
         logits = GPT.tokens_per_step / layout.dp * GPT.model.vocab_size * 4
         assert reading.peak.activations == pytest.approx(plan.activations + 2 * logits, abs=SCALARS)

@@ -130,7 +130,7 @@ def test_sharded_tensors_are_brought_together_and_counted_where_they_are(runner:
     record = observe(runner, "tellsshards", zero_stage=3)
     assert record.outcome.status is Status.OK, record.outcome.message
     assert verdicts(record) == {"equivalence": True, "memory": True, "communication": True}
-    assert record.state_dtypes["optimizer_states"] == "float32"
+    assert record.memory.state_dtypes["optimizer_states"] == "float32"
 
 
 def test_a_tensor_without_values_ends_a_pass_with_its_name(runner: Runner) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -20,7 +19,7 @@ from meshmark.run.record import Outcome, Record, Status
 from meshmark.run.verdict import judge_equivalence
 from meshmark.spec.case import Case
 from tests.factories import make_case, make_good, make_verdict
-from tests.test_conformance import GAP, WRONG, plain
+from tests.test_conformance import GAP, WRONG, plain, plain_conformance, plain_equivalence
 
 BASE = make_case()
 REDUCTION = Diagnosis(fault=Fault.NOT_REDUCED, step=0, names=["head.norm.bias"], num_names=30, detail="no rank reduced")
@@ -33,14 +32,12 @@ def failure(call: Callable[[], None]) -> str:
     return str(raised.value.msg)
 
 
-def wrong(scenario: str = "plain", diagnosis: Diagnosis = REDUCTION, **changes: Any) -> Record:  # noqa: ANN401
-    good = plain()
+def wrong(scenario: str = "plain", diagnosis: Diagnosis = REDUCTION, drifts: Sequence[Drift] = ()) -> Record:
+    wrong_gradient = {Quantity.parse("gradients/head.norm.bias"): [WRONG] * 2}
+    deviations = plain_equivalence().deviations | wrong_gradient
     record = plain(
-        scenario=scenario,
-        diagnosis=diagnosis,
-        base=BASE,
-        **changes,
-        deviations={**good.deviations, Quantity.parse("gradients/head.norm.bias"): [WRONG] * 2},
+        conformance=plain_conformance(scenario=scenario, base=BASE),
+        equivalence=plain_equivalence(diagnosis=diagnosis, deviations=deviations, drifts=list(drifts)),
     )
     return dataclasses.replace(record, verdicts=[judge_equivalence(record), *record.verdicts[1:]])
 
@@ -68,7 +65,7 @@ class Kept(ScenarioRunner):
     """Its records are from before."""
 
     def __init__(self, *records: Record) -> None:
-        self.records = {record.scenario: record for record in records}
+        self.records = {record.conformance.scenario: record for record in records}
         self._judged = {}
 
     def perform(self, scenario: Scenario, base: Case) -> Record:
@@ -100,10 +97,9 @@ def test_defects_of_one_class_that_are_not_in_the_plain_run_are_told_apart_by_th
 def test_bytes_that_are_not_as_planned_are_told_once_by_what_they_are() -> None:
     def unlike(scenario: str, kind: str) -> Record:
         verdict = make_verdict("communication", passed=False, summary=f"{scenario}: too much", evidence={"kind": kind})
-        record = plain(scenario=scenario, base=BASE)
+        record = plain(conformance=plain_conformance(scenario=scenario, base=BASE))
         kept = [v for v in record.verdicts if v.suite != "communication"]
-        moments = {"parameters": "float32", "optimizer_states": "float32"}
-        return dataclasses.replace(record, verdicts=[*kept, verdict], state_dtypes=moments)
+        return dataclasses.replace(record, verdicts=[*kept, verdict])
 
     runner = Kept(unlike("plain", "all_reduce"), unlike("bf16", "all_reduce"))
     assert told(runner, "traffic") == "plain: too much"
@@ -114,7 +110,11 @@ def test_bytes_that_are_not_as_planned_are_told_once_by_what_they_are() -> None:
 
 
 def ended(scenario: str, status: Status, message: str) -> Record:
-    return plain(scenario=scenario, base=BASE, outcome=Outcome(status=status, rank=1, message=message), verdicts=[])
+    return plain(
+        outcome=Outcome(status=status, rank=1, message=message),
+        verdicts=[],
+        conformance=plain_conformance(scenario=scenario, base=BASE),
+    )
 
 
 def test_an_exception_that_ends_every_scenario_is_told_once() -> None:
@@ -130,7 +130,8 @@ def test_an_exception_that_ends_every_scenario_is_told_once() -> None:
 
 
 def test_replicas_fail_by_the_defect_that_made_them_drift() -> None:
-    runner = Kept(wrong(drifts=[Drift(quantity=Quantity.parse("gradients/a"), step=0, ranks=[1])]))
+    drifts = [Drift(quantity=Quantity.parse("gradients/a"), step=0, ranks=[1])]
+    runner = Kept(wrong(drifts=drifts))
     told(runner, "gradients")
     assert told(runner, "replicas") == "as in clause gradients: missing reduction"
 
@@ -144,7 +145,9 @@ def test_the_table_tells_it_once_too() -> None:
 
 def test_a_scenario_that_was_too_slow_decides_nothing_and_is_no_gap() -> None:
     slow = ended("plain", Status.SLOW, "no end within 8 s, but still coming on")
-    found = judge_clause(CLAUSES["loss"], {"plain": dataclasses.replace(slow, known_gaps=[GAP])})
+    found = judge_clause(
+        CLAUSES["loss"], {"plain": dataclasses.replace(slow, conformance=plain_conformance(known_gaps=[GAP]))}
+    )
     assert found.result is ClauseResult.UNDECIDED and "still coming on" in found.evidence
     assert judge_clause(CLAUSES["error"], {"error": ended("error", Status.SLOW, "x")}).result is ClauseResult.UNDECIDED
     assert "slow on rank 1" in told(Kept(slow), "loss"), "it is a failure all the same"

@@ -12,8 +12,9 @@ import pytest
 
 from meshmark.report.planned import peaks, planned_memory
 from meshmark.report.results import results
-from meshmark.run.record import Record, RecordFile
-from tests.factories import make_case, make_good, make_timed
+from meshmark.run.record import ConformanceEvidence
+from meshmark.run.record_file import RecordFile
+from tests.factories import make_case, make_good, make_memory_evidence, make_timed
 
 ROOT = Path(__file__).parent.parent
 CONSOLE_SCRIPT = [str(Path(sys.executable).parent / "meshmark")]
@@ -37,7 +38,7 @@ def leave(folder: Path) -> Path:
         case = make_case(f"evil{number}")
         file.append(make_good(adapter=adapter, case=case))
         file.append(make_timed(adapter=adapter, case=case))
-        file.append(make_good(adapter=adapter, case=case, scenario="plain", base=case))
+        file.append(make_good(adapter=adapter, case=case, conformance=ConformanceEvidence(scenario="plain", base=case)))
     file.close()
     return marker
 
@@ -78,12 +79,13 @@ def test_the_checkout_s_adapters_and_suites_are_found_from_anywhere(tmp_path: Pa
 def test_the_plan_in_the_report_is_the_record_s(tmp_path: Path) -> None:
     """Whatever the adapter of that name would say today."""
     record = make_good()
-    doubled = [dataclasses.replace(plan, parameters=2 * plan.parameters) for plan in record.planned_states]
-    assert "| 100.00% " in planned_memory(results([dataclasses.replace(record, planned_states=doubled)]))
+    doubled = [dataclasses.replace(plan, parameters=2 * plan.parameters) for plan in record.memory.planned]
+    record = dataclasses.replace(record, memory=make_memory_evidence(planned=doubled))
+    assert "| 100.00% " in planned_memory(results([record]))
 
 
-@pytest.mark.parametrize("missing", ["planned_states", "remainders"])
+@pytest.mark.parametrize("missing", ["planned", "remainders"])
 def test_a_record_without_a_plan_has_a_dash(missing: str) -> None:
-    record: Record = dataclasses.replace(make_good(), **{missing: []})  # type: ignore[arg-type]
+    record = make_good(memory=make_memory_evidence(**{missing: []}))
     assert peaks(record) == []
     assert "| – " in planned_memory(results([record]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,21 +55,20 @@ def test_damaged_noise_is_not_used(tmp_path: Path, damage: Callable[[str], str])
 
 
 def test_a_damaged_file_is_measured_anew_and_the_record_says_so(tmp_path: Path) -> None:
-    case = make_case()
+    case, adapters, options = make_case(), {"ddp": "meshmark.adapters.ddp:DDP"}, RunOptions(observed_steps=3)
     runs = []
-    for attempt in range(3):
-        with Cluster(ClusterSpec()) as cluster:
-            adapters = {"ddp": "meshmark.adapters.ddp:DDP"}
-            runner = Runner(ForkserverLauncher(cluster), adapters, RunOptions(observed_steps=3), tmp_path)
+    with Cluster(ClusterSpec()) as cluster, contextlib.closing(ForkserverLauncher(cluster)) as launcher:
+        for attempt in range(3):
+            runner = Runner(launcher, adapters, options, tmp_path)
             runs.append(runner.observe(case))
             runner.close()
-        (file,) = (tmp_path / "noise").iterdir()
-        if attempt == 1:
-            file.write_text(file.read_text()[:-9])
+            (file,) = (tmp_path / "noise").iterdir()
+            if attempt == 1:
+                file.write_text(file.read_text()[:-9])
     first, second, third = runs
     assert first.remarks == second.remarks == []
     assert third.remarks == [f"the noise floor {file} was damaged, and has been measured anew"]
-    assert first.noise == second.noise == third.noise
+    assert first.equivalence.noise == second.equivalence.noise == third.equivalence.noise
     assert len(read_noise(file) or []) == NUM_RUNS
     assert all(record.verdict("equivalence").passed for record in runs)  # type: ignore[union-attr]
 

@@ -237,8 +237,8 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 def test_a_real_run_passes_with_its_states_planned_to_the_byte(runner: Runner, adapter: str, kind: str) -> None:
     record = runner.observe(Case(adapter=adapter, workload=workload(f"gpt-mini-{kind}"), layout=LAYOUTS[adapter]))
     assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"]
-    measured = [reading.states.optimizer_states for reading in record.memory]
-    assert measured == [planned.optimizer_states for planned in record.planned_states]
+    measured = [reading.states.optimizer_states for reading in record.memory.readings]
+    assert measured == [planned.optimizer_states for planned in record.memory.planned]
     assert min(measured) > 0
 
 
@@ -247,5 +247,5 @@ def test_a_wrong_update_is_caught_and_explained(runner: Runner, name: str) -> No
     record = runner.observe(BY_NAME[name].case)
     verdict = record.verdict("equivalence")
     assert verdict is not None and not verdict.passed, record.outcome.message
-    assert record.diagnosis is not None and record.diagnosis.fault in BY_NAME[name].faults
-    assert MUTANTS[name] in record.diagnosis.text
+    assert record.equivalence.diagnosis is not None and record.equivalence.diagnosis.fault in BY_NAME[name].faults
+    assert MUTANTS[name] in record.equivalence.diagnosis.text

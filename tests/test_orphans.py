@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshmark.run.record import read_records
+from meshmark.run.record_file import read_records
 
 ROOT = Path(__file__).parent.parent
 END_SECONDS = 15

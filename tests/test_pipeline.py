@@ -81,7 +81,9 @@ def test_a_pipeline_trains_right_holds_what_is_planned_and_sends_it(
     record = runner.observe(Case(adapter=adapter, layout=layout, workload=work, precision=precision))
     for suite in ("equivalence", "memory", "communication"):
         expect(record, suite)
-    for reading, plan, declared in zip(record.memory, record.planned_states, record.remainders, strict=True):
+    for reading, plan, declared in zip(
+        record.memory.readings, record.memory.planned, record.memory.remainders, strict=True
+    ):
         assert reading.held is not None and plan.activations is not None
         expected = plan.activations + sum(r.num_bytes for r in declared if r.category == "activations")
         assert expected <= reading.held.activations <= expected + SCALARS
@@ -103,7 +105,7 @@ def test_a_broken_pipeline_is_caught_and_told(runner: Runner, name: str) -> None
     verdict = record.verdict(mutant.suite)
     assert verdict is not None and not verdict.passed, record.outcome.message
     if mutant.faults:
-        assert record.diagnosis is not None and record.diagnosis.fault in mutant.faults
+        assert record.equivalence.diagnosis is not None and record.equivalence.diagnosis.fault in mutant.faults
     else:
         equivalence = record.verdict("equivalence")
         assert equivalence is not None and equivalence.passed, "it trains right, but not as was asked"

@@ -10,7 +10,8 @@ import pytest
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.report.planned import least, peaks, plans
 from meshmark.run.memory_verdict import memory_categories
-from meshmark.run.record import Record, read_records
+from meshmark.run.record import Record
+from meshmark.run.record_file import read_records
 from meshmark.theory import activations, saved_activations
 from meshmark.theory.states import model_states
 
@@ -19,7 +20,7 @@ RECORDS = {
     f"{path.parent.name}/{record.case.id}": record
     for path in sorted(BASELINES.glob("*/records.jsonl"))
     for record in read_records(path).records
-    if record.memory
+    if record.memory.readings
 }
 TOLERANCE = 0.02
 """The issue's, on each category."""
@@ -28,18 +29,16 @@ TOLERANCE = 0.02
 def replanned(record: Record) -> Record:
     """With the plan and the declarations of today's planner and today's adapter of that name."""
     case, adapter = record.case, load_adapter(builtin_adapters()[record.case.adapter])
-    ranks = range(len(record.memory))
-    return replace(
-        record,
-        planned_states=[model_states(case, rank, adapter.recipe(case)) for rank in ranks],
-        remainders=[list(adapter.remainders(case, rank)) for rank in ranks],
-    )
+    ranks = range(len(record.memory.readings))
+    planned = [model_states(case, rank, adapter.recipe(case)) for rank in ranks]
+    remainders = [list(adapter.remainders(case, rank)) for rank in ranks]
+    return replace(record, memory=replace(record.memory, planned=planned, remainders=remainders))
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
 def test_every_category_is_as_planned(record: Record) -> None:
     record = replanned(record)
-    for rank, (reading, (plan, declared)) in enumerate(zip(record.memory, plans(record), strict=True)):
+    for rank, (reading, (plan, declared)) in enumerate(zip(record.memory.readings, plans(record), strict=True)):
         found = list(memory_categories(reading, plan, declared, with_activations=True))
         assert [name for name, *_ in found] == ["parameters", "gradients", "optimizer_states", "activations"]
         for name, measured, planned in found:

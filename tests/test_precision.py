@@ -22,7 +22,8 @@ from meshmark.reference.data import make_batch
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.passes.noise import noise_key
-from meshmark.run.record import Record, read_records
+from meshmark.run.record import Record
+from meshmark.run.record_file import read_records
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.verdict import detection_limits
 from meshmark.serial import decode, encode
@@ -160,7 +161,7 @@ def court(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory
 
 def reduced_bytes(record: Record) -> int:
     kinds = {"all_reduce", "reduce_scatter"}
-    return sum(c.num_bytes for c in record.traffic[0].asked if c.kind in kinds and c.num_bytes > 1024)
+    return sum(c.num_bytes for c in record.traffic.readings[0].asked if c.kind in kinds and c.num_bytes > 1024)
 
 
 @pytest.mark.parametrize("adapter", ["ddp", "fsdp2"])
@@ -174,9 +175,9 @@ def test_bf16_reduced_in_bf16_is_another_precision_than_reduced_in_fp32(runner: 
         assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"]
         assert max(limit.scaling for limit in detection_limits(record).values()) < 0.2, "there is something to be seen"
     assert reduced_bytes(wide) == 2 * reduced_bytes(narrow)
-    assert wide.noise != narrow.noise
+    assert wide.equivalence.noise != narrow.equivalence.noise
     if adapter == "ddp":  # which reduces once, so that every value is a bf16 number
-        assert (wide.state_dtypes["gradients"], narrow.state_dtypes["gradients"]) == ("float32", "bf16")
+        assert (wide.memory.state_dtypes["gradients"], narrow.memory.state_dtypes["gradients"]) == ("float32", "bf16")
 
 
 @pytest.mark.parametrize("name", OF_SUITES)

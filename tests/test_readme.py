@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshmark.run.record import RecordFile
+from meshmark.run.record_file import RecordFile
 from tests.factories import make_good, make_timed
 from tests.test_plan_search import sweep_rows, write_table
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from meshmark.errors import ResultsError
-from meshmark.run.record import SCHEMA, RecordFile, read_records
+from meshmark.run.record import SCHEMA
+from meshmark.run.record_file import RecordFile, read_records
 from meshmark.serial import encode
-from tests.factories import make_record, make_timed
+from tests.factories import make_record, make_timed, make_timing
 
 
 def write(folder: Path, *records: object) -> Path:
@@ -92,14 +93,14 @@ def test_bytes_cut_inside_a_character_are_a_bad_line_not_a_crash(tmp_path: Path)
 @pytest.mark.parametrize(
     "line, words",
     [
-        (json.dumps(encode(make_record()) | {"schema": 99}), ["schema 99", f"reads {SCHEMA}"]),
-        (json.dumps({"colour": "red"}), ["schema None", f"reads {SCHEMA}"]),
+        (json.dumps(encode(make_record()) | {"schema": 99}), ["schema 99", f"reads 1 to {SCHEMA}"]),
+        (json.dumps({"colour": "red"}), ["schema None", f"reads 1 to {SCHEMA}"]),
         ("[1, 2]", ["schema None"]),
         ("null", ["schema None"]),
         (json.dumps(encode(make_record()) | {"colour": "red"}), ["Record has no field colour"]),
         (json.dumps(encode(make_record()) | {"task": "dance"}), ["'dance'"]),
         (json.dumps({"schema": SCHEMA}), ["case"]),
-        (json.dumps(encode(make_record()) | {"noise": []}), ["line 2"]),
+        (json.dumps(encode(make_record()) | {"equivalence": {"noise": []}}), ["line 2"]),
         (json.dumps(encode(make_record()) | {"case": []}), ["line 2"]),
         (json.dumps(encode(make_record())).replace('"steps": 2', '"steps": Infinity'), ["line 2"]),
     ],
@@ -201,7 +202,25 @@ def test_readers_do_not_wait_for_the_writer(tmp_path: Path) -> None:
 
 
 def test_step_seconds_are_those_of_the_slowest_rank_step_by_step() -> None:
-    assert make_timed(rank_step_seconds=[[0.5, 0.25, 1.0], [0.25, 0.75, 1.0]]).step_seconds == [0.5, 0.75, 1.0]
+    timing = make_timing(rank_step_seconds=[[0.5, 0.25, 1.0], [0.25, 0.75, 1.0]])
+    assert timing.step_seconds == [0.5, 0.75, 1.0]
+
+
+def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> None:
+    """Its fields lay side by side."""
+    today = encode(make_record())
+    moved = {"readings": {"memory": "memory", "traffic": "traffic"}, "planned": {"memory": "planned_states"}}
+    moved["planned"]["traffic"], moved["seconds"] = "planned_traffic", {"launch": "launch_seconds"}
+    parts = ("launch", "training", "equivalence", "memory", "traffic", "timing", "conformance")
+    old = {name: value for name, value in today.items() if name not in parts} | {"schema": 1}
+    for part in parts:
+        old |= {moved.get(name, {}).get(part, name): value for name, value in today[part].items()}
+    assert "losses" in old and "planned_traffic" in old and "equivalence" not in old, "side by side"
+    lines = [json.dumps(old), json.dumps({"schema": 1, "session": "s", "command": "c", "device": "cpu"})]
+    (tmp_path / "records.jsonl").write_text("\n".join(lines))
+    reading = read_records(tmp_path)
+    assert reading.complaints == [] and reading.records == [make_record()]
+    assert [session.session for session in reading.sessions] == ["s"]
 
 
 def test_a_verdict_is_found_by_its_suite() -> None:

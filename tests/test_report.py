@@ -16,7 +16,8 @@ from meshmark.report import tables
 from meshmark.report.render import write_report
 from meshmark.report.results import results
 from meshmark.run.memory_verdict import judge_memory
-from meshmark.run.record import Outcome, Reading, Record, Status, read_records
+from meshmark.run.record import LaunchSeconds, Outcome, Record, Status, TimingEvidence, TrainingCurves
+from meshmark.run.record_file import Reading, read_records
 from meshmark.run.request import Task
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
@@ -25,8 +26,11 @@ from tests.factories import (
     make_environment,
     make_good,
     make_memory,
+    make_memory_evidence,
     make_model,
     make_timed,
+    make_timing,
+    make_traffic_evidence,
     make_verdict,
     make_workload,
 )
@@ -42,15 +46,13 @@ def wrong_record(**changes: object) -> Record:
 
 def skipped(**changes: object) -> Record:
     outcome = Outcome(status=Status.SKIPPED, message="megatron-core is not installed: pip install megatron-core")
-    bare: dict = {"memory": [], "traffic": [], "verdicts": [], "losses": [], "deviations": {}}
+    bare: dict = {"verdicts": [], "training": TrainingCurves(), "timing": TimingEvidence(), "launch": LaunchSeconds()}
     return make_timed(
         **{
             "case": MEGATRON,
             "task": Task.OBSERVE,
             "outcome": outcome,
             **bare,
-            "rank_step_seconds": [],
-            "launch_seconds": 0.0,
             **changes,
         }
     )
@@ -64,16 +66,16 @@ def crashed(**changes: object) -> Record:
         log_tail="last words",
         stacks={0: "File a.py in wait", 1: "File b.py in sleep"},
     )
-    return skipped(**{"case": GPIPE, "outcome": outcome, "launch_seconds": 8.0, **changes})
+    return skipped(**{"case": GPIPE, "outcome": outcome, "launch": LaunchSeconds(seconds=8.0), **changes})
 
 
 def all_sorts() -> list[Record]:
     """One right, one wrong, one that hung, one skipped; the first two timed at 96 and 192 tokens a second."""
     return [
         make_good(case=DDP),
-        make_timed(case=DDP, rank_step_seconds=[[0.5, 0.5]] * 2),
+        make_timed(case=DDP, timing=make_timing(rank_step_seconds=[[0.5, 0.5]] * 2)),
         wrong_record(),
-        make_timed(case=FSDP2, rank_step_seconds=[[0.25, 0.25]] * 2),
+        make_timed(case=FSDP2, timing=make_timing(rank_step_seconds=[[0.25, 0.25]] * 2)),
         crashed(),
         skipped(),
     ]
@@ -140,8 +142,10 @@ def test_the_fastest_and_leanest_are_sought_among_the_correct(page: str) -> None
 
 
 def test_the_fastest_is_not_always_the_leanest(tmp_path: Path) -> None:
-    small = make_good(case=FSDP2, memory=[make_memory(activations=10), make_memory(activations=20)])
-    records = [*all_sorts()[:2], small, make_timed(case=FSDP2, rank_step_seconds=[[1.0, 1.0]] * 2)]
+    small = make_good(
+        case=FSDP2, memory=make_memory_evidence(readings=[make_memory(activations=10), make_memory(activations=20)])
+    )
+    records = [*all_sorts()[:2], small, make_timed(case=FSDP2, timing=make_timing(rank_step_seconds=[[1.0, 1.0]] * 2))]
     head = render(tmp_path, records).splitlines()[2]
     assert f"fastest correct case is `{DDP.id}`" in head
     assert f"leanest `{FSDP2.id}` (1.7 KiB" in head
@@ -173,7 +177,7 @@ SLOW = Outcome(status=Status.SLOW, rank=0, message="no end within 8 s, but still
 
 def test_a_pass_that_was_too_slow_says_nothing_against_correctness(tmp_path: Path) -> None:
     """What the instrumented pass found stands, and its memory is a result; without that nothing is known."""
-    timed = make_timed(case=DDP, outcome=SLOW, rank_step_seconds=[])
+    timed = make_timed(case=DDP, outcome=SLOW, timing=make_timing(rank_step_seconds=[]))
     right, unknown = (make_good(case=DDP), timed), skipped(case=GPIPE, outcome=SLOW)
     bad = (wrong_record(), dataclasses.replace(timed, case=FSDP2))
     text = render(tmp_path, [*right, unknown, *bad])
@@ -187,9 +191,25 @@ def test_a_pass_that_was_too_slow_says_nothing_against_correctness(tmp_path: Pat
     assert "4 of 13 steps" in text
 
 
+@pytest.mark.parametrize("status", [status for status in Status if status.outside])
+def test_what_failed_outside_the_ranks_says_nothing_against_correctness(tmp_path: Path, status: Status) -> None:
+    outcome = Outcome(status=status, message="it was not the adapter")
+    records = [make_good(case=DDP), make_timed(case=DDP, outcome=outcome), skipped(case=GPIPE, outcome=outcome)]
+    text = render(tmp_path, records)
+    found, headline = answer(text), text.splitlines()[2]
+    assert found["ddp"]["correct"] == f"yes, timed pass **{status}**"
+    assert "~~" not in found["ddp"]["peak / rank"] and found["ddp"]["peak / rank"]
+    assert found["gpipe"]["correct"] == f"**{status}**"
+    assert "**1 of 1 judged cases train correctly**" in headline and "wrong or failed" not in headline
+    assert f"ended by what stands outside their ranks: `{DDP.id}`, `{GPIPE.id}`" in headline
+    assert text.count("it was not the adapter") == 2
+
+
 def test_a_verdict_that_the_adapter_made_impossible_has_no_error_in_figures(tmp_path: Path) -> None:
     record = make_good(
-        case=DDP, planned_states=[], remainders=[], unmeasured={"memory": "Adapter.recipe raised E: why"}
+        case=DDP,
+        unmeasured={"memory": "Adapter.recipe raised E: why"},
+        memory=make_memory_evidence(planned=[], remainders=[]),
     )
     text = render(tmp_path, [dataclasses.replace(record, verdicts=[make_verdict(), judge_memory(record)])])
     assert "memory: Adapter.recipe raised E: why" in text
@@ -200,7 +220,9 @@ def test_skipped_cases_are_not_in_the_answer(page: str) -> None:
 
 
 def test_memory_in_the_answer_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
-    record = make_good(case=DDP, memory=[make_memory(activations=10), make_memory(activations=5000)])
+    record = make_good(
+        case=DDP, memory=make_memory_evidence(readings=[make_memory(activations=10), make_memory(activations=5000)])
+    )
     found = answer(render(tmp_path, [record]))["ddp"]
     assert found["peak / rank"] == "6.57 KiB"
     assert found["model states / rank"] == "1.56 KiB"
@@ -374,7 +396,9 @@ def test_a_distance_without_bound_is_not_left_blank(tmp_path: Path) -> None:
 
 
 def test_the_memory_table_is_of_the_fullest_rank(tmp_path: Path) -> None:
-    record = make_good(case=DDP, memory=[make_memory(activations=10), make_memory(activations=5000)])
+    record = make_good(
+        case=DDP, memory=make_memory_evidence(readings=[make_memory(activations=10), make_memory(activations=5000)])
+    )
     (row,) = rows(section(render(tmp_path, [record]), "Memory"))
     assert (row["rank"], row["activations"], row["peak"]) == ("1", "4.88 KiB", "6.57 KiB")
     assert (row["allocator peak"], row["reserved"]) == ("2.93 KiB", "4 KiB")
@@ -399,14 +423,19 @@ def test_the_communication_table_is_of_the_rank_that_sends_most(tmp_path: Path) 
         )
 
     (row,) = rows(
-        section(render(tmp_path, [make_good(case=DDP, traffic=[reading(2048), reading(4096)])]), "Communication")
+        section(
+            render(
+                tmp_path, [make_good(case=DDP, traffic=make_traffic_evidence(readings=[reading(2048), reading(4096)]))]
+            ),
+            "Communication",
+        )
     )
     assert (row["asked for"], row["backend issued"]) == ("2 reduce_scatter 4 KiB", "2 all_reduce 4 KiB")
     assert (row["sent / rank"], row["really sent / rank"]) == ("2 KiB", "4 KiB")
 
 
 def test_the_throughput_table_marks_wrong_runs_and_shows_the_spread(tmp_path: Path) -> None:
-    records = [*all_sorts()[2:3], make_timed(case=FSDP2, rank_step_seconds=[[0.1, 0.2, 0.4]] * 2)]
+    records = [*all_sorts()[2:3], make_timed(case=FSDP2, timing=make_timing(rank_step_seconds=[[0.1, 0.2, 0.4]] * 2))]
     (row,) = rows(section(render(tmp_path, records), "Throughput"))
     assert row["correct"] == "**no**"
     assert (row["fastest"], row["median step"], row["slowest"]) == ("100 ms", "200 ms", "400 ms")
@@ -415,8 +444,13 @@ def test_the_throughput_table_marks_wrong_runs_and_shows_the_spread(tmp_path: Pa
 
 def test_times_are_compared_with_a_baseline_case_by_case(tmp_path: Path) -> None:
     """By medians: 100 ms against 400 ms; a case that the baseline lacks is new."""
-    records = [make_timed(case=DDP, rank_step_seconds=[[0.1, 0.1, 9.0]] * 2), make_timed(case=FSDP2)]
-    before = Reading(records=[make_timed(case=DDP, rank_step_seconds=[[0.4, 0.4, 0.1]] * 2)], complaints=[])
+    records = [
+        make_timed(case=DDP, timing=make_timing(rank_step_seconds=[[0.1, 0.1, 9.0]] * 2)),
+        make_timed(case=FSDP2),
+    ]
+    before = Reading(
+        records=[make_timed(case=DDP, timing=make_timing(rank_step_seconds=[[0.4, 0.4, 0.1]] * 2))], complaints=[]
+    )
     path = tmp_path / "page.md"
     write_report(Reading(records=records, complaints=[]), path, "meshmark report", before)
     column = [row["median / baseline's"] for row in rows(section(path.read_text(), "Throughput"))]
@@ -434,11 +468,16 @@ OTHER = {
 def compared(tmp_path: Path, there: Environment) -> str:
     """A page of this machine, with a baseline of another environment: twice as slow, wrong, three times as full."""
     before = [
-        make_timed(case=DDP, environment=there, rank_step_seconds=[[1.0, 1.0]] * 2),
-        make_good(case=DDP, environment=there, verdicts=[WRONG], memory=[make_memory(activations=6348)] * 2),
+        make_timed(case=DDP, environment=there, timing=make_timing(rank_step_seconds=[[1.0, 1.0]] * 2)),
+        make_good(
+            case=DDP,
+            environment=there,
+            verdicts=[WRONG],
+            memory=make_memory_evidence(readings=[make_memory(activations=6348)] * 2),
+        ),
     ]
     here = make_environment(omp_num_threads="1")
-    now = [make_timed(case=DDP, environment=here, rank_step_seconds=[[0.5, 0.5]] * 2)]
+    now = [make_timed(case=DDP, environment=here, timing=make_timing(rank_step_seconds=[[0.5, 0.5]] * 2))]
     now += [make_good(case=DDP, environment=here)]
     path = tmp_path / "page.md"
     write_report(Reading(records=now, complaints=[]), path, "meshmark report", Reading(records=before, complaints=[]))
@@ -491,7 +530,7 @@ def test_the_committed_baseline_is_read_and_known_to_be_of_another_machine(tmp_p
     assert not before.complaints
     timed = next(record for record in before.records if record.task is Task.TIME)
     path = tmp_path / "page.md"
-    now = make_timed(case=timed.case, rank_step_seconds=timed.rank_step_seconds)
+    now = make_timed(case=timed.case, timing=make_timing(rank_step_seconds=timed.timing.rank_step_seconds))
     write_report(Reading(records=[now], complaints=[]), path, "meshmark report", before)
     text = section(path.read_text(), "Throughput")
     assert "machine Abacus 3000 here, AMD EPYC there" in text and "~~1.00~~ other machine" in text
@@ -534,7 +573,13 @@ def test_a_commit_that_is_not_known_is_said_to_be(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "records",
-    [[skipped()], [crashed()], [make_timed()], [make_good(verdicts=[])], [make_good(memory=[], traffic=[])]],
+    [
+        [skipped()],
+        [crashed()],
+        [make_timed()],
+        [make_good(verdicts=[])],
+        [make_good(memory=make_memory_evidence(readings=[]), traffic=make_traffic_evidence(readings=[]))],
+    ],
     ids=["all skipped", "all crashed", "timed alone", "not judged", "nothing measured"],
 )
 def test_a_report_of_little_is_still_a_report(tmp_path: Path, records: list[Record]) -> None:

@@ -242,8 +242,9 @@ def test_a_proof_that_was_overheard_is_worth_nothing(server: StoreServer) -> Non
     [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"meshmark store 1" + bytes(32 + 32)],
     ids=["nothing", "http", "without the secret"],
 )
-def test_a_foreign_listener_is_found_out(says: bytes) -> None:
-    """One that says nothing and closes, another program's, and one that plays the store without the secret."""
+def test_a_foreign_listener_is_found_out(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that says nothing, another program's, and one that plays the store without the secret."""
+    monkeypatch.setattr("meshmark.run.store._PROVE_SECONDS", 2.0)
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:

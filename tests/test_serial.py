@@ -14,7 +14,7 @@ import pytest
 from meshmark.judge.deviation import Deviation, Drift, Quantity, QuantityKind
 from meshmark.judge.yardstick import Comparisons
 from meshmark.run.rank_report import RankFailure, RankReport
-from meshmark.run.record import Outcome, Record, Status
+from meshmark.run.record import Outcome, Record, Status, TrainingCurves
 from meshmark.serial import decode, encode
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
@@ -59,7 +59,7 @@ def through_json(value: object) -> Any:  # noqa: ANN401
     return decode(type(value), json.loads(json.dumps(encode(value), allow_nan=False)))
 
 
-def filled(record: Record) -> set[str]:
+def filled(record: object) -> set[str]:
     """Fields that are not at their default."""
     changed = set()
     for f in dataclasses.fields(record):
@@ -76,7 +76,7 @@ REPORT = RankReport(
     losses=[1.0],
     norms=[None, 2.0],
     deviations={Quantity.parse("loss"): [Deviation(distance=1e-7, scale=1.0, factor=1.0)]},
-    drifts=make_record().drifts,
+    drifts=make_record().equivalence.drifts,
     memory=make_memory(),
     traffic=make_traffic(),
     step_seconds=[0.1],
@@ -101,7 +101,10 @@ def test_values_come_back_equal(value: object) -> None:
 
 def test_the_record_above_fills_every_field() -> None:
     """Else the round trip would say nothing of a field that is new."""
-    assert filled(make_record()) == {f.name for f in dataclasses.fields(Record)}
+    record = make_record()
+    parts = (record.launch, record.training, record.equivalence, record.memory, record.traffic)
+    for value in (record, *parts, record.timing, record.conformance):
+        assert filled(value) == {f.name for f in dataclasses.fields(value)}
 
 
 def test_types_come_back_too() -> None:
@@ -129,7 +132,7 @@ def test_a_number_that_is_not_finite_is_null_in_json_and_nan_again(value: float)
 
 
 def test_none_stays_none_where_it_is_allowed() -> None:
-    assert through_json(make_record(norms=[None, 1.0])).norms == [None, 1.0]
+    assert through_json(TrainingCurves(norms=[None, 1.0])).norms == [None, 1.0]
     assert through_json(OUTER).maybe is None
     assert through_json(dataclasses.replace(OUTER, optional=None)).optional is None
 
@@ -160,11 +163,11 @@ def test_a_missing_field_is_refused_by_name() -> None:
         ("outcome", {"status": "splendid"}),
         ("task", "dance"),
         ("steps", "five"),
-        ("losses", 3),
-        ("drifts", [3]),
-        ("noise", []),
+        ("training", {"losses": 3}),
+        ("equivalence", {"drifts": [3]}),
+        ("equivalence", {"noise": []}),
         ("steps", 2.5),
-        ("matmul_flops_per_second", "12"),
+        ("timing", {"matmul_flops_per_second": "12"}),
         ("case", []),
         ("environment", "here"),
         ("memory", {"rank": 0}),

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
-from meshmark.run.record import RecordFile, read_records
+from meshmark.run.record_file import RecordFile, read_records
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,6 +43,8 @@ def test_a_run_leaves_records_junit_and_benchmark_data(tmp_path: Path) -> None:
     done = suites(
         "--adapters",
         "ddp",
+        "--workload",
+        "gpt-mini",
         "--results",
         tmp_path / "r",
         f"--junitxml={tmp_path / 'junit.xml'}",
@@ -52,11 +54,11 @@ def test_a_run_leaves_records_junit_and_benchmark_data(tmp_path: Path) -> None:
     observed, timed = read_records(tmp_path / "r").records
     assert [v.suite for v in observed.verdicts] == ["equivalence", "memory", "communication"]
     benchmark = json.loads((tmp_path / "bench.json").read_text())["benchmarks"][0]
-    assert benchmark["stats"]["data"] == timed.step_seconds
+    assert benchmark["stats"]["data"] == timed.timing.step_seconds
     assert benchmark["extra_info"]["tokens_per_second"] > 0
     names = [case.get("name") for case in ElementTree.parse(tmp_path / "junit.xml").iter("testcase")]
-    assert "test_equivalence[ddp-dp2.mb2-gpt-tiny-fp32]" in names
-    assert "[1/2] observe ddp-dp2.mb2-gpt-tiny-fp32" in done.stdout
+    assert "test_equivalence[ddp-dp2.mb2-gpt-mini-fp32]" in names
+    assert "[1/2] observe ddp-dp2.mb2-gpt-mini-fp32" in done.stdout
 
 
 def test_a_warning_is_an_error_here() -> None:
@@ -105,9 +107,10 @@ def counters(output: str) -> list[tuple[int, int]]:
 
 def test_a_broken_adapter_from_outside_fails_the_equivalence_suite(tmp_path: Path) -> None:
     target = ROOT / "tests" / "broken" / "mutants.py"
-    done = suites("--adapter", f"{target}:ddp_NoReduction", "--results", tmp_path, "-k", "equivalence")
+    broken = ("--adapter", f"{target}:ddp_NoReduction", "--workload", "gpt-mini")
+    done = suites(*broken, "--results", tmp_path, "-k", "equivalence")
     assert done.returncode == 1
-    assert "FAILED suites/test_equivalence.py::test_equivalence[ddp_noreduction-dp2.mb2-gpt-tiny-fp32]" in done.stdout
+    assert "FAILED suites/test_equivalence.py::test_equivalence[ddp_noreduction-dp2.mb2-gpt-mini-fp32]" in done.stdout
     assert "x its noise" in done.stdout
 
 

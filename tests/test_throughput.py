@@ -8,7 +8,7 @@ from meshmark.run.throughput import peak_flops_per_second, throughput
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.theory.flops import model_flops_per_token
-from tests.factories import make_case, make_environment, make_timed
+from tests.factories import make_case, make_environment, make_timed, make_timing
 
 TOKENS = 4 * 12
 
@@ -16,12 +16,12 @@ TOKENS = 4 * 12
 def test_tokens_per_second_is_all_tokens_over_all_seconds_of_the_slowest_rank() -> None:
     """Steps of 1 and 3 seconds: 2 steps in 4 seconds, not the mean of the rates 1 and 1/3; the ranks take turns in
     being the slowest, so neither one's own sum (2.5, 2.0) will do."""
-    found = throughput(make_timed(rank_step_seconds=[[1.0, 1.5], [0.5, 3.0]]))
+    found = throughput(make_timed(timing=make_timing(rank_step_seconds=[[1.0, 1.5], [0.5, 3.0]])))
     assert found.per_second == pytest.approx(TOKENS * 2 / 4)
 
 
 def test_mfu_is_model_operations_over_the_peak_of_all_ranks() -> None:
-    record = make_timed(rank_step_seconds=[[0.5, 0.5]] * 2, matmul_flops_per_second=[1e9, 3e9])
+    record = make_timed(timing=make_timing(rank_step_seconds=[[0.5, 0.5]] * 2, matmul_flops_per_second=[1e9, 3e9]))
     found = throughput(record)
     per_token = model_flops_per_token(record.case.workload.model)
     assert found.mfu == pytest.approx(TOKENS / 0.5 * per_token / 4e9)

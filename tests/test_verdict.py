@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,14 @@ from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.record import Record, Verdict
 from meshmark.run.verdict import Limit, detection_limits, judge_communication, judge_equivalence
 from meshmark.theory.states import ModelStates, Remainder
-from tests.factories import make_good, make_memory, make_traffic
+from tests.factories import (
+    make_equivalence,
+    make_good,
+    make_memory,
+    make_memory_evidence,
+    make_traffic,
+    make_traffic_evidence,
+)
 
 LOSS, GRADIENT, OTHER = map(Quantity.parse, ("loss", "gradients/a.weight", "parameters/b.weight"))
 FACTOR = 4.0
@@ -31,7 +39,8 @@ def run(distance: float, noise: float = 1.0, quantity: Quantity = GRADIENT, **ch
     deviations[quantity] = [FINE, odd]
     noises[quantity] = [1.0, noise]
     deviations[Quantity.parse("initial/a.weight")] = [Deviation(distance=0.0, scale=1.0, factor=1.0)]
-    return make_good(**{"deviations": deviations, "noise": noises, "factors": FACTORS, **changes})
+    found = make_equivalence(**{"deviations": deviations, "noise": noises, "factors": FACTORS, **changes})
+    return make_good(equivalence=found)
 
 
 @pytest.mark.parametrize("quantity", [LOSS, GRADIENT, OTHER])
@@ -86,7 +95,9 @@ def test_without_noise_only_the_exact_value_passes() -> None:
 @pytest.mark.parametrize("distance", [1e-30, math.inf, math.nan])
 def test_one_bit_of_a_wrong_start_fails(distance: float) -> None:
     record = run(1.0)
-    record.deviations[Quantity.parse("initial/a.weight")] = [Deviation(distance=distance, scale=1.0, factor=1.0)]
+    record.equivalence.deviations[Quantity.parse("initial/a.weight")] = [
+        Deviation(distance=distance, scale=1.0, factor=1.0)
+    ]
     verdict = judge_equivalence(record)
     assert not verdict.passed
     assert verdict.summary == "starts elsewhere: 1 initial values differ, first initial/a.weight"
@@ -103,7 +114,7 @@ def test_a_norm_that_single_does_not_tell_cannot_be_held_against_a_framework() -
     """Without clipping `single` tells no norm, so there is no noise of it, while DeepSpeed tells one anyway. It is
     judged some way or left out; it must not break the run."""
     record = run(1.0)
-    record.deviations[Quantity.parse("norm")] = [FINE, FINE]
+    record.equivalence.deviations[Quantity.parse("norm")] = [FINE, FINE]
     assert judge_equivalence(record).passed
 
 
@@ -116,7 +127,7 @@ def test_each_kind_of_quantity_has_its_own_factor() -> None:
 def test_a_multiple_fails_where_the_distance_does_not_see_it() -> None:
     """The gradient stands at its noise, but 1.25 times too long, which rounding in all directions does not make it."""
     record = run(1.0)
-    record.noise[Quantity.parse("scale/a.weight")] = [1e-2, 1e-2]
+    record.equivalence.noise[Quantity.parse("scale/a.weight")] = [1e-2, 1e-2]
     verdict = judge_equivalence(record)
     assert not verdict.passed
     assert verdict.evidence["worst_quantity"] == "scale/a.weight"
@@ -125,8 +136,10 @@ def test_a_multiple_fails_where_the_distance_does_not_see_it() -> None:
 
 def test_the_detection_limit_is_the_worst_tolerance_over_all_steps() -> None:
     record = run(1.0)
-    record.deviations[Quantity.parse("gradients/c.weight")] = [Deviation(distance=0.0, scale=100.0, factor=1.0)] * 2
-    record.noise[Quantity.parse("gradients/c.weight")] = [1e-3, 2e-3]
+    record.equivalence.deviations[Quantity.parse("gradients/c.weight")] = [
+        Deviation(distance=0.0, scale=100.0, factor=1.0)
+    ] * 2
+    record.equivalence.noise[Quantity.parse("gradients/c.weight")] = [1e-3, 2e-3]
     limit = FACTOR * 2e-3 / 100
     assert detection_limits(record)["c.weight"] == Limit(scaling=limit, any_direction=limit)
     assert judge_equivalence(record).evidence["blindest"] == "c.weight"
@@ -135,8 +148,10 @@ def test_the_detection_limit_is_the_worst_tolerance_over_all_steps() -> None:
 def test_a_multiple_sees_a_scaling_before_the_distance_does() -> None:
     """Its noise may point the other way, so once more than the tolerance is needed to be sure."""
     record = run(1.0)
-    record.deviations[Quantity.parse("gradients/c.weight")] = [Deviation(distance=0.0, scale=100.0, factor=1.0)] * 2
-    record.noise.update(
+    record.equivalence.deviations[Quantity.parse("gradients/c.weight")] = [
+        Deviation(distance=0.0, scale=100.0, factor=1.0)
+    ] * 2
+    record.equivalence.noise.update(
         {Quantity.parse("gradients/c.weight"): [1e-3, 1e-3], Quantity.parse("scale/c.weight"): [1e-7, 2e-7]}
     )
     assert detection_limits(record)["c.weight"] == Limit(
@@ -146,10 +161,10 @@ def test_a_multiple_sees_a_scaling_before_the_distance_does() -> None:
 
 def test_gradients_that_are_zero_by_mathematics_have_no_detection_limit() -> None:
     record = run(1.0)
-    record.deviations[Quantity.parse("gradients/attention.k.bias")] = [
+    record.equivalence.deviations[Quantity.parse("gradients/attention.k.bias")] = [
         Deviation(distance=1e-9, scale=1e-12, factor=0.0)
     ] * 2
-    record.noise[Quantity.parse("gradients/attention.k.bias")] = [1e-9, 1e-9]
+    record.equivalence.noise[Quantity.parse("gradients/attention.k.bias")] = [1e-9, 1e-9]
     assert detection_limits(record).keys() == {"a.weight"}
     assert judge_equivalence(record).passed
 
@@ -165,10 +180,10 @@ def test_the_diagnosis_is_part_of_the_evidence() -> None:
 # Memory: planned are 400, 400 and 800 bytes on each of two ranks.
 
 
-def memory(rank: int, category: str, measured: int, **changes: object) -> Record:
+def memory(rank: int, category: str, measured: int, **changes: Any) -> Record:  # noqa: ANN401
     readings = [make_memory(), make_memory()]
     object.__setattr__(readings[rank].states, category, measured)
-    return make_good(**{"memory": readings, "remainders": [[], []], **changes})
+    return make_good(memory=make_memory_evidence(**{"readings": readings, "remainders": [[], []], **changes}))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -186,9 +201,11 @@ def test_states_pass_within_one_percent_on_every_rank(
 def test_a_framework_that_does_not_shard_fails() -> None:
     record = memory(0, "optimizer_states", 800)
     record = make_good(
-        memory=record.memory,
-        remainders=[[], []],
-        planned_states=[ModelStates(parameters=400, gradients=400, optimizer_states=400)] * 2,
+        memory=make_memory_evidence(
+            readings=record.memory.readings,
+            remainders=[[], []],
+            planned=[ModelStates(parameters=400, gradients=400, optimizer_states=400)] * 2,
+        )
     )
     verdict = judge_memory(record)
     assert not verdict.passed
@@ -208,12 +225,12 @@ def test_a_declared_remainder_counts_on_its_rank_and_in_its_category_alone() -> 
 def test_bytes_where_none_are_planned_fail() -> None:
     """SGD keeps no states; one stray scalar is allowed to no one."""
     plan = [ModelStates(parameters=400, gradients=400, optimizer_states=0)] * 2
-    assert not judge_memory(memory(0, "optimizer_states", 8, planned_states=plan)).passed
+    assert not judge_memory(memory(0, "optimizer_states", 8, planned=plan)).passed
 
 
 def test_a_rank_without_a_reading_is_not_passed_over() -> None:
     with pytest.raises(ValueError, match="shorter|longer"):
-        judge_memory(make_good(memory=[make_memory()]))
+        judge_memory(make_good(memory=make_memory_evidence(readings=[make_memory()])))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +242,7 @@ def test_bytes_that_differ_name_the_method_to_mend(category: str, methods: list[
     if category == "activations":
         held = [dataclasses.replace(make_memory(), held=Bytes(activations=500))] * 2
         plan = [ModelStates(parameters=400, gradients=400, optimizer_states=800, activations=100)] * 2
-        record = make_good(memory=held, remainders=[[], []], planned_states=plan)
+        record = make_good(memory=make_memory_evidence(readings=held, remainders=[[], []], planned=plan))
     summary = judge_memory(record).summary
     assert summary.startswith(category) and all(method in summary for method in methods)
     assert "`" not in judge_memory(memory(1, "gradients", 400)).summary, "nothing to mend"
@@ -239,7 +256,10 @@ def test_traffic_that_differs_names_the_method_to_mend() -> None:
 @pytest.mark.parametrize("judge, suite", [(judge_memory, "memory"), (judge_communication, "communication")])
 def test_what_could_not_be_measured_fails_with_its_reason(judge: Callable[[Record], Verdict], suite: str) -> None:
     """Though the readings and plans are not there to be judged."""
-    bare = make_good(memory=[], planned_states=[], remainders=[], traffic=[], planned_traffic=[])
+    bare = make_good(
+        memory=make_memory_evidence(readings=[], planned=[], remainders=[]),
+        traffic=make_traffic_evidence(readings=[], planned=[]),
+    )
     verdict = judge(dataclasses.replace(bare, unmeasured={suite: "Adapter.x raised E: why"}))
     assert (verdict.suite, verdict.passed, verdict.summary) == (suite, False, "Adapter.x raised E: why")
 
@@ -251,7 +271,9 @@ def traffic(*asked: tuple[str, int]) -> Record:
     odd = TrafficReading(
         asked=[Collective(kind=kind, group_size=2, count=1, num_bytes=n) for kind, n in asked], issued=[]
     )
-    return make_good(traffic=[make_traffic(1000), odd], planned_traffic=[{"all_reduce": 1000.0}] * 2)
+    return make_good(
+        traffic=make_traffic_evidence(readings=[make_traffic(1000), odd], planned=[{"all_reduce": 1000.0}] * 2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -278,24 +300,27 @@ def test_bytes_of_every_kind_pass_within_one_percent_of_all_planned(asked: list[
 
 def test_groups_of_several_sizes_add_up() -> None:
     record = make_good(
-        traffic=[
-            TrafficReading(
-                asked=[Collective(kind="all_reduce", group_size=g, count=1, num_bytes=500) for g in (2, 4)], issued=[]
-            )
-        ],
-        planned_traffic=[{"all_reduce": 1000.0}],
+        traffic=make_traffic_evidence(
+            readings=[
+                TrafficReading(
+                    asked=[Collective(kind="all_reduce", group_size=g, count=1, num_bytes=500) for g in (2, 4)],
+                    issued=[],
+                )
+            ],
+            planned=[{"all_reduce": 1000.0}],
+        )
     )
     assert judge_communication(record).passed
 
 
 def test_one_process_has_nothing_to_communicate() -> None:
     empty = TrafficReading(asked=[], issued=[])
-    verdict = judge_communication(make_good(traffic=[empty], planned_traffic=[{}]))
+    verdict = judge_communication(make_good(traffic=make_traffic_evidence(readings=[empty], planned=[{}])))
     assert verdict.passed
     assert verdict.summary == "nothing to communicate"
 
 
 def test_traffic_where_none_is_planned_fails() -> None:
-    verdict = judge_communication(make_good(traffic=[make_traffic(8)], planned_traffic=[{}]))
+    verdict = judge_communication(make_good(traffic=make_traffic_evidence(readings=[make_traffic(8)], planned=[{}])))
     assert not verdict.passed
     assert "all_reduce on rank 0: 8 bytes, planned 0" in verdict.summary

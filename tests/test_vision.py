@@ -43,7 +43,7 @@ from meshmark.theory.states import ModelStates, model_states
 from meshmark.theory.traffic import step_traffic
 from tests.broken.mutant import under
 from tests.broken.mutants import BY_NAME, target
-from tests.factories import make_good, make_timed
+from tests.factories import make_good, make_memory_evidence, make_timed, make_traffic_evidence
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed: pip install scikit-learn"
@@ -169,17 +169,23 @@ def test_what_is_not_known_is_not_planned() -> None:
     assert step_traffic(case, 0) == {"all_reduce": 4.0 * VIT.model.num_parameters}
     split = dataclasses.replace(case, layout=Layout(tp=2))
     assert model_states(split, 0) is None and step_traffic(split, 0) is None
-    record = make_good(case=split, planned_states=[None, None], planned_traffic=[None, None])
+    record = make_good(
+        case=split,
+        memory=make_memory_evidence(planned=[None, None]),
+        traffic=make_traffic_evidence(planned=[None, None]),
+    )
     assert judge_memory(record) is None and judge_communication(record) is None
     planned = ModelStates(parameters=400, gradients=400, optimizer_states=800)
-    verdict = judge_memory(make_good(case=case, planned_states=[planned] * 2, remainders=[[], []]))
+    verdict = judge_memory(
+        make_good(case=case, memory=make_memory_evidence(planned=[planned] * 2, remainders=[[], []]))
+    )
     assert verdict is not None and "activations: not planned" in verdict.summary
 
 
 def test_throughput_counts_images() -> None:
     timed = make_timed(case=Case(adapter="ddp", workload=VIT, layout=TWO))
     found = throughput(timed)
-    assert (found.unit, found.per_second) == ("images", 32 * 2 / sum(timed.step_seconds))
+    assert (found.unit, found.per_second) == ("images", 32 * 2 / sum(timed.timing.step_seconds))
     assert found.mfu == pytest.approx(found.per_second * 3 * VIT.model.forward_flops / 3e9)
 
 
@@ -260,10 +266,10 @@ def test_ddp_trains_images_correctly(runner: Runner, trained: Workload) -> None:
     assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"]
     equivalence = record.verdict("equivalence")
     assert equivalence is not None and float(equivalence.evidence["detection_limit"]) < 2e-5
-    judged = {quantity for quantity in record.deviations if quantity.kind is QuantityKind.BUFFERS}
+    judged = {quantity for quantity in record.equivalence.deviations if quantity.kind is QuantityKind.BUFFERS}
     assert judged == {QuantityKind.BUFFERS.of(name) for name in buffer_shapes(trained.model)}
-    assert judged <= record.noise.keys(), "what has no noise is not judged"
-    assert all(plan and plan.activations is None for plan in record.planned_states)
+    assert judged <= record.equivalence.noise.keys(), "what has no noise is not judged"
+    assert all(plan and plan.activations is None for plan in record.memory.planned)
     memory = record.verdict("memory")
     assert memory is not None and memory.summary.endswith("activations: not planned")
 
@@ -274,6 +280,7 @@ def test_a_mutant_is_caught_and_named(runner: Runner, name: str) -> None:
     record = runner.observe(mutant.case)
     verdict = record.verdict("equivalence")
     assert verdict is not None and not verdict.passed, record.outcome.message
-    assert record.diagnosis is not None and record.diagnosis.fault in mutant.faults, record.diagnosis
+    diagnosis = record.equivalence.diagnosis
+    assert diagnosis is not None and diagnosis.fault in mutant.faults, diagnosis
     if "Rank" in name and "Statistics" in name:
-        assert record.diagnosis.ranks == [1] and "not updated" in record.diagnosis.detail
+        assert diagnosis.ranks == [1] and "not updated" in diagnosis.detail

@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.run.record import Record, read_records
+from meshmark.run.record import Record
+from meshmark.run.record_file import read_records
 from tests.test_architecture import tracked_files
 
 ROOT = Path(__file__).parent.parent

@@ -32,7 +32,7 @@ def judge_clause(clause: Clause, records: Mapping[str, Record]) -> Finding:
     if found.result is ClauseResult.FAIL and found.defect is None:
         defects = (defect for record in needed for defect in _defects(record, found.evidence))
         found = replace(found, defect=next(defects, None))
-    gap = next((g for g in needed[0].known_gaps if g.covers(needed[0].case, clause.name)), None)
+    gap = next((g for g in needed[0].conformance.known_gaps if g.covers(needed[0].case, clause.name)), None)
     if gap is None or found.result in (ClauseResult.UNSUPPORTED, ClauseResult.UNDECIDED):
         return found
     if found.result is ClauseResult.FAIL and gap.symptom not in found.evidence:
@@ -53,7 +53,7 @@ def point_back(name: str, found: Finding, earlier: Mapping[str, Finding]) -> Fin
 
 def _defects(record: Record, evidence: str) -> Iterator[Defect]:
     """What of `record` the evidence of a failure tells."""
-    plain, diagnosis = record.scenario == "plain", record.diagnosis
+    plain, diagnosis = record.conformance.scenario == "plain", record.equivalence.diagnosis
     if diagnosis and diagnosis.text in evidence:
         yield Defect(kind=diagnosis.fault, detail=diagnosis.detail, plain=plain)
     for verdict in record.verdicts:
@@ -69,11 +69,11 @@ def _obstacle(records: list[Record]) -> Finding | None:
         if outcome.status is Status.SKIPPED:
             return Finding(result=ClauseResult.UNSUPPORTED, evidence=outcome.message)
         slow, timed_out = outcome.status is Status.SLOW, outcome.status in (Status.SLOW, Status.HUNG)
-        if outcome.status is not Status.OK and (slow or SCENARIOS[record.scenario].name != "error"):
+        if outcome.status is not Status.OK and (slow or SCENARIOS[record.conformance.scenario].name != "error"):
             where = "" if outcome.rank is None else f" on rank {outcome.rank}"
-            message = f"{record.scenario}: {outcome.status}{where}: {outcome.message}"
+            message = f"{record.conformance.scenario}: {outcome.status}{where}: {outcome.message}"
             kind = outcome.status if timed_out else f"{outcome.status}: {outcome.message}"
-            defect = Defect(kind=kind, detail=outcome.message, plain=record.scenario == "plain")
+            defect = Defect(kind=kind, detail=outcome.message, plain=record.conformance.scenario == "plain")
             return Finding(
                 result=ClauseResult.UNDECIDED if slow else ClauseResult.FAIL, evidence=message, defect=defect
             )

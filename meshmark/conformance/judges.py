@@ -49,7 +49,7 @@ def _alone(record: Record, what: str) -> Finding | None:
 
 def _within(record: Record, *kinds: QuantityKind) -> Finding:
     """Every compared quantity of these kinds within its tolerance."""
-    yardstick, run = record.yardstick, compare(record.deviations)
+    yardstick, run = record.equivalence.yardstick, compare(record.equivalence.deviations)
     excesses = [e for e in yardstick.excesses(run) if e[1].kind in kinds]
     if not excesses:
         return _finding(False, f"nothing to compare of {', '.join(kinds)}")
@@ -57,8 +57,8 @@ def _within(record: Record, *kinds: QuantityKind) -> Finding:
     factor = yardstick.factor_of(quantity)
     evidence = f"worst of {len(excesses)}: {quantity} at step {step}, {excess * factor:.3g} x its noise where "
     evidence += f"{factor:.2f} x is allowed"
-    if excess > 1 and record.diagnosis:
-        evidence += f"; {record.diagnosis.text}"
+    if excess > 1 and record.equivalence.diagnosis:
+        evidence += f"; {record.equivalence.diagnosis.text}"
     return _finding(excess <= 1, evidence)
 
 
@@ -95,8 +95,7 @@ def gradients(record: Record) -> Finding:
 
 
 def parameters(record: Record) -> Finding:
-    elsewhere = [q for q, steps in record.deviations.items() if q.kind is QuantityKind.INITIAL and steps[0].distance]
-    if elsewhere:
+    if elsewhere := record.equivalence.wrong_start:
         return _finding(False, f"{len(elsewhere)} initial values differ, first {elsewhere[0]}")
     return _within(record, QuantityKind.PARAMETERS)
 
@@ -107,12 +106,13 @@ def replicas(record: Record) -> Finding:
     if num_replicas(record.case) > 1:
         differ = f"by {record.case.workload.algorithm.kind}, replicas may differ"
         return Finding(result=ClauseResult.UNSUPPORTED, evidence=differ)
-    if not record.num_replicated:
+    found = record.equivalence
+    if not found.num_replicated:
         return Finding(result=ClauseResult.UNSUPPORTED, evidence="no tensor is held by two ranks")
-    reported = f"{record.num_replicated} tensors reported by several ranks, {_drift_text(record.drifts)}"
-    if record.drifts and record.diagnosis:
-        reported += f"; {record.diagnosis.text}"
-    return _finding(not record.drifts, reported)
+    reported = f"{found.num_replicated} tensors reported by several ranks, {_drift_text(found.drifts)}"
+    if found.drifts and found.diagnosis:
+        reported += f"; {found.diagnosis.text}"
+    return _finding(not found.drifts, reported)
 
 
 def _drift_text(drifts: list[Drift]) -> str:
@@ -124,7 +124,7 @@ def _drift_text(drifts: list[Drift]) -> str:
 
 def _compared(record: Record, kind: QuantityKind) -> bool:
     """Whether quantities of this kind were, of whichever replica."""
-    return any(quantity.kind is kind for quantity in record.deviations)
+    return any(quantity.kind is kind for quantity in record.equivalence.deviations)
 
 
 def evaluation(record: Record) -> Finding:
@@ -150,7 +150,8 @@ def uneven(record: Record) -> Finding:
 
 def clipping(record: Record) -> Finding:
     limit = record.case.workload.optimizer.clip_norm or math.inf
-    norms = [n for own in by_replica(record.deviations, num_replicas(record.case)) for n in gradient_norms(own)]
+    replicas = by_replica(record.equivalence.deviations, num_replicas(record.case))
+    norms = [norm for own in replicas for norm in gradient_norms(own)]
     active = _finding(min(norms) > limit, f"norms {min(norms):.3g} to {max(norms):.3g} clipped to {limit:g}")
     told = _compared(record, QuantityKind.NORM)
     reported = _within(record, QuantityKind.NORM) if told else _finding(True, "the norm is not reported")
@@ -161,7 +162,7 @@ def frozen(record: Record) -> Finding:
     workload = record.case.workload
     fixed = {
         q: steps
-        for q, steps in record.deviations.items()
+        for q, steps in record.equivalence.deviations.items()
         if q.kind is QuantityKind.PARAMETERS and not workload.trains(q.name)
     }
     moved = [q for q, steps in fixed.items() if any(d.distance for d in steps)]
@@ -170,7 +171,7 @@ def frozen(record: Record) -> Finding:
 
 
 def masters(record: Record) -> Finding:
-    kept = record.state_dtypes.get("parameters") or record.unmeasured.get("memory", "nothing")
+    kept = record.memory.state_dtypes.get("parameters") or record.unmeasured.get("memory", "nothing")
     wide = _finding(record.case.precision.master in kept.split("+"), f"parameters kept in {kept}")
     return _all_of(wide, _within(record, QuantityKind.PARAMETERS))
 
@@ -179,12 +180,12 @@ def declared_precision(record: Record) -> Finding:
     """Gradients within their precision's noise and no rounder than asked; moments, and the bytes of states and of the
     reduction, as declared."""
     precision = record.case.precision
-    kept = record.state_dtypes.get("optimizer_states") or record.unmeasured.get("memory", "nothing")
+    kept = record.memory.state_dtypes.get("optimizer_states") or record.unmeasured.get("memory", "nothing")
     moments = _finding(kept == precision.states, f"moments in {kept}")
-    reported = record.state_dtypes.get("gradients", "")
-    gradient_ratios = [
-        r for r, q, _ in record.yardstick.ratios(compare(record.deviations)) if q.kind is QuantityKind.GRADIENTS
-    ]
+    reported = record.memory.state_dtypes.get("gradients", "")
+    found = record.equivalence
+    ratios = found.yardstick.ratios(compare(found.deviations))
+    gradient_ratios = [ratio for ratio, quantity, _ in ratios if quantity.kind is QuantityKind.GRADIENTS]
     rough = max(gradient_ratios, default=0.0)
     really = _finding(rough > WIDER, f"gradients at most {rough:.1e} x the noise of {precision}")
     asked = {_SHORT[precision.reduction]} if _rounds(record) else {"", "float32"}
@@ -206,8 +207,9 @@ def reduced(record: Record) -> Finding:
 
 
 def dropout(record: Record) -> Finding:
-    losses = [np.array(s["losses"]) for s in record.samples if any(s["losses"])]
-    first, draws = record.samples[0], np.concatenate(losses)
+    samples, drifts = record.conformance.samples, record.equivalence.drifts
+    losses = [np.array(s["losses"]) for s in samples if any(s["losses"])]
+    first, draws = samples[0], np.concatenate(losses)
     reference = np.array(first["reference"])
     again = sum(len(own) - len(set(own)) for own in losses)
     alike = sum(float(np.sum(a == b)) for i, a in enumerate(losses) for b in losses[:i])
@@ -232,7 +234,7 @@ def dropout(record: Record) -> Finding:
             f"gradients {along:+.1f} in multiple and {size:+.1f} in size of "
             f"the exact ones, {few:.1f} standard errors allowed",
         ),
-        _finding(not record.drifts, f"gradients reported by several ranks {_drift_text(record.drifts)}"),
+        _finding(not drifts, f"gradients reported by several ranks {_drift_text(drifts)}"),
         _finding(abs(shift) < EVALUATION_TOLERANCE, f"evaluation without dropout off by {shift:.1e}"),
     )
 
@@ -241,7 +243,7 @@ def recomputes(record: Record) -> Finding:
     """Ranks hold what is planned, which without recomputation they could not."""
     held = record.verdict("memory")
     assert held is not None
-    planned = any(states and states.activations for states in record.planned_states)
+    planned = any(states and states.activations for states in record.memory.planned)
     if "memory" not in record.unmeasured and not planned:
         return equivalent(record)
     return _all_of(equivalent(record), _finding(held.passed, held.summary))
@@ -250,8 +252,11 @@ def recomputes(record: Record) -> Finding:
 def draws_again(kept: Record, recomputed: Record) -> Finding:
     """The first step's forward pass draws the same masks from the same seed; so must its gradient, if its backward pass
     draws them again."""
-    loss = abs(recomputed.losses[0] / kept.losses[0] - 1)
-    gradients = [abs(recomputed.samples[0][name][0] / kept.samples[0][name][0] - 1) for name in ("along", "size")]
+    loss = abs(recomputed.training.losses[0] / kept.training.losses[0] - 1)
+    gradients = [
+        abs(recomputed.conformance.samples[0][name][0] / kept.conformance.samples[0][name][0] - 1)
+        for name in ("along", "size")
+    ]
     return _all_of(
         _finding(loss < SAME, f"loss of the first step {loss:.1e} from that without recomputation"),
         _finding(max(gradients) < SAME, f"its gradients {max(gradients):.1e}"),
@@ -270,7 +275,7 @@ def student(z: float, freedom: int) -> float:
 
 
 def overflow(record: Record) -> Finding:
-    moved = [int(s["moved"][0]) for s in record.samples]
+    moved = [int(s["moved"][0]) for s in record.conformance.samples]
     skipped = _finding(not any(moved), f"parameters moved by the overflowing step, by rank: {moved}")
     return _all_of(skipped, equivalent(record))
 
@@ -281,21 +286,27 @@ def endures(record: Record) -> Finding:
     apart = record.steps - 2 * third
     growth = [
         (min(live[-third:]) - min(live[third : 2 * third])) / apart
-        for live in (sample["live_bytes"] for sample in record.samples)
+        for live in (sample["live_bytes"] for sample in record.conformance.samples)
     ]
     return _finding(max(growth) <= GROWTH_BYTES, f"{max(growth):+,.0f} bytes a step over {record.steps} steps")
 
 
 def deterministic(first: Record, second: Record) -> Finding:
     """Reported, not required."""
-    steps = [i for i, (a, b) in enumerate(zip(first.digests, second.digests, strict=True)) if a != b]
-    same = f"bitwise equal over {len(first.digests) - 1} steps" if not steps else f"differs from step {steps[0] - 1} on"
+    steps = [
+        i for i, (a, b) in enumerate(zip(first.conformance.digests, second.conformance.digests, strict=True)) if a != b
+    ]
+    same = (
+        f"bitwise equal over {len(first.conformance.digests) - 1} steps"
+        if not steps
+        else f"differs from step {steps[0] - 1} on"
+    )
     return _finding(True, f"two runs: {same}")
 
 
 def resumes(never_stopped: Record, resumed: Record) -> Finding:
-    later = never_stopped.digests[-len(resumed.digests) :]
-    same = "bitwise equal to" if later == resumed.digests else "not bitwise equal to"
+    later = never_stopped.conformance.digests[-len(resumed.conformance.digests) :]
+    same = "bitwise equal to" if later == resumed.conformance.digests else "not bitwise equal to"
     found = equivalent(resumed)
     return _finding(found.result is ClauseResult.PASS, f"{same} a run that never stopped; {found.evidence}")
 
@@ -303,5 +314,5 @@ def resumes(never_stopped: Record, resumed: Record) -> Finding:
 def ends(record: Record) -> Finding:
     outcome, last = record.outcome, record.case.world_size - 1
     right = outcome.status is Status.RAISED and outcome.rank == last and MESSAGE in outcome.message
-    reported = f"{outcome.status} on rank {outcome.rank} after {record.launch_seconds:.1f} s: {outcome.message}"
+    reported = f"{outcome.status} on rank {outcome.rank} after {record.launch.seconds:.1f} s: {outcome.message}"
     return _finding(right, reported)

@@ -53,7 +53,7 @@ class Baseline:
     def time(self, result: CaseResult) -> str:
         """The median step as a multiple of the baseline's, marked where that is of another machine or settings."""
         before = self.of(result)
-        if not (result.timed and before and before.timed and before.timed.rank_step_seconds):
+        if not (result.timed and before and before.timed and before.timed.timing.rank_step_seconds):
             return "new"
         multiple = f"{_median(result.timed) / _median(before.timed):.2f}"
         different = differences(result.timed.environment, before.timed.environment)
@@ -64,7 +64,7 @@ class Baseline:
     def peak(self, result: CaseResult) -> str:
         """The fullest rank's peak as a multiple of the baseline's."""
         before = self.of(result)
-        if not (result.observed and before and before.observed and before.observed.memory):
+        if not (result.observed and before and before.observed and before.observed.memory.readings):
             return "new"
         return f"{_peak(result.observed) / max(_peak(before.observed), 1):.4f}"
 
@@ -89,8 +89,8 @@ class Baseline:
 
 
 def _median(record: Record) -> float:
-    return float(np.median(record.step_seconds))
+    return float(np.median(record.timing.step_seconds))
 
 
 def _peak(record: Record) -> int:
-    return max(reading.peak.total for reading in record.memory)
+    return max(reading.peak.total for reading in record.memory.readings)

@@ -12,7 +12,8 @@ from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import SCENARIOS
 from meshmark.report.tables import markdown
 from meshmark.report.untold import untold
-from meshmark.run.record import Reading, Record, Status
+from meshmark.run.record import Record
+from meshmark.run.record_file import Reading
 from meshmark.spec.case import Case
 
 _MARKS = {
@@ -50,13 +51,13 @@ def columns(records: Iterable[Record]) -> list[AdapterColumn]:
     counts."""
     by_base: dict[Case, dict[str, Record]] = {}
     for record in records:
-        if record.base:
-            by_base.setdefault(record.base, {})[record.scenario] = record
+        if record.conformance.base:
+            by_base.setdefault(record.conformance.base, {})[record.conformance.scenario] = record
     return [
         AdapterColumn(
             base=base,
             findings=_findings(found),
-            launch_seconds=sum(r.launch_seconds for r in found.values()),
+            launch_seconds=sum(r.launch.seconds for r in found.values()),
         )
         for base, found in by_base.items()
     ]
@@ -73,7 +74,7 @@ def _finding(clause: Clause, found: Mapping[str, Record]) -> Finding | None:
     needed = {}
     for name in clause.scenarios:
         record = found.get(name) or found.get(SCENARIOS[name].after or "")
-        if record is None or record.outcome.status is Status.UNFINISHED:
+        if record is None or record.outcome.status.outside:
             return None
         needed[name] = record
     return judge_clause(clause, needed)
@@ -83,7 +84,7 @@ def write_conformance(reading: Reading, path: Path, command: str) -> None:
     """Markdown at `path`; `command` is what made it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     found = columns(reading.records)
-    records = [r for r in reading.records if r.scenario]
+    records = [r for r in reading.records if r.conformance.scenario]
     failed = untold(reading.sessions, records, conforming=True)
     told = ["## Tests that failed", failed] if failed else []
     if records:

@@ -32,15 +32,15 @@ class Peak:
 
 def plans(record: Record) -> list[tuple[ModelStates | None, list[Remainder]]]:
     """By rank, the plan and what the adapter declared, as recorded; nothing where a record holds no plan."""
-    if not len(record.memory) == len(record.planned_states) == len(record.remainders):
+    if not len(record.memory.readings) == len(record.memory.planned) == len(record.memory.remainders):
         return []
-    return list(zip(record.planned_states, record.remainders, strict=True))
+    return list(zip(record.memory.planned, record.memory.remainders, strict=True))
 
 
 def peaks(record: Record) -> list[Peak]:
     """Of the ranks of the stage whose plan is fullest; none where it is not planned."""
     layout, found = record.case.layout, dict[int, list[Peak]]()
-    for rank, (reading, (plan, declared)) in enumerate(zip(record.memory, plans(record), strict=False)):
+    for rank, (reading, (plan, declared)) in enumerate(zip(record.memory.readings, plans(record), strict=False)):
         if plan and plan.peak is not None and record.environment.device == "cpu":
             found.setdefault(layout.coordinates(rank).pp, []).append(
                 Peak(
@@ -62,10 +62,10 @@ def planned_memory(found: Sequence[CaseResult]) -> str:
     rows = []
     for result in found:
         record = result.observed
-        if not record or not record.memory:
+        if not record or not record.memory.readings:
             continue
         worst: dict[str, float] = {}
-        for reading, (plan, declared) in zip(record.memory, plans(record), strict=False):
+        for reading, (plan, declared) in zip(record.memory.readings, plans(record), strict=False):
             if plan is None:
                 continue
             on_cpu = record.environment.device == "cpu"

@@ -39,7 +39,11 @@ def _label(result: CaseResult) -> str:
 
 def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
     """Stacked bytes at the peak of each case's fullest rank. False when there is nothing to draw."""
-    rows = [(r, max(r.observed.memory, key=lambda m: m.peak.total)) for r in found if r.observed and r.observed.memory]
+    rows = [
+        (r, max(r.observed.memory.readings, key=lambda m: m.peak.total))
+        for r in found
+        if r.observed and r.observed.memory.readings
+    ]
     if not rows:
         return False
     largest = max(reading.peak.total for _, reading in rows)
@@ -64,13 +68,13 @@ def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
 def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
     """Tokens or images per second of every sampled step, with the median; hollow where they are no result. False
     without any."""
-    rows = [(r, r.timed) for r in found if r.timed and r.timed.rank_step_seconds]
+    rows = [(r, r.timed) for r in found if r.timed and r.timed.timing.rank_step_seconds]
     if not rows:
         return False
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(9, 0.8 + 0.26 * len(rows)))
         for y, (result, timed) in enumerate(rows):
-            rates = sorted(timed.case.workload.units_per_step / s for s in timed.step_seconds)
+            rates = sorted(timed.case.workload.units_per_step / s for s in timed.timing.step_seconds)
             face = "none" if not result.comparable else "#0072B2"
             axes.scatter(
                 rates, [y] * len(rates), s=14, alpha=0.5, facecolors=face, edgecolors="#0072B2", linewidths=0.8

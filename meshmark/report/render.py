@@ -14,7 +14,7 @@ from meshmark.report.planned import planned_memory
 from meshmark.report.plots import memory_plot, throughput_plot
 from meshmark.report.results import CaseResult, results
 from meshmark.report.untold import failing, unrecorded, untold
-from meshmark.run.record import Reading
+from meshmark.run.record_file import Reading
 from meshmark.run.throughput import throughput
 
 
@@ -62,8 +62,8 @@ def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests:
     units = sorted({r.case.workload.unit for r in right}, reverse=True)
     for ranks, unit in itertools.product(sorted({r.case.world_size for r in right if r.case.world_size > 1}), units):
         peers = [r for r in equal if r.case.world_size == ranks and r.case.workload.unit == unit]
-        timed = [r for r in peers if r.timed and r.timed.rank_step_seconds]
-        measured = [r for r in peers if r.observed and r.observed.memory]
+        timed = [r for r in peers if r.timed and r.timed.timing.rank_step_seconds]
+        measured = [r for r in peers if r.observed and r.observed.memory.readings]
         if timed and measured:
             fastest = max(timed, key=lambda r: throughput(r.timed).per_second if r.timed else 0.0)
             leanest = min(measured, key=_peak)
@@ -88,7 +88,7 @@ def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: i
         lines = [f"**Correctness was not judged in this run** (not judged: {cases}; judged: 0, correct: 0)"]
     else:
         lines = ["**No case was run**"]
-    if wrong := [r.case.id for r in ran if r.correct is False or (r.failed and not r.slow)]:
+    if wrong := [r.case.id for r in ran if r.correct is False or (r.failed and not r.blameless)]:
         lines.append(f"wrong or failed: {_listed(wrong)}")
     elif not judged and ran:
         lines.append("failed: 0")
@@ -96,6 +96,8 @@ def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: i
         lines.append(f"{unjudged} not judged")
     if slow := sum(r.slow for r in ran):
         lines.append(f"{slow} with a pass too slow for its time limit")
+    if outside := [r.case.id for r in ran if r.blameless and not r.slow]:
+        lines.append(f"ended by what stands outside their ranks: {_listed(outside)}")
     if missing:
         lines.append(f"unfinished, without a record: {_listed(missing)}")
     if failed_tests:
@@ -110,7 +112,7 @@ def _listed(cases: Sequence[str]) -> str:
 
 
 def _peak(result: CaseResult) -> int:
-    return max(m.peak.total for m in result.observed.memory) if result.observed else 0
+    return max(m.peak.total for m in result.observed.memory.readings) if result.observed else 0
 
 
 _PLANNED = (

@@ -39,9 +39,9 @@ class CaseResult:
 
     @property
     def correct(self) -> bool | None:
-        """The equivalence verdict; None when nothing decides, as after a pass that was too slow or never done."""
-        undecided = (Status.OK, Status.SKIPPED, Status.SLOW, Status.UNFINISHED)
-        if self.observed and self.observed.outcome.status not in undecided:
+        """The equivalence verdict; None when nothing decides, as after a pass that was too slow, or that a full disk
+        ended, or never done."""
+        if self.observed and _is_defect(self.observed.outcome.status):
             return False
         for record in (self.observed, self.proxy):
             if record and (verdict := record.verdict("equivalence")):
@@ -51,7 +51,7 @@ class CaseResult:
     @property
     def states(self) -> str:
         """The precisions in which states are kept, weights before moments: `float32, float32`."""
-        dtypes = self.observed.state_dtypes if self.observed else {}
+        dtypes = self.observed.memory.state_dtypes if self.observed else {}
         return ", ".join(dtypes[name] for name in ("parameters", "optimizer_states") if dtypes.get(name))
 
     @property
@@ -61,19 +61,24 @@ class CaseResult:
         if not self.states or self.observed is None:
             return None
         asked = self.case.precision
-        kept = self.observed.state_dtypes
+        kept = self.observed.memory.state_dtypes
         moments = kept.get("optimizer_states")
         return asked.master in kept.get("parameters", "").split("+") and moments in (None, "", asked.states)
 
     @property
     def slow(self) -> bool:
-        """Whether all that failed is a pass whose time limit was too short, which says nothing of the adapter."""
+        """Whether all that failed is a pass whose time limit was too short."""
         return self.failed is not None and self.failed.outcome.status is Status.SLOW
+
+    @property
+    def blameless(self) -> bool:
+        """Whether what failed says nothing of the adapter: a time limit that was too short, or what stands outside."""
+        return self.failed is not None and not _is_defect(self.failed.outcome.status)
 
     @property
     def comparable(self) -> bool:
         """Whether its memory and speed may be held against others': it trains correctly, with states as precise."""
-        wrong = self.failed and not self.slow
+        wrong = self.failed and not self.blameless
         return self.correct is not False and not wrong and self.states_as_asked is not False
 
     @property
@@ -81,15 +86,21 @@ class CaseResult:
         """In words."""
         if self.skipped:
             return "not run"
-        slow = self.slow and self.failed is self.timed
-        if self.failed and not (slow and self.observed):  # what the instrumented pass found stands
+        untimed = self.blameless and self.failed is self.timed
+        if self.failed and not (untimed and self.observed):  # what the instrumented pass found stands
             return f"**{self.failed.outcome.status}**"
         if self.correct is None:
             return "not judged"
         own = self.observed and self.observed.verdict("equivalence")
         where = "" if own or not self.proxy else f" (as {self.proxy.case.workload.name})"
         narrow = f", **states in {self.states}**" if self.states_as_asked is False else ""
-        return ("yes" if self.correct else "**no**") + where + narrow + (", timed pass **slow**" if slow else "")
+        timed = f", timed pass **{self.failed.outcome.status}**" if self.failed else ""
+        return ("yes" if self.correct else "**no**") + where + narrow + timed
+
+
+def _is_defect(status: Status) -> bool:
+    """Whether a pass that ended so fell to something in its ranks."""
+    return status not in (Status.OK, Status.SKIPPED, Status.SLOW) and not status.outside
 
 
 def results(records: Iterable[Record]) -> list[CaseResult]:

@@ -66,7 +66,7 @@ def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> str:
         verdict = result.observed.verdict("equivalence") if result.observed else None
         if result.observed is None or verdict is None:
             continue
-        e = verdict.evidence
+        e, losses = verdict.evidence, result.observed.training.losses
         row: dict[str, object] = {
             **names(result),
             "verdict": _passed(verdict.passed),
@@ -76,7 +76,7 @@ def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> str:
             "limit": _number(e["factor"]),
             "gradient errors seen from": _number(e["detection_limit"]),
             "compared": e["compared"],
-            "loss, first to last": f"{result.observed.losses[0]:.4f} to {result.observed.losses[-1]:.4f}",
+            "loss, first to last": f"{losses[0]:.4f} to {losses[-1]:.4f}",
         }
         rows.append(row | ({"baseline's": baseline.verdict(result)} if baseline else {}))
     return markdown(rows)
@@ -86,9 +86,9 @@ def memory(found: Sequence[CaseResult], baseline: Baseline) -> str:
     """The rank with the highest peak, by category at that instant."""
     rows = []
     for result in found:
-        if not result.observed or not result.observed.memory:
+        if not result.observed or not result.observed.memory.readings:
             continue
-        readings = result.observed.memory
+        readings = result.observed.memory.readings
         rank = max(range(len(readings)), key=lambda r: readings[r].peak.total)
         reading, peak, verdict = readings[rank], readings[rank].peak, result.observed.verdict("memory")
         row: dict[str, object] = {
@@ -121,8 +121,8 @@ def remainders(found: Sequence[CaseResult]) -> str:
     rows = [
         {**names(result), "category": declared.category, "bytes": f"{declared.num_bytes:,.0f}", "why": declared.reason}
         for result in found
-        if result.observed and result.observed.remainders
-        for declared in result.observed.remainders[0]
+        if result.observed and result.observed.memory.remainders
+        for declared in result.observed.memory.remainders[0]
     ]
     return markdown(rows) if rows else ""
 
@@ -131,9 +131,9 @@ def communication(found: Sequence[CaseResult]) -> str:
     """The rank that sends most, bytes of one step."""
     rows = []
     for result in found:
-        if not result.observed or not result.observed.traffic or result.case.world_size == 1:
+        if not result.observed or not result.observed.traffic.readings or result.case.world_size == 1:
             continue
-        traffic, verdict = result.observed.traffic, result.observed.verdict("communication")
+        traffic, verdict = result.observed.traffic.readings, result.observed.verdict("communication")
         rank = max(range(len(traffic)), key=lambda r: _wire(traffic[r].asked))
         rows.append(
             {
@@ -154,9 +154,9 @@ def speed(found: Sequence[CaseResult], baseline: Baseline) -> str:
     equal stages would wait, each with a processor to itself."""
     rows = []
     for result in found:
-        if not result.timed or not result.timed.rank_step_seconds:
+        if not result.timed or not result.timed.timing.rank_step_seconds:
             continue
-        milliseconds = 1000 * np.array(result.timed.step_seconds)
+        milliseconds = 1000 * np.array(result.timed.timing.step_seconds)
         measured = throughput(result.timed)
         row: dict[str, object] = {
             **names(result),
@@ -185,9 +185,9 @@ def time_spent(found: Sequence[CaseResult]) -> str:
             row = rows.setdefault(
                 result.case.adapter, {"launches": 0, "seconds": 0.0, "of these building engines": 0.0}
             )
-            row["launches"] += record.launch_seconds > 0
-            row["seconds"] += record.launch_seconds
-            row["of these building engines"] += record.build_seconds
+            row["launches"] += record.launch.seconds > 0
+            row["seconds"] += record.launch.seconds
+            row["of these building engines"] += record.launch.build_seconds
     total = {
         key: sum(row[key] for row in rows.values()) for key in ("launches", "seconds", "of these building engines")
     }
@@ -232,9 +232,9 @@ def _detects(result: CaseResult) -> str:
 
 
 def _of_observed(result: CaseResult, text: Callable[[list[MemoryReading]], str]) -> str:
-    if not result.observed or not result.observed.memory:
+    if not result.observed or not result.observed.memory.readings:
         return ""
-    shown = text(result.observed.memory)
+    shown = text(result.observed.memory.readings)
     return shown if result.comparable else f"~~{shown}~~"
 
 
@@ -247,7 +247,7 @@ def _peak_text(readings: list[MemoryReading]) -> str:
 
 
 def _speed(result: CaseResult) -> str:
-    if not result.timed or not result.timed.rank_step_seconds:
+    if not result.timed or not result.timed.timing.rank_step_seconds:
         return ""
     text = f"{throughput(result.timed).per_second:,.0f}"
     if result.states_as_asked is False and result.correct is not False:
@@ -256,7 +256,7 @@ def _speed(result: CaseResult) -> str:
 
 
 def _mfu(result: CaseResult) -> str:
-    if not result.timed or not result.timed.rank_step_seconds or not result.comparable:
+    if not result.timed or not result.timed.timing.rank_step_seconds or not result.comparable:
         return ""
     return f"{throughput(result.timed).mfu:.1%}"
 

@@ -13,7 +13,7 @@ _CHARACTERS = 300
 
 def unrecorded(sessions: Iterable[Session], records: Iterable[Record], *, conforming: bool) -> list[str]:
     """Cases of tests that failed, or were not run to their end, of which there is no record at all."""
-    known = {(record.base or record.case).id for record in records}
+    known = {(record.conformance.base or record.case).id for record in records}
     bad = (Ending.FAILED, Ending.UNFINISHED)
     cases = (attempt.case for attempt, _ in standing(sessions, conforming=conforming) if attempt.ending in bad)
     return [case for case in dict.fromkeys(cases) if case not in known]

@@ -31,7 +31,7 @@ def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int]) -> Declare
     def ask(suite: str, method: str, answer: Callable[[int], T]) -> list[T]:
         try:
             return [answer(rank) for rank in ranks]
-        except Exception as error:  # whatever an adapter does wrong
+        except (Exception, SystemExit) as error:  # whatever an adapter does wrong
             failed.setdefault(suite, f"Adapter.{method} raised {type(error).__name__}: {error}")
             return []
 

@@ -59,7 +59,7 @@ def judge_memory(record: Record) -> Verdict | None:
     found: list[Held] = []
     on_cpu = record.environment.device == "cpu"
     for rank, (reading, plan, declared) in enumerate(
-        zip(record.memory, record.planned_states, record.remainders, strict=True)
+        zip(record.memory.readings, record.memory.planned, record.memory.remainders, strict=True)
     ):
         if plan is None:
             return None
@@ -81,7 +81,7 @@ def judge_memory(record: Record) -> Verdict | None:
         suite="memory",
         passed=passed,
         summary=summary if passed else f"{summary}; {mend.get(worst.category, _MEND_STATES)}",
-        evidence=_evidence(worst, found, record.remainders),
+        evidence=_evidence(worst, found, record.memory.remainders),
     )
 
 

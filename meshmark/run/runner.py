@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +12,23 @@ from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.environment import describe
-from meshmark.errors import ClusterError, MeshmarkError, ResultsError
+from meshmark.errors import AdapterError, ClusterError, MeshmarkError, ResultsError
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
-from meshmark.run.declared import declare
+from meshmark.run.assemble import JUDGED, assemble
 from meshmark.run.launch import Launcher, LaunchResult
-from meshmark.run.memory_verdict import judge_memory
-from meshmark.run.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS, noise_key, read_noise, write_noise
-from meshmark.run.record import Outcome, Record, RecordFile, Status
+from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
+from meshmark.run.passes.noise import (
+    NUM_RANKS,
+    TIME_LIMIT_SECONDS,
+    noise_key,
+    read_noise,
+    remove_partials,
+    write_noise,
+)
+from meshmark.run.record import ConformanceEvidence, Outcome, Record, Status
+from meshmark.run.record_file import RecordFile, line_of
 from meshmark.run.request import Request, Task
 from meshmark.run.scratch import Scratch
-from meshmark.run.verdict import judge_communication, judge_equivalence
 from meshmark.spec.case import Case
 
 ASSESSABLE_PARAMETERS = 20_000_000
@@ -46,9 +51,6 @@ class RunOptions:
     time_limit_seconds: float = 120.0
 
 
-_JUDGED = (Task.OBSERVE, Task.RESUME, Task.OVERFLOW)
-"""Passes whose traces are held against the truth."""
-
 Announce = Callable[[str, Case, Record | None], None]
 """Told before a pass (with None) and after it: its scenario or task, its case, its record."""
 
@@ -70,6 +72,8 @@ class Runner:
         self.results = results
         writes = launcher.cluster.spec.node_rank == 0
         self._file = RecordFile(results) if writes else None
+        if self._file:  # the folder is this run's alone from here on
+            remove_partials(results / "noise")
         self._records: dict[tuple[Task, Case, str], Record] = {}
         self._yardsticks: dict[str, Yardstick] = {}
         self._remarks: list[str] = []
@@ -77,10 +81,13 @@ class Runner:
         self._scratch: Scratch | None = None
 
     def close(self) -> None:
-        if self._file:
-            self._file.close()
-        if self._scratch:
-            self._scratch.remove()
+        """Raises `ResultsError` when the records are not where they are looked for."""
+        try:
+            if self._file:
+                self._file.close()
+        finally:
+            if self._scratch:
+                self._scratch.remove()
 
     def refusal(self, case: Case, needs: frozenset[Feature] = frozenset()) -> str | None:
         """Why `case` is not run; None when it is. `needs`: what the pass takes beyond the case."""
@@ -102,7 +109,10 @@ class Runner:
         if self._scratch is None:
             self._scratch = Scratch(self.results, self.launcher.cluster)
         folder = self._scratch.folder / hashlib.sha256(repr(base).encode()).hexdigest()[:16]
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ResultsError(f"{str(folder)!r} cannot be made: {error.strerror}; did its results move?") from error
         return folder
 
     def adapter(self, case: Case) -> type[Adapter]:
@@ -118,13 +128,13 @@ class Runner:
             try:
                 record = self._attempt(request, needs, misfit)
             except (ClusterError, ResultsError) as error:  # they end the run
-                self._keep(key, self._record(request, _unfinished(error)))
+                self._keep(key, self._unfinished(request, error))
                 raise
-            except Exception as error:  # whatever it is, the case is not lost from the report
-                record = self._record(request, _unfinished(error))
+            except (Exception, SystemExit) as error:  # whatever it is, the case is not lost from the report
+                record = self._unfinished(request, error)
+            record = self._keep(key, record)
             if record.outcome.status is not Status.SKIPPED:
                 self.announce(request.scenario or request.task, case, record)
-            self._keep(key, record)
         return self._records[key]
 
     def _attempt(self, request: Request, needs: frozenset[Feature], misfit: str | None) -> Record:
@@ -134,10 +144,46 @@ class Runner:
         self.announce(request.scenario or request.task, case, None)
         return self._run(request)
 
-    def _keep(self, key: tuple[Task, Case, str], record: Record) -> None:
+    def _keep(self, key: tuple[Task, Case, str], record: Record) -> Record:
+        """Write it; what no reader could take is told in its place, on every node the same."""
+        try:
+            self._write(record)
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ResultsError):
+                raise
+            told = AdapterError(f"its record cannot be read again: {error}; does the adapter declare what is none?")
+            record = self._unfinished(record, told)
+            self._write(record)
         self._records[key] = record
-        if self._file:
+        return record
+
+    def _write(self, record: Record) -> None:
+        if self._file is None:
+            line_of(record)
+            return
+        try:
             self._file.append(record)
+        except ResultsError as error:
+            outcome = record.outcome
+            told = f"{error}. {record.task} {record.case.id} was {outcome.status}: {outcome.message}".rstrip(": ")
+            raise ResultsError(told) from error
+
+    def _unfinished(self, asked: Request | Record, error: BaseException) -> Record:
+        """Of a pass that something outside its ranks ended; asks the adapter for nothing, for it may be the cause."""
+        remarks, self._remarks = self._remarks, []
+        backend = asked.backend if isinstance(asked, Request) else asked.environment.backend
+        told = asked if isinstance(asked, Request) else asked.conformance
+        return Record(
+            case=asked.case,
+            adapter=asked.adapter,
+            task=asked.task,
+            outcome=outcome_of_error(error),
+            environment=describe(self.options.device, backend, self.launcher.cluster.spec.nnodes),
+            steps=asked.steps,
+            warmup=asked.warmup,
+            conformance=ConformanceEvidence(scenario=told.scenario, base=told.base),
+            remarks=remarks,
+        )
 
     def request(self, task: Task, case: Case) -> Request:
         """What ranks are asked to do with `case` under this run's options."""
@@ -160,60 +206,15 @@ class Runner:
         return self.options.backend or ("nccl" if own_gpus else "gloo")
 
     def _run(self, request: Request) -> Record:
-        if request.task in _JUDGED and request.assess:
+        if request.task in JUDGED and request.assess:
             request = dataclasses.replace(request, yardstick=self.yardstick(request))
         launched = self.launcher.launch(request, request.case.world_size)
-        return self._record(request, _outcome(launched), launched)
+        return self._record(request, outcome_of_launch(launched), launched)
 
     def _record(self, request: Request, outcome: Outcome, launched: LaunchResult | None = None) -> Record:
-        case, adapter = request.case, self.adapter(request.case)
-        reports = launched.reports if launched else []
-        whole = outcome.status in (Status.OK, Status.NAN)
-        observed = whole and request.task is Task.OBSERVE and request.metered
-        declared = declare(adapter, case, range(case.world_size) if observed else range(0))
-        unmeasured = declared.failed | {
-            suite: f"{why} on rank {r.rank}" for r in reversed(reports) for suite, why in r.unmeasured.items()
-        }
-        yardstick = request.yardstick if whole and request.yardstick else Yardstick(noise={}, factors={})
         remarks, self._remarks = self._remarks, []
-        draft = Record(
-            case=case,
-            adapter=request.adapter,
-            task=request.task,
-            outcome=outcome,
-            environment=describe(request.device, request.backend, self.launcher.cluster.spec.nnodes),
-            steps=request.steps,
-            warmup=request.warmup,
-            launch_seconds=launched.seconds if launched else 0.0,
-            build_seconds=max((r.build_seconds for r in reports), default=0.0),
-            losses=[sum(shares) for shares in zip(*(r.losses for r in reports), strict=True)] if whole else [],
-            norms=next((r.norms for r in reports if any(n is not None for n in r.norms)), []),
-            deviations=reports[0].deviations if whole else {},
-            noise=yardstick.noise,
-            factors=yardstick.factors,
-            drifts=reports[0].drifts if whole else [],
-            diagnosis=reports[0].diagnosis if whole else None,
-            memory=[r.memory for r in reports if r.memory],
-            state_dtypes=reports[0].state_dtypes if whole else {},
-            planned_states=declared.states,
-            remainders=declared.remainders,
-            unmeasured=unmeasured,
-            traffic=[r.traffic for r in reports if r.traffic],
-            planned_traffic=declared.traffic,
-            rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
-            matmul_flops_per_second=[r.matmul_flops_per_second for r in reports if r.matmul_flops_per_second],
-            scenario=request.scenario,
-            base=request.base,
-            samples=[r.samples for r in reports] if whole else [],
-            digests=reports[0].digests if whole else [],
-            num_replicated=reports[0].num_replicated if whole else 0,
-            known_gaps=list(adapter.known_gaps) if request.scenario else [],
-            remarks=remarks,
-        )
-        verdicts = [judge_equivalence(draft)] if whole and request.assess and request.task in _JUDGED else []
-        planned = (judge_memory(draft), judge_communication(draft)) if observed else ()
-        verdicts += [verdict for verdict in planned if verdict]
-        return dataclasses.replace(draft, verdicts=verdicts)
+        nnodes = self.launcher.cluster.spec.nnodes
+        return assemble(request, self.adapter(request.case), outcome, launched, nnodes=nnodes, remarks=remarks)
 
     def yardstick(self, request: Request) -> Yardstick:
         """The yardstick of a request's workload and precision: from this session, from disk, or measured now.
@@ -251,35 +252,3 @@ class Runner:
         runs = [run for report in launched.reports for run in report.noise_runs]
         write_noise(path, runs)
         return runs
-
-
-def _unfinished(error: Exception) -> Outcome:
-    """A failure outside the ranks; one that nobody foresaw with its stack."""
-    if isinstance(error, MeshmarkError):
-        return Outcome(status=Status.UNFINISHED, message=str(error))
-    stack = "".join(traceback.format_exception(error))
-    return Outcome(status=Status.UNFINISHED, message=f"{type(error).__name__}: {error}", traceback=stack)
-
-
-def _outcome(launched: LaunchResult) -> Outcome:
-    """How the launch ended, after its root cause."""
-    if launched.failures:
-        first = launched.failures[0]
-        return Outcome(
-            status=Status(first.kind),
-            rank=first.rank,
-            message=first.message,
-            traceback=first.traceback,
-            log_tail=first.log_tail,
-            stacks={f.rank: f.stack for f in launched.failures if f.stack},
-        )
-    bad = [
-        (step, report.rank, loss)
-        for report in launched.reports
-        for step, loss in enumerate(report.losses)
-        if not math.isfinite(loss)
-    ]
-    if bad:
-        step, rank, loss = min(bad)
-        return Outcome(status=Status.NAN, rank=rank, message=f"loss is {loss} from step {step} on")
-    return Outcome(status=Status.OK)

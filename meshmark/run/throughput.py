@@ -26,7 +26,7 @@ class Throughput:
 def throughput(record: Record) -> Throughput:
     """Of a record of the timed pass."""
     workload = record.case.workload
-    seconds = record.step_seconds
+    seconds = record.timing.step_seconds
     rate = workload.units_per_step * len(seconds) / sum(seconds)
     peak, source = peak_flops_per_second(record)
     return Throughput(
@@ -47,4 +47,4 @@ def peak_flops_per_second(record: Record) -> tuple[float, str]:
         if gpu and compute in gpu.peak_flops:
             num_gpus = min(record.case.world_size, int(count) * record.environment.nnodes)
             return gpu.peak_flops[compute] * num_gpus, f"datasheet of {name}"
-    return sum(record.matmul_flops_per_second), "best matrix product, all ranks at once"
+    return sum(record.timing.matmul_flops_per_second), "best matrix product, all ranks at once"

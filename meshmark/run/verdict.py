@@ -19,8 +19,9 @@ exchange a few."""
 
 def judge_equivalence(record: Record) -> Verdict:
     """Every loss, norm, gradient and parameter within its factor of its noise, the start exact, replicas equal."""
-    wrong_start = [q for q, steps in record.deviations.items() if q.kind is QuantityKind.INITIAL and steps[0].distance]
-    yardstick, run = record.yardstick, compare(record.deviations)
+    found = record.equivalence
+    wrong_start = found.wrong_start
+    yardstick, run = found.yardstick, compare(found.deviations)
     excesses = list(yardstick.excesses(run))
     excess, quantity, step = max(excesses)
     noise, factor, worst = yardstick.noise_of(quantity, step), yardstick.factor_of(quantity), _worst(record, quantity)
@@ -42,27 +43,27 @@ def judge_equivalence(record: Record) -> Verdict:
         "failing": sum(not e <= 1 for e, *_ in excesses),
         "compared": len(excesses),
     }
-    if record.diagnosis:
-        evidence["diagnosis"] = record.diagnosis.text
+    if found.diagnosis:
+        evidence["diagnosis"] = found.diagnosis.text
     if wrong_start:
         summary = f"starts elsewhere: {len(wrong_start)} initial values differ, first {wrong_start[0]}"
     elif excess > 1:
         summary = (
             f"{quantity} at step {step} is {excess * factor:.3g} x its noise, {worst[step].factor:.6g} x the truth"
         )
-    elif record.drifts:
-        first = record.drifts[0]
+    elif found.drifts:
+        first = found.drifts[0]
         summary = f"replicas differ: {first.quantity} at step {first.step} on ranks {first.ranks}"
     else:
         summary = f"worst {quantity} at step {step}: {excess * factor:.2f} x its noise where {factor:.2f} x is allowed"
-    passed = not wrong_start and excess <= 1 and not record.drifts
+    passed = not wrong_start and excess <= 1 and not found.drifts
     return Verdict(suite="equivalence", passed=passed, summary=summary, evidence=evidence)
 
 
 def _worst(record: Record, quantity: Quantity) -> list[Deviation]:
     """The deviations behind a compared quantity."""
     is_scale = quantity.kind is QuantityKind.SCALE
-    return record.deviations[replace(quantity, kind=QuantityKind.GRADIENTS) if is_scale else quantity]
+    return record.equivalence.deviations[replace(quantity, kind=QuantityKind.GRADIENTS) if is_scale else quantity]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +78,8 @@ class Limit:
 
 def detection_limits(record: Record) -> dict[str, Limit]:
     """By parameter; those whose gradient is zero by mathematics have none."""
-    yardstick, zero, limits = record.yardstick, zeros(record.deviations), {}
-    for quantity, steps in record.deviations.items():
+    yardstick, zero, limits = record.equivalence.yardstick, zeros(record.equivalence.deviations), {}
+    for quantity, steps in record.equivalence.deviations.items():
         if quantity.kind is not QuantityKind.GRADIENTS or quantity in zero or quantity not in yardstick.noise:
             continue
         distances = [
@@ -110,7 +111,7 @@ def judge_communication(record: Record) -> Verdict | None:
     if failed := _unmeasured(record, "communication"):
         return failed
     worst = (0.0, "", 0, 0.0, 0.0)
-    for rank, (reading, plan) in enumerate(zip(record.traffic, record.planned_traffic, strict=True)):
+    for rank, (reading, plan) in enumerate(zip(record.traffic.readings, record.traffic.planned, strict=True)):
         if plan is None:
             return None
         measured: dict[str, float] = {}

@@ -110,12 +110,17 @@ class Watchdog:
 
     def _anyone_failed(self) -> bool:
         """Whether a rank on any node has failed; if one did here, the other nodes are told."""
-        here = any(self.processes.exit_code(info) for info in self.ranks)
+        here = any(self._fell(info) for info in self.ranks)
         if self.cluster is None:
             return here
         if here:
             self.cluster.announce(self.failed_key)
         return here or self.cluster.happened(self.failed_key)
+
+    def _fell(self, info: RankInfo) -> bool:
+        """Whether it has ended without a report, be it with exit code 0, or otherwise than well."""
+        exit_code = self.processes.exit_code(info)
+        return exit_code is not None and bool(exit_code or not info.file("report").is_file())
 
     def _dump_stacks(self) -> None:
         """Have every living rank write its stacks, and wait until they have."""
@@ -136,7 +141,7 @@ class Watchdog:
             left: RankFailure = decode(RankFailure, json.loads(_read(info.file("failure"))))
             return dataclasses.replace(left, log_tail=log_tail)
         exit_code = self.processes.exit_code(info)
-        if exit_code and info.rank not in self.killed:
+        if exit_code is not None and self._fell(info) and info.rank not in self.killed:
             return RankFailure(
                 rank=info.rank,
                 kind="killed" if exit_code < 0 else "raised",

@@ -15,7 +15,7 @@ class NoEnvironment(DDP):
 
 
 class NoRefusal(DDP):
-    """Before the runner stands."""
+    """Before it is known whether the case is run."""
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:

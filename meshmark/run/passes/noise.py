@@ -40,6 +40,7 @@ NUM_RUNS = 8
 NUM_RANKS = 2
 """Processes that share the runs."""
 TIME_LIMIT_SECONDS = 600.0
+_PARTIAL = ".partial"
 FORMAT = 5
 """Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
 
@@ -89,9 +90,18 @@ def write_noise(path: Path, runs: Sequence[Comparisons]) -> None:
     """Atomically, so that another process reads a whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(encode(runs))
-    partial = path.with_suffix(f".{os.getpid()}.{time.time_ns()}")
-    partial.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
-    partial.replace(path)
+    partial = path.with_suffix(f".{os.getpid()}.{time.time_ns()}{_PARTIAL}")
+    try:
+        partial.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def remove_partials(folder: Path) -> None:
+    """What runs that were killed amid `write_noise` have left; of whoever has the results to himself."""
+    for partial in folder.glob(f"*{_PARTIAL}"):
+        partial.unlink(missing_ok=True)
 
 
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:

@@ -1,0 +1,107 @@
+"""From what became of a launch to its record, with every verdict that the pass allows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from meshmark.adapter.contract import Adapter
+from meshmark.environment import describe
+from meshmark.judge.yardstick import Yardstick
+from meshmark.run.declared import declare
+from meshmark.run.launch import LaunchResult
+from meshmark.run.memory_verdict import judge_memory
+from meshmark.run.rank_report import RankReport
+from meshmark.run.record import (
+    ConformanceEvidence,
+    EquivalenceEvidence,
+    LaunchSeconds,
+    MemoryEvidence,
+    Outcome,
+    Record,
+    Status,
+    TimingEvidence,
+    TrafficEvidence,
+    TrainingCurves,
+)
+from meshmark.run.request import Request, Task
+from meshmark.run.verdict import judge_communication, judge_equivalence
+
+JUDGED = (Task.OBSERVE, Task.RESUME, Task.OVERFLOW)
+"""Passes whose traces are held against the truth."""
+
+
+def assemble(
+    request: Request,
+    adapter: type[Adapter],
+    outcome: Outcome,
+    launched: LaunchResult | None,
+    *,
+    nnodes: int,
+    remarks: list[str],
+) -> Record:
+    """The record of `request`; `launched` is None where nothing was."""
+    case, reports = request.case, launched.reports if launched else []
+    whole = outcome.status in (Status.OK, Status.NAN)
+    observed = whole and request.task is Task.OBSERVE and request.metered
+    declared = declare(adapter, case, range(case.world_size) if observed else range(0))
+    unmeasured = declared.failed | {
+        suite: f"{why} on rank {r.rank}" for r in reversed(reports) for suite, why in r.unmeasured.items()
+    }
+    draft = Record(
+        case=case,
+        adapter=request.adapter,
+        task=request.task,
+        steps=request.steps,
+        warmup=request.warmup,
+        environment=describe(request.device, request.backend, nnodes),
+        outcome=outcome,
+        launch=LaunchSeconds(
+            seconds=launched.seconds if launched else 0.0,
+            build_seconds=max((r.build_seconds for r in reports), default=0.0),
+        ),
+        training=_training(reports, whole),
+        equivalence=_equivalence(reports[0], request.yardstick) if whole else EquivalenceEvidence(),
+        memory=MemoryEvidence(
+            readings=[r.memory for r in reports if r.memory],
+            planned=declared.states,
+            remainders=declared.remainders,
+            state_dtypes=reports[0].state_dtypes if whole else {},
+        ),
+        traffic=TrafficEvidence(readings=[r.traffic for r in reports if r.traffic], planned=declared.traffic),
+        timing=TimingEvidence(
+            rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
+            matmul_flops_per_second=[r.matmul_flops_per_second for r in reports if r.matmul_flops_per_second],
+        ),
+        conformance=ConformanceEvidence(
+            scenario=request.scenario,
+            base=request.base,
+            samples=[r.samples for r in reports] if whole else [],
+            digests=reports[0].digests if whole else [],
+            known_gaps=list(adapter.known_gaps) if request.scenario else [],
+        ),
+        unmeasured=unmeasured,
+        remarks=remarks,
+    )
+    verdicts = [judge_equivalence(draft)] if whole and request.assess and request.task in JUDGED else []
+    planned = (judge_memory(draft), judge_communication(draft)) if observed else ()
+    verdicts += [verdict for verdict in planned if verdict]
+    return dataclasses.replace(draft, verdicts=verdicts)
+
+
+def _training(reports: list[RankReport], whole: bool) -> TrainingCurves:
+    losses = [sum(shares) for shares in zip(*(r.losses for r in reports), strict=True)] if whole else []
+    return TrainingCurves(
+        losses=losses, norms=next((r.norms for r in reports if any(n is not None for n in r.norms)), [])
+    )
+
+
+def _equivalence(first: RankReport, yardstick: Yardstick | None) -> EquivalenceEvidence:
+    """What rank 0, which gathers, has found."""
+    return EquivalenceEvidence(
+        deviations=first.deviations,
+        noise=yardstick.noise if yardstick else {},
+        factors=yardstick.factors if yardstick else {},
+        drifts=first.drifts,
+        diagnosis=first.diagnosis,
+        num_replicated=first.num_replicated,
+    )

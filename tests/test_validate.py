@@ -1,0 +1,54 @@
+"""`make validate` can fail: where the planner does worse than README.md says, and not for goals that it misses yet."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from studies.validate_goals import (
+    MEMORY_BOUND,
+    REGRET_WORST_BOUND,
+    TIME_BOUND,
+    Figure,
+    exit_code,
+    summary,
+)
+
+ROOT = Path(__file__).parent.parent
+MISSED = Figure(name="time", value=0.15, bound=0.2, goal=0.08)
+
+
+def test_a_goal_that_is_missed_is_told_and_no_failure() -> None:
+    assert MISSED.goal_line == "time 0.1500 goal 0.08 missed"
+    assert MISSED.bound_line == "time 0.1500 bound 0.20 held"
+    assert exit_code([MISSED]) == 0
+    assert summary([MISSED]) == "1 of 1 bounds held, which must; 0 of 1 goals met, which need not yet"
+
+
+@pytest.mark.parametrize("value", [0.2001, math.inf, math.nan])
+def test_a_bound_that_is_broken_is_a_failure(value: float) -> None:
+    broken = replace(MISSED, value=value)
+    assert broken.bound_line.endswith("BROKEN")
+    assert exit_code([MISSED, broken]) == 1
+
+
+def test_bounds_are_what_the_readme_publishes() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    pattern = (
+        r"memory is off by \d+ to (\d+) % in the mean .*? and time by \d+ to (\d+) % .*?; "
+        r".*?its choice loses nothing of the throughput in the median, (\d+) % at worst"
+    )
+    (told,) = re.findall(pattern, text)
+    assert [int(percent) / 100 for percent in told] == [MEMORY_BOUND, TIME_BOUND, REGRET_WORST_BOUND]
+
+
+def test_the_committed_page_is_of_a_planner_that_holds() -> None:
+    """By its own figures, read back."""
+    page = (ROOT / "reports" / "validation.md").read_text()
+    lines = re.findall(r"^(\w+) ([\d.]+) bound ([\d.]+) (\w+)$", page, re.MULTILINE)
+    assert len(lines) == 6
+    assert all(float(value) <= float(bound) and state == "held" for _, value, bound, state in lines)
