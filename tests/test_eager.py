@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmark.measure.memory import visible_storages
 from meshmark.measure.readings import Bytes
 from meshmark.reference.data import make_batch
 from meshmark.reference.objective import loss_share
@@ -50,6 +50,16 @@ def one(spec: ModelSpec, precision: Precision = Precision.FP32) -> Case:
 
 def held_activations(case: Case, rank: int, *, casts_weights: bool = False) -> float | None:
     return model_states(case, rank, eager_recipe(case, casts_weights=casts_weights)).activations
+
+
+def visible_storages() -> set[int]:
+    """Addresses of all storages that Python code can still reach."""
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    addresses = set()
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a wrapper around other tensors has no storage
+            addresses.add(tensor.untyped_storage().data_ptr())
+    return addresses
 
 
 def saved_bytes(case: Case, *, casts_weights: bool = False) -> int:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.measure.memory import read_memory, visible_storages
+from meshmark.measure.memory import read_memory
 from meshmark.measure.readings import MemoryReading
 from meshmark.measure.watch import Watch
 from meshmark.reference.build import parameter_shapes
@@ -60,8 +60,7 @@ def measured(case: Case, tmp_path: Path) -> MemoryReading:
             observer.train(step, watch)
         watch.focus()
         before, after = observer.train(2, watch)
-        visible = visible_storages()
-    return read_memory(watch, 2, before, after, visible, None)
+    return read_memory(watch, 2, before, after)
 
 
 WIDE = gpt("wide", 2, 160, 4, vocab_size=256, seq_len=32)

@@ -7,13 +7,12 @@ every change carries the allocator's own count of all bytes, whoever freed them,
 from __future__ import annotations
 
 import bisect
-import itertools
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_MOST_AT_ONCE = 3
-_MOST_CANDIDATES = 24
-"""Storages looked at together for what was freed between two changes: there are rarely two."""
+_MOST_SUMS = 4096
+"""Of storages that may have been freed between two changes: there are rarely two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +24,7 @@ class Change:
     num_bytes: int
     total_bytes: int
     """The allocator's own count, after this change, of all that any thread holds."""
+    thread: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,9 @@ class Allocation:
     start_ns: int
     stop_ns: int | None
     """None when it was alive to the end."""
-    freed_unseen: bool = False
-    """By a thread that is not watched, no later than `stop_ns`: the next change, whose count lacks it."""
+    freed_elsewhere: bool = False
+    """By another thread than that which began; if by one that is not watched, no later than `stop_ns`: the next change,
+    whose count lacks it."""
 
     def alive(self, time_ns: int) -> bool:
         return self.start_ns <= time_ns and (self.stop_ns is None or time_ns < self.stop_ns)
@@ -53,6 +54,7 @@ class _Life:
     taken_ns: int | None = None
     """When its address was given out again, where its end was not seen."""
     stop_ns: int | None = None
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,9 @@ class Timeline:
 
 
 def timeline(changes: Sequence[Change], known: frozenset[int] = frozenset()) -> Timeline:
-    """`changes` in order of time. `known`: addresses of storages that are alive at the end."""
+    """`changes` in order of time; what was there before the first of them does not count. `known`: addresses of
+    storages that are alive at the end."""
+    changes = _from_here(changes)
     lives = _lives(changes)
     at_end = {life.address: life for life in lives}
     unseen = [
@@ -93,7 +97,7 @@ def timeline(changes: Sequence[Change], known: frozenset[int] = frozenset()) -> 
                 num_bytes=life.num_bytes,
                 start_ns=life.start_ns,
                 stop_ns=life.seen_ns or life.stop_ns,
-                freed_unseen=life.seen_ns is None and life.stop_ns is not None,
+                freed_elsewhere=life.elsewhere,
             )
             for life in lives
         ],
@@ -102,13 +106,25 @@ def timeline(changes: Sequence[Change], known: frozenset[int] = frozenset()) -> 
     )
 
 
+def _from_here(changes: Sequence[Change]) -> list[Change]:
+    """The same, with counts that leave out storages of before."""
+    before, there, found = changes[0].total_bytes - max(changes[0].num_bytes, 0) if changes else 0, set[int](), []
+    for change in changes:
+        if change.num_bytes > 0:
+            there.add(change.address)
+        elif change.address not in there and before + change.num_bytes >= 0:
+            before += change.num_bytes
+        found.append(dataclasses.replace(change, total_bytes=change.total_bytes - before))
+    return found
+
+
 def _lives(changes: Sequence[Change]) -> list[_Life]:
     """In order of their start, as far as they were seen."""
     lives, there = list[_Life](), dict[int, _Life]()
     for change in changes:
         life = there.pop(change.address, None)
         if life and change.num_bytes < 0:
-            life.seen_ns = change.time_ns
+            life.seen_ns, life.elsewhere = change.time_ns, change.thread != changes[0].thread
         elif life:
             life.taken_ns = change.time_ns
         if change.num_bytes > 0:
@@ -135,7 +151,7 @@ def _find_ends(changes: Sequence[Change], lives: Sequence[_Life], unseen: Sequen
             [w for w in waiting if w not in gone], listed - sum(w.num_bytes for w in gone) - change.total_bytes
         )
         for life in gone:
-            life.stop_ns = change.time_ns
+            life.stop_ns, life.elsewhere = change.time_ns, True
             listed -= life.num_bytes
             waiting.remove(life)
 
@@ -144,9 +160,12 @@ def _sized(waiting: Sequence[_Life], num_bytes: int) -> list[_Life]:
     """Those, oldest first, that together have `num_bytes`; nobody where that is not to be found."""
     if num_bytes <= 0:
         return []
-    candidates = [life for life in waiting if life.num_bytes <= num_bytes][:_MOST_CANDIDATES]
-    for count in range(1, _MOST_AT_ONCE + 1):
-        for chosen in itertools.combinations(candidates, count):
-            if sum(life.num_bytes for life in chosen) == num_bytes:
-                return list(chosen)
+    sums: dict[int, list[_Life]] = {0: []}
+    for life in waiting:
+        for total, chosen in list(sums.items()):
+            more = total + life.num_bytes
+            if more <= num_bytes and more not in sums and len(sums) < _MOST_SUMS:
+                sums[more] = [*chosen, life]
+        if num_bytes in sums:
+            return sums[num_bytes]
     return []

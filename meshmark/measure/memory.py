@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from meshmark.adapter.holdings import Holdings, storage_bytes
 from meshmark.measure.allocations import Allocation, Timeline, timeline
 from meshmark.measure.readings import Bytes, MemoryReading
-from meshmark.measure.watch import Watch
+from meshmark.measure.watch import AskedOperation, Watch
 
 _NAMES = ("parameters", "gradients", "optimizer_states", "communication", "inputs")
 
@@ -53,10 +53,10 @@ OnWire = dict[int, list[int]]
 def read_memory(watch: Watch, step: int, before_update: Named, after_update: Named) -> MemoryReading:
     """Memory of `step`, whose windows `watch` holds, with what the engine named before and after its update."""
     backward, update = (w for w in watch.windows if w.step == step)
-    on_wire: OnWire = {}
-    for operation in watch.asked():
-        for operand in (o for argument in operation.operands for o in argument):
-            on_wire.setdefault(operand.address, []).append(operation.time_ns)
+    on_wire, asked = OnWire(), watch.asked()
+    for operation in asked:
+        for address in operation.addresses:
+            on_wire.setdefault(address, []).append(operation.time_ns)
     found = timeline(watch.changes(), known=frozenset(after_update.addresses))
     steady_ns = watch.steady_ns[step]
     peak_ns = max((found.peak(w.start_ns, w.stop_ns) for w in (backward, update)), key=lambda peak: peak[0])[1]
@@ -77,7 +77,7 @@ def read_memory(watch: Watch, step: int, before_update: Named, after_update: Nam
         ),
         peak=during(peak_ns),
         held=during(min(starts)) if starts else None,
-        late_bytes=sum(life.num_bytes for life in found.lives if _is_late(life, peak_ns, on_wire)),
+        late_bytes=sum(life.num_bytes for life in found.lives if _is_late(life, peak_ns, asked)),
         previous_steady_bytes=None if previous_ns is None else found.total(previous_ns),
         rounding_bytes=sum(
             life.num_bytes - sizes[life.address]
@@ -89,11 +89,13 @@ def read_memory(watch: Watch, step: int, before_update: Named, after_update: Nam
     )
 
 
-def _is_late(life: Allocation, time_ns: int, on_wire: OnWire) -> bool:
-    """Whether a storage may be there for the backend's sake alone: a collective had it, and the end of it was in a
-    thread of the backend's. Where such threads are quick it is gone as soon as the framework lets go."""
-    last = max((t for t in on_wire.get(life.address, []) if life.alive(t)), default=None)
-    return life.freed_unseen and last is not None and life.alive(time_ns) and last < time_ns
+def _is_late(life: Allocation, time_ns: int, asked: Sequence[AskedOperation]) -> bool:
+    """Whether a storage may be there for the sake of the backend's thread alone: that thread let go of it last, and its
+    last collective was done before. Were the thread quick, it would be gone as soon as the framework lets go."""
+    if not life.freed_elsewhere or not life.alive(time_ns):
+        return False
+    uses = [a for a in asked if life.alive(a.time_ns) and life.address in a.addresses]
+    return bool(uses) and max(a.done_ns or a.time_ns for a in uses) <= time_ns
 
 
 def _classify(

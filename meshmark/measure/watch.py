@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from meshmark.measure.allocator import CudaPeaks, count_all_threads, settle
 
 _AUTOGRAD_NODE = "autograd::engine::evaluate_function: "
 """What the profiler calls a node of the graph that the backward pass walks, and then the node's name."""
+
+_BACKEND_EVENT = "gloo:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,12 @@ class AskedOperation:
     time_ns: int
     operands: tuple[tuple[Operand, ...], ...]
     """By argument; an argument that is one tensor counts as one operand."""
+    done_ns: int | None = None
+    """When the backend said that it was done; None where it did not say."""
+
+    @property
+    def addresses(self) -> set[int]:
+        return {operand.address for argument in self.operands for operand in argument}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +152,7 @@ class Watch:
                 address=event.extra_fields.ptr,
                 num_bytes=event.extra_fields.alloc_size,
                 total_bytes=event.extra_fields.total_allocated,
+                thread=event.start_tid,
             )
             for event in self._events
             if event.name == "[memory]" and event.extra_fields.device.type == self.device.type
@@ -164,14 +173,16 @@ class Watch:
 
     def asked(self) -> list[AskedOperation]:
         """Every collective and point-to-point call, in order."""
+        calls = [event for event in self._events if event.name.startswith("c10d::")]
+        backend = [event for event in self._events if event.name.startswith(_BACKEND_EVENT)]
         return [
             AskedOperation(
                 name=event.name,
                 time_ns=event.start_time_ns,
                 operands=tuple(tuple(_operands(argument)) for argument in event.extra_fields.inputs),
+                done_ns=done_ns,
             )
-            for event in self._events
-            if event.name.startswith("c10d::")
+            for event, done_ns in zip(calls, _ends(calls, backend), strict=True)
         ]
 
     def issued(self) -> list[IssuedOperation]:
@@ -188,6 +199,20 @@ class Watch:
             for entry in self._recorded.get("entries", [])
             if not entry.get("is_p2p")
         ]
+
+
+def _ends(asked: Sequence[Any], backend: Sequence[Any]) -> list[int | None]:
+    """When the backend was done with each call: its own events, one a collective, begin in the order of the calls, end
+    in its threads, and are missing of messages."""
+    events, found = iter(backend), list[int | None]()
+    event = next(events, None)
+    for i, call in enumerate(asked):
+        before = asked[i + 1].start_time_ns if i + 1 < len(asked) else None
+        while event and event.start_time_ns < call.start_time_ns:
+            event = next(events, None)
+        begun = event is not None and (before is None or event.start_time_ns < before)
+        found.append(event.end_time_ns if event and begun else None)
+    return found
 
 
 def _operands(argument: Any) -> Iterator[Operand]:  # noqa: ANN401

@@ -43,6 +43,11 @@ class Held:
     """So much of what was measured may have been gone, had a backend's threads been quick."""
 
     @property
+    def deviation(self) -> float:
+        """All of it, relative to the plan."""
+        return (self.measured - self.planned) / max(self.planned, 1.0)
+
+    @property
     def error(self) -> float:
         """Relative to the plan, of what neither late buffers nor (of totals) scalars account for."""
         beyond = max(self.measured - self.late - self.planned, self.planned - self.measured, 0.0)
@@ -69,10 +74,9 @@ def judge_memory(record: Record) -> Verdict | None:
         ]
         found += memory_totals(rank, reading, plan, declared, on_cpu=on_cpu)
     worst = max(found, key=lambda held: held.error)
-    summary = (
-        f"{worst.category} on rank {worst.rank}: {worst.measured:,.0f} bytes, planned {worst.planned:,.0f} "
-        f"({worst.error:.2%})"
-    )
+    relative = f"({worst.error:.2%})" if worst.planned else ""
+    where = f"{worst.category} on rank {worst.rank}"
+    summary = f"{where}: {worst.measured:,.0f} bytes, planned {worst.planned:,.0f} {relative}".rstrip()
     if not isinstance(record.case.workload.model, ModelSpec):
         summary += "; activations: not planned"
     passed = worst.error <= STATE_TOLERANCE
