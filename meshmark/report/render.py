@@ -117,8 +117,8 @@ def _peak(result: CaseResult) -> int:
 
 _PLANNED = (
     "What was measured beside what the planner computed when the case was run, with what adapters declare: the worst "
-    "rank's error by category, and of all that the allocator counted, after a step and at the peak, less the batch that "
-    "the engine is handed. `of it late`: buffers of collectives that only the backend's thread still had at the peak."
+    "rank's error by category, and of all that the allocator counted, after a step and at the peak, less the batch "
+    "that the engine is handed. `of it late`: buffers of collectives that only the backend's thread still had then."
 )
 
 
