@@ -55,7 +55,9 @@ class Power:
 
     @property
     def judged(self) -> list[Cell]:
-        return [c for c in self.cells if c.finding.result is not ClauseResult.UNSUPPORTED]
+        """Those that could have alarmed."""
+        unjudged = (ClauseResult.UNSUPPORTED, ClauseResult.TOLD)
+        return [c for c in self.cells if c.finding.result not in unjudged]
 
     @property
     def good(self) -> bool:

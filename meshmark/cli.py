@@ -7,22 +7,10 @@ import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
-from meshmark.adapter.matrix import matrix
-from meshmark.adapter.registry import known_adapters, load_adapter
-from meshmark.environment import describe, versions
-from meshmark.errors import AdapterError, MeshmarkError, ResultsError
-from meshmark.options import chosen_adapters, positive, split_values
-from meshmark.plan.cli import add_commands
-from meshmark.run.gpus import num_gpus
-from meshmark.spec.case import Case, expect_fit
-from meshmark.spec.layout import Schedule
-from meshmark.spec.precision import Precision, precision
-from meshmark.spec.workload import WORKLOADS, workload
+from meshmark.errors import MeshmarkError, ResultsError
 
 EPILOG = """examples:
   meshmark doctor                       what can run here, and what would be skipped
@@ -31,6 +19,23 @@ EPILOG = """examples:
   meshmark report results -o report.md  render what was recorded
   meshmark plan --model llama-8b --gpus 64 --gpu h100
 """
+
+
+AddArguments = Callable[[argparse.ArgumentParser], None]
+
+
+class _Command(argparse.ArgumentParser):
+    """Learns its arguments when it is the one that was asked for: what they are made of takes long to import."""
+
+    add_arguments: AddArguments | None = None
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        if add := self.add_arguments:
+            self.add_arguments = None
+            add(self)
+        return super().parse_known_args(args, namespace or argparse.Namespace())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,12 +58,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    doctor = commands.add_parser("doctor", help="frameworks, devices, and what would be skipped and why")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Command)
+    for name, (told, add) in _COMMANDS.items():
+        commands.add_parser(name, help=told, allow_abbrev=name != "cases").add_arguments = add
+    return parser
+
+
+def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     doctor.set_defaults(run=_doctor)
-    cases = commands.add_parser(
-        "cases", help="the matrix that `pytest --pyargs meshmark.suites` would run", allow_abbrev=False
-    )
+
+
+def _add_cases(cases: argparse.ArgumentParser) -> None:
+    from meshmark.spec.precision import Precision
+    from meshmark.spec.workload import WORKLOADS
+
     cases.add_argument("--adapters", default="*", metavar="A,B", help="names or shell patterns (default: all)")
     cases.add_argument(
         "--adapter", action="append", default=[], metavar="FILE.py:CLASS", help="an adapter from outside the repo"
@@ -70,16 +83,43 @@ def _parser() -> argparse.ArgumentParser:
     cases.add_argument("--workload", default="gpt-tiny", metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
     cases.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     cases.set_defaults(run=_cases)
-    add_commands(commands)
-    report = commands.add_parser("report", help="markdown and plots from recorded results")
+
+
+def _add_report(report: argparse.ArgumentParser) -> None:
     report.add_argument("results", type=Path, metavar="DIR", help="folder with records.jsonl")
     report.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: DIR/report.md")
     report.add_argument("--baseline", type=Path, metavar="DIR", help="records to compare times with")
     report.set_defaults(run=_report)
-    return parser
+
+
+def _of_planner(name: str) -> AddArguments:
+    def add(parser: argparse.ArgumentParser) -> None:
+        from meshmark.plan import cli
+
+        {"plan": cli.add_plan, "predict": cli.add_predict, "calibrate": cli.add_calibrate}[name](parser)
+
+    return add
+
+
+_COMMANDS: dict[str, tuple[str, AddArguments]] = {
+    "doctor": ("frameworks, devices, and what would be skipped and why", _add_doctor),
+    "cases": ("the matrix that `pytest --pyargs meshmark.suites` would run", _add_cases),
+    "plan": ("the best layout for a model on a cluster", _of_planner("plan")),
+    "predict": ("predict every layout of a CSV file", _of_planner("predict")),
+    "calibrate": ("measure this machine and what of it is reached", _of_planner("calibrate")),
+    "report": ("markdown and plots from recorded results", _add_report),
+}
 
 
 def _doctor(_: argparse.Namespace) -> None:
+    import torch
+
+    from meshmark.adapter.registry import known_adapters, load_adapter
+    from meshmark.environment import describe, versions
+    from meshmark.errors import AdapterError
+    from meshmark.run.gpus import num_gpus
+    from meshmark.spec.layout import Schedule
+
     gpus = num_gpus()
     device = "cuda" if gpus else "cpu"
     environment = describe(device, "nccl" if gpus else "gloo", 1)
@@ -106,6 +146,13 @@ def _doctor(_: argparse.Namespace) -> None:
 
 
 def _cases(parsed: argparse.Namespace) -> None:
+    from meshmark.adapter.matrix import matrix
+    from meshmark.adapter.registry import load_adapter
+    from meshmark.options import chosen_adapters, positive, split_values
+    from meshmark.spec.case import Case, expect_fit
+    from meshmark.spec.precision import precision
+    from meshmark.spec.workload import workload
+
     targets = chosen_adapters(parsed.adapters, parsed.adapter)
     worlds = [positive("--world", text) for text in split_values("--world", parsed.world)]
     workloads = [workload(name) for name in split_values("--workload", parsed.workload)]

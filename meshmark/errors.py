@@ -40,6 +40,10 @@ class ResultsError(InputError):
     """A results folder that cannot be used: not writable, in use by another run, or of another version."""
 
 
+class EvidenceError(InputError):
+    """Evidence beside a record that is not there, or damaged."""
+
+
 class AdapterError(InputError):
     """An adapter that cannot be imported or does not honour the contract."""
 

@@ -83,9 +83,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="collect suites/test_conformance.py too, as naming it does; it trains gpt-mini, in precisions of its own",
     )
-    group.addoption(
-        "--steps", type=int, default=None, metavar="N", help="optimizer steps of a pass (default: 5 observed, 10 timed)"
-    )
+    steps = "optimizer steps of a pass (default: 5 observed, at least 10 timed)"
+    group.addoption("--steps", type=int, default=None, metavar="N", help=steps)
+    budget = "seconds of timed steps a case, until its rate is known to within 2 %% (default: 1.5; 0: --steps alone)"
+    group.addoption("--timing-budget", type=float, default=1.5, metavar="S", help=budget)
     group.addoption(
         "--time-limit", type=float, default=120.0, metavar="S", help="seconds a pass may take (default: 120)"
     )
@@ -161,11 +162,14 @@ def _run_options(config: pytest.Config) -> RunOptions:
         raise InputError("--device cuda, but PyTorch sees no CUDA device here; `meshmark doctor` shows what it sees")
     if steps is not None and steps <= WATCHED_STEP:
         raise InputError(f"--steps {steps}: at least {WATCHED_STEP + 1} are needed, the last of which is watched")
-    limit = config.getoption("--time-limit")
+    limit, budget = config.getoption("--time-limit"), config.getoption("--timing-budget")
     if limit <= 0:
         raise InputError(f"--time-limit {limit:g}: expected seconds above 0")
+    if not 0 <= budget < limit:
+        raise InputError(f"--timing-budget {budget:g}: expected seconds from 0 to below --time-limit, {limit:g}")
     counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
-    return RunOptions(device=device, backend=backend, num_gpus=num_gpus(), time_limit_seconds=limit, **counts)
+    chosen = RunOptions(device=device, backend=backend, num_gpus=num_gpus(), time_limit_seconds=limit)
+    return dataclasses.replace(chosen, timing_budget_seconds=budget, **counts)
 
 
 CELLS = pytest.StashKey[list[Case | Misfit]]()

@@ -7,6 +7,7 @@ import functools
 import math
 import types
 import typing
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def encode(value: object) -> Any:  # noqa: ANN401
         if value in (presets := getattr(value, "PRESETS", {})).values():
             return next(name for name, preset in presets.items() if preset == value)
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {str(k): encode(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [encode(v) for v in value]
@@ -39,58 +40,132 @@ def encode(value: object) -> Any:  # noqa: ANN401
     return str(value) if isinstance(value, StrEnum | Path) else value
 
 
-@functools.lru_cache(maxsize=64)
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
 def decode(kind: Any, value: Any) -> Any:  # noqa: ANN401
-    """The `kind` (a dataclass, or any annotation made of them) that `encode` made `value` from.
+    """The `kind` (a dataclass, or any annotation made of them) that `encode` made `value` from; dataclasses and
+    mappings in it may have been decoded before.
 
     Raises `TypeError` or `ValueError` when `value` has another form.
     """
+    return _reader(kind)(value)
+
+
+Reader = Callable[[Any], Any]
+"""From a JSON value to one of one kind. Annotations are taken apart once, not once a value: records are many."""
+
+
+@functools.cache
+def _reader(kind: Any) -> Reader:  # noqa: ANN401
     if dataclasses.is_dataclass(kind):
-        if issubclass(typing.cast(type, kind), Written):
-            _expect(str, value, typing.cast(type, kind).__name__)
-            return typing.cast(type[Written], kind).parse(value)
-        if isinstance(value, str) and value in (presets := getattr(kind, "PRESETS", {})):
-            return presets[value]
-        _expect(dict, value, typing.cast(type, kind).__name__)
-        hints = _hints(typing.cast(type, kind))
-        if unknown := set(value) - set(hints):
-            raise ValueError(f"{typing.cast(type, kind).__name__} has no field {', '.join(sorted(unknown))}")
-        return typing.cast(Any, kind)(**{name: decode(hints[name], v) for name, v in value.items()})
+        return _of_dataclass(typing.cast(type, kind))
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None if type(None) in arguments else math.nan
-        plain = [a for a in arguments if a is not type(None)]
-        return decode(_form_of(plain, value), value) if len(plain) == 1 or isinstance(value, dict) else value
-    if origin is list or origin is tuple:
-        _expect(list, value, str(kind))
+        return _of_union(arguments)
     if origin is list:
-        return [decode(arguments[0], v) for v in value]
+        return _of_list(kind, arguments[0])
     if origin is tuple:
-        inner = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
-        return tuple(decode(a, v) for a, v in zip(inner, value, strict=True))
-    if origin is dict:
-        _expect(dict, value, str(kind))
-        return {decode(arguments[0], k): decode(arguments[1], v) for k, v in value.items()}
+        return _of_tuple(kind, arguments)
+    if origin is dict or origin is Mapping:
+        return _of_mapping(kind, *arguments)
     if kind is float:
-        return math.nan if value is None else float(value)
-    if kind is int and not isinstance(value, int | str):
+        return _float
+    if kind is int:
+        return _int
+    return kind if isinstance(kind, type) else lambda value: value
+
+
+def _of_dataclass(cls: type) -> Reader:
+    if issubclass(cls, Written):
+        written = functools.lru_cache(maxsize=4096)(cls.parse)
+
+        def parse(value: Any) -> Any:  # noqa: ANN401
+            _expect(str, value, cls.__name__)
+            return written(value)
+
+        return parse
+    presets: dict[str, Any] = getattr(cls, "PRESETS", {})
+    hints, fields = typing.get_type_hints(cls), [f.name for f in dataclasses.fields(typing.cast(Any, cls))]
+    readers: dict[str, Reader] = {}  # filled by the first value, for a kind may hold itself
+
+    def read(value: Any) -> Any:  # noqa: ANN401
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str) and value in presets:
+            return presets[value]
+        _expect(dict, value, cls.__name__)
+        if unknown := value.keys() - set(fields):
+            raise ValueError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
+        if not readers:
+            readers.update({name: _reader(hints[name]) for name in fields})
+        return cls(**{name: readers[name](v) for name, v in value.items()})
+
+    return read
+
+
+def _of_union(kinds: Sequence[Any]) -> Reader:
+    plain = [kind for kind in kinds if kind is not type(None)]
+    nothing = None if len(plain) < len(kinds) else math.nan
+    one = _reader(plain[0]) if len(plain) == 1 else None
+
+    def read(value: Any) -> Any:  # noqa: ANN401
+        if value is None:
+            return nothing
+        if one:
+            return one(value)
+        return _reader(_form_of(plain, value))(value) if isinstance(value, dict) else value
+
+    return read
+
+
+def _of_list(kind: Any, inner: Any) -> Reader:  # noqa: ANN401
+    reader = _reader(inner)
+
+    def read(value: Any) -> Any:  # noqa: ANN401
+        _expect(list, value, str(kind))
+        return [reader(v) for v in value]
+
+    return read
+
+
+def _of_tuple(kind: Any, inner: Sequence[Any]) -> Reader:  # noqa: ANN401
+    readers = [_reader(k) for k in inner if k is not Ellipsis]
+
+    def read(value: Any) -> Any:  # noqa: ANN401
+        _expect(list, value, str(kind))
+        own = readers * len(value) if inner[-1] is Ellipsis else readers
+        return tuple(reader(v) for reader, v in zip(own, value, strict=True))
+
+    return read
+
+
+def _of_mapping(kind: Any, key: Any, inner: Any) -> Reader:  # noqa: ANN401
+    of_key, reader = _reader(key), _reader(inner)
+
+    def read(value: Any) -> Any:  # noqa: ANN401
+        if isinstance(value, Mapping) and not isinstance(value, dict):
+            return value
+        _expect(dict, value, str(kind))
+        return {of_key(k): reader(v) for k, v in value.items()}
+
+    return read
+
+
+def _float(value: Any) -> float:  # noqa: ANN401
+    return math.nan if value is None else float(value)
+
+
+def _int(value: Any) -> int:  # noqa: ANN401
+    if not isinstance(value, int | str):
         raise TypeError(f"expected a whole number, got {value!r}")
-    return kind(value) if isinstance(kind, type) else value
+    return int(value)
 
 
-def _form_of(kinds: list[Any], value: object) -> Any:  # noqa: ANN401
+def _form_of(kinds: Sequence[Any], value: dict[str, object]) -> Any:  # noqa: ANN401
     """Of several dataclasses, the one whose fields `value` has; the first where none does."""
-    names = set(value) if isinstance(value, dict) else set()
     forms = {kind: {f.name for f in dataclasses.fields(kind)} for kind in kinds if dataclasses.is_dataclass(kind)}
-    return next((kind for kind, fields in forms.items() if names <= fields), kinds[0])
+    return next((kind for kind, fields in forms.items() if value.keys() <= fields), kinds[0])
 
 
 def _expect(form: type, value: object, what: str) -> None:
     """Raise `TypeError` unless `value` has the form that `what` is read from."""
     if not isinstance(value, form):
-        raise TypeError(f"{what} from {value!r}: expected a {form.__name__}")
+        raise TypeError(f"{what} from {value!r:.200}: expected a {form.__name__}")

@@ -15,7 +15,7 @@ OUTER = ("adapters", "suites", "studies")
 """Folders at the top that use the core; the first two are links inside the package too."""
 FRONT = "front"
 """The modules of the core outside its folders that bring these together: what users call."""
-BASE = {"environment", "errors", "rank_progress", "serial"}
+BASE = {"clip", "environment", "errors", "rank_progress", "serial"}
 """Modules that everyone may import; not drawn."""
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
@@ -130,7 +130,7 @@ def folder_section(name: str, graph: dict[str, set[str]]) -> str:
         text += (
             " Its modules outside the folders are what users call: the command line, the pytest plugin and its entry"
         )
-        text += " point, and what the suites' tests are written with; and three that every folder may import: "
+        text += " point, and what the suites' tests are written with; and those that every folder may import: "
         text = textwrap.fill(text + ", ".join(f"`{base}`" for base in sorted(BASE)) + ".", 120)
     else:
         where, text = shown(folders()[name]), paragraph(folders()[name])

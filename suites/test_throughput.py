@@ -1,4 +1,4 @@
-"""How fast? Seconds per optimizer step of the slowest rank, through pytest-benchmark."""
+"""How fast? Seconds per optimizer step, through pytest-benchmark."""
 
 from collections.abc import Iterator
 
@@ -38,4 +38,4 @@ def test_throughput(timed: Record, benchmark: BenchmarkFixture) -> None:
     speed = throughput(timed)
     benchmark.extra_info.update(case=timed.case.id, mfu=speed.mfu, peak=speed.peak_source)
     benchmark.extra_info[f"{speed.unit}_per_second"] = speed.per_second
-    assert speed.per_second > 0
+    benchmark.extra_info.update(relative_interval=speed.relative, settled=speed.settled)

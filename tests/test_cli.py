@@ -194,3 +194,15 @@ def test_a_reader_who_has_enough_is_no_error() -> None:
     command = f"{sys.executable} -m meshmark plan --model llama-8b --gpus 64 --gpu h100 --top 1000 | head -1"
     ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "") and "llama-8b" in ended.stdout
+
+
+def test_help_imports_nothing_that_takes_long() -> None:
+    """0.3 s is asked for, of which Python itself takes a third; seconds are too noisy to test, imports are not."""
+    program = (
+        "import sys; from meshmark.cli import main\n"
+        "try: main(['--help'])\n"
+        "finally: print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "usage: meshmark" in done.stdout
+    assert not {"torch", "numpy", "pandas", "matplotlib"} & set(done.stderr.split())

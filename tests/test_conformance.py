@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,24 +12,43 @@ import pytest
 
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
-from meshmark.conformance import judges
+from meshmark.conformance import judges, randomness
 from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import DROPOUT_STEPS, SCENARIOS, Scenario, plain_cells, plain_workload
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.expect import expect_clause
 from meshmark.judge.deviation import Deviation, Drift, Quantity
+from meshmark.measure.readings import Bytes
 from meshmark.report.conformance import columns, write_conformance
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.passes.fail import MESSAGE
-from meshmark.run.record import ConformanceEvidence, EquivalenceEvidence, Outcome, Record, Status, TrainingCurves
+from meshmark.run.record import (
+    ConformanceEvidence,
+    EquivalenceEvidence,
+    Outcome,
+    PeerEnd,
+    Record,
+    Status,
+    TrainingCurves,
+)
+from meshmark.run.record_file import Reading
 from meshmark.run.request import Task
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout
-from tests.factories import make_case, make_equivalence, make_good, make_memory_evidence, make_workload
+from meshmark.theory.states import ModelStates
+from tests.factories import (
+    make_case,
+    make_environment,
+    make_equivalence,
+    make_good,
+    make_memory,
+    make_memory_evidence,
+    make_workload,
+)
 
 EXACT = Deviation(distance=0.0, scale=1.0, factor=1.0)
 NOISY = Deviation(distance=1e-7, scale=1.0, factor=1.0)
@@ -124,10 +144,35 @@ def test_masters_and_moments_must_be_wide() -> None:
     assert judges.masters(plain()).result is ClauseResult.PASS
     assert judges.masters(plain(memory=make_memory_evidence(state_dtypes=narrow))).result is ClauseResult.FAIL
     assert judges.declared_precision(plain()).result is ClauseResult.PASS
+    one_wide = {"parameters": "bfloat16+float32", "masters": "bf16+float32", "optimizer_states": "float32"}
+    assert "values of parameters are bf16+float32 numbers" in failing(
+        judges.masters(plain(memory=make_memory_evidence(state_dtypes=one_wide)))
+    )
     moments = {"parameters": "bfloat16+float32", "optimizer_states": "bfloat16"}
     assert (
         judges.declared_precision(plain(memory=make_memory_evidence(state_dtypes=moments))).result is ClauseResult.FAIL
     )
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "not planned"])
+def test_recomputation_must_spare_activations_on_every_rank_of_any_device(planned: bool) -> None:
+    """Also where no plan of activations is judged, as on a GPU: what both runs held is there."""
+
+    def holding(planned_bytes: float, *activations: int) -> Record:
+        readings = [dataclasses.replace(make_memory(), held=Bytes(activations=held)) for held in activations]
+        states = ModelStates(
+            parameters=400, gradients=400, optimizer_states=800, activations=planned_bytes if planned else None
+        )
+        evidence = make_memory_evidence(readings=readings, planned=[states, states])
+        return plain(memory=evidence, environment=make_environment(device="cuda"))
+
+    kept = holding(1000.0, 1000, 1000)
+    assert judges.recomputes(kept, holding(400.0, 400, 690)).result is ClauseResult.PASS
+    assert "rank 1 spares 0 bytes of 1,000" in failing(judges.recomputes(kept, holding(400.0, 400, 1000)))
+    little = judges.recomputes(kept, holding(400.0, 400, 710)).result
+    assert little is (ClauseResult.FAIL if planned else ClauseResult.PASS), "half of what it should"
+    unread = plain(memory=make_memory_evidence(readings=[]))
+    assert "not read" in failing(judges.recomputes(unread, unread))
 
 
 def dropped(first: np.ndarray, second: np.ndarray, evaluation: float = 5.0, size: float = 1.3) -> Record:
@@ -148,13 +193,13 @@ def dropped(first: np.ndarray, second: np.ndarray, evaluation: float = 5.0, size
 def test_dropout_must_be_fresh_different_as_strong_and_off_in_evaluation() -> None:
     draw = np.random.default_rng(1)
     a, b = draw.normal(5.2, 0.01, (2, DROPOUT_STEPS))
-    assert judges.dropout(dropped(a, b)).result is ClauseResult.PASS
-    assert "twice on a rank" in failing(judges.dropout(dropped(np.full_like(a, 5.2), b)))
-    assert "equal on different" in failing(judges.dropout(dropped(a, a)))
-    assert "mean" in failing(judges.dropout(dropped(a + 0.02, b + 0.02)))
-    assert "spread" in failing(judges.dropout(dropped(5.2 + (a - 5.2) / 9, 5.2 + (b - 5.2) / 9)))
-    assert "evaluation" in failing(judges.dropout(dropped(a, b, evaluation=5.2)))
-    assert "gradients" in failing(judges.dropout(dropped(a, b, size=1.5)))
+    assert randomness.dropout(dropped(a, b)).result is ClauseResult.PASS
+    assert "twice on a rank" in failing(randomness.dropout(dropped(np.full_like(a, 5.2), b)))
+    assert "equal on different" in failing(randomness.dropout(dropped(a, a)))
+    assert "mean" in failing(randomness.dropout(dropped(a + 0.02, b + 0.02)))
+    assert "spread" in failing(randomness.dropout(dropped(5.2 + (a - 5.2) / 9, 5.2 + (b - 5.2) / 9)))
+    assert "evaluation" in failing(randomness.dropout(dropped(a, b, evaluation=5.2)))
+    assert "gradients" in failing(randomness.dropout(dropped(a, b, size=1.5)))
 
 
 def test_recomputed_dropout_must_have_the_forward_passs_masks() -> None:
@@ -178,9 +223,9 @@ def test_recomputed_dropout_must_have_the_forward_passs_masks() -> None:
         training=TrainingCurves(losses=[5.2, 5.2]),
         conformance=plain_conformance(samples=same.conformance.samples),
     )
-    assert judges.draws_again(kept, same).result is ClauseResult.PASS  # later steps are others' business
-    assert "gradients" in failing(judges.draws_again(kept, other))
-    assert "loss" in failing(judges.draws_again(kept, elsewhere))
+    assert randomness.draws_again(kept, same).result is ClauseResult.PASS  # later steps are others' business
+    assert "gradients" in failing(randomness.draws_again(kept, other))
+    assert "loss" in failing(randomness.draws_again(kept, elsewhere))
 
 
 def failing(finding: Finding) -> str:
@@ -212,14 +257,21 @@ def test_memory_must_not_grow_on_any_rank() -> None:
     assert "10,000 bytes a step" in failing(found).replace("+", "")
 
 
-def test_determinism_is_told_and_not_required() -> None:
-    first = plain(conformance=plain_conformance(digests=["a", "b", "c"]))
-    assert (
-        "bitwise equal"
-        in judges.deterministic(first, plain(conformance=plain_conformance(digests=["a", "b", "c"]))).evidence
+def test_determinism_is_told_and_counts_neither_as_kept_nor_as_broken(tmp_path: Path) -> None:
+    first, same, other = (
+        plain(conformance=plain_conformance(scenario=scenario, digests=list(digests)))
+        for scenario, digests in (("schedule", "abc"), ("save", "abc"), ("save", "abx"))
     )
-    differs = judges.deterministic(first, plain(conformance=plain_conformance(digests=["a", "b", "x"])))
-    assert differs.result is ClauseResult.PASS and "differs from step 1" in differs.evidence
+    told = [judges.deterministic(first, second) for second in (same, other)]
+    assert [finding.result for finding in told] == [ClauseResult.TOLD] * 2
+    assert "bitwise equal" in told[0].evidence and "differs from step 1" in told[1].evidence
+    write_conformance(Reading(records=[first, other], complaints=[]), tmp_path / "page.md", "meshmark report")
+    page = (tmp_path / "page.md").read_text()
+    assert "**1 of 1 cells hold**" in page, "the schedule's: nothing was resumed"
+    assert "1 more tell what is not required" in page
+    assert "| determinism | told" in " ".join(page.split())
+    with pytest.raises(pytest.skip.Exception, match="told, not required: two runs: differs"):
+        expect_clause(Standing({"schedule": first, "save": other}), first.case, CLAUSES["determinism"])
 
 
 def test_an_error_must_come_home_from_the_rank_that_raised_it() -> None:
@@ -231,6 +283,20 @@ def test_an_error_must_come_home_from_the_rank_that_raised_it() -> None:
     for status, rank, told in ((Status.HUNG, 0, "no end"), (Status.RAISED, 0, message), (Status.RAISED, 1, "peer")):
         assert ended(status=status, rank=rank, message=told).result is ClauseResult.FAIL
     assert ended(status=Status.OK).result is ClauseResult.FAIL, "nothing was raised"
+
+
+def test_peers_of_an_error_must_end_by_themselves_and_how_long_they_took_is_told() -> None:
+    def ended(backend: str, *peers: PeerEnd) -> Finding:
+        outcome = Outcome(status=Status.RAISED, rank=1, message=f"RuntimeError: {MESSAGE}", peers=list(peers))
+        return judges.ends(plain(outcome=outcome, environment=make_environment(backend=backend)))
+
+    heard = ended("gloo", PeerEnd(rank=0, kind="raised", seconds=0.34))
+    assert heard.result is ClauseResult.PASS and "rank 0 ended by itself 0.3 s later (raised)" in heard.evidence
+    hung = PeerEnd(rank=0, kind="ended")
+    assert "ranks [0] went on until the launcher ended them" in failing(ended("gloo", hung))
+    assert "rank 0 was ended" in ended("nccl", hung).evidence
+    killed = ended("gloo", PeerEnd(rank=0, kind="killed", seconds=0.2))
+    assert killed.result is ClauseResult.PASS and "was ended 0.2 s later (killed)" in killed.evidence, "by torchrun"
 
 
 GAP = KnownGap(clause="loss", reason="it is so", symptom="loss at step", link="there")
@@ -336,6 +402,17 @@ def test_a_feature_that_is_lacking_is_an_answer(runner: Runner) -> None:
     assert found.result is ClauseResult.UNSUPPORTED and "one rank alone" in found.evidence
 
 
+class Standing(ScenarioRunner):
+    """Launches nothing: `records` are what came of the scenarios."""
+
+    def __init__(self, records: dict[str, Record]) -> None:
+        self.records = records
+        self._judged = {}
+
+    def perform(self, scenario: Scenario, base: Case) -> Record:
+        return self.records[scenario.name]
+
+
 def test_a_scenario_that_failed_outside_its_ranks_is_no_verdict_and_no_known_gap() -> None:
     """Its cells stay empty, and its tests fail, whatever the adapter says of its framework's gaps."""
     gap = KnownGap(clause="loss", reason="it is so", symptom="disk", link="")
@@ -345,20 +422,12 @@ def test_a_scenario_that_failed_outside_its_ranks_is_no_verdict_and_no_known_gap
     )
     assert columns([broken])[0].findings == {}
 
-    class Standing(ScenarioRunner):
-        def __init__(self) -> None: ...
-
-        def perform(self, scenario: Scenario, base: Case) -> Record:
-            return broken
-
     with pytest.raises(pytest.fail.Exception, match="unfinished: no space on the disk") as failed:
-        expect_clause(Standing(), broken.case, CLAUSES["loss"])
+        expect_clause(Standing({"plain": broken}), broken.case, CLAUSES["loss"])
     assert not isinstance(failed.value, pytest.xfail.Exception)
 
 
-def test_the_page_has_every_cell_with_its_evidence(tmp_path: Any) -> None:  # noqa: ANN401
-    from meshmark.run.record_file import Reading
-
+def test_the_page_has_every_cell_with_its_evidence(tmp_path: Path) -> None:
     wrong = dataclasses.replace(
         deviating("loss"),
         conformance=plain_conformance(known_gaps=[GAP], base=make_case("fsdp2")),

@@ -14,8 +14,8 @@ from meshmark.errors import ResultsError
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.passes.noise import write_noise
-from meshmark.run.record import Status, line_of
-from meshmark.run.record_file import RecordFile, read_records
+from meshmark.run.record import Status
+from meshmark.run.record_file import RecordFile, line_of, read_records
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.session import Ending
 from tests.factories import make_record, make_timed

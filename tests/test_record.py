@@ -11,7 +11,7 @@ from meshmark.errors import ResultsError
 from meshmark.run.record import SCHEMA
 from meshmark.run.record_file import RecordFile, read_records
 from meshmark.serial import encode
-from tests.factories import make_record, make_timed, make_timing
+from tests.factories import make_record, make_timed, make_timing, make_traffic_evidence
 
 
 def write(folder: Path, *records: object) -> Path:
@@ -201,9 +201,11 @@ def test_readers_do_not_wait_for_the_writer(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_step_seconds_are_those_of_the_slowest_rank_step_by_step() -> None:
-    timing = make_timing(rank_step_seconds=[[0.5, 0.25, 1.0], [0.25, 0.75, 1.0]])
-    assert timing.step_seconds == [0.5, 0.75, 1.0]
+def test_step_seconds_add_up_to_the_time_until_the_last_rank_s_end() -> None:
+    """Of two laps; in the second, rank 1 starts later."""
+    ranks, starts = [[0.5, 0.25, 1.0], [0.25, 0.75, 1.0]], [[0.0, 0.0], [0.0, 0.125]]
+    timing = make_timing(rank_step_seconds=ranks, rank_starts=starts, lap_steps=[2, 1])
+    assert timing.step_seconds == [0.5, 0.5, 1.125]
 
 
 def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> None:
@@ -215,11 +217,19 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
     old = {name: value for name, value in today.items() if name not in parts} | {"schema": 1}
     for part in parts:
         old |= {moved.get(name, {}).get(part, name): value for name, value in today[part].items()}
-    assert "losses" in old and "planned_traffic" in old and "equivalence" not in old, "side by side"
+    for name in ("rank_starts", "lap_steps", "peak_flops_per_second", "departures"):  # which it lacked
+        del old[name]
+    old["matmul_flops_per_second"] = [1e9, 1e9]  # which it had
+    old["planned_traffic"] = [{"all_reduce": 400.0}] * 2  # another plan
+    lacking = make_record(
+        timing=make_timing(rank_starts=[], lap_steps=[], peak_flops_per_second=None),
+        traffic=make_traffic_evidence(planned=[], departures=[]),
+    )
+    assert "losses" in old and "equivalence" not in old, "side by side"
     lines = [json.dumps(old), json.dumps({"schema": 1, "session": "s", "command": "c", "device": "cpu"})]
     (tmp_path / "records.jsonl").write_text("\n".join(lines))
     reading = read_records(tmp_path)
-    assert reading.complaints == [] and reading.records == [make_record()]
+    assert reading.complaints == [] and reading.records == [lacking]
     assert [session.session for session in reading.sessions] == ["s"]
 
 

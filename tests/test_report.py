@@ -21,9 +21,11 @@ from meshmark.run.record_file import Reading, read_records
 from meshmark.run.request import Task
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
+from meshmark.theory.flow import Departure
 from tests.factories import (
     make_case,
     make_environment,
+    make_flow,
     make_good,
     make_memory,
     make_memory_evidence,
@@ -137,7 +139,7 @@ def test_the_headline_counts_right_wrong_and_skipped(page: str) -> None:
 def test_the_fastest_and_leanest_are_sought_among_the_correct(page: str) -> None:
     """The wrong run is twice as fast; it is no result."""
     head = page.splitlines()[2]
-    assert f"On 2 ranks the fastest correct case is `{DDP.id}` (96 tokens/s)" in head
+    assert f"On 2 ranks the fastest correct case is `{DDP.id}` (96 tokens/s ±0.0%)" in head
     assert f"the leanest `{DDP.id}` (2.66 KiB at its fullest rank's peak)" in head
 
 
@@ -148,14 +150,20 @@ def test_the_fastest_is_not_always_the_leanest(tmp_path: Path) -> None:
     records = [*all_sorts()[:2], small, make_timed(case=FSDP2, timing=make_timing(rank_step_seconds=[[1.0, 1.0]] * 2))]
     head = render(tmp_path, records).splitlines()[2]
     assert f"fastest correct case is `{DDP.id}`" in head
+    scattered = make_timing(rank_step_seconds=[[0.1, 1.9, 1.0]] * 2)
+    head = render(tmp_path, [*all_sorts()[:2], small, make_timed(case=FSDP2, timing=scattered)]).splitlines()[2]
+    assert (
+        f"no correct case is the fastest: with `{DDP.id}`" in head
+        and f"tied, their intervals meet, `{FSDP2.id}`" in head
+    )
     assert f"leanest `{FSDP2.id}` (1.7 KiB" in head
 
 
 def test_a_wrong_run_s_speed_is_struck_out_and_it_has_no_mfu(page: str) -> None:
     found = answer(page)
-    assert (found["ddp"]["correct"], found["ddp"]["tokens/s"]) == ("yes", "96")
+    assert (found["ddp"]["correct"], found["ddp"]["tokens/s"]) == ("yes", "96 ±0.0%")
     assert found["ddp"]["MFU"].endswith("%")
-    assert (found["fsdp2"]["correct"], found["fsdp2"]["tokens/s"]) == ("**no**", "~~192~~ wrong run")
+    assert (found["fsdp2"]["correct"], found["fsdp2"]["tokens/s"]) == ("**no**", "~~192 ±0.0%~~ wrong run")
     assert found["fsdp2"]["MFU"] == ""
 
 
@@ -415,8 +423,8 @@ def test_the_communication_table_is_of_the_rank_that_sends_most(tmp_path: Path) 
     """Both what was asked for and what the backend made of it; calls of scalars are left out."""
 
     def reading(num_bytes: int) -> TrafficReading:
-        asked = Collective(kind="reduce_scatter", group_size=2, count=2, num_bytes=num_bytes)
-        scalar = Collective(kind="all_reduce", group_size=2, count=1, num_bytes=4)
+        asked = Collective(kind="reduce_scatter", group_size=2, ranks=(0, 1), count=2, num_bytes=num_bytes)
+        scalar = Collective(kind="all_reduce", group_size=2, ranks=(0, 1), count=1, num_bytes=4)
         return TrafficReading(
             asked=[asked, scalar],
             issued=[Collective(kind="all_reduce", group_size=2, count=2, num_bytes=num_bytes)],
@@ -432,29 +440,54 @@ def test_the_communication_table_is_of_the_rank_that_sends_most(tmp_path: Path) 
     )
     assert (row["asked for"], row["backend issued"]) == ("2 reduce_scatter 4 KiB", "2 all_reduce 4 KiB")
     assert (row["sent / rank"], row["really sent / rank"]) == ("2 KiB", "4 KiB")
+    assert row["differences"] == "0"
+
+
+def test_traffic_names_the_axes_of_its_groups_where_there_are_several(tmp_path: Path) -> None:
+    case = make_case(layout=Layout(dp=2, tp=2))
+    groups = {"tp": (0, 1), "dp": (0, 2), "dp+tp": (0, 1, 2, 3)}
+    asked = [Collective(kind="all_reduce", group_size=2, ranks=r, count=1, num_bytes=2048) for r in groups.values()]
+    traffic = make_traffic_evidence(readings=[TrafficReading(asked=asked, issued=[])], planned=[[]], departures=[[]])
+    (row,) = rows(section(render(tmp_path, [make_good(case=case, traffic=traffic)]), "Communication"))
+    assert row["asked for"] == ", ".join(f"1 all_reduce 2 KiB over {axes}" for axes in groups)
+
+
+def test_declared_departures_stand_under_communication_with_their_reason(tmp_path: Path) -> None:
+    theory, sent = make_flow("reduce_scatter", num_bytes=4096), make_flow(num_bytes=4096)
+    declared = [
+        Departure(sends=(sent,), instead_of=(theory,), reason="whole gradients"),
+        Departure(instead_of=(theory,), reason="none"),
+    ]
+    record = make_good(case=DDP, traffic=make_traffic_evidence(departures=[declared, []]))
+    text = section(render(tmp_path, [record]), "Communication").partition("Declared departures")[2]
+    first, second = rows(text)
+    assert (first["sent"], first["in place of"]) == ("gradients: all_reduce 4 KiB", "gradients: reduce_scatter 4 KiB")
+    assert (first["why"], second["sent"]) == ("whole gradients", "nothing")
 
 
 def test_the_throughput_table_marks_wrong_runs_and_shows_the_spread(tmp_path: Path) -> None:
-    records = [*all_sorts()[2:3], make_timed(case=FSDP2, timing=make_timing(rank_step_seconds=[[0.1, 0.2, 0.4]] * 2))]
+    ranks = [[0.1, 0.2, 0.4, 0.3], [0.1, 0.3, 0.3, 0.3]]
+    records = [*all_sorts()[2:3], make_timed(case=FSDP2, timing=make_timing(rank_step_seconds=ranks))]
     (row,) = rows(section(render(tmp_path, records), "Throughput"))
     assert row["correct"] == "**no**"
-    assert (row["fastest"], row["median step"], row["slowest"]) == ("100 ms", "200 ms", "400 ms")
-    assert (row["samples"], row["tokens/s"]) == ("3", "206")
+    assert (row["p5 / p50 / p95"], row["rank gap"]) == ("130 / 300 / 300 ms", "0.00 ms")
+    assert (row["steps"], row["tokens/s"], row["drift"]) == ("4", "192", "+50.0%")
+    assert row["95 % interval"] == "±63.6% (budget)", "Student's t of 3 is 3.182, the steps' deviation 0.1"
 
 
 def test_times_are_compared_with_a_baseline_case_by_case(tmp_path: Path) -> None:
-    """By medians: 100 ms against 400 ms; a case that the baseline lacks is new."""
+    """By medians: 100 ms against 400 ms; one whose rates' intervals meet is tied, one that the baseline lacks new."""
     records = [
-        make_timed(case=DDP, timing=make_timing(rank_step_seconds=[[0.1, 0.1, 9.0]] * 2)),
+        make_timed(case=DDP, timing=make_timing(rank_step_seconds=[[0.1, 0.1, 0.11]] * 2)),
+        make_timed(case=GPIPE, timing=make_timing(rank_step_seconds=[[0.1, 0.1, 9.0]] * 2)),
         make_timed(case=FSDP2),
     ]
-    before = Reading(
-        records=[make_timed(case=DDP, timing=make_timing(rank_step_seconds=[[0.4, 0.4, 0.1]] * 2))], complaints=[]
-    )
+    slower = make_timing(rank_step_seconds=[[0.4, 0.4, 0.39]] * 2)
+    before = Reading(records=[make_timed(case=case, timing=slower) for case in (DDP, GPIPE)], complaints=[])
     path = tmp_path / "page.md"
     write_report(Reading(records=records, complaints=[]), path, "meshmark report", before)
     column = [row["median / baseline's"] for row in rows(section(path.read_text(), "Throughput"))]
-    assert column == ["0.25", "new"]
+    assert column == ["0.25", "0.25 tied", "new"]
 
 
 OTHER = {
@@ -490,7 +523,7 @@ def test_times_of_another_machine_are_struck_out_and_what_differs_is_told(tmp_pa
     (row,) = rows(text)
     assert row["median / baseline's"] == "~~0.50~~ other machine"
     assert f"The baseline was measured under other conditions**: {fact} " in text
-    assert text.index("under other conditions") < text.index("| median step"), "before the comparison"
+    assert text.index("under other conditions") < text.index("| p5 / p50 / p95"), "before the comparison"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,16 @@ ROOT = Path(__file__).parent.parent
 
 
 def suites(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "suites", "-p", "no:cacheprovider", *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "suites",
+        "-p",
+        "no:cacheprovider",
+        "--timing-budget=0",
+        *map(str, arguments),
+    ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 

@@ -1,10 +1,20 @@
-"""Tokens over seconds of the slowest rank, and the peak that utilisation is of."""
+"""Tokens over the time from the ranks' common start to the last one's end, and the peak that utilisation is of."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+
 import pytest
 
-from meshmark.run.throughput import peak_flops_per_second, throughput
+from meshmark.adapters import ADAPTERS
+from meshmark.measure.interval import student_t
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.peak_probe import PeakProbe, num_cores
+from meshmark.run.request import Request, Task
+from meshmark.run.throughput import drift, fastest_of, peak_flops_per_second, throughput
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.theory.flops import model_flops_per_token
@@ -13,19 +23,69 @@ from tests.factories import make_case, make_environment, make_timed, make_timing
 TOKENS = 4 * 12
 
 
-def test_tokens_per_second_is_all_tokens_over_all_seconds_of_the_slowest_rank() -> None:
-    """Steps of 1 and 3 seconds: 2 steps in 4 seconds, not the mean of the rates 1 and 1/3; the ranks take turns in
-    being the slowest, so neither one's own sum (2.5, 2.0) will do."""
-    found = throughput(make_timed(timing=make_timing(rank_step_seconds=[[1.0, 1.5], [0.5, 3.0]])))
-    assert found.per_second == pytest.approx(TOKENS * 2 / 4)
+def test_tokens_per_second_is_all_tokens_over_the_time_until_the_last_rank_s_end() -> None:
+    """The ranks take turns in being the slowest: both end after 3 seconds, though the slowest of each step take 4."""
+    found = throughput(make_timed(timing=make_timing(rank_step_seconds=[[1.0, 2.0], [2.0, 1.0]])))
+    assert found.per_second == pytest.approx(TOKENS * 2 / 3)
+
+
+def test_the_interval_of_the_rate_is_that_of_the_step_s_time() -> None:
+    """Steps of 1 and 3 seconds in turn, 64 of each: 2 seconds in the mean."""
+    found = throughput(make_timed(timing=make_timing(rank_step_seconds=[[1.0, 3.0] * 64] * 2)))
+    half = student_t(127) * math.sqrt(128 / 127) / math.sqrt(128)
+    assert (found.relative, found.settled) == (pytest.approx(half / 2), False)
+    assert (found.lowest, found.highest) == (pytest.approx(TOKENS / (2 + half)), pytest.approx(TOKENS / (2 - half)))
+    assert throughput(make_timed(timing=make_timing(rank_step_seconds=[[1.0] * 64] * 2))).settled
+
+
+def test_few_steps_that_scatter_widely_do_not_bound_the_rate() -> None:
+    assert throughput(make_timed(timing=make_timing(rank_step_seconds=[[0.1, 1.9]] * 2))).highest == math.inf
+
+
+def test_cases_are_tied_with_the_fastest_where_intervals_meet() -> None:
+    scattered, steady, slow = (
+        make_timed(timing=make_timing(rank_step_seconds=[[a, b] * 8] * 2))
+        for a, b in ((0.8, 1.2), (1.05, 1.06), (1.5, 1.6))
+    )
+    assert fastest_of([slow, steady, scattered]) == [scattered, steady]
+    assert fastest_of([slow, steady]) == [steady]
+
+
+def test_drift_is_how_much_longer_the_second_half_takes() -> None:
+    assert drift([1.0, 1.0, 5.0, 1.5, 1.5]) == pytest.approx(0.5), "the middle one is in neither"
+    assert drift([1.0]) == 0
 
 
 def test_mfu_is_model_operations_over_the_peak_of_all_ranks() -> None:
-    record = make_timed(timing=make_timing(rank_step_seconds=[[0.5, 0.5]] * 2, matmul_flops_per_second=[1e9, 3e9]))
-    found = throughput(record)
+    record = make_timed(timing=make_timing(rank_step_seconds=[[0.5, 0.5]] * 2, peak_flops_per_second=4e9))
     per_token = model_flops_per_token(record.case.workload.model)
-    assert found.mfu == pytest.approx(TOKENS / 0.5 * per_token / 4e9)
-    assert found.peak_source == "best matrix product, all ranks at once"
+    assert throughput(record).mfu == pytest.approx(TOKENS / 0.5 * per_token / 4e9)
+    assert throughput(make_timed(timing=make_timing(peak_flops_per_second=None))).mfu is None
+
+
+def test_ranks_that_share_cores_share_their_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks on two cores have two cores' peak, which is measured once, in one process."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert [num_cores(ranks) for ranks in (1, 2, 4)] == [1, 2, 2]
+    with Cluster(ClusterSpec()) as cluster, contextlib.closing(ForkserverLauncher(cluster)) as launcher:
+        probe = PeakProbe(launcher, num_gpus=0)
+        two, four = (
+            probe.of(
+                Request(
+                    case=make_case(layout=Layout(dp=dp)),
+                    adapter=ADAPTERS["ddp"],
+                    task=Task.TIME,
+                    device="cpu",
+                    backend="gloo",
+                    steps=1,
+                    time_limit_seconds=60,
+                )
+            )
+            for dp in (2, 4)
+        )
+    assert two is not None and two > 1e8
+    assert four == two
 
 
 @pytest.mark.parametrize(
@@ -64,4 +124,4 @@ def test_a_peak_that_nobody_published_is_measured(machine: str, precision: Preci
     record = make_timed(
         case=make_case(precision=precision), environment=make_environment(machine=machine, device=device)
     )
-    assert peak_flops_per_second(record) == (3e9, "best matrix product, all ranks at once")
+    assert peak_flops_per_second(record) == (3e9, "products of matrices on the cores or GPUs that the ranks share")

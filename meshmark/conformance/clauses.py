@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from meshmark.conformance import judges
+from meshmark.conformance import judges, randomness
 from meshmark.conformance.finding import ClauseResult, Defect, Finding
 from meshmark.conformance.scenario import SCENARIOS
 from meshmark.run.record import Record, Status
@@ -33,7 +33,7 @@ def judge_clause(clause: Clause, records: Mapping[str, Record]) -> Finding:
         defects = (defect for record in needed for defect in _defects(record, found.evidence))
         found = replace(found, defect=next(defects, None))
     gap = next((g for g in needed[0].conformance.known_gaps if g.covers(needed[0].case, clause.name)), None)
-    if gap is None or found.result in (ClauseResult.UNSUPPORTED, ClauseResult.UNDECIDED):
+    if gap is None or found.result in (ClauseResult.UNSUPPORTED, ClauseResult.UNDECIDED, ClauseResult.TOLD):
         return found
     if found.result is ClauseResult.FAIL and gap.symptom not in found.evidence:
         return found  # another failure than the known one
@@ -175,19 +175,19 @@ CLAUSES: dict[str, Clause] = {
             statement="Dropout is as strong as asked, fresh in every step and on every "
             "data-parallel rank, one on tensor-parallel ranks, and off in evaluation.",
             scenarios=("dropout",),
-            judge=judges.dropout,
+            judge=randomness.dropout,
         ),
         Clause(
             name="recomputation",
             statement="Computing activations again changes nothing but what is held.",
-            scenarios=("recompute",),
+            scenarios=("plain", "recompute"),
             judge=judges.recomputes,
         ),
         Clause(
             name="recomputed dropout",
             statement="Computing activations again draws the masks of the forward pass again.",
             scenarios=("dropout", "recomputed dropout"),
-            judge=judges.draws_again,
+            judge=randomness.draws_again,
         ),
         Clause(
             name="bf16 masters",
@@ -227,7 +227,7 @@ CLAUSES: dict[str, Clause] = {
         ),
         Clause(
             name="determinism",
-            statement="Two runs are equal bit for bit (reported, not required).",
+            statement="Whether two runs are equal bit for bit: told, not required.",
             scenarios=("schedule", "save"),
             judge=judges.deterministic,
         ),
@@ -239,7 +239,7 @@ CLAUSES: dict[str, Clause] = {
         ),
         Clause(
             name="error",
-            statement="An error on one rank ends the case with its message, not in a hang.",
+            statement="An error on one rank ends the case with its message; its peers end too, and do not hang.",
             scenarios=("error",),
             judge=judges.ends,
         ),

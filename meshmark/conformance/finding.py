@@ -6,6 +6,8 @@ import textwrap
 from dataclasses import dataclass
 from enum import StrEnum
 
+from meshmark.judge.deviation import Drift
+
 
 class ClauseResult(StrEnum):
     """A cell of the conformance table."""
@@ -18,6 +20,8 @@ class ClauseResult(StrEnum):
     """It fails, as its adapter says it will."""
     STALE_GAP = "stale gap"
     """It passes, though its adapter says that it fails: take the gap out."""
+    TOLD = "told"
+    """What was found is reported and nothing is required: it counts neither as kept nor as broken."""
     UNDECIDED = "undecided"
     """A pass that it rests on was too slow for the time limit: neither kept nor broken."""
 
@@ -52,3 +56,22 @@ class Finding:
     link: str = ""
     defect: Defect | None = None
     """What it fails by, where that is known."""
+
+
+def decide(passed: bool, evidence: str) -> Finding:
+    """Kept or broken."""
+    return Finding(result=ClauseResult.PASS if passed else ClauseResult.FAIL, evidence=evidence)
+
+
+def all_of(*findings: Finding) -> Finding:
+    """The first that fails, or all."""
+    failed = next((f for f in findings if f.result is not ClauseResult.PASS), None)
+    return failed or decide(True, "; ".join(f.evidence for f in findings))
+
+
+def drift_text(drifts: list[Drift]) -> str:
+    """Where ranks that should hold the same differ."""
+    if not drifts:
+        return "equal bit for bit"
+    first = drifts[0]
+    return f"{len(drifts)} differ, first {first.quantity} at step {first.step} on ranks {first.ranks}"

@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
-from meshmark.conformance.finding import ClauseResult, Finding
-from meshmark.judge.deviation import Drift, QuantityKind
+from meshmark.conformance.finding import ClauseResult, Finding, all_of, decide, drift_text
+from meshmark.judge.deviation import QuantityKind
 from meshmark.judge.replicas import by_replica, num_replicas
-from meshmark.judge.yardstick import FALSE_ALARMS, compare, gradient_norms
+from meshmark.judge.yardstick import compare, gradient_norms
 from meshmark.reference.data import make_batch
 from meshmark.run.passes.fail import MESSAGE
-from meshmark.run.record import Record, Status
+from meshmark.run.record import MemoryEvidence, PeerEnd, Record, Status
 from meshmark.spec.precision import Dtype
 
 GROWTH_BYTES = 2048.0
 """A step: what memory may grow by. Tables inside gloo and the allocator, which fill slowly, were seen to take 900; one
 micro-batch's activations, kept by a loss that is not detached, are a hundred times as much."""
-EVALUATION_TOLERANCE = 1e-5
-"""Relative, on the loss of evaluation where no noise is measured; dropout left on moves it by a hundred times that."""
-SAME = 1e-5
-"""Relative, between runs that differ in nothing but rounding; other masks move gradients by half a percent and more."""
-TINY = 1e-30
 WIDER = 0.03
 """Of a precision's noise: a run whose worst gradient is closer to the truth was computed in a wider one. A correct run
 comes to half its noise and more, fp32 under the name of bf16 to a ten-thousandth."""
+
+LEAST_SAVED = 0.5
+"""Of the activations that recomputation should save by the plan; where kernels save others than the plan's (a GPU's
+attention), most of them still are the same."""
 
 _SHORT = {Dtype.BF16: "bf16", Dtype.FP16: "fp16"}
 """As `state_dtypes` has the formats that gradients are rounded to."""
 
 Judge = Callable[..., Finding]
-
-
-def _finding(passed: bool, evidence: str) -> Finding:
-    return Finding(result=ClauseResult.PASS if passed else ClauseResult.FAIL, evidence=evidence)
 
 
 def _alone(record: Record, what: str) -> Finding | None:
@@ -52,36 +43,30 @@ def _within(record: Record, *kinds: QuantityKind) -> Finding:
     yardstick, run = record.equivalence.yardstick, compare(record.equivalence.deviations)
     excesses = [e for e in yardstick.excesses(run) if e[1].kind in kinds]
     if not excesses:
-        return _finding(False, f"nothing to compare of {', '.join(kinds)}")
+        return decide(False, f"nothing to compare of {', '.join(kinds)}")
     excess, quantity, step = max(excesses)
     factor = yardstick.factor_of(quantity)
     evidence = f"worst of {len(excesses)}: {quantity} at step {step}, {excess * factor:.3g} x its noise where "
     evidence += f"{factor:.2f} x is allowed"
     if excess > 1 and record.equivalence.diagnosis:
         evidence += f"; {record.equivalence.diagnosis.text}"
-    return _finding(excess <= 1, evidence)
-
-
-def _all_of(*findings: Finding) -> Finding:
-    """The first that fails, or all."""
-    failed = next((f for f in findings if f.result is not ClauseResult.PASS), None)
-    return failed or _finding(True, "; ".join(f.evidence for f in findings))
+    return decide(excess <= 1, evidence)
 
 
 def equivalent(record: Record) -> Finding:
     """The whole verdict of equivalence."""
     verdict = record.verdict("equivalence")
     if verdict is None:
-        return _finding(False, "not judged")
+        return decide(False, "not judged")
     evidence = verdict.summary if verdict.passed else str(verdict.evidence.get("diagnosis", verdict.summary))
-    return _finding(verdict.passed, evidence)
+    return decide(verdict.passed, evidence)
 
 
 def verdict(suite: str, what: str) -> Judge:
     def judge(record: Record) -> Finding:
         verdict = record.verdict(suite)
         assert verdict is not None
-        return _alone(record, what) or _finding(verdict.passed, verdict.summary)
+        return _alone(record, what) or decide(verdict.passed, verdict.summary)
 
     return judge
 
@@ -96,7 +81,7 @@ def gradients(record: Record) -> Finding:
 
 def parameters(record: Record) -> Finding:
     if elsewhere := record.equivalence.wrong_start:
-        return _finding(False, f"{len(elsewhere)} initial values differ, first {elsewhere[0]}")
+        return decide(False, f"{len(elsewhere)} initial values differ, first {elsewhere[0]}")
     return _within(record, QuantityKind.PARAMETERS)
 
 
@@ -109,17 +94,10 @@ def replicas(record: Record) -> Finding:
     found = record.equivalence
     if not found.num_replicated:
         return Finding(result=ClauseResult.UNSUPPORTED, evidence="no tensor is held by two ranks")
-    reported = f"{found.num_replicated} tensors reported by several ranks, {_drift_text(found.drifts)}"
+    reported = f"{found.num_replicated} tensors reported by several ranks, {drift_text(found.drifts)}"
     if found.drifts and found.diagnosis:
         reported += f"; {found.diagnosis.text}"
-    return _finding(not found.drifts, reported)
-
-
-def _drift_text(drifts: list[Drift]) -> str:
-    if not drifts:
-        return "equal bit for bit"
-    first = drifts[0]
-    return f"{len(drifts)} differ, first {first.quantity} at step {first.step} on ranks {first.ranks}"
+    return decide(not found.drifts, reported)
 
 
 def _compared(record: Record, kind: QuantityKind) -> bool:
@@ -131,7 +109,7 @@ def evaluation(record: Record) -> Finding:
     if not _compared(record, QuantityKind.EVALUATION):
         return Finding(result=ClauseResult.UNSUPPORTED, evidence="the adapter has no evaluation")
     # Training goes on as if it had not been.
-    return _all_of(_within(record, QuantityKind.EVALUATION), equivalent(record))
+    return all_of(_within(record, QuantityKind.EVALUATION), equivalent(record))
 
 
 def uneven(record: Record) -> Finding:
@@ -143,7 +121,7 @@ def uneven(record: Record) -> Finding:
         for micro in make_batch(workload, step).shard(rank, layout.dp).micro_batches(layout.num_micro_batches)
     ]
     found = equivalent(record)
-    return _finding(
+    return decide(
         found.result is ClauseResult.PASS, f"{min(counts)} to {max(counts)} tokens a micro-batch; {found.evidence}"
     )
 
@@ -152,10 +130,10 @@ def clipping(record: Record) -> Finding:
     limit = record.case.workload.optimizer.clip_norm or math.inf
     replicas = by_replica(record.equivalence.deviations, num_replicas(record.case))
     norms = [norm for own in replicas for norm in gradient_norms(own)]
-    active = _finding(min(norms) > limit, f"norms {min(norms):.3g} to {max(norms):.3g} clipped to {limit:g}")
+    active = decide(min(norms) > limit, f"norms {min(norms):.3g} to {max(norms):.3g} clipped to {limit:g}")
     told = _compared(record, QuantityKind.NORM)
-    reported = _within(record, QuantityKind.NORM) if told else _finding(True, "the norm is not reported")
-    return _all_of(_within(record, QuantityKind.PARAMETERS), reported, active)
+    reported = _within(record, QuantityKind.NORM) if told else decide(True, "the norm is not reported")
+    return all_of(_within(record, QuantityKind.PARAMETERS), reported, active)
 
 
 def frozen(record: Record) -> Finding:
@@ -166,14 +144,20 @@ def frozen(record: Record) -> Finding:
         if q.kind is QuantityKind.PARAMETERS and not workload.trains(q.name)
     }
     moved = [q for q, steps in fixed.items() if any(d.distance for d in steps)]
-    stayed = _finding(bool(fixed) and not moved, f"{len(fixed)} frozen parameters, {len(moved)} of them moved")
-    return _all_of(stayed, equivalent(record))
+    stayed = decide(bool(fixed) and not moved, f"{len(fixed)} frozen parameters, {len(moved)} of them moved")
+    return all_of(stayed, equivalent(record))
 
 
 def masters(record: Record) -> Finding:
-    kept = record.memory.state_dtypes.get("parameters") or record.unmeasured.get("memory", "nothing")
-    wide = _finding(record.case.precision.master in kept.split("+"), f"parameters kept in {kept}")
-    return _all_of(wide, _within(record, QuantityKind.PARAMETERS))
+    """One tensor of the masters' format says nothing of the others, so every parameter's values must make use of it."""
+    dtypes, asked = record.memory.state_dtypes, record.case.precision.master
+    kept = dtypes.get("parameters") or record.unmeasured.get("memory", "nothing")
+    used = dtypes.get("masters", asked)  # records of before do not tell
+    return all_of(
+        decide(asked in kept.split("+"), f"parameters kept in {kept}"),
+        decide(used == asked, f"values of parameters are {used} numbers"),
+        _within(record, QuantityKind.PARAMETERS),
+    )
 
 
 def declared_precision(record: Record) -> Finding:
@@ -181,17 +165,17 @@ def declared_precision(record: Record) -> Finding:
     reduction, as declared."""
     precision = record.case.precision
     kept = record.memory.state_dtypes.get("optimizer_states") or record.unmeasured.get("memory", "nothing")
-    moments = _finding(kept == precision.states, f"moments in {kept}")
+    moments = decide(kept == precision.states, f"moments in {kept}")
     reported = record.memory.state_dtypes.get("gradients", "")
     found = record.equivalence
     ratios = found.yardstick.ratios(compare(found.deviations))
     gradient_ratios = [ratio for ratio, quantity, _ in ratios if quantity.kind is QuantityKind.GRADIENTS]
     rough = max(gradient_ratios, default=0.0)
-    really = _finding(rough > WIDER, f"gradients at most {rough:.1e} x the noise of {precision}")
+    really = decide(rough > WIDER, f"gradients at most {rough:.1e} x the noise of {precision}")
     asked = {_SHORT[precision.reduction]} if _rounds(record) else {"", "float32"}
-    reduced = _finding(reported in asked, f"every value of every gradient is a {reported} number")
+    reduced = decide(reported in asked, f"every value of every gradient is a {reported} number")
     judged = [v for v in record.verdicts if v.suite in ("memory", "communication")]
-    return _all_of(moments, reduced, really, *(_finding(v.passed, v.summary) for v in judged), gradients(record))
+    return all_of(moments, reduced, really, *(decide(v.passed, v.summary) for v in judged), gradients(record))
 
 
 def _rounds(record: Record) -> bool:
@@ -206,78 +190,34 @@ def reduced(record: Record) -> Finding:
     return declared_precision(record)
 
 
-def dropout(record: Record) -> Finding:
-    samples, drifts = record.conformance.samples, record.equivalence.drifts
-    losses = [np.array(s["losses"]) for s in samples if any(s["losses"])]
-    first, draws = samples[0], np.concatenate(losses)
-    reference = np.array(first["reference"])
-    again = sum(len(own) - len(set(own)) for own in losses)
-    alike = sum(float(np.sum(a == b)) for i, a in enumerate(losses) for b in losses[:i])
-    chance = len(draws) // 16  # float32 has some 1e5 numbers in the spread of the losses: a pair may be equal
-    z = statistics.NormalDist().inv_cdf(1 - FALSE_ALARMS / 8)
-    away = _away(draws, reference)
-    spread = math.log(max(draws.std(ddof=1), TINY) / max(reference.std(ddof=1), TINY))
-    # The logarithm of a sample's standard deviation scatters by 1 / sqrt(2 (n - 1)), if its draws are near normal.
-    spread /= math.sqrt(0.5 / (len(draws) - 1) + 0.5 / (len(reference) - 1))
-    along, size = (_away(np.array(first[n]), np.array(first[f"reference_{n}"])) for n in ("along", "size"))
-    few = student(z, len(first["size"]) - 1)
-    shift = first["evaluation"][0] / first["exact"][0] - 1
-    return _all_of(
-        _finding(again <= chance, f"{again} of {len(draws)} losses came twice on a rank"),
-        _finding(alike <= chance, f"{int(alike)} losses equal on different data-parallel ranks"),
-        _finding(
-            abs(away) < z and abs(spread) < z,
-            f"mean {away:+.1f} and spread {spread:+.1f} standard errors from plain PyTorch's, {z:.1f} allowed",
-        ),
-        _finding(
-            abs(along) < few and abs(size) < few,
-            f"gradients {along:+.1f} in multiple and {size:+.1f} in size of "
-            f"the exact ones, {few:.1f} standard errors allowed",
-        ),
-        _finding(not drifts, f"gradients reported by several ranks {_drift_text(drifts)}"),
-        _finding(abs(shift) < EVALUATION_TOLERANCE, f"evaluation without dropout off by {shift:.1e}"),
-    )
+def recomputes(kept: Record, recomputed: Record) -> Finding:
+    """Ranks hold what is planned, and on any device less than the same run without recomputation."""
+    held = recomputed.verdict("memory")
+    planned = [decide(held.passed, held.summary)] if held else []
+    return all_of(equivalent(recomputed), *planned, *_saved(kept.memory, recomputed.memory))
 
 
-def recomputes(record: Record) -> Finding:
-    """Ranks hold what is planned, which without recomputation they could not."""
-    held = record.verdict("memory")
-    assert held is not None
-    planned = any(states and states.activations for states in record.memory.planned)
-    if "memory" not in record.unmeasured and not planned:
-        return equivalent(record)
-    return _all_of(equivalent(record), _finding(held.passed, held.summary))
-
-
-def draws_again(kept: Record, recomputed: Record) -> Finding:
-    """The first step's forward pass draws the same masks from the same seed; so must its gradient, if its backward pass
-    draws them again."""
-    loss = abs(recomputed.training.losses[0] / kept.training.losses[0] - 1)
-    gradients = [
-        abs(recomputed.conformance.samples[0][name][0] / kept.conformance.samples[0][name][0] - 1)
-        for name in ("along", "size")
-    ]
-    return _all_of(
-        _finding(loss < SAME, f"loss of the first step {loss:.1e} from that without recomputation"),
-        _finding(max(gradients) < SAME, f"its gradients {max(gradients):.1e}"),
-    )
-
-
-def _away(draws: NDArray[np.float64], reference: NDArray[np.float64]) -> float:
-    """The difference of two means in standard errors."""
-    error = math.sqrt(draws.var(ddof=1) / len(draws) + reference.var(ddof=1) / len(reference))
-    return float(draws.mean() - reference.mean()) / max(error, TINY)
-
-
-def student(z: float, freedom: int) -> float:
-    """Where Student's t is as unlikely as a normal variable beyond `z` (Abramowitz and Stegun, 26.7.5)."""
-    return float(z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2))
+def _saved(kept: MemoryEvidence, recomputed: MemoryEvidence) -> list[Finding]:
+    """By rank: activations that recomputation spared, against those that it should by the plan, if there is one."""
+    if not 0 < len(kept.readings) == len(recomputed.readings):
+        return [decide(False, "memory was not read on every rank")]
+    found = []
+    for rank, (before, after) in enumerate(zip(kept.readings, recomputed.readings, strict=True)):
+        if before.held is None or after.held is None:
+            found.append(decide(False, f"rank {rank}: no backward pass was seen"))
+            continue
+        spared = before.held.activations - after.held.activations
+        plans = [evidence.planned[rank] for evidence in (kept, recomputed)]
+        whole, least = (plan.activations if plan else None for plan in plans)
+        asked = LEAST_SAVED * (whole - least) if whole is not None and least is not None else 1.0
+        found.append(decide(spared >= asked, f"rank {rank} spares {spared:,} bytes of {before.held.activations:,}"))
+    return found
 
 
 def overflow(record: Record) -> Finding:
     moved = [int(s["moved"][0]) for s in record.conformance.samples]
-    skipped = _finding(not any(moved), f"parameters moved by the overflowing step, by rank: {moved}")
-    return _all_of(skipped, equivalent(record))
+    skipped = decide(not any(moved), f"parameters moved by the overflowing step, by rank: {moved}")
+    return all_of(skipped, equivalent(record))
 
 
 def endures(record: Record) -> Finding:
@@ -288,31 +228,38 @@ def endures(record: Record) -> Finding:
         (min(live[-third:]) - min(live[third : 2 * third])) / apart
         for live in (sample["live_bytes"] for sample in record.conformance.samples)
     ]
-    return _finding(max(growth) <= GROWTH_BYTES, f"{max(growth):+,.0f} bytes a step over {record.steps} steps")
+    return decide(max(growth) <= GROWTH_BYTES, f"{max(growth):+,.0f} bytes a step over {record.steps} steps")
 
 
 def deterministic(first: Record, second: Record) -> Finding:
-    """Reported, not required."""
-    steps = [
-        i for i, (a, b) in enumerate(zip(first.conformance.digests, second.conformance.digests, strict=True)) if a != b
-    ]
-    same = (
-        f"bitwise equal over {len(first.conformance.digests) - 1} steps"
-        if not steps
-        else f"differs from step {steps[0] - 1} on"
-    )
-    return _finding(True, f"two runs: {same}")
+    """Told, not required."""
+    digests = first.conformance.digests
+    steps = [i for i, (a, b) in enumerate(zip(digests, second.conformance.digests, strict=True)) if a != b]
+    same = f"bitwise equal over {len(digests) - 1} steps" if not steps else f"differs from step {steps[0] - 1} on"
+    return Finding(result=ClauseResult.TOLD, evidence=f"two runs: {same}")
 
 
 def resumes(never_stopped: Record, resumed: Record) -> Finding:
     later = never_stopped.conformance.digests[-len(resumed.conformance.digests) :]
     same = "bitwise equal to" if later == resumed.conformance.digests else "not bitwise equal to"
     found = equivalent(resumed)
-    return _finding(found.result is ClauseResult.PASS, f"{same} a run that never stopped; {found.evidence}")
+    return decide(found.result is ClauseResult.PASS, f"{same} a run that never stopped; {found.evidence}")
 
 
 def ends(record: Record) -> Finding:
+    """The error comes home, and no peer has to be ended where it hears of the end: by gloo, whose connections break;
+    NCCL's ranks wait until they are killed, and torchrun kills them at once."""
     outcome, last = record.outcome, record.case.world_size - 1
     right = outcome.status is Status.RAISED and outcome.rank == last and MESSAGE in outcome.message
+    hung = [peer.rank for peer in outcome.peers if peer.kind == "ended"]
     reported = f"{outcome.status} on rank {outcome.rank} after {record.launch.seconds:.1f} s: {outcome.message}"
-    return _finding(right, reported)
+    if record.environment.backend == "gloo" and hung:
+        return decide(False, f"{reported}; ranks {hung} went on until the launcher ended them")
+    return decide(right, "; ".join([reported, *map(_peer_text, outcome.peers)]))
+
+
+def _peer_text(peer: PeerEnd) -> str:
+    if peer.kind == "done":
+        return f"rank {peer.rank} came to its end without it"
+    how = "ended by itself" if peer.by_itself else "was ended"
+    return f"rank {peer.rank} {how}" + ("" if peer.seconds is None else f" {peer.seconds:.1f} s later ({peer.kind})")

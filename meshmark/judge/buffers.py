@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshmark.judge.deviation import Deviation, Deviations, QuantityKind, Tensors, deviation
+from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, Tensors, deviation
 from meshmark.judge.trace import Trace
 from meshmark.reference.build import buffer_shapes, build_model, parameter_shapes
 from meshmark.reference.data import Batch, make_batch
@@ -95,7 +95,7 @@ def assess_buffers(trace: Trace, workload: Workload, layout: Layout | None) -> D
     without. A replica that tells no buffers is infinitely far."""
     if not workload.couples_rows:
         return {}
-    found: Deviations = {}
+    found = dict[Quantity, list[Deviation]]()
     for name, x in initial_buffers(workload).items():
         found[QuantityKind.INITIAL.of(name)] = [_furthest([deviation(told[0].get(name), x) for told in trace.buffers])]
     for step in range(len(trace.gradients)):

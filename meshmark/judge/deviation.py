@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -78,7 +79,7 @@ class Quantity:
         return cls(kind=QuantityKind(kind), name=subject)
 
 
-Deviations = dict[Quantity, list[Deviation]]
+Deviations = Mapping[Quantity, list[Deviation]]
 """By quantity, then step."""
 
 

@@ -58,7 +58,7 @@ def assess_replicas(
     for trace in traces:
         _check_names(trace, workload)
     start = initial_values(workload) if start is None else start
-    found: Deviations = {}
+    found = dict[Quantity, list[Deviation]]()
 
     def note(replica: int, quantity: Quantity, value: Deviation) -> None:
         whose = replica if len(traces) > 1 else None
@@ -87,7 +87,7 @@ def assess_replicas(
             for name, x in after.items():
                 told = traces[replica].parameters[step + 1].get(name)
                 note(replica, QuantityKind.PARAMETERS.of(name), deviation(told, x))
-    return found | assess_buffers(traces[0], workload, layout)
+    return {**found, **assess_buffers(traces[0], workload, layout)}
 
 
 def _assess_gradients(

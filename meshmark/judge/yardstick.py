@@ -13,7 +13,7 @@ factor: a case passes while no comparison exceeds factor x noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,7 +35,7 @@ ZERO = 1e-12
 UNMEASURED_FACTOR = 4.0
 """For records older than factors."""
 
-Comparisons = dict[Quantity, list[float]]
+Comparisons = Mapping[Quantity, list[float]]
 """One run, by quantity, then step; or the noise, which is the largest over runs. Quantities are those of `Deviations`
 but for initial values, and the scales of gradients."""
 

@@ -42,37 +42,47 @@ _RATES_HELP = (
 )
 
 
-def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Mount the planner's verbs; each sets `run`, which raises `InputError` for a user's mistake."""
-    plan = subparsers.add_parser("plan", help="the best layout for a model on a cluster")
-    plan.add_argument("--model", help=f"a preset, or a size such as gpt-175b; {_DEFAULT_MODEL} if not given")
-    plan.add_argument("--gpus", type=int, required=True, help="number of GPUs")
-    plan.add_argument("--gpu", help=f"{_GPU_HELP}; {_DEFAULT_GPU} if not given")
-    plan.add_argument("--global-batch", type=int, default=256, help="sequences in one optimizer step")
-    plan.add_argument("--seq-len", type=int, help="tokens in a sequence, if not the model's own")
-    plan.add_argument("--top", type=int, default=10, help="layouts to print")
-    plan.add_argument("--json", action="store_true", help="print JSON")
-    plan.add_argument(
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `plan`; `run` raises `InputError` for a user's mistake."""
+    parser.add_argument("--model", help=f"a preset, or a size such as gpt-175b; {_DEFAULT_MODEL} if not given")
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs")
+    parser.add_argument("--gpu", help=f"{_GPU_HELP}; {_DEFAULT_GPU} if not given")
+    parser.add_argument("--global-batch", type=int, default=256, help="sequences in one optimizer step")
+    parser.add_argument("--seq-len", type=int, help="tokens in a sequence, if not the model's own")
+    parser.add_argument("--top", type=int, default=10, help="layouts to print")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
         "--max-model", action="store_true", help="the largest model that fits, instead, of --model's family"
     )
-    plan.add_argument("--schedules", default=",".join(SEARCHED_SCHEDULES), help=f"to search, of {', '.join(Schedule)}")
-    plan.add_argument("--cp", help="context-parallel degrees to search; by default 1, and more for long sequences")
-    plan.add_argument("--offload", choices=tuple(Offload), default="none", help="where optimizer states live")
-    plan.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
-    plan.set_defaults(run=run_plan)
-    predict = subparsers.add_parser("predict", help="predict every layout of a CSV file")
-    predict.add_argument("layouts", type=Path, help="CSV file, one layout a row")
-    predict.add_argument("-o", "--output", type=Path, required=True, help="the same with predicted columns")
-    predict.add_argument("--gpu", help=f"{_GPU_HELP}, in place of the file's column gpu")
-    predict.set_defaults(run=run_predict)
-    calibrate = subparsers.add_parser("calibrate", help="measure this machine and what of it is reached")
-    calibrate.add_argument("-o", "--output", type=Path, help="write both as JSON, for --gpu")
-    calibrate.add_argument("--ranks", type=int, help="processes that measure together; by default one a GPU or core")
-    calibrate.add_argument("--seconds", type=float, default=20.0, help="time to spend")
-    calibrate.set_defaults(run=run_calibrate)
-    for parser in (plan, predict):
-        parser.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"bytes a parameter: {', '.join(RECIPES)}")
-        parser.add_argument("--rates", help=_RATES_HELP)
+    schedules = f"to search, of {', '.join(Schedule)}"
+    parser.add_argument("--schedules", default=",".join(SEARCHED_SCHEDULES), help=schedules)
+    parser.add_argument("--cp", help="context-parallel degrees to search; by default 1, and more for long sequences")
+    parser.add_argument("--offload", choices=tuple(Offload), default="none", help="where optimizer states live")
+    parser.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
+    _add_rates(parser)
+    parser.set_defaults(run=run_plan)
+
+
+def add_predict(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `predict`."""
+    parser.add_argument("layouts", type=Path, help="CSV file, one layout a row")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the same with predicted columns")
+    parser.add_argument("--gpu", help=f"{_GPU_HELP}, in place of the file's column gpu")
+    _add_rates(parser)
+    parser.set_defaults(run=run_predict)
+
+
+def _add_rates(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"bytes a parameter: {', '.join(RECIPES)}")
+    parser.add_argument("--rates", help=_RATES_HELP)
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `calibrate`."""
+    parser.add_argument("-o", "--output", type=Path, help="write both as JSON, for --gpu")
+    parser.add_argument("--ranks", type=int, help="processes that measure together; by default one a GPU or core")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time to spend")
+    parser.set_defaults(run=run_calibrate)
 
 
 def _machine(arguments: argparse.Namespace) -> tuple[Gpu, Rates]:
@@ -281,7 +291,9 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """`python -m meshmark.plan.cli`."""
     parser = argparse.ArgumentParser(prog="meshmark", description=__doc__)
-    add_commands(parser.add_subparsers(required=True, metavar="verb"))
+    verbs = parser.add_subparsers(required=True, metavar="verb")
+    for name, add in {"plan": add_plan, "predict": add_predict, "calibrate": add_calibrate}.items():
+        add(verbs.add_parser(name))
     parsed = parser.parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = parsed.run
     try:

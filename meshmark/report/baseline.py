@@ -9,6 +9,7 @@ import numpy as np
 from meshmark.environment import Environment
 from meshmark.report.results import CaseResult
 from meshmark.run.record import Record
+from meshmark.run.throughput import throughput
 
 _MACHINE = ("machine", "CPUs", "device", "nodes")
 """Facts without which times do not compare at all; the others are settings, which a comparison may be about."""
@@ -51,7 +52,8 @@ class Baseline:
         return next((r for r in known if r.any.environment.device == here), known[0] if known else None)
 
     def time(self, result: CaseResult) -> str:
-        """The median step as a multiple of the baseline's, marked where that is of another machine or settings."""
+        """The median step as a multiple of the baseline's, marked where the rates' intervals meet, and where that is of
+        another machine or settings."""
         before = self.of(result)
         if not (result.timed and before and before.timed and before.timed.timing.rank_step_seconds):
             return "new"
@@ -59,6 +61,7 @@ class Baseline:
         different = differences(result.timed.environment, before.timed.environment)
         if different.keys() & set(_MACHINE):
             return f"~~{multiple}~~ other machine"
+        multiple += " tied" if throughput(result.timed).ties(throughput(before.timed)) else ""
         return f"{multiple} (other {', '.join(different)})" if different else multiple
 
     def peak(self, result: CaseResult) -> str:

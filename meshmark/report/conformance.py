@@ -12,7 +12,7 @@ from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import SCENARIOS
 from meshmark.report.tables import markdown
 from meshmark.report.untold import untold
-from meshmark.run.record import Record
+from meshmark.run.record import Record, Status
 from meshmark.run.record_file import Reading
 from meshmark.spec.case import Case
 
@@ -23,6 +23,7 @@ _MARKS = {
     ClauseResult.KNOWN_GAP: "gap",
     ClauseResult.STALE_GAP: "yes, **stale gap**",
     ClauseResult.UNDECIDED: "**too slow**",
+    ClauseResult.TOLD: "told",
 }
 
 
@@ -73,7 +74,9 @@ def _finding(clause: Clause, found: Mapping[str, Record]) -> Finding | None:
     """None when a scenario of the clause was not run to an end. For one whose forerunner failed, that record stands."""
     needed = {}
     for name in clause.scenarios:
-        record = found.get(name) or found.get(SCENARIOS[name].after or "")
+        record, before = found.get(name), found.get(SCENARIOS[name].after or "")
+        if record is None and before and before.outcome.status is not Status.OK:
+            record = before
         if record is None or record.outcome.status.outside:
             return None
         needed[name] = record
@@ -96,10 +99,13 @@ def write_conformance(reading: Reading, path: Path, command: str) -> None:
 
 def _answer(found: Sequence[AdapterColumn]) -> list[str]:
     cells = Counter(f.result for column in found for f in column.findings.values())
-    judged = sum(cells.values()) - cells[ClauseResult.UNSUPPORTED] - cells[ClauseResult.UNDECIDED]
+    unjudged = (ClauseResult.UNSUPPORTED, ClauseResult.UNDECIDED, ClauseResult.TOLD)
+    judged = sum(cells.values()) - sum(cells[result] for result in unjudged)
     headline = f"**{cells[ClauseResult.PASS]} of {judged} cells hold**; {cells[ClauseResult.KNOWN_GAP]} known gaps"
     unanswered = cells[ClauseResult.UNSUPPORTED]
     headline += f", {cells[ClauseResult.FAIL]} failures, {unanswered} cells without an answer, with reasons."
+    if cells[ClauseResult.TOLD]:
+        headline += f" {cells[ClauseResult.TOLD]} more tell what is not required."
     if cells[ClauseResult.UNDECIDED]:
         headline += f" {cells[ClauseResult.UNDECIDED]} rest on a pass that was too slow for its time limit."
     if cells[ClauseResult.STALE_GAP]:
@@ -114,7 +120,8 @@ def _answer(found: Sequence[AdapterColumn]) -> list[str]:
         headline,
         markdown(rows),
         "*yes*: the clause holds, by measurement. **no**: it does not. *gap*: the framework, in a documented "
-        "configuration, really fails it; what and why is below. –: not supported, or without meaning in this layout.",
+        "configuration, really fails it; what and why is below. *told*: not required, and counted with neither; what "
+        "was found is in the evidence. –: not supported, or without meaning in this layout.",
     ]
 
 

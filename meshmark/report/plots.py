@@ -12,6 +12,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 from meshmark.report.results import CaseResult  # noqa: E402
+from meshmark.run.throughput import throughput  # noqa: E402
 
 # One hue a category, in the order of the stack; the Okabe-Ito palette, which colour-blind readers can tell apart.
 _CATEGORIES = {
@@ -66,26 +67,30 @@ def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
 
 
 def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
-    """Tokens or images per second of every sampled step, with the median; hollow where they are no result. False
-    without any."""
+    """Tokens or images per second of every step, and over all of them with its interval; hollow where they are no
+    result. False without any."""
     rows = [(r, r.timed) for r in found if r.timed and r.timed.timing.rank_step_seconds]
     if not rows:
         return False
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(9, 0.8 + 0.26 * len(rows)))
         for y, (result, timed) in enumerate(rows):
-            rates = sorted(timed.case.workload.units_per_step / s for s in timed.timing.step_seconds)
+            rates = [timed.case.workload.units_per_step / s for s in timed.timing.step_seconds]
+            found_rate = throughput(timed)
+            highest = min(found_rate.highest, max(rates))  # of few steps it may have no bound
             face = "none" if not result.comparable else "#0072B2"
             axes.scatter(
                 rates, [y] * len(rates), s=14, alpha=0.5, facecolors=face, edgecolors="#0072B2", linewidths=0.8
             )
-            axes.plot([rates[len(rates) // 2]] * 2, [y - 0.35, y + 0.35], color="black", linewidth=1.5)
+            axes.plot([found_rate.lowest, highest], [y, y], color="black", linewidth=2.5)
+            axes.plot([found_rate.per_second] * 2, [y - 0.35, y + 0.35], color="black", linewidth=1.5)
         axes.set_yticks(range(len(rows)), [_label(result) for result, _ in rows])
         axes.invert_yaxis()
         axes.set_xlim(left=0)
         units = " or ".join(sorted({timed.case.workload.unit for _, timed in rows}, reverse=True))
         axes.set_xlabel(
-            f"{units} per second: every sampled step (dots), median (bar); hollow: wrong, or narrower states"
+            f"{units} per second: steps (dots), all of them (tick), its 95 % interval (bar);\n"
+            "hollow: wrong, or narrower states"
         )
         figure.tight_layout()
         figure.savefig(path, metadata={"Date": None})

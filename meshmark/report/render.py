@@ -10,12 +10,14 @@ from pathlib import Path
 from meshmark.judge.yardstick import FALSE_ALARMS
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
+from meshmark.report.communication import communication, departures
 from meshmark.report.planned import planned_memory
 from meshmark.report.plots import memory_plot, throughput_plot
 from meshmark.report.results import CaseResult, results
 from meshmark.report.untold import failing, unrecorded, untold
+from meshmark.run.record import Record
 from meshmark.run.record_file import Reading
-from meshmark.run.throughput import throughput
+from meshmark.run.throughput import fastest_of, peak_flops_per_second, throughput
 
 
 def write_report(reading: Reading, path: Path, command: str, baseline: Reading | None = None) -> None:
@@ -65,14 +67,23 @@ def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests:
         timed = [r for r in peers if r.timed and r.timed.timing.rank_step_seconds]
         measured = [r for r in peers if r.observed and r.observed.memory.readings]
         if timed and measured:
-            fastest = max(timed, key=lambda r: throughput(r.timed).per_second if r.timed else 0.0)
             leanest = min(measured, key=_peak)
-            speed = throughput(fastest.timed).per_second if fastest.timed else 0.0
             parts.append(
-                f"On {ranks} ranks the fastest correct case is `{fastest.case.id}` ({speed:,.0f} {unit}/s), "
+                f"On {ranks} ranks {_fastest([r.timed for r in timed if r.timed])}, "
                 f"the leanest `{leanest.case.id}` ({tables.bytes_text(_peak(leanest))} at its fullest rank's peak)."
             )
     return " ".join(parts)
+
+
+def _fastest(timed: Sequence[Record]) -> str:
+    """One case, or all that are tied for it."""
+    first, *tied = fastest_of(timed)
+    best = throughput(first)
+    speed = f"{best.per_second:,.0f} {best.unit}/s {tables.interval_text(best)}"
+    if not tied:
+        return f"the fastest correct case is `{first.case.id}` ({speed})"
+    listed = _listed([record.case.id for record in tied])
+    return f"no correct case is the fastest: with `{first.case.id}` ({speed}) are tied, their intervals meet, {listed}"
 
 
 def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: int) -> str:
@@ -115,6 +126,25 @@ def _peak(result: CaseResult) -> int:
     return max(m.peak.total for m in result.observed.memory.readings) if result.observed else 0
 
 
+_TIMED = (
+    "Untouched pass, after warm-up: all tokens over the time from the ranks' common start to the last rank's end. The "
+    "interval (95 %, by means of blocks of steps) is of this launch; steps were added until it was within ±2 %, or the "
+    "budget of the case ended, and of fewer than 64 steps it takes neighbours for less alike than they may be. Steps "
+    "last from the last rank's end to the next; *rank gap*: from the first rank's end of a step to the last one's, the "
+    "median; *drift*: by how much the second half's steps took longer. MFU counts 6 operations a matrix parameter and "
+    "token, and full attention (PaLM, appendix B)"
+)
+
+
+def _peaks(records: Sequence[Record]) -> str:
+    """What utilisation is of."""
+    told: dict[str, set[float]] = {}
+    for peak, source in (peak_flops_per_second(r) for r in records if r.timing.rank_step_seconds):
+        told.setdefault(source, set()).update([peak] if peak else [])
+    parts = [f"{' or '.join(f'{p / 1e9:,.4g}' for p in sorted(p))} GFLOP/s ({s})" for s, p in told.items() if p]
+    return f"; the peak is {', '.join(parts)}" if parts else ""
+
+
 _PLANNED = (
     "What was measured beside what the planner computed when the case was run, with what adapters declare: the worst "
     "rank's error by category, and of all that the allocator counted, after a step and at the peak, less the batch "
@@ -140,15 +170,12 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
             "compares states, and on a CPU activations, of every rank with the closed form.",
         ),
         "Communication": (
-            tables.communication,
+            communication,
             "One step, on the rank that sends most. Bytes are full tensors; *sent* counts ring algorithms. What a "
-            "backend issues can differ from what was asked for.",
+            "backend issues can differ from what was asked for. The verdict compares the bytes of every kind and group "
+            "of ranks with theory and what adapters declare, exactly, and calls where theory fixes their number.",
         ),
-        "Throughput": (
-            functools.partial(tables.speed, baseline=before),
-            "Untouched pass, slowest rank of each step, after warm-up. MFU counts 6 operations a matrix parameter and "
-            "token, and full attention (PaLM, appendix B).",
-        ),
+        "Throughput": (functools.partial(tables.speed, baseline=before), f"{_TIMED}{_peaks(latest)}."),
     }
     for title, (table, text) in sections.items():
         if body := table(found):
@@ -157,6 +184,8 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
             parts.insert(-1, warning)
         if title == "Memory" and (declared := tables.remainders(found)):
             parts += ["Declared beyond the closed form, rank 0:", declared]
+        if title == "Communication" and (departed := departures(found)):
+            parts += ["Declared departures from theory, rank 0:", departed]
         if title == "Memory" and (compared := planned_memory(found)):
             parts += [_PLANNED, compared]
     if any(r.skipped for r in found):

@@ -62,8 +62,9 @@ class CaseResult:
             return None
         asked = self.case.precision
         kept = self.observed.memory.state_dtypes
-        moments = kept.get("optimizer_states")
-        return asked.master in kept.get("parameters", "").split("+") and moments in (None, "", asked.states)
+        moments, masters = kept.get("optimizer_states"), kept.get("masters", asked.master)
+        wide = asked.master in kept.get("parameters", "").split("+") and (masters == asked.master or not asked.is_mixed)
+        return wide and moments in (None, "", asked.states)
 
     @property
     def slow(self) -> bool:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pandas as pd
 
-from meshmark.measure.readings import Collective, MemoryReading
+from meshmark.measure.readings import MemoryReading
 from meshmark.report.baseline import Baseline
 from meshmark.report.results import CaseResult
 from meshmark.run.record import Record, Verdict
-from meshmark.run.throughput import throughput
+from meshmark.run.throughput import Throughput, drift, throughput
 from meshmark.theory.bubble import bubble_fraction
 
 KIB = 1024.0
@@ -69,7 +69,7 @@ def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> str:
         e, losses = verdict.evidence, result.observed.training.losses
         row: dict[str, object] = {
             **names(result),
-            "verdict": _passed(verdict.passed),
+            "verdict": passed(verdict.passed),
             "worst quantity": e["worst_quantity"],
             "step": e["worst_step"],
             "distance / noise": _number(e["ratio"]),
@@ -95,7 +95,7 @@ def memory(found: Sequence[CaseResult], baseline: Baseline) -> str:
             **names(result),
             "correct": result.correctness,
             "states in": result.states,
-            "as planned": _passed(verdict.passed) if verdict else "",
+            "as planned": passed(verdict.passed) if verdict else "",
             "worst error": _worst_error(verdict),
             "rank": rank,
             "parameters": bytes_text(reading.states.parameters),
@@ -127,48 +127,27 @@ def remainders(found: Sequence[CaseResult]) -> str:
     return markdown(rows) if rows else ""
 
 
-def communication(found: Sequence[CaseResult]) -> str:
-    """The rank that sends most, bytes of one step."""
-    rows = []
-    for result in found:
-        if not result.observed or not result.observed.traffic.readings or result.case.world_size == 1:
-            continue
-        traffic, verdict = result.observed.traffic.readings, result.observed.verdict("communication")
-        rank = max(range(len(traffic)), key=lambda r: _wire(traffic[r].asked))
-        rows.append(
-            {
-                **names(result),
-                "as planned": _passed(verdict.passed) if verdict else "",
-                "worst error": _worst_error(verdict),
-                "asked for": _kinds(traffic[rank].asked),
-                "sent / rank": bytes_text(_wire(traffic[rank].asked)),
-                "backend issued": _kinds(traffic[rank].issued),
-                "really sent / rank": bytes_text(_wire(traffic[rank].issued)),
-            }
-        )
-    return markdown(rows)
-
-
 def speed(found: Sequence[CaseResult], baseline: Baseline) -> str:
-    """With a `baseline`, each median also as a multiple of the same case's there. With pipelines, how much of a step
+    """How fast, how well that is known, and how steps scatter. With a `baseline`, each median also as a multiple of the
+    same case's there. With pipelines, how much of a step
     equal stages would wait, each with a processor to itself."""
     rows = []
     for result in found:
         if not result.timed or not result.timed.timing.rank_step_seconds:
             continue
-        milliseconds = 1000 * np.array(result.timed.timing.step_seconds)
-        measured = throughput(result.timed)
+        seconds, measured = result.timed.timing.step_seconds, throughput(result.timed)
+        gaps = [gap for lap in result.timed.timing.laps for gap in lap.gaps]
+        percentiles = (f"{1000 * p:.3g}" for p in np.percentile(seconds, [5, 50, 95]))
         row: dict[str, object] = {
             **names(result),
             "correct": result.correctness,
-            "states in": result.states,
-            "median step": f"{np.median(milliseconds):.4g} ms",
-            "fastest": f"{milliseconds.min():.4g} ms",
-            "slowest": f"{milliseconds.max():.4g} ms",
-            "samples": len(milliseconds),
             f"{measured.unit}/s": f"{measured.per_second:,.0f}",
-            "MFU": f"{measured.mfu:.1%}",
-            "peak from": measured.peak_source,
+            "95 % interval": interval_text(measured) + ("" if measured.settled else " (budget)"),
+            "steps": len(seconds),
+            "p5 / p50 / p95": " / ".join(percentiles) + " ms",
+            "rank gap": f"{1000 * np.median(gaps):.2f} ms" if result.case.world_size > 1 else "",
+            "drift": f"{drift(seconds):+.1%}",
+            "MFU": _percent(measured.mfu),
         }
         if any(other.case.layout.pp > 1 for other in found):
             idle = bubble_fraction(result.case.layout)
@@ -211,8 +190,8 @@ def names(result: CaseResult) -> dict[str, object]:
     return {"adapter": case.adapter, "layout": case.layout.id, "workload": f"{case.workload.name} {case.precision}"}
 
 
-def _passed(passed: bool) -> str:
-    return "yes" if passed else "**no**"
+def passed(as_asked: bool) -> str:
+    return "yes" if as_asked else "**no**"
 
 
 def _worst_error(verdict: Verdict | None) -> str:
@@ -249,7 +228,8 @@ def _peak_text(readings: list[MemoryReading]) -> str:
 def _speed(result: CaseResult) -> str:
     if not result.timed or not result.timed.timing.rank_step_seconds:
         return ""
-    text = f"{throughput(result.timed).per_second:,.0f}"
+    measured = throughput(result.timed)
+    text = f"{measured.per_second:,.0f} {interval_text(measured)}"
     if result.states_as_asked is False and result.correct is not False:
         return f"~~{text}~~ other states"
     return text if result.comparable else f"~~{text}~~ wrong run"
@@ -258,19 +238,16 @@ def _speed(result: CaseResult) -> str:
 def _mfu(result: CaseResult) -> str:
     if not result.timed or not result.timed.timing.rank_step_seconds or not result.comparable:
         return ""
-    return f"{throughput(result.timed).mfu:.1%}"
+    return _percent(throughput(result.timed).mfu)
 
 
-def _wire(collectives: list[Collective]) -> float:
-    return sum(c.wire_bytes for c in collectives)
+def interval_text(measured: Throughput) -> str:
+    """`±1.8%`."""
+    return f"±{measured.relative:.1%}" if measured.relative < 1 else "±?"
 
 
-def _kinds(collectives: list[Collective]) -> str:
-    """`2 all_reduce 925 KiB`, by kind, scalars left out."""
-    return (
-        ", ".join(f"{c.count} {c.kind} {bytes_text(c.num_bytes)}" for c in collectives if c.num_bytes > KIB)
-        or "nothing"
-    )
+def _percent(fraction: float | None) -> str:
+    return "" if fraction is None else f"{fraction:.1%}"
 
 
 def failures(records: Sequence[Record]) -> str:

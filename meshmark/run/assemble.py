@@ -7,6 +7,7 @@ import dataclasses
 from meshmark.adapter.contract import Adapter
 from meshmark.environment import describe
 from meshmark.judge.yardstick import Yardstick
+from meshmark.run.communication import judge_communication
 from meshmark.run.declared import declare
 from meshmark.run.launch import LaunchResult
 from meshmark.run.memory_verdict import judge_memory
@@ -24,7 +25,7 @@ from meshmark.run.record import (
     TrainingCurves,
 )
 from meshmark.run.request import Request, Task
-from meshmark.run.verdict import judge_communication, judge_equivalence
+from meshmark.run.verdict import judge_equivalence
 
 JUDGED = (Task.OBSERVE, Task.RESUME, Task.OVERFLOW)
 """Passes whose traces are held against the truth."""
@@ -65,12 +66,18 @@ def assemble(
             readings=[r.memory for r in reports if r.memory],
             planned=declared.states,
             remainders=declared.remainders,
-            state_dtypes=reports[0].state_dtypes if whole else {},
+            state_dtypes=_state_dtypes(reports) if whole else {},
         ),
-        traffic=TrafficEvidence(readings=[r.traffic for r in reports if r.traffic], planned=declared.traffic),
+        traffic=TrafficEvidence(
+            readings=[r.traffic for r in reports if r.traffic],
+            planned=declared.traffic,
+            departures=declared.departures,
+        ),
         timing=TimingEvidence(
             rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
-            matmul_flops_per_second=[r.matmul_flops_per_second for r in reports if r.matmul_flops_per_second],
+            rank_starts=[r.lap_starts for r in reports if r.lap_starts],
+            lap_steps=reports[0].lap_steps if whole else [],
+            peak_flops_per_second=request.peak_flops_per_second,
         ),
         conformance=ConformanceEvidence(
             scenario=request.scenario,
@@ -93,6 +100,13 @@ def _training(reports: list[RankReport], whole: bool) -> TrainingCurves:
     return TrainingCurves(
         losses=losses, norms=next((r.norms for r in reports if any(n is not None for n in r.norms)), [])
     )
+
+
+def _state_dtypes(reports: list[RankReport]) -> dict[str, str]:
+    """Of all ranks: a stage or a shard may keep what the first does not."""
+    kinds = {kind for report in reports for kind in report.state_dtypes}
+    told = {kind: {part for r in reports for part in r.state_dtypes.get(kind, "").split("+")} for kind in sorted(kinds)}
+    return {kind: "+".join(sorted(parts - {""})) for kind, parts in told.items()}
 
 
 def _equivalence(first: RankReport, yardstick: Yardstick | None) -> EquivalenceEvidence:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import traceback
 
+from meshmark.clip import clip, told
 from meshmark.errors import MeshmarkError
 from meshmark.run.launch import LaunchResult
-from meshmark.run.record import Outcome, Status
+from meshmark.run.record import Outcome, PeerEnd, Status
 
 
 def outcome_of_error(error: BaseException) -> Outcome:
     """A failure outside the ranks; one that nobody foresaw with its stack."""
     if isinstance(error, MeshmarkError):
-        return Outcome(status=Status.UNFINISHED, message=str(error))
-    stack = "".join(traceback.format_exception(error))
-    return Outcome(status=Status.UNFINISHED, message=f"{type(error).__name__}: {error}", traceback=stack)
+        return Outcome(status=Status.UNFINISHED, message=clip(str(error)))
+    stack = clip("".join(traceback.format_exception(error)))
+    return Outcome(status=Status.UNFINISHED, message=told(error), traceback=stack)
 
 
-def outcome_of_launch(launched: LaunchResult) -> Outcome:
+def outcome_of_launch(launched: LaunchResult, world_size: int) -> Outcome:
     """How the launch ended, after its root cause."""
     if launched.failures:
         first = launched.failures[0]
@@ -29,6 +30,7 @@ def outcome_of_launch(launched: LaunchResult) -> Outcome:
             traceback=first.traceback,
             log_tail=first.log_tail,
             stacks={f.rank: f.stack for f in launched.failures if f.stack},
+            peers=[_peer(launched, rank) for rank in range(world_size) if rank != first.rank],
         )
     bad = [
         (step, report.rank, loss)
@@ -40,3 +42,12 @@ def outcome_of_launch(launched: LaunchResult) -> Outcome:
         step, rank, loss = min(bad)
         return Outcome(status=Status.NAN, rank=rank, message=f"loss is {loss} from step {step} on")
     return Outcome(status=Status.OK)
+
+
+def _peer(launched: LaunchResult, rank: int) -> PeerEnd:
+    """What became of `rank` after another has failed."""
+    failed = next((f for f in launched.failures if f.rank == rank), None)
+    if failed:
+        return PeerEnd(rank=rank, kind=failed.kind, seconds=failed.time - launched.failures[0].time)
+    done = any(report.rank == rank for report in launched.reports)
+    return PeerEnd(rank=rank, kind="done" if done else "ended")

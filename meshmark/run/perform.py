@@ -13,6 +13,7 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from meshmark import rank_progress
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
+from meshmark.clip import clip, told
 from meshmark.environment import DEFAULT_THREADS
 from meshmark.run.passes.dropout import repeat_with_dropout
 from meshmark.run.passes.endure import endure
@@ -20,6 +21,7 @@ from meshmark.run.passes.fail import fail
 from meshmark.run.passes.noise import measure_noise
 from meshmark.run.passes.observe import observe
 from meshmark.run.passes.overflow import overflow
+from meshmark.run.passes.peak import measure_peak
 from meshmark.run.passes.resume import resume, save_halfway
 from meshmark.run.passes.timing import time_steps
 from meshmark.run.rank_info import RankInfo
@@ -30,6 +32,7 @@ from meshmark.run.store import RunStore, run_secret
 _TASKS = {
     Task.OBSERVE: observe,
     Task.TIME: time_steps,
+    Task.PEAK: measure_peak,
     Task.NOISE: measure_noise,
     Task.SAVE: save_halfway,
     Task.RESUME: resume,
@@ -55,9 +58,9 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
         return RankFailure(
             rank=info.rank,
             kind="oom" if _is_out_of_memory(error) else "raised",
-            message=f"{type(error).__name__}: {error}",
+            message=told(error),
             time=time.time(),
-            traceback=traceback.format_exc(),
+            traceback=clip(traceback.format_exc()),
         )
     return report
 

@@ -34,10 +34,18 @@ class RankReport:
     unmeasured: dict[str, str] = field(default_factory=dict)
     """By suite that cannot be judged: the engine's method that failed, and how."""
     step_seconds: list[float] = field(default_factory=list)
-    matmul_flops_per_second: float | None = None
-    """Best rate of a matrix product in the case's precision, all ranks at once; the peak where none is published."""
+    """TIME: this rank's own, of all laps."""
+    lap_starts: list[float] = field(default_factory=list)
+    """TIME, by lap: seconds after the first rank of the same node."""
+    lap_steps: list[int] = field(default_factory=list)
+    """TIME: steps of each lap."""
+    timed_digests: dict[int, str] = field(default_factory=dict)
+    """TIME, on rank 0, for all ranks: a hash of every parameter's bits, by steps done before it."""
+    flops_per_second: float | None = None
+    """PEAK: of a matrix product in the case's precision."""
     state_dtypes: dict[str, str] = field(default_factory=dict)
-    """Precision of what the engine holds, by category."""
+    """Precisions of the `parameters` and `optimizer_states` that the engine holds on this rank, and those that the
+    values of `gradients` and `masters` make use of: "float32", or several joined by +."""
     noise_runs: list[Comparisons] = field(default_factory=list)
     """NOISE: this rank's share of the runs."""
     samples: dict[str, list[float]] = field(default_factory=dict)

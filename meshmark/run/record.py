@@ -9,10 +9,12 @@ from meshmark.environment import Environment
 from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.yardstick import Comparisons, Yardstick
+from meshmark.measure.laps import Lap, laps_of
 from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
+from meshmark.theory.flow import Departure, Flow
 from meshmark.theory.states import ModelStates, Remainder
 
 SCHEMA = 2
@@ -56,6 +58,22 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeerEnd:
+    """How another rank ended after one has failed."""
+
+    rank: int
+    kind: str
+    """As a `RankFailure` has it; "done" when it came to its end, "ended" when the launcher had to end it."""
+    seconds: float | None = None
+    """After the first failure; None where nobody noted when."""
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether nobody had to end it: torchrun's agent kills peers, the default launcher waits for them first."""
+        return self.kind not in ("killed", "ended")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How a pass ended, with the evidence when it did not end well."""
 
@@ -67,6 +85,8 @@ class Outcome:
     log_tail: str = ""
     stacks: dict[int, str] = field(default_factory=dict)
     """Every rank's Python stacks, when it hung or was too slow."""
+    peers: list[PeerEnd] = field(default_factory=list)
+    """What became of the other ranks when one failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +157,7 @@ class MemoryEvidence:
     remainders: list[list[Remainder]] = field(default_factory=list)
     """What the adapter declares beyond the plan."""
     state_dtypes: dict[str, str] = field(default_factory=dict)
+    """Of all ranks together; see `RankReport`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +165,10 @@ class TrafficEvidence:
     """What ranks sent, and what they were to send; lists are by rank."""
 
     readings: list[TrafficReading] = field(default_factory=list)
-    planned: list[dict[str, float] | None] = field(default_factory=list)
-    """Bytes by kind of collective; None where they are not planned."""
+    planned: list[list[Flow] | None] = field(default_factory=list)
+    """By theory; None where it does not plan. Empty in records of old, whose plan was their adapter's word."""
+    departures: list[list[Departure]] = field(default_factory=list)
+    """From theory, as the adapter declares them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,14 +176,22 @@ class TimingEvidence:
     """What the untouched pass took."""
 
     rank_step_seconds: list[list[float]] = field(default_factory=list)
-    """By rank, then step: raw."""
-    matmul_flops_per_second: list[float] = field(default_factory=list)
-    """By rank: the best matrix product found, all ranks at once."""
+    """By rank, then step: raw, of all laps."""
+    rank_starts: list[list[float]] = field(default_factory=list)
+    """By rank, then lap: seconds after the first rank of the same node; empty: together."""
+    lap_steps: list[int] = field(default_factory=list)
+    """Steps of each lap; empty: one lap."""
+    peak_flops_per_second: float | None = None
+    """Measured, of all cores or GPUs that the ranks can use; None where nobody measured."""
+
+    @property
+    def laps(self) -> list[Lap]:
+        return laps_of(self.rank_step_seconds, self.rank_starts, self.lap_steps) if self.rank_step_seconds else []
 
     @property
     def step_seconds(self) -> list[float]:
-        """The slowest rank's, step by step."""
-        return [max(ranks) for ranks in zip(*self.rank_step_seconds, strict=True)]
+        """From the last rank's end of each step to that of the next: they add up to what a stopwatch says."""
+        return [seconds for lap in self.laps for seconds in lap.step_seconds]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,37 +4,49 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
+import marshal
 import os
 import secrets
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from meshmark.clip import clip, told
 from meshmark.errors import ResultsError
+from meshmark.run.evidence import EvidenceFolder, leave_behind
 from meshmark.run.migration import migrate
 from meshmark.run.record import Record
 from meshmark.run.session import Session
 from meshmark.serial import decode, encode
+from meshmark.spec.case import Case
+
+_COMPLAINT_CHARACTERS = 500
 
 
-def line_of(record: Record | Session) -> bytes:
-    """Its line of the file, which a reader was seen to take.
+def line_of(record: Record | Session, evidence: EvidenceFolder | None = None) -> bytes:
+    """Its line of the file, which a reader was seen to take; what is bulky is put into `evidence`, where there is one.
 
     Raises `ValueError`, `KeyError` or `TypeError` for one that none would take, such as one that holds what an adapter
     should not have told.
     """
-    line = json.dumps(encode(record))
-    _parse(line)
-    return line.encode() + b"\n"
+    value = encode(record)
+    _parse(json.dumps(value).encode())
+    if evidence:
+        evidence.put_aside(value)
+    return json.dumps(value).encode() + b"\n"
 
 
 class RecordFile:
-    """Appends records to DIR/records.jsonl, one a line, each on disk before the next case starts; and sessions."""
+    """Appends records to DIR/records.jsonl, one a line, each on disk before the next case starts; and sessions. A line
+    is written when the evidence that it names is on disk."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `ResultsError` when the folder cannot be written or another run has it."""
         self.path = folder.absolute() / "records.jsonl"  # the working directory may be another by the last record
+        self._evidence = EvidenceFolder(self.path.parent)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Unbuffered: what failed to be written once must not be written later, behind other lines.
@@ -65,7 +77,7 @@ class RecordFile:
 
     def append(self, record: Record | Session) -> None:
         """Raises `ResultsError` when the line does not reach the disk, or not the file at `path`; and as `line_of`."""
-        line, end = line_of(record), os.fstat(self._file.fileno()).st_size
+        line, end = line_of(record, self._evidence), os.fstat(self._file.fileno()).st_size
         try:
             while line:
                 line = line[self._file.write(line) :]
@@ -125,40 +137,78 @@ class Reading:
     sessions: list[Session] = field(default_factory=list)
 
 
-def read_records(folder: Path) -> Reading:
-    """Every good line of DIR/records.jsonl, and a complaint for each bad one.
+def read_records(folder: Path, *, latest: bool = False) -> Reading:
+    """Every good line of DIR/records.jsonl, and a complaint for each bad one. With `latest`, of several records of one
+    pass over one case on one device the last alone, which is all that a report shows of them; of sessions too.
 
     Raises `ResultsError` when there is no such file, or not one good line in it.
     """
     path = folder / "records.jsonl" if folder.is_dir() else folder
+    records, sessions, complaints = dict[object, Record](), dict[object, Session](), list[str]()
+    cases, offset = _Cases(), 0
     try:
-        lines = path.read_text(errors="replace").split("\n")
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    parsed = _parse(line, (path, offset), cases) if line.strip() else None
+                except Exception as error:  # whatever a line holds, the others are kept
+                    complaints.append(f"{path.name} line {number}: {_reason(error)}")
+                    parsed = None
+                if isinstance(parsed, Record):
+                    records[_pass_of(parsed) if latest else number] = parsed
+                elif parsed:
+                    sessions[parsed.session if latest else number] = parsed
+                offset += len(line)
     except OSError as error:
         raise ResultsError(
             f"no records at {str(path)!r}: {error.strerror}; run `pytest suites --results DIR` first"
         ) from error
-    records, sessions, complaints = list[Record](), list[Session](), list[str]()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            parsed = _parse(line)
-            records += [parsed] if isinstance(parsed, Record) else []
-            sessions += [parsed] if isinstance(parsed, Session) else []
-        except (ValueError, KeyError, TypeError) as error:
-            complaints.append(f"{path.name} line {number}: {error}")
     if not records and not sessions:
         raise ResultsError(
             f"{str(path)!r} holds no record that can be read: {'; '.join(complaints[:3]) or 'it is empty'}"
         )
-    return Reading(records=records, complaints=complaints, sessions=sessions)
+    return Reading(records=list(records.values()), complaints=complaints, sessions=list(sessions.values()))
 
 
-def _parse(line: str) -> Record | Session:
+class _Cases:
+    """Cases that have been read: equal ones are one, whose many records share it."""
+
+    def __init__(self) -> None:
+        self._read: dict[bytes, Case] = {}
+
+    def __call__(self, value: Any) -> Case:  # noqa: ANN401
+        key = hashlib.blake2b(marshal.dumps(value), digest_size=16).digest()
+        if key not in self._read:
+            self._read[key] = decode(Case, value)
+        return self._read[key]
+
+
+def _pass_of(record: Record) -> tuple[object, ...]:
+    """What tells a record from another of the same reading, in which equal cases are one object."""
+    about = record.conformance
+    return id(record.case), id(about.base), about.scenario, record.task, record.environment.device
+
+
+def _reason(error: Exception) -> str:
+    sentence = isinstance(error, ValueError | TypeError)
+    return clip(str(error) if sentence else told(error), _COMPLAINT_CHARACTERS)
+
+
+def _parse(line: bytes, place: tuple[Path, int] | None = None, cases: _Cases | None = None) -> Record | Session:
+    """With its `place`, a file and where in it the line begins, what is bulky is read when it is used."""
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode(errors="replace"))
     except json.JSONDecodeError as error:
         raise ValueError(f"not whole JSON ({error.msg} at character {error.pos}); a run was cut off there") from error
     value = migrate(value)
-    parsed: Record | Session = decode(Session if "session" in value else Record, value)
-    return parsed
+    if "session" in value:
+        session: Session = decode(Session, value)
+        return session
+    if place:
+        leave_behind(value, *place)
+    if cases and "case" in value:
+        value["case"] = cases(value["case"])
+        if isinstance(about := value.get("conformance"), dict) and about.get("base"):
+            about["base"] = cases(about["base"])
+    record: Record = decode(Record, value)
+    return record

@@ -16,6 +16,8 @@ class Task(StrEnum):
     """Instrumented: losses, gradients, parameters, memory, traffic."""
     TIME = "time"
     """Untouched: seconds per step."""
+    PEAK = "peak"
+    """What the cores or the GPU that a timed pass will use can compute at best, in one process."""
     NOISE = "noise"
     """How far rounding alone carries the adapter `single` from the truth, in one process."""
     SAVE = "save"
@@ -46,6 +48,12 @@ class Request:
     steps: int
     warmup: int = 0
     """TIME: steps before the first that counts."""
+    timing_budget_seconds: float = 0.0
+    """TIME: how long steps may be added to the first `steps`, until the rate is known well."""
+    num_threads: int = 1
+    """PEAK: on a CPU."""
+    peak_flops_per_second: float | None = None
+    """TIME: what was measured of all cores or GPUs that the ranks can use."""
     assess: bool = True
     """OBSERVE: compare with the truth; False measures memory and traffic alone."""
     metered: bool = True

@@ -25,6 +25,7 @@ from meshmark.run.passes.noise import (
     remove_partials,
     write_noise,
 )
+from meshmark.run.peak_probe import PeakProbe
 from meshmark.run.record import ConformanceEvidence, Outcome, Record, Status
 from meshmark.run.record_file import RecordFile, line_of
 from meshmark.run.request import Request, Task
@@ -47,6 +48,9 @@ class RunOptions:
     """On this node."""
     observed_steps: int = 5
     timed_steps: int = 10
+    """At least."""
+    timing_budget_seconds: float = 0.0
+    """Of steps that are added to these until the rate is known well."""
     warmup: int = 3
     time_limit_seconds: float = 120.0
 
@@ -76,6 +80,7 @@ class Runner:
             remove_partials(results / "noise")
         self._records: dict[tuple[Task, Case, str], Record] = {}
         self._yardsticks: dict[str, Yardstick] = {}
+        self._peaks = PeakProbe(launcher, options.num_gpus)
         self._remarks: list[str] = []
         """For the next record."""
         self._scratch: Scratch | None = None
@@ -197,6 +202,7 @@ class Runner:
             time_limit_seconds=options.time_limit_seconds,
             steps=options.timed_steps if task is Task.TIME else options.observed_steps,
             warmup=options.warmup if task is Task.TIME else 0,
+            timing_budget_seconds=options.timing_budget_seconds,
             assess=case.workload.model.num_parameters <= ASSESSABLE_PARAMETERS,
         )
 
@@ -208,8 +214,10 @@ class Runner:
     def _run(self, request: Request) -> Record:
         if request.task in JUDGED and request.assess:
             request = dataclasses.replace(request, yardstick=self.yardstick(request))
+        if request.task is Task.TIME:
+            request = dataclasses.replace(request, peak_flops_per_second=self._peaks.of(request))
         launched = self.launcher.launch(request, request.case.world_size)
-        return self._record(request, outcome_of_launch(launched), launched)
+        return self._record(request, outcome_of_launch(launched, request.case.world_size), launched)
 
     def _record(self, request: Request, outcome: Outcome, launched: LaunchResult | None = None) -> Record:
         remarks, self._remarks = self._remarks, []

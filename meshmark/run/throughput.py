@@ -1,9 +1,13 @@
-"""Tokens (or images) per second and model FLOPs utilisation from a record's raw samples."""
+"""Tokens (or images) per second, how well they are known, and model FLOPs utilisation, from a record's raw times."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshmark.measure.interval import mean_interval
+from meshmark.measure.laps import is_settled
 from meshmark.run.record import Record
 from meshmark.spec.hardware import gpu_of_device
 from meshmark.theory.flops import flops_per_unit
@@ -11,35 +15,59 @@ from meshmark.theory.flops import flops_per_unit
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """What a timed pass amounts to."""
+    """What a timed pass amounts to. The interval is of this launch: another may differ by more."""
 
     per_second: float
-    """All tokens or images that the model computed over all time that the slowest rank took."""
+    """All tokens or images over the time from the ranks' common start to the last one's end."""
+    lowest: float
+    """The 95 % interval of the rate."""
+    highest: float
+    """Infinite where steps scatter so widely, or are so few, that they do not bound it."""
+    relative: float
+    """Half of the interval of the time that a step takes, of that time; infinite of a single step."""
+    settled: bool
+    """Whether the interval is as narrow as it was to be; else the budget ended first."""
     unit: str
     """tokens or images."""
-    mfu: float
-    """Model FLOPs over peak FLOPs in that time (PaLM, arXiv:2204.02311, appendix B)."""
+    mfu: float | None
+    """Model FLOPs over peak FLOPs in that time (PaLM, arXiv:2204.02311, appendix B); None where no peak is known."""
     peak_source: str
     """Where the peak is from."""
+
+    def ties(self, other: Throughput) -> bool:
+        """Whether the intervals meet: then neither is faster."""
+        return self.lowest <= other.highest and other.lowest <= self.highest
 
 
 def throughput(record: Record) -> Throughput:
     """Of a record of the timed pass."""
-    workload = record.case.workload
-    seconds = record.timing.step_seconds
-    rate = workload.units_per_step * len(seconds) / sum(seconds)
+    workload, seconds = record.case.workload, record.timing.step_seconds
+    interval = mean_interval(seconds)
+    rate = workload.units_per_step / interval.mean
+    shortest, longest = (interval.mean + side * interval.half_width for side in (-1, 1))
     peak, source = peak_flops_per_second(record)
     return Throughput(
         per_second=rate,
+        lowest=workload.units_per_step / longest,
+        highest=workload.units_per_step / shortest if shortest > 0 else float("inf"),
+        relative=interval.relative,
+        settled=is_settled(seconds),
         unit=workload.unit,
-        mfu=rate * flops_per_unit(workload) / peak,
+        mfu=rate * flops_per_unit(workload) / peak if peak else None,
         peak_source=source,
     )
 
 
-def peak_flops_per_second(record: Record) -> tuple[float, str]:
-    """Of all ranks together: published where the GPU is known, else the best matrix product found in the run. Ranks
-    that share a GPU share its peak."""
+def fastest_of(records: Sequence[Record]) -> list[Record]:
+    """The fastest, and behind it those that are tied with it; at least one record is needed."""
+    ordered = sorted(records, key=lambda record: throughput(record).per_second, reverse=True)
+    first = throughput(ordered[0])
+    return [record for record in ordered if throughput(record).ties(first)]
+
+
+def peak_flops_per_second(record: Record) -> tuple[float | None, str]:
+    """Of all cores or GPUs that the ranks can use: published where the GPU is known, else measured. Ranks that share
+    cores or a GPU share its peak."""
     machine = record.environment.machine
     if record.environment.device == "cuda":
         count, _, name = machine.partition(" x ")
@@ -47,4 +75,12 @@ def peak_flops_per_second(record: Record) -> tuple[float, str]:
         if gpu and compute in gpu.peak_flops:
             num_gpus = min(record.case.world_size, int(count) * record.environment.nnodes)
             return gpu.peak_flops[compute] * num_gpus, f"datasheet of {name}"
-    return sum(record.timing.matmul_flops_per_second), "best matrix product, all ranks at once"
+    return record.timing.peak_flops_per_second, "products of matrices on the cores or GPUs that the ranks share"
+
+
+def drift(step_seconds: Sequence[float]) -> float:
+    """By how much the second half's steps take longer than the first half's, in the mean."""
+    half = len(step_seconds) // 2
+    if not half:
+        return 0.0
+    return statistics.fmean(step_seconds[-half:]) / statistics.fmean(step_seconds[:half]) - 1

@@ -12,16 +12,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from meshmark.clip import LIMIT, clip, clip_tail
 from meshmark.rank_progress import Mark, Pace, read_mark
 from meshmark.run.cluster import Cluster
 from meshmark.run.rank_info import RankInfo
 from meshmark.run.rank_report import RankFailure
-from meshmark.run.request import Request
+from meshmark.run.request import Request, Task
 from meshmark.run.worker import STACK_SIGNAL
 from meshmark.serial import decode
 
 _POLL_SECONDS = 0.1
 _LOG_LINES = 30
+_NO_STACK = "none: the process answered no signal (stopped, or inside the kernel)"
+_ENDURE_SECONDS = 10.0
+"""What FAIL, which is to see whether the others end by themselves, gives them at least."""
 
 
 class RankProcesses(Protocol):
@@ -94,7 +98,8 @@ class Watchdog:
             self.processes.wait(_POLL_SECONDS)
             self._note_deaths()
             if last_moment is None and self._anyone_failed():
-                last_moment = time.monotonic() + self.processes.grace_seconds
+                least = _ENDURE_SECONDS if self.request.task is Task.FAIL else 0.0
+                last_moment = time.monotonic() + max(self.processes.grace_seconds, least)
             if last_moment is not None and time.monotonic() > last_moment:
                 return []
             if time.monotonic() > deadline:
@@ -166,7 +171,7 @@ class Watchdog:
             message=message,
             time=time.time() - (time.monotonic() - mark.time),
             log_tail=log_tail,
-            stack=_read(info.file("stack")) or "none: the process answered no signal (stopped, or inside the kernel)",
+            stack=clip(_read(info.file("stack"))) or _NO_STACK,
         )
 
 
@@ -178,8 +183,13 @@ def _death(exit_code: int) -> str:
 
 
 def tail(log: Path) -> str:
-    """The last lines."""
-    return "\n".join(_read(log).splitlines()[-_LOG_LINES:])
+    """The last lines, of a log that may be larger than memory."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, _size(log) - 4 * LIMIT))  # a character takes four bytes at most
+        text = file.read(4 * LIMIT).decode(errors="replace")
+    return clip_tail("\n".join(text.splitlines()[-_LOG_LINES:]))
 
 
 def _read(path: Path) -> str:

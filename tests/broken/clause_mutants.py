@@ -94,6 +94,7 @@ CLAUSE_MUTANTS: list[Mutant] = [
     # Mixed precision
     *against("bf16 masters", "ddp fsdp2 gpipe megatron accelerate deepspeed/1", u.Bf16Weights),
     *against("bf16 masters", "ddp", m.WholeInBf16),
+    *against("bf16 masters", "ddp gpipe megatron", u.NormInBf16),
     *against("bf16 states", "ddp fsdp2 gpipe accelerate deepspeed/3", u.Bf16States),
     *against("bf16 states", "ddp fsdp2 gpipe megatron accelerate", m.RoundsGradients),
     *against("bf16 states", "ddp accelerate", m.CompressesBf16),
@@ -138,4 +139,5 @@ CLAUSE_MUTANTS: list[Mutant] = [
     *against("error", "ddp fsdp2 deepspeed/2", e.HidesMessage),
     *against("error", "ddp accelerate", e.Exits),
     *against("error", "ddp fsdp2 gpipe", e.PeerFailsFirst),
+    *against("error", "ddp fsdp2 gpipe megatron deepspeed/3", e.PeersWait),
 ]  # fmt: skip

@@ -87,6 +87,18 @@ class Exits(Handles):
         os._exit(0)
 
 
+class PeersWait(Broken):
+    """Whoever hears that a peer is gone waits for it to come back, as with a retry that has no end."""
+
+    def step(self, batch: Any) -> Tensor:  # noqa: ANN401
+        try:
+            loss: Tensor = super().step(batch)
+            return loss
+        except RuntimeError:
+            while True:
+                time.sleep(3600)
+
+
 class PeerFailsFirst(Broken):
     """The first rank gives up on its peer before that has told its error."""
 

@@ -33,6 +33,18 @@ class RankStartsElsewhere(Broken):
             self.put([p + 1e-3 for p in self.locals()])
 
 
+class NormInBf16(Broken):
+    """All masters are wide but one norm's."""
+
+    def update(self) -> Tensor | None:
+        norm: Tensor | None = super().update()
+        with torch.no_grad():
+            for name, parameter in self.named():
+                if name == ONE_NORM:
+                    parameter.copy_(parameter.bfloat16())
+        return norm
+
+
 class NeverUpdates(Broken):
     def update(self) -> Tensor | None:
         before = [p.clone() for p in self.locals()]

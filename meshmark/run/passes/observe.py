@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import time
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.traffic_source import TrafficSource
-from meshmark.judge.deviation import Tensors
 from meshmark.judge.gradient_faults import low_precisions
 from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.replicas import replicas_of_ranks
-from meshmark.judge.trace import gather_replicas
+from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import assess_replicas
 from meshmark.measure.memory import read_memory
 from meshmark.measure.traffic import TorchTraffic, read_traffic
@@ -22,6 +24,7 @@ from meshmark.measure.watch import Watch
 from meshmark.run.passes.observer import Observer, digests
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
+from meshmark.spec.workload import Workload
 from meshmark.theory.traffic import METERED_STEP
 
 WATCHED_STEP = METERED_STEP
@@ -49,7 +52,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     traffic = read_traffic(sources) if watch else None
     for step in range(WATCHED_STEP + 1, request.steps):
         observer.train(step, None)
-    dtypes = _dtypes(observer.holdings()) | _narrowest(observer.trace.gradients)
+    dtypes = _dtypes(observer.holdings()) | _formats(observer.trace, request.case.workload)
     engine.close()
     traces, drifts, num_replicated = gather_replicas(observer.trace, replicas_of_ranks(request.case))
     workload, layout = request.case.workload, request.case.layout
@@ -81,12 +84,20 @@ def _sources(watch: Watch, engine: Engine) -> list[TrafficSource]:
     return [TorchTraffic(watch)] + ([own] if own else [])
 
 
-def _narrowest(gradients: list[Tensors]) -> dict[str, str]:
-    """The precision that this rank's gradients make use of, whatever they are kept in: no rounding goes unseen, for
-    sums over ranks and sequences take more digits than bf16 has."""
-    values = [g for tensors in gradients for g in tensors.values()]
+def _formats(trace: Trace, workload: Workload) -> dict[str, str]:
+    """The formats that values make use of on this rank, whatever they are kept in: that of all `gradients` together,
+    for sums over ranks and sequences take more digits than bf16 has; and of `masters` that of every parameter that
+    was trained, which after some small updates is no rounder than what it is kept in."""
+    found = {"gradients": _format([g for tensors in trace.gradients for g in tensors.values()])}
+    last = trace.parameters[-1] if trace.parameters else {}
+    trained = {_format([x]) for name, x in last.items() if workload.trains(name) and x.any()}
+    return found | ({"masters": "+".join(sorted(trained))} if trained else {})
+
+
+def _format(values: list[NDArray[np.floating]]) -> str:
+    """The narrowest that holds every value; float32 stands for any that is no narrower."""
     kinds = low_precisions(iter(values)) if values else []
-    return {"gradients": kinds[0] if kinds else "float32"}
+    return kinds[0] if kinds else "float32"
 
 
 def _dtypes(held: Holdings) -> dict[str, str]:

@@ -12,6 +12,7 @@ from meshmark import rank_progress
 from meshmark.adapter.engine import Engine
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.traffic_source import TrafficSource
+from meshmark.clip import told
 from meshmark.judge.engine_tensors import host_gradients, host_parameters, local_holdings
 from meshmark.judge.trace import Trace, host_copies, tensor_digests
 from meshmark.measure.memory import Named
@@ -40,7 +41,7 @@ class Observer:
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            self.unheld = self.unheld or f"Engine.holdings raised {type(error).__name__}: {error}"
+            self.unheld = self.unheld or f"Engine.holdings raised {told(error)}"
             return Holdings()
 
     def train(

@@ -1,91 +1,148 @@
-"""The untouched pass: seconds per optimizer step."""
+"""The untouched pass: seconds per optimizer step, as a stopwatch beside the machine would say.
+
+After warm-up the ranks run laps that they start together (`meshmark.measure.laps`). On the clock there is nothing but
+`Engine.step`: batches are made before a lap; losses are read, times are told to the other ranks, and whether to add
+another lap is decided (by every rank, alike, from the same times) after it.
+
+What was timed is shown to be what was judged: losses of all steps, and the bits of the parameters near the end of
+warm-up, where the instrumented pass was too, and after the last step.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.judge.engine_tensors import host_parameters
+from meshmark.judge.gather import all_gather_json
+from meshmark.judge.replicas import replicas_of_ranks
+from meshmark.judge.trace import Trace, gather_replicas
+from meshmark.measure.laps import Lap, num_steps_to_add
 from meshmark.reference.data import Batch, make_batch
+from meshmark.run.passes.observer import digests
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
 
+Clock = Callable[[Engine, list[Batch], list[Tensor]], list[float]]
+"""Trains on batches and appends their losses, unread; the monotonic clock at the start and at the end of each step."""
+
 
 def time_steps(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Seconds of every step after `request.warmup` steps, raw."""
+    """`request.steps` steps after `request.warmup`, and as many more as `num_steps_to_add` asks for."""
     engine = adapter.build(request.case, context)
-    batches = [make_batch(request.case.workload, step) for step in range(request.warmup + request.steps)]
     built = time.time()
-    rank_progress.begin(rank_progress.Phase.TRAIN, len(batches))
-    losses = list(_warm_up(engine, batches[: request.warmup]))
-    torch.distributed.barrier()
-    clock = _cuda_seconds if context.device.type == "cuda" else _cpu_seconds
-    seconds = clock(engine, batches[request.warmup :], losses)
+    stopwatch = Stopwatch(engine, request, _cuda_clock if context.device.type == "cuda" else _cpu_clock)
+    trace, when = Trace(), [max(request.warmup - 1, 0)]
+    stopwatch.warm_up(when[0])
+    if request.assess:
+        trace.parameters.append(host_parameters(engine, request.case.workload))
+    stopwatch.warm_up(request.warmup - when[0])  # what the look has disturbed is settled again
+    stopwatch.run()
+    when.append(len(stopwatch.losses))
+    if request.assess:
+        trace.parameters.append(host_parameters(engine, request.case.workload))
     engine.close()
-    flops_per_second = matmul_flops_per_second(getattr(torch, request.case.precision.compute), context.device)
+    traces, drifts, _ = gather_replicas(trace, replicas_of_ranks(request.case))
     return RankReport(
         rank=context.rank,
         build_seconds=built - started,
         run_seconds=time.time() - built,
-        losses=[float(loss) for loss in losses],
-        step_seconds=seconds,
-        matmul_flops_per_second=flops_per_second,
+        losses=stopwatch.losses,
+        step_seconds=stopwatch.step_seconds,
+        lap_starts=stopwatch.lap_starts,
+        lap_steps=stopwatch.lap_steps,
+        drifts=drifts,
+        timed_digests=dict(zip(when, digests(traces), strict=True)) if traces and request.assess else {},
     )
 
 
-def _warm_up(engine: Engine, batches: list[Batch]) -> Iterator[Tensor]:
-    for batch in batches:
-        yield engine.step(batch)
-        rank_progress.advance()
+class Stopwatch:
+    """One rank's clock, and those of the others as they tell of them after every lap."""
+
+    def __init__(self, engine: Engine, request: Request, clock: Clock) -> None:
+        self.engine, self.request, self.clock = engine, request, clock
+        self.losses: list[float] = []
+        """Of all steps, also of warm-up."""
+        self.step_seconds: list[float] = []
+        """This rank's own."""
+        self.lap_starts: list[float] = []
+        """Seconds after the first rank of this node."""
+        self.lap_steps: list[int] = []
+
+    def warm_up(self, num_steps: int) -> None:
+        rank_progress.begin(rank_progress.Phase.TRAIN, num_steps)
+        for batch in self._batches(num_steps):
+            self.losses.append(float(self.engine.step(batch)))
+            rank_progress.advance()
+
+    def run(self) -> None:
+        """Laps, until there is nothing to add."""
+        all_seconds, num_steps = list[float](), self.request.steps
+        while num_steps:
+            all_seconds += self._lap(num_steps).step_seconds
+            num_steps = num_steps_to_add(all_seconds, self.request.timing_budget_seconds)
+
+    def _lap(self, num_steps: int) -> Lap:
+        batches, losses = self._batches(num_steps), list[Tensor]()
+        rank_progress.begin(rank_progress.Phase.TRAIN, num_steps)
+        marks = self.clock(self.engine, batches, losses)
+        self.losses += [float(loss) for loss in losses]
+        everyone: list[tuple[str, list[float]]] = all_gather_json([_node(), marks])
+        first = {node: min(its[0] for where, its in everyone if where == node) for node, _ in everyone}
+        self.step_seconds += [round(end - start, 7) for start, end in itertools.pairwise(marks)]
+        self.lap_starts.append(round(marks[0] - first[_node()], 7))
+        self.lap_steps.append(num_steps)
+        return Lap(rank_ends=[[mark - first[node] for mark in its[1:]] for node, its in everyone])
+
+    def _batches(self, num_steps: int) -> list[Batch]:
+        done = len(self.losses)
+        return [make_batch(self.request.case.workload, step) for step in range(done, done + num_steps)]
 
 
-def _cpu_seconds(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[float]:
-    """Seconds of each step; its loss is appended, unread, for reading would wait for the device."""
-    seconds = []
+def _node() -> str:
+    """Names the running kernel: ranks whose it is share its monotonic clock."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _cpu_clock(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[float]:
+    dist.barrier()
+    marks = [time.monotonic()]
     for batch in batches:
-        start = time.perf_counter()
         losses.append(engine.step(batch))
-        seconds.append(time.perf_counter() - start)
-        rank_progress.advance()  # off the clock
-    return seconds
+        marks.append(time.monotonic())
+        rank_progress.advance()  # a microsecond
+    return marks
 
 
-def _cuda_seconds(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[float]:
-    """The same by CUDA events between steps: the host may run ahead, as it does in training; progress is what the
-    device has done."""
+def _cuda_clock(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[float]:
+    """Steps by CUDA events: the host may run ahead, as it does in training; progress is what the device has done. The
+    lap ends when all streams are idle."""
     torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]  # type: ignore[no-untyped-call]
-    marks[0].record()
+    dist.barrier()
+    torch.cuda.synchronize()  # NCCL's barrier is a kernel, which the host may not have waited for
+    start = time.monotonic()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]  # type: ignore[no-untyped-call]
+    events[0].record()
     done = 0
     for number, batch in enumerate(batches, start=1):
         losses.append(engine.step(batch))
-        marks[number].record()
-        while done < number and marks[done + 1].query():  # type: ignore[no-untyped-call]
+        events[number].record()
+        while done < number and events[done + 1].query():  # type: ignore[no-untyped-call]
             done += 1
             rank_progress.advance()
-    for mark in marks[done + 1 :]:
-        mark.synchronize()
+    for event in events[done + 1 :]:
+        event.synchronize()
         rank_progress.advance()
-    return [start.elapsed_time(stop) / 1000 for start, stop in pairwise(marks)]
-
-
-def matmul_flops_per_second(dtype: torch.dtype, device: torch.device) -> float:
-    """The best rate of a square matrix product out of several, for use as this device's peak. A tenth of a second."""
-    n = 8192 if device.type == "cuda" else 384
-    a, b = torch.randn(2, n, n, device=device).to(dtype)
-    best = float("inf")
-    torch.distributed.barrier()
-    deadline = time.perf_counter() + 0.1
-    while time.perf_counter() < deadline:
-        start = time.perf_counter()
-        torch.mm(a, b)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * n**3 / best
+    torch.cuda.synchronize()
+    end = time.monotonic()
+    within = [start + events[0].elapsed_time(event) / 1000 for event in events[1:-1]]
+    return [start, *(min(mark, end) for mark in within), end]

@@ -1,0 +1,26 @@
+"""Texts of bounded size: what frameworks print and raise may be gigabytes, of which a record needs a page."""
+
+from __future__ import annotations
+
+LIMIT = 65_536
+"""Characters of a message, of a traceback, of a log."""
+
+
+def clip(text: str, characters: int = LIMIT) -> str:
+    """The beginning of `text`, which says what happened, and how much is left out."""
+    return text if len(text) <= characters else f"{text[:characters]} ... ({len(text) - characters:,} characters more)"
+
+
+def clip_tail(text: str, characters: int = LIMIT) -> str:
+    """The end of `text`, where a log says why it ends."""
+    left_out = len(text) - characters
+    return text if left_out <= 0 else f"({left_out:,} characters before) ... {text[left_out:]}"
+
+
+def told(error: BaseException) -> str:
+    """`Type: what it says`, clipped; an exception that cannot say it is no reason for another."""
+    try:
+        text = str(error)
+    except Exception as other:
+        text = f"(its text cannot be had: {type(other).__name__})"
+    return clip(f"{type(error).__name__}: {text}")

@@ -1,0 +1,77 @@
+"""Whether dropout is as random as it should be: judged by what it does to the loss and the gradients."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmark.conformance.finding import Finding, all_of, decide, drift_text
+from meshmark.judge.yardstick import FALSE_ALARMS
+from meshmark.run.record import Record
+
+EVALUATION_TOLERANCE = 1e-5
+"""Relative, on the loss of evaluation where no noise is measured; dropout left on moves it by a hundred times that."""
+SAME = 1e-5
+"""Relative, between runs that differ in nothing but rounding; other masks move gradients by half a percent and more."""
+TINY = 1e-30
+
+
+def dropout(record: Record) -> Finding:
+    samples, drifts = record.conformance.samples, record.equivalence.drifts
+    losses = [np.array(s["losses"]) for s in samples if any(s["losses"])]
+    first, draws = samples[0], np.concatenate(losses)
+    reference = np.array(first["reference"])
+    again = sum(len(own) - len(set(own)) for own in losses)
+    alike = sum(float(np.sum(a == b)) for i, a in enumerate(losses) for b in losses[:i])
+    chance = len(draws) // 16  # float32 has some 1e5 numbers in the spread of the losses: a pair may be equal
+    z = statistics.NormalDist().inv_cdf(1 - FALSE_ALARMS / 8)
+    away = _away(draws, reference)
+    spread = math.log(max(draws.std(ddof=1), TINY) / max(reference.std(ddof=1), TINY))
+    # The logarithm of a sample's standard deviation scatters by 1 / sqrt(2 (n - 1)), if its draws are near normal.
+    spread /= math.sqrt(0.5 / (len(draws) - 1) + 0.5 / (len(reference) - 1))
+    along, size = (_away(np.array(first[n]), np.array(first[f"reference_{n}"])) for n in ("along", "size"))
+    few = student(z, len(first["size"]) - 1)
+    shift = first["evaluation"][0] / first["exact"][0] - 1
+    return all_of(
+        decide(again <= chance, f"{again} of {len(draws)} losses came twice on a rank"),
+        decide(alike <= chance, f"{int(alike)} losses equal on different data-parallel ranks"),
+        decide(
+            abs(away) < z and abs(spread) < z,
+            f"mean {away:+.1f} and spread {spread:+.1f} standard errors from plain PyTorch's, {z:.1f} allowed",
+        ),
+        decide(
+            abs(along) < few and abs(size) < few,
+            f"gradients {along:+.1f} in multiple and {size:+.1f} in size of "
+            f"the exact ones, {few:.1f} standard errors allowed",
+        ),
+        decide(not drifts, f"gradients reported by several ranks {drift_text(drifts)}"),
+        decide(abs(shift) < EVALUATION_TOLERANCE, f"evaluation without dropout off by {shift:.1e}"),
+    )
+
+
+def draws_again(kept: Record, recomputed: Record) -> Finding:
+    """The first step's forward pass draws the same masks from the same seed; so must its gradient, if its backward pass
+    draws them again."""
+    loss = abs(recomputed.training.losses[0] / kept.training.losses[0] - 1)
+    gradients = [
+        abs(recomputed.conformance.samples[0][name][0] / kept.conformance.samples[0][name][0] - 1)
+        for name in ("along", "size")
+    ]
+    return all_of(
+        decide(loss < SAME, f"loss of the first step {loss:.1e} from that without recomputation"),
+        decide(max(gradients) < SAME, f"its gradients {max(gradients):.1e}"),
+    )
+
+
+def _away(draws: NDArray[np.float64], reference: NDArray[np.float64]) -> float:
+    """The difference of two means in standard errors."""
+    error = math.sqrt(draws.var(ddof=1) / len(draws) + reference.var(ddof=1) / len(reference))
+    return float(draws.mean() - reference.mean()) / max(error, TINY)
+
+
+def student(z: float, freedom: int) -> float:
+    """Where Student's t is as unlikely as a normal variable beyond `z` (Abramowitz and Stegun, 26.7.5)."""
+    return float(z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2))

@@ -1,0 +1,49 @@
+"""The peak that utilisation is of: measured once a session, before the ranks of a timed pass start."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from meshmark.adapter.registry import builtin_adapters
+from meshmark.environment import DEFAULT_THREADS
+from meshmark.run.launch import Launcher
+from meshmark.run.request import Request, Task
+
+
+class PeakProbe:
+    """Measures what a number of cores, or a GPU, of this node can compute, and remembers it."""
+
+    def __init__(self, launcher: Launcher, num_gpus: int) -> None:
+        self.launcher, self.num_gpus = launcher, num_gpus
+        self._measured: dict[tuple[str, int, str], float | None] = {}
+        """By device, cores and precision."""
+
+    def of(self, request: Request) -> float | None:
+        """Of all cores or GPUs that the ranks of `request` can use, each counted once however many ranks share it; of
+        several nodes, this one's times their number. None where the probe failed."""
+        nnodes = self.launcher.cluster.spec.nnodes
+        on_cpu, local_ranks = request.device == "cpu", request.case.world_size // nnodes
+        num_threads = num_cores(local_ranks) if on_cpu else 1
+        key = request.device, num_threads, str(request.case.precision.compute)
+        if key not in self._measured:
+            self._measured[key] = self._measure(request, num_threads)
+        one = self._measured[key]
+        return one and one * nnodes * (1 if on_cpu else max(1, min(local_ranks, self.num_gpus)))
+
+    def _measure(self, request: Request, num_threads: int) -> float | None:
+        probe = dataclasses.replace(
+            request,
+            task=Task.PEAK,
+            adapter=builtin_adapters()["single"],
+            backend="gloo",
+            num_threads=num_threads,
+        )
+        launched = self.launcher.launch(probe, 1, alone=True)
+        return launched.reports[0].flops_per_second if launched.reports else None
+
+
+def num_cores(local_ranks: int) -> int:
+    """Of this node, that so many ranks can use with their threads."""
+    threads = int(os.environ.get("OMP_NUM_THREADS") or DEFAULT_THREADS)
+    return min(local_ranks * threads, len(os.sched_getaffinity(0)))
