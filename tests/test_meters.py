@@ -269,6 +269,11 @@ def test_a_storage_whose_end_nobody_saw(
     assert reading.steady == Bytes(**steady)
 
 
+def test_the_backends_copy_of_what_it_reduces_may_be_late_too() -> None:
+    told = changes((120, 7, 10), (131, 9, 10), (160, 8, 1), (161, 8, -1, 10))
+    assert read_memory(Canned(told, [reduced(7, 130, 150)]), 0, NOTHING, NOTHING).late_bytes == 10
+
+
 def test_the_steady_point_of_the_step_before_is_told() -> None:
     reading = read_memory(Canned(changes((50, 7, 10), (120, 8, 5)), []), 0, NOTHING, NOTHING)
     assert (reading.previous_steady_bytes, reading.steady.total) == (10, 15)

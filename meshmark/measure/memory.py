@@ -90,12 +90,18 @@ def read_memory(watch: Watch, step: int, before_update: Named, after_update: Nam
 
 
 def _is_late(life: Allocation, time_ns: int, asked: Sequence[AskedOperation]) -> bool:
-    """Whether a storage may be there for the sake of the backend's thread alone: that thread let go of it last, and its
-    last collective was done before. Were the thread quick, it would be gone as soon as the framework lets go."""
+    """Whether a storage may be there for the sake of the backend's thread alone: that thread let go of it last, and the
+    last collective that it went into, or was made in as a copy, was done before. Were the thread quick, it would be
+    gone as soon as the framework lets go."""
     if not life.freed_elsewhere or not life.alive(time_ns):
         return False
-    uses = [a for a in asked if life.alive(a.time_ns) and life.address in a.addresses]
-    return bool(uses) and max(a.done_ns or a.time_ns for a in uses) <= time_ns
+    done = [
+        call.done_ns or call.time_ns
+        for call in asked
+        if (life.alive(call.time_ns) and life.address in call.addresses)
+        or call.time_ns <= life.start_ns <= (call.done_ns or call.time_ns)
+    ]
+    return bool(done) and max(done) <= time_ns
 
 
 def _classify(
