@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -214,6 +215,8 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         "ddp": "meshmark.adapters.ddp:DDP",
         "gpipe": "meshmark.adapters.pipeline:GPipe",
         "fsdp2": "meshmark.adapters.fsdp2:FSDP2",
+        "accelerate": "meshmark.adapters.accelerate:Accelerate",
+        "accelerate-fsdp2": "meshmark.adapters.accelerate:AccelerateFSDP2",
     }
     with Cluster(ClusterSpec()) as cluster:
         options = RunOptions(observed_steps=3)
@@ -259,6 +262,23 @@ def test_the_peak_is_planned_category_by_category(runner: Runner, adapter: str, 
         assert reading.peak.gradients == (plan.gradients if buckets else 0)
         assert reading.peak.parameters == plan.parameters
         assert reading.peak.optimizer_states == pytest.approx(plan.optimizer_states, rel=0.02)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+@pytest.mark.parametrize(
+    "one, other, layout",
+    [
+        ("ddp", "accelerate", Layout(dp=2, num_micro_batches=2)),
+        ("fsdp2", "accelerate-fsdp2", Layout(dp=2, zero_stage=3)),
+    ],
+)
+def test_two_adapters_of_one_algorithm_hold_the_same(runner: Runner, one: str, other: str, layout: Layout) -> None:
+    """Within 1 % on every rank, of all that the allocator counted; what gloo had late at the peak is told."""
+    pair = [runner.observe(Case(adapter=name, layout=layout, workload=GPT)).memory.readings for name in (one, other)]
+    for mine, theirs in zip(*pair, strict=True):
+        assert mine.steady.total == pytest.approx(theirs.steady.total, rel=0.01)
+        more, less = sorted((mine, theirs), key=lambda reading: reading.peak.total, reverse=True)
+        assert more.peak.total - more.late_bytes <= 1.01 * less.peak.total
 
 
 def verdict_on(runner: Runner, name: str) -> Verdict:
