@@ -199,6 +199,15 @@ def test_a_pass_that_was_too_slow_says_nothing_against_correctness(tmp_path: Pat
     assert "4 of 13 steps" in text
 
 
+def test_a_verdict_that_cannot_tell_is_neither_right_nor_wrong(tmp_path: Path) -> None:
+    told = make_verdict("equivalence", False, undecided=True, summary="cannot tell: the noise hides it")
+    page = render(tmp_path, [make_good(case=DDP), make_good(case=GPIPE, verdicts=[told])])
+    found = answer(page)
+    assert (found["ddp"]["correct"], found["gpipe"]["correct"]) == ("yes", "**cannot tell**")
+    assert "**1 of 1 judged case" in page.splitlines()[2] and "1 not judged" in page.splitlines()[2]
+    assert "cannot tell: the noise hides it" in page, "what must be mended before it can be judged"
+
+
 @pytest.mark.parametrize("status", [status for status in Status if status.outside])
 def test_what_failed_outside_the_ranks_says_nothing_against_correctness(tmp_path: Path, status: Status) -> None:
     outcome = Outcome(status=status, message="it was not the adapter")
@@ -347,7 +356,7 @@ def test_a_reason_with_a_bar_in_it_does_not_break_the_table(tmp_path: Path) -> N
     """Adapters from outside say what they like."""
     record = skipped(outcome=Outcome(status=Status.SKIPPED, message="needs cpu|cuda, got neither"))
     (row,) = rows(section(render(tmp_path, [make_good(case=DDP), record]), "Not run"))
-    assert row["why"].replace("\\", "").replace("&#124;", "|") == "needs cpu|cuda, got neither"
+    assert row["why"].replace("\\", "").strip("`") == "needs cpu|cuda, got neither"
 
 
 def test_evidence_with_fences_in_it_stays_inside_its_own(tmp_path: Path) -> None:
@@ -369,7 +378,7 @@ def test_evidence_with_fences_in_it_stays_inside_its_own(tmp_path: Path) -> None
 
 def test_lines_that_could_not_be_read_are_listed(tmp_path: Path) -> None:
     page = render(tmp_path, all_sorts(), ["records.jsonl line 3: not whole JSON", "records.jsonl line 7: schema 9"])
-    text = section(page, "Lines that could not be read")
+    text = section(page, "What could not be read")
     assert "- records.jsonl line 3: not whole JSON\n- records.jsonl line 7: schema 9" in text
 
 

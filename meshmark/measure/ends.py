@@ -24,7 +24,7 @@ class Ends:
         if not dist.is_available() or not dist.is_initialized():
             return
         for name in _CALLS:
-            self._kept[name] = getattr(dist.ProcessGroup, name)
+            self._kept[name] = vars(dist.ProcessGroup)[name]  # what binds to a group, as what `getattr` finds does not
             setattr(dist.ProcessGroup, name, self._noting(self._kept[name], names_peer=name != "recv_anysource"))
 
     def stop(self) -> None:
