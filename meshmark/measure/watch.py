@@ -153,6 +153,11 @@ class Watch:
         """After `step`: mark the steady point, with nothing of it left on its way."""
         self.steady_ns[step] = settle(self.device)
 
+    def forget(self, step: int) -> None:
+        """Its windows and peaks, for it is done again."""
+        self.peaks = CudaPeaks(self.device)
+        self.windows = [window for window in self.windows if window.step != step]
+
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
