@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.chaos import processes
-from benchmarks.chaos.faults import Ended, Fault, ResultsGone
+from benchmarks.chaos.faults import Ended, Fault, Filled, ResultsGone
 from benchmarks.chaos.session import PATIENCE_SECONDS, Session
 from meshmark.run.record import Record, Status
 from meshmark.run.record_file import Reading, read_records
@@ -50,9 +50,12 @@ def run_session(session: Session, plan: Sequence[Fault | None], draw: random.Ran
     session.start()
     try:
         for name, fault in zip(session.names, plan, strict=False):
-            if not session.wait(lambda name=name: name in session.begun(), _START_SECONDS):  # type: ignore[misc]
+            if not session.wait(lambda name=name: _came(session, name), _START_SECONDS):  # type: ignore[misc]
                 found.complaints.append(f"{session.mark} {name}: did not begin; {session.output()[-600:]}")
                 break
+            if name not in session.begun():
+                struck[name] = _harmed_by(list(struck.values()), session, name, found)
+                continue
             if fault is not None and fault.strike(session, draw):
                 struck[name] = fault
                 if fault.ends_session:
@@ -74,6 +77,19 @@ def run_session(session: Session, plan: Sequence[Fault | None], draw: random.Ran
     if last:
         found.trials.append(_last_trial(session, last, seconds, survived=quick))
     return found
+
+
+def _harmed_by(before: Sequence[Fault], session: Session, name: str, found: Found) -> Fault:
+    """The fault of an earlier case that kept this one from beginning, which a disk that is still full does."""
+    (record,) = [r for r in session.reading().records if r.adapter.endswith(f":{name}")]
+    if not before or not isinstance(before[-1], Filled) or record.outcome.status is not Status.NO_SPACE:
+        found.complaints.append(f"{session.mark} {name}: did not begin, and was {record.outcome.status}")
+    return before[-1] if before else Filled(kind="none")
+
+
+def _came(session: Session, name: str) -> bool:
+    """Whether its case has begun, or was recorded without."""
+    return name in session.begun() or name in session.recorded()
 
 
 def _trial(session: Session, name: str, fault: Fault) -> Trial:
