@@ -46,6 +46,11 @@ class LaunchResult:
     seconds: float
     """From the call to the last process's end."""
 
+    @property
+    def losses(self) -> list[float]:
+        """Of the global batch, by step: of passes whose ranks tell their shares."""
+        return [sum(shares) for shares in zip(*(r.losses for r in self.reports), strict=True)]
+
 
 class Launcher(Protocol):
     """Launches requests over a cluster, one after the other. A rank is a process that calls `perform`."""
