@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -17,7 +16,6 @@ from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, configure
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.reference.build import build_model
 from meshmark.reference.initial import Block, initial_value
@@ -40,25 +38,11 @@ class FSDP2Engine(DataParallelEngine):
     def clip(self, max_norm: float) -> Tensor:
         return cast(DTensor, super().clip(max_norm)).full_tensor()
 
-    def parameters(self) -> Mapping[str, Tensor]:
-        return {name: cast(DTensor, p.detach()).full_tensor() for name, p in self.named_parameters()}
-
-    def gradients(self) -> Mapping[str, Tensor]:
-        return {name: cast(DTensor, p.grad).full_tensor() for name, p in self.named_parameters() if p.grad is not None}
-
     def save(self, folder: Path) -> None:
         save_sharded(folder, self.module, self.optimizer, self.schedule)
 
     def load(self, folder: Path) -> None:
         load_sharded(folder, self.module, self.optimizer, self.schedule)
-
-    def holdings(self) -> Holdings:
-        held = super().holdings()
-        return Holdings(
-            parameters=_locals(held.parameters),
-            gradients=_locals(held.gradients),
-            optimizer_states=_locals(held.optimizer_states),
-        )
 
 
 class FSDP2(Adapter):
@@ -115,7 +99,3 @@ def fill_shards(model: Model, case: Case) -> None:
                 device=sharded.to_local().device,
             )
         )
-
-
-def _locals(tensors: list[Tensor]) -> list[Tensor]:
-    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]

@@ -7,7 +7,7 @@ DistributedDataParallel's hook reduces gradients in the warm-up alone; `PostLoca
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.ddp import DDP, DDPEngine
-from meshmark.reference.objective import build_schedule
+from meshmark.reference.objective import Schedule, build_schedule
 from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
@@ -40,7 +40,7 @@ class PostLocalSGDEngine(DDPEngine):
         self.hook_state = hook_state
         super().__init__(case, context, module, optimizer)
 
-    def make_schedule(self) -> Any:  # noqa: ANN401
+    def make_schedule(self) -> Schedule | None:
         """Of the local optimizer, for the one around it is never initialised as an optimizer."""
         return build_schedule(self.case.workload.optimizer, self.optimizer.optim)
 

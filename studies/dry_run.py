@@ -8,7 +8,7 @@ real tensors of its own shards. What it holds and asks for is compared with the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,8 @@ from meshmark.theory.recipe import recipe
 from meshmark.theory.states import local_parameters
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 DRY_MODEL = llama("dry", 2, 1024, 8, 4096, vocab_size=2048, seq_len=32)
 """Small, with every first dimension a multiple of 1,024, so that shards are equal."""
@@ -101,7 +102,7 @@ def dry_run(model: ModelSpec, layout: Layout, *, batch: int = 1) -> Held:
         )
 
 
-def _tensor_parallel(network: nn.Module, mesh: Any) -> None:  # noqa: ANN401
+def _tensor_parallel(network: nn.Module, mesh: DeviceMesh) -> None:
     """Column-parallel into heads and the feed-forward network, row-parallel out of them."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -113,7 +114,7 @@ def _tensor_parallel(network: nn.Module, mesh: Any) -> None:  # noqa: ANN401
             parallelize_module(module, mesh, RowwiseParallel())
 
 
-def _local_bytes(tensors: Any) -> float:  # noqa: ANN401
+def _local_bytes(tensors: Iterable[Tensor]) -> float:
     from torch.distributed.tensor import DTensor
 
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]

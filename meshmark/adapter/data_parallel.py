@@ -18,7 +18,7 @@ from meshmark.adapter.holdings import Holdings
 from meshmark.reference.build import build_model
 from meshmark.reference.data import Batch
 from meshmark.reference.model import Model, Recomputer, drawn_name
-from meshmark.reference.objective import build_schedule, loss_share
+from meshmark.reference.objective import Schedule, build_schedule, loss_share
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.precision import Dtype, LossScaling
@@ -64,9 +64,9 @@ class DataParallelEngine(Engine):
         self.case, self.context, self.module, self.optimizer = case, context, module, optimizer
         scaled = case.precision.loss_scaling is LossScaling.DYNAMIC
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=scaled)
-        self.schedule: Any = self.make_schedule()
+        self.schedule = self.make_schedule()
 
-    def make_schedule(self) -> Any:  # noqa: ANN401
+    def make_schedule(self) -> Schedule | None:
         """PyTorch's scheduler; None when the rate is constant, or when the framework has its own."""
         return build_schedule(self.case.workload.optimizer, self.optimizer)
 
@@ -177,7 +177,7 @@ class DataParallelEngine(Engine):
 
     def load_schedule(self, state: dict[str, Any] | None) -> None:
         """With the rate that it had come to, which PyTorch's schedulers leave to the optimizer's state."""
-        if self.schedule:
+        if self.schedule and state is not None:
             self.schedule.load_state_dict(state)
             for group, rate in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
                 group["lr"] = rate

@@ -199,7 +199,8 @@ def _by_algorithm(plain: Workload, adapter: type[Adapter]) -> Workload:
 
 def _grown(plain: Workload, layout: Layout, global_batch: int | None) -> Workload:
     """`plain`, renamed where it is larger: a layer for every stage, heads for twice the tensor-parallel ranks (which
-    resharding takes), and unless reported, sequences for every micro-batch of every data-parallel rank."""
+    resharding takes), and unless a `global_batch` is given, sequences for every micro-batch of every data-parallel
+    rank."""
     model = plain.transformer
     layers, heads = max(model.num_layers, layout.pp), math.lcm(model.num_heads, 2 * layout.tp)
     batch = global_batch or math.lcm(plain.global_batch, layout.dp * MICRO_BATCHES, layout.num_micro_batches)

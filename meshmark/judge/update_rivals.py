@@ -27,8 +27,8 @@ class Rival:
     """Other than the run's own."""
 
 
-def rivals(spec: OptimizerSpec, scene_step: int) -> Iterator[Rival]:
-    """What optimizers get wrong, some of it at `scene_step` alone, as after a resume."""
+def rivals(spec: OptimizerSpec, failed_step: int) -> Iterator[Rival]:
+    """What optimizers get wrong, some of it at `failed_step` alone, as after a resume."""
 
     def variant(fault: Fault, detail: str, changed: OptimizerSpec) -> Rival:
         return Rival(fault=fault, detail=detail, optimizer=ExactOptimizer(changed))
@@ -51,7 +51,7 @@ def rivals(spec: OptimizerSpec, scene_step: int) -> Iterator[Rival]:
         for times in (2, 4):
             detail = f"with a schedule that runs {times} times too fast"
             yield variant(Fault.UPDATE, detail, replace(spec, warmup_steps=max(1, spec.warmup_steps // times)))
-    yield from _rivals_in_memory(spec, scene_step)
+    yield from _rivals_in_memory(spec, failed_step)
     yield from _rivals_of_kind(spec)
     yield Rival(
         fault=Fault.STALE_GRADIENT,

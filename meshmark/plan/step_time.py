@@ -1,4 +1,4 @@
-"""Time of an optimizer step, by where it goes, in closed form; `schedule.py` simulates what this approximates.
+"""Time of an optimizer step, by where it goes, in closed form; `simulator.py` simulates what this approximates.
 
 Letters as in `memory.py`. A stage's micro-batch takes the larger of what its device computes and the floor that
 launches and hand-overs between streams set; the slowest stage sets the pace.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,18 @@ def build_optimizer(spec: OptimizerSpec, parameters: Iterable[tuple[str, nn.Para
     return reference_optimizer(spec).build(parameters)
 
 
-def build_schedule(spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> LambdaLR | None:
+class Schedule(Protocol):
+    """A scheduler of learning rates: PyTorch's, or a framework's around it."""
+
+    def step(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+    def get_last_lr(self) -> Sequence[float | Tensor]: ...
+
+
+def build_schedule(spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> Schedule | None:
     """PyTorch's scheduler for `spec`, to be stepped once an optimizer step; None when the rate is constant."""
     return LambdaLR(optimizer, spec.rate_factor) if spec.warmup_steps else None

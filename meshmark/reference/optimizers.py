@@ -137,7 +137,7 @@ class Together(Optimizer):
         super().__setstate__(state)
         self._share()  # loading a checkpoint replaces both
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         for part in self.parts:
             part.step()
@@ -152,7 +152,7 @@ class ExactMuon(Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):

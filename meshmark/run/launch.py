@@ -140,9 +140,7 @@ def _ranks(spec: ClusterSpec, world_size: int, prefix: str, folder: Path) -> lis
 def _exchange(cluster: Cluster, prefix: str, local: Mapping[str, Any], request: Request) -> list[dict[str, Any]]:
     """What every node's ranks left; also holds the nodes to the same request."""
     mine = {**local, "request": f"{request.task} {request.case.id}"}
-    texts = cluster.exchange(
-        f"{prefix}/landing", json.dumps(mine), seconds=request.time_limit_seconds + _ANSWER_SECONDS
-    )
+    texts = cluster.exchange(f"{prefix}/result", json.dumps(mine), seconds=request.time_limit_seconds + _ANSWER_SECONDS)
     everyone = [json.loads(text) for text in texts]
     if len({node["request"] for node in everyone}) > 1:
         raise ClusterError(

@@ -32,7 +32,7 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
     GPT: arXiv:2205.05198 table 2, s b h (10 + 24/t + 5as/ht), all over t with sequence parallelism; without dropout
     masks the 34 are 31 and the 5 are 4; flash attention keeps 4a/h instead of the scores, and so does selective
     recomputation. LLaMA: four tensors of h between the parallel regions, q, k, v and the output, and four of f.
-    Eager kernels: `eager.py`.
+    Eager kernels: `saved_activations.py`.
     """
     t, h, s = grid.tp.astype(float), model.hidden, model.seq_len / grid.cp
     width = recipe.activations.element_bytes

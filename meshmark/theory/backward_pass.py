@@ -1,5 +1,5 @@
 """What is alive while the backward pass of one micro-batch runs in PyTorch's eager mode: what an operation saved is
-freed as soon as its own backward has run. Letters as in `eager.py`."""
+freed as soon as its own backward has run. Letters as in `saved_activations.py`."""
 
 from __future__ import annotations
 

@@ -160,7 +160,8 @@ class TrainingRecipe:
     activations: ActivationBytes = ActivationBytes()
     eager: Widths | None = None
     """PyTorch's eager kernels run this project's own model, with tensors of these widths, and activations are what they
-    save, operation by operation (`eager.py`). None: the fused kernels of the papers, whose formulas then count."""
+    save, operation by operation (`saved_activations.py`). None: the fused kernels of the papers, whose formulas then
+    count."""
     backward: EagerBackward = EagerBackward()
     """Of eager kernels alone."""
     cut: PipelineCut = PipelineCut()

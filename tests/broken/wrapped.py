@@ -34,11 +34,10 @@ class AcceleratesDefault(Adapter):
     """Accelerate without `split_batches`: every rank's batch counts for a step of the schedule."""
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        import accelerate
-
         import meshmark.adapters.accelerate as module
 
-        module._whole_batches = lambda: accelerate.DataLoaderConfiguration(split_batches=False)
+        configuration = type(module.whole_batches())
+        module.whole_batches = lambda: configuration(split_batches=False)
         return super().build(case, context)  # type: ignore[safe-super]
 
 
