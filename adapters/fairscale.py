@@ -7,6 +7,7 @@ import dataclasses
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,9 +27,10 @@ from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
+from meshmark.theory.flow import Departure, Purpose, besides, by, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import Remainder
-from meshmark.theory.traffic import Reduction, Traffic, fully_sharded, step_traffic
+from meshmark.theory.traffic import step_traffic
 
 _FAIRSCALE = (Requirement(module="fairscale", distribution="fairscale"),)
 _NO_SCALER = "FairScale's ShardedGradScaler is one of CUDA, and switches itself off without"
@@ -113,9 +115,12 @@ class FairScaleOSS(Adapter):
         )
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic | None:
-        """Each gradient is reduced to its owner, each updated parameter broadcast by it."""
-        return step_traffic(case, rank, Reduction(kind="reduce", gathers_per_step=1, gather_kind="broadcast"))
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        flows = step_traffic(case, rank)
+        return (
+            *departing(flows, Purpose.GRADIENTS, "each gradient is reduced to its owner", by("reduce")),
+            *departing(flows, Purpose.WEIGHTS, "owners broadcast what they have updated", by("broadcast")),
+        )
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from fairscale.nn.data_parallel import ShardedDataParallel
@@ -268,7 +273,6 @@ class FairScaleFSDP(Adapter):
             "facebookresearch/fairscale#1083",
         },
     )
-
     known_gaps: ClassVar = (
         KnownGap(
             clause="unused",
@@ -284,9 +288,12 @@ class FairScaleFSDP(Adapter):
         return dataclasses.replace(using, backward=dataclasses.replace(using.backward, prefetches=False))
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic | None:
-        """In the precisions that are asked for."""
-        return step_traffic(case, rank, fully_sharded(case))
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        model, dp = case.workload.model, case.layout.dp
+        block, layers = model.block_parameters, model.num_layers
+        share = Fraction(layers * (-block % dp) + (layers * block - model.num_parameters) % dp, model.num_parameters)
+        flat, flows = "flat parameters are padded to a multiple of the ranks", step_traffic(case, rank)
+        return (*besides(flows, Purpose.GRADIENTS, share, flat), *besides(flows, Purpose.WEIGHTS, share, flat))
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from fairscale.nn import checkpoint_wrapper

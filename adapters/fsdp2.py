@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -17,14 +20,16 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, configure
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.reference.build import build_model
+from meshmark.reference.build import build_model, parameter_shapes
 from meshmark.reference.initial import Block, initial_value
 from meshmark.reference.model import Model
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
+from meshmark.theory.flow import Departure, Purpose, besides, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.traffic import step_traffic
 
 
 class FSDP2Engine(DataParallelEngine):
@@ -58,6 +63,10 @@ class FSDP2(Adapter):
     def recipe(cls, case: Case) -> TrainingRecipe:
         return eager_recipe(case, "eager-fsdp2", casts_weights=True)
 
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        return fsdp2_departures(case, rank)
+
     def build(self, case: Case, context: RankContext) -> Engine:
         with torch.device("meta"):
             model = configure(build_model(case.workload.model), case)
@@ -66,6 +75,21 @@ class FSDP2(Adapter):
         shard(model, case, context)
         optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
         return FSDP2Engine(case, context, model, optimizer)
+
+
+def fsdp2_departures(case: Case, rank: int, *, root_gathers: int = 2) -> tuple[Departure, ...]:
+    """`root_gathers`: times a micro-batch that what is in no block is gathered."""
+    flows, model, shapes = step_traffic(case, rank), case.workload.model, parameter_shapes(case.workload.model)
+    padding = {name: -rows % case.layout.dp * math.prod(row) for name, (rows, *row) in shapes.items()}
+    all_of_it, whole = sum(padding.values()), model.num_parameters
+    of_root = sum(elements for name, elements in padding.items() if not name.startswith("blocks."))
+    gathered = 2 * all_of_it - (2 - root_gathers) * of_root
+    rows, norms = "a tensor's rows are padded to a multiple of the ranks", "every tensor's norm is reduced by itself"
+    return (
+        *departing(flows, Purpose.NORM, norms, lambda n: dataclasses.replace(n, num_bytes=n.num_bytes * len(shapes))),
+        *besides(flows, Purpose.GRADIENTS, Fraction(all_of_it, whole), rows),
+        *besides(flows, Purpose.WEIGHTS, Fraction(gathered, 2 * whole), rows),
+    )
 
 
 def shard(model: Model, case: Case, context: RankContext) -> None:

@@ -30,6 +30,7 @@ from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
+from meshmark.theory.flow import Departure, Flow, Purpose
 from meshmark.theory.states import ModelStates, Remainder
 
 
@@ -97,8 +98,14 @@ def make_memory(parameters: int = 400, activations: int = 1000) -> MemoryReading
 
 
 def make_traffic(num_bytes: int = 400) -> TrafficReading:
-    all_reduce = Collective(kind="all_reduce", group_size=2, count=3, num_bytes=num_bytes)
+    all_reduce = Collective(kind="all_reduce", group_size=2, ranks=(0, 1), count=3, num_bytes=num_bytes)
     return TrafficReading(asked=[all_reduce], issued=[all_reduce])
+
+
+def make_flow(kind: str = "all_reduce", **changes: Any) -> Flow:  # noqa: ANN401
+    """What `make_traffic` sends."""
+    defaults: dict[str, Any] = {"axes": "dp", "ranks": (0, 1), "num_bytes": 400, "fewest": 1, "most": 5}
+    return Flow(kind=kind, **{"purpose": Purpose.GRADIENTS, **defaults, **changes})
 
 
 def make_verdict(suite: str = "equivalence", passed: bool = True, **changes: Any) -> Verdict:  # noqa: ANN401
@@ -117,7 +124,7 @@ def make_verdict(suite: str = "equivalence", passed: bool = True, **changes: Any
             "compared": 160,
         },
         "memory": {"category": "gradients", "rank": 0, "relative_error": 0.001},
-        "communication": {"kind": "all_reduce", "rank": 0, "relative_error": 0.002},
+        "communication": {"differences": 0, "compared": 2, "declared": "padding to four bytes"},
     }
     defaults: dict[str, Any] = {"summary": f"what decided {suite}", "evidence": evidence[suite]}
     return Verdict(suite=suite, passed=passed, **{**defaults, **changes})
@@ -158,7 +165,9 @@ def make_traffic_evidence(**changes: Any) -> TrafficEvidence:  # noqa: ANN401
     """Of two ranks."""
     defaults: dict[str, Any] = {
         "readings": [make_traffic(), make_traffic()],
-        "planned": [{"all_reduce": 400.0}] * 2,
+        "planned": [[make_flow(num_bytes=396)]] * 2,
+        "departures": [[Departure(sends=(make_flow(num_bytes=4, fewest=0, most=0),), reason="padding to four bytes")]]
+        * 2,
     }
     return TrafficEvidence(**{**defaults, **changes})
 

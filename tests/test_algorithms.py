@@ -39,7 +39,7 @@ from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.flow import bytes_by_kind
 from tests.broken.mutants import BY_NAME, target
 from tests.factories import make_workload
 from tests.test_gather import on_ranks
@@ -297,8 +297,8 @@ def test_pytorchs_post_local_sgd_trains_right_and_sends_what_it_should(
     assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"], summaries
     assert record.equivalence.diagnosis is None and not record.equivalence.drifts
     whole = 4 * record.case.workload.model.num_parameters
-    planned = {} if sent == "nothing" else {"all_reduce": float(whole)}
-    assert record.traffic.planned == [planned] * dp == [step_traffic(record.case, rank) for rank in range(dp)]
+    planned = {} if sent == "nothing" else {"all_reduce": whole}
+    assert [bytes_by_kind(flows) for flows in record.traffic.planned] == [planned] * dp
     replicas = by_replica(record.equivalence.deviations, dp)
     assert all(replica.keys() == replicas[0].keys() and QuantityKind.NORM.of() in replica for replica in replicas)
     apart = {replica[QuantityKind.GRADIENTS.of("head.output.weight")][2].scale for replica in replicas}

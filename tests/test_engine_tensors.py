@@ -102,10 +102,8 @@ def test_what_holds_no_bytes_is_named_by_category_and_place(held: Holdings, told
         local_holdings(Returns({}, held))
 
 
-ODD = {
-    name.lower(): f"tests.broken.contract:{name}"
-    for name in ("TellsShards", "HoldingsRaise", "TellsMeta", "RecipeRaises", "RemaindersOdd", "TrafficRaises")
-}
+NAMES = ("TellsShards", "HoldingsRaise", "TellsMeta", "RecipeRaises", "RemaindersOdd", "DeparturesRaise")
+ODD = {name.lower(): f"tests.broken.contract:{name}" for name in (*NAMES, "DepartsFromNothing")}
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +143,12 @@ def test_a_tensor_without_values_ends_a_pass_with_its_name(runner: Runner) -> No
         ("holdingsraise", "memory", "Engine.holdings raised RuntimeError: nobody knows on rank 1"),
         ("reciperaises", "memory", "Adapter.recipe raised LookupError: no such recipe"),
         ("remaindersodd", "memory", "Adapter.remainders raised TypeError: got ('gradients', 8.0)"),
-        ("trafficraises", "communication", "Adapter.traffic raised OutOfMemoryError: by analysis"),
+        ("departuresraise", "communication", "Adapter.departures raised OutOfMemoryError: by analysis"),
+        (
+            "departsfromnothing",
+            "communication",
+            "Adapter.departures raised ValueError: departs from reduce of gradients over ranks 0, 1: none of theory's",
+        ),
     ],
 )
 def test_what_an_adapter_cannot_tell_costs_the_verdict_that_rests_on_it_alone(

@@ -322,12 +322,12 @@ def test_bytes_are_those_of_the_full_tensor_over_four_ranks(operation: AskedOper
     assert _full_bytes(operation, 4) == full
 
 
-def test_calls_add_up_by_kind_and_group_size_and_groups_of_one_are_left_out() -> None:
-    calls = [(4, 10), (2, 1), (4, 20), (1, 99)]
-    found = _sum(Transfer(kind="all_reduce", group_size=size, num_bytes=count) for size, count in calls)
+def test_calls_add_up_by_kind_and_ranks_and_groups_of_one_are_left_out() -> None:
+    calls = [((0, 2), 10), ((0, 1), 1), ((0, 2), 20), ((0,), 99)]
+    found = _sum(Transfer(kind="all_reduce", ranks=ranks, num_bytes=count) for ranks, count in calls)
     assert found == [
-        Collective(kind="all_reduce", group_size=2, count=1, num_bytes=1),
-        Collective(kind="all_reduce", group_size=4, count=2, num_bytes=30),
+        Collective(kind="all_reduce", group_size=2, ranks=(0, 1), count=1, num_bytes=1),
+        Collective(kind="all_reduce", group_size=2, ranks=(0, 2), count=2, num_bytes=30),
     ]
 
 

@@ -19,13 +19,6 @@ from meshmark.spec.workload import Loss
 from meshmark.theory.flops import model_flops_per_token
 from meshmark.theory.recipe import TrainingRecipe, recipe
 from meshmark.theory.states import local_parameters, model_states
-from meshmark.theory.traffic import (
-    Reduction,
-    data_parallel_traffic,
-    pipeline_traffic,
-    step_traffic,
-    tensor_parallel_traffic,
-)
 from tests.factories import make_case, make_model, make_workload
 
 SPECS = {
@@ -134,84 +127,6 @@ def test_bytes_of_plain_training_by_precision(precision: Precision, expected: tu
 def test_sgd_keeps_no_state() -> None:
     workload = make_workload(optimizer=OptimizerSpec(kind=OptimizerKind.SGD))
     assert states(0, workload=workload) == (4 * P, 4 * P, 0)
-
-
-# Traffic.
-
-
-def on_the_wire(traffic: dict[str, float], group_size: int) -> float:
-    return sum(num_bytes * wire_factor(kind, group_size) for kind, num_bytes in traffic.items())
-
-
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_ddp_sends_two_parameters_times_n_minus_one_over_n(n: int) -> None:
-    case = make_case(layout=Layout(dp=n), workload=make_workload(global_batch=8))
-    traffic = step_traffic(case, 0)
-    assert traffic == {"all_reduce": 4.0 * P}
-    assert on_the_wire(traffic, n) == pytest.approx(4 * 2 * P * (n - 1) / n)
-
-
-@pytest.mark.parametrize("stage, ratio", [(1, 1.0), (2, 1.0), (3, 1.5)])
-def test_zero_sends_as_much_as_ddp_and_at_stage_3_half_more(stage: int, ratio: float) -> None:
-    """arXiv:1910.02054, section 7."""
-    plain, sharded = (step_traffic(make_case(layout=Layout(dp=4, zero_stage=z)), 0) for z in (0, stage))
-    assert on_the_wire(sharded, 4) == pytest.approx(ratio * on_the_wire(plain, 4))
-
-
-def test_accumulation_is_reduced_once_under_ddp_and_every_time_under_zero_3() -> None:
-    ddp = step_traffic(make_case(layout=Layout(dp=2, num_micro_batches=2)), 0)
-    zero = step_traffic(make_case(layout=Layout(dp=2, num_micro_batches=2, zero_stage=3)), 0)
-    assert ddp == {"all_reduce": 4.0 * P}
-    assert zero == {"reduce_scatter": 2 * 4.0 * P, "all_gather": 2 * 2 * 4.0 * P}
-
-
-def test_a_reduction_says_how_many_bytes_and_by_which_collective() -> None:
-    case = make_case(layout=Layout(dp=2, num_micro_batches=2))
-    how = Reduction(kind="reduce", every_micro_batch=True, gradient_bytes=2, gathers_per_step=1, weight_bytes=3)
-    assert data_parallel_traffic(case, 0, how) == {"reduce": 2 * 2.0 * P, "all_gather": 3.0 * P}
-
-
-def test_without_data_parallelism_nothing_is_reduced() -> None:
-    assert step_traffic(make_case(layout=Layout(num_micro_batches=4)), 0) == {}
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_tensor_parallelism_takes_four_all_reduces_a_layer(micro_batches: int) -> None:
-    """Of the whole residual stream, whatever it is cut into; embedding, head's input and loss come on top."""
-    layout = Layout(tp=2, num_micro_batches=micro_batches)
-    few, many = (
-        tensor_parallel_traffic(make_case(layout=layout, workload=make_workload(model=make_model(num_layers=n))))
-        for n in (2, 5)
-    )
-    stream = 4 * 12 * 16 * 4  # sequences, tokens, hidden, bytes
-    assert many["all_reduce"] - few["all_reduce"] == 3 * 4 * stream
-    assert few["all_reduce"] - 2 * 4 * stream == 2 * stream + 3 * 4 * 12 * 4
-
-
-def test_a_replica_reduces_its_own_rows_activations_alone() -> None:
-    one = tensor_parallel_traffic(make_case(layout=Layout(tp=2)))
-    two = tensor_parallel_traffic(make_case(layout=Layout(tp=2, dp=2)))
-    assert two["all_reduce"] == one["all_reduce"] / 2
-
-
-def test_pipelines_send_the_residual_stream_over_every_boundary() -> None:
-    layout = Layout(pp=4, num_micro_batches=4)
-    case = make_case(layout=layout, workload=make_workload(model=make_model(num_layers=4)))
-    stream = 4 * 12 * 16 * 4
-    assert [pipeline_traffic(case, rank)["send"] / stream for rank in range(4)] == [1, 2, 2, 1]
-    assert [pipeline_traffic(case, rank)["recv"] / stream for rank in range(4)] == [1, 2, 2, 1]
-
-
-def test_traffic_of_all_axes_adds_up_by_kind() -> None:
-    case = make_case(layout=Layout(dp=2, tp=2, pp=2))
-    gradients = 4.0 * local_parameters(case.workload.model, case.layout, 5)
-    total = step_traffic(case, 5)
-    assert total["all_reduce"] == gradients + tensor_parallel_traffic(case)["all_reduce"]
-    assert total["send"] == pipeline_traffic(case, 5)["send"] > 0
-
-
-def test_wide_training_sends_wide() -> None:
-    assert step_traffic(make_case(layout=Layout(dp=2), precision=Precision.FP64), 0) == {"all_reduce": 8.0 * P}
 
 
 @pytest.mark.parametrize(

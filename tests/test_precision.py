@@ -30,8 +30,9 @@ from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Dtype, Precision, precision
+from meshmark.theory.flow import bytes_by_kind
 from meshmark.theory.states import model_states
-from meshmark.theory.traffic import fully_sharded, step_traffic
+from meshmark.theory.traffic import step_traffic
 from tests.broken.mutant import GPT, LAYOUTS
 from tests.broken.mutants import BY_NAME, target
 from tests.factories import make_case
@@ -83,10 +84,10 @@ def test_records_written_before_precisions_were_records_are_read() -> None:
 
 def test_planned_bytes_follow_from_the_reduction_s_format() -> None:
     wide, narrow = (make_case(precision=p, layout=Layout(dp=2, zero_stage=3)) for p in (Precision.BF16, NARROW))
-    plans = [step_traffic(case, 0, fully_sharded(case)) for case in (wide, narrow)]
+    plans = [bytes_by_kind(step_traffic(case, 0)) for case in (wide, narrow)]
     assert plans[0]["reduce_scatter"] == 2 * plans[1]["reduce_scatter"]
     assert plans[0]["all_gather"] == plans[1]["all_gather"]
-    replicas = [step_traffic(make_case(precision=p), 0)["all_reduce"] for p in (Precision.BF16, NARROW)]
+    replicas = [bytes_by_kind(step_traffic(make_case(precision=p), 0))["all_reduce"] for p in (Precision.BF16, NARROW)]
     assert replicas[0] == 2 * replicas[1]
     held = [model_states(case, 0) for case in (wide, narrow)]
     assert held[0].gradients == held[1].gradients, "they are held in fp32"

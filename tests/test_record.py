@@ -11,7 +11,7 @@ from meshmark.errors import ResultsError
 from meshmark.run.record import SCHEMA
 from meshmark.run.record_file import RecordFile, read_records
 from meshmark.serial import encode
-from tests.factories import make_record, make_timed, make_timing
+from tests.factories import make_record, make_timed, make_timing, make_traffic_evidence
 
 
 def write(folder: Path, *records: object) -> Path:
@@ -217,11 +217,15 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
     old = {name: value for name, value in today.items() if name not in parts} | {"schema": 1}
     for part in parts:
         old |= {moved.get(name, {}).get(part, name): value for name, value in today[part].items()}
-    for name in ("rank_starts", "lap_steps", "peak_flops_per_second", "observed"):  # which it lacked
+    for name in ("rank_starts", "lap_steps", "peak_flops_per_second", "observed", "departures"):  # which it lacked
         del old[name]
     old["matmul_flops_per_second"] = [1e9, 1e9]  # which it had
-    lacking = make_record(timing=make_timing(rank_starts=[], lap_steps=[], peak_flops_per_second=None))
-    assert "losses" in old and "planned_traffic" in old and "equivalence" not in old, "side by side"
+    old["planned_traffic"] = [{"all_reduce": 400.0}] * 2  # another plan
+    lacking = make_record(
+        timing=make_timing(rank_starts=[], lap_steps=[], peak_flops_per_second=None),
+        traffic=make_traffic_evidence(planned=[], departures=[]),
+    )
+    assert "losses" in old and "equivalence" not in old, "side by side"
     lines = [json.dumps(old), json.dumps({"schema": 1, "session": "s", "command": "c", "device": "cpu"})]
     (tmp_path / "records.jsonl").write_text("\n".join(lines))
     reading = read_records(tmp_path)

@@ -21,9 +21,11 @@ from meshmark.run.request import Task
 from meshmark.run.verdict import judge_memory
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
+from meshmark.theory.flow import Departure
 from tests.factories import (
     make_case,
     make_environment,
+    make_flow,
     make_good,
     make_memory,
     make_memory_evidence,
@@ -421,8 +423,8 @@ def test_the_communication_table_is_of_the_rank_that_sends_most(tmp_path: Path) 
     """Both what was asked for and what the backend made of it; calls of scalars are left out."""
 
     def reading(num_bytes: int) -> TrafficReading:
-        asked = Collective(kind="reduce_scatter", group_size=2, count=2, num_bytes=num_bytes)
-        scalar = Collective(kind="all_reduce", group_size=2, count=1, num_bytes=4)
+        asked = Collective(kind="reduce_scatter", group_size=2, ranks=(0, 1), count=2, num_bytes=num_bytes)
+        scalar = Collective(kind="all_reduce", group_size=2, ranks=(0, 1), count=1, num_bytes=4)
         return TrafficReading(
             asked=[asked, scalar],
             issued=[Collective(kind="all_reduce", group_size=2, count=2, num_bytes=num_bytes)],
@@ -438,6 +440,29 @@ def test_the_communication_table_is_of_the_rank_that_sends_most(tmp_path: Path) 
     )
     assert (row["asked for"], row["backend issued"]) == ("2 reduce_scatter 4 KiB", "2 all_reduce 4 KiB")
     assert (row["sent / rank"], row["really sent / rank"]) == ("2 KiB", "4 KiB")
+    assert row["differences"] == "0"
+
+
+def test_traffic_names_the_axes_of_its_groups_where_there_are_several(tmp_path: Path) -> None:
+    case = make_case(layout=Layout(dp=2, tp=2))
+    groups = {"tp": (0, 1), "dp": (0, 2), "dp+tp": (0, 1, 2, 3)}
+    asked = [Collective(kind="all_reduce", group_size=2, ranks=r, count=1, num_bytes=2048) for r in groups.values()]
+    traffic = make_traffic_evidence(readings=[TrafficReading(asked=asked, issued=[])], planned=[[]], departures=[[]])
+    (row,) = rows(section(render(tmp_path, [make_good(case=case, traffic=traffic)]), "Communication"))
+    assert row["asked for"] == ", ".join(f"1 all_reduce 2 KiB over {axes}" for axes in groups)
+
+
+def test_declared_departures_stand_under_communication_with_their_reason(tmp_path: Path) -> None:
+    theory, sent = make_flow("reduce_scatter", num_bytes=4096), make_flow(num_bytes=4096)
+    declared = [
+        Departure(sends=(sent,), instead_of=(theory,), reason="whole gradients"),
+        Departure(instead_of=(theory,), reason="none"),
+    ]
+    record = make_good(case=DDP, traffic=make_traffic_evidence(departures=[declared, []]))
+    text = section(render(tmp_path, [record]), "Communication").partition("Declared departures")[2]
+    first, second = rows(text)
+    assert (first["sent"], first["in place of"]) == ("gradients: all_reduce 4 KiB", "gradients: reduce_scatter 4 KiB")
+    assert (first["why"], second["sent"]) == ("whole gradients", "nothing")
 
 
 def test_the_throughput_table_marks_wrong_runs_and_shows_the_spread(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_an_engine_over_its_own_sockets_passes_and_its_traffic_is_that_of_ddp(ru
     assert passed(record) == {"equivalence": True, "memory": True, "communication": True}
     (all_reduce,) = record.traffic.readings[0].asked
     assert all_reduce == Collective(
-        kind="all_reduce", group_size=2, count=all_reduce.count, num_bytes=4 * MODEL.model.num_parameters
+        kind="all_reduce", group_size=2, ranks=(0, 1), count=all_reduce.count, num_bytes=4 * MODEL.model.num_parameters
     )
     assert record.traffic.readings[0].issued == [all_reduce] and all_reduce.count > 10, "one a parameter"
     assert sum(c.num_bytes for c in observe(runner, "ddp").traffic.readings[0].asked) == all_reduce.num_bytes

@@ -26,11 +26,12 @@ from meshmark.reference.data import IGNORED, check_data, make_batch
 from meshmark.reference.digits import load_digits
 from meshmark.reference.objective import loss_share
 from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.communication import judge_communication
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.throughput import throughput
-from meshmark.run.verdict import judge_communication, judge_memory
+from meshmark.run.verdict import judge_memory
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
@@ -38,6 +39,7 @@ from meshmark.spec.model_spec import MODELS, Family
 from meshmark.spec.precision import Precision
 from meshmark.spec.vision_spec import VISION_MODELS, VisionSpec
 from meshmark.spec.workload import Loss, Workload, workload
+from meshmark.theory.flow import bytes_by_kind
 from meshmark.theory.states import ModelStates, model_states
 from meshmark.theory.traffic import step_traffic
 from tests.broken.mutant import under
@@ -165,7 +167,7 @@ def test_what_is_not_known_is_not_planned() -> None:
     states = model_states(case, 0)
     assert states is not None and (states.activations, states.peak) == (None, None)
     assert states.parameters == 4 * VIT.model.num_parameters
-    assert step_traffic(case, 0) == {"all_reduce": 4.0 * VIT.model.num_parameters}
+    assert bytes_by_kind(step_traffic(case, 0)) == {"all_reduce": 4 * VIT.model.num_parameters}
     split = dataclasses.replace(case, layout=Layout(tp=2))
     assert model_states(split, 0) is None and step_traffic(split, 0) is None
     record = make_good(

@@ -37,13 +37,14 @@ from meshmark.adapters.accelerate.prepare import (
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
-from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine
+from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fsdp2_departures
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
+from meshmark.theory.flow import Departure, Flow, Purpose, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.traffic import Traffic, fully_sharded, step_traffic
+from meshmark.theory.traffic import step_traffic
 
 _ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
 _FP16_IS_FP32 = "on a CPU Accelerate drops it without a word and trains in float32"
@@ -182,14 +183,21 @@ class AccelerateFSDP2(Adapter):
         return dataclasses.replace(using, backward=dataclasses.replace(using.backward, keeps_root=True))
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic | None:
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
         """FSDP2's, but what is in no block is gathered once a micro-batch."""
         model = case.workload.model
-        traffic = step_traffic(case, rank, fully_sharded(case))
-        if traffic and case.layout.dp > 1:
-            per_micro_batch = traffic["all_gather"] / model.num_parameters / 2
-            traffic["all_gather"] -= per_micro_batch * _root_parameters(case)
-        return traffic
+        root = model.num_parameters - model.num_layers * model.block_parameters
+
+        def once(flow: Flow) -> Flow:
+            return dataclasses.replace(
+                flow, num_bytes=flow.num_bytes - flow.num_bytes // (2 * model.num_parameters) * root
+            )
+
+        reason = "embedding and head stay whole from forward to backward: Accelerate leaves the root to `fully_shard`"
+        return (
+            *departing(step_traffic(case, rank), Purpose.WEIGHTS, reason, once),
+            *fsdp2_departures(case, rank, root_gathers=1),
+        )
 
     def build(self, case: Case, context: RankContext) -> Engine:
         choose_device(context)
@@ -218,12 +226,6 @@ class AccelerateFSDP2(Adapter):
         prepared = prepare_parts(accelerator, case, context)
         prove(accelerator, "FSDP", accelerator.is_fsdp2 and isinstance(prepared[0], FSDPModule), prepared[0])
         return AccelerateFSDP2Engine(case, context, accelerator, prepared)
-
-
-def _root_parameters(case: Case) -> int:
-    """Embedding and head."""
-    model = case.workload.model
-    return model.num_parameters - model.num_layers * model.block_parameters
 
 
 class _StepLater:

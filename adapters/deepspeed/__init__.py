@@ -15,17 +15,18 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed.config import ds_config, prepare
+from meshmark.adapters.deepspeed.departures import keeps_whole_gradients, zero_departures
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
+from meshmark.theory.flow import Departure
 from meshmark.theory.parameter_order import bucket_elements, reaching_elements
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import Remainder
-from meshmark.theory.traffic import Reduction, Traffic, fully_sharded, step_traffic
 
 
 class DeepSpeed(Adapter):
@@ -82,7 +83,7 @@ class DeepSpeed(Adapter):
         if not case.precision.is_mixed:
             return using
         states = using.states
-        if _keeps_whole_gradients(case):
+        if keeps_whole_gradients(case):
             states = dataclasses.replace(states, gradient_bytes=6, gradient_stage=2)
         return dataclasses.replace(using, states=dataclasses.replace(states, weight_bytes=2))
 
@@ -103,24 +104,8 @@ class DeepSpeed(Adapter):
         return (Remainder(category="gradients", num_bytes=4 * (kept - planned), reason=reason),)
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic | None:
-        """Stages 1 and 2 all-reduce gradients (`use_multi_rank_bucket_allreduce`, the default, in place of a reduce to
-        each owner), at stage 2 after every micro-batch, and all-gather the updated weights. Stage 3 gathers a tied
-        weight for the embedding and again for the head."""
-        model = case.workload.model
-        if case.layout.zero_stage == 3:
-            traffic = step_traffic(case, rank, fully_sharded(case))
-            if isinstance(model, ModelSpec) and model.tied_embeddings and traffic:
-                traffic["all_gather"] *= 1 + model.vocab_size * model.hidden / model.num_parameters
-            return traffic
-        low = case.precision.is_mixed
-        return step_traffic(
-            case,
-            rank,
-            Reduction(
-                every_micro_batch=case.layout.zero_stage == 2, gathers_per_step=1, weight_bytes=2 if low else None
-            ),
-        )
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        return zero_departures(case, rank)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         prepare(context)
@@ -135,7 +120,3 @@ class DeepSpeed(Adapter):
         engine = DeepSpeedEngine(case, context, module, optimizer)
         engine.restore_masters()
         return engine
-
-
-def _keeps_whole_gradients(case: Case) -> bool:
-    return case.precision.compute is Dtype.BF16 and case.layout.zero_stage == 1

@@ -23,10 +23,11 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
+from meshmark.theory.flow import Departure, Purpose, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.saved_activations import RNG_STATE_BYTES, cast_weight_bytes
 from meshmark.theory.states import Remainder, micro_batch_tokens
-from meshmark.theory.traffic import Traffic, add_traffic, data_parallel_traffic, tensor_parallel_traffic
+from meshmark.theory.traffic import step_traffic
 
 
 class Megatron(Adapter):
@@ -48,11 +49,18 @@ class Megatron(Adapter):
     )
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic:
-        """Under autocast half of the residual streams travel in bf16 (what row-parallel layers put out, the gradient of
-        the head's input), half in fp32 (the embedding, gradients of the blocks' inputs)."""
-        stream_bytes = 3 if case.precision.is_mixed else 4
-        return add_traffic(data_parallel_traffic(case, rank), tensor_parallel_traffic(case, stream_bytes))
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        """Under autocast half of the residual streams travel in bf16, half in fp32: the embedding, and gradients of the
+        blocks' inputs."""
+        if not case.precision.is_mixed:
+            return ()
+        reason = "row-parallel layers' outputs and the gradient of the head's input are summed in bf16"
+        return departing(
+            step_traffic(case, rank),
+            Purpose.ACTIVATIONS,
+            reason,
+            lambda flow: dataclasses.replace(flow, num_bytes=flow.num_bytes // 4 * 3),
+        )
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:

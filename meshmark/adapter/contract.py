@@ -13,9 +13,9 @@ from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
+from meshmark.theory.flow import Departure
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import Remainder
-from meshmark.theory.traffic import Traffic, step_traffic
 
 
 class Adapter(ABC):
@@ -53,10 +53,10 @@ class Adapter(ABC):
         return ()
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic | None:
-        """What this framework's algorithm asks for in one step, bytes by kind; scalars need not be counted. Where steps
-        differ, in `METERED_STEP` of `meshmark.theory.traffic`; None where it is not planned."""
-        return step_traffic(case, rank)
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        """Where this framework is known to send otherwise than `meshmark.theory.traffic.step_traffic` says, which is
+        what every case is held to. Where steps differ, in that module's `METERED_STEP`."""
+        return ()
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:

@@ -13,8 +13,8 @@ class Transfer:
 
     kind: str
     """As `meshmark.theory.traffic` has it: all_reduce, all_gather, reduce_scatter, broadcast, send, ..."""
-    group_size: int
-    """2 for a send or a receive."""
+    ranks: tuple[int, ...]
+    """Of the group, in order; both ends of a send or a receive."""
     num_bytes: int
     """Of the full tensor: what an all-gather yields, what a reduce-scatter takes."""
 

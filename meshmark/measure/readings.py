@@ -72,10 +72,12 @@ def wire_factor(kind: str, group_size: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """All calls of one kind over groups of one size within one step."""
+    """All calls of one kind over one group of ranks within one step."""
 
     kind: str
     group_size: int
+    ranks: tuple[int, ...] = ()
+    """Of the group, in order; both ends of a send or a receive. Records of old tell the size alone."""
     count: int
     num_bytes: int
     """Of the full tensors: what an all-gather yields, what a reduce-scatter takes."""

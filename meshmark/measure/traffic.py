@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from meshmark.adapter.traffic_source import TrafficSource, Transfer
 from meshmark.measure.readings import Collective, TrafficReading
-from meshmark.measure.watch import AskedOperation, IssuedOperation, Watch
+from meshmark.measure.watch import POINT_TO_POINT, AskedOperation, IssuedOperation, Watch
 
 # Which argument of a c10d call holds the tensors that count, and whether these are one rank's part of the whole.
 _ASKED: dict[str, tuple[str, int, bool]] = {
@@ -31,7 +31,6 @@ _ASKED: dict[str, tuple[str, int, bool]] = {
     "recv_any_source_": ("recv", 0, False),
     "barrier": ("barrier", 0, False),
 }
-POINT_TO_POINT = frozenset({"send", "recv"})
 
 
 class TorchTraffic:
@@ -51,22 +50,21 @@ class TorchTraffic:
     def asked(self) -> list[Transfer]:
         """Raises `AssertionError` when asked and issued collectives cannot be paired, by order."""
         asked, issued = self._seen()
-        collectives = [a for a in asked if _kind(a) not in POINT_TO_POINT]
+        collectives = [a for a in asked if a.name not in POINT_TO_POINT]
         assert len(collectives) == len(issued), (
             f"{len(collectives)} collectives asked for, {len(issued)} in the flight recorder: "
             f"{[a.name for a in collectives]} against {[i.kind for i in issued]}"
         )
         paired = [
-            Transfer(kind=_kind(a), group_size=i.group_size, num_bytes=_full_bytes(a, i.group_size))
+            Transfer(kind=_kind(a), ranks=i.ranks, num_bytes=_full_bytes(a, len(i.ranks)))
             for a, i in zip(collectives, issued, strict=True)
         ]
         return paired + _point_to_point(asked)
 
     def issued(self) -> list[Transfer]:
         asked, issued = self._seen()
-        return [
-            Transfer(kind=i.kind, group_size=i.group_size, num_bytes=_issued_bytes(i)) for i in issued
-        ] + _point_to_point(asked)
+        collectives = [Transfer(kind=i.kind, ranks=i.ranks, num_bytes=_issued_bytes(i)) for i in issued]
+        return collectives + _point_to_point(asked)
 
     def _seen(self) -> tuple[list[AskedOperation], list[IssuedOperation]]:
         asked = [a for a in self._watch.asked() if self._counts(a.time_ns)]
@@ -86,7 +84,7 @@ def read_traffic(sources: Sequence[TrafficSource]) -> TrafficReading:
 
 def _point_to_point(asked: Iterable[AskedOperation]) -> list[Transfer]:
     return [
-        Transfer(kind=_kind(a), group_size=2, num_bytes=_full_bytes(a, 2)) for a in asked if _kind(a) in POINT_TO_POINT
+        Transfer(kind=_kind(a), ranks=a.ranks, num_bytes=_full_bytes(a, 2)) for a in asked if a.name in POINT_TO_POINT
     ]
 
 
@@ -106,14 +104,14 @@ def _issued_bytes(operation: IssuedOperation) -> int:
 
 
 def _sum(transfers: Iterable[Transfer]) -> list[Collective]:
-    """Added up by kind and group size. Groups of one move nothing and are left out."""
-    counts: dict[tuple[str, int], tuple[int, int]] = {}
+    """Added up by kind and ranks. A group of one moves nothing and is left out."""
+    counts: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
     for transfer in transfers:
-        if transfer.group_size > 1:
-            key = transfer.kind, transfer.group_size
+        if len(transfer.ranks) > 1:
+            key = transfer.kind, transfer.ranks
             count, total = counts.get(key, (0, 0))
             counts[key] = (count + 1, total + transfer.num_bytes)
     return [
-        Collective(kind=kind, group_size=size, count=count, num_bytes=total)
-        for (kind, size), (count, total) in sorted(counts.items())
+        Collective(kind=kind, group_size=len(ranks), ranks=ranks, count=count, num_bytes=total)
+        for (kind, ranks), (count, total) in sorted(counts.items())
     ]

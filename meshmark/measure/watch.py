@@ -16,8 +16,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from meshmark.measure.ends import Ends
+
 _AUTOGRAD_NODE = "autograd::engine::evaluate_function: "
 """What the profiler calls a node of the graph that the backward pass walks, and then the node's name."""
+
+POINT_TO_POINT = frozenset({"c10d::send", "c10d::recv_", "c10d::recv_any_source_"})
+"""As the profiler names them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,8 @@ class AskedOperation:
     time_ns: int
     operands: tuple[tuple[Operand, ...], ...]
     """By argument; an argument that is one tensor counts as one operand."""
+    ranks: tuple[int, ...] = ()
+    """Of a point-to-point call: both ends. Those of a collective are told by what was issued for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +82,8 @@ class IssuedOperation:
     kind: str
     """As the backend calls it, without its own name: `all_reduce`."""
     time_ns: int
-    group_size: int
+    ranks: tuple[int, ...]
+    """Of its group."""
     num_bytes: int
     """Of the larger of its input and its output."""
 
@@ -93,6 +101,9 @@ class Watch:
         self.windows: list[Window] = []
         self._events: list[Any] = []
         self._recorded: dict[str, Any] = {}
+        self._num_unfocused = 0
+        """Of the events, those from before operands were recorded."""
+        self._ends = Ends()
 
     def __enter__(self) -> Watch:
         self._start(operands=False)
@@ -101,10 +112,13 @@ class Watch:
     def focus(self) -> None:
         """From here on see collectives too, with their operands."""
         self._stop()
+        self._num_unfocused = len(self._events)
+        self._ends.start()
         self._start(operands=True)
 
     def __exit__(self, *_: object) -> None:
         self._stop()
+        self._ends.stop()
         if torch.distributed.is_initialized():
             self._recorded = _flight_recorder()
 
@@ -168,26 +182,33 @@ class Watch:
         return starts
 
     def asked(self) -> list[AskedOperation]:
-        """Every collective and point-to-point call, in order."""
+        """Every collective and point-to-point call since `focus`, in order.
+
+        Raises `AssertionError` when point-to-point calls cannot be paired with their ends, by order."""
+        events = [event for event in self._events[self._num_unfocused :] if event.name.startswith("c10d::")]
+        num_messages = sum(event.name in POINT_TO_POINT for event in events)
+        ends = iter(self._ends.ranks)
+        assert num_messages == len(self._ends.ranks), f"{num_messages} sends and receives, {len(self._ends.ranks)} ends"
         return [
             AskedOperation(
                 name=event.name,
                 time_ns=event.start_time_ns,
                 operands=tuple(tuple(_operands(argument)) for argument in event.extra_fields.inputs),
+                ranks=next(ends) if event.name in POINT_TO_POINT else (),
             )
-            for event in self._events
-            if event.name.startswith("c10d::")
+            for event in events
         ]
 
     def issued(self) -> list[IssuedOperation]:
         """Every collective (not point-to-point) that the backend carried out, in order."""
         # The recorder's own table of groups has no names on gloo.
-        sizes = {name: group.size() for group, name in torch.distributed.distributed_c10d._world.pg_names.items()}
+        names = torch.distributed.distributed_c10d._world.pg_names
+        ranks = {name: tuple(sorted(torch.distributed.get_process_group_ranks(g))) for g, name in names.items()}
         return [
             IssuedOperation(
                 kind=entry["profiling_name"].split(":")[-1].lstrip("_"),
                 time_ns=entry["time_created_ns"],
-                group_size=sizes.get(entry["process_group"][0], 0),
+                ranks=ranks.get(entry["process_group"][0], ()),
                 num_bytes=max(_recorded_bytes(entry, "input"), _recorded_bytes(entry, "output")),
             )
             for entry in self._recorded.get("entries", [])

@@ -10,6 +10,7 @@ from pathlib import Path
 from meshmark.judge.yardstick import FALSE_ALARMS
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
+from meshmark.report.communication import communication, departures
 from meshmark.report.planned import planned_memory
 from meshmark.report.plots import memory_plot, throughput_plot
 from meshmark.report.results import CaseResult, results
@@ -170,9 +171,10 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
             "compares states, and on a CPU activations, of every rank with the closed form.",
         ),
         "Communication": (
-            tables.communication,
+            communication,
             "One step, on the rank that sends most. Bytes are full tensors; *sent* counts ring algorithms. What a "
-            "backend issues can differ from what was asked for.",
+            "backend issues can differ from what was asked for. The verdict compares the bytes of every kind and group "
+            "of ranks with theory and what adapters declare, exactly, and calls where theory fixes their number.",
         ),
         "Throughput": (functools.partial(tables.speed, baseline=before), f"{_TIMED}{_peaks(latest)}."),
     }
@@ -183,6 +185,8 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
             parts.insert(-1, warning)
         if title == "Memory" and (declared := tables.remainders(found)):
             parts += ["Declared beyond the closed form, rank 0:", declared]
+        if title == "Communication" and (departed := departures(found)):
+            parts += ["Declared departures from theory, rank 0:", departed]
         if title == "Memory" and (compared := planned_memory(found)):
             parts += [_PLANNED, compared]
     if any(r.skipped for r in found):

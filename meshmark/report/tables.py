@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pandas as pd
 
-from meshmark.measure.readings import Collective, MemoryReading
+from meshmark.measure.readings import MemoryReading
 from meshmark.report.baseline import Baseline
 from meshmark.report.results import CaseResult
 from meshmark.run.record import Record, Verdict
@@ -69,7 +69,7 @@ def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> str:
         e, losses = verdict.evidence, result.observed.training.losses
         row: dict[str, object] = {
             **names(result),
-            "verdict": _passed(verdict.passed),
+            "verdict": passed(verdict.passed),
             "worst quantity": e["worst_quantity"],
             "step": e["worst_step"],
             "distance / noise": _number(e["ratio"]),
@@ -95,7 +95,7 @@ def memory(found: Sequence[CaseResult], baseline: Baseline) -> str:
             **names(result),
             "correct": result.correctness,
             "states in": result.states,
-            "as planned": _passed(verdict.passed) if verdict else "",
+            "as planned": passed(verdict.passed) if verdict else "",
             "worst error": _worst_error(verdict),
             "rank": rank,
             "parameters": bytes_text(reading.states.parameters),
@@ -125,28 +125,6 @@ def remainders(found: Sequence[CaseResult]) -> str:
         for declared in result.observed.memory.remainders[0]
     ]
     return markdown(rows) if rows else ""
-
-
-def communication(found: Sequence[CaseResult]) -> str:
-    """The rank that sends most, bytes of one step."""
-    rows = []
-    for result in found:
-        if not result.observed or not result.observed.traffic.readings or result.case.world_size == 1:
-            continue
-        traffic, verdict = result.observed.traffic.readings, result.observed.verdict("communication")
-        rank = max(range(len(traffic)), key=lambda r: _wire(traffic[r].asked))
-        rows.append(
-            {
-                **names(result),
-                "as planned": _passed(verdict.passed) if verdict else "",
-                "worst error": _worst_error(verdict),
-                "asked for": _kinds(traffic[rank].asked),
-                "sent / rank": bytes_text(_wire(traffic[rank].asked)),
-                "backend issued": _kinds(traffic[rank].issued),
-                "really sent / rank": bytes_text(_wire(traffic[rank].issued)),
-            }
-        )
-    return markdown(rows)
 
 
 def speed(found: Sequence[CaseResult], baseline: Baseline) -> str:
@@ -212,8 +190,8 @@ def names(result: CaseResult) -> dict[str, object]:
     return {"adapter": case.adapter, "layout": case.layout.id, "workload": f"{case.workload.name} {case.precision}"}
 
 
-def _passed(passed: bool) -> str:
-    return "yes" if passed else "**no**"
+def passed(as_asked: bool) -> str:
+    return "yes" if as_asked else "**no**"
 
 
 def _worst_error(verdict: Verdict | None) -> str:
@@ -270,18 +248,6 @@ def interval_text(measured: Throughput) -> str:
 
 def _percent(fraction: float | None) -> str:
     return "" if fraction is None else f"{fraction:.1%}"
-
-
-def _wire(collectives: list[Collective]) -> float:
-    return sum(c.wire_bytes for c in collectives)
-
-
-def _kinds(collectives: list[Collective]) -> str:
-    """`2 all_reduce 925 KiB`, by kind, scalars left out."""
-    return (
-        ", ".join(f"{c.count} {c.kind} {bytes_text(c.num_bytes)}" for c in collectives if c.num_bytes > KIB)
-        or "nothing"
-    )
 
 
 def failures(records: Sequence[Record]) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 from meshmark.adapter.contract import Adapter
 from meshmark.environment import describe
 from meshmark.judge.yardstick import Yardstick
+from meshmark.run.communication import judge_communication
 from meshmark.run.declared import declare
 from meshmark.run.launch import LaunchResult
 from meshmark.run.rank_report import RankReport
@@ -24,7 +25,7 @@ from meshmark.run.record import (
 )
 from meshmark.run.request import Request, Task
 from meshmark.run.throughput_verdict import judge_throughput
-from meshmark.run.verdict import judge_communication, judge_equivalence, judge_memory
+from meshmark.run.verdict import judge_equivalence, judge_memory
 
 JUDGED = (Task.OBSERVE, Task.RESUME, Task.OVERFLOW)
 """Passes whose traces are held against the truth."""
@@ -67,7 +68,11 @@ def assemble(
             remainders=declared.remainders,
             state_dtypes=_state_dtypes(reports) if whole else {},
         ),
-        traffic=TrafficEvidence(readings=[r.traffic for r in reports if r.traffic], planned=declared.traffic),
+        traffic=TrafficEvidence(
+            readings=[r.traffic for r in reports if r.traffic],
+            planned=declared.traffic,
+            departures=declared.departures,
+        ),
         timing=TimingEvidence(
             rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
             rank_starts=[r.lap_starts for r in reports if r.lap_starts],

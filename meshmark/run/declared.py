@@ -1,4 +1,4 @@
-"""What an adapter says of a case beforehand: what each rank is to hold and to send."""
+"""What is known of a case beforehand: what each rank is to hold and to send, by theory and by what adapters declare."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import TypeVar
 from meshmark.adapter.contract import Adapter
 from meshmark.clip import told
 from meshmark.spec.case import Case
+from meshmark.theory.flow import Departure, Flow, departed
 from meshmark.theory.states import ModelStates, Remainder, model_states
+from meshmark.theory.traffic import step_traffic
 
 T = TypeVar("T")
 
@@ -20,7 +22,9 @@ class Declared:
 
     states: list[ModelStates | None]
     remainders: list[list[Remainder]]
-    traffic: list[dict[str, float] | None]
+    traffic: list[list[Flow] | None]
+    """By theory alone."""
+    departures: list[list[Departure]]
     failed: dict[str, str] = field(default_factory=dict)
     """By suite that cannot be judged by it: the method that failed, and how."""
 
@@ -39,7 +43,10 @@ def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int]) -> Declare
     return Declared(
         states=ask("memory", "recipe", lambda rank: model_states(case, rank, adapter.recipe(case))),
         remainders=ask("memory", "remainders", lambda rank: _remainders(adapter.remainders(case, rank))),
-        traffic=ask("communication", "traffic", lambda rank: _traffic(adapter.traffic(case, rank))),
+        traffic=[step_traffic(case, rank) for rank in ranks],
+        departures=ask(
+            "communication", "departures", lambda rank: _departures(case, rank, adapter.departures(case, rank))
+        ),
         failed=failed,
     )
 
@@ -51,9 +58,11 @@ def _remainders(told: Sequence[object]) -> list[Remainder]:
     return [remainder for remainder in told if isinstance(remainder, Remainder)]
 
 
-def _traffic(told: object) -> dict[str, float] | None:
-    if told is None:
-        return None
-    if not isinstance(told, dict):
-        raise TypeError(f"got {told!r}, expected bytes by kind of collective, or None where they are not planned")
-    return {str(kind): float(num_bytes) for kind, num_bytes in told.items()}
+def _departures(case: Case, rank: int, told: Sequence[object]) -> list[Departure]:
+    """Raises `ValueError` where they depart from what theory does not say."""
+    for departure in told:
+        if not isinstance(departure, Departure):
+            raise TypeError(f"got {departure!r} among the departures, expected a Departure")
+    departures = [departure for departure in told if isinstance(departure, Departure)]
+    departed(step_traffic(case, rank) or [], departures)
+    return departures

@@ -23,7 +23,7 @@ _PARTS_OF_SCHEMA_1: dict[str, dict[str, str]] = {
         "remainders": "remainders",
         "state_dtypes": "state_dtypes",
     },
-    "traffic": {"traffic": "readings", "planned_traffic": "planned"},
+    "traffic": {"traffic": "readings"},
     "timing": {"rank_step_seconds": "rank_step_seconds"},
     "conformance": {
         "scenario": "scenario",
@@ -34,8 +34,9 @@ _PARTS_OF_SCHEMA_1: dict[str, dict[str, str]] = {
     },
 }
 """By part of a record: its fields as they lay side by side in schema 1, and as they are named within the part."""
-_LEFT_OUT = {"matmul_flops_per_second"}
-"""Of schema 1: ranks that shared cores were told a peak each, which together the machine did not have."""
+_LEFT_OUT = {"matmul_flops_per_second", "planned_traffic"}
+"""Of schema 1: ranks that shared cores were told a peak each, which together the machine did not have; and what
+adapters said that they would send, by which nothing is judged any more."""
 
 
 def migrate(value: object) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def migrate(value: object) -> dict[str, Any]:
         raise ValueError(f"schema {schema}, this Meshmark reads 1 to {SCHEMA}")
     if schema == SCHEMA or "session" in value:
         return value | {"schema": SCHEMA}
-    moved = {old for part in _PARTS_OF_SCHEMA_1.values() for old in part} | _LEFT_OUT
+    moved = _LEFT_OUT.union(*_PARTS_OF_SCHEMA_1.values())
     parts = {
         name: {new: value[old] for old, new in part.items() if old in value}
         for name, part in _PARTS_OF_SCHEMA_1.items()

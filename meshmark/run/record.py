@@ -15,6 +15,7 @@ from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
+from meshmark.theory.flow import Departure, Flow
 from meshmark.theory.states import ModelStates, Remainder
 
 SCHEMA = 2
@@ -165,8 +166,10 @@ class TrafficEvidence:
     """What ranks sent, and what they were to send; lists are by rank."""
 
     readings: list[TrafficReading] = field(default_factory=list)
-    planned: list[dict[str, float] | None] = field(default_factory=list)
-    """Bytes by kind of collective; None where they are not planned."""
+    planned: list[list[Flow] | None] = field(default_factory=list)
+    """By theory; None where it does not plan. Empty in records of old, whose plan was their adapter's word."""
+    departures: list[list[Departure]] = field(default_factory=list)
+    """From theory, as the adapter declares them."""
 
 
 @dataclass(frozen=True, kw_only=True)

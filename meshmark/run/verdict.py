@@ -18,9 +18,6 @@ from meshmark.theory.states import ModelStates, Remainder, declared_bytes
 
 STATE_TOLERANCE = 0.01
 """Relative, on the bytes of each category of model states, and of activations."""
-TRAFFIC_TOLERANCE = 0.01
-"""Relative to all planned bytes, on each kind of collective; room for norms and other scalars, of which frameworks
-exchange a few."""
 
 
 def judge_equivalence(record: Record) -> Verdict:
@@ -109,7 +106,6 @@ _MEND_STATES = (
 _MEND_ACTIVATIONS = (
     "what the framework is meant to keep follows from `Adapter.recipe`, and what is over from `Adapter.remainders`"
 )
-_MEND_TRAFFIC = "what the framework's algorithm is meant to send is what `Adapter.traffic` says"
 
 
 def _unmeasured(record: Record, suite: str) -> Verdict | None:
@@ -164,38 +160,3 @@ def memory_categories(
         yield name, getattr(reading.states, name), getattr(plan, name) + declared_bytes(declared, name)
     if with_activations and reading.held is not None and plan.activations is not None:
         yield "activations", reading.held.activations, plan.activations + declared_bytes(declared, "activations")
-
-
-def judge_communication(record: Record) -> Verdict | None:
-    """Bytes by kind on every rank, as asked for, against the closed form; None where it is not planned."""
-    if failed := _unmeasured(record, "communication"):
-        return failed
-    worst = (0.0, "", 0, 0.0, 0.0)
-    for rank, (reading, plan) in enumerate(zip(record.traffic.readings, record.traffic.planned, strict=True)):
-        if plan is None:
-            return None
-        measured: dict[str, float] = {}
-        for collective in reading.asked:
-            measured[collective.kind] = measured.get(collective.kind, 0.0) + collective.num_bytes
-        total = max(sum(plan.values()), sum(measured.values()) if not plan else 1.0)
-        for kind in sorted(plan.keys() | measured.keys()):
-            found, expected = measured.get(kind, 0.0), plan.get(kind, 0.0)
-            error = abs(found - expected) / total if total else 0.0
-            worst = max(worst, (error, kind, rank, found, expected))
-    error, kind, rank, found, expected = worst
-    passed = error <= TRAFFIC_TOLERANCE
-    what = f"{kind} on rank {rank}: {found:,.0f} bytes, planned {expected:,.0f}" if kind else "nothing to communicate"
-    summary = f"{what} ({error:.2%} of the step's traffic)" if kind else what
-    return Verdict(
-        suite="communication",
-        passed=passed,
-        summary=summary if passed else f"{summary}; {_MEND_TRAFFIC}",
-        evidence={
-            "kind": kind,
-            "rank": rank,
-            "measured_bytes": found,
-            "planned_bytes": expected,
-            "relative_error": error,
-            "tolerance": TRAFFIC_TOLERANCE,
-        },
-    )

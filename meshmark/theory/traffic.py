@@ -1,7 +1,8 @@
-"""Closed forms of what one rank communicates in one optimizer step.
+"""Closed forms of what one rank communicates in one optimizer step: kind, ranks, calls and bytes.
 
-Bytes are those of full tensors, by kind of collective, as a framework asks for them; `wire_factor` of
-`meshmark.measure.traffic` turns them into bytes sent under ring algorithms.
+Bytes are those of full tensors, as a framework asks for them; `wire_factor` of `meshmark.measure.readings` turns them
+into bytes sent under ring algorithms. Calls are fixed where the algorithm fixes them, and bounded where a framework is
+free to cut or join tensors.
 """
 
 from __future__ import annotations
@@ -9,153 +10,223 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshmark.spec.case import Case
-from meshmark.spec.precision import Precision
+from meshmark.spec.layout import INNERMOST_FIRST, Axis, Layout, Recompute
+from meshmark.spec.precision import LossScaling
+from meshmark.theory.flow import Flow, Purpose
+from meshmark.theory.parameter_order import num_tensors
 from meshmark.theory.partition import uniform_stages
 from meshmark.theory.states import local_parameters
-
-Traffic = dict[str, float]
-"""Bytes by kind of collective."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reduction:
-    """How a framework keeps data-parallel ranks together."""
-
-    kind: str = "all_reduce"
-    """Collective that reduces gradients: all_reduce, reduce_scatter or reduce."""
-    every_micro_batch: bool = False
-    """Whether each micro-batch is reduced by itself, or their sum once."""
-    gradient_bytes: int | None = None
-    """Bytes an element on the wire; None means those of the precision that is asked for."""
-    gathers_per_micro_batch: int = 0
-    """All-gathers of the parameters for each micro-batch: 2 under ZeRO-3, one for forward and one for backward."""
-    gathers_per_step: int = 0
-    """All-gathers of the updated parameters: 1 under ZeRO-1 and 2."""
-    gather_kind: str = "all_gather"
-    """Collective that brings parameters together: all_gather, or owners' broadcasts."""
-    weight_bytes: int | None = None
-    """Bytes an element of a gathered weight."""
-
-
-def wide_bytes(precision: Precision) -> int:
-    return precision.wide.itemsize
-
-
-def default_reduction(case: Case) -> Reduction:
-    """The textbook's: one all-reduce a step, or under ZeRO reduce-scatter and all-gather (arXiv:1910.02054, section 7:
-    2P elements up to stage 2, 3P at stage 3)."""
-    if case.layout.zero_stage == 0:
-        return Reduction()
-    if case.layout.zero_stage < 3:
-        return Reduction(kind="reduce_scatter", gathers_per_step=1)
-    return fully_sharded(case)
-
-
-def fully_sharded(case: Case) -> Reduction:
-    """ZeRO-3 as FSDP does it: weights gathered as the products read them, for forward and again for backward, gradients
-    reduced after every micro-batch, so that they stay sharded."""
-    return Reduction(
-        kind="reduce_scatter",
-        gathers_per_micro_batch=2,
-        every_micro_batch=True,
-        weight_bytes=case.precision.weights.itemsize,
-    )
-
 
 METERED_STEP = 2
 """Counted from 0: the step that traffic is planned and metered of, where the steps of an algorithm differ."""
 
 
-def local_sgd_traffic(case: Case, rank: int) -> Traffic:
+def spanned(layout: Layout, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+    """The ranks that differ from `rank` along `axes` alone, in order."""
+    others = [axis for axis in INNERMOST_FIRST if axis not in axes]
+
+    def stands(other: int) -> list[int]:
+        return [getattr(layout.coordinates(other), axis) for axis in others]
+
+    return tuple(other for other in range(layout.world_size) if stands(other) == stands(rank))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Of one rank, those that it acts together with."""
+
+    axes: str
+    """Joined by +."""
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def along(cls, layout: Layout, rank: int, axes: tuple[Axis, ...]) -> Group:
+        long = tuple(axis for axis in axes if len(layout.group(axis, rank)) > 1)
+        return cls(axes="+".join(long), ranks=spanned(layout, rank, long))
+
+
+def _collective(group: Group, kind: str, purpose: Purpose, num_bytes: int, calls: tuple[int, int]) -> list[Flow]:
+    """`calls`: fewest and most. Nothing in a group of one."""
+    fewest, most = calls
+    flow = Flow(
+        kind=kind,
+        axes=group.axes,
+        ranks=group.ranks,
+        purpose=purpose,
+        num_bytes=num_bytes,
+        fewest=fewest,
+        most=most,
+    )
+    return [flow] if len(group.ranks) > 1 else []
+
+
+REPLICAS: tuple[Axis, ...] = ("dp", "cp")
+"""Along which ranks hold, or share, the same parameters."""
+
+
+def _tensors(case: Case, rank: int) -> tuple[int, int]:
+    """Number of parameters, and of the tensors that they are in."""
+    model, layout = case.workload.model, case.layout
+    count = local_parameters(model, layout, rank)
+    assert count is not None, "step_traffic leaves out what is not planned"
+    return count, num_tensors(model, layout.pp, layout.coordinates(rank).pp)
+
+
+def local_sgd_traffic(case: Case, rank: int) -> list[Flow]:
     """Replicas that step alone send nothing, but for their gradients in the warm-up and their parameters when these
     are averaged (arXiv:1808.07217)."""
     algorithm, precision = case.workload.algorithm, case.precision
-    reduced = algorithm.reduces_gradients(METERED_STEP) * precision.reduction.itemsize
-    averaged = algorithm.averages_after(METERED_STEP) * precision.master.itemsize
-    if case.layout.dp == 1 or not reduced + averaged:
-        return {}
-    count = local_parameters(case.workload.model, case.layout, rank)
-    assert count is not None, "step_traffic leaves out what is not planned"
-    return {"all_reduce": float((reduced + averaged) * count)}
+    replicas = Group.along(case.layout, rank, REPLICAS)
+    count, tensors = _tensors(case, rank)
+    flows = []
+    if algorithm.reduces_gradients(METERED_STEP):
+        num_bytes = count * precision.reduction.itemsize
+        flows += _collective(replicas, "all_reduce", Purpose.GRADIENTS, num_bytes, (1, tensors))
+    if algorithm.averages_after(METERED_STEP):
+        num_bytes = count * precision.master.itemsize
+        flows += _collective(replicas, "all_reduce", Purpose.WEIGHTS, num_bytes, (1, tensors))
+    return flows
 
 
-def data_parallel_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic:
-    """Reduction of gradients and gathering of parameters over the data- and context-parallel ranks."""
+def data_parallel_traffic(case: Case, rank: int) -> list[Flow]:
+    """Reduction of gradients and gathering of weights over the data- and context-parallel ranks: one all-reduce a step,
+    or under ZeRO reduce-scatter and all-gather (arXiv:1910.02054, section 7: 2P elements up to stage 2, 3P at stage 3).
+    At stage 3, as FSDP does it, weights are gathered as the products read them, for every micro-batch's forward and
+    again for its backward, and gradients reduced after every micro-batch, so that they stay sharded."""
     if case.workload.algorithm.replicas_differ:
         return local_sgd_traffic(case, rank)
-    if case.layout.dp * case.layout.cp == 1:
-        return {}
-    how = reduction or default_reduction(case)
-    precision, count = case.precision, local_parameters(case.workload.model, case.layout, rank)
-    assert count is not None, "step_traffic leaves out what is not planned"
-    times = case.layout.num_micro_batches if how.every_micro_batch else 1
-    gathers = how.gathers_per_step + how.gathers_per_micro_batch * case.layout.num_micro_batches
-    traffic: Traffic = {how.kind: float(times * count * (how.gradient_bytes or precision.reduction.itemsize))}
-    if gathers:
-        traffic[how.gather_kind] = float(gathers * count * (how.weight_bytes or precision.master.itemsize))
-    return traffic
+    precision, stage, replicas = case.precision, case.layout.zero_stage, Group.along(case.layout, rank, REPLICAS)
+    count, tensors = _tensors(case, rank)
+    rounds = case.layout.num_micro_batches if stage == 3 else 1
+    reduced = rounds * count * precision.reduction.itemsize
+    kind = "reduce_scatter" if stage else "all_reduce"
+    flows = _collective(replicas, kind, Purpose.GRADIENTS, reduced, (rounds, rounds * tensors))
+    if stage:
+        times, width = (2 * rounds, precision.weights) if stage == 3 else (1, precision.master)
+        gathered, calls = times * count * width.itemsize, (times, times * tensors)
+        flows += _collective(replicas, "all_gather", Purpose.WEIGHTS, gathered, calls)
+    return flows
 
 
-def tensor_parallel_traffic(case: Case, activation_bytes: int | None = None) -> Traffic:
-    """Four all-reduces of B x T x C a block, two in forward and two in backward (arXiv:1909.08053, section 3); one for
-    the embedding, one for the gradient of the head's input; and three scalars a token for the vocabulary-parallel loss.
-    """
-    layout, model = case.layout, case.workload.model
+def scalar_flows(case: Case, rank: int, purpose: Purpose, num_bytes: int) -> list[Flow]:
+    """One all-reduce of a scalar over all ranks among which one replica's gradients are split."""
+    axes: tuple[Axis, ...] = ("tp", "pp", *(REPLICAS if case.layout.zero_stage else ()))
+    return _collective(Group.along(case.layout, rank, axes), "all_reduce", purpose, num_bytes, (1, 1))
+
+
+def scalar_traffic(case: Case, rank: int) -> list[Flow]:
+    """The norm that gradients are clipped by, and under loss scaling whether one of them overflowed."""
+    width, clips = case.precision.wide.itemsize, case.workload.optimizer.clip_norm is not None
+    scales = case.precision.loss_scaling is not LossScaling.NONE
+    return [
+        *(scalar_flows(case, rank, Purpose.NORM, width) if clips else []),
+        *(scalar_flows(case, rank, Purpose.OVERFLOW, width) if scales else []),
+    ]
+
+
+def stream_bytes(case: Case) -> int:
+    """Of the residual stream of all tokens that a rank computes in a step."""
+    layout, workload = case.layout, case.workload
+    return workload.tokens_per_step // (layout.dp * layout.cp) * workload.model.hidden * case.precision.wide.itemsize
+
+
+def tensor_parallel_traffic(case: Case, rank: int) -> list[Flow]:
+    """Four all-reduces of B x T x C a block, two in forward and two in backward (arXiv:1909.08053, section 3), and two
+    more where forward is computed again; on the first stage one for the embedding, on the last one for the gradient of
+    the head's input, and three scalars a token for the vocabulary-parallel loss. Each of one micro-batch."""
+    layout, workload = case.layout, case.workload
     if layout.tp == 1:
-        return {}
-    wide = wide_bytes(case.precision)
-    tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
-    stream = tokens * model.hidden * (activation_bytes or wide)
-    return {"all_reduce": float((4 * model.num_layers + 2) * stream + 3 * tokens * wide)}
+        return []
+    stage = uniform_stages(workload.transformer, layout.pp)[layout.coordinates(rank).pp]
+    blocks = 6 if layout.recompute is Recompute.FULL else 4
+    times = blocks * stage.num_layers + stage.has_embedding + stage.has_head
+    num_bytes, calls = times * stream_bytes(case), times * layout.num_micro_batches
+    group = Group.along(layout, rank, ("tp",))
+    flows = _collective(group, "all_reduce", Purpose.ACTIVATIONS, num_bytes, (calls, calls))
+    if stage.has_loss:
+        scalars = 3 * stream_bytes(case) // workload.model.hidden
+        calls = 3 * layout.num_micro_batches
+        flows += _collective(group, "all_reduce", Purpose.LOSS, scalars, (calls, calls))
+    return flows
 
 
-def pipeline_traffic(case: Case, rank: int, activation_bytes: int | None = None) -> Traffic:
-    """The residual stream forward and its gradient backward over every boundary that `rank` has (GPipe,
-    arXiv:1811.06965, section 2.2): two a virtual stage (arXiv:2104.04473, section 2.2.2), but before the first and
-    after the last. The first and the last stage, which both hold a tied weight, sum its gradient."""
-    layout = case.layout
-    if layout.pp == 1:
-        return {}
-    model = case.workload.transformer
-    stage = layout.coordinates(rank).pp
-    boundaries = 2 * layout.virtual_stages - (stage == 0) - (stage == layout.pp - 1)
-    tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
-    stream = tokens * model.hidden * (activation_bytes or wide_bytes(case.precision))
-    traffic: Traffic = {"send": float(boundaries * stream), "recv": float(boundaries * stream)}
-    if model.tied_embeddings and stage in (0, layout.pp - 1):
-        traffic["all_reduce"] = float(model.vocab_size * model.hidden // layout.tp * wide_bytes(case.precision))
-    return traffic
-
-
-def context_parallel_traffic(case: Case, rank: int, activation_bytes: int | None = None) -> Traffic:
-    """Ring attention (arXiv:2310.01889 sec. 3): in each of cp - 1 hops a rank passes on a block of keys and one of
-    values, and in the backward pass their gradients too."""
-    layout, model = case.layout, case.workload.model
-    if layout.cp == 1:
-        return {}
-    layers = uniform_stages(case.workload.transformer, layout.pp)[layout.coordinates(rank).pp].num_layers
-    tokens = case.workload.tokens_per_step // (layout.dp * layout.cp)
-    block = tokens * model.kv_hidden // layout.tp * (activation_bytes or wide_bytes(case.precision))
-    sent = float(6 * (layout.cp - 1) * layers * block)
-    return {"send": sent, "recv": sent}
-
-
-def step_traffic(case: Case, rank: int, reduction: Reduction | None = None) -> Traffic | None:
-    """All of the above; None where the split of the model is not planned."""
-    if local_parameters(case.workload.model, case.layout, rank) is None:
-        return None
-    return add_traffic(
-        data_parallel_traffic(case, rank, reduction),
-        tensor_parallel_traffic(case),
-        pipeline_traffic(case, rank),
-        context_parallel_traffic(case, rank),
+def _messages(axis: Axis, kind: str, ranks: tuple[int, int], num_bytes: int, calls: tuple[int, int]) -> Flow:
+    return Flow(
+        kind=kind,
+        axes=axis,
+        ranks=(min(ranks), max(ranks)),
+        purpose=Purpose.ACTIVATIONS,
+        num_bytes=num_bytes,
+        fewest=calls[0],
+        most=calls[1],
     )
 
 
-def add_traffic(*parts: Traffic) -> Traffic:
-    """Sum by kind."""
-    total: Traffic = {}
-    for part in parts:
-        for kind, num_bytes in part.items():
-            total[kind] = total.get(kind, 0.0) + num_bytes
-    return total
+def pipeline_traffic(case: Case, rank: int) -> list[Flow]:
+    """The residual stream forward and its gradient backward over every boundary between two stages (GPipe,
+    arXiv:1811.06965, section 2.2), virtual ones too (arXiv:2104.04473, section 2.2.2), one message a micro-batch. The
+    first and the last stage, which both hold a tied weight, sum its gradient."""
+    layout, model = case.layout, case.workload.model
+    if layout.pp == 1:
+        return []
+    line, stage = layout.group("pp", rank), layout.coordinates(rank).pp
+    boundaries: dict[int, int] = {}
+    for boundary in range(layout.pp * layout.virtual_stages - 1):
+        ends = {boundary % layout.pp, (boundary + 1) % layout.pp}
+        if stage in ends:
+            peer = line[(ends - {stage}).pop()]
+            boundaries[peer] = boundaries.get(peer, 0) + 1
+    flows = []
+    for peer, count in boundaries.items():
+        calls = count * layout.num_micro_batches
+        flows += [
+            _messages("pp", kind, (rank, peer), count * stream_bytes(case), (calls, calls)) for kind in ("send", "recv")
+        ]
+    if model.tied_embeddings and stage in (0, layout.pp - 1):
+        flows.append(_tied_weight(case, (line[0], line[-1])))
+    return flows
+
+
+def _tied_weight(case: Case, ranks: tuple[int, int]) -> Flow:
+    model = case.workload.transformer
+    return Flow(
+        kind="all_reduce",
+        axes="pp",
+        ranks=ranks,
+        purpose=Purpose.TIED_WEIGHT,
+        num_bytes=model.vocab_size * model.hidden // case.layout.tp * case.precision.wide.itemsize,
+        fewest=1,
+        most=1,
+    )
+
+
+def context_parallel_traffic(case: Case, rank: int) -> list[Flow]:
+    """Ring attention (arXiv:2310.01889 sec. 3): in each of cp - 1 hops a rank passes on a block of keys and one of
+    values, and in the backward pass their gradients too; together, or each in a message of its own."""
+    layout, model = case.layout, case.workload.model
+    if layout.cp == 1:
+        return []
+    ring, index = layout.group("cp", rank), layout.coordinates(rank).cp
+    layers = uniform_stages(case.workload.transformer, layout.pp)[layout.coordinates(rank).pp].num_layers
+    hops = (layout.cp - 1) * layers
+    sent = 6 * hops * (stream_bytes(case) // model.hidden) * model.kv_hidden // layout.tp
+    calls = 2 * hops * layout.num_micro_batches, 6 * hops * layout.num_micro_batches
+    after, before = ring[(index + 1) % layout.cp], ring[index - 1]
+    return [
+        _messages("cp", "send", (rank, after), sent, calls),
+        _messages("cp", "recv", (before, rank), sent, calls),
+    ]
+
+
+def step_traffic(case: Case, rank: int) -> list[Flow] | None:
+    """All of the above; None where it is not planned: how another model than a decoder-only transformer is split, and
+    sequence parallelism."""
+    if local_parameters(case.workload.model, case.layout, rank) is None or case.layout.sequence_parallel:
+        return None
+    return [
+        *data_parallel_traffic(case, rank),
+        *tensor_parallel_traffic(case, rank),
+        *pipeline_traffic(case, rank),
+        *context_parallel_traffic(case, rank),
+        *scalar_traffic(case, rank),
+    ]

@@ -15,6 +15,7 @@ from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.ddp import DDP, DDPEngine
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine
 from meshmark.spec.case import Case
+from meshmark.theory.flow import Departure, Flow, Purpose
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder
 
@@ -72,7 +73,16 @@ class RemaindersOdd(DDP):
         return (("gradients", 8.0),)  # type: ignore[return-value]
 
 
-class TrafficRaises(DDP):
+class DeparturesRaise(DDP):
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> dict[str, float]:
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
         raise torch.OutOfMemoryError("by analysis")
+
+
+class DepartsFromNothing(DDP):
+    """From what theory does not say."""
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        flow = Flow(kind="reduce", axes="dp", ranks=(0, 1), purpose=Purpose.GRADIENTS, num_bytes=4, fewest=1, most=1)
+        return (Departure(instead_of=(flow,), reason="made up"),)

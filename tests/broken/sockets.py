@@ -72,7 +72,7 @@ class SocketTraffic:
         self.counted += self.library.sent_bytes[self.begun :]
 
     def asked(self) -> list[Transfer]:
-        return [Transfer(kind="all_reduce", group_size=2, num_bytes=count) for count in self.counted]
+        return [Transfer(kind="all_reduce", ranks=(0, 1), num_bytes=count) for count in self.counted]
 
     def issued(self) -> list[Transfer]:
         return self.asked()

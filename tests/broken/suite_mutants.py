@@ -14,7 +14,8 @@ from tests.broken import gradients as g
 from tests.broken import mixed as m
 from tests.broken import pipelines as p
 from tests.broken import states as s
-from tests.broken import timed as t
+from tests.broken import timed as c
+from tests.broken import traffic as t
 from tests.broken import updates as u
 from tests.broken import vision as v
 from tests.broken.mutant import DEEP, GPT, TIED, VIT, VIT_BN, Mutant, on
@@ -22,6 +23,7 @@ from tests.broken.mutant import DEEP, GPT, TIED, VIT, VIT_BN, Mutant, on
 F = Fault
 FOUR = Layout(dp=4, num_micro_batches=2)
 REPLICATED = Layout(dp=2, pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
+TENSOR_REPLICATED = Layout(dp=2, tp=2, num_micro_batches=4)
 INTERLEAVED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
 WARMED_UP = replace(GPT, name="gpt-mini-local-sgd2w2", algorithm=local_sgd(2, warmup_steps=2))
 SUITE_MUTANTS: list[Mutant] = [
@@ -129,16 +131,24 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp gpipe", u.OtherBeta2Decay, F.UPDATE, workload=workload("gpt-mini-adafactor")),
     *on("ddp gpipe", u.NotOrthogonal, F.UPDATE, workload=workload("gpt-mini-muon")),
     # On the clock alone
-    *on("ddp", t.StepsUnreduced, suite="throughput"),
-    *on("ddp fsdp2", t.StepsUnclipped, suite="throughput"),
-    *on("ddp fsdp2 megatron gpipe", t.StepsOnHalfTheBatch, suite="throughput"),
-    *on("ddp", t.ReducesFirstSteps, suite="throughput"),
+    *on("ddp", c.StepsUnreduced, suite="throughput"),
+    *on("ddp fsdp2", c.StepsUnclipped, suite="throughput"),
+    *on("ddp fsdp2 megatron gpipe", c.StepsOnHalfTheBatch, suite="throughput"),
+    *on("ddp", c.ReducesFirstSteps, suite="throughput"),
     # Not what was asked for
     *on("fsdp2 fairscale-oss", s.ShardingIgnored, suite="memory"),
     *on("ddp", s.KeepsGradients, suite="memory"),
     *on("ddp", s.ReducesEveryMicroBatch, suite="communication"),
     *on("ddp", s.ReducesAgain, suite="communication"),
     *on("fsdp2", s.StaysWhole, suite="communication"),
+    *on("ddp", t.SameBytesInPairs, suite="communication", layout=FOUR),
+    *on("megatron", t.ReplicasOverTensorRanks, suite="communication", layout=TENSOR_REPLICATED),
+    *on("pipeline", t.NormOverAllRanks, suite="communication", layout=REPLICATED),
+    *on("megatron", t.TwiceHalfTheBytes, suite="communication"),
+    *on("gpipe", t.TwiceHalfTheBytes, suite="communication", workload=TIED),
+    *on("fsdp2 accelerate-fsdp2", t.BroadcastsToGather, suite="communication"),
+    *on("ddp megatron", t.ReducesOneAgain, suite="communication"),
+    *on("ddp fsdp2 gpipe deepspeed/2", t.ReducesOneScalarMore, suite="communication"),
     *on("ddp fsdp2", m.ReduceDtypeForgotten, suite="communication", precision=Precision.BF16_REDUCE_BF16),
     *on("ddp fsdp2", m.ReduceDtypeOfAnother, suite="communication", precision=Precision.BF16),
     *on("pipeline", p.AllForwardsFirst, suite="memory"),

@@ -19,9 +19,10 @@ from meshmark.reference.build import parameter_shapes
 from meshmark.reference.optimizers import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
+from meshmark.theory.flow import Departure, Purpose, by, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import Remainder
-from meshmark.theory.traffic import Reduction, Traffic, step_traffic
+from meshmark.theory.traffic import step_traffic
 
 if TYPE_CHECKING:  # a framework is imported by the ranks that need it, in `build`
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -70,9 +71,13 @@ class Mine(Adapter):
         return (Remainder(category="optimizer_states", num_bytes=num_bytes, reason="whole tensors have one owner"),)
 
     @classmethod
-    def traffic(cls, case: Case, rank: int) -> Traffic | None:
-        """DDP's all-reduce, and every updated parameter broadcast by its owner."""
-        return step_traffic(case, rank, Reduction(gathers_per_step=1, gather_kind="broadcast"))
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        flows = step_traffic(case, rank)
+        return (
+            *departing(flows, Purpose.GRADIENTS, "DDP gives every rank the whole gradient", by("all_reduce")),
+            *departing(flows, Purpose.WEIGHTS, "owners broadcast what they have updated", by("broadcast")),
+            *departing(flows, Purpose.NORM, "every rank has the whole gradient, and its norm"),
+        )
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from torch.distributed.optim import ZeroRedundancyOptimizer

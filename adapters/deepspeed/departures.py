@@ -1,0 +1,93 @@
+"""Where DeepSpeed sends otherwise than ZeRO's closed form (arXiv:1910.02054, section 7)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fractions import Fraction
+
+from meshmark.reference.build import parameter_shapes
+from meshmark.spec.case import Case
+from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.precision import Dtype
+from meshmark.theory.flow import Departure, Flow, Purpose, besides, departing
+from meshmark.theory.traffic import scalar_flows, step_traffic
+
+
+def keeps_whole_gradients(case: Case) -> bool:
+    """In bf16, stage 1 is `BF16_Optimizer`."""
+    return case.precision.compute is Dtype.BF16 and case.layout.zero_stage == 1
+
+
+def zero_departures(case: Case, rank: int) -> tuple[Departure, ...]:
+    flows = step_traffic(case, rank) or []
+    sent = _sharded(case, flows) if case.layout.zero_stage == 3 else _partitioned(case, flows)
+    return (*sent, *_norm(case, rank, flows), *_overflow(case, rank, flows))
+
+
+def _partitioned(case: Case, flows: list[Flow]) -> tuple[Departure, ...]:
+    """Stages 1 and 2."""
+    layout, whole = case.layout, case.workload.model.num_parameters
+    rounds = layout.num_micro_batches if layout.zero_stage == 2 else 1
+    padding = Fraction(-whole % (2 * layout.dp), whole)
+    times = 1 + padding if keeps_whole_gradients(case) else rounds  # flat, with the padding of its partitions
+
+    def reduced(flow: Flow) -> Flow:
+        return dataclasses.replace(
+            flow, kind="all_reduce", num_bytes=int(times * flow.num_bytes), fewest=rounds, most=rounds * flow.most
+        )
+
+    reason = "`use_multi_rank_bucket_allreduce`, the default: all-reduced, 1.5 times ZeRO's bytes on a ring"
+    if rounds > 1:
+        reason += ", after every micro-batch"
+    width = Fraction(case.precision.weights.itemsize, case.precision.master.itemsize)
+    padded = "partitions are padded to an even number of elements"
+    low = departing(
+        flows,
+        Purpose.WEIGHTS,
+        "the weights that the products read are gathered, not the masters",
+        lambda flow: dataclasses.replace(flow, num_bytes=int(flow.num_bytes * width)),
+    )
+    return (
+        *departing(flows, Purpose.GRADIENTS, reason, reduced),
+        *(low if width != 1 else ()),
+        *besides(flows, Purpose.WEIGHTS, padding * width, padded),
+    )
+
+
+def _sharded(case: Case, flows: list[Flow]) -> tuple[Departure, ...]:
+    """Stage 3 gathers a tied weight for the embedding and again for the head."""
+    model, dp = case.workload.model, case.layout.dp
+    sizes = [math.prod(shape) for shape in parameter_shapes(model).values()]
+    padding = Fraction(sum(-size % dp for size in sizes), sum(sizes))
+    size = model.vocab_size * model.hidden if isinstance(model, ModelSpec) and model.tied_embeddings else 0
+    again = Fraction(size + -size % dp, sum(sizes))
+    reason = "parameters are padded to a multiple of the ranks"
+    return (
+        *besides(flows, Purpose.GRADIENTS, padding, reason),
+        *besides(flows, Purpose.WEIGHTS, padding, reason),
+        *besides(flows, Purpose.WEIGHTS, again, "a tied weight is gathered for the embedding and for the head"),
+    )
+
+
+def _norm(case: Case, rank: int, flows: list[Flow]) -> tuple[Departure, ...]:
+    """Computed whether or not anything is clipped."""
+    if keeps_whole_gradients(case):
+        return departing(flows, Purpose.NORM, "BF16_Optimizer keeps whole gradients on every rank")
+    width = 8 if case.layout.zero_stage == 3 else 4
+    if case.workload.optimizer.clip_norm is None:
+        told = tuple(scalar_flows(case, rank, Purpose.NORM, width))
+        return (Departure(sends=told, reason="the norm is computed though nothing is clipped"),) if told else ()
+    if width == 4:
+        return ()
+    reason = "squares of norms are summed in float64"
+    return departing(flows, Purpose.NORM, reason, lambda flow: dataclasses.replace(flow, num_bytes=width))
+
+
+def _overflow(case: Case, rank: int, flows: list[Flow]) -> tuple[Departure, ...]:
+    """Asked for in bf16 at stage 2 too."""
+    told = tuple(scalar_flows(case, rank, Purpose.OVERFLOW, 1))
+    if case.layout.zero_stage == 2 and case.precision.compute is Dtype.BF16 and told:
+        return (Departure(sends=told, reason="gradients are searched for overflows in bf16 too"),)
+    reason = "the flag is one byte"
+    return departing(flows, Purpose.OVERFLOW, reason, lambda flow: dataclasses.replace(flow, num_bytes=1))

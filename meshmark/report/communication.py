@@ -1,0 +1,79 @@
+"""What ranks sent, and where adapters say that they depart from theory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from meshmark.measure.readings import Collective
+from meshmark.report.results import CaseResult
+from meshmark.report.tables import KIB, bytes_text, markdown, names, passed
+from meshmark.spec.layout import AXES, Layout
+from meshmark.theory.flow import Flow
+
+
+def communication(found: Sequence[CaseResult]) -> str:
+    """The rank that sends most, bytes of one step."""
+    rows = []
+    for result in found:
+        if not result.observed or not result.observed.traffic.readings or result.case.world_size == 1:
+            continue
+        traffic, verdict = result.observed.traffic.readings, result.observed.verdict("communication")
+        rank = max(range(len(traffic)), key=lambda r: _wire(traffic[r].asked))
+        rows.append(
+            {
+                **names(result),
+                "as planned": passed(verdict.passed) if verdict else "",
+                "differences": verdict.evidence.get("differences", "") if verdict else "",
+                "asked for": _kinds(traffic[rank].asked, result.case.layout),
+                "sent / rank": bytes_text(_wire(traffic[rank].asked)),
+                "backend issued": _kinds(traffic[rank].issued, result.case.layout),
+                "really sent / rank": bytes_text(_wire(traffic[rank].issued)),
+            }
+        )
+    return markdown(rows)
+
+
+def departures(found: Sequence[CaseResult]) -> str:
+    """What adapters declare beyond theory, of the first rank; empty when nothing is."""
+    rows = [
+        {
+            **names(result),
+            "sent": _flows(departure.sends),
+            "in place of": _flows(departure.instead_of),
+            "why": departure.reason,
+        }
+        for result in found
+        if result.observed and result.observed.traffic.departures
+        for departure in result.observed.traffic.departures[0]
+    ]
+    return markdown(rows) if rows else ""
+
+
+def _flows(flows: Iterable[Flow]) -> str:
+    """`gradients: all_reduce 168 KiB`."""
+    return ", ".join(f"{flow.purpose}: {flow.kind} {bytes_text(flow.num_bytes)}" for flow in flows) or "nothing"
+
+
+def _wire(collectives: list[Collective]) -> float:
+    return sum(c.wire_bytes for c in collectives)
+
+
+def _kinds(collectives: list[Collective], layout: Layout) -> str:
+    """`2 all_reduce 925 KiB`, by kind and group, scalars left out."""
+    return (
+        ", ".join(
+            f"{c.count} {c.kind} {bytes_text(c.num_bytes)}{_over(c.ranks, layout)}"
+            for c in collectives
+            if c.num_bytes > KIB
+        )
+        or "nothing"
+    )
+
+
+def _over(ranks: tuple[int, ...], layout: Layout) -> str:
+    """` over tp`: the axes of the mesh that a group lies along, where there is more than one. Nothing of records of
+    old, which do not tell the group."""
+    if sum(len(layout.group(axis, 0)) > 1 for axis in AXES) < 2 or not ranks:
+        return ""
+    stands = [layout.coordinates(rank) for rank in ranks]
+    return " over " + "+".join(axis for axis in AXES if len({getattr(place, axis) for place in stands}) > 1)

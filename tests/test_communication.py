@@ -1,0 +1,95 @@
+"""What a rank sent, against theory and the departures from it that are declared."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshmark.measure.readings import Collective, TrafficReading
+from meshmark.run.communication import judge_communication
+from meshmark.run.record import Record, Verdict
+from meshmark.theory.flow import Departure, Flow, Purpose
+from tests.factories import make_flow, make_good, make_traffic_evidence
+
+PLAN = [
+    make_flow(num_bytes=1000, most=5),
+    make_flow("send", axes="pp", ranks=(0, 2), purpose=Purpose.ACTIVATIONS, num_bytes=64, fewest=4, most=4),
+]
+Call = tuple[str, tuple[int, ...], int, int]
+ASKED: list[Call] = [("all_reduce", (0, 1), 2, 1000), ("send", (0, 2), 4, 64)]
+
+
+def reading(*calls: Call) -> TrafficReading:
+    asked = [Collective(kind=k, group_size=len(r), ranks=r, count=c, num_bytes=n) for k, r, c, n in calls]
+    return TrafficReading(asked=asked, issued=[])
+
+
+def record(*calls: Call, plan: list[Flow] | None = PLAN, departures: tuple[Departure, ...] = ()) -> Record:
+    """Rank 0 does as planned, rank 1 makes these calls."""
+    evidence = make_traffic_evidence(
+        readings=[reading(*ASKED), reading(*calls)], planned=[PLAN, plan], departures=[[], [*departures]]
+    )
+    return make_good(traffic=evidence)
+
+
+def verdict(*calls: Call, **how: object) -> Verdict:
+    found = judge_communication(record(*calls, **how))  # type: ignore[arg-type]
+    assert found is not None and found.suite == "communication"
+    return found
+
+
+def test_the_same_bytes_in_as_many_calls_as_are_allowed_pass() -> None:
+    found = verdict(("all_reduce", (0, 1), 5, 1000), ("send", (0, 2), 4, 64))
+    assert found.passed and (found.evidence["differences"], found.evidence["compared"]) == (0, 4)
+    assert found.summary == "4 flows to the byte, the largest 1,000 bytes of all_reduce in 1 to 5 calls"
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ([("all_reduce", (0, 1), 2, 1004), ASKED[1]], "1,004 bytes in 2 calls, expected 1,000 in 1 to 5 calls"),
+        ([("all_reduce", (0, 1), 2, 999), ASKED[1]], "999 bytes in 2 calls, expected 1,000"),
+        ([("all_reduce", (0, 1), 6, 1000), ASKED[1]], "1,000 bytes in 6 calls, expected 1,000 in 1 to 5 calls"),
+        ([ASKED[0], ("send", (0, 2), 8, 64)], "send over ranks 0, 2 on rank 1: 64 bytes in 8 calls, expected 64 in 4"),
+        (
+            [ASKED[0], ("send", (0, 1), 4, 64)],
+            "over ranks 0, 1 on rank 1: 64 bytes in 4 calls, expected none, and 1 more",
+        ),
+        ([("all_reduce", (0, 1, 2, 3), 2, 1000), ASKED[1]], "all_reduce over ranks 0, 1, 2, 3 on rank 1: 1,000 bytes"),
+        ([("broadcast", (0, 1), 2, 1000), ASKED[1]], "broadcast over ranks 0, 1 on rank 1: 1,000 bytes in 2 calls"),
+        (
+            [*ASKED, ("all_reduce", (0, 2), 1, 4)],
+            "all_reduce over ranks 0, 2 on rank 1: 4 bytes in 1 call, expected none",
+        ),
+        ([*ASKED, ("barrier", (0, 1), 1, 0)], "barrier over ranks 0, 1 on rank 1: 0 bytes in 1 call, expected none"),
+        ([ASKED[0]], "send over ranks 0, 2 on rank 1: none, expected 64 in 4 calls"),
+    ],
+    ids=["more", "less", "calls", "halves", "other peer", "wrong group", "wrong kind", "scalar", "barrier", "missing"],
+)
+def test_what_differs_by_a_byte_a_call_or_a_rank_fails_and_says_what_to_do(change: list[Call], told: str) -> None:
+    found = verdict(*change)
+    assert not found.passed and told in found.summary and "`Adapter.departures`" in found.summary
+    assert found.evidence["rank"] == 1
+
+
+def test_what_is_declared_is_sent_instead_or_besides() -> None:
+    kind = make_flow("broadcast", num_bytes=1000, most=5)
+    departures = (
+        Departure(instead_of=(PLAN[0],), sends=(kind,), reason="owners send"),
+        Departure(sends=(make_flow(ranks=(0, 2), num_bytes=4, most=1),), reason="a scalar"),
+    )
+    calls: list[Call] = [("broadcast", (0, 1), 1, 1000), ASKED[1], ("all_reduce", (0, 2), 1, 4)]
+    found = verdict(*calls, departures=departures)
+    assert found.passed and found.evidence["declared"] == "a scalar; owners send"
+    assert not verdict(*ASKED, departures=departures).passed, "a declared departure must show"
+
+
+def test_one_process_has_nothing_to_communicate() -> None:
+    evidence = make_traffic_evidence(readings=[reading()], planned=[[]], departures=[[]])
+    found = judge_communication(make_good(traffic=evidence))
+    assert found is not None and (found.passed, found.summary) == (True, "nothing to communicate")
+
+
+def test_what_is_not_planned_is_not_judged() -> None:
+    assert judge_communication(record(*ASKED, plan=None)) is None
+    of_old = make_traffic_evidence(planned=[], departures=[])
+    assert judge_communication(make_good(traffic=of_old)) is None
