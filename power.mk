@@ -3,3 +3,10 @@
 .PHONY: power
 power: install
 	$(BIN)/python -m benchmarks.power
+
+# How often correct runs fail: adds problems of other seeds to results/false-alarms for an hour on 2 quiet cores (or
+# MINUTES=), as often as it is called, and leaves what every verdict quotes in meshmark/judge/false_alarms.json.
+.PHONY: power-long
+MINUTES ?= 60
+power-long: install
+	$(BIN)/python -m benchmarks.false_alarms --minutes $(MINUTES)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import multiprocessing
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,23 +15,25 @@ import torch
 
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import Single
-from meshmark.judge.yardstick import FALSE_ALARMS, Comparisons, Yardstick, compare, fit, kind_of, tail_factor
+from meshmark.judge.deviation import Quantity
+from meshmark.judge.spread import Spread
+from meshmark.judge.yardstick import Comparisons, fit, kind_of, spreads
 from meshmark.run.passes.noise import NUM_RUNS, train_alone
-from meshmark.run.record import Record
 from meshmark.run.request import Request, Task
+from meshmark.serial import encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import model_spec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
-from meshmark.spec.workload import Workload
+from meshmark.spec.workload import Workload, workload
 from tests.broken.mutant import GPT, TIED
 
-RUNS = 26
+RUNS = 64
 """Correct runs of a problem, beside its noise runs."""
 STEPS = 3
-CASE_COMPARISONS = 1000
-"""Of a case of the suites, which share its false alarms: as many as gpt-tiny's."""
+PROBABILITIES = (1e-2, 1e-3, 1e-4, 1e-5)
+"""At which the tails of the fit are told."""
 _LLAMA = dataclasses.replace(
     model_spec("llama-tiny"),
     name="llama-mini",
@@ -43,34 +46,70 @@ _LLAMA = dataclasses.replace(
     init_std=0.15,
 )
 _SGD = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0.01, clip_norm=0.5)
-PROBLEMS: list[tuple[Workload, Precision]] = [
-    (GPT, Precision.FP32),
-    (dataclasses.replace(GPT, name="llama-mini", model=_LLAMA), Precision.FP32),
-    (TIED, Precision.FP32),
-    (dataclasses.replace(GPT, name="gpt-mini-sgd", optimizer=_SGD), Precision.FP32),
-    (dataclasses.replace(GPT, name="gpt-mini-unmasked", masked=False), Precision.FP32),
-    (dataclasses.replace(GPT, name="llama-mini", model=_LLAMA), Precision.FP64),
-    (GPT, Precision.BF16),
-    (GPT, Precision.FP64),
+
+
+def _problem(trained: Workload, precision: Precision = Precision.FP32, layout: Layout | None = None) -> Case:
+    return Case(adapter="single", workload=trained, layout=layout or Layout(), precision=precision)
+
+
+_MINI_LLAMA = dataclasses.replace(GPT, name="llama-mini", model=_LLAMA)
+PROBLEMS: list[Case] = [
+    _problem(GPT),
+    _problem(_MINI_LLAMA),
+    _problem(TIED),
+    _problem(dataclasses.replace(GPT, name="gpt-mini-sgd", optimizer=_SGD)),
+    _problem(dataclasses.replace(GPT, name="gpt-mini-unmasked", masked=False)),
+    _problem(GPT, Precision.BF16),
+    _problem(workload("vit-digits")),
+    _problem(workload("vit-digits-bn"), layout=Layout(dp=2, num_micro_batches=2)),
+    _problem(_MINI_LLAMA, Precision.FP64),
+    _problem(GPT, Precision.FP64),
+    _problem(workload("gpt-mini-momentum")),
+    _problem(workload("gpt-mini-adafactor")),
+    _problem(workload("gpt-mini-muon")),
+    _problem(workload("vit-digits"), Precision.BF16),
+    _problem(_MINI_LLAMA, Precision.BF16),
+    _problem(GPT, Precision.BF16_REDUCE_BF16, Layout(dp=2)),
+    _problem(workload("gpt-mini-local-sgd2"), layout=Layout(dp=2)),
 ]
+"""`make power` takes them from the first on, `make power-long` all, over and over with other seeds."""
 
 
-Ratios = Mapping[str, list[float]]
-"""Every comparison of correct runs as a multiple of its noise, by kind of quantity."""
+@dataclass(frozen=True, kw_only=True)
+class Tail:
+    """Comparisons of one kind of quantity of correct runs."""
+
+    compared: int
+    beyond: list[int]
+    """By PROBABILITIES: how many were where the fit to their noise runs has so small a part of all."""
+    largest: float
+    """Multiple of its noise."""
+
+    def __add__(self, other: Tail) -> Tail:
+        return Tail(
+            compared=self.compared + other.compared,
+            beyond=[a + b for a, b in zip(self.beyond, other.beyond, strict=True)],
+            largest=max(self.largest, other.largest),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """One problem: its noise, and what correct runs came to."""
+    """One problem and seed: its noise, and what correct runs came to."""
 
-    problem: str
+    what: str
     seed: int
-    num_comparisons: int
     excesses: list[float]
-    """Of each correct run, the largest multiple of its tolerance; above one is an alarm."""
+    """Of each correct run, no two of which have the same bits, the largest multiple of its tolerance; above one is an
+    alarm."""
     worst: str
     """What came closest."""
-    ratios: Ratios
+    tails: dict[str, Tail]
+    """By kind of quantity; empty where only the tolerance is known."""
+
+    @property
+    def alarms(self) -> int:
+        return sum(e > 1 for e in self.excesses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,27 +128,30 @@ class Honest:
 
     @property
     def num_comparisons(self) -> int:
-        return sum(g.num_comparisons for g in self.groups)
+        return sum(t.compared for t in self.tails.values())
 
     @property
     def num_alarms(self) -> int:
-        return sum(e > 1 for g in self.groups for e in g.excesses)
+        return sum(g.alarms for g in self.groups)
 
     @property
     def alarms(self) -> list[str]:
-        return [f"{g.problem} seed {g.seed} ({g.worst})" for g in self.groups if max(g.excesses) > 1]
+        return [f"{g.what} seed {g.seed} ({g.worst})" for g in self.groups if g.alarms]
 
     @property
-    def ratios(self) -> Ratios:
-        return pool(g.ratios for g in self.groups)
+    def tails(self) -> dict[str, Tail]:
+        found: dict[str, Tail] = {}
+        for kind, tail in ((kind, tail) for g in self.groups for kind, tail in g.tails.items()):
+            found[kind] = found[kind] + tail if kind in found else tail
+        return found
 
     def rows(self) -> Iterator[dict[str, object]]:
-        for problem in dict.fromkeys(g.problem for g in self.groups):
-            own = [g for g in self.groups if g.problem == problem]
+        for what in dict.fromkeys(g.what for g in self.groups):
+            own = [g for g in self.groups if g.what == what]
             excesses = sorted(e for g in own for e in g.excesses)
             worst = max(own, key=lambda g: max(g.excesses))
             yield {
-                "problem": problem,
+                "problem": what,
                 "seeds": len(own),
                 "runs": len(excesses),
                 "alarms": sum(e > 1 for e in excesses),
@@ -118,17 +160,16 @@ class Honest:
             }
 
 
-def measure_honest(num_groups: int, problems: Sequence[tuple[Workload, Precision]] = PROBLEMS) -> Honest:
+def measure_honest(num_groups: int, problems: Sequence[Case] = PROBLEMS) -> Honest:
     """`num_groups` problems, over and over with other seeds, in two processes."""
-    wanted = [(*problems[i % len(problems)], i // len(problems)) for i in range(num_groups)]
+    wanted = [(problems[i % len(problems)], i // len(problems)) for i in range(num_groups)]
     with multiprocessing.get_context("spawn").Pool(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return Honest(groups=pool.starmap(measure_group, wanted, chunksize=1))
 
 
-def measure_group(workload: Workload, precision: Precision, seed: int) -> Group:
+def measure_group(problem: Case, seed: int) -> Group:
     """Noise runs and correct runs differ in nothing but which came first."""
-    own = dataclasses.replace(workload, seed=seed)
-    case = Case(adapter="single", workload=own, layout=Layout(), precision=precision)
+    case = dataclasses.replace(problem, workload=dataclasses.replace(problem.workload, seed=seed))
     request = Request(
         case=case,
         adapter="meshmark.adapter.single:Single",
@@ -139,42 +180,39 @@ def measure_group(workload: Workload, precision: Precision, seed: int) -> Group:
         time_limit_seconds=600.0,
     )
     context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=Path())
-    adapter = Single()
-    yardstick = fit([train_alone(request, adapter, context, run) for run in range(NUM_RUNS)])
-    runs = [train_alone(request, adapter, context, run) for run in range(NUM_RUNS, NUM_RUNS + RUNS)]
-    found = [list(yardstick.excesses(run)) for run in runs]
-    _, quantity, step = max(worst for run in found for worst in run)
+    noise_runs = [train_alone(request, Single(), context, run) for run in range(NUM_RUNS)]
+    yardstick, found = fit(noise_runs), spreads(noise_runs)
+    every = (train_alone(request, Single(), context, run) for run in range(NUM_RUNS, NUM_RUNS + RUNS))
+    runs = list({bits(run): run for run in every}.values())
+    judged = [list(yardstick.excesses(run)) for run in runs]
+    _, quantity, step = max(worst for run in judged for worst in run)
     return Group(
-        problem=f"{workload.name} {precision}",
+        what=f"single, {problem.workload.id} {problem.precision}",
         seed=seed,
-        num_comparisons=sum(len(run) for run in found),
-        excesses=[max(excess for excess, *_ in run) for run in found],
+        excesses=[max(excess for excess, *_ in run) for run in judged],
         worst=f"{quantity}, step {step}",
-        ratios=pool(_ratios(yardstick, run) for run in runs),
+        tails=_tails(found, runs),
     )
 
 
-def _ratios(yardstick: Yardstick, run: Comparisons) -> Ratios:
-    found = defaultdict(list)
-    for ratio, quantity, _ in yardstick.ratios(run):
-        found[kind_of(quantity)].append(ratio)
-    return found
+def bits(run: Comparisons) -> str:
+    """The same of runs that are the same bit by bit."""
+    return hashlib.sha256(json.dumps(encode(run)).encode()).hexdigest()
 
 
-def ratios_of(records: Iterable[Record]) -> Ratios:
-    """Of those that are equivalent."""
-    passed = [r for r in records if (verdict := r.verdict("equivalence")) is not None and verdict.passed]
-    return pool(_ratios(r.equivalence.yardstick, compare(r.equivalence.deviations)) for r in passed)
-
-
-def pool(parts: Iterable[Ratios]) -> Ratios:
-    found = defaultdict(list)
-    for part in parts:
-        for kind, ratios in part.items():
-            found[kind] += ratios
-    return dict(found)
-
-
-def asked_factor(ratios: Sequence[float]) -> float:
-    """What the tail of correct runs asks for: the smallest factor that fails one case in 1 / FALSE_ALARMS."""
-    return tail_factor(np.array(ratios), FALSE_ALARMS / CASE_COMPARISONS)
+def _tails(found: Mapping[Quantity, Spread], runs: Sequence[Comparisons]) -> dict[str, Tail]:
+    tails: dict[str, Tail] = {}
+    for quantity, spread in found.items():
+        values = np.array([run[quantity] for run in runs if quantity in run])
+        if not len(values) or not all(spread.level):
+            continue
+        multiples = values / np.array(spread.level)
+        chances = spread.probability(multiples)
+        tail = Tail(
+            compared=multiples.size,
+            beyond=[int((chances < probability).sum()) for probability in PROBABILITIES],
+            largest=float(multiples.max()),
+        )
+        kind = kind_of(quantity)
+        tails[kind] = tails[kind] + tail if kind in tails else tail
+    return tails

@@ -33,7 +33,7 @@ SEEDED = 6
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.power", description=__doc__.partition("\n")[0])
     parser.add_argument("-k", default="", metavar="TEXT", help="mutants whose name contains TEXT (default: all)")
-    parser.add_argument("--groups", type=int, default=40, help="problems of 26 correct runs each (default: 40)")
+    parser.add_argument("--groups", type=int, default=17, help="problems of 64 correct runs each (default: 17)")
     parser.add_argument("-o", "--output", type=Path, default=Path("reports/power.md"))
     parsed = parser.parse_args(arguments)
     started = time.monotonic()

@@ -60,7 +60,7 @@ def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | No
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=shlex.join(command if command is not None else ["pytest", *sys.argv[1:]]),
         commit=_commit(),
-        machine=_machine(device),
+        machine=machine(device),
         system=f"{platform.system()} {platform.release()}",
         num_cpus=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -104,7 +104,8 @@ def _commit() -> str:
 
 
 @functools.cache
-def _machine(device: str) -> str:
+def machine(device: str) -> str:
+    """Processor or GPU, in words."""
     if device == "cuda":
         return _nvidia_smi()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []:

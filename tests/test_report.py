@@ -199,6 +199,15 @@ def test_a_pass_that_was_too_slow_says_nothing_against_correctness(tmp_path: Pat
     assert "4 of 13 steps" in text
 
 
+def test_a_verdict_that_cannot_tell_is_neither_right_nor_wrong(tmp_path: Path) -> None:
+    told = make_verdict("equivalence", False, undecided=True, summary="cannot tell: the noise hides it")
+    page = render(tmp_path, [make_good(case=DDP), make_good(case=GPIPE, verdicts=[told])])
+    found = answer(page)
+    assert (found["ddp"]["correct"], found["gpipe"]["correct"]) == ("yes", "**cannot tell**")
+    assert "**1 of 1 judged case" in page.splitlines()[2] and "1 not judged" in page.splitlines()[2]
+    assert "cannot tell: the noise hides it" in page, "what must be mended before it can be judged"
+
+
 @pytest.mark.parametrize("status", [status for status in Status if status.outside])
 def test_what_failed_outside_the_ranks_says_nothing_against_correctness(tmp_path: Path, status: Status) -> None:
     outcome = Outcome(status=status, message="it was not the adapter")

@@ -14,7 +14,7 @@ from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.measure.readings import Bytes
 from meshmark.run.communication import judge_communication
 from meshmark.run.record import Record, Verdict
-from meshmark.run.verdict import Limit, detection_limits, judge_equivalence, judge_memory
+from meshmark.run.verdict import BLIND, HIDDEN, Limit, detection_limits, judge_equivalence, judge_memory
 from meshmark.theory.states import ModelStates, Remainder
 from tests.factories import (
     make_equivalence,
@@ -80,9 +80,39 @@ def test_what_is_missing_or_no_number_fails(distance: float) -> None:
 
 @pytest.mark.parametrize("quantity", [LOSS, GRADIENT, OTHER])
 @pytest.mark.parametrize("noise", [math.nan, math.inf])
-def test_a_yardstick_that_is_no_number_excuses_nothing(noise: float, quantity: Quantity) -> None:
-    """When `single` itself overflows (fp16 does), its noise is infinite, on disk NaN; then nothing can be told."""
-    assert not judge_equivalence(run(1e5, noise=noise, quantity=quantity)).passed
+def test_a_yardstick_that_is_no_number_decides_nothing(noise: float, quantity: Quantity) -> None:
+    """When `single` itself overflows (fp16 does), its noise is infinite, on disk NaN; what else is wrong stays so."""
+    verdict = judge_equivalence(run(1e5, noise=noise, quantity=quantity))
+    assert verdict.undecided and not verdict.passed
+    assert verdict.summary.startswith("cannot tell")
+    record = run(1e5, noise=noise, quantity=quantity)
+    sound = next(q for q in (LOSS, GRADIENT, OTHER) if q != quantity)
+    record.equivalence.deviations[sound] = [FINE, dataclasses.replace(FINE, distance=2 * FACTOR)]
+    wrong = judge_equivalence(record)
+    assert (wrong.passed, wrong.undecided) == (False, False)
+    assert wrong.evidence["worst_quantity"] == str(sound)
+
+
+@pytest.mark.parametrize("noise, seen", [(BLIND / FACTOR, True), (1.01 * BLIND / FACTOR, False), (1e20, False)])
+def test_noise_that_hides_too_much_decides_nothing(noise: float, seen: bool) -> None:
+    """Such as that of a damaged cache, which made a gradient that was wrong by a tenth into one that was right."""
+    verdict = judge_equivalence(run(0.1e6, noise=1e6 * noise))
+    assert (verdict.passed, verdict.undecided) == (seen, not seen)
+    if not seen:
+        assert verdict.summary.startswith("cannot tell: a scaling of the gradient of a.weight by less than")
+        assert "30" in verdict.summary or "0.3 is the most" in verdict.summary
+    wrong = judge_equivalence(run(1e9 * noise, noise=1e6 * noise))
+    assert (wrong.passed, wrong.undecided) == (False, False)
+
+
+def test_a_gradient_that_a_step_does_not_use_hides_nothing_there() -> None:
+    record = run(1.0)
+    unused = Deviation(distance=0.0, scale=0.0, factor=0.0)
+    used = Deviation(distance=0.0, scale=100.0, factor=1.0)
+    record.equivalence.deviations[Quantity.parse("gradients/c.weight")] = [used, unused]
+    record.equivalence.noise[Quantity.parse("gradients/c.weight")] = [1e-3, 0.0]
+    assert detection_limits(record)["c.weight"].any_direction == pytest.approx(FACTOR * 1e-5)
+    assert judge_equivalence(record).passed
 
 
 def test_without_noise_only_the_exact_value_passes() -> None:
@@ -145,7 +175,7 @@ def test_the_detection_limit_is_the_worst_tolerance_over_all_steps() -> None:
 
 
 def test_a_multiple_sees_a_scaling_before_the_distance_does() -> None:
-    """Its noise may point the other way, so once more than the tolerance is needed to be sure."""
+    """Its noise may point the other way, so more than the tolerance is needed to be sure."""
     record = run(1.0)
     record.equivalence.deviations[Quantity.parse("gradients/c.weight")] = [
         Deviation(distance=0.0, scale=100.0, factor=1.0)
@@ -154,7 +184,7 @@ def test_a_multiple_sees_a_scaling_before_the_distance_does() -> None:
         {Quantity.parse("gradients/c.weight"): [1e-3, 1e-3], Quantity.parse("scale/c.weight"): [1e-7, 2e-7]}
     )
     assert detection_limits(record)["c.weight"] == Limit(
-        scaling=pytest.approx((FACTOR + 1) * 2e-7), any_direction=pytest.approx(FACTOR * 1e-5)
+        scaling=pytest.approx((FACTOR + HIDDEN) * 2e-7), any_direction=pytest.approx(FACTOR * 1e-5)
     )
 
 

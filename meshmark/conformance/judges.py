@@ -58,6 +58,8 @@ def equivalent(record: Record) -> Finding:
     verdict = record.verdict("equivalence")
     if verdict is None:
         return decide(False, "not judged")
+    if verdict.undecided:
+        return Finding(result=ClauseResult.UNDECIDED, evidence=verdict.summary)
     evidence = verdict.summary if verdict.passed else str(verdict.evidence.get("diagnosis", verdict.summary))
     return decide(verdict.passed, evidence)
 

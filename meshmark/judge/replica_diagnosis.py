@@ -60,7 +60,7 @@ def diagnose_replicas(
     if num_replicas(case) == 1:
         return diagnose(case, traces[0], deviations, drifts, yardstick)
     alone = by_replica(deviations, len(traces))
-    sticks = [Yardstick(noise=own, factors=yardstick.factors) for own in by_replica(yardstick.noise, len(traces))]
+    sticks = yardstick.of_replicas(len(traces))
 
     def of_one(replica: int, drifts: Sequence[Drift] = ()) -> Diagnosis | None:
         return diagnose(case, traces[replica], alone[replica], drifts, sticks[replica])

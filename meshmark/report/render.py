@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshmark.judge.yardstick import FALSE_ALARMS
+from meshmark.judge.false_alarms import shown
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
 from meshmark.report.communication import communication, departures
@@ -48,8 +48,9 @@ def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
         _headline(found, missing, len(failing(reading.sessions, conforming=False))),
         tables.answer(found),
         "*correct*: every loss, gradient norm, gradient and parameter of every step stands no further "
-        "from a float64 single-process truth than rounding in its precision carries a correct run; the factor on that "
-        f"noise is such that a correct case fails with probability {FALSE_ALARMS:g}. "
+        "from a float64 single-process truth than rounding in its precision carries a correct run, told by a factor on "
+        f"that noise; of how often it fails a correct run, there is shown: {shown()}. *cannot tell*: the noise hides "
+        "too much for a verdict. "
         "*detects*: the smallest scaling of any single parameter's gradient that this verdict would have caught. "
         "*peak / rank*: exact bytes alive on the fullest rank. Memory and speed of a run that is wrong, "
         "or that keeps narrower states than its precision promises, are struck out: they are no result.",

@@ -45,7 +45,7 @@ class CaseResult:
             return False
         for record in (self.observed, self.proxy):
             if record and (verdict := record.verdict("equivalence")):
-                return verdict.passed
+                return None if verdict.undecided else verdict.passed
         return None
 
     @property
@@ -97,9 +97,9 @@ class CaseResult:
         untimed = self.blameless and self.failed is self.timed
         if self.failed and not (untimed and self.observed):  # what the instrumented pass found stands
             return f"**{self.failed.outcome.status}**"
-        if self.correct is None:
-            return "not judged"
         own = self.observed and self.observed.verdict("equivalence")
+        if self.correct is None:
+            return "**cannot tell**" if own and own.undecided else "not judged"
         where = "" if own or not self.proxy else f" (as {self.proxy.case.workload.name})"
         narrow = f", **states in {self.states}**" if self.states_as_asked is False else ""
         timed = f", timed pass **{self.failed.outcome.status}**" if self.failed else ""

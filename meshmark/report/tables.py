@@ -69,7 +69,7 @@ def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> str:
         e, losses = verdict.evidence, result.observed.training.losses
         row: dict[str, object] = {
             **names(result),
-            "verdict": passed(verdict.passed),
+            "verdict": "**cannot tell**" if verdict.undecided else passed(verdict.passed),
             "worst quantity": e["worst_quantity"],
             "step": e["worst_step"],
             "distance / noise": _number(e["ratio"]),

@@ -97,6 +97,8 @@ class Verdict:
     suite: str
     """equivalence, memory or communication."""
     passed: bool
+    undecided: bool = False
+    """Not passed, and no fault of what was judged: nothing can be told."""
     summary: str
     """One line: what decided."""
     evidence: dict[str, float | int | str] = field(default_factory=dict)
@@ -129,9 +131,9 @@ class EquivalenceEvidence:
     deviations: Deviations = field(default_factory=dict)
     """From the truth, by quantity, then step."""
     noise: Comparisons = field(default_factory=dict)
-    """The largest such distance in runs of `single` under perturbation, and of the scales of gradients."""
+    """The root mean square of such distances in runs of `single` under perturbation, and of the scales of gradients."""
     factors: dict[str, float] = field(default_factory=dict)
-    """How many times its noise a quantity may stand from the truth, by kind."""
+    """How many times its noise a quantity may stand from the truth: by kind, and by quantity where that is more."""
     drifts: list[Drift] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
     """Of a run that is not equivalent: the likely defect."""

@@ -243,7 +243,7 @@ class Runner:
 
         Raises `MeshmarkError` when the single process fails, for then nothing can be judged.
         """
-        key = noise_key(request.case, request.steps)
+        key = noise_key(request.case, request.steps, request.device)
         path = self.results / "noise" / f"{key}.json"
         if key not in self._yardsticks:
             self._yardsticks[key] = fit(self._noise_runs(request, path))

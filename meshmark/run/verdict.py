@@ -10,26 +10,34 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshmark.judge.deviation import Deviation, Quantity, QuantityKind
-from meshmark.judge.yardstick import FALSE_ALARMS, compare, zeros
+from meshmark.judge.false_alarms import shown
+from meshmark.judge.yardstick import ZERO, compare, gradient_norms, zeros
 from meshmark.measure.readings import MemoryReading
 from meshmark.run.record import Record, Verdict
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.states import ModelStates, Remainder, declared_bytes
 
+BLIND = 0.3
+"""Detection limit above which a run that looks right has shown nothing: a rank of two whose part is missing, the
+smallest defect of all in a reduction, scales a gradient by a half."""
+HIDDEN = 3.0
+"""Of its noise: by so much a number may happen to be off the other way, and hide as much of an error."""
 STATE_TOLERANCE = 0.01
 """Relative, on the bytes of each category of model states, and of activations."""
 
 
 def judge_equivalence(record: Record) -> Verdict:
-    """Every loss, norm, gradient and parameter within its factor of its noise, the start exact, replicas equal."""
+    """Every loss, norm, gradient and parameter within its factor of its noise, the start exact, replicas equal; and
+    not decided where that noise hides too much, or is no number."""
     found = record.equivalence
-    wrong_start = found.wrong_start
     yardstick, run = found.yardstick, compare(found.deviations)
     excesses = list(yardstick.excesses(run))
-    excess, quantity, step = max(excesses)
-    noise, factor, worst = yardstick.noise_of(quantity, step), yardstick.factor_of(quantity), _worst(record, quantity)
+    told = [e for e in excesses if math.isfinite(yardstick.noise_of(e[1], e[2]))]
+    excess, quantity, step = max(told or excesses)
+    factor, worst = yardstick.factor_of(quantity), _worst(record, quantity)
     limits = detection_limits(record)
     blindest = max(limits, key=lambda name: limits[name].scaling, default="")
+    limit = limits[blindest].scaling if limits else math.inf
     evidence: dict[str, float | int | str] = {
         "worst_quantity": str(quantity),
         "worst_step": step,
@@ -37,10 +45,10 @@ def judge_equivalence(record: Record) -> Verdict:
         "distance": run[quantity][step],
         "truth_norm": worst[step].scale,
         "multiple_of_truth": worst[step].factor,
-        "noise": noise,
+        "noise": yardstick.noise_of(quantity, step),
         "factor": factor,
-        "false_alarm_probability": FALSE_ALARMS,
-        "detection_limit": max((limit.scaling for limit in limits.values()), default=math.inf),
+        "false_alarms": str(shown()),
+        "detection_limit": limit,
         "blindest": blindest,
         "detection_limit_any_direction": max((limit.any_direction for limit in limits.values()), default=math.inf),
         "failing": sum(not e <= 1 for e, *_ in excesses),
@@ -48,19 +56,35 @@ def judge_equivalence(record: Record) -> Verdict:
     }
     if found.diagnosis:
         evidence["diagnosis"] = found.diagnosis.text
-    if wrong_start:
-        summary = f"starts elsewhere: {len(wrong_start)} initial values differ, first {wrong_start[0]}"
-    elif excess > 1:
+    wrong = bool(found.wrong_start or found.drifts or (told and not excess <= 1))
+    undecided = not wrong and (len(told) < len(excesses) or not limit <= BLIND)
+    if wrong:
+        summary = _what_is_wrong(record, quantity, step, excess * factor)
+    elif undecided and limit <= BLIND:
+        unknown = min(str(q) for _, q, s in excesses if not math.isfinite(yardstick.noise_of(q, s)))
+        summary = f"cannot tell: the noise of {unknown} is no number, for `single` itself overflows"
+    elif undecided:
         summary = (
-            f"{quantity} at step {step} is {excess * factor:.3g} x its noise, {worst[step].factor:.6g} x the truth"
+            f"cannot tell: a scaling of the gradient of {blindest} by less than {limit:.2g} would not be seen in the "
+            f"noise, where {BLIND:g} is the most that a verdict may leave open"
         )
-    elif found.drifts:
-        first = found.drifts[0]
-        summary = f"replicas differ: {first.quantity} at step {first.step} on ranks {first.ranks}"
     else:
         summary = f"worst {quantity} at step {step}: {excess * factor:.2f} x its noise where {factor:.2f} x is allowed"
-    passed = not wrong_start and excess <= 1 and not found.drifts
-    return Verdict(suite="equivalence", passed=passed, summary=summary, evidence=evidence)
+    return Verdict(
+        suite="equivalence", passed=not wrong and not undecided, undecided=undecided, summary=summary, evidence=evidence
+    )
+
+
+def _what_is_wrong(record: Record, quantity: Quantity, step: int, ratio: float) -> str:
+    """`quantity` at `step` is the worst, that multiple of its noise."""
+    found = record.equivalence
+    if found.wrong_start:
+        return f"starts elsewhere: {len(found.wrong_start)} initial values differ, first {found.wrong_start[0]}"
+    if found.drifts and ratio <= found.yardstick.factor_of(quantity):
+        first = found.drifts[0]
+        return f"replicas differ: {first.quantity} at step {first.step} on ranks {first.ranks}"
+    multiple = _worst(record, quantity)[step].factor
+    return f"{quantity} at step {step} is {ratio:.3g} x its noise, {multiple:.6g} x the truth"
 
 
 def _worst(record: Record, quantity: Quantity) -> list[Deviation]:
@@ -80,22 +104,20 @@ class Limit:
 
 
 def detection_limits(record: Record) -> dict[str, Limit]:
-    """By parameter; those whose gradient is zero by mathematics have none."""
-    yardstick, zero, limits = record.equivalence.yardstick, zeros(record.equivalence.deviations), {}
-    for quantity, steps in record.equivalence.deviations.items():
+    """By parameter, over the steps at which it has a gradient; those whose gradient is zero by mathematics, which have
+    no relative error, are left out."""
+    yardstick, deviations, limits = record.equivalence.yardstick, record.equivalence.deviations, {}
+    zero, norms = zeros(deviations), gradient_norms(deviations)
+    for quantity, steps in deviations.items():
         if quantity.kind is not QuantityKind.GRADIENTS or quantity in zero or quantity not in yardstick.noise:
             continue
-        distances = [
-            yardstick.tolerance(quantity, step) / d.scale if d.scale else math.inf for step, d in enumerate(steps)
-        ]
-        multiple = replace(quantity, kind=QuantityKind.SCALE)
-        # A number's noise may point the other way, and then hides as much as it is.
-        by_multiple = (
-            yardstick.tolerance(multiple, 0) + yardstick.noise_of(multiple, 0)
-            if multiple in yardstick.noise
-            else math.inf
-        )
-        limits[quantity.subject] = Limit(scaling=min(max(distances), by_multiple), any_direction=max(distances))
+        used = [step for step, d in enumerate(steps) if d.scale >= ZERO * norms[step]]
+        any_direction = max(yardstick.tolerance(quantity, step) / steps[step].scale for step in used)
+        multiple, scaling = replace(quantity, kind=QuantityKind.SCALE), any_direction
+        if multiple in yardstick.noise:
+            seen = max(yardstick.tolerance(multiple, s) + HIDDEN * yardstick.noise_of(multiple, s) for s in used)
+            scaling = min(any_direction, seen)
+        limits[quantity.subject] = Limit(scaling=scaling, any_direction=any_direction)
     return limits
 
 

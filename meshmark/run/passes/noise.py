@@ -24,6 +24,7 @@ from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
+from meshmark.environment import machine
 from meshmark.judge.replicas import num_replicas
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess_replicas
@@ -36,20 +37,35 @@ from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 
-NUM_RUNS = 8
+NUM_RUNS = 16
 NUM_RANKS = 2
 """Processes that share the runs."""
 TIME_LIMIT_SECONDS = 600.0
 _PARTIAL = ".partial"
-FORMAT = 5
+FORMAT = 6
 """Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
 
 
-def noise_key(case: Case, steps: int) -> str:
-    """Content hash of everything that the noise of `case` depends on."""
+ARITHMETIC = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "ONEDNN_",
+    "DNNL_",
+    "ATEN_",
+    "CUBLAS_",
+    "CUDNN_",
+    "NVIDIA_TF32_",
+    "TORCH_ALLOW_TF32",
+)
+"""Starts of the names of environment variables that choose kernels, their threads or their formats."""
+
+
+def noise_key(case: Case, steps: int, device: str = "cpu") -> str:
+    """Content hash of everything that the noise of `case` depends on: the problem, and what computes it."""
     content = [
         FORMAT,
-        torch.__version__,
+        *_arithmetic(device),
         steps,
         NUM_RUNS,
         encode(case.precision),
@@ -60,6 +76,24 @@ def noise_key(case: Case, steps: int) -> str:
         *([num_replicas(case)] if num_replicas(case) > 1 else []),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _arithmetic(device: str) -> list[object]:
+    """What chooses the order and the formats in which `device` computes. This process must not touch CUDA."""
+    return [
+        device,
+        machine(device),
+        torch.__version__,
+        torch.version.git_version,
+        torch.__config__.show(),
+        torch.backends.cpu.get_cpu_capability(),
+        sorted((name, value) for name, value in os.environ.items() if name.startswith(ARITHMETIC)),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.mkldnn.enabled,
+        torch.are_deterministic_algorithms_enabled(),
+    ]
 
 
 def measure_noise(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:

@@ -1,0 +1,89 @@
+"""How often correct runs fail: what has been shown of it, and not what the yardstick aims at.
+
+`make power-long` runs training that is correct, of `single` and of real adapters, and leaves what it counted in
+`false_alarms.json` beside this file. A run that comes to the same bits as another shows nothing, and is not counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshmark.serial import decode
+
+COUNTED = Path(__file__).with_name("false_alarms.json")
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """Correct runs of one problem."""
+
+    what: str
+    """Adapter, workload and precision."""
+    yardsticks: int
+    """How many there were of them, each from noise runs of its own."""
+    runs: int
+    """No two with the same bits."""
+    alarms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FalseAlarms:
+    """All of them, under one version of the yardstick."""
+
+    version: int
+    """Of what shapes the noise and its factors: `passes.noise.FORMAT`."""
+    machines: list[str]
+    torch: list[str]
+    counted: list[Counted] = field(default_factory=list)
+
+    @property
+    def runs(self) -> int:
+        return sum(c.runs for c in self.counted)
+
+    @property
+    def alarms(self) -> int:
+        return sum(c.alarms for c in self.counted)
+
+    @property
+    def bound(self) -> float:
+        """Clopper and Pearson's upper limit of the probability that a correct run fails."""
+        return upper_limit(self.alarms, self.runs)
+
+    def __str__(self) -> str:
+        if not self.runs:
+            return "not counted yet: run make power-long"
+        what = f"{self.alarms} alarms" if self.alarms > 1 else "1 alarm" if self.alarms else "no alarm"
+        return f"{what} in {self.runs:,} independent correct runs: below {self.bound:.2g} ({CONFIDENCE:.0%})"
+
+
+def upper_limit(num_events: int, num_trials: int, confidence: float = CONFIDENCE) -> float:
+    """The probability at which so few events in so many trials have a chance of 1 - `confidence`."""
+    from scipy.special import betaincinv  # takes a quarter of a second, and few commands need it
+
+    return float(betaincinv(num_events + 1, num_trials - num_events, confidence)) if num_events < num_trials else 1.0
+
+
+def merged(parts: Sequence[Counted]) -> list[Counted]:
+    """By what they are of, added up."""
+    found: dict[str, Counted] = {}
+    for part in parts:
+        so_far = found.get(part.what, Counted(what=part.what, yardsticks=0, runs=0, alarms=0))
+        found[part.what] = Counted(
+            what=part.what,
+            yardsticks=so_far.yardsticks + part.yardsticks,
+            runs=so_far.runs + part.runs,
+            alarms=so_far.alarms + part.alarms,
+        )
+    return [found[what] for what in sorted(found)]
+
+
+@functools.cache
+def shown() -> FalseAlarms:
+    """What was counted under the yardstick of this version."""
+    counted: FalseAlarms = decode(FalseAlarms, json.loads(COUNTED.read_text()))
+    return counted

@@ -1,0 +1,72 @@
+"""What is claimed of false alarms: as much as was counted, by the yardstick that judges."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.false_alarms import Line, counted, read
+from benchmarks.honest import PROBABILITIES, Group, Tail
+from meshmark.judge.false_alarms import Counted, FalseAlarms, shown, upper_limit
+from meshmark.run.passes.noise import FORMAT, noise_key
+from tests.factories import make_case
+
+
+def test_the_committed_counts_are_of_this_yardstick() -> None:
+    """Whoever changes the noise or its factors counts anew: `make power-long`."""
+    assert shown().version == FORMAT
+    assert shown().alarms == 0
+    assert shown().bound < 0.03, "what is claimed of correct runs rests on some hundreds at least"
+    assert f"in {shown().runs:,} independent correct runs" in str(shown())
+
+
+@pytest.mark.parametrize("num_runs", [28, 1040, 30_000])
+def test_no_alarm_bounds_the_rate_by_three_over_the_number_of_runs(num_runs: int) -> None:
+    assert upper_limit(0, num_runs) == pytest.approx(-math.log(0.05) / num_runs, rel=0.06)
+    assert upper_limit(1, num_runs) == pytest.approx(4.74 / num_runs, rel=0.07)
+    assert upper_limit(num_runs, num_runs) == 1.0
+
+
+def test_the_bound_is_printed_and_not_the_aim() -> None:
+    found = FalseAlarms(version=FORMAT, machines=[], torch=[], counted=[])
+    assert (found.bound, str(found)) == (1.0, "not counted yet: run make power-long")
+    some = [Counted(what="a", yardsticks=1, runs=400, alarms=0), Counted(what="b", yardsticks=2, runs=600, alarms=1)]
+    told = str(FalseAlarms(version=FORMAT, machines=[], torch=[], counted=some))
+    assert told == "1 alarm in 1,000 independent correct runs: below 0.0047 (95%)"
+
+
+def line(seed: int, excesses: list[float], version: int = FORMAT) -> Line:
+    tail = Tail(compared=9, beyond=[0] * len(PROBABILITIES), largest=1.0)
+    group = Group(what="single, gpt", seed=seed, excesses=excesses, worst="loss, step 0", tails={"number": tail})
+    return Line(version=version, machine="m", torch="t", key="0", group=group)
+
+
+def test_each_group_counts_once_and_an_alarm_is_counted(tmp_path: Path) -> None:
+    found = counted([line(0, [0.5, 0.6]), line(0, [0.5, 0.6]), line(1, [0.5, 1.01])])
+    assert [(c.yardsticks, c.runs, c.alarms) for c in found.counted] == [(2, 4, 1)]
+    assert (tmp_path / "groups.jsonl").write_text('{"version": 6, "mach')
+    assert read(tmp_path / "groups.jsonl") == []
+
+
+@pytest.mark.parametrize("name", ["MKL_CBWR", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE"])
+def test_noise_is_of_the_settings_under_which_it_was_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(name, raising=False)
+    before = noise_key(make_case(), 3)
+    assert before == noise_key(make_case(), 3)
+    monkeypatch.setenv(name, "7")
+    assert noise_key(make_case(), 3) != before
+
+
+def test_noise_is_of_the_machine_and_the_library_that_it_was_measured_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [noise_key(make_case(), 3)]
+    for changed, value in (
+        ("meshmark.run.passes.noise.machine", lambda device: "another processor"),
+        ("torch.__config__.show", lambda: "built with another library"),
+        ("torch.get_float32_matmul_precision", lambda: "medium"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(changed, value)
+            keys.append(noise_key(make_case(), 3))
+    assert len(set(keys)) == len(keys)
