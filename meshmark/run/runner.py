@@ -215,12 +215,11 @@ class Runner:
     def _run(self, request: Request) -> Record:
         if request.task in JUDGED and request.assess:
             request = dataclasses.replace(request, yardstick=self.yardstick(request))
-        if request.task is Task.TIME:
-            request = dataclasses.replace(request, peak_flops_per_second=self._peaks.of(request))
         launched = self.launcher.launch(request, request.case.world_size)
         outcome = outcome_of_launch(launched, request.case.world_size)
-        if request.task is Task.TIME and request.assess and outcome.status is Status.OK:
-            request = self._with_path(request, launched)
+        if request.task is Task.TIME and outcome.status is Status.OK:
+            request = dataclasses.replace(request, peak_flops_per_second=self._peaks.of(request))
+            request = self._with_path(request, launched) if request.assess else request
         return self._record(request, outcome, launched)
 
     def _with_path(self, timed: Request, launched: LaunchResult) -> Request:
