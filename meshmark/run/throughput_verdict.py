@@ -31,7 +31,9 @@ def judge_throughput(record: Record) -> Verdict | None:
         return _verdict(summary, record, passed=True)
     if path.repeats is not False:
         return _verdict(f"not what was judged: {differences[0]}; {_MEND}", record)
-    tolerances = [2 * record.equivalence.yardstick.tolerance(QuantityKind.LOSS.of(), i) for i in range(num_steps)]
+    yardstick = record.equivalence.yardstick
+    of_loss = [quantity for quantity in yardstick.noise if quantity.kind is QuantityKind.LOSS]  # of every replica
+    tolerances = [2 * max(yardstick.tolerance(quantity, step) for quantity in of_loss) for step in range(num_steps)]
     excess, step = max(
         (abs(own - other) / tolerance, i)
         for i, (own, other, tolerance) in enumerate(zip(losses, path.losses, tolerances, strict=False))
