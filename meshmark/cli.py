@@ -171,29 +171,34 @@ def _cases(parsed: argparse.Namespace) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> None:
-    from meshmark.report.conformance import write_conformance
+    from meshmark.report.markdown import one_line
     from meshmark.report.render import write_report
     from meshmark.run.record_file import read_records
     from meshmark.run.session import standing
 
-    reading = read_records(parsed.results)
+    reading = read_records(parsed.results, latest=True)
     for complaint in reading.complaints:
-        print(f"meshmark: left out {complaint}", file=sys.stderr)
+        print(f"meshmark: left out {one_line(complaint)}", file=sys.stderr)
     folder = parsed.results if parsed.results.is_dir() else parsed.results.parent
     output = parsed.output or folder / "report.md"
     command = ["meshmark", "report", str(parsed.results)]
     for option, value in (("-o", parsed.output), ("--baseline", parsed.baseline)):
         command += [option, str(value)] if value else []
-    baseline = read_records(parsed.baseline) if parsed.baseline else None
+    baseline = read_records(parsed.baseline, latest=True) if parsed.baseline else None
     matrix = [record for record in reading.records if not record.conformance.scenario]
     told = matrix or standing(reading.sessions, conforming=False)
     clauses = output.with_name(f"{output.stem}-conformance.md") if told else output
+    left_out = list[str]()
     try:
         if told:
-            write_report(dataclasses.replace(reading, records=matrix), output, shlex.join(command), baseline)
+            left_out = write_report(dataclasses.replace(reading, records=matrix), output, shlex.join(command), baseline)
             print(f"{output}: {len(matrix)} records")
         if len(matrix) < len(reading.records) or standing(reading.sessions, conforming=True):
-            write_conformance(reading, clauses, shlex.join(command))
+            from meshmark.report.conformance import write_conformance  # which imports torch, by way of its scenarios
+
+            left_out += write_conformance(reading, clauses, shlex.join(command))
             print(f"{clauses}: {len(reading.records) - len(matrix)} records of the conformance suite")
     except OSError as error:
         raise ResultsError(f"{str(output)!r} cannot be written: {error.strerror}") from error
+    for complaint in left_out:
+        print(f"meshmark: left out {one_line(complaint)}", file=sys.stderr)

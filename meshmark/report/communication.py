@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from meshmark.measure.readings import Collective
+from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult
-from meshmark.report.tables import KIB, bytes_text, markdown, names, passed
+from meshmark.report.tables import KIB, bytes_text, names, passed
 from meshmark.spec.layout import AXES, Layout
 from meshmark.theory.flow import Flow
 
