@@ -472,6 +472,7 @@ def test_declared_departures_stand_under_communication_with_their_reason(tmp_pat
     first, second = rows(text)
     assert (first["sent"], first["in place of"]) == ("gradients: all_reduce 4 KiB", "gradients: reduce_scatter 4 KiB")
     assert (first["why"], second["sent"]) == ("whole gradients", "nothing")
+    assert [row["difference"] for row in (first, second)] == ["+2,048 B", "-2,048 B"], "of two ranks, by rings"
 
 
 def test_the_throughput_table_marks_wrong_runs_and_shows_the_spread(tmp_path: Path) -> None:
