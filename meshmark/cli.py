@@ -69,6 +69,7 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
 
 
 def _add_cases(cases: argparse.ArgumentParser) -> None:
+    from meshmark.options import DEFAULT_WORKLOAD
     from meshmark.spec.precision import Precision
     from meshmark.spec.workload import WORKLOADS
 
@@ -76,11 +77,13 @@ def _add_cases(cases: argparse.ArgumentParser) -> None:
     cases.add_argument(
         "--adapter", action="append", default=[], metavar="FILE.py:CLASS", help="an adapter from outside the repo"
     )
-    cases.add_argument("--world", default="2", metavar="N,M", help="world sizes (default: 2)")
+    cases.add_argument("--world", metavar="N,M", help="world sizes (default: 2)")
+    cases.add_argument("--layouts", metavar="ID,ID", help="these in the place of the matrix's, such as dp2.tp2.mb4")
+    cases.add_argument("--model", metavar="KEY=N,...", help="the workload's model in another size, or a FILE.json")
     cases.add_argument(
         "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
     )
-    cases.add_argument("--workload", default="gpt-tiny", metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
+    cases.add_argument("--workload", default=DEFAULT_WORKLOAD, metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
     cases.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     cases.set_defaults(run=_cases)
 
@@ -148,17 +151,16 @@ def _doctor(_: argparse.Namespace) -> None:
 def _cases(parsed: argparse.Namespace) -> None:
     from meshmark.adapter.matrix import matrix
     from meshmark.adapter.registry import load_adapter
-    from meshmark.options import chosen_adapters, positive, split_values
+    from meshmark.options import chosen_adapters, chosen_layouts, chosen_workloads, split_values
     from meshmark.spec.case import Case, expect_fit
     from meshmark.spec.precision import precision
-    from meshmark.spec.workload import workload
 
     targets = chosen_adapters(parsed.adapters, parsed.adapter)
-    worlds = [positive("--world", text) for text in split_values("--world", parsed.world)]
-    workloads = [workload(name) for name in split_values("--workload", parsed.workload)]
+    worlds, layouts = chosen_layouts(parsed.world, parsed.layouts)
+    workloads = chosen_workloads(parsed.workload, parsed.model, None)
     precisions = [precision(text) for text in split_values("--precision", parsed.precision)]
     adapters = {name: load_adapter(target) for name, target in targets.items()}
-    cells = matrix(adapters, worlds, workloads, precisions)
+    cells = matrix(adapters, worlds, workloads, precisions, layouts)
     expect_fit(cells)
     backend = "nccl" if parsed.device == "cuda" else "gloo"
     for cell in cells:
