@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from meshmark.expect import expect
+from meshmark.expect import expect, expect_not_wrong
 from meshmark.run.record import Record
+from meshmark.run.runner import Runner
 from meshmark.run.throughput import throughput
 
 
@@ -29,8 +30,9 @@ replay = Replay()
 
 
 @pytest.mark.benchmark(group="step", timer=replay)
-def test_throughput(timed: Record, benchmark: BenchmarkFixture) -> None:
-    """Raw samples after warm-up, of steps that must be those that the other suites judge."""
+def test_throughput(timed: Record, runner: Runner, benchmark: BenchmarkFixture) -> None:
+    """Raw samples after warm-up, of a run that this session has not found wrong, and of the steps that it judged."""
+    expect_not_wrong(runner.observed(timed.case))
     samples = timed.timing.step_seconds
     replay.load(samples)
     benchmark.pedantic(  # type: ignore[no-untyped-call]
