@@ -48,5 +48,17 @@ class AdapterError(InputError):
     """An adapter that cannot be imported or does not honour the contract."""
 
 
+class NoSpaceError(MeshmarkError):
+    """A disk has no room for what a launch writes."""
+
+
 class ClusterError(MeshmarkError):
-    """The nodes of one run lost each other, or disagree about what they run."""
+    """The nodes of one run cannot come together, lost each other, or disagree about what they run; it ends the run."""
+
+
+class NodeLostError(ClusterError):
+    """A node has ended, gives no sign of life, or cannot be reached."""
+
+
+class NodesDisagreeError(ClusterError):
+    """Nodes were given other commands, or hold other code, packages or data."""

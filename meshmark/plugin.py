@@ -57,6 +57,8 @@ class Selection:
 
 
 SELECTION = pytest.StashKey[Selection]()
+MOST_SECONDS = 1_000_000
+"""Of a time limit."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -163,8 +165,8 @@ def _run_options(config: pytest.Config) -> RunOptions:
     if steps is not None and steps <= WATCHED_STEP:
         raise InputError(f"--steps {steps}: at least {WATCHED_STEP + 1} are needed, the last of which is watched")
     limit, budget = config.getoption("--time-limit"), config.getoption("--timing-budget")
-    if limit <= 0:
-        raise InputError(f"--time-limit {limit:g}: expected seconds above 0")
+    if not 0 < limit <= MOST_SECONDS:  # neither is true of nan
+        raise InputError(f"--time-limit {limit:g}: expected seconds above 0, at most {MOST_SECONDS:,} (11 days)")
     if not 0 <= budget < limit:
         raise InputError(f"--timing-budget {budget:g}: expected seconds from 0 to below --time-limit, {limit:g}")
     counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from meshmark.errors import ClusterError, InputError
-from meshmark.run import cluster
+from meshmark.errors import ClusterError, InputError, NodesDisagreeError, NoSpaceError
+from meshmark.reference import data
+from meshmark.run import cluster, store
 from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.launch import LaunchResult, launch_with
+from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
+from meshmark.run.rank_info import RankInfo
+from meshmark.run.rank_report import RankReport
+from meshmark.run.record import Status
 from meshmark.run.record_file import read_records
+from meshmark.run.request import Request, Task
+from meshmark.serial import encode
+from meshmark.spec.layout import Layout
+from tests.factories import make_case, make_workload
 
 ROOT = Path(__file__).parent.parent
 
@@ -115,6 +131,9 @@ def test_a_node_that_is_lost_ends_the_other_within_half_a_minute(
             node.communicate()
     assert nodes[1 - lost].returncode == pytest.ExitCode.USAGE_ERROR, output
     assert re.search(told, output), output
+    if lost:  # node 0 writes
+        (record,) = read_records(tmp_path / "0").records
+        assert record.outcome.status is Status.NODE_LOST, record.outcome
 
 
 def test_a_wait_for_nodes_is_told_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +156,131 @@ def test_a_wait_for_nodes_is_told_and_has_an_end(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ClusterError, match="what listens at .* is not this run's store"):
             Cluster(spec).__enter__()
         assert 2 <= time.monotonic() - started < 12
+
+
+class Ranks:
+    """Ranks of one node that are no processes: each leaves a report at once and ends, or never ends."""
+
+    grace_seconds = 0.0
+    lost = False
+
+    def __init__(self, ranks: Sequence[RankInfo], hang: bool) -> None:
+        self.ranks, self.hang = ranks, hang
+
+    def start(self) -> None:
+        for info in self.ranks[: 1 if self.hang else None]:
+            report = RankReport(rank=info.rank, build_seconds=0.0, run_seconds=0.0)
+            info.file("report").write_text(json.dumps(encode(report)))
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def pid(self, info: RankInfo) -> int | None:
+        return None
+
+    def exit_code(self, info: RankInfo) -> int | None:
+        return 0 if info.file("report").is_file() else None
+
+    def spared(self, info: RankInfo) -> bool:
+        return False
+
+    def end(self) -> list[int]:
+        return []
+
+
+@dataclass
+class Node:
+    """One of two nodes, in a thread of this process: what it asks for, and what becomes of it."""
+
+    request: Request
+    late: float = 0.0
+    fails: Exception | None = None
+    hangs: bool = False
+    dies: bool = False
+    ended: LaunchResult | Exception | None = None
+
+    def run(self, spec: ClusterSpec) -> None:
+        def start(request: Request, ranks: Sequence[RankInfo]) -> Ranks:
+            time.sleep(self.late)
+            if self.fails:
+                raise self.fails
+            if self.dies:
+                threading.Timer(0.5, node._close).start()
+            return Ranks(ranks, self.hangs)
+
+        try:
+            with Cluster(spec) as node:
+                self.ended = launch_with(start, node, self.request, 4)
+        except Exception as error:
+            self.ended = error
+
+
+def asked(**changes: Any) -> Request:  # noqa: ANN401
+    known: dict[str, Any] = {"task": Task.TIME, "device": "cpu", "backend": "gloo", "steps": 2, "time_limit_seconds": 1}
+    known |= {"case": make_case(layout=Layout(dp=4)), "adapter": "meshmark.adapters.ddp:DDP"}
+    return Request(**{**known, **changes})
+
+
+def meet(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> list[LaunchResult | Exception | None]:
+    monkeypatch.setenv("MESHMARK_RDZV_SECRET", "a secret of this test")
+    rdzv = f"127.0.0.1:{free_port()}"
+    specs = [ClusterSpec(nnodes=2, node_rank=rank, rdzv=rdzv) for rank in range(2)]
+    running = [threading.Thread(target=node.run, args=(spec,)) for node, spec in zip(nodes, specs, strict=True)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(timeout=60)
+    return [node.ended for node in nodes]
+
+
+def test_a_node_that_is_late_is_waited_for_and_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By twice the time limit, which is for ranks: they start when all nodes are there."""
+    for ended in meet(monkeypatch, Node(asked()), Node(asked(), late=2.0)):
+        assert isinstance(ended, LaunchResult) and not ended.failures and not ended.lost, ended
+        assert [report.rank for report in ended.reports] == [0, 1, 2, 3]
+
+
+def test_nodes_that_were_asked_for_different_things_start_no_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each difference is named; a corpus may lie at another path, but not be another text."""
+    texts = [tmp_path / name / "corpus.txt" for name in "ab"]
+    for text, content in zip(texts, ("to be ", "not to be "), strict=True):
+        text.parent.mkdir()
+        text.write_text(content * 1000)
+    workloads = [dataclasses.replace(make_workload(), corpus=str(text)) for text in texts]
+    requests = [asked(case=make_case(workload=w), steps=n) for w, n in zip(workloads, (2, 3), strict=True)]
+    for ended in meet(monkeypatch, *map(Node, requests)):
+        assert isinstance(ended, NodesDisagreeError)
+        differs = re.findall(r"(?:about|;) ([^(]*) \(", str(ended))
+        assert differs == ["data", "request's steps"], ended
+        assert "request's steps (2 on node 0, 3 on node 1)" in str(ended)
+        assert outcome_of_error(ended).status is Status.NODES_DISAGREE
+    texts[1].write_text(texts[0].read_text())
+    data.load_corpus.cache_clear()
+    for ended in meet(monkeypatch, *(Node(dataclasses.replace(request, steps=2)) for request in requests)):
+        assert isinstance(ended, LaunchResult), ended
+
+
+def test_what_keeps_one_node_from_starting_is_the_same_outcome_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = NoSpaceError("'/tmp' has room for 0 bytes")
+    first, second = meet(monkeypatch, Node(asked()), Node(asked(), fails=full))
+    assert second is full
+    assert isinstance(first, NoSpaceError) and str(first) == "node 1: '/tmp' has room for 0 bytes"
+    assert outcome_of_error(first).status is Status.NO_SPACE
+
+
+def test_what_landed_is_kept_when_a_node_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(cluster, "_BEAT_SECONDS", 0.2)
+    survivor = Node(asked(time_limit_seconds=60), hangs=True)
+    started = time.monotonic()
+    ended, _ = meet(monkeypatch, survivor, Node(asked(time_limit_seconds=60), dies=True))
+    assert time.monotonic() - started < 15
+    assert isinstance(ended, LaunchResult), ended
+    assert [report.rank for report in ended.reports] == [0]
+    assert re.match("node 1 of 2 (has given no sign of life|has ended)", ended.lost)
+    assert outcome_of_launch(ended, 4).status is Status.NODE_LOST
 
 
 def test_the_environment_of_torchrun_and_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ ACCIDENTS = {
     for name in (
         "Raises",
         "Killed",
+        "ExitsEarly",
         "HangsAlone",
         "Slow",
         "Stopped",
@@ -100,10 +101,16 @@ def test_a_killed_rank_is_blamed_rather_than_the_peer_that_lost_it(runner: Runne
     assert "SIGKILL" in outcome.message
 
 
+def test_a_rank_that_leaves_without_a_word_is_blamed_rather_than_the_peer_that_lost_it(runner: Runner) -> None:
+    outcome = run(runner, "exitsearly").outcome
+    assert (outcome.status, outcome.rank) == (Status.EXITED, 1), outcome.message
+    assert outcome.message == "ended with exit code 0 before it could report"
+
+
 def test_a_hang_ends_at_the_limit_with_every_ranks_stack(runner: Runner) -> None:
     """And with what the rank has put into a session of its own."""
     record = run(runner, "leavesdaemon")
-    assert record.outcome.status is Status.HUNG
+    assert (record.outcome.status, record.outcome.rank) == (Status.HUNG, 1), "its peer waits for it in a collective"
     assert record.launch.seconds < 8 + 4
     assert set(record.outcome.stacks) == {0, 1}
     assert "wait_for_ever" in record.outcome.stacks[1]
@@ -130,9 +137,9 @@ def test_a_rank_that_stands_still_is_hung_though_a_peer_comes_on_without_it(
 
 def test_a_stopped_process_is_a_hang_too(runner: Runner) -> None:
     outcome = run(runner, "stopped").outcome
-    assert outcome.status is Status.HUNG
+    assert (outcome.status, outcome.rank) == (Status.HUNG, 1)
     assert "backward" in outcome.stacks[0]
-    assert "answered no signal" in outcome.stacks[1]
+    assert outcome.stacks[1] == "none: the process answered no signal (stopped)"
 
 
 def test_running_out_of_memory_has_its_own_outcome(runner: Runner) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -20,21 +21,37 @@ import psutil
 import pytest
 
 from meshmark.adapter.registry import builtin_adapters
-from meshmark.errors import InputError, MeshmarkError
+from meshmark.errors import InputError, MeshmarkError, NoSpaceError
+from meshmark.run import fork_server, forkserver_launcher
 from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.fork_server import LAUNCHER, LOST_EXIT_CODE, ForkServer
+from meshmark.run.fork_server import LOST_EXIT_CODE, ForkServer
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.launch import Launcher, process_environment
 from meshmark.run.launchers import LAUNCHERS
 from meshmark.run.record import Record, Status
 from meshmark.run.request import Request, Task
 from meshmark.run.runner import Runner, RunOptions
+from meshmark.run.server_process import LAUNCHER
 from meshmark.run.torchrun_launcher import TorchrunLauncher
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
+from tests.test_orphans import wait_until
 
-ACCIDENTS = {name.lower(): f"tests.broken.outcomes:{name}" for name in ("Raises", "Killed", "LeavesDaemon")}
+ACCIDENTS = {
+    name.lower(): f"tests.broken.outcomes:{name}"
+    for name in (
+        "Raises",
+        "Killed",
+        "ExitsEarly",
+        "LeavesDaemon",
+        "StopsServer",
+        "KillsServer",
+        "Freezes",
+        "WritesToFullDisk",
+        "FillsDisk",
+    )
+}
 ADAPTERS = builtin_adapters() | ACCIDENTS
 
 
@@ -49,7 +66,7 @@ def make_request(adapter: str) -> Request:
         task=Task.TIME,
         device="cpu",
         backend="gloo",
-        steps=2,
+        steps=4,
         time_limit_seconds=120,
     )
 
@@ -175,7 +192,7 @@ def test_a_framework_reaches_the_ranks_of_its_own_adapters_alone(launcher: Forks
 
 def test_a_launch_leaves_this_process_s_environment_alone(launcher: ForkserverLauncher) -> None:
     before = dict(os.environ)
-    launched = launcher.launch(make_request("deepspeed"), 2)
+    launched = launcher.launch(dataclasses.replace(make_request("deepspeed"), steps=2), 2)
     assert not launched.failures, launched.failures[0].message
     assert dict(os.environ) == before
 
@@ -197,6 +214,71 @@ def test_a_server_that_was_killed_is_started_anew(launcher: ForkserverLauncher) 
     launched = launcher.launch(make_request("ddp"), 2)
     assert not launched.failures, launched.failures[0].message
     assert launcher._server(make_request("ddp")) is not killed
+
+
+def test_a_server_that_is_stopped_costs_no_case(launcher: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How its ranks end is seen without it; then it is ended, and the next case has another."""
+    monkeypatch.setattr(fork_server, "_STOPPED_SECONDS", 0.5)
+    launched = launcher.launch(make_request("stopsserver"), 2)
+    assert not launched.failures and len(launched.reports) == 2, launched.failures
+    stopped = next(iter(launcher._servers.values()))
+    assert psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED
+    launched = launcher.launch(make_request("ddp"), 2)
+    assert not launched.failures, launched.failures[0].message
+    assert not psutil.pid_exists(stopped.pid) or psutil.Process(stopped.pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_server_that_is_killed_is_no_fault_of_the_ranks(launcher: ForkserverLauncher) -> None:
+    launched = launcher.launch(make_request("killsserver"), 2)
+    assert {failure.kind for failure in launched.failures} == {Status.UNFINISHED}, launched.failures
+    assert "what starts ranks was killed" in launched.failures[0].message
+
+
+def test_a_rank_that_finds_a_disk_full_is_no_fault_of_its_framework(launcher: ForkserverLauncher) -> None:
+    first = launcher.launch(make_request("writestofulldisk"), 2).failures[0]
+    assert (first.kind, first.rank, first.message) == (Status.NO_SPACE, 1, "RuntimeError: could not save")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk_is_told_before_a_launch_and_after(
+    launcher: ForkserverLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", tmp_path], check=True)
+    try:
+        launched = launcher.launch(make_request("fillsdisk"), 2)
+        assert launched.failures[0].kind == Status.NO_SPACE, launched.failures
+        assert f"before it could report, and '{tmp_path}' is full" in launched.failures[0].message
+        assert not list(tmp_path.iterdir())
+        (tmp_path / "other").write_bytes(bytes(5 * 2**20))
+        with pytest.raises(NoSpaceError, match="a launch needs 16,777,216"):
+            launcher.launch(make_request("ddp"), 2)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+FREEZER = Path("/sys/fs/cgroup/freezer")
+
+
+@pytest.mark.skipif(not os.access(FREEZER, os.W_OK), reason="needs root and the freezer of control groups")
+def test_a_rank_that_cannot_be_killed_is_told_and_left_behind(
+    launcher: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forkserver_launcher, "KILL_SECONDS", 1.0)
+    group = FREEZER / f"meshmark-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        started = time.monotonic()
+        launched = launcher.launch(dataclasses.replace(make_request("freezes"), time_limit_seconds=5), 2)
+        assert time.monotonic() - started < 5 + 12
+        first = launched.failures[0]
+        assert (first.kind, first.rank) == (Status.UNKILLABLE, 1), first
+        assert f"process {int((group / 'cgroup.procs').read_text())} outlived SIGKILL" in first.message
+        assert not launcher.launch(make_request("ddp"), 2).failures, "the run goes on beside it"
+    finally:
+        (group / "freezer.state").write_text("THAWED")
+        wait_until(lambda: not (group / "cgroup.procs").read_text(), seconds=10)
+        group.rmdir()
 
 
 # torchrun.
@@ -265,6 +347,7 @@ def run(torchrun: TorchrunLauncher, adapter: str, results: Path, limit: float = 
     [
         ("raises", Status.RAISED, "ArithmeticError: planted in step 3"),
         ("killed", Status.KILLED, "killed by SIGKILL"),
+        ("exitsearly", Status.EXITED, "before it could report"),
     ],
 )
 def test_torchrun_s_failures_are_told_as_the_forkserver_s(
@@ -296,7 +379,7 @@ def test_torchrun_itself_failing_is_told_with_its_log(
     monkeypatch.setenv("PET_MAX_RESTARTS", "many")
     torchrun.close()  # its server has the environment of when it was started
     outcome = run(torchrun, "ddp", results).outcome
-    assert outcome.status is Status.RAISED and "before it could report" in outcome.message
+    assert outcome.status is Status.UNFINISHED and "failed before they began" in outcome.message
     assert "PET_MAX_RESTARTS" in outcome.log_tail or "many" in outcome.log_tail, outcome.log_tail
 
 

@@ -68,6 +68,8 @@ def collect(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
         (["--world", "two"], "--world 'two': expected a whole number of at least 1"),
         (["--steps", "1"], "--steps 1: at least 3 are needed"),
         (["--time-limit", "0"], "--time-limit 0: expected seconds above 0"),
+        (["--time-limit", "nan"], "--time-limit nan: expected seconds above 0"),
+        (["--time-limit", "inf"], "--time-limit inf: expected seconds above 0, at most 1,000,000"),
         (["--timing-budget", "-1"], "--timing-budget -1: expected seconds from 0 to below --time-limit, 120"),
         (["--corpus", "nowhere.txt"], "corpus 'nowhere.txt' cannot be read: No such file"),
         (["--workload", "gpt-tiny", "--corpus", "empty.txt"], "corpus 'empty.txt' is empty"),

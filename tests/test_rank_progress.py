@@ -13,7 +13,8 @@ from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.truth import assess
 from meshmark.rank_progress import Mark, Pace, Phase, read_mark
 from meshmark.run.launch import _settle
-from meshmark.run.rank_report import RankFailure
+from meshmark.run.rank_report import RankFailure, Standing
+from meshmark.run.watchdog import standing
 from tests.test_diagnosis import CASE, STEPS, honest
 
 LIMIT = 120.0
@@ -88,8 +89,8 @@ def test_the_truth_and_the_diagnosis_are_progress_too(tmp_path: Path, monkeypatc
     assert left.phase is Phase.EXPLAIN and left.done > 0
 
 
-def failure(rank: int, kind: str, when: float) -> RankFailure:
-    return RankFailure(rank=rank, kind=kind, message="", time=when)
+def failure(rank: int, kind: str, when: float, standing: Standing = Standing.INSIDE) -> RankFailure:
+    return RankFailure(rank=rank, kind=kind, message="", time=when, standing=standing)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +101,31 @@ def failure(rank: int, kind: str, when: float) -> RankFailure:
         ([failure(0, Pace.WAITS, 4.0), failure(1, Pace.WAITS, 3.0)], (1, "hung")),
         ([failure(0, Pace.HUNG, 1.0), failure(1, "oom", 3.0)], (1, "oom")),
         ([failure(0, "raised", 1.0), failure(1, "killed", 3.0)], (1, "killed")),
+        ([failure(0, "raised", 1.0), failure(1, "exited", 3.0)], (1, "exited")),
+        ([failure(0, "killed", 1.0), failure(1, "unfinished", 3.0)], (1, "unfinished")),
+        ([failure(0, Pace.HUNG, 1.0), failure(1, Pace.HUNG, 3.0, Standing.OUTSIDE)], (1, "hung")),
+        ([failure(0, Pace.HUNG, 1.0, Standing.OUTSIDE), failure(1, Pace.HUNG, 3.0, Standing.SILENT)], (1, "hung")),
+        ([failure(0, Pace.WAITS, 1.0), failure(1, Pace.WAITS, 3.0, Standing.OUTSIDE)], (1, "hung")),
     ],
 )
 def test_the_rank_to_blame_comes_first(failures: list[RankFailure], first: tuple[int, str]) -> None:
     """Ranks that wait for one that comes on are slow with it, on any node; where none comes on, all hang."""
     assert (_settle(failures)[0].rank, _settle(failures)[0].kind) == first
+
+
+@pytest.mark.parametrize(
+    "innermost, stands",
+    [
+        ('File "/venv/torch/distributed/distributed_c10d.py", line 3007 in all_reduce', Standing.INSIDE),
+        ('File "/venv/torch/autograd/graph.py", line 869 in _engine_run_backward', Standing.INSIDE),
+        (f'File "{__file__}", line {{line}} in test', Standing.INSIDE),
+        ('File "/site/loader.py", line 12 in next', Standing.OUTSIDE),
+    ],
+)
+def test_where_a_rank_stands_is_its_innermost_frame(innermost: str, stands: Standing) -> None:
+    waits = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "work.wait()" in line)
+    other = 'Thread 0x01 (most recent call first):\n  File "/venv/torch/distributed/x.py", line 1 in wait\n\n'
+    outer = '  File "/venv/torch/distributed/run.py", line 5 in main'
+    stack = f"{other}Current thread 0x02 (most recent call first):\n  {innermost.format(line=waits)}\n{outer}\n"
+    assert standing(stack) is stands
+    assert standing("") is Standing.SILENT

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import ipaddress
+import json
 import socket
 import subprocess
 import threading
@@ -17,13 +18,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from meshmark.errors import ClusterError, InputError
+from meshmark.errors import ClusterError, InputError, NodeLostError, NodesDisagreeError
 from meshmark.run.store import SILENT_SECONDS, RunStore, StoreServer, run_secret
 
 _JOIN_SECONDS = 300
 _BEAT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 _SAY_SECONDS = 10.0
+_END = "end"
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -84,7 +86,7 @@ class Cluster:
     def __init__(self, spec: ClusterSpec, say: Callable[[str], None] = lambda text: None) -> None:
         """`say`: told what is waited for."""
         self.spec, self._say = spec, say
-        self._launches = 0
+        self._launches = self._meetings = 0
         self._server: StoreServer | None = None
         self._store: RunStore | None = None
         self._ended = threading.Event()
@@ -109,10 +111,11 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         try:
             if self._store and self._lost:
+                self._meetings += 1
                 with contextlib.suppress(ClusterError):  # whoever is there yet need not wait
-                    self._store.set(f"end/{self.spec.node_rank}", "")
+                    self._store.set(self._seat(self.spec.node_rank), json.dumps([_END, ""]))
             elif self._store:  # node 0 serves the store: it leaves last
-                self.exchange("end", "", seconds=30)
+                self.exchange(_END, "", seconds=30)
                 self._store.set(f"left/{self.spec.node_rank}", "")
                 if self.spec.node_rank == 0:
                     self._store.wait([f"left/{n}" for n in range(self.spec.nnodes)], datetime.timedelta(seconds=30))
@@ -154,10 +157,10 @@ class Cluster:
                 self._lost = f"node {nodes} of {self.spec.nnodes} has given no sign of life for {SILENT_SECONDS:.0f} s"
 
     def _check(self) -> RunStore:
-        """The store. Raises `ClusterError` when a node is lost."""
+        """The store. Raises `NodeLostError` when a node is lost."""
         assert self._store, "a single node shares nothing"
         if self._lost:
-            raise ClusterError(self._lost)
+            raise NodeLostError(self._lost)
         return self._store
 
     def new_prefix(self) -> str:
@@ -170,31 +173,38 @@ class Cluster:
         self._check().set(key, "1")
 
     def happened(self, key: str) -> bool:
-        """Raises `ClusterError` when a node is lost."""
+        """Raises `NodeLostError` when a node is lost."""
         return self._check().check([key])
 
-    def exchange(self, key: str, value: str, *, seconds: float) -> list[str]:
-        """The value of every node under `key`, by node rank.
+    def exchange(self, what: str, value: str, *, seconds: float) -> list[str]:
+        """The value of every node, by node rank, at a meeting of all: each comes to its first, second ... in turn.
 
-        Raises `ClusterError` when a node is lost, or its value is not there in time.
+        Raises `NodeLostError` when a node is lost or does not come in time, `NodesDisagreeError` when one comes for
+        something else.
         """
-        self._check().set(f"{key}/{self.spec.node_rank}", value)
-        found = []
-        for node in range(self.spec.nnodes):
-            waiting = _Waiting(self._say, f"waiting for node {node} of {self.spec.nnodes} at {key!r}", seconds)
-            while True:
-                ended = self._check().check([f"end/{node}"])  # asked first: it may end right after it has answered
-                if self._check().check([f"{key}/{node}"]):
-                    break
-                if ended:
-                    self._lost = f"node {node} of {self.spec.nnodes} has ended its run before {key!r}"
-                elif waiting.over():
-                    self._lost = (
-                        f"node {node} of {self.spec.nnodes} did not answer within {seconds:.0f} s at {key!r}: "
-                        "did its pytest command end, or was it given other options?"
-                    )
-            found.append(self._check().get(f"{key}/{node}").decode())
-        return found
+        self._meetings += 1
+        self._check().set(self._seat(self.spec.node_rank), json.dumps([what, value]))
+        return [self._value_of(node, what, seconds) for node in range(self.spec.nnodes)]
+
+    def _seat(self, node: int) -> str:
+        return f"meeting{self._meetings}/{node}"
+
+    def _value_of(self, node: int, what: str, seconds: float) -> str:
+        name = f"node {node} of {self.spec.nnodes}"
+        waiting = _Waiting(self._say, f"waiting for {name} at {what!r}", seconds)
+        while not self._check().check([self._seat(node)]):
+            if waiting.over():
+                self._lost = (
+                    f"{name} did not answer within {seconds:.0f} s at {what!r}: "
+                    "did its pytest command end, or was it given other options?"
+                )
+        theirs, value = json.loads(self._check().get(self._seat(node)))
+        if theirs != what and theirs == _END:
+            self._lost = f"{name} has ended its run before {what!r}"
+            self._check()
+        if theirs != what:
+            raise NodesDisagreeError(f"{name} is at {theirs!r}, this one at {what!r}: give each the same command")
+        return str(value)
 
 
 class _Waiting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Sequence
 
 from meshmark.adapter.registry import load_adapter
@@ -12,6 +13,7 @@ from meshmark.run.cluster import Cluster
 from meshmark.run.fork_server import ForkServer
 from meshmark.run.launch import LaunchResult, launch_with, process_environment
 from meshmark.run.orphans import end_children
+from meshmark.run.process_state import unseen_exit_code
 from meshmark.run.rank_info import RankInfo
 from meshmark.run.request import Request
 from meshmark.run.worker import run_forked_rank
@@ -26,6 +28,8 @@ _ALWAYS = (
 """Modules of every rank."""
 _IMPORT_SECONDS = 300.0
 """For PyTorch, on a slow disk; a framework has the case's time limit, if that is longer."""
+KILL_SECONDS = 10.0
+"""A rank that outlives SIGKILL for longer cannot be killed."""
 
 
 class ForkserverLauncher:
@@ -68,8 +72,8 @@ class ForkserverLauncher:
 
 
 def _is_lost(server: ForkServer) -> bool:
-    server.listen(0)
-    return server.lost
+    """Also one that is stopped: it is ended."""
+    return server.lost or not server.serves()
 
 
 class ForkedRanks:
@@ -92,17 +96,36 @@ class ForkedRanks:
         return self._pids.get(info.rank)
 
     def exit_code(self, info: RankInfo) -> int | None:
+        """Seen without the server too, for that may be stopped."""
         pid = self._pids.get(info.rank)
-        return None if pid is None else self._server.exit_code(pid)
+        if pid is None:
+            return None
+        code = self._server.exit_code(pid)
+        return unseen_exit_code(pid) if code is None else code
 
-    def end(self) -> None:
-        for pid in self._pids.values():
-            if self._server.exit_code(pid) is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)  # what the rank itself had started
-        while any(self._server.exit_code(pid) is None for pid in self._pids.values()):
-            self._server.listen(1.0)
-        if not self._server.lost:
+    def spared(self, info: RankInfo) -> bool:
+        return False
+
+    @property
+    def lost(self) -> bool:
+        return self._server.lost
+
+    def end(self) -> list[int]:
+        for info in self._ranks:
+            if (pid := self._pids.get(info.rank)) is not None:
+                if self.exit_code(info) is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)  # what the rank itself had started
+        deadline = time.monotonic() + KILL_SECONDS
+        while (left := self._running()) and time.monotonic() < deadline:
+            self._server.listen(0.1)
+        if left:
+            self._server.close()  # whoever comes next gets a server without such children
+        elif not self._server.lost:
             end_children(self._server.pid)  # what the ranks had started in sessions of its own
+        return left
+
+    def _running(self) -> list[int]:
+        return [info.rank for info in self._ranks if self.pid(info) and self.exit_code(info) is None]

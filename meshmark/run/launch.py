@@ -15,18 +15,21 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import meshmark
 from meshmark.environment import DEFAULT_THREADS
-from meshmark.errors import ClusterError
+from meshmark.errors import NodeLostError
 from meshmark.rank_progress import Pace
 from meshmark.run.cluster import LOOPBACK, Cluster, ClusterSpec
+from meshmark.run.disk import expect_space
+from meshmark.run.meeting import meet
 from meshmark.run.rank_info import RankInfo
-from meshmark.run.rank_report import RankFailure, RankReport
+from meshmark.run.rank_report import RankFailure, RankReport, Standing
+from meshmark.run.record import Status
 from meshmark.run.request import Request
 from meshmark.run.watchdog import RankProcesses, Watchdog
 from meshmark.serial import decode, encode
@@ -45,6 +48,8 @@ class LaunchResult:
     """Root cause first."""
     seconds: float
     """From the call to the last process's end."""
+    lost: str = ""
+    """Why nothing came home from another node; reports and failures are this node's then."""
 
 
 class Launcher(Protocol):
@@ -56,7 +61,8 @@ class Launcher(Protocol):
         """Run `request` on `world_size` ranks, an equal number a node; or, `alone`, all of them on this node, whatever
         the others do. No process of it is left when this returns or raises.
 
-        Raises `ClusterError` when another node is lost; whatever happens to a rank is in the result.
+        Raises `ClusterError` when another node is lost before its ranks start, or is about to do something else;
+        `NoSpaceError` when there is no room for it; whatever happens to a rank is in the result.
         """
 
     def close(self) -> None:
@@ -77,17 +83,43 @@ def launch_with(
     others = None if spec.nnodes == 1 else cluster
     prefix = cluster.new_prefix() if others else "alone"
     started = time.monotonic()
-    with _private_folder() as folder:
-        ranks = _ranks(spec, world_size, prefix, folder)
-        failures = Watchdog(starter(request, ranks), others, request, ranks, f"{prefix}/failed").run()
-        reports = [_read_report(info) for info in ranks]
-        local = {"reports": encode([r for r in reports if r]), "failures": encode(failures)}
-        everyone = [local] if spec.nnodes == 1 else _exchange(cluster, prefix, local, request)
+    with contextlib.ExitStack() as stack:
+        watchdog, trouble = None, None
+        try:
+            ranks = _ranks(spec, world_size, prefix, stack.enter_context(_private_folder()))
+            watchdog = Watchdog(starter(request, ranks), others, request, ranks, f"{prefix}/failed")
+        except Exception as error:
+            trouble = error
+        if others:
+            meet(others, request, trouble)
+        if trouble or not watchdog:
+            raise trouble or AssertionError("no error and no watchdog")
+        everyone, lost = _run(watchdog, others, request)
     return LaunchResult(
         reports=sorted((decode(RankReport, r) for node in everyone for r in node["reports"]), key=lambda r: r.rank),
         failures=_settle([decode(RankFailure, f) for node in everyone for f in node["failures"]]),
         seconds=time.monotonic() - started,
+        lost=lost,
     )
+
+
+def _run(watchdog: Watchdog, others: Cluster | None, request: Request) -> tuple[list[dict[str, Any]], str]:
+    """What the ranks of every node left; or of this one alone, and why no other's is there."""
+    failures: list[RankFailure] = []
+    lost = ""
+    try:
+        failures = watchdog.run()
+    except NodeLostError as error:
+        lost = str(error)
+    reports = [_read_report(info) for info in watchdog.ranks]
+    local = {"reports": encode([r for r in reports if r]), "failures": encode(failures)}
+    if others is None or lost:
+        return [local], lost
+    try:
+        texts = others.exchange("result", json.dumps(local), seconds=request.time_limit_seconds + _ANSWER_SECONDS)
+    except NodeLostError as error:
+        return [local], str(error)
+    return [json.loads(text) for text in texts], ""
 
 
 def process_environment(spec: ClusterSpec) -> dict[str, str]:
@@ -107,7 +139,8 @@ def process_environment(spec: ClusterSpec) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[Path]:
-    """Of mode 0700, and gone afterwards."""
+    """Of mode 0700, and gone afterwards. Raises `NoSpaceError` where there is no room for a launch."""
+    expect_space(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix="meshmark-"))
     try:
         yield folder
@@ -132,27 +165,29 @@ def _ranks(spec: ClusterSpec, world_size: int, prefix: str, folder: Path) -> lis
     ]
 
 
-def _exchange(cluster: Cluster, prefix: str, local: Mapping[str, Any], request: Request) -> list[dict[str, Any]]:
-    """What every node's ranks left; also holds the nodes to the same request."""
-    mine = {**local, "request": f"{request.task} {request.case.id}"}
-    texts = cluster.exchange(f"{prefix}/result", json.dumps(mine), seconds=request.time_limit_seconds + _ANSWER_SECONDS)
-    everyone = [json.loads(text) for text in texts]
-    if len({node["request"] for node in everyone}) > 1:
-        raise ClusterError(
-            f"the nodes run different cases: {[node['request'] for node in everyone]}; give each the same command"
-        )
-    return everyone
-
-
-_BLAME = ["killed", "raised", Pace.HUNG, Pace.SLOW, Pace.WAITS]
+_BLAME: list[str] = [
+    Status.NO_SPACE,
+    Status.UNFINISHED,
+    Status.EXITED,
+    Status.KILLED,
+    Status.RAISED,
+    Status.UNKILLABLE,
+    Pace.HUNG,
+    Pace.SLOW,
+    Pace.WAITS,
+]
+_STANDINGS = list(Standing)
 
 
 def _settle(failures: list[RankFailure]) -> list[RankFailure]:
-    """Root cause first: a rank that was killed before the peers that lost it, one that stood still amid its work before
-    the peers that came on without it; else the earliest. Where all wait and none comes on, all hang."""
+    """Root cause first: a rank that left without a word or was killed before the peers that lost it, one that stood
+    still amid its work before the peers that came on without it; of those that stood still, one that answers no signal
+    and one outside any collective before the peers that wait for it; else the earliest. Where all wait and none comes
+    on, all hang."""
 
-    def blame(failure: RankFailure) -> tuple[int, float]:
-        return _BLAME.index("raised" if failure.kind == "oom" else failure.kind), failure.time
+    def blame(failure: RankFailure) -> tuple[int, int, float]:
+        kind = Status.RAISED if failure.kind == Status.OOM else failure.kind
+        return _BLAME.index(kind), _STANDINGS.index(failure.standing), failure.time
 
     ordered = sorted(failures, key=blame)
     if ordered and ordered[0].kind == Pace.WAITS:

@@ -6,21 +6,31 @@ import math
 import traceback
 
 from meshmark.clip import clip, told
-from meshmark.errors import MeshmarkError
+from meshmark.errors import MeshmarkError, NodeLostError, NodesDisagreeError, NoSpaceError
+from meshmark.run.disk import means_no_space
 from meshmark.run.launch import LaunchResult
 from meshmark.run.record import Outcome, PeerEnd, Status
+
+_STATUS: dict[type[BaseException], Status] = {
+    NoSpaceError: Status.NO_SPACE,
+    NodesDisagreeError: Status.NODES_DISAGREE,
+    NodeLostError: Status.NODE_LOST,
+}
 
 
 def outcome_of_error(error: BaseException) -> Outcome:
     """A failure outside the ranks; one that nobody foresaw with its stack."""
+    status = _STATUS.get(type(error), Status.NO_SPACE if means_no_space(error) else Status.UNFINISHED)
     if isinstance(error, MeshmarkError):
-        return Outcome(status=Status.UNFINISHED, message=clip(str(error)))
+        return Outcome(status=status, message=clip(str(error)))
     stack = clip("".join(traceback.format_exception(error)))
-    return Outcome(status=Status.UNFINISHED, message=told(error), traceback=stack)
+    return Outcome(status=status, message=told(error), traceback=stack)
 
 
 def outcome_of_launch(launched: LaunchResult, world_size: int) -> Outcome:
     """How the launch ended, after its root cause."""
+    if launched.lost:
+        return Outcome(status=Status.NODE_LOST, message=launched.lost)
     if launched.failures:
         first = launched.failures[0]
         return Outcome(

@@ -15,6 +15,8 @@ from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
 from meshmark.clip import clip, told
 from meshmark.environment import DEFAULT_THREADS
+from meshmark.errors import ClusterError
+from meshmark.run.disk import means_no_space
 from meshmark.run.passes.dropout import repeat_with_dropout
 from meshmark.run.passes.endure import endure
 from meshmark.run.passes.fail import fail
@@ -26,6 +28,7 @@ from meshmark.run.passes.resume import resume, save_halfway
 from meshmark.run.passes.timing import time_steps
 from meshmark.run.rank_info import RankInfo
 from meshmark.run.rank_report import RankFailure, RankReport
+from meshmark.run.record import Status
 from meshmark.run.request import Request, Task
 from meshmark.run.store import RunStore, run_secret
 
@@ -57,7 +60,7 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
     except BaseException as error:  # whatever it was, it is this rank's outcome
         return RankFailure(
             rank=info.rank,
-            kind="oom" if _is_out_of_memory(error) else "raised",
+            kind=_kind(error),
             message=told(error),
             time=time.time(),
             traceback=clip(traceback.format_exc()),
@@ -93,6 +96,14 @@ def _join(request: Request, info: RankInfo, store: Store, timeout: datetime.time
     return RankContext(
         rank=info.rank, world_size=info.world_size, device=device, backend=request.backend, scratch=info.folder
     )
+
+
+def _kind(error: BaseException) -> Status:
+    if means_no_space(error):
+        return Status.NO_SPACE
+    if isinstance(error, ClusterError):  # nodes and their store are Meshmark's
+        return Status.UNFINISHED
+    return Status.OOM if _is_out_of_memory(error) else Status.RAISED
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

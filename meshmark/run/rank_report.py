@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from meshmark.judge.deviation import Deviations, Drift
 from meshmark.judge.faults import Diagnosis
@@ -56,13 +57,21 @@ class RankReport:
     """On rank 0, for all ranks: tensors that more than one rank told, and that were compared bit for bit."""
 
 
+class Standing(StrEnum):
+    """Where a rank stood when its time was up; the most suspicious first."""
+
+    SILENT = "answered no signal"
+    OUTSIDE = "outside any collective"
+    INSIDE = "inside a collective, or in what waits for one"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
     """Why a rank ended without a report."""
 
     rank: int
     kind: str
-    """raised, oom, killed, or its `Pace` when its time was up."""
+    """The `Status` that it makes of its launch; or its `Pace` when its time was up."""
     message: str
     """Exception and text, or signal."""
     time: float
@@ -71,3 +80,4 @@ class RankFailure:
     log_tail: str = ""
     stack: str = ""
     """When its time was up: what every Python thread was doing."""
+    standing: Standing = Standing.INSIDE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,11 @@ from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.environment import describe
-from meshmark.errors import AdapterError, ClusterError, MeshmarkError, ResultsError
+from meshmark.errors import AdapterError, ClusterError, MeshmarkError, NodeLostError, NoSpaceError, ResultsError
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
 from meshmark.run.assemble import JUDGED, assemble
 from meshmark.run.launch import Launcher, LaunchResult
+from meshmark.run.meeting import from_node_0, meet
 from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
 from meshmark.run.passes.noise import (
     NUM_RANKS,
@@ -31,6 +33,7 @@ from meshmark.run.record import ConformanceEvidence, Outcome, Record, Status
 from meshmark.run.record_file import RecordFile, line_of
 from meshmark.run.request import Request, Task
 from meshmark.run.scratch import Scratch
+from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 
 ASSESSABLE_PARAMETERS = 20_000_000
@@ -139,6 +142,8 @@ class Runner:
             except (Exception, SystemExit) as error:  # whatever it is, the case is not lost from the report
                 record = self._unfinished(request, error)
             record = self._keep(key, record)
+            if record.outcome.status is Status.NODE_LOST:
+                raise NodeLostError(record.outcome.message)
             if record.outcome.status is not Status.SKIPPED:
                 self.announce(request.scenario or request.task, case, record)
         return self._records[key]
@@ -233,8 +238,19 @@ class Runner:
         key = noise_key(request.case, request.steps, request.device)
         path = self.results / "noise" / f"{key}.json"
         if key not in self._yardsticks:
-            self._yardsticks[key] = fit(self._noise_runs(request, path), num_ways(request.case))
+            self._yardsticks[key] = fit(self._shared_noise_runs(request, path), num_ways(request.case))
         return self._yardsticks[key]
+
+    def _shared_noise_runs(self, request: Request, path: Path) -> list[Comparisons]:
+        """Those of node 0: all nodes judge by the same."""
+        cluster = self.launcher.cluster
+        if cluster.spec.nnodes == 1:
+            return self._noise_runs(request, path)
+        meet(cluster, request)
+        limit = max(TIME_LIMIT_SECONDS, request.time_limit_seconds)
+        made = from_node_0(cluster, "noise", lambda: json.dumps(encode(self._noise_runs(request, path))), seconds=limit)
+        runs: list[Comparisons] = decode(list[Comparisons], json.loads(made))
+        return runs
 
     def _noise_runs(self, request: Request, path: Path) -> list[Comparisons]:
         try:
@@ -255,9 +271,8 @@ class Runner:
         launched = self.launcher.launch(measured, NUM_RANKS, alone=True)
         if launched.failures:
             failure = launched.failures[0]
-            raise MeshmarkError(
-                f"noise of {request.case.id} could not be measured: {failure.message}\n{failure.log_tail}"
-            )
+            kind = NoSpaceError if failure.kind == Status.NO_SPACE else MeshmarkError
+            raise kind(f"noise of {request.case.id} could not be measured: {failure.message}\n{failure.log_tail}")
         runs = [run for report in launched.reports for run in report.noise_runs]
         write_noise(path, runs)
         return runs

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from meshmark.errors import ClusterError
+from meshmark.errors import ClusterError, NodeLostError
 
 _GREETING = b"meshmark store 1"
 _NONCE_BYTES = 32
@@ -132,9 +132,9 @@ class RunStore(Store):
                 answer = _receive(self._peer)
         except (OSError, ValueError) as error:
             self.close()  # what comes later would answer another question
-            raise ClusterError(f"node 0's store at {self._where} does not answer: {error}") from error
+            raise NodeLostError(f"node 0's store at {self._where} does not answer: {error}") from error
         if answer is None:
-            raise ClusterError(f"node 0's store at {self._where} has closed: did its pytest command end?")
+            raise NodeLostError(f"node 0's store at {self._where} has closed: did its pytest command end?")
         return answer["answer"]
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -8,17 +8,21 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from meshmark.adapter.registry import load_adapter
 from meshmark.errors import InputError
 from meshmark.run.cluster import Cluster
-from meshmark.run.fork_server import LAUNCHER, ForkServer, execute
+from meshmark.run.fork_server import ForkServer
+from meshmark.run.forkserver_launcher import KILL_SECONDS
 from meshmark.run.launch import LaunchResult, launch_with, process_environment
 from meshmark.run.orphans import end_children
+from meshmark.run.process_state import process_state, unseen_exit_code
 from meshmark.run.rank_info import RankInfo
 from meshmark.run.request import Request
+from meshmark.run.server_process import LAUNCHER, execute
 from meshmark.serial import decode, encode
 
 _START_SECONDS = 60.0
@@ -48,9 +52,7 @@ class TorchrunLauncher:
 
     def _start(self, request: Request, ranks: Sequence[RankInfo]) -> TorchrunRanks:
         environment = process_environment(self.cluster.spec)
-        if self._server:
-            self._server.listen(0)
-        if self._server is None or self._server.lost:
+        if self._server is None or self._server.lost or not self._server.serves():
             self._server = ForkServer.start(environment, [])
             self._server.await_ready("nothing", seconds=_START_SECONDS)
         environment |= load_adapter(request.adapter).environment(request.device)
@@ -105,7 +107,7 @@ class TorchrunRanks:
         return int(text) if text else None
 
     def exit_code(self, info: RankInfo) -> int | None:
-        """0 also of a rank that the agent ended for the sake of another."""
+        """0 also of a rank that the agent ended for the sake of another, or that ended so without a word."""
         for kind, code in (("report", 0), ("failure", 1)):
             if info.file(kind).is_file():
                 return code
@@ -117,22 +119,41 @@ class TorchrunRanks:
         failed = {int(rank): int(code) for rank, code in _FAILED_RANK.findall(self._log.read_text(errors="replace"))}
         return failed.get(info.rank, 0 if failed or self._any_failure() else agent)
 
+    def spared(self, info: RankInfo) -> bool:
+        """One that never began, or that the agent asked to end, as it does before it kills it: that leaves a mark."""
+        mark = info.file("asked_to_end")
+        return not mark.is_file() or mark.stat().st_size > 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether the agent was killed, or failed before any rank began."""
+        code = self._agent_exit_code() or 0
+        return self._server.lost or code < 0 or (code > 0 and not any(self.pid(info) for info in self._ranks))
+
     def _any_failure(self) -> bool:
         return any(info.file("failure").is_file() for info in self._ranks)
 
     def _agent_exit_code(self) -> int | None:
-        return None if self._agent is None else self._server.exit_code(self._agent)
-
-    def end(self) -> None:
         if self._agent is None:
-            return
+            return None
+        code = self._server.exit_code(self._agent)
+        return unseen_exit_code(self._agent) if code is None else code
+
+    def end(self) -> list[int]:
+        if self._agent is None:
+            return []
         if self._agent_exit_code() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._agent, signal.SIGKILL)  # the kernel ends its ranks then
-        while self._agent_exit_code() is None:
-            self._server.listen(1.0)
+        deadline = time.monotonic() + KILL_SECONDS
+        while self._agent_exit_code() is None and time.monotonic() < deadline:
+            self._server.listen(0.1)
         if not self._server.lost:
             end_children(self._server.pid)
         for info in self._ranks:  # what kept a rank from beginning stands in the agent's log
             if not info.file("log").is_file() and self._log.is_file():
                 info.file("log").write_bytes(self._log.read_bytes())
+        left = [info.rank for info in self._ranks if process_state(self.pid(info) or 0) not in ("", "Z")]
+        if left:
+            self._server.close()
+        return left

@@ -3,8 +3,10 @@ failed, is left beside the request."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -33,6 +35,8 @@ def main(file: Path) -> NoReturn:
         folder=file.parent,
     )
     info.file("pid").write_text(str(os.getpid()))
+    mark = open(info.file("asked_to_end"), "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGTERM, file=mark, chain=True)  # by the agent, when another rank has failed
     run_rank(decode(Request, json.loads(file.read_text())), info)
 
 

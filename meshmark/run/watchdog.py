@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import linecache
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -15,15 +17,18 @@ from typing import Protocol
 from meshmark.clip import LIMIT, clip, clip_tail
 from meshmark.rank_progress import Mark, Pace, read_mark
 from meshmark.run.cluster import Cluster
+from meshmark.run.disk import is_full
+from meshmark.run.process_state import STATES, process_state
 from meshmark.run.rank_info import RankInfo
-from meshmark.run.rank_report import RankFailure
+from meshmark.run.rank_report import RankFailure, Standing
+from meshmark.run.record import Status
 from meshmark.run.request import Request, Task
 from meshmark.run.worker import STACK_SIGNAL
 from meshmark.serial import decode
 
 _POLL_SECONDS = 0.1
+_STACK_SECONDS = 3.0
 _LOG_LINES = 30
-_NO_STACK = "none: the process answered no signal (stopped, or inside the kernel)"
 _ENDURE_SECONDS = 10.0
 """What FAIL, which is to see whether the others end by themselves, gives them at least."""
 
@@ -46,8 +51,15 @@ class RankProcesses(Protocol):
     def exit_code(self, info: RankInfo) -> int | None:
         """Negative: the signal that killed it. None while it runs."""
 
-    def end(self) -> None:
-        """Kill what still runs, and whatever any of them started."""
+    def spared(self, info: RankInfo) -> bool:
+        """Whether its end says nothing of it: another rank's failure was why."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether those are gone who started them, and with them every rank that had not ended."""
+
+    def end(self) -> list[int]:
+        """Kill what still runs, and whatever any of them started. Returns the ranks that outlived that."""
 
 
 class Watchdog:
@@ -66,11 +78,14 @@ class Watchdog:
         self.failed_key = failed_key
         self.killed: set[int] = set()
         """Ranks that this watchdog ended: their death says nothing."""
+        self.unkillable: list[int] = []
         self.died: dict[int, float] = {}
         """When each rank was seen to have ended."""
         self.started = self.stopped = time.monotonic()
         self.marks: dict[int, Mark] = {}
         """How far each rank had come when its time was up."""
+        self.states: dict[int, str] = {}
+        """And in which state its process was, in words."""
 
     def run(self) -> list[RankFailure]:
         """Start the ranks, wait for their end, and tell why those failed that did."""
@@ -82,10 +97,15 @@ class Watchdog:
                 self.marks = {p.rank: read_mark(p.file("progress"), started=self.started) for p in self.ranks}
                 self.stopped = time.monotonic()
                 self._dump_stacks()
+                self.states = {p.rank: self._state(p) for p in self.ranks}
         finally:
             self.killed = {info.rank for info in self._alive()}
-            self.processes.end()
+            self.unkillable = self.processes.end()
         return [f for info in self.ranks if (f := self._failure(info, late))]
+
+    def _state(self, info: RankInfo) -> str:
+        pid = self.processes.pid(info)
+        return STATES.get(process_state(pid), "not stopped, but frozen or starved") if pid else "it never began"
 
     def _alive(self) -> list[RankInfo]:
         return [info for info in self.ranks if self.processes.exit_code(info) is None]
@@ -115,17 +135,18 @@ class Watchdog:
 
     def _anyone_failed(self) -> bool:
         """Whether a rank on any node has failed; if one did here, the other nodes are told."""
-        here = any(self._fell(info) for info in self.ranks)
+        here = any(self._failed(info) for info in self.ranks)
         if self.cluster is None:
             return here
         if here:
             self.cluster.announce(self.failed_key)
         return here or self.cluster.happened(self.failed_key)
 
-    def _fell(self, info: RankInfo) -> bool:
-        """Whether it has ended without a report, be it with exit code 0, or otherwise than well."""
+    def _failed(self, info: RankInfo) -> bool:
+        """Whether it ended with less than a report."""
         exit_code = self.processes.exit_code(info)
-        return exit_code is not None and bool(exit_code or not info.file("report").is_file())
+        silent = exit_code == 0 and not info.file("report").is_file() and not self.processes.spared(info)
+        return bool(exit_code) or silent
 
     def _dump_stacks(self) -> None:
         """Have every living rank write its stacks, and wait until they have."""
@@ -133,33 +154,52 @@ class Watchdog:
             if (pid := self.processes.pid(info)) is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, STACK_SIGNAL)
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline and not all(_size(p.file("stack")) for p in self.ranks):
+        deadline = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < deadline and not all(_size(p.file("stack")) for p in self._alive()):
             time.sleep(0.05)
         time.sleep(0.1)
 
     def _failure(self, info: RankInfo, late: list[int]) -> RankFailure | None:
         log_tail = tail(info.file("log"))
+        if info.rank in self.unkillable:
+            return self._unkillable(info, log_tail)
         if info.rank in late:
             return self._late(info, log_tail)
         if info.file("failure").is_file():
             left: RankFailure = decode(RankFailure, json.loads(_read(info.file("failure"))))
             return dataclasses.replace(left, log_tail=log_tail)
-        exit_code = self.processes.exit_code(info)
-        if exit_code is not None and self._fell(info) and info.rank not in self.killed:
-            return RankFailure(
-                rank=info.rank,
-                kind="killed" if exit_code < 0 else "raised",
-                message=_death(exit_code),
-                time=self.died[info.rank],
-                log_tail=log_tail,
-            )
-        return None
+        if info.rank in self.killed or not self._failed(info):
+            return None
+        kind, message = _death(self.processes.exit_code(info) or 0)
+        if self.processes.lost and not info.file("report").is_file():
+            kind = Status.UNFINISHED
+            message = "what starts ranks was killed, was stopped, or failed before they began"
+        elif is_full(info.folder):
+            kind, message = Status.NO_SPACE, f"{message}, and {str(info.folder.parent)!r} is full"
+        return RankFailure(
+            rank=info.rank, kind=kind, message=message, time=self.died.get(info.rank, time.time()), log_tail=log_tail
+        )
+
+    def _unkillable(self, info: RankInfo, log_tail: str) -> RankFailure:
+        pid = self.processes.pid(info) or 0
+        state = process_state(pid)
+        return RankFailure(
+            rank=info.rank,
+            kind=Status.UNKILLABLE,
+            message=f"process {pid} outlived SIGKILL, {STATES.get(state, 'frozen')} (state {state}): it is left "
+            "behind, with the memory and devices that it holds; `dmesg` may say why",
+            time=time.time(),
+            log_tail=log_tail,
+            stack=clip(_read(info.file("stack"))),
+        )
 
     def _late(self, info: RankInfo, log_tail: str) -> RankFailure:
         """Whether it was slow or stood still, after the mark that it left."""
         limit, mark = self.request.time_limit_seconds, self.marks[info.rank]
         pace, message = mark.pace(now=self.stopped, limit=limit), f"no end within {limit:g} s"
+        stack = _read(info.file("stack"))
+        if pace is Pace.WAITS and not stack:
+            pace = Pace.HUNG  # it does not even wait
         if pace is Pace.SLOW:
             message += f", but still coming on: {mark.text(now=self.stopped)}; --time-limit gives it longer"
         else:
@@ -171,15 +211,33 @@ class Watchdog:
             message=message,
             time=time.time() - (time.monotonic() - mark.time),
             log_tail=log_tail,
-            stack=clip(_read(info.file("stack"))) or _NO_STACK,
+            stack=clip(stack) or f"none: the process answered no signal ({self.states.get(info.rank, 'gone')})",
+            standing=standing(stack),
         )
 
 
-def _death(exit_code: int) -> str:
+def _death(exit_code: int) -> tuple[str, str]:
+    """Its kind, and in words."""
     if exit_code < 0:
         hint = " (the kernel's out-of-memory killer, if nobody else)" if exit_code == -signal.SIGKILL else ""
-        return f"killed by {signal.Signals(-exit_code).name}{hint}"
-    return f"ended with exit code {exit_code} before it could report"
+        return Status.KILLED, f"killed by {signal.Signals(-exit_code).name}{hint}"
+    return Status.EXITED, f"ended with exit code {exit_code} before it could report"
+
+
+_WAITS = re.compile(r"/torch/(distributed|autograd|futures|_ops\.py|cuda)\b")
+"""Where a rank is that waits for others: in a collective, or in a backward pass or a stream that holds one."""
+
+
+def standing(stack: str) -> Standing:
+    """Of a rank that left `stack`, as faulthandler writes it: by the innermost frame of the thread that was asked."""
+    if not stack:
+        return Standing.SILENT
+    frames = re.findall(r'File "(.*)", line (\d+)', stack.rpartition("Current thread")[2])
+    if not frames:
+        return Standing.OUTSIDE
+    file, line = frames[0]
+    waits = _WAITS.search(file) or ".wait(" in linecache.getline(file, int(line))
+    return Standing.INSIDE if waits else Standing.OUTSIDE
 
 
 def tail(log: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -97,6 +98,58 @@ class Stopped(Accident):
 
     def happen(self, engine: DDPEngine) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class ExitsEarly(Accident):
+    """As if all were well."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        os._exit(0)
+
+
+class StopsServer(Accident):
+    """The process that ranks are forked from is stopped; the ranks need it no more."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        os.kill(os.getppid(), signal.SIGSTOP)
+
+
+class KillsServer(Hangs):
+    """The process that ranks are forked from is killed, and they with it."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        super().happen(engine)
+
+
+class Freezes(Hangs):
+    """Not even SIGKILL ends a frozen process, as one inside a driver that hangs."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        freezer = Path(f"/sys/fs/cgroup/freezer/meshmark-test-{os.environ['MESHMARK_LAUNCHER']}")
+        (freezer / "cgroup.procs").write_text(str(os.getpid()))
+        (freezer / "freezer.state").write_text("FROZEN")
+        super().happen(engine)
+
+
+class WritesToFullDisk(Accident):
+    """As a framework's own file does."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        try:
+            Path("/dev/full").write_bytes(b"a checkpoint")
+        except OSError as error:
+            raise RuntimeError("could not save") from error
+
+
+class FillsDisk(Accident):
+    """That of the launch, with what it prints, and ends in silence."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                os.write(1, bytes(2**16))
+        os._exit(1)
 
 
 class OutOfMemory(Accident):
