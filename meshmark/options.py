@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from meshmark.adapter.registry import known_adapters, outside_name, select
 from meshmark.errors import InputError
+from meshmark.spec.layout import Layout
+from meshmark.spec.layout_id import parse_layout
+from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.model_text import described_model, is_description
+from meshmark.spec.workload import Workload, workload
+
+DEFAULT_WORKLOAD = "gpt-tiny"
 
 
 def split_values(option: str, text: str) -> list[str]:
@@ -30,6 +39,39 @@ def chosen_adapters(patterns: str, outside: list[str]) -> dict[str, str]:
     if clash or len(own) < len(outside):
         raise InputError(f"--adapter: {', '.join(clash or own)} would stand for two adapters; rename the class")
     return own if own and named == ["*"] else select(named, known_adapters()) | own
+
+
+def chosen_layouts(world: str | None, layouts: str | None) -> tuple[list[int], list[Layout] | None]:
+    """World sizes of `--world` (2 by default), and no layouts; or the layouts of `--layouts` with theirs."""
+    if layouts is None:
+        return [positive("--world", text) for text in split_values("--world", "2" if world is None else world)], None
+    if world is not None:
+        raise InputError(f"--world {world} and --layouts {layouts!r}: give one of them; layouts say how many ranks")
+    parsed = [parse_layout(text) for text in split_values("--layouts", layouts)]
+    return sorted({layout.world_size for layout in parsed}), parsed
+
+
+def chosen_workloads(names: str, model: str | None, global_batch: int | None) -> list[Workload]:
+    """Presets, renamed where their model or batch is another, for then their numbers are too."""
+    return [_in_batches(_of_model(workload(name), model), global_batch) for name in split_values("--workload", names)]
+
+
+def _of_model(preset: Workload, text: str | None) -> Workload:
+    if text is None:
+        return preset
+    if not is_description(text):
+        raise InputError(f"--model {text!r}: expected KEY=VALUE,... or FILE.json; --workload takes names")
+    if not isinstance(preset.model, ModelSpec):
+        raise InputError(f"--model {text!r}: workload {preset.name!r} trains {preset.model.name!r}, no model of text")
+    model = described_model(text)
+    name = model.name if preset.name == DEFAULT_WORKLOAD else f"{preset.name}.{model.name}"
+    return dataclasses.replace(preset, name=name, model=model)
+
+
+def _in_batches(preset: Workload, global_batch: int | None) -> Workload:
+    if global_batch is None or global_batch == preset.global_batch:
+        return preset
+    return dataclasses.replace(preset, name=f"{preset.name}.b{global_batch}", global_batch=global_batch)
 
 
 def positive(option: str, text: str) -> int:

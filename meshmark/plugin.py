@@ -3,175 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import os
 import signal
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.registry import load_adapter
 from meshmark.conformance.scenario import plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
-from meshmark.errors import ClusterError, InputError, LayoutError, MeshmarkError, ResultsError, UnknownNameError
+from meshmark.errors import ClusterError, LayoutError, ResultsError
 from meshmark.expect import expect_ran
-from meshmark.options import chosen_adapters, positive, split_values
 from meshmark.progress import Progress
 from meshmark.pytest_entry import asks_for_suites
-from meshmark.reference.data import check_data, on_corpus
-from meshmark.run.cluster import Cluster, ClusterSpec
-from meshmark.run.gpus import num_gpus
+from meshmark.run.cluster import Cluster
 from meshmark.run.launchers import LAUNCHERS
-from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.record import Record
-from meshmark.run.runner import Runner, RunOptions
+from meshmark.run.runner import Runner
+from meshmark.selection import Selection, add_options, selection
 from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
-from meshmark.spec.precision import Precision, precision
-from meshmark.spec.workload import Workload, workload
 
 pytest_plugins = ["meshmark.session_log"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """What the command line asks for, checked."""
-
-    targets: dict[str, str]
-    """Adapter name to "module:Class"."""
-    adapters: dict[str, type[Adapter]]
-    worlds: list[int]
-    workloads: list[Workload]
-    global_batch: int | None
-    """Of every workload; None leaves each its own."""
-    corpus: str | None
-    """Of every workload."""
-    precisions: list[Precision]
-    options: RunOptions
-    results: Path
-    cluster: ClusterSpec
-    launcher: str
-    """A key of LAUNCHERS."""
-
-
-SELECTION = pytest.StashKey[Selection]()
-MOST_SECONDS = 1_000_000
-"""Of a time limit."""
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("meshmark", "Meshmark: which cases to run, and where")
-    group.addoption("--adapters", default="*", metavar="A,B", help="adapters by name or shell pattern (default: all)")
-    group.addoption(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="FILE.py:CLASS",
-        help="an adapter from outside the repo, or package.module:Class; alone unless --adapters is given too",
-    )
-    group.addoption("--world", default="2", metavar="N,M", help="world sizes (default: 2); `single` always runs on 1")
-    group.addoption("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    group.addoption("--backend", default=None, help="gloo or nccl (default: nccl where every rank has its own GPU)")
-    group.addoption(
-        "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
-    )
-    group.addoption("--workload", default="gpt-tiny", metavar="NAME,NAME", help="workload presets (default: gpt-tiny)")
-    group.addoption("--global-batch", type=int, default=None, metavar="N", help="sequences a step (default: preset's)")
-    group.addoption("--corpus", default=None, metavar="FILE", help="train on this file, byte by byte")
-    group.addoption(
-        "--conformance",
-        action="store_true",
-        help="collect suites/test_conformance.py too, as naming it does; it trains gpt-mini, in precisions of its own",
-    )
-    steps = "optimizer steps of a pass (default: 5 observed, at least 10 timed)"
-    group.addoption("--steps", type=int, default=None, metavar="N", help=steps)
-    budget = "seconds of timed steps a case, until its rate is known to within 2 %% (default: 1.5; 0: --steps alone)"
-    group.addoption("--timing-budget", type=float, default=1.5, metavar="S", help=budget)
-    group.addoption(
-        "--time-limit", type=float, default=120.0, metavar="S", help="seconds a pass may take (default: 120)"
-    )
-    group.addoption(
-        "--launcher", default="forkserver", help="how ranks are started: forkserver or torchrun (default: forkserver)"
-    )
-    group.addoption(
-        "--results", default="results", metavar="DIR", help="where records.jsonl is appended (default: results)"
-    )
-    group.addoption(
-        "--nnodes", type=int, default=None, help="nodes that run this same command (default: from SLURM or torchrun)"
-    )
-    group.addoption("--node-rank", type=int, default=0, help="which of them this is")
-    group.addoption("--rdzv", default=None, metavar="HOST:PORT", help="address of node 0 and a free port on it")
-
-
-def selection(config: pytest.Config) -> Selection:
-    """The checked command line. Raises `pytest.UsageError` for what cannot be."""
-    if SELECTION not in config.stash:
-        try:
-            config.stash[SELECTION] = _select(config)
-        except MeshmarkError as error:
-            raise pytest.UsageError(str(error)) from error
-    return config.stash[SELECTION]
-
-
-def _select(config: pytest.Config) -> Selection:
-    option = config.getoption
-    targets = chosen_adapters(option("--adapters"), option("--adapter"))
-    corpus, batch = option("--corpus"), option("--global-batch")
-    workloads = [on_corpus(_workload(name, batch), corpus) for name in split_values("--workload", option("--workload"))]
-    for chosen in workloads:
-        check_data(chosen)
-    nnodes = option("--nnodes")
-    return Selection(
-        targets=targets,
-        adapters={name: load_adapter(target) for name, target in targets.items()},
-        worlds=[positive("--world", text) for text in split_values("--world", option("--world"))],
-        workloads=workloads,
-        global_batch=batch,
-        corpus=corpus,
-        precisions=[precision(text) for text in split_values("--precision", option("--precision"))],
-        options=_run_options(config),
-        results=Path(option("--results")),
-        cluster=ClusterSpec.detect(os.environ)
-        if nnodes is None
-        else ClusterSpec(nnodes=nnodes, node_rank=option("--node-rank"), rdzv=option("--rdzv")),
-        launcher=_launcher(option("--launcher")),
-    )
-
-
-def _workload(name: str, global_batch: int | None) -> Workload:
-    """A preset, renamed when its batch is another, for then its numbers are too."""
-    chosen = workload(name)
-    if global_batch is None or global_batch == chosen.global_batch:
-        return chosen
-    return dataclasses.replace(chosen, name=f"{name}.b{global_batch}", global_batch=global_batch)
-
-
-def _launcher(name: str) -> str:
-    if name not in LAUNCHERS:
-        raise UnknownNameError("launcher", name, LAUNCHERS)
-    return name
-
-
-def _run_options(config: pytest.Config) -> RunOptions:
-    device, backend, steps = (config.getoption(name) for name in ("--device", "--backend", "--steps"))
-    if device not in ("cpu", "cuda"):
-        raise UnknownNameError("device", device, ["cpu", "cuda"])
-    if backend not in (None, "gloo", "nccl"):
-        raise UnknownNameError("backend", backend, ["gloo", "nccl"])
-    if device == "cuda" and not num_gpus():
-        raise InputError("--device cuda, but PyTorch sees no CUDA device here; `meshmark doctor` shows what it sees")
-    if steps is not None and steps <= WATCHED_STEP:
-        raise InputError(f"--steps {steps}: at least {WATCHED_STEP + 1} are needed, the last of which is watched")
-    limit, budget = config.getoption("--time-limit"), config.getoption("--timing-budget")
-    if not 0 < limit <= MOST_SECONDS:  # neither is true of nan
-        raise InputError(f"--time-limit {limit:g}: expected seconds above 0, at most {MOST_SECONDS:,} (11 days)")
-    if not 0 <= budget < limit:
-        raise InputError(f"--timing-budget {budget:g}: expected seconds from 0 to below --time-limit, {limit:g}")
-    counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
-    chosen = RunOptions(device=device, backend=backend, num_gpus=num_gpus(), time_limit_seconds=limit)
-    return dataclasses.replace(chosen, timing_budget_seconds=budget, **counts)
+    add_options(parser)
 
 
 CELLS = pytest.StashKey[list[Case | Misfit]]()

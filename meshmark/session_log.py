@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from meshmark.errors import ResultsError
-from meshmark.plugin import selection
 from meshmark.run.record import SCHEMA
 from meshmark.run.record_file import RecordFile
 from meshmark.run.session import Attempt, Ending, Session
+from meshmark.selection import selection
 from meshmark.spec.case import Case
 
 _MESSAGE_CHARACTERS = 4000

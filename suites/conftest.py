@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.matrix import matrix
-from meshmark.plugin import Selection, observed, runner, scenarios, timed  # noqa: F401
+from meshmark.plugin import observed, runner, scenarios, timed  # noqa: F401
+from meshmark.selection import Selection
 from meshmark.spec.case import Case, Misfit
 
 
 def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[Case | Misfit]:
-    return matrix(selection.adapters, selection.worlds, selection.workloads, selection.precisions)
+    chosen = selection
+    return matrix(chosen.adapters, chosen.worlds, chosen.workloads, chosen.precisions, chosen.layouts)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -25,7 +25,18 @@ TABLE_HELPERS = {"spec/hardware.py::_gpu"}
 CORE = ROOT / "meshmark"
 BASE = {"clip", "environment", "errors", "rank_progress", "serial"}
 """Modules that every folder may import."""
-FRONT = {"__init__", "__main__", "cli", "expect", "options", "plugin", "progress", "pytest_entry", "session_log"}
+FRONT = {
+    "__init__",
+    "__main__",
+    "cli",
+    "expect",
+    "options",
+    "plugin",
+    "progress",
+    "pytest_entry",
+    "selection",
+    "session_log",
+}
 """Modules that bring the folders together: what users call."""
 OUTSIDE = {"adapters", "suites"}
 """Real folders at the top of the checkout, linked into the package under one name."""

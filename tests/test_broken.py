@@ -29,7 +29,7 @@ SOME = [
     "fsdp2_Bf16Accumulation",
     "gpipe_NeverUpdates",
     "fsdp2_ShardingIgnored",
-    "ddp_ReducesEveryMicroBatch",
+    "ddp_ReducesOneAgain",
 ]
 SLIGHT = sized("ddp", "NormGradient", 3e-6)
 OF_CLAUSES = [

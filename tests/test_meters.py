@@ -297,6 +297,16 @@ def test_collectives_are_seen_with_their_operands(group: None) -> None:
     assert read_traffic([torch_traffic]) == TrafficReading(asked=[], issued=[]), "a group of one moves nothing"
 
 
+def test_point_to_point_calls_are_noted_in_focus_alone(group: None) -> None:
+    """Methods of a process group stand in for PyTorch's, and are gone with the watch: no step after it is touched."""
+    before = {name: vars(dist.ProcessGroup)[name] for name in ("send", "recv", "recv_anysource")}
+    with Watch(CPU) as watch:
+        watch.focus()
+        inside = {name: vars(dist.ProcessGroup)[name] for name in before}
+    assert all(inside[name] is not before[name] for name in before)
+    assert all(vars(dist.ProcessGroup)[name] is before[name] for name in before), "not one bound otherwise"
+
+
 def asked(name: str, *operand_bytes: int) -> AskedOperation:
     """First argument: outputs (or what is reduced in place); second: inputs."""
     operands = tuple((Operand(num_bytes=n, address=1),) for n in operand_bytes)

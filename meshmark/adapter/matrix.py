@@ -8,7 +8,7 @@ suite.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from meshmark.adapter.capabilities import Capabilities
 from meshmark.adapter.contract import Adapter
@@ -29,18 +29,24 @@ def matrix(
     worlds: Iterable[int],
     workloads: Iterable[Workload],
     precisions: Iterable[Precision],
+    chosen: Sequence[Layout] | None = None,
 ) -> list[Case | Misfit]:
     """All cells. What is beyond an adapter's capabilities makes none, but for a precision, so that the report shows the
     gap; a layout that does not fit a workload is a misfit: nothing is dropped silently. An adapter with no parallel
-    axis, such as `single`, joins at world size 1."""
+    axis, such as `single`, joins at world size 1. `chosen` layouts come in the place of those that each adapter is
+    tried on, and what an adapter cannot do of them is refused when it is run."""
     return [
         cell(adapter=name, workload=workload, layout=layout, precision=precision)
         for workload in workloads
         for precision in precisions
         for name, adapter in adapters.items()
-        for world_size in (worlds if adapter.capabilities.degrees else [1])
-        for layout in layouts(adapter, world_size)
+        for layout in (_tried(adapter, worlds) if chosen is None else chosen)
     ]
+
+
+def _tried(adapter: type[Adapter], worlds: Iterable[int]) -> Iterator[Layout]:
+    for world_size in worlds if adapter.capabilities.degrees else [1]:
+        yield from layouts(adapter, world_size)
 
 
 def layouts(adapter: type[Adapter], world_size: int) -> Iterator[Layout]:

@@ -18,14 +18,16 @@ class Ends:
 
     def __init__(self) -> None:
         self.ranks: list[tuple[int, ...]] = []
-        self._kept: dict[str, Callable[..., Any]] = {}
+        self._kept: dict[str, object] = {}
+        """As the class has them: what `getattr` makes of them would no longer be bound to a group."""
 
     def start(self) -> None:
         if not dist.is_available() or not dist.is_initialized():
             return
         for name in _CALLS:
-            self._kept[name] = getattr(dist.ProcessGroup, name)
-            setattr(dist.ProcessGroup, name, self._noting(self._kept[name], names_peer=name != "recv_anysource"))
+            self._kept[name] = vars(dist.ProcessGroup)[name]
+            noting = self._noting(getattr(dist.ProcessGroup, name), names_peer=name != "recv_anysource")
+            setattr(dist.ProcessGroup, name, noting)
 
     def stop(self) -> None:
         for name, method in self._kept.items():

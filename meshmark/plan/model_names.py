@@ -8,6 +8,7 @@ from typing import TypedDict
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.spec.model_spec import MODELS, Dimensions, ModelSpec, gpt, llama
+from meshmark.spec.model_text import described_model, is_description
 
 
 class _Vocabulary(TypedDict):
@@ -92,8 +93,11 @@ def known_models() -> dict[str, ModelSpec]:
 def plan_model(name: str) -> ModelSpec:
     """The preset called `name`, or a GPT of about the size that a name like `gpt-175b` asks for.
 
-    Raises `UnknownNameError` with near matches for any other name.
+    Or the one that `described_model` makes of a description. Raises `UnknownNameError` with near matches for any other
+    name.
     """
+    if is_description(name):
+        return described_model(name)
     known, name = known_models(), _SHAPES.get(name, name)
     if name in known:
         return known[name]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from meshmark.measure.readings import Collective
+from meshmark.measure.readings import Collective, wire_factor
+from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult
-from meshmark.report.tables import KIB, bytes_text, markdown, names, passed
+from meshmark.report.tables import KIB, bytes_text, names, passed
 from meshmark.spec.layout import AXES, Layout
-from meshmark.theory.flow import Flow
+from meshmark.theory.flow import Departure, Flow
 
 
 def communication(found: Sequence[CaseResult]) -> str:
@@ -34,12 +35,14 @@ def communication(found: Sequence[CaseResult]) -> str:
 
 
 def departures(found: Sequence[CaseResult]) -> str:
-    """What adapters declare beyond theory, of the first rank; empty when nothing is."""
+    """What adapters declare beyond theory, of the first rank; empty when nothing is. The difference is what ring
+    algorithms send."""
     rows = [
         {
             **names(result),
             "sent": _flows(departure.sends),
             "in place of": _flows(departure.instead_of),
+            "difference": f"{_difference(departure):+,.0f} B",
             "why": departure.reason,
         }
         for result in found
@@ -52,6 +55,14 @@ def departures(found: Sequence[CaseResult]) -> str:
 def _flows(flows: Iterable[Flow]) -> str:
     """`gradients: all_reduce 168 KiB`."""
     return ", ".join(f"{flow.purpose}: {flow.kind} {bytes_text(flow.num_bytes)}" for flow in flows) or "nothing"
+
+
+def _difference(departure: Departure) -> float:
+    sent, instead = (
+        sum(flow.num_bytes * wire_factor(flow.kind, len(flow.ranks)) for flow in flows)
+        for flows in (departure.sends, departure.instead_of)
+    )
+    return sent - instead
 
 
 def _wire(collectives: list[Collective]) -> float:

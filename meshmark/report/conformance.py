@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshmark.clip import clip, told
 from meshmark.conformance.clauses import CLAUSES, Clause, judge_clause, point_back
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import SCENARIOS
-from meshmark.report.tables import markdown
+from meshmark.report.guard import rendered, write_page
+from meshmark.report.markdown import Markup, block, details, inline
+from meshmark.report.markdown import table as markdown
+from meshmark.report.results import newest
 from meshmark.report.untold import untold
 from meshmark.run.record import Record, Status
 from meshmark.run.record_file import Reading
@@ -27,6 +32,7 @@ _MARKS = {
 }
 
 
+_LINK = re.compile(r"https://[\w./#?=&%+-]+")
 _TOLD = (ClauseResult.FAIL, ClauseResult.STALE_GAP, ClauseResult.UNDECIDED)
 
 
@@ -39,6 +45,8 @@ class AdapterColumn:
     """By clause; those that were not run are left out."""
     launch_seconds: float
     """Of all its scenarios."""
+    complaints: tuple[str, ...] = ()
+    """Clauses that could not be judged, such as for evidence that is gone."""
 
     @property
     def title(self) -> str:
@@ -50,24 +58,35 @@ class AdapterColumn:
 def columns(records: Iterable[Record]) -> list[AdapterColumn]:
     """What records of the conformance suite say, in order of first appearance; of several of one scenario the last
     counts."""
-    by_base: dict[Case, dict[str, Record]] = {}
+    return [_column(base, found) for base, found in _by_base(records)]
+
+
+def _by_base(records: Iterable[Record]) -> list[tuple[Case, dict[str, Record]]]:
+    """Records by scenario, by what the scenarios vary."""
+    found: dict[Case, dict[str, Record]] = {}
     for record in records:
         if record.conformance.base:
-            by_base.setdefault(record.conformance.base, {})[record.conformance.scenario] = record
-    return [
-        AdapterColumn(
-            base=base,
-            findings=_findings(found),
-            launch_seconds=sum(r.launch.seconds for r in found.values()),
-        )
-        for base, found in by_base.items()
-    ]
+            found.setdefault(record.conformance.base, {})[record.conformance.scenario] = record
+    return list(found.items())
 
 
-def _findings(found: Mapping[str, Record]) -> dict[str, Finding]:
+def _column(base: Case, found: Mapping[str, Record]) -> AdapterColumn:
     """By clause; a defect is told at length once."""
-    judged = {c.name: f for c in CLAUSES.values() if (f := _finding(c, found))}
-    return {name: point_back(name, finding, judged) for name, finding in judged.items()}
+    judged, complaints = dict[str, Finding](), list[str]()
+    for clause in CLAUSES.values():
+        try:
+            finding = _finding(clause, found)
+        except Exception as error:  # of one clause, which costs no other
+            complaints.append(f"{base.id}, clause {clause.name} cannot be judged: {clip(told(error), 500)}")
+            finding = None
+        if finding:
+            judged[clause.name] = finding
+    return AdapterColumn(
+        base=base,
+        findings={name: point_back(name, finding, judged) for name, finding in judged.items()},
+        launch_seconds=sum(r.launch.seconds for r in found.values()),
+        complaints=tuple(complaints),
+    )
 
 
 def _finding(clause: Clause, found: Mapping[str, Record]) -> Finding | None:
@@ -83,18 +102,30 @@ def _finding(clause: Clause, found: Mapping[str, Record]) -> Finding | None:
     return judge_clause(clause, needed)
 
 
-def write_conformance(reading: Reading, path: Path, command: str) -> None:
-    """Markdown at `path`; `command` is what made it."""
+def write_conformance(reading: Reading, path: Path, command: str) -> list[str]:
+    """Markdown at `path`; `command` is what made it. Returns complaints about what it lacks."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = columns(reading.records)
     records = [r for r in reading.records if r.conformance.scenario]
     failed = untold(reading.sessions, records, conforming=True)
-    told = ["## Tests that failed", failed] if failed else []
-    if records:
-        parts = [*_answer(found), *told, *_evidence(found), *_origin(found, records, command)]
-    else:
-        parts = ["# Conformance", "**No scenario left a record.**", *told]
-    path.write_text("\n\n".join(parts) + "\n")
+    tests = ["## Tests that failed", failed] if failed else []
+    lacking = list[str]()
+
+    def page(some: Sequence[tuple[Case, dict[str, Record]]], complaints: Sequence[str]) -> str:
+        found = [_column(base, by_scenario) for base, by_scenario in some]
+        lacking[:] = [complaint for column in found for complaint in column.complaints]
+        unread = [*reading.complaints, *complaints, *lacking]
+        left_out = ["## What could not be read", "\n".join(f"- {inline(c)}" for c in unread)] if unread else []
+        if not records:
+            parts = ["# Conformance", "**No scenario left a record.**", *tests, *left_out]
+        elif not found:
+            parts = ["# Conformance", "**No record can be shown.**", *tests, *left_out]
+        else:
+            parts = [*_answer(found), *tests, *left_out, *_evidence(found), *_origin(found, records, command)]
+        return "\n\n".join(parts) + "\n"
+
+    text, complaints = rendered(page, _by_base(records), lambda one: one[0].id)
+    write_page(path, text)
+    return [*complaints, *lacking]
 
 
 def _answer(found: Sequence[AdapterColumn]) -> list[str]:
@@ -132,7 +163,7 @@ def _mark(column: AdapterColumn, clause: Clause, found: Sequence[AdapterColumn])
     number = (
         f" [{list(_gaps(found)).index(finding) + 1}](#known-gaps)" if finding.result is ClauseResult.KNOWN_GAP else ""
     )
-    return f"{_MARKS[finding.result]}{number}"
+    return Markup(f"{_MARKS[finding.result]}{number}")
 
 
 def _gaps(found: Sequence[AdapterColumn]) -> dict[Finding, list[str]]:
@@ -151,47 +182,53 @@ def _evidence(found: Sequence[AdapterColumn]) -> list[str]:
     if failed := [_line(*cell) for cell in every if cell[2].result in _TOLD]:
         parts += ["## Failures", "\n".join(failed)]
     if gaps := _gaps(found):
-        lines = [f"{i}. **{', '.join(cells)}**: {_text(gap)}" for i, (gap, cells) in enumerate(gaps.items(), 1)]
+        lines = [f"{i}. **{inline(', '.join(cells))}**: {_text(gap)}" for i, (gap, cells) in enumerate(gaps.items(), 1)]
         parts += ["## Known gaps", "\n".join(lines), "Proved without Meshmark in tests/gaps/."]
     reasons: dict[str, list[str]] = {}
     for column, clause, finding in every:
         if finding.result is ClauseResult.UNSUPPORTED:
             reasons.setdefault(finding.evidence, []).append(f"{column.title} ({clause.name})")
     if reasons:
-        parts += ["## Without an answer", "\n".join(f"- {why}: {', '.join(where)}" for why, where in reasons.items())]
+        parts += [
+            "## Without an answer",
+            "\n".join(f"- {inline(why)}: {inline(', '.join(where))}" for why, where in reasons.items()),
+        ]
     parts.append("## Evidence")
     for column in found:
         rows: list[dict[str, object]] = [
             {"clause": n, "result": str(f.result), "evidence": f.evidence} for n, f in column.findings.items()
         ]
         title = f"{column.base.adapter}, {column.base.layout.id}"
-        parts.append(f"<details><summary>{title}</summary>\n\n{markdown(rows)}\n\n</details>")
+        parts.append(details(title, markdown(rows)))
     return parts
 
 
 def _line(column: AdapterColumn, clause: Clause, finding: Finding) -> str:
-    return f"- **{column.title} ({clause.name})**: {_text(finding)}"
+    return f"- **{inline(column.title)} ({clause.name})**: {_text(finding)}"
 
 
 def _text(finding: Finding) -> str:
-    return f"{finding.evidence} {f'<{finding.link}>' if finding.link else ''}".rstrip()
+    link = f"<{finding.link}>" if _LINK.fullmatch(finding.link) else inline(finding.link)
+    return f"{inline(finding.evidence)} {link}".rstrip()
 
 
 def _origin(found: Sequence[AdapterColumn], records: Sequence[Record], command: str) -> list[str]:
-    last = records[-1]
-    environment, model = last.environment, found[0].base.workload.model
+    environment, model = newest(records).environment, found[0].base.workload.model
     commands = sorted({record.environment.command for record in records})
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
     launches = markdown([{"adapter": c.title, "launches take": f"{c.launch_seconds:.0f} s"} for c in found])
     return [
         "## How it was obtained",
         f"Every cell rests on one or two of {len(SCENARIOS)} scenarios, each a launch of its own in fresh processes, "
-        f"which train {model.name} ({model.num_parameters:,} parameters) in real text for a few steps; see "
+        f"which train {inline(model.name)} ({model.num_parameters:,} parameters) in real text for a few steps; see "
         "meshmark/conformance/scenario.py. Correct means what it means in the report: every loss, gradient and update "
         "within the noise of its precision, measured, of a float64 truth.",
-        "Records by:\n\n```\n" + "\n".join(commands) + "\n```\n\nThis page by:\n\n```\n" + command + "\n```",
-        f"{environment.machine}, {environment.num_cpus} CPUs, {environment.device} and {environment.backend}, commit "
-        f"{environment.commit or 'unknown'}, {environment.date}. {versions}.",
+        "Records by:\n\n" + block("\n".join(commands)) + "\n\nThis page by:\n\n" + block(command),
+        "On "
+        + inline(
+            f"{environment.machine}, {environment.num_cpus} CPUs, {environment.device} and {environment.backend}, "
+            f"commit {environment.commit or 'unknown'}, {environment.date}. {versions}."
+        ),
         "Launches of one adapter, all scenarios together, without the noise floors, which each workload and precision "
         "needs once for all adapters:",
         launches,

@@ -16,7 +16,7 @@ LINE_CHARACTERS = 2000
 """Of one text within a line; all of it stands in the record."""
 
 _CODE_SPAN = re.compile(r"`[^`]+`")
-_MEANS_SOMETHING = re.compile(r"[<>\[\]\\`&|]|://|www\.|@", re.IGNORECASE)
+_MEANS_SOMETHING = re.compile(r"[<>\[\]\\`&|]|://|www\.|@|~~~", re.IGNORECASE)
 """What may begin a link, a tag, an entity, a column or a code span. Emphasis is left alone: it injects nothing."""
 _UNSEEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 """Control characters, those that turn the direction of writing, and halves of a character, which no file can hold."""
@@ -38,7 +38,11 @@ def code(text: object) -> str:
 
 
 def _line(text: object, characters: int) -> str:
-    return clip(" ".join(visible(str(text)[: 2 * characters]).split()), characters)
+    return clip(one_line(str(text)[: 2 * characters]), characters)
+
+
+def one_line(text: str) -> str:
+    return " ".join(visible(text).split())
 
 
 def _as_code(line: str) -> str:

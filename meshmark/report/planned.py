@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult
-from meshmark.report.tables import bytes_text, markdown, names
+from meshmark.report.tables import bytes_text, names
 from meshmark.run.record import Record
 from meshmark.run.verdict import memory_categories
 from meshmark.spec.model_spec import ModelSpec

@@ -9,8 +9,9 @@ import matplotlib
 
 matplotlib.rcdefaults()  # a matplotlibrc in the working directory may be a stranger's, and ask for LaTeX
 matplotlib.use("svg")
-import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 
+from meshmark.report.markdown import one_line  # noqa: E402
 from meshmark.report.results import CaseResult  # noqa: E402
 from meshmark.run.throughput import throughput  # noqa: E402
 
@@ -35,7 +36,8 @@ _STYLE = {
 
 def _label(result: CaseResult) -> str:
     case = result.case
-    return f"{case.adapter}  {case.layout.id}  {case.workload.name} {case.precision}"
+    parts = (case.adapter, case.layout.id, f"{case.workload.name} {case.precision}")
+    return "  ".join(one_line(part)[:32] for part in parts)  # longer ones would leave the axes no room
 
 
 def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
@@ -49,20 +51,20 @@ def memory_plot(found: Sequence[CaseResult], path: Path) -> bool:
         return False
     largest = max(reading.peak.total for _, reading in rows)
     unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(9, 0.8 + 0.26 * len(rows)))
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(9, 0.8 + 0.26 * len(rows)))
+        axes = figure.subplots()
         left = [0.0] * len(rows)
         for category, colour in _CATEGORIES.items():
             widths = [getattr(reading.peak, category) / unit for _, reading in rows]
             axes.barh(range(len(rows)), widths, left=left, color=colour, label=category.replace("_", " "))
             left = [a + b for a, b in zip(left, widths, strict=True)]
-        axes.set_yticks(range(len(rows)), [_label(result) for result, _ in rows])
+        axes.set_yticks(range(len(rows)), [_label(result) for result, _ in rows], parse_math=False)
         axes.invert_yaxis()
         axes.set_xlabel(f"{name} on the fullest rank at its peak")
         figure.legend(loc="outside upper left", ncols=6, frameon=False, fontsize=8)
         figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
         figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
     return True
 
 
@@ -72,8 +74,9 @@ def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
     rows = [(r, r.timed) for r in found if r.timed and r.timed.timing.rank_step_seconds]
     if not rows:
         return False
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(9, 0.8 + 0.26 * len(rows)))
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(9, 0.8 + 0.26 * len(rows)))
+        axes = figure.subplots()
         for y, (result, timed) in enumerate(rows):
             rates = [timed.case.workload.units_per_step / s for s in timed.timing.step_seconds]
             found_rate = throughput(timed)
@@ -84,7 +87,7 @@ def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
             )
             axes.plot([found_rate.lowest, highest], [y, y], color="black", linewidth=2.5)
             axes.plot([found_rate.per_second] * 2, [y - 0.35, y + 0.35], color="black", linewidth=1.5)
-        axes.set_yticks(range(len(rows)), [_label(result) for result, _ in rows])
+        axes.set_yticks(range(len(rows)), [_label(result) for result, _ in rows], parse_math=False)
         axes.invert_yaxis()
         axes.set_xlim(left=0)
         units = " or ".join(sorted({timed.case.workload.unit for _, timed in rows}, reverse=True))
@@ -94,5 +97,4 @@ def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
         )
         figure.tight_layout()
         figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
     return True

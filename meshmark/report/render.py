@@ -2,49 +2,73 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from meshmark.judge.false_alarms import shown
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
 from meshmark.report.communication import communication, departures
+from meshmark.report.guard import rendered, write_page
+from meshmark.report.markdown import block, code, inline, table
 from meshmark.report.planned import planned_memory
 from meshmark.report.plots import memory_plot, throughput_plot
-from meshmark.report.results import CaseResult, results
+from meshmark.report.results import CaseResult, newest, results
 from meshmark.report.untold import failing, unrecorded, untold
 from meshmark.run.record import Record
 from meshmark.run.record_file import Reading
 from meshmark.run.throughput import fastest_of, peak_flops_per_second, throughput
 
+_DRAWN = 50
+"""Cases that a picture can show."""
 
-def write_report(reading: Reading, path: Path, command: str, baseline: Reading | None = None) -> None:
+
+def write_report(reading: Reading, path: Path, command: str, baseline: Reading | None = None) -> list[str]:
     """Markdown at `path`, and its pictures beside it, named after it. `command` is what made the report; with
-    a `baseline`, times, peaks and verdicts are compared with its."""
+    a `baseline`, times, peaks and verdicts are compared with its. Returns complaints about cases that it lacks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     found = results(reading.records)
-    pictures = {
-        "Memory at the peak, by category": (memory_plot, path.with_name(f"{path.stem}-memory.svg")),
-        "Throughput, with its spread": (throughput_plot, path.with_name(f"{path.stem}-throughput.svg")),
-    }
-    drawn = [f"![{title}]({file.name})" for title, (draw, file) in pictures.items() if draw(found, file)]
-    path.write_text(
-        "\n\n".join(
-            [*_answer(found, reading), *drawn, *_evidence(found, reading, baseline), *_origin(found, reading, command)]
+    drawn, undrawn = _pictures(found, path)
+
+    def page(some: Sequence[CaseResult], complaints: Sequence[str]) -> str:
+        read = dataclasses.replace(reading, complaints=[*reading.complaints, *undrawn, *complaints])
+        parts = [*_answer(some, read), *drawn, *_evidence(some, read, baseline), *_origin(some, read, command)]
+        return "\n\n".join(parts) + "\n"
+
+    text, complaints = rendered(page, found, lambda result: result.case.id)
+    write_page(path, text)
+    return [*undrawn, *complaints]
+
+
+def _pictures(found: Sequence[CaseResult], path: Path) -> tuple[list[str], list[str]]:
+    """Drawn beside `path`: lines of the page that show them, and complaints about cases that they lack."""
+    drawn, undrawn = list[str](), list[str]()
+    pictures = {"Memory at the peak, by category": memory_plot, "Throughput, with its spread": throughput_plot}
+    for (title, draw), stem in zip(pictures.items(), ("memory", "throughput"), strict=True):
+        file = path.with_name(f"{path.stem}-{stem}.svg")
+        there, complaints = rendered(
+            lambda some, _, draw=draw, file=file: draw(some, file),  # type: ignore[misc]
+            found[:_DRAWN],
+            lambda result, stem=stem: f"{result.case.id}: its {stem}",  # type: ignore[misc]
         )
-        + "\n"
-    )
+        drawn += [f"![{title}]({quote(file.name)})"] if there else []
+        undrawn += complaints
+    if drawn and len(found) > _DRAWN:
+        drawn.append(f"Drawn are the first {_DRAWN} of {len(found):,} cases; the tables hold all.")
+    return drawn, undrawn
 
 
 def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
     missing = unrecorded(reading.sessions, reading.records, conforming=False)
     if not reading.records:
         return ["# Meshmark report", f"**No case left a record**: {_listed(missing)}."]
-    environment = reading.records[-1].environment
+    environment = newest(reading.records).environment
     return [
-        f"# Meshmark report: {environment.machine}, {environment.num_cpus} CPUs, {environment.device}",
+        f"# Meshmark report: {inline(environment.machine)}, {environment.num_cpus} CPUs, {inline(environment.device)}",
         _headline(found, missing, len(failing(reading.sessions, conforming=False))),
         tables.answer(found),
         "*correct*: every loss, gradient norm, gradient and parameter of every step stands no further "
@@ -71,7 +95,7 @@ def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests:
             leanest = min(measured, key=_peak)
             parts.append(
                 f"On {ranks} ranks {_fastest([r.timed for r in timed if r.timed])}, "
-                f"the leanest `{leanest.case.id}` ({tables.bytes_text(_peak(leanest))} at its fullest rank's peak)."
+                f"the leanest {code(leanest.case.id)} ({tables.bytes_text(_peak(leanest))} at its fullest rank's peak)."
             )
     return " ".join(parts)
 
@@ -82,9 +106,11 @@ def _fastest(timed: Sequence[Record]) -> str:
     best = throughput(first)
     speed = f"{best.per_second:,.0f} {best.unit}/s {tables.interval_text(best)}"
     if not tied:
-        return f"the fastest correct case is `{first.case.id}` ({speed})"
+        return f"the fastest correct case is {code(first.case.id)} ({speed})"
     listed = _listed([record.case.id for record in tied])
-    return f"no correct case is the fastest: with `{first.case.id}` ({speed}) are tied, their intervals meet, {listed}"
+    return (
+        f"no correct case is the fastest: with {code(first.case.id)} ({speed}) are tied, their intervals meet, {listed}"
+    )
 
 
 def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: int) -> str:
@@ -120,7 +146,7 @@ def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: i
 
 
 def _listed(cases: Sequence[str]) -> str:
-    return ", ".join(f"`{case}`" for case in cases)
+    return ", ".join(map(code, cases))
 
 
 def _peak(result: CaseResult) -> int:
@@ -142,7 +168,7 @@ def _peaks(records: Sequence[Record]) -> str:
     told: dict[str, set[float]] = {}
     for peak, source in (peak_flops_per_second(r) for r in records if r.timing.rank_step_seconds):
         told.setdefault(source, set()).update([peak] if peak else [])
-    parts = [f"{' or '.join(f'{p / 1e9:,.4g}' for p in sorted(p))} GFLOP/s ({s})" for s, p in told.items() if p]
+    parts = [f"{' or '.join(f'{p / 1e9:,.4g}' for p in sorted(p))} GFLOP/s ({inline(s)})" for s, p in told.items() if p]
     return f"; the peak is {', '.join(parts)}" if parts else ""
 
 
@@ -179,8 +205,8 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
         ),
         "Throughput": (functools.partial(tables.speed, baseline=before), f"{_TIMED}{_peaks(latest)}."),
     }
-    for title, (table, text) in sections.items():
-        if body := table(found):
+    for title, (show, text) in sections.items():
+        if body := show(found):
             parts += [f"## {title}", text, body]
         if title == "Throughput" and body and (warning := before.warning(found)):
             parts.insert(-1, warning)
@@ -193,7 +219,7 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
     if any(r.skipped for r in found):
         parts += ["## Not run", tables.skips(found)]
     if reading.complaints:
-        parts += ["## Lines that could not be read", "\n".join(f"- {c}" for c in reading.complaints)]
+        parts += ["## What could not be read", "\n".join(f"- {inline(c)}" for c in reading.complaints)]
     return parts
 
 
@@ -201,16 +227,14 @@ _OBTAINED = "## How it was obtained"
 
 
 def _commands(of_records: Sequence[str], of_page: str) -> str:
-    records = "\n".join(of_records)
-    marks = tables.fence(f"{records} {of_page}")
-    return f"Records by:\n\n{marks}\n{records}\n{marks}\n\nThis page by:\n\n{marks}\n{of_page}\n{marks}"
+    return "Records by:\n\n" + block("\n".join(of_records)) + "\n\nThis page by:\n\n" + block(of_page)
 
 
 def _origin(found: Sequence[CaseResult], reading: Reading, command: str) -> list[str]:
     if not reading.records:
         commands = sorted({session.command for session in reading.sessions})
         return [_OBTAINED, _commands(commands, command)]
-    environment = reading.records[-1].environment
+    environment = newest(reading.records).environment
     facts = {
         "machine": environment.machine,
         "CPUs": environment.num_cpus,
@@ -226,7 +250,7 @@ def _origin(found: Sequence[CaseResult], reading: Reading, command: str) -> list
     return [
         _OBTAINED,
         _commands(commands, command),
-        tables.markdown([{"what": name, "value": str(value)} for name, value in facts.items()]),
+        table([{"what": name, "value": str(value)} for name, value in facts.items()]),
         "## Where the time went",
         tables.time_spent(found),
         "A launch is one pass over one case in fresh processes; the noise floors, which each workload and "

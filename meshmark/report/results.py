@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshmark.run.record import Record, Status
@@ -125,6 +125,11 @@ def results(records: Iterable[Record]) -> list[CaseResult]:
         )
         for key, case in cases.items()
     ]
+
+
+def newest(records: Sequence[Record]) -> Record:
+    """The one that was made last; of several of one second the last."""
+    return max(reversed(records), key=lambda record: record.environment.date)
 
 
 Key = tuple[str, str, str | None]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import pandas as pd
 
 from meshmark.measure.readings import MemoryReading
 from meshmark.report.baseline import Baseline
+from meshmark.report.markdown import block, details, inline
+from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult
 from meshmark.run.record import Record, Verdict
 from meshmark.run.throughput import Throughput, drift, throughput
@@ -26,18 +26,6 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
         count /= KIB
     return f"{count:.3g} TiB"
-
-
-def markdown(rows: Sequence[dict[str, object]]) -> str:
-    """A markdown table; numbers that a row lacks stay empty."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    frame = pd.DataFrame([{name: _cell(row.get(name)) for name in columns} for row in rows])
-    return str(frame.to_markdown(index=False, disable_numparse=True))
-
-
-def _cell(value: object) -> str:
-    """One line, and no column separator in it."""
-    return "" if value is None else " ".join(str(value).split()).replace("|", "\\|")
 
 
 def answer(found: Sequence[CaseResult]) -> str:
@@ -254,30 +242,19 @@ def failures(records: Sequence[Record]) -> str:
     """What did not reach its end or did not pass, each with its evidence."""
     parts = []
     for record in records:
-        outcome = record.outcome
+        outcome, case = record.outcome, f"- **{inline(record.case.id)}**"
         if outcome.status not in ("ok", "skipped"):
             stacks = "".join(f"\n--- stack of rank {rank}\n{stack}" for rank, stack in outcome.stacks.items())
-            evidence = f"{outcome.traceback or outcome.log_tail}{stacks}".strip()
-            marks = fence(evidence)
             where = "" if outcome.rank is None else f", rank {outcome.rank}"
-            parts.append(
-                f"- **{record.case.id}** ({record.task}): {outcome.status}{where}: {outcome.message}\n\n"
-                f"  <details><summary>evidence</summary>\n\n{marks}\n{evidence}\n{marks}\n\n  </details>"
-            )
+            told = f"{case} ({record.task}): {outcome.status}{where}: {inline(outcome.message)}"
+            parts.append(f"{told}\n\n{details('evidence', block(f'{outcome.traceback or outcome.log_tail}{stacks}'))}")
         for verdict in record.verdicts:
             if not verdict.passed:
                 facts = "\n".join(f"{name}: {value}" for name, value in verdict.evidence.items())
-                likely = f"; likely {verdict.evidence['diagnosis']}" if "diagnosis" in verdict.evidence else ""
-                parts.append(
-                    f"- **{record.case.id}**: {verdict.suite}: {verdict.summary}{likely}\n\n"
-                    f"  <details><summary>evidence</summary>\n\n```\n{facts}\n```\n\n  </details>"
-                )
-    return "\n".join(parts)
-
-
-def fence(text: str) -> str:
-    """A code fence that nothing in `text` closes."""
-    return "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+                likely = f"; likely {inline(verdict.evidence['diagnosis'])}" if "diagnosis" in verdict.evidence else ""
+                told = f"{case}: {inline(verdict.suite)}: {inline(verdict.summary)}{likely}"
+                parts.append(f"{told}\n\n{details('evidence', block(facts))}")
+    return "\n\n".join(parts)  # a tag goes on until an empty line
 
 
 def skips(found: Sequence[CaseResult]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from meshmark.report.tables import fence
+from meshmark.report.markdown import block, code, inline
 from meshmark.run.record import Record
 from meshmark.run.session import Attempt, Ending, Session, standing
 
@@ -38,20 +38,17 @@ def untold(sessions: Sequence[Session], records: Sequence[Record], *, conforming
 
 
 def _failures(failed: Sequence[Attempt]) -> str:
-    lines = [f"- `{attempt.test}`: {_first_line(attempt.message)}" for attempt in failed]
-    commands = "\n".join(attempt.command for attempt in failed)
-    marks = fence(commands)
+    lines = [f"- {code(attempt.test)}: {inline(_first_line(attempt.message), _CHARACTERS)}" for attempt in failed]
     told = f"{len(failed)} tests failed:" if len(failed) > 1 else "1 test failed:"
-    return "\n".join([told, "", *lines, "", "Again, one at a time, by:", "", marks, commands, marks])
+    commands = block("\n".join(attempt.command for attempt in failed))
+    return "\n".join([told, "", *lines, "", "Again, one at a time, by:", "", commands])
 
 
 def _unfinished(session: Session, left: Sequence[Attempt]) -> str:
     how = "did not end (killed?)" if session.exit_code is None else f"ended early, with exit code {session.exit_code}"
-    marks = fence(session.command)
-    lines = [f"- `{attempt.test}`: unfinished" for attempt in left]
-    return "\n".join([f"This run {how}:", "", marks, session.command, marks, "", *lines])
+    lines = [f"- {code(attempt.test)}: unfinished" for attempt in left]
+    return "\n".join([f"This run {how}:", "", block(session.command), "", *lines])
 
 
 def _first_line(text: str) -> str:
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
-    return line if len(line) <= _CHARACTERS else f"{line[:_CHARACTERS]} ..."
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no message")

@@ -10,7 +10,7 @@ from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
 
-CHOOSE = "choose another --world, --global-batch, --workload or --adapters"
+CHOOSE = "choose another --world, --layouts, --global-batch, --workload, --model or --adapters"
 """What to do about a layout that does not fit."""
 
 

@@ -54,11 +54,6 @@ class Departure:
     """Of theory's flows, those that are not sent."""
     reason: str
 
-    @property
-    def num_bytes(self) -> int:
-        """Beyond theory; negative, short of it."""
-        return sum(flow.num_bytes for flow in self.sends) - sum(flow.num_bytes for flow in self.instead_of)
-
 
 def departing(
     flows: Iterable[Flow] | None, purpose: Purpose, reason: str, change: Callable[[Flow], Flow] | None = None

@@ -1,0 +1,177 @@
+"""What the command line of `pytest suites` asks for: its options, and their values, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.registry import load_adapter
+from meshmark.errors import InputError, MeshmarkError, UnknownNameError
+from meshmark.options import DEFAULT_WORKLOAD, chosen_adapters, chosen_layouts, chosen_workloads, split_values
+from meshmark.reference.data import check_data, on_corpus
+from meshmark.run.cluster import ClusterSpec
+from meshmark.run.gpus import num_gpus
+from meshmark.run.launchers import LAUNCHERS
+from meshmark.run.passes.observe import WATCHED_STEP
+from meshmark.run.runner import RunOptions
+from meshmark.spec.layout import Layout
+from meshmark.spec.layout_id import GLOSSARY
+from meshmark.spec.model_text import KEYS
+from meshmark.spec.precision import Precision, precision
+from meshmark.spec.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What the command line asks for, checked."""
+
+    targets: dict[str, str]
+    """Adapter name to "module:Class"."""
+    adapters: dict[str, type[Adapter]]
+    worlds: list[int]
+    """Those of `layouts`, where they are given."""
+    layouts: list[Layout] | None
+    """None takes the matrix's."""
+    workloads: list[Workload]
+    global_batch: int | None
+    """Of every workload; None leaves each its own."""
+    corpus: str | None
+    """Of every workload."""
+    precisions: list[Precision]
+    options: RunOptions
+    results: Path
+    cluster: ClusterSpec
+    launcher: str
+    """A key of LAUNCHERS."""
+
+
+SELECTION = pytest.StashKey[Selection]()
+MOST_SECONDS = 1_000_000
+"""Of a time limit."""
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Those of `pytest suites`."""
+    group = parser.getgroup("meshmark", "Meshmark: which cases to run, and where")
+    group.addoption("--adapters", default="*", metavar="A,B", help="adapters by name or shell pattern (default: all)")
+    group.addoption(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="FILE.py:CLASS",
+        help="an adapter from outside the repo, or package.module:Class; alone unless --adapters is given too",
+    )
+    group.addoption("--world", default=None, metavar="N,M", help="world sizes (default: 2); `single` always runs on 1")
+    group.addoption(
+        "--layouts",
+        default=None,
+        metavar="ID,ID",
+        help="these layouts in the place of the matrix's, by the ids that reports print, such as dp2.tp2.mb4; "
+        + "; ".join(f"{part}: {meaning}" for part, meaning in GLOSSARY.items()),
+    )
+    group.addoption("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    group.addoption("--backend", default=None, help="gloo or nccl (default: nccl where every rank has its own GPU)")
+    group.addoption(
+        "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
+    )
+    group.addoption(
+        "--workload", default=DEFAULT_WORKLOAD, metavar="NAME,NAME", help=f"presets (default: {DEFAULT_WORKLOAD})"
+    )
+    group.addoption(
+        "--model",
+        default=None,
+        metavar="KEY=N,...",
+        help=f"the workload's model in another size, of {', '.join(KEYS)}; or a Hugging Face FILE.json, and such keys",
+    )
+    group.addoption("--global-batch", type=int, default=None, metavar="N", help="sequences a step (default: preset's)")
+    group.addoption("--corpus", default=None, metavar="FILE", help="train on this file, byte by byte")
+    group.addoption(
+        "--conformance",
+        action="store_true",
+        help="collect suites/test_conformance.py too, as naming it does; it trains gpt-mini, in precisions of its own",
+    )
+    steps = "optimizer steps of a pass (default: 5 observed, at least 10 timed)"
+    group.addoption("--steps", type=int, default=None, metavar="N", help=steps)
+    budget = "seconds of timed steps a case, until its rate is known to within 2 %% (default: 1.5; 0: --steps alone)"
+    group.addoption("--timing-budget", type=float, default=1.5, metavar="S", help=budget)
+    group.addoption(
+        "--time-limit", type=float, default=120.0, metavar="S", help="seconds a pass may take (default: 120)"
+    )
+    group.addoption(
+        "--launcher", default="forkserver", help="how ranks are started: forkserver or torchrun (default: forkserver)"
+    )
+    group.addoption(
+        "--results", default="results", metavar="DIR", help="where records.jsonl is appended (default: results)"
+    )
+    group.addoption(
+        "--nnodes", type=int, default=None, help="nodes that run this same command (default: from SLURM or torchrun)"
+    )
+    group.addoption("--node-rank", type=int, default=0, help="which of them this is")
+    group.addoption("--rdzv", default=None, metavar="HOST:PORT", help="address of node 0 and a free port on it")
+
+
+def selection(config: pytest.Config) -> Selection:
+    """The checked command line. Raises `pytest.UsageError` for what cannot be."""
+    if SELECTION not in config.stash:
+        try:
+            config.stash[SELECTION] = _select(config)
+        except MeshmarkError as error:
+            raise pytest.UsageError(str(error)) from error
+    return config.stash[SELECTION]
+
+
+def _select(config: pytest.Config) -> Selection:
+    option = config.getoption
+    targets = chosen_adapters(option("--adapters"), option("--adapter"))
+    corpus, batch = option("--corpus"), option("--global-batch")
+    workloads = [on_corpus(each, corpus) for each in chosen_workloads(option("--workload"), option("--model"), batch)]
+    for chosen in workloads:
+        check_data(chosen)
+    nnodes, (worlds, layouts) = option("--nnodes"), chosen_layouts(option("--world"), option("--layouts"))
+    return Selection(
+        targets=targets,
+        adapters={name: load_adapter(target) for name, target in targets.items()},
+        worlds=worlds,
+        layouts=layouts,
+        workloads=workloads,
+        global_batch=batch,
+        corpus=corpus,
+        precisions=[precision(text) for text in split_values("--precision", option("--precision"))],
+        options=_run_options(config),
+        results=Path(option("--results")),
+        cluster=ClusterSpec.detect(os.environ)
+        if nnodes is None
+        else ClusterSpec(nnodes=nnodes, node_rank=option("--node-rank"), rdzv=option("--rdzv")),
+        launcher=_launcher(option("--launcher")),
+    )
+
+
+def _launcher(name: str) -> str:
+    if name not in LAUNCHERS:
+        raise UnknownNameError("launcher", name, LAUNCHERS)
+    return name
+
+
+def _run_options(config: pytest.Config) -> RunOptions:
+    device, backend, steps = (config.getoption(name) for name in ("--device", "--backend", "--steps"))
+    if device not in ("cpu", "cuda"):
+        raise UnknownNameError("device", device, ["cpu", "cuda"])
+    if backend not in (None, "gloo", "nccl"):
+        raise UnknownNameError("backend", backend, ["gloo", "nccl"])
+    if device == "cuda" and not num_gpus():
+        raise InputError("--device cuda, but PyTorch sees no CUDA device here; `meshmark doctor` shows what it sees")
+    if steps is not None and steps <= WATCHED_STEP:
+        raise InputError(f"--steps {steps}: at least {WATCHED_STEP + 1} are needed, the last of which is watched")
+    limit, budget = config.getoption("--time-limit"), config.getoption("--timing-budget")
+    if not 0 < limit <= MOST_SECONDS:  # neither is true of nan
+        raise InputError(f"--time-limit {limit:g}: expected seconds above 0, at most {MOST_SECONDS:,} (11 days)")
+    if not 0 <= budget < limit:
+        raise InputError(f"--timing-budget {budget:g}: expected seconds from 0 to below --time-limit, {limit:g}")
+    counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
+    chosen = RunOptions(device=device, backend=backend, num_gpus=num_gpus(), time_limit_seconds=limit)
+    return dataclasses.replace(chosen, timing_budget_seconds=budget, **counts)
