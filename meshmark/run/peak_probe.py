@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.environment import DEFAULT_THREADS
+from meshmark.errors import MeshmarkError
 from meshmark.run.launch import Launcher
+from meshmark.run.meeting import READY_SECONDS, meet
 from meshmark.run.request import Request, Task
 
 
@@ -21,15 +24,27 @@ class PeakProbe:
 
     def of(self, request: Request) -> float | None:
         """Of all cores or GPUs that the ranks of `request` can use, each counted once however many ranks share it; of
-        several nodes, this one's times their number. None where the probe failed."""
+        several nodes, the sum of what each measured. None where the probe failed."""
         nnodes = self.launcher.cluster.spec.nnodes
         on_cpu, local_ranks = request.device == "cpu", request.case.world_size // nnodes
         num_threads = num_cores(local_ranks) if on_cpu else 1
         key = request.device, num_threads, str(request.case.precision.compute)
         if key not in self._measured:
-            self._measured[key] = self._measure(request, num_threads)
+            self._measured[key] = self._of_all_nodes(request, num_threads)
         one = self._measured[key]
-        return one and one * nnodes * (1 if on_cpu else max(1, min(local_ranks, self.num_gpus)))
+        return one and one * (1 if on_cpu else max(1, min(local_ranks, self.num_gpus)))
+
+    def _of_all_nodes(self, request: Request, num_threads: int) -> float | None:
+        """The same sum on each; a call of all nodes."""
+        cluster = self.launcher.cluster
+        if cluster.spec.nnodes == 1:
+            return self._measure(request, num_threads)
+        meet(cluster, request)
+        mine = json.dumps(self._measure(request, num_threads))
+        every = [
+            json.loads(t) for t in cluster.exchange("peak", mine, seconds=request.time_limit_seconds + READY_SECONDS)
+        ]
+        return None if None in every else sum(every)
 
     def _measure(self, request: Request, num_threads: int) -> float | None:
         probe = dataclasses.replace(
@@ -39,7 +54,10 @@ class PeakProbe:
             backend="gloo",
             num_threads=num_threads,
         )
-        launched = self.launcher.launch(probe, 1, alone=True)
+        try:
+            launched = self.launcher.launch(probe, 1, alone=True)
+        except MeshmarkError:  # the launch that it is for meets the same, and tells
+            return None
         return launched.reports[0].flops_per_second if launched.reports else None
 
 
