@@ -36,8 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--groups", type=int, default=17, help="problems of 64 correct runs each (default: 17)")
     parser.add_argument("-o", "--output", type=Path, default=Path("reports/power.md"))
     parsed = parser.parse_args(arguments)
-    started = time.monotonic()
-    trials, cells = try_all([m.name for m in MUTANTS if parsed.k in m.name], list(LAYOUTS))
+    started, names = time.monotonic(), [m.name for m in MUTANTS if parsed.k in m.name]
+    if not names:
+        parser.error(f"no mutant's name contains {parsed.k!r}: nothing would be shown")
+    trials, cells = try_all(names, list(LAYOUTS))
     with sitting([sized("ddp", kind, by) for kind, every in sizes().items() for by in every]) as (
         court,
         launcher,

@@ -42,6 +42,15 @@ def expect(record: Record, suite: str) -> None:
         pytest.fail(f"{record.case.id}: {likely}{verdict.summary}\n{evidence}", pytrace=False)
 
 
+def expect_not_wrong(observed: Record | None) -> None:
+    """Fail where the instrumented pass of the same case, if there is one, has shown that it trains wrongly."""
+    __tracebackhide__ = True
+    verdict = observed.verdict("equivalence") if observed else None
+    if observed and verdict and not verdict.passed and not verdict.undecided:
+        likely = verdict.evidence.get("diagnosis", verdict.summary)
+        pytest.fail(f"{observed.case.id}: trains wrongly, so its speed counts for nothing: {likely}", pytrace=False)
+
+
 class StaleGapWarning(UserWarning):
     """A known gap that no longer shows."""
 

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from meshmark.expect import expect_not_wrong
 from meshmark.run.record import Record
+from meshmark.run.runner import Runner
 from meshmark.run.throughput import throughput
 
 
@@ -28,8 +30,9 @@ replay = Replay()
 
 
 @pytest.mark.benchmark(group="step", timer=replay)
-def test_throughput(timed: Record, benchmark: BenchmarkFixture) -> None:
-    """Raw samples after warm-up; the report says whether the run that they belong to was correct."""
+def test_throughput(timed: Record, runner: Runner, benchmark: BenchmarkFixture) -> None:
+    """Raw samples after warm-up, of a run that this session has not found wrong."""
+    expect_not_wrong(runner.observed(timed.case))
     samples = timed.timing.step_seconds
     replay.load(samples)
     benchmark.pedantic(  # type: ignore[no-untyped-call]

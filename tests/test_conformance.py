@@ -129,6 +129,14 @@ def make_optimizer(**changes: Any) -> Any:  # noqa: ANN401
     return dataclasses.replace(make_workload().optimizer, **changes)
 
 
+def test_tokens_must_have_been_uneven() -> None:
+    """Where every micro-batch has as many, a wrong weighing does not show."""
+    masked, whole = (SCENARIOS[name].varied(DDP)[0] for name in ("uneven", "accumulation"))
+    assert judges.uneven(plain(case=masked)).result is ClauseResult.PASS
+    tokens = whole.workload.tokens_per_step // (whole.layout.dp * whole.layout.num_micro_batches)
+    assert failing(judges.uneven(plain(case=whole))) == f"{tokens} to {tokens} tokens a micro-batch"
+
+
 def test_frozen_parameters_must_stay_bit_for_bit() -> None:
     """Even a move within the noise is one."""
     case = make_case(workload=make_workload(frozen=("head.",)))

@@ -148,6 +148,7 @@ def launcher() -> Iterator[ForkserverLauncher]:
 @pytest.fixture(scope="module")
 def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known = {name: target(name) for name in OF_SUITES} | {name: ADAPTERS[name] for name in ("ddp", "fsdp2")}
+    known |= {"overflows": "tests.loss_scales:OverflowsNowAndThen"}
     running = Runner(launcher, known, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
     yield running
     running.close()
@@ -179,6 +180,18 @@ def test_bf16_reduced_in_bf16_is_another_precision_than_reduced_in_fp32(runner: 
     assert wide.equivalence.noise != narrow.equivalence.noise
     if adapter == "ddp":  # which reduces once, so that every value is a bf16 number
         assert (wide.memory.state_dtypes["gradients"], narrow.memory.state_dtypes["gradients"]) == ("float32", "bf16")
+
+
+def test_steps_that_loss_scaling_leaves_out_are_tried_again_and_the_run_is_right(runner: Runner) -> None:
+    """In the metered step too, whose memory and traffic are those of the step that was taken, and with a learning
+    rate that depends on the number of steps."""
+    warming = dataclasses.replace(GPT, optimizer=dataclasses.replace(GPT.optimizer, warmup_steps=4))
+    case = Case(adapter="overflows", workload=warming, layout=LAYOUTS["ddp"], precision=Precision.FP16)
+    record = runner.observe(case)
+    summaries = [v.summary for v in record.verdicts]
+    assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"], summaries
+    assert len(record.training.losses) == 3 and record.training.left_out >= 4
+    assert record.remarks[0].startswith(f"{record.training.left_out} attempts at steps that overflowed were left out")
 
 
 @pytest.mark.parametrize("name", OF_SUITES)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshmark.errors import ResultsError
-from meshmark.run.record import SCHEMA
+from meshmark.run.record import SCHEMA, TrainingCurves
 from meshmark.run.record_file import RecordFile, read_records
 from meshmark.serial import encode
 from tests.factories import make_record, make_timed, make_timing, make_traffic_evidence
@@ -217,11 +217,12 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
     old = {name: value for name, value in today.items() if name not in parts} | {"schema": 1}
     for part in parts:
         old |= {moved.get(name, {}).get(part, name): value for name, value in today[part].items()}
-    for name in ("rank_starts", "lap_steps", "peak_flops_per_second", "departures"):  # which it lacked
+    for name in ("rank_starts", "lap_steps", "peak_flops_per_second", "departures", "left_out"):  # which it lacked
         del old[name]
     old["matmul_flops_per_second"] = [1e9, 1e9]  # which it had
     old["planned_traffic"] = [{"all_reduce": 400.0}] * 2  # another plan
     lacking = make_record(
+        training=TrainingCurves(losses=[5.5, 5.25], norms=[2.0, None]),
         timing=make_timing(rank_starts=[], lap_steps=[], peak_flops_per_second=None),
         traffic=make_traffic_evidence(planned=[], departures=[]),
     )

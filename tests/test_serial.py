@@ -14,7 +14,7 @@ import pytest
 from meshmark.judge.deviation import Deviation, Drift, Quantity, QuantityKind
 from meshmark.judge.yardstick import Comparisons
 from meshmark.run.rank_report import RankFailure, RankReport
-from meshmark.run.record import Outcome, Record, Status, TrainingCurves
+from meshmark.run.record import Outcome, PeerEnd, Record, Status, TrainingCurves
 from meshmark.serial import decode, encode
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
@@ -90,7 +90,14 @@ REPORT = RankReport(
 FAILURE = RankFailure(
     rank=3, kind="hung", message="no end\nwithin 8 s", time=1.5, traceback="t", log_tail="l", stack='File "x"'
 )
-FAILED = Outcome(status=Status.HUNG, rank=1, message="no end", log_tail="tail", stacks={0: "here", 10: "there"})
+FAILED = Outcome(
+    status=Status.HUNG,
+    rank=1,
+    message="no end",
+    log_tail="tail",
+    stacks={0: "here", 10: "there"},
+    peers=[PeerEnd(rank=0, kind="raised", seconds=0.5), PeerEnd(rank=2, kind="ended")],
+)
 
 
 @pytest.mark.parametrize(

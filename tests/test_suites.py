@@ -114,13 +114,19 @@ def counters(output: str) -> list[tuple[int, int]]:
     return [(int(n), int(total)) for n, total in re.findall(r"^\[(\d+)/(\d+)\]", output, re.MULTILINE)]
 
 
-def test_a_broken_adapter_from_outside_fails_the_equivalence_suite(tmp_path: Path) -> None:
+def test_a_broken_adapter_from_outside_fails_the_equivalence_suite_and_has_no_speed(tmp_path: Path) -> None:
     target = ROOT / "tests" / "broken" / "mutants.py"
     broken = ("--adapter", f"{target}:ddp_NoReduction", "--workload", "gpt-mini")
-    done = suites(*broken, "--results", tmp_path, "-k", "equivalence")
+    kept = tmp_path / "bench.json"
+    done = suites(
+        *broken, "--results", tmp_path, "-k", "equivalence or throughput", "--steps", "3", f"--benchmark-json={kept}"
+    )
     assert done.returncode == 1
     assert "FAILED suites/test_equivalence.py::test_equivalence[ddp_noreduction-dp2.mb2-gpt-mini-fp32]" in done.stdout
     assert "x its noise" in done.stdout
+    assert "FAILED suites/test_throughput.py::test_throughput[ddp_noreduction-dp2.mb2-gpt-mini-fp32]" in done.stdout
+    assert "trains wrongly, so its speed counts for nothing: " in done.stdout
+    assert not kept.exists() or not kept.read_text() or not json.loads(kept.read_text())["benchmarks"]
 
 
 def test_ctrl_c_leaves_readable_records_and_no_process(tmp_path: Path) -> None:

@@ -113,9 +113,11 @@ class DataParallelEngine(Engine):
         clip = self.case.workload.optimizer.clip_norm
         norm = None if clip is None else self.clip(clip)
         self.scaler.step(self.optimizer)
+        scale = self.scaler.get_scale() if self.schedule else 0.0
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.advance_schedule()
+        if self.schedule and self.scaler.get_scale() >= scale:  # else the step was left out, and the schedule waits
+            self.advance_schedule()
         return norm
 
     def advance_schedule(self) -> None:

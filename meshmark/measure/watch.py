@@ -147,6 +147,10 @@ class Watch:
             self._synchronize()
             self.windows.append(Window(name=name, step=step, start_ns=start, stop_ns=time.time_ns()))
 
+    def forget(self, step: int) -> None:
+        """Its windows, for it is done again."""
+        self.windows = [window for window in self.windows if window.step != step]
+
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

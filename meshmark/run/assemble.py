@@ -47,6 +47,7 @@ def assemble(
     unmeasured = declared.failed | {
         suite: f"{why} on rank {r.rank}" for r in reversed(reports) for suite, why in r.unmeasured.items()
     }
+    training = _training(reports, whole)
     draft = Record(
         case=case,
         adapter=request.adapter,
@@ -59,7 +60,7 @@ def assemble(
             seconds=launched.seconds if launched else 0.0,
             build_seconds=max((r.build_seconds for r in reports), default=0.0),
         ),
-        training=_training(reports, whole),
+        training=training,
         equivalence=_equivalence(reports[0], request.yardstick) if whole else EquivalenceEvidence(),
         memory=MemoryEvidence(
             readings=[r.memory for r in reports if r.memory],
@@ -86,7 +87,7 @@ def assemble(
             known_gaps=list(adapter.known_gaps) if request.scenario else [],
         ),
         unmeasured=unmeasured,
-        remarks=remarks,
+        remarks=[*remarks, *_left_out(training.left_out)],
     )
     verdicts = [judge_equivalence(draft)] if whole and request.assess and request.task in JUDGED else []
     planned = (judge_memory(draft), judge_communication(draft)) if observed else ()
@@ -96,9 +97,14 @@ def assemble(
 
 def _training(reports: list[RankReport], whole: bool) -> TrainingCurves:
     losses = [sum(shares) for shares in zip(*(r.losses for r in reports), strict=True)] if whole else []
-    return TrainingCurves(
-        losses=losses, norms=next((r.norms for r in reports if any(n is not None for n in r.norms)), [])
-    )
+    norms = next((r.norms for r in reports if any(n is not None for n in r.norms)), [])
+    return TrainingCurves(losses=losses, norms=norms, left_out=max((r.left_out for r in reports), default=0))
+
+
+def _left_out(count: int) -> list[str]:
+    """What a reader of the verdict should know."""
+    told = "attempts at steps that overflowed were left out, as loss scaling does, and tried again"
+    return [f"{count} {told}"] if count else []
 
 
 def _state_dtypes(reports: list[RankReport]) -> dict[str, str]:

@@ -24,6 +24,8 @@ class RankReport:
     """This rank's shares."""
     norms: list[float | None] = field(default_factory=list)
     """Global gradient norm before clipping, where the framework tells it."""
+    left_out: int = 0
+    """Attempts at a step that dynamic loss scaling left out, and that are in no other list."""
     deviations: Deviations = field(default_factory=dict)
     """From the truth, by quantity, then step; on rank 0, for all ranks."""
     drifts: list[Drift] = field(default_factory=list)

@@ -121,6 +121,8 @@ class TrainingCurves:
     """Global mean, by step."""
     norms: list[float | None] = field(default_factory=list)
     """Global gradient norm before clipping, by step, where the framework tells it."""
+    left_out: int = 0
+    """Attempts that dynamic loss scaling left out, as it should where a gradient overflows; each was tried again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,6 +113,10 @@ class Runner:
         """The untouched pass."""
         return self.once(self.request(Task.TIME, case))
 
+    def observed(self, case: Case) -> Record | None:
+        """The record of the instrumented pass, where this session has made one."""
+        return self._records.get((Task.OBSERVE, case, ""))
+
     def checkpoint(self, base: Case) -> Path:
         """A folder of `base`'s own, for all nodes; absolute, for ranks may start elsewhere."""
         if self._scratch is None:

@@ -106,6 +106,7 @@ CLAUSE_MUTANTS: list[Mutant] = [
     *against("bf16 reduction", "ddp fsdp2", m.StaysInFp32),
     *against("bf16 reduction", "ddp", m.WholeInBf16),
     *against("fp16 overflow", "ddp fsdp2", m.NeverSkips),
+    *against("fp16 overflow", "ddp fsdp2", m.NeverTakesAStep),
     *against("fp16 overflow", "ddp", m.RankDoesNotSkip),
     *against("fp16 overflow", "ddp fsdp2", m.OverflowMovesMoments),
     *against("fp16 overflow", "ddp fsdp2", m.SkipsNextToo),

@@ -92,6 +92,13 @@ class NeverSkips(Broken):
         super().finish_gradients()
 
 
+class NeverTakesAStep(Broken):
+    """The loss scale falls so slowly that every step overflows, and is left out."""
+
+    def prepare(self) -> None:
+        self.scaler = torch.amp.GradScaler(self.context.device.type, init_scale=2.0**20, backoff_factor=0.999)
+
+
 class RankDoesNotSkip(Broken):
     """The first rank does not hear of the overflow."""
 

@@ -31,6 +31,7 @@ from meshmark.judge.truth import assess_replicas
 from meshmark.judge.yardstick import Comparisons, noise_run
 from meshmark.reference.data import Batch, data_digest, make_batch
 from meshmark.reference.initial import random_bits
+from meshmark.run.passes.observer import MOST_LEFT_OUT
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
 from meshmark.serial import decode, encode
@@ -138,6 +139,17 @@ def remove_partials(folder: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
+def _backward(engine: SingleEngine, part: Batch, num_ranks: int) -> float:
+    """The loss; steps that loss scaling leaves out are tried again, as those of the run are."""
+    for _ in range(MOST_LEFT_OUT):
+        loss = engine.backward(part) if num_ranks == 1 else reduced_backward(engine, part, num_ranks)
+        finite = all(bool(gradient.isfinite().all()) for gradient in engine.gradients().values())
+        if finite or not engine.scaler.is_enabled() or engine.case.workload.couples_rows:
+            break
+        engine.update()
+    return float(loss)
+
+
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
     """One noise run; `run` seeds its perturbations and picks its chunking and way of casting. Of replicas that may
     differ, each is trained by an engine of its own, here in turn, on its own rows."""
@@ -153,11 +165,12 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
         batch = make_batch(workload, step)
-        for replica, (trace, engine) in enumerate(zip(traces, engines, strict=True)):
-            part = _permute(batch.shard(replica, replicas), case, run, num_ranks)
+        parts = [_permute(batch.shard(replica, replicas), case, run, num_ranks) for replica in range(replicas)]
+        for trace, engine, part in zip(traces, engines, parts, strict=True):
             trace.evaluations.append(float(engine.evaluate(part)))
-            loss = engine.backward(part) if num_ranks == 1 else reduced_backward(engine, part, num_ranks)
-            trace.losses.append(float(loss))
+        losses = [_backward(engine, part, num_ranks) for engine, part in zip(engines, parts, strict=True)]
+        for trace, loss in zip(traces, losses, strict=True):
+            trace.losses.append(loss)
         _meet([engine.gradients() for engine in engines], workload.algorithm.reduces_gradients(step), replicas)
         for trace, engine in zip(traces, engines, strict=True):
             trace.gradients.append(host_copies(engine.gradients()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 
 import numpy as np
@@ -47,14 +48,14 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
             watch.focus()
         if context.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(context.device)
-        sources = _sources(watch, engine) if watch else []
-        before, after = observer.train(WATCHED_STEP, watch, sources)
+        meter = functools.partial(_sources, watch, engine) if watch else tuple
+        before, after = observer.train(WATCHED_STEP, watch, meter)
         allocator_peaks = cuda_peaks(context.device)
         visible = visible_storages()
     memory = None
     if watch and not observer.unheld:
         memory = read_memory(watch, WATCHED_STEP, before, after, visible, allocator_peaks)
-    traffic = read_traffic(sources) if watch else None
+    traffic = read_traffic(observer.sources) if watch else None
     for step in range(WATCHED_STEP + 1, request.steps):
         observer.train(step, None)
     dtypes = _dtypes(observer.holdings()) | _formats(observer.trace, request.case.workload)
@@ -79,6 +80,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         state_dtypes=dtypes,
         digests=digests(traces),
         num_replicated=num_replicated,
+        left_out=observer.left_out,
         unmeasured={"memory": observer.unheld} if observer.unheld else {},
     )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from meshmark import rank_progress
@@ -13,12 +15,18 @@ from meshmark.adapter.engine import Engine
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.traffic_source import TrafficSource
 from meshmark.clip import told
+from meshmark.judge.deviation import Tensors
 from meshmark.judge.engine_tensors import host_gradients, host_parameters, local_holdings
+from meshmark.judge.gather import all_gather_json
 from meshmark.judge.trace import Trace, host_copies, tensor_digests
 from meshmark.measure.memory import Named
 from meshmark.measure.watch import Watch
-from meshmark.reference.data import make_batch
+from meshmark.reference.data import Batch, make_batch
 from meshmark.run.request import Request
+from meshmark.spec.precision import LossScaling
+
+MOST_LEFT_OUT = 24
+"""Attempts at one step, each at half the loss scale: GradScaler's first, 2^16, is then far below one."""
 
 
 class Observer:
@@ -29,6 +37,10 @@ class Observer:
         self.trace = Trace()
         self.unheld = ""
         """What went wrong with `holdings()`, of which no loss, gradient or parameter depends."""
+        self.left_out = 0
+        """Steps that dynamic loss scaling left out, and that were tried again."""
+        self.sources: Sequence[TrafficSource] = ()
+        """Of the last step: they tell of its traffic."""
         if request.assess:
             self.trace.parameters.append(host_parameters(engine, request.case.workload))
         if request.assess and request.case.workload.couples_rows:
@@ -45,28 +57,78 @@ class Observer:
             return Holdings()
 
     def train(
-        self, step: int, watch: Watch | None = None, sources: Sequence[TrafficSource] = ()
+        self, step: int, watch: Watch | None = None, meter: Callable[[], Sequence[TrafficSource]] = tuple
     ) -> tuple[Named, Named]:
-        """One step, whose traffic `sources` are to tell; returns what the engine holds before and after its update."""
+        """One step, whose traffic the sources that `meter` makes are to tell; returns what the engine holds before and
+        after its update. A step that dynamic loss scaling leaves out, as it should where a gradient overflows, is tried
+        again: the run is judged by the steps that were taken."""
         batch = make_batch(self.request.case.workload, step)
         if self.request.evaluate:
             self.trace.evaluations.append(float(self.engine.evaluate(batch)))
+        attempt = self._attempt(batch, step, watch, meter())
+        for _ in range(MOST_LEFT_OUT):
+            if not self._is_left_out(attempt):
+                break
+            self.left_out += 1
+            if watch:
+                watch.forget(step)
+            attempt = self._attempt(batch, step, watch, meter())
+        self._note(attempt)
+        rank_progress.advance()
+        return attempt.before, attempt.after
+
+    def _attempt(self, batch: Batch, step: int, watch: Watch | None, sources: Sequence[TrafficSource]) -> _Attempt:
+        assess, workload, self.sources = self.request.assess, self.request.case.workload, sources
         with _window(watch, "backward", step, sources):
             loss = self.engine.backward(batch)
         before = Named.of(self.holdings())
-        if self.request.assess:
-            self.trace.gradients.append(host_gradients(self.engine, self.request.case.workload))
+        gradients = host_gradients(self.engine, workload) if assess else {}
         with _window(watch, "update", step, sources):
             norm = self.engine.update()
-        after = Named.of(self.holdings())
-        self.trace.losses.append(float(loss))
-        self.trace.norms.append(None if norm is None else float(norm))
+        return _Attempt(
+            loss=float(loss),
+            norm=None if norm is None else float(norm),
+            before=before,
+            after=Named.of(self.holdings()),
+            gradients=gradients,
+            parameters=host_parameters(self.engine, workload) if assess else {},
+        )
+
+    def _is_left_out(self, attempt: _Attempt) -> bool:
+        """Whether a gradient overflowed somewhere, in which case no parameter may have moved anywhere. Where running
+        statistics tell how often a batch was seen, the attempt stands. A collective call, under loss scaling."""
+        case = self.request.case
+        scaled = case.precision.loss_scaling is LossScaling.DYNAMIC and self.request.assess
+        if not scaled or case.workload.couples_rows:
+            return False
+        stood = self.trace.parameters[-1]
+        overflows = not all(np.isfinite(gradient).all() for gradient in attempt.gradients.values())
+        moved = not all(np.array_equal(stood[name], new) for name, new in attempt.parameters.items())
+        everyone = all_gather_json([overflows, moved])
+        return any(o for o, _ in everyone) and not any(m for _, m in everyone)
+
+    def _note(self, attempt: _Attempt) -> None:
+        self.trace.losses.append(attempt.loss)
+        self.trace.norms.append(attempt.norm)
         if self.request.assess:
-            self.trace.parameters.append(host_parameters(self.engine, self.request.case.workload))
+            self.trace.gradients.append(attempt.gradients)
+            self.trace.parameters.append(attempt.parameters)
             for own in self.trace.buffers:
                 own.append(host_copies(self.engine.buffers()))
-        rank_progress.advance()
-        return before, after
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    """What one step came to."""
+
+    loss: float
+    norm: float | None
+    before: Named
+    """Held before the update."""
+    after: Named
+    gradients: Tensors
+    """Empty where nothing is assessed, like `parameters`."""
+    parameters: Tensors
 
 
 @contextlib.contextmanager

@@ -50,6 +50,7 @@ def overflow(request: Request, adapter: Adapter, context: RankContext, started: 
         deviations=deviations,
         drifts=drifts,
         num_replicated=num_replicated,
+        left_out=observer.left_out,
         samples={"moved": [float(moved)]},
         digests=digests([trace]) if trace else [],
     )
