@@ -15,6 +15,7 @@ help:
 	@echo "make test     test Meshmark itself"
 	@echo "make tables   published tables beside what the planner computes; make validate: its errors, with goals"
 	@echo "make power    engines broken on purpose must be caught, correct runs must pass: reports/power.md"
+	@echo "make chaos    faults by the hundred while suites run: reports/chaos.md; make fuzz: odd inputs for longer"
 	@echo "make bench    performance claims: launch, overhead"
 	@echo "make gpu      run on this machine's GPU with its own python (PYTHON=...), leave GPU_OUT (results/gpu)"
 	@echo "make lint types clean"
@@ -54,7 +55,7 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-include plan.mk power.mk
+include plan.mk power.mk chaos.mk
 
 bench: install
 	$(BIN)/python -m benchmarks.launch

@@ -88,9 +88,16 @@ def _add_cases(cases: argparse.ArgumentParser) -> None:
     cases.set_defaults(run=_cases)
 
 
+def _output_file(text: str) -> Path:
+    """For argparse: the path of a file to be written."""
+    if not (path := Path(text)).name:
+        raise argparse.ArgumentTypeError(f"{text!r} names no file")
+    return path
+
+
 def _add_report(report: argparse.ArgumentParser) -> None:
     report.add_argument("results", type=Path, metavar="DIR", help="folder with records.jsonl")
-    report.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: DIR/report.md")
+    report.add_argument("-o", "--output", type=_output_file, metavar="FILE", help="default: DIR/report.md")
     report.add_argument("--baseline", type=Path, metavar="DIR", help="records to compare times with")
     report.set_defaults(run=_report)
 

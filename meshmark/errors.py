@@ -9,6 +9,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_LONGEST_NAME = 80
+"""Characters of an unknown name that are worth a look."""
+
 
 class MeshmarkError(Exception):
     """Base of all errors below."""
@@ -23,7 +26,8 @@ class UnknownNameError(InputError):
 
     def __init__(self, kind: str, got: str, known: Iterable[str]) -> None:
         names = sorted(map(str, known))
-        near = difflib.get_close_matches(got, names, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(got[:_LONGEST_NAME], names, n=3, cutoff=0.5)  # its time grows with its square
+        got = got if len(got) <= _LONGEST_NAME else f"{got[:_LONGEST_NAME]}... ({len(got)} characters)"
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names)}"
         super().__init__(f"unknown {kind} {got!r}: {hint}")
 

@@ -14,6 +14,9 @@ from meshmark.spec.workload import Workload, workload
 
 DEFAULT_WORKLOAD = "gpt-tiny"
 
+_DIGITS = 5
+"""Of a number of ranks: no cluster has more."""
+
 
 def split_values(option: str, text: str) -> list[str]:
     """The values of `a,b`, each once, at least one."""
@@ -75,7 +78,7 @@ def _in_batches(preset: Workload, global_batch: int | None) -> Workload:
 
 
 def positive(option: str, text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise InputError(f"{option} {text!r}: expected a whole number of at least 1")
+    """A whole number of at least 1, such as a world size: each of its ranks is a process."""
+    if not text.isdecimal() or len(text) > _DIGITS or int(text) < 1:
+        raise InputError(f"{option} {text[:40]!r}: expected a whole number of at least 1, of at most {_DIGITS} digits")
     return int(text)

@@ -51,6 +51,7 @@ class Selection:
 
 
 SELECTION = pytest.StashKey[Selection]()
+_MOST_STEPS = 100_000
 MOST_SECONDS = 1_000_000
 """Of a time limit."""
 
@@ -165,6 +166,8 @@ def _run_options(config: pytest.Config) -> RunOptions:
         raise UnknownNameError("backend", backend, ["gloo", "nccl"])
     if device == "cuda" and not num_gpus():
         raise InputError("--device cuda, but PyTorch sees no CUDA device here; `meshmark doctor` shows what it sees")
+    if steps is not None and steps > _MOST_STEPS:
+        raise InputError(f"--steps {steps}: at most {_MOST_STEPS}, of each of which something is recorded")
     if steps is not None and steps <= WATCHED_STEP:
         raise InputError(f"--steps {steps}: at least {WATCHED_STEP + 1} are needed, the last of which is watched")
     limit, budget = config.getoption("--time-limit"), config.getoption("--timing-budget")

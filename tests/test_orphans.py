@@ -63,7 +63,13 @@ def hanging(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subproce
         "-p",
         "no:cacheprovider",
     ]
-    environment = {**os.environ, "MESHMARK_TEST": str(tmp_path), "MESHMARK_TEST_HANGS": str(tmp_path / "hangs")}
+    (tmp_path / "temporary").mkdir()
+    environment = {
+        **os.environ,
+        "TMPDIR": str(tmp_path / "temporary"),
+        "MESHMARK_TEST": str(tmp_path),
+        "MESHMARK_TEST_HANGS": str(tmp_path / "hangs"),
+    }
     running = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -92,6 +98,7 @@ def test_no_process_is_left_and_records_are(
     wait_until(lambda: not processes_of(str(tmp_path)), seconds=END_SECONDS)
     assert hanging.wait() == (-signal.SIGKILL if ending is signal.SIGKILL else pytest.ExitCode.INTERRUPTED)
     assert [record.case.adapter for record in read_records(tmp_path / "results").records] == ["ddp"]
+    assert not list((tmp_path / "temporary").glob("meshmark-*")), "the folder of a launch is left"
 
 
 def test_a_signal_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:

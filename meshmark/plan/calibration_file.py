@@ -9,7 +9,8 @@ from pathlib import Path
 
 from meshmark.errors import InputError
 from meshmark.plan.rates import Rates, rates_from
-from meshmark.spec.hardware import Gpu, Host
+from meshmark.serial import decode
+from meshmark.spec.hardware import Gpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +35,9 @@ def read_calibrated(path: Path) -> Calibrated:
     """A file that `meshmark calibrate` wrote. Raises `InputError` when it is not one."""
     try:
         fields = json.loads(path.read_text())
-        machine, host = fields["gpu"], fields["gpu"].get("host")
-        there = Gpu(**{**machine, "host": Host(**host) if host else None})
+        there: Gpu = decode(Gpu, fields["gpu"])
         return Calibrated(gpu=there, rates=rates_from(fields["rates"]))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path} holds no machine ({error}); write it with `meshmark calibrate -o {path}`") from error
@@ -49,7 +49,7 @@ def calibrated_at(name: str | None) -> Calibrated | None:
         return None
     try:
         holds = "gpu" in json.loads(Path(name).read_text())
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise InputError(f"cannot read {name}: {error}; write it with `meshmark calibrate -o {name}`") from error
     return read_calibrated(Path(name)) if holds else None
 

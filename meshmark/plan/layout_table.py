@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from meshmark.errors import InputError
 from meshmark.plan.rows import Row
+from meshmark.spec.hardware import MOST_GPUS
+from meshmark.spec.layout import AXES
 from meshmark.spec.model_spec import Family, ModelSpec, llama
 from meshmark.theory.grid import Column, Grid, make_grid
 
@@ -86,23 +89,23 @@ def _integer(row: Row, column: str, position: int) -> int:
         value = float("nan")
     least = 0 if column in ("zero_stage", "tied_embeddings") else 1
     if not (least <= value < float("inf")) or value != int(value):
-        raise InputError(f"row {position + 2}: {column} is {text!r}, expected a whole number of at least {least}")
+        raise InputError(f"row {position + 2}: {column} is {text[:40]!r}, expected a whole number of at least {least}")
     if column == "zero_stage" and value > 3:
         raise InputError(f"row {position + 2}: zero_stage is {text}, expected 0, 1, 2 or 3")
     if column == "tied_embeddings" and value > 1:
         raise InputError(f"row {position + 2}: tied_embeddings is {text}, expected 0 or 1")
-    if value > _LARGEST:
-        raise InputError(f"row {position + 2}: {column} is {text}, more than {_LARGEST}: is its unit right?")
+    if value > (most := MOST_GPUS if column in (*AXES, "gpus") else _LARGEST):
+        raise InputError(f"row {position + 2}: {column} is {text[:40]}, more than {most}: is its unit right?")
     return int(value)
 
 
 def _check_gpus(table: Sequence[Row], rows: Sequence[int], degrees: dict[str, Column]) -> None:
-    product = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
     for position, i in enumerate(rows):
+        product = math.prod(int(degrees[axis][position]) for axis in AXES)  # not in 64 bits
         gpus = _integer(table[i], "gpus", i)
-        if gpus != product[position]:
+        if gpus != product:
             names = "dp x tp x pp x cp" if "cp" in table[i] else "dp x tp x pp"
-            raise InputError(f"row {i + 2}: {gpus} gpus, but {names} is {product[position]}; correct one of them")
+            raise InputError(f"row {i + 2}: {gpus} gpus, but {names} is {product}; correct one of them")
 
 
 def _check_shards(model: ModelSpec, rows: Sequence[int], degrees: dict[str, Column]) -> None:

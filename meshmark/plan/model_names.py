@@ -113,8 +113,10 @@ def model_of_size(num_parameters: float, *, family: str = "gpt", name: str | Non
     Depth grows with the cube root of size over 12 h^2, width is a multiple of 1024 (128 for small ones), heads have
     128 dimensions; the depth is then chosen so that the size is met within half a block.
     """
-    if num_parameters < 1e7:
-        raise InputError(f"a model of {num_parameters:g} parameters is not planned: give the number, at least 1e7")
+    if not 1e7 <= num_parameters <= 1e16:
+        raise InputError(
+            f"a model of {num_parameters:g} parameters is not planned: give the number, at least 1e7 and at most 1e16"
+        )
     # GPT-3's table 2.1 and Megatron's table 1 keep h / L between 100 and 200, rising with size.
     ratio = min(200.0, 64.0 * (num_parameters / 1e9) ** 0.12 + 32.0)
     width = (num_parameters * ratio / 12.0) ** (1.0 / 3.0)

@@ -150,7 +150,7 @@ def read_rates(path: Path) -> Rates:
     """Rates from a JSON file. Raises `InputError` when the file is not one."""
     try:
         return rates_from(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path} holds no rates ({error}); write it with `meshmark calibrate -o {path}`") from error

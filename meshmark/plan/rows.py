@@ -11,12 +11,20 @@ Row = dict[str, str]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a CSV file. Raises `InputError` when it is missing or has no rows."""
+    """All rows of a CSV file. Raises `InputError` when it is missing, is none, or has no rows."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+            rows = list(csv.DictReader(file, restval=""))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} is no text in UTF-8 ({error.reason} at byte {error.start}); save it as CSV"
+        ) from error
+    except csv.Error as error:
+        raise InputError(f"{path} is no table of layouts: {error}; expected CSV, one layout a row") from error
+    if long := [i for i, row in enumerate(rows) if None in row]:
+        raise InputError(f"{path} row {long[0] + 2} has more cells than the header has columns; is a comma unquoted?")
     if not rows:
         raise InputError(f"{path} has no rows; expected a header and one layout a row")
     return rows

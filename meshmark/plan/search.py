@@ -14,14 +14,14 @@ from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
 from meshmark.plan.simulator import simulated_bubble_seconds
 from meshmark.plan.step_time import PARTS, stage_seconds
-from meshmark.spec.hardware import GIB, Gpu
+from meshmark.spec.hardware import GIB, MOST_GPUS, Gpu
 from meshmark.spec.layout import Offload
 from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.workload import MOST_ROWS
 from meshmark.theory.grid import OFFLOADS, Column, Grid, SearchSpace, enumerate_grid, make_grid
 from meshmark.theory.recipe import TrainingRecipe
 
 OFFLOAD_PLACES = {Offload.CPU: "in host memory", Offload.NVME: "on NVMe"}
-_MAX_GPUS = 2**20
 
 
 class NothingFitsError(InputError):
@@ -97,8 +97,10 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
     for name, value in (("gpus", num_gpus), ("global batch", global_batch)):
         if value < 1:
             raise InputError(f"{name} is {value}, expected at least 1")
-    if num_gpus > _MAX_GPUS:
-        raise InputError(f"{num_gpus} gpus; at most {_MAX_GPUS} are planned for")
+    if num_gpus > MOST_GPUS:
+        raise InputError(f"{num_gpus} gpus; at most {MOST_GPUS} are planned for")
+    if global_batch > MOST_ROWS:
+        raise InputError(f"a global batch of {global_batch} sequences; at most {MOST_ROWS} are planned for")
     for cp in space.contexts or ():
         if cp < 1 or (cp > 1 and model.seq_len % (2 * cp)):
             raise InputError(f"cp is {cp}: a sequence of {model.seq_len} tokens must divide into 2 x cp equal parts")
@@ -153,7 +155,7 @@ def _fewest(too_few: int, gpus_per_node: int, examine: Callable[[int], Predictio
         except InputError:
             return False
 
-    limit = min(_MAX_GPUS, 4096 * too_few)
+    limit = min(MOST_GPUS, 4096 * too_few)
     powers = [2**k for k in range(limit.bit_length()) if too_few < 2**k <= limit]
     doubled = [too_few * 2**k for k in range(1, 13) if too_few * 2**k <= limit]
     for enough in sorted({*powers, *doubled}):

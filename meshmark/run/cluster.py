@@ -47,8 +47,10 @@ class ClusterSpec:
             raise InputError(
                 f"--nnodes {self.nnodes} needs --rdzv HOST:PORT, an address of node 0 and a free port there"
             )
-        if self.rdzv is not None and not self.rdzv.rpartition(":")[2].isdigit():
-            raise InputError(f"--rdzv {self.rdzv!r}: expected HOST:PORT")
+        if self.rdzv is not None:
+            host, _, port = self.rdzv.rpartition(":")
+            if not (host and port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 2**16):
+                raise InputError(f"--rdzv {self.rdzv!r}: expected HOST:PORT, with a port from 1 to 65535")
 
     @property
     def host(self) -> str:
@@ -63,21 +65,40 @@ class ClusterSpec:
     def detect(cls, environ: Mapping[str, str]) -> ClusterSpec:
         """From torchrun's or SLURM's environment; a single node when there is neither."""
         if "GROUP_RANK" in environ and "LOCAL_WORLD_SIZE" in environ:
-            nnodes = int(environ["WORLD_SIZE"]) // int(environ["LOCAL_WORLD_SIZE"])
-            port = int(environ["MASTER_PORT"]) + 1  # torchrun's own store listens on MASTER_PORT
-            return cls(nnodes=nnodes, node_rank=int(environ["GROUP_RANK"]), rdzv=f"{environ['MASTER_ADDR']}:{port}")
-        nnodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
-        if nnodes > 1:
-            port = 20000 + int(environ["SLURM_JOB_ID"]) % 20000
-            host = _first_host(environ["SLURM_STEP_NODELIST"])
-            return cls(nnodes=nnodes, node_rank=int(environ["SLURM_NODEID"]), rdzv=f"{host}:{port}")
+            nnodes = _whole(environ, "WORLD_SIZE", 1) // _whole(environ, "LOCAL_WORLD_SIZE", 1)
+            port = _whole(environ, "MASTER_PORT", 1) + 1  # torchrun's own store listens on MASTER_PORT
+            rdzv = f"{_told(environ, 'MASTER_ADDR')}:{port}"
+            return cls(nnodes=nnodes, node_rank=_whole(environ, "GROUP_RANK", 0), rdzv=rdzv)
+        if "SLURM_STEP_NUM_NODES" in environ and (nnodes := _whole(environ, "SLURM_STEP_NUM_NODES", 1)) > 1:
+            port = 20000 + _whole(environ, "SLURM_JOB_ID", 0) % 20000
+            host = _first_host(_told(environ, "SLURM_STEP_NODELIST"))
+            return cls(nnodes=nnodes, node_rank=_whole(environ, "SLURM_NODEID", 0), rdzv=f"{host}:{port}")
         return cls()
+
+
+def _told(environ: Mapping[str, str], name: str) -> str:
+    if not environ.get(name):
+        raise InputError(f"{name} is not set, while others of its scheduler's variables are: give --nnodes and --rdzv")
+    return environ[name]
+
+
+def _whole(environ: Mapping[str, str], name: str, least: int) -> int:
+    text = _told(environ, name)
+    if not text.isdecimal() or len(text) > 18 or int(text) < least:
+        raise InputError(
+            f"{name}={text[:40]!r} in the environment: expected a whole number of at least {least}; unset what "
+            "torchrun or SLURM left, or give --nnodes"
+        )
+    return int(text)
 
 
 def _first_host(nodelist: str) -> str:
     """First host of SLURM's compressed list, as scontrol expands it."""
-    shown = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
-    return shown.stdout.split()[0]
+    try:
+        shown = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
+        return shown.stdout.split()[0]
+    except (OSError, ValueError, subprocess.CalledProcessError, IndexError) as error:
+        raise InputError(f"SLURM's node list {nodelist!r} is not known to scontrol ({error}): give --rdzv") from error
 
 
 class Cluster:

@@ -29,7 +29,7 @@ from typing import TypeVar
 
 from meshmark.errors import MeshmarkError
 from meshmark.run.process_state import process_state
-from meshmark.run.server_process import LAUNCHER, STILL_THERE, Branch, Call, Ended
+from meshmark.run.server_process import LAUNCHER, LEAVE, STILL_THERE, Branch, Call, Ended
 
 _Kind = TypeVar("_Kind")
 
@@ -174,6 +174,8 @@ class ForkServer:
 
 
 def _close(channel: Connection, process: subprocess.Popen[bytes] | None) -> None:
+    with contextlib.suppress(OSError):  # it is gone, or stopped
+        channel.send(LEAVE)
     channel.close()
     if process is not None:
         try:

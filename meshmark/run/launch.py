@@ -12,10 +12,8 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +23,7 @@ from meshmark.environment import DEFAULT_THREADS
 from meshmark.errors import NodeLostError
 from meshmark.rank_progress import Pace
 from meshmark.run.cluster import LOOPBACK, Cluster, ClusterSpec
-from meshmark.run.disk import expect_space
+from meshmark.run.launch_folder import private_folder
 from meshmark.run.meeting import meet
 from meshmark.run.rank_info import RankInfo
 from meshmark.run.rank_report import RankFailure, RankReport, Standing
@@ -86,7 +84,7 @@ def launch_with(
     with contextlib.ExitStack() as stack:
         watchdog, trouble = None, None
         try:
-            ranks = _ranks(spec, world_size, prefix, stack.enter_context(_private_folder()))
+            ranks = _ranks(spec, world_size, prefix, stack.enter_context(private_folder()))
             watchdog = Watchdog(starter(request, ranks), others, request, ranks, f"{prefix}/failed")
         except Exception as error:
             trouble = error
@@ -135,17 +133,6 @@ def process_environment(spec: ClusterSpec) -> dict[str, str]:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() must not touch CUDA in a process that forks
     }
     return {**defaults, **os.environ, **always}
-
-
-@contextlib.contextmanager
-def _private_folder() -> Iterator[Path]:
-    """Of mode 0700, and gone afterwards. Raises `NoSpaceError` where there is no room for a launch."""
-    expect_space(Path(tempfile.gettempdir()))
-    folder = Path(tempfile.mkdtemp(prefix="meshmark-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _ranks(spec: ClusterSpec, world_size: int, prefix: str, folder: Path) -> list[RankInfo]:

@@ -17,12 +17,15 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
 from typing import NoReturn
 
+from meshmark.run.launch_folder import remove_folders
 from meshmark.run.orphans import adopt_orphans, die_with_parent, end_children
 
 LAUNCHER = "MESHMARK_LAUNCHER"
 """Variable with the launcher's process id, by which all that descends from a server is told."""
 STILL_THERE = "still there"
 """Asked and answered."""
+LEAVE = "leave"
+"""What a launcher says that ends a server; one that does not is gone, and has cleaned nothing up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +78,19 @@ def _serve(channel: Connection, modules: Sequence[str]) -> NoReturn:
     _import(modules)
     gc.freeze()  # keeps the children's collector from touching, and so copying, every shared page
     die_with_parent(None)  # from here on the server sees by itself that the launcher is gone, and ends its children
+    told = False
     with contextlib.suppress(EOFError, OSError):
         channel.send("ready")
         _obey(channel)
+        told = True
     end_children(os.getpid())
+    if not told:
+        remove_folders(int(os.environ[LAUNCHER]))
     os._exit(0)
 
 
-def _obey(channel: Connection) -> NoReturn:
-    """Raises `EOFError` or `OSError` when the launcher is gone."""
+def _obey(channel: Connection) -> None:
+    """Until it may leave. Raises `EOFError` or `OSError` when the launcher is gone."""
     with _woken_by_children() as (woken, waker):
         while True:
             ready = wait([channel, woken])
@@ -93,6 +100,8 @@ def _obey(channel: Connection) -> NoReturn:
                     channel.send(ended)
             if channel in ready:
                 order, server = channel.recv(), os.getpid()
+                if order == LEAVE:
+                    return
                 if order == STILL_THERE:
                     channel.send(order)
                     continue

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from meshmark.errors import InputError, UnknownNameError
 
+MOST_GPUS = 2**20
+"""That are planned for: more than any cluster has, and few enough for a search of seconds."""
+_LARGEST = 1e30
+"""Bytes, or bytes per second: beyond it sums and products leave the range of numbers."""
 TERA = 10**12
 GIGA = 10**9
 GIB = 2**30
@@ -27,7 +31,7 @@ class Host:
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "bandwidth", "nvme_bytes", "nvme_bandwidth"):
-            if (got := getattr(self, field)) <= 0:
+            if not 0 < (got := getattr(self, field)) < _LARGEST:
                 raise InputError(f"host of {self.source!r}: {field} is {got}, expected more than 0, in SI units")
 
 
@@ -53,8 +57,13 @@ class Gpu:
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "gpus_per_node"):
-            if (got := getattr(self, field)) <= 0:
-                raise InputError(f"gpu {self.name!r}: {field} is {got}, expected more than 0, in SI units")
+            if not 0 < (got := getattr(self, field)) < _LARGEST:
+                raise InputError(f"gpu {self.name!r}: {field} is {_short(got)}, expected more than 0, in SI units")
+        if not isinstance(self.gpus_per_node, int) or self.gpus_per_node > MOST_GPUS:
+            raise InputError(
+                f"gpu {self.name!r}: gpus_per_node is {_short(self.gpus_per_node)}, expected a whole number of at most "
+                f"{MOST_GPUS}"
+            )
         for dtype, flops in self.peak_flops.items():
             if not 10**8 < flops < 10**17:
                 raise InputError(
@@ -74,6 +83,12 @@ class Gpu:
         if dtype not in self.peak_flops:
             raise UnknownNameError(f"arithmetic of {self.name}", dtype, self.peak_flops)
         return self.peak_flops[dtype]
+
+
+def _short(number: float) -> str:
+    """Not all of the 400 digits that somebody may have given."""
+    text = str(number)
+    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} characters)"
 
 
 def _gpu(

@@ -20,6 +20,16 @@ class Family(StrEnum):
     """A GPT's over the patches of an image, every one of which sees all others (arXiv:2010.11929)."""
 
 
+_MOST = {
+    "num_layers": 10_000,
+    "hidden": 2**20,
+    "num_heads": 2**16,
+    "num_kv_heads": 2**16,
+    "ffn_hidden": 2**22,
+    "vocab_size": 2**24,
+    "seq_len": 2**27,
+}
+"""Well beyond every published model; with larger ones the planner would leave 64-bit integers, or take minutes."""
 TEXT_FAMILIES = frozenset({Family.GPT, Family.LLAMA})
 """Decoder-only transformers."""
 
@@ -55,9 +65,9 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if self.family not in TEXT_FAMILIES:
             raise InputError(f"model {self.name!r}: family {self.family} is not decoder-only; see `VisionSpec`")
-        for field in ("num_layers", "hidden", "num_heads", "num_kv_heads", "ffn_hidden", "vocab_size", "seq_len"):
-            if (got := getattr(self, field)) < 1:
-                raise InputError(f"model {self.name!r}: {field} is {got}, expected at least 1")
+        for field, most in _MOST.items():
+            if not 1 <= (got := getattr(self, field)) <= most:
+                raise InputError(f"model {self.name!r}: {field} is {got}, expected at least 1 and at most {most:,}")
         if self.hidden % self.num_heads:
             raise InputError(
                 f"model {self.name!r}: hidden {self.hidden} is not divisible by num_heads {self.num_heads}"

@@ -11,6 +11,9 @@ from meshmark.spec.model_spec import MODELS, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.vision_spec import VISION_MODELS, AnyModelSpec, VisionSpec
 
+MOST_ROWS = 2**24
+"""Of one global batch: more than anybody trains on, and few enough for its divisors to be searched in seconds."""
+
 
 class Dataset(StrEnum):
     """What a workload trains on."""
@@ -56,8 +59,11 @@ class Workload:
     """By which replicas train together."""
 
     def __post_init__(self) -> None:
-        if self.global_batch < 1:
-            raise InputError(f"workload {self.name!r}: global_batch is {self.global_batch}, expected at least 1")
+        if not 1 <= self.global_batch <= MOST_ROWS:
+            raise InputError(
+                f"workload {self.name!r}: global_batch is {self.global_batch}, expected at least 1 and at most "
+                f"{MOST_ROWS:,}"
+            )
         if self.skipped_block is not None and not 0 <= self.skipped_block < self.model.num_layers:
             raise InputError(
                 f"workload {self.name!r}: skipped_block is {self.skipped_block}, expected one of the model's "

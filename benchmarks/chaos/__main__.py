@@ -1,0 +1,146 @@
+"""`python -m benchmarks.chaos`: faults by the hundred, and the page of what became of them. Exits with 1 when one was
+not survived or not named rightly, or something was lost or left."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+from benchmarks.chaos.campaign import Found, Trial, run_session
+from benchmarks.chaos.deck import Deck
+from benchmarks.chaos.faults import Fault, Filled, RankStopped, ResultsGone
+from benchmarks.chaos.nodes import NodeStruck, run_nodes
+from benchmarks.chaos.page import Chaos, page
+from benchmarks.chaos.session import Session
+
+_BASES = ("ddp", "fsdp2", "gpipe", "accelerate", "fairscale_oss")
+_PRIVATE = "MESHMARK_CHAOS_PRIVATE"
+"""Set in a process whose mounts are its own."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
+    parser.add_argument("--faults", type=int, default=500, help="how many (default: 500)")
+    parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn (default: 1)")
+    parser.add_argument("--tracks", type=int, default=2, help="sessions at a time (default: 2)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="no session begins after that (default: 15)")
+    parser.add_argument("-o", "--output", type=Path, default=Path("reports/chaos.md"))
+    parsed = parser.parse_args(arguments)
+    root = _PRIVATE in os.environ
+    if not root and os.geteuid() == 0 and not subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        command = [sys.executable, "-m", "benchmarks.chaos", *(arguments or sys.argv[1:])]
+        os.execvpe("unshare", ["unshare", "-m", *command], {**os.environ, _PRIVATE: "1"})
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    if root:
+        _mount(Path("/dev/shm"), "256m")
+    started = time.monotonic()
+    campaign = Campaign(folder, parsed.faults, parsed.seed, root=root, until=started + 60 * parsed.minutes)
+    campaign.run(parsed.tracks)
+    found = campaign.found
+    if root and (left := [path.name for path in Path("/dev/shm").iterdir()]):
+        found.complaints.append(f"left shared memory {left}")
+    chaos = Chaos(
+        trials=found.trials,
+        unharmed=found.unharmed,
+        complaints=found.complaints,
+        sessions=campaign.sessions,
+        seed=parsed.seed,
+        asked=parsed.faults,
+        root=root,
+        seconds=time.monotonic() - started,
+    )
+    parsed.output.write_text(page(chaos))
+    print(f"{parsed.output}: {len(chaos.trials)} faults; {'all is well' if chaos.good else f'see it, and {folder}'}")
+    if chaos.good:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0 if chaos.good else 1
+
+
+class Campaign:
+    """Sessions until all faults have been tried."""
+
+    def __init__(self, folder: Path, faults: int, seed: int, *, root: bool, until: float) -> None:
+        self._folder, self._seed, self._root, self._until = folder, seed, root, until
+        self._deck = Deck(faults, random.Random(seed), root=root)
+        self._numbers: Iterator[int] = count()
+        self._lock = threading.Lock()
+        self.found, self.sessions = Found(), 0
+
+    def run(self, tracks: int) -> None:
+        threads = [threading.Thread(target=self._track, args=(track == 0,)) for track in range(tracks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _track(self, with_nodes: bool) -> None:
+        """One of them tries the nodes first: their network has one address."""
+        while with_nodes and self._deck.nodes and time.monotonic() < self._until:
+            self._nodes(self._deck.nodes.pop())
+        while time.monotonic() < self._until:
+            number = next(self._numbers)
+            draw = random.Random(f"{self._seed}/{number}")
+            if not (plan := self._deck.deal(draw)):
+                return
+            self._session(number, plan, draw)
+
+    def _session(self, number: int, plan: list[Fault | None], draw: random.Random) -> None:
+        names = [f"{draw.choice(_BASES)}_{i}" for i in range(len(plan))]
+        waits = any(isinstance(fault, RankStopped) and fault.seconds is None for fault in plan)
+        suite = "equivalence" if draw.randrange(4) == 0 and not waits else "throughput"
+        session = Session(self._folder / f"session{number}", names, suite=suite)
+        mounted = []
+        if self._root and any(isinstance(fault, Filled) for fault in plan):
+            mounted.append(_mount(session.temporary, "64m"))
+        if any(isinstance(fault, ResultsGone) and fault.how == "filled" for fault in plan):
+            mounted.append(_mount(session.results, "64m"))
+        try:
+            found = run_session(session, plan, draw)
+        finally:
+            for folder in mounted:
+                subprocess.run(["umount", "-l", str(folder)], check=True)
+        self._deck.take_back([fault for fault in plan if fault and not fault.struck])
+        self._add(found)
+
+    def _nodes(self, fault: NodeStruck) -> None:
+        number = next(self._numbers)
+        seconds, wrong = run_nodes(self._folder / f"session{number}", fault, random.Random(f"{self._seed}/{number}"))
+        trial = Trial(
+            kind=fault.kind,
+            case=f"session{number}",
+            survived=not any("had not ended" in text or "left" in text for text in wrong),
+            named=not wrong,
+            seconds=seconds,
+            complaint="; ".join(wrong),
+        )
+        self._add(Found(trials=[trial]))
+
+    def _add(self, found: Found) -> None:
+        with self._lock:
+            self.sessions += 1
+            self.found.trials += found.trials
+            self.found.unharmed += found.unharmed
+            self.found.complaints += found.complaints
+            told = [f"{t.kind}, {t.case}: {t.complaint}" for t in found.trials if t.complaint] + found.complaints
+            print(f"session {self.sessions}: {len(self.found.trials)} of {self._deck.size} faults", flush=True)
+            for text in told:
+                print(f"  {' '.join(text.split())[:700]}", flush=True)
+
+
+def _mount(folder: Path, size: str) -> Path:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Two nodes on one machine, each in a network of its own, and what happens to one of them or to the link between."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.chaos import processes
+from benchmarks.chaos.faults import SPREAD_SECONDS, Fault
+from benchmarks.chaos.session import PATIENCE_SECONDS, Session
+from meshmark.run.record import Status
+
+_CASES = 6
+_HOSTS = ("10.213.7.1", "10.213.7.2")
+_LINKS = ("chaos0", "chaos1")
+
+
+@dataclass(kw_only=True)
+class NodeStruck(Fault):
+    """What happens, in words."""
+
+    what: str
+    ends_session = True
+
+    @property
+    def survivors(self) -> list[int]:
+        return {"node 1 killed": [0], "node 0 killed": [1]}.get(self.what, [0, 1])
+
+
+@contextlib.contextmanager
+def two_networks() -> Iterator[list[int]]:
+    """Ids of two processes, each in a network that is joined to the other's by one link."""
+    holders = [subprocess.Popen(["unshare", "-n", "sleep", "infinity"]) for _ in _HOSTS]
+    try:
+        time.sleep(0.3)
+        _run("ip", "link", "add", _LINKS[0], "type", "veth", "peer", "name", _LINKS[1])
+        for holder, host, link in zip(holders, _HOSTS, _LINKS, strict=True):
+            _run("ip", "link", "set", link, "netns", str(holder.pid))
+            for command in (
+                ["addr", "add", f"{host}/24", "dev", link],
+                ["link", "set", link, "up"],
+                ["link", "set", "lo", "up"],
+            ):
+                _inside(holder.pid, "ip", *command)
+        yield [holder.pid for holder in holders]
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()
+
+
+def run_nodes(folder: Path, fault: NodeStruck, draw: random.Random) -> tuple[float, list[str]]:
+    """Seconds until both nodes had ended, and what was wrong."""
+    with two_networks() as networks:
+        nodes = _start(folder, networks)
+        try:
+            return _strike(nodes, networks, fault, draw)
+        finally:
+            for node in nodes:
+                node.end()
+
+
+def _start(folder: Path, networks: Sequence[int]) -> list[Session]:
+    secret, nodes = secrets.token_hex(16), []
+    for rank, (network, link) in enumerate(zip(networks, _LINKS, strict=True)):
+        which = ["--nnodes", "2", "--node-rank", str(rank), "--rdzv", f"{_HOSTS[0]}:29500"]
+        node = Session(folder / f"node{rank}", [f"ddp_{i}" for i in range(_CASES)], *which)
+        node.start(_enter(network), GLOO_SOCKET_IFNAME=link, MESHMARK_RDZV_SECRET=secret)
+        nodes.append(node)
+    return nodes
+
+
+def _strike(
+    nodes: Sequence[Session], networks: Sequence[int], fault: NodeStruck, draw: random.Random
+) -> tuple[float, list[str]]:
+    name = nodes[0].names[draw.randrange(1, _CASES - 1)]
+    for node in nodes:
+        if not node.wait(lambda node=node: name in node.begun(), 120):  # type: ignore[misc]
+            return 0.0, [f"{name} did not begin: {node.output()[-600:]}"]
+    time.sleep(draw.uniform(0.0, SPREAD_SECONDS))
+    fault.struck = time.monotonic()
+    if fault.what == "link cut":
+        _inside(networks[1], "ip", "link", "set", _LINKS[1], "down")
+    elif fault.what == "node 1 stopped":
+        for pid in processes.marked(nodes[1].mark):
+            processes.send(pid, signal.SIGSTOP)
+    else:
+        processes.send(nodes[fault.what == "node 1 killed"].pid, signal.SIGKILL)
+    limit = nodes[0].limit_seconds + PATIENCE_SECONDS
+    wrong = [] if nodes[0].await_end(limit) else [f"node 0 had not ended after {limit:.0f} s"]
+    if fault.what == "node 1 stopped":
+        for pid in processes.marked(nodes[1].mark):
+            processes.send(pid, signal.SIGCONT)
+    wrong += [] if nodes[1].await_end(limit) else [f"node 1 had not ended after {limit:.0f} s"]
+    seconds = time.monotonic() - fault.struck
+    return seconds, [*wrong, *_misnamed(nodes, fault, name)]
+
+
+def _misnamed(nodes: Sequence[Session], fault: NodeStruck, name: str) -> list[str]:
+    wrong = []
+    for rank in fault.survivors:
+        node = nodes[rank]
+        code = node.process.returncode if node.process else None
+        if code != 4 or "node" not in node.output().rpartition("Exit")[2]:
+            wrong.append(f"node {rank} ended with {code}: {node.output()[-500:]}")
+    records = {record.adapter.rpartition(":")[2]: record for record in nodes[0].reading().records}
+    earlier = nodes[0].begun()[: nodes[0].begun().index(name)]
+    wrong += [f"{case} was {records[case].outcome.status}" for case in earlier if records[case].outcome.status != "ok"]
+    if 0 in fault.survivors:
+        last = records[nodes[0].begun()[-1]].outcome
+        if last.status is not Status.NODE_LOST:
+            wrong.append(f"expected node lost, got {last.status} of rank {last.rank}: {last.message[:300]!r}")
+    left = [path.name for node in nodes for path in node.temporary.glob("meshmark-*")]
+    return wrong + ([f"left temporary files {left}"] if left else [])
+
+
+def _enter(network: int) -> list[str]:
+    return ["nsenter", f"--net=/proc/{network}/ns/net"]
+
+
+def _inside(network: int, *command: str) -> None:
+    _run(*_enter(network), *command)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

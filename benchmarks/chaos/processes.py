@@ -1,0 +1,79 @@
+"""Processes of one session, as the kernel knows them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = "MESHMARK_CHAOS"
+"""Variable with the session's name, which all that descends from it inherits."""
+_LOG = re.compile(r"(.*/meshmark-[^/]+)/log-(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """A living rank."""
+
+    pid: int
+    rank: int
+    folder: Path
+    """Of its launch."""
+
+    @property
+    def reported(self) -> bool:
+        """Whether its work is done: what strikes it now comes too late."""
+        return (self.folder / f"report-{self.rank}").exists() or not alive(self.pid)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def children(pid: int) -> list[int]:
+    found = list[int]()
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    found = children(pid)
+    return found + [below for child in found for below in descendants(child)]
+
+
+def ranks_of(pid: int) -> list[Rank]:
+    """Ranks among the descendants of `pid`, told by the logs that they write to."""
+    found = []
+    for process in descendants(pid):
+        with contextlib.suppress(OSError):
+            if match := _LOG.fullmatch(os.readlink(f"/proc/{process}/fd/1")):
+                found.append(Rank(pid=process, rank=int(match[2]), folder=Path(match[1])))
+    return [rank for rank in found if alive(rank.pid)]
+
+
+def marked(mark: str) -> list[int]:
+    """All living processes that have inherited `mark`."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                if wanted in (folder / "environ").read_bytes().split(b"\0") and alive(int(folder.name)):
+                    found.append(int(folder.name))
+    return found
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

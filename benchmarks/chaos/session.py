@@ -1,0 +1,126 @@
+"""One run of pytest over many short cases: what has begun, what is recorded, what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.chaos import processes
+from benchmarks.chaos.adapters import BEGUN
+from meshmark.run.record_file import Reading, read_records
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_SECONDS = {"throughput": 6.0, "equivalence": 25.0}
+"""Of one case, by suite: ten times what it takes on two quiet cores."""
+PATIENCE_SECONDS = 30.0
+"""No wait is longer beyond the case's own limit."""
+_POLL_SECONDS = 0.005
+
+
+class Session:
+    """Its folder holds results, temporary files and output."""
+
+    def __init__(self, folder: Path, names: Sequence[str], *extra: str, suite: str = "throughput") -> None:
+        """`names` of benchmarks.chaos.adapters, in order; `extra` arguments of pytest."""
+        self.folder, self.names, self.mark = folder, list(names), f"{os.getpid()}-{folder.name}"
+        self.results, self.temporary = folder / "results", folder / "tmp"
+        for each in (self.results, self.temporary):
+            each.mkdir(parents=True, exist_ok=True)
+        self._begun = folder / "begun"
+        self._begun.touch()
+        self._read, self._lines = 0, list[dict[str, object]]()
+        self.suite, self._extra = suite, list(extra)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, prefix: Sequence[str] = (), **environment: str) -> None:
+        """`prefix`: of the command, such as one that enters a namespace."""
+        adapters = [part for name in self.names for part in ("--adapter", f"benchmarks.chaos.adapters:{name}")]
+        options = ["--workload", "gpt-mini", "--steps", "3", "--time-limit", f"{self.limit_seconds:g}"]
+        command = [sys.executable, "-m", "pytest", f"suites/test_{self.suite}.py", "-p", "no:cacheprovider", "-v"]
+        inherited = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
+        with open(self.folder / "output", "wb") as output:
+            self.process = subprocess.Popen(
+                [*prefix, *command, *adapters, *options, "--results", str(self.results), *self._extra],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**inherited, processes.MARK: self.mark, BEGUN: str(self._begun), **environment},
+                preexec_fn=_heed_signals,
+            )
+
+    @property
+    def limit_seconds(self) -> float:
+        return LIMIT_SECONDS[self.suite]
+
+    @property
+    def pid(self) -> int:
+        assert self.process
+        return self.process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
+    def begun(self) -> list[str]:
+        """Adapters whose case has begun, in order."""
+        return list(dict.fromkeys(self._begun.read_text().split()))
+
+    def recorded(self) -> dict[str, dict[str, object]]:
+        """Whole lines of records so far, by adapter."""
+        path = self.results / "records.jsonl"
+        if path.exists() and path.stat().st_size > self._read:
+            with open(path, "rb") as file:
+                file.seek(self._read)
+                new = file.read()
+            new = new[: new.rfind(b"\n") + 1]
+            self._read += len(new)
+            self._lines += [json.loads(line) for line in new.splitlines()]
+        return {str(line["adapter"]).rpartition(":")[2]: line for line in self._lines if "case" in line}
+
+    def ranks(self) -> list[processes.Rank]:
+        return processes.ranks_of(self.pid)
+
+    def wait(self, true: Callable[[], object], seconds: float) -> bool:
+        """Whether it became true before the time was up, or pytest ended."""
+        deadline = time.monotonic() + seconds
+        while not true():
+            if self.ended or time.monotonic() > deadline:
+                return bool(true())
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def await_end(self, seconds: float) -> bool:
+        """Whether pytest, and all that descends from it, ended in time."""
+        deadline = time.monotonic() + seconds
+        while not self.ended or processes.marked(self.mark):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def end(self) -> None:
+        """By force, whatever is left."""
+        for pid in processes.marked(self.mark):
+            processes.send(pid, signal.SIGKILL)
+        if self.process:
+            self.process.wait()
+
+    def reading(self) -> Reading:
+        return read_records(self.results)
+
+    def output(self) -> str:
+        return (self.folder / "output").read_text(errors="replace")
+
+
+def _heed_signals() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and so would all that it starts."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
