@@ -1,3 +1,18 @@
 """Meshmark: benchmark and conformance suite for distributed training."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+
 __version__ = "0.1.0"
+
+
+def load(folder: str | Path) -> pd.DataFrame:
+    """A results folder as a table, one row a case: see `meshmark.report.frame.load`."""
+    from meshmark.report import frame  # pandas takes half a second, which only its users should pay
+
+    return frame.load(folder)
