@@ -92,6 +92,8 @@ def make_memory(parameters: int = 400, activations: int = 1000) -> MemoryReading
         steady=Bytes(parameters=parameters, optimizer_states=800, other=24),
         states=states,
         peak=dataclasses.replace(states, activations=activations, other=24),
+        late_bytes=8,
+        previous_steady_bytes=parameters + 824,
         allocator_peak_bytes=3000,
         allocator_reserved_bytes=4096,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -11,16 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmark.measure.memory import visible_storages
 from meshmark.measure.readings import Bytes
 from meshmark.reference.data import make_batch
 from meshmark.reference.objective import loss_share
 from meshmark.reference.transformer import Transformer
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.record import Record, Verdict
 from meshmark.run.runner import Runner, RunOptions
-from meshmark.run.verdict import judge_memory
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family, ModelSpec
@@ -50,6 +51,16 @@ def one(spec: ModelSpec, precision: Precision = Precision.FP32) -> Case:
 
 def held_activations(case: Case, rank: int, *, casts_weights: bool = False) -> float | None:
     return model_states(case, rank, eager_recipe(case, casts_weights=casts_weights)).activations
+
+
+def visible_storages() -> set[int]:
+    """Addresses of all storages that Python code can still reach."""
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    addresses = set()
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a wrapper around other tensors has no storage
+            addresses.add(tensor.untyped_storage().data_ptr())
+    return addresses
 
 
 def saved_bytes(case: Case, *, casts_weights: bool = False) -> int:
@@ -204,6 +215,8 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         "ddp": "meshmark.adapters.ddp:DDP",
         "gpipe": "meshmark.adapters.pipeline:GPipe",
         "fsdp2": "meshmark.adapters.fsdp2:FSDP2",
+        "accelerate": "meshmark.adapters.accelerate:Accelerate",
+        "accelerate-fsdp2": "meshmark.adapters.accelerate:AccelerateFSDP2",
     }
     with Cluster(ClusterSpec()) as cluster:
         options = RunOptions(observed_steps=3)
@@ -249,6 +262,23 @@ def test_the_peak_is_planned_category_by_category(runner: Runner, adapter: str, 
         assert reading.peak.gradients == (plan.gradients if buckets else 0)
         assert reading.peak.parameters == plan.parameters
         assert reading.peak.optimizer_states == pytest.approx(plan.optimizer_states, rel=0.02)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+@pytest.mark.parametrize(
+    "one, other, layout",
+    [
+        ("ddp", "accelerate", Layout(dp=2, num_micro_batches=2)),
+        ("fsdp2", "accelerate-fsdp2", Layout(dp=2, zero_stage=3)),
+    ],
+)
+def test_two_adapters_of_one_algorithm_hold_the_same(runner: Runner, one: str, other: str, layout: Layout) -> None:
+    """Within 1 % on every rank, of all that the allocator counted; what gloo had late at the peak is told."""
+    pair = [runner.observe(Case(adapter=name, layout=layout, workload=GPT)).memory.readings for name in (one, other)]
+    for mine, theirs in zip(*pair, strict=True):
+        assert mine.steady.total == pytest.approx(theirs.steady.total, rel=0.01)
+        more, less = sorted((mine, theirs), key=lambda reading: reading.peak.total, reverse=True)
+        assert more.peak.total - more.late_bytes <= 1.01 * less.peak.total
 
 
 def verdict_on(runner: Runner, name: str) -> Verdict:

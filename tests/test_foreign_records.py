@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshmark.report.planned import peaks, planned_memory
+from meshmark.report.planned import planned_memory, totals
 from meshmark.report.results import results
 from meshmark.run.record import ConformanceEvidence
 from meshmark.run.record_file import RecordFile
@@ -87,5 +87,5 @@ def test_the_plan_in_the_report_is_the_record_s(tmp_path: Path) -> None:
 @pytest.mark.parametrize("missing", ["planned", "remainders"])
 def test_a_record_without_a_plan_has_a_dash(missing: str) -> None:
     record = make_good(memory=make_memory_evidence(**{missing: []}))
-    assert peaks(record) == []
+    assert totals(record) == []
     assert "| – " in planned_memory(results([record]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 import time
 from collections.abc import Iterator
 
@@ -11,13 +13,14 @@ import torch.distributed as dist
 
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.traffic_source import Transfer
-from meshmark.measure.memory import Named, _classify, _peak_time, cuda_peaks, read_memory, visible_storages
+from meshmark.measure.allocations import Allocation, Change, Timeline, timeline
+from meshmark.measure.memory import Named, _classify, read_memory
 from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
 from meshmark.measure.traffic import TorchTraffic, _full_bytes, _sum, read_traffic
-from meshmark.measure.watch import Allocation, AskedOperation, Operand, Watch, Window
+from meshmark.measure.watch import AskedOperation, Operand, Watch, Window
 
 CPU = torch.device("cpu")
-NOTHING = Named(parameters={}, gradients={}, optimizer_states={}, communication={})
+NOTHING = Named()
 
 
 def life(address: int, num_bytes: int, start: int, stop: int | None = None) -> Allocation:
@@ -34,7 +37,7 @@ def test_a_watch_sees_an_allocation_s_exact_bytes_and_its_life() -> None:
             address = tensor.data_ptr()
         with watch.window("second", 0):
             del tensor
-    (found,) = (a for a in watch.allocations() if a.num_bytes == 4 * 12_345)
+    (found,) = (a for a in timeline(watch.changes()).lives if a.num_bytes == 4 * 12_345)
     first, second = watch.windows
     assert found.address == address
     assert first.holds(found.start_ns)
@@ -45,7 +48,7 @@ def test_a_watch_sees_an_allocation_s_exact_bytes_and_its_life() -> None:
 def test_an_allocation_that_outlives_the_watch_has_no_end() -> None:
     with Watch(CPU) as watch:
         tensor = torch.empty(12_347, dtype=torch.uint8)
-    (found,) = (a for a in watch.allocations() if a.num_bytes == 12_347)
+    (found,) = (a for a in timeline(watch.changes()).lives if a.num_bytes == 12_347)
     assert found.stop_ns is None and found.alive(time.time_ns())
     assert found.address == tensor.data_ptr()
 
@@ -57,7 +60,7 @@ def test_lives_span_the_change_of_focus() -> None:
         watch.focus()
         with watch.window("later", 0):
             del tensor
-    (found,) = (a for a in watch.allocations() if a.num_bytes == 12_347)
+    (found,) = (a for a in timeline(watch.changes()).lives if a.num_bytes == 12_347)
     assert found.stop_ns is not None and watch.windows[0].holds(found.stop_ns)
 
 
@@ -66,7 +69,7 @@ def test_an_address_used_twice_is_two_lives() -> None:
         for _ in range(2):
             tensor = torch.empty(12_347, dtype=torch.uint8)
             del tensor
-    found = [a for a in watch.allocations() if a.num_bytes == 12_347]
+    found = [a for a in timeline(watch.changes()).lives if a.num_bytes == 12_347]
     assert len(found) == 2
     assert found[0].stop_ns is not None and found[0].stop_ns <= found[1].start_ns
 
@@ -75,7 +78,7 @@ def test_views_allocate_nothing() -> None:
     with Watch(CPU) as watch:
         tensor = torch.empty(100, 123, dtype=torch.uint8)
         view = tensor.view(-1)[10:].reshape(10, -1)
-    assert [a.num_bytes for a in watch.allocations() if a.num_bytes > 1000] == [12_300]
+    assert [a.num_bytes for a in timeline(watch.changes()).lives if a.num_bytes > 1000] == [12_300]
     assert view.untyped_storage().data_ptr() == tensor.data_ptr()
 
 
@@ -102,9 +105,9 @@ def measure_step() -> tuple[MemoryReading, list[torch.Tensor]]:
         with watch.window("update", 4):
             temporary = torch.zeros(500)
             del temporary, gradient
+        watch.settle(4)
         after = Named.of(Holdings(parameters=[parameter], optimizer_states=[moment]))
-        visible = visible_storages()
-    return read_memory(watch, 4, before, after, visible, None), [parameter, moment, unnamed]
+    return read_memory(watch, 4, before, after), [parameter, moment, unnamed]
 
 
 def test_a_step_is_classified_to_the_byte() -> None:
@@ -116,44 +119,63 @@ def test_a_step_is_classified_to_the_byte() -> None:
     assert reading.allocator_peak_bytes is None
 
 
-def test_the_allocator_s_own_peaks_are_passed_on() -> None:
-    with Watch(CPU) as watch:
-        for name in ("backward", "update"):
-            with watch.window(name, 0):
-                torch.zeros(10)
-    reading = read_memory(watch, 0, NOTHING, NOTHING, set(), (123, 456))
-    assert (reading.allocator_peak_bytes, reading.allocator_reserved_bytes) == (123, 456)
-    assert cuda_peaks(CPU) is None
+def changes(*told: tuple[int, int, int] | tuple[int, int, int, int]) -> list[Change]:
+    """Of time, address and bytes and, where another thread did what was not seen, bytes that it freed before."""
+    total, found = 0, []
+    for time_ns, address, num_bytes, *unseen in told:
+        total += num_bytes - sum(unseen)
+        found.append(Change(time_ns=time_ns, address=address, num_bytes=num_bytes, total_bytes=total))
+    return found
 
 
 @pytest.mark.parametrize(
-    "lives, peak",
+    "told, peak",
     [
-        ([life(1, 10, 0)], 100),
-        ([life(1, 10, 0), life(2, 5, 120, 130)], 120),
-        ([life(1, 10, 120, 140), life(2, 5, 130, 150), life(3, 6, 145)], 130),
-        ([life(1, 10, 120, 130), life(2, 10, 150, 160)], 120),
-        ([life(1, 10, 0, 110), life(2, 9, 150)], 100),
-        ([life(1, 10, 120), life(2, 999, 200)], 120),
-        ([life(1, 10, 120, 130), life(2, 10, 130, 140), life(3, 11, 140, 150)], 140),
-        ([life(1, 999, 50, 90), life(2, 10, 120)], 120),
-        ([], 100),
+        (changes((50, 1, 10)), (10, 100)),
+        (changes((50, 1, 10), (120, 2, 5), (130, 2, -5)), (15, 120)),
+        (changes((50, 1, 99), (90, 1, -99), (120, 2, 10)), (10, 120)),
+        (changes((120, 1, 10), (130, 1, -10), (150, 2, 10)), (10, 120)),
+        (changes((120, 1, 10), (200, 2, 999)), (10, 120)),
+        (changes((50, 1, 10), (120, 2, 5, 10)), (10, 100)),
+        ([], (0, 100)),
     ],
-    ids=[
-        "held from before",
-        "brief",
-        "overlap",
-        "first of equals",
-        "falls at once",
-        "later is not ours",
-        "freed before allocated",
-        "earlier is not ours",
-        "nothing",
-    ],
+    ids=["from before", "brief", "freed before", "first of equals", "later is not ours", "freed unseen", "nothing"],
 )
-def test_the_peak_is_the_first_instant_of_most_bytes_within_the_step(lives: list[Allocation], peak: int) -> None:
-    """Steps run from 100 to 200 here."""
-    assert _peak_time(lives, 100, 200) == peak
+def test_the_peak_is_the_first_instant_of_most_bytes_within_a_window(told: list[Change], peak: tuple[int, int]) -> None:
+    assert timeline(told).peak(100, 200) == peak
+
+
+def test_what_another_thread_frees_is_over_when_the_allocator_no_longer_counts_it() -> None:
+    """Of two as large the older; of one whose address is given out again, then at the latest; of a known one, never."""
+    told = changes((10, 1, 100), (20, 2, 100), (30, 3, 7), (40, 4, 1, 100), (50, 3, 5, 7), (60, 5, 1))
+    ends = {(life.address, life.start_ns): (life.stop_ns, life.freed_elsewhere) for life in timeline(told).lives}
+    assert ends[1, 10] == (40, True) and ends[2, 20] == (None, False)
+    assert ends[3, 30] == (50, True) and ends[3, 50] == (None, False)
+    known = {life.address: life.stop_ns for life in timeline(told, known=frozenset({1})).lives}
+    assert (known[1], known[2]) == (None, 40)
+
+
+def test_several_may_be_freed_at_once_unseen() -> None:
+    told = changes((10, 1, 100), (20, 2, 30), (30, 3, 7), (40, 4, 1, 107))
+    assert {life.address: life.stop_ns for life in timeline(told).lives} == {1: 40, 2: None, 3: 40, 4: None}
+
+
+def test_what_was_there_before_does_not_count() -> None:
+    """Neither as held nor, when it goes, as freed unseen."""
+    told = [(10, 1, 100, 1100), (20, 9, -1000, 100), (30, 2, 5, 105)]
+    found = timeline([Change(time_ns=t, address=a, num_bytes=n, total_bytes=all_) for t, a, n, all_ in told])
+    assert found.totals == [100, 100, 105] and all(life.stop_ns is None for life in found.lives)
+
+
+def counted(lives: list[Allocation]) -> Timeline:
+    """With an allocator that counts just these."""
+    times = sorted({t for each in lives for t in (each.start_ns, each.stop_ns) if t is not None})
+    return Timeline(lives=lives, times=times, totals=[sum(a.num_bytes for a in lives if a.alive(t)) for t in times])
+
+
+def test_what_no_life_accounts_for_is_other() -> None:
+    found = Timeline(lives=[life(1, 10, 0)], times=[0], totals=[25])
+    assert _classify(found, 5, Named(parameters={1: 10}), {}, 0) == Bytes(parameters=10, other=15)
 
 
 def test_bytes_go_to_the_name_then_to_the_wire_then_to_the_step() -> None:
@@ -167,11 +189,11 @@ def test_bytes_go_to_the_name_then_to_the_wire_then_to_the_step() -> None:
         life(5, 10_000, 150, 160),
         life(5, 100_000, 170),
     ]
-    named = Named(parameters={1: 1}, gradients={}, optimizer_states={}, communication={2: 10})
+    named = Named(parameters={1: 1}, communication={2: 10})
     on_wire = {1: [155], 3: [155], 5: [155]}
-    early = _classify(lives, 155, named, on_wire, step_start_ns=100)
+    early = _classify(counted(lives), 155, named, on_wire, step_start_ns=100)
     assert early == Bytes(parameters=1, communication=10 + 100 + 10_000, other=1000)
-    late = _classify(lives, 180, named, on_wire, step_start_ns=100)
+    late = _classify(counted(lives), 180, named, on_wire, step_start_ns=100)
     assert late == Bytes(parameters=1, communication=10 + 100, activations=100_000, other=1000)
 
 
@@ -191,74 +213,113 @@ def test_a_storage_named_twice_counts_once_under_the_first_name() -> None:
 class Canned(Watch):
     """A watch that saw what it is told: a step from 100 to 200, whose update begins at 150."""
 
-    def __init__(self, lives: list[Allocation], asked: list[AskedOperation]) -> None:
+    def __init__(self, told: list[Change], asked: list[AskedOperation]) -> None:
         super().__init__(CPU)
-        self.lives, self.calls = lives, asked
+        self.told, self.calls = told, asked
         self.windows = [
             Window(name="backward", step=0, start_ns=100, stop_ns=150),
             Window(name="update", step=0, start_ns=150, stop_ns=200),
         ]
+        self.steady_ns = {-1: 95, 0: 205}
 
-    def allocations(self) -> list[Allocation]:
-        return self.lives
+    def changes(self) -> list[Change]:
+        return self.told
 
     def asked(self) -> list[AskedOperation]:
         return self.calls
 
 
-def reduced(address: int, time_ns: int) -> AskedOperation:
+def reduced(address: int, time_ns: int, done_ns: int | None = None) -> AskedOperation:
     operand = Operand(num_bytes=1, address=address)
-    return AskedOperation(name="c10d::allreduce_", time_ns=time_ns, operands=((operand,),))
+    return AskedOperation(name="c10d::allreduce_", time_ns=time_ns, operands=((operand,),), done_ns=done_ns)
 
 
 @pytest.mark.parametrize(
-    "born, calls, visible, peak, steady",
+    "told, calls, peak, late, steady",
     [
-        (50, [], {7}, {"other": 10}, {"other": 10}),
-        (120, [], {7}, {"activations": 10}, {"other": 10}),
-        (50, [reduced(7, 130)], set(), {"communication": 10}, {"communication": 10}),
-        (120, [reduced(7, 130)], set(), {"communication": 10}, {}),
-        (160, [reduced(7, 170)], set(), {"communication": 10}, {}),
-        (120, [], set(), {}, {}),
-        (50, [], set(), {}, {}),
+        (changes((50, 7, 10)), [], {"other": 10}, 0, {"other": 10}),
+        (changes((120, 7, 10)), [], {"activations": 10}, 0, {"other": 10}),
+        (changes((50, 7, 10)), [reduced(7, 130)], {"communication": 10}, 0, {"communication": 10}),
+        (changes((120, 7, 10), (180, 8, 1, 10), (181, 8, -1)), [reduced(7, 130, 150)], {"communication": 10}, 0, {}),
+        (
+            changes((120, 7, 10), (160, 8, 1), (161, 8, -1, 10)),
+            [reduced(7, 130, 150)],
+            {"communication": 10, "activations": 1},
+            10,
+            {},
+        ),
+        (
+            changes((120, 7, 10), (160, 8, 1), (161, 8, -1)),
+            [reduced(7, 130, 150)],
+            {"communication": 10, "activations": 1},
+            0,
+            {"communication": 10},
+        ),
+        (changes((50, 7, 10), (60, 8, 1, 10), (61, 8, -1)), [], {}, 0, {}),
     ],
-    ids=[
-        "seen by Python",
-        "seen by Python, new",
-        "a bucket",
-        "scratch of backward",
-        "scratch of the update",
-        "of a collective that is over",
-        "of long ago",
-    ],
+    ids=["kept", "kept, new", "a bucket", "on its way", "late", "done and kept", "of long ago"],
 )
 def test_a_storage_whose_end_nobody_saw(
-    born: int, calls: list[AskedOperation], visible: set[int], peak: dict[str, int], steady: dict[str, int]
+    told: list[Change], calls: list[AskedOperation], peak: dict[str, int], late: int, steady: dict[str, int]
 ) -> None:
-    """Gloo frees in threads that the profiler cannot see: such a storage lives as long as something shows that it does,
-    and does not pile up step by step."""
-    reading = read_memory(Canned([life(7, 10, born)], calls), 0, NOTHING, NOTHING, visible, None)
-    assert reading.peak == Bytes(**peak)
+    """Gloo frees in threads that the profiler cannot see: such a storage is there as long as the allocator counts it;
+    what only gloo's thread still had at the peak is told."""
+    reading = read_memory(Canned(told, calls), 0, NOTHING, NOTHING)
+    assert (reading.peak, reading.late_bytes) == (Bytes(**peak), late)
     assert reading.steady == Bytes(**steady)
+
+
+def test_the_backends_copy_of_what_it_reduces_may_be_late_too() -> None:
+    told = changes((120, 7, 10), (131, 9, 10), (160, 8, 1), (161, 8, -1, 10))
+    assert read_memory(Canned(told, [reduced(7, 130, 150)]), 0, NOTHING, NOTHING).late_bytes == 10
+
+
+def test_the_steady_point_of_the_step_before_is_told() -> None:
+    reading = read_memory(Canned(changes((50, 7, 10), (120, 8, 5)), []), 0, NOTHING, NOTHING)
+    assert (reading.previous_steady_bytes, reading.steady.total) == (10, 15)
+
+
+def test_what_lies_between_the_windows_is_ours_and_no_peak() -> None:
+    """Gradients are gathered there, to be compared."""
+    watch = Canned(changes((110, 1, 10), (155, 2, 1000), (160, 2, -1000), (170, 3, 5)), [])
+    watch.windows[1] = Window(name="update", step=0, start_ns=165, stop_ns=200)
+    assert read_memory(watch, 0, NOTHING, NOTHING).peak.total == 15
+
+
+def test_a_tensor_that_another_thread_frees_is_gone() -> None:
+    """As gloo's do, for real: not seen by the profiler, but by the allocator's count; though the C library has given
+    the address away since, to a tensor that is not the allocator's (the corpus, once, where DDP's old buffer was)."""
+    libc, address, size = ctypes.CDLL(None), ctypes.c_void_p(), 40_000_000  # so large that it is mapped by itself
+    with Watch(CPU) as watch:
+        held = [torch.empty(size, dtype=torch.uint8)]
+        freed = held[0].data_ptr()
+        with watch.window("backward", 0):
+            pass
+        freeing = threading.Thread(target=held.clear)
+        freeing.start()
+        freeing.join()
+        with watch.window("update", 0):
+            pass
+        watch.settle(0)
+    assert libc.posix_memalign(ctypes.byref(address), 64, size) == 0
+    elsewhere = torch.frombuffer((ctypes.c_char * size).from_address(address.value or 0), dtype=torch.uint8)
+    assert elsewhere.data_ptr() == freed
+    reading = read_memory(watch, 0, NOTHING, NOTHING)
+    libc.free(address)
+    assert reading.steady.total == 0 and reading.peak.total == size
 
 
 def test_a_storage_at_an_address_that_was_given_out_again_is_over() -> None:
     """Its end was not seen, but two storages cannot be in one place: the name belongs to the later one."""
-    lives = [life(7, 1000, 20), life(7, 10, 60)]
-    named = Named(parameters={7: 10}, gradients={}, optimizer_states={}, communication={})
-    reading = read_memory(Canned(lives, []), 0, named, named, {7}, None)
+    named = Named(parameters={7: 10})
+    reading = read_memory(Canned(changes((20, 7, 1000), (60, 7, 10, 1000)), []), 0, named, named)
     assert reading.peak == reading.steady == Bytes(parameters=10)
 
 
-def test_storages_that_python_reaches_are_found() -> None:
-    """Also behind views, in closures and containers; not those that are gone."""
-    kept = {"inside": [torch.zeros(100)[5:]]}
-    gone = torch.zeros(100)
-    address = gone.untyped_storage().data_ptr()
-    del gone
-    found = visible_storages()
-    assert kept["inside"][0].untyped_storage().data_ptr() in found
-    assert address not in found
+def test_the_batch_is_named() -> None:
+    batch, held = torch.zeros(8), torch.zeros(4)
+    named = Named.of(Holdings(parameters=[held]), [batch, batch[2:], held])
+    assert named.inputs == {batch.data_ptr(): 32} and named.parameters == {held.data_ptr(): 16}
 
 
 # Collectives.
@@ -361,8 +422,9 @@ def test_what_is_held_is_read_when_the_first_backward_pass_begins() -> None:
         named = Named.of(Holdings(parameters=[parameter.detach()], gradients=[parameter.grad]))
         with watch.window("update", 0):
             pass
+        watch.settle(0)
     assert len(watch.backward_starts()) == 2
-    reading = read_memory(watch, 0, named, named, visible_storages(), None)
+    reading = read_memory(watch, 0, named, named)
     assert reading.held is not None
     assert reading.held.parameters == 4000 and reading.held.gradients == 0
     assert 4000 <= reading.held.activations < 4100, "the exponential, and the gradient of the sum"
@@ -375,8 +437,7 @@ def test_nothing_is_held_where_no_backward_pass_was_seen() -> None:
 
 def test_an_address_s_name_is_that_of_the_storage_that_was_named() -> None:
     """What had the address before is not the gradient that was put there later."""
-    lives = [life(5, 1000, 110, 120), life(5, 10, 130)]
-    named = Named(parameters={}, gradients={5: 10}, optimizer_states={}, communication={})
-    reading = read_memory(Canned(lives, []), 0, named, named, set(), None)
-    assert reading.peak == Bytes(activations=1000)
-    assert _classify(lives, 140, named, {}, 100, named_ns=150) == Bytes(gradients=10)
+    told = changes((110, 5, 1000), (120, 5, -1000), (130, 5, 10))
+    named = Named(gradients={5: 10})
+    assert read_memory(Canned(told, []), 0, named, named).peak == Bytes(activations=1000)
+    assert _classify(timeline(told), 140, named, {}, 100, named_ns=150) == Bytes(gradients=10)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.report.planned import least, peaks, plans
+from meshmark.report.planned import plans, totals
+from meshmark.run.memory_verdict import memory_categories
 from meshmark.run.record import Record
 from meshmark.run.record_file import read_records
-from meshmark.run.verdict import memory_categories
 from meshmark.theory import activations, saved_activations
 from meshmark.theory.states import model_states
 
@@ -45,10 +45,15 @@ def test_every_category_is_as_planned(record: Record) -> None:
             assert measured == pytest.approx(planned, rel=TOLERANCE), f"{name} of rank {rank}"
 
 
-def test_most_peaks_are_within_the_tolerance() -> None:
-    """The way out above is for few."""
-    errors = {name: least(peaks(replanned(record))).error for name, record in RECORDS.items()}
-    assert sum(abs(error) > TOLERANCE for error in errors.values()) <= len(errors) / 10, errors
+@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
+def test_what_the_allocator_counted_is_as_planned(record: Record) -> None:
+    """On every rank; of records that an earlier meter left, which on some ranks counted what gloo's threads had freed,
+    the peak on one."""
+    counted = all(reading.previous_steady_bytes is not None for reading in record.memory.readings)
+    found = totals(replanned(record))
+    for name in ("steady", "peak") if counted else ("peak",):
+        errors = [held.error for held in found if held.category == name]
+        assert (max if counted else min)(errors, default=0.0) <= TOLERANCE, f"{name}: {errors}"
 
 
 def test_a_planner_that_is_wrong_by_more_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

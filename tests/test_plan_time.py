@@ -16,16 +16,13 @@ from meshmark.plan.search import search, simulate_first, stage_times
 from meshmark.plan.simulator import Run, simulate, simulated_bubble_seconds
 from meshmark.plan.step_time import PARTS, STAGE_PARTS, step_time
 from meshmark.plan.timeline import timeline_svg
-from meshmark.spec.case import Case
 from meshmark.spec.hardware import gpu
 from meshmark.spec.layout import Layout, Recompute, Schedule
-from meshmark.spec.workload import workload
 from meshmark.theory.activations import num_in_flight
 from meshmark.theory.bubble import bubble_fraction, bubble_seconds
 from meshmark.theory.flops import hardware_flops_per_token, model_flops_per_token
 from meshmark.theory.grid import SCHEDULES, SearchSpace, enumerate_grid, make_grid
 from meshmark.theory.recipe import recipe
-from meshmark.theory.traffic import Reduction, data_parallel_traffic, fully_sharded
 from studies.published import megatron_flops
 
 H100 = gpu("h100")
@@ -180,14 +177,6 @@ def test_impossible_schedules_are_refused() -> None:
         Layout(pp=2, virtual_stages=2, schedule=Schedule.ONE_F_ONE_B)
     with pytest.raises(LayoutError, match="2 stage times"):
         simulate(Layout(pp=4, num_micro_batches=4), [1.0, 1.0])
-
-
-def test_zero_3_moves_one_and_a_half_times_what_data_parallelism_moves() -> None:
-    """On the wire, where an all-reduce is a reduce-scatter and an all-gather (arXiv:1910.02054 sec. 7.2)."""
-    case = Case(adapter="any", workload=workload("gpt-tiny"), layout=Layout(dp=4, zero_stage=3))
-    plain = 2.0 * data_parallel_traffic(case, 0, Reduction())["all_reduce"]
-    sharded = sum(data_parallel_traffic(case, 0, fully_sharded(case)).values())
-    assert sharded == pytest.approx(1.5 * plain)
 
 
 @given(tp=st.sampled_from([1, 2, 4, 8]), pp=st.sampled_from([1, 2, 4, 8]), zero=st.integers(0, 3))

@@ -15,10 +15,10 @@ from meshmark.measure.readings import Collective, TrafficReading
 from meshmark.report import tables
 from meshmark.report.render import write_report
 from meshmark.report.results import results
+from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.record import LaunchSeconds, Outcome, Record, Status, TimingEvidence, TrainingCurves
 from meshmark.run.record_file import Reading, read_records
 from meshmark.run.request import Task
-from meshmark.run.verdict import judge_memory
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure

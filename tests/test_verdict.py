@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,8 +13,9 @@ from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.measure.readings import Bytes
 from meshmark.run.communication import judge_communication
+from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.record import Record, Verdict
-from meshmark.run.verdict import BLIND, HIDDEN, Limit, detection_limits, judge_equivalence, judge_memory
+from meshmark.run.verdict import BLIND, HIDDEN, Limit, detection_limits, judge_equivalence
 from meshmark.theory.states import ModelStates, Remainder
 from tests.factories import (
     make_equivalence,
@@ -275,6 +276,81 @@ def test_bytes_that_differ_name_the_method_to_mend(category: str, methods: list[
     summary = judge_memory(record).summary
     assert summary.startswith(category) and all(method in summary for method in methods)
     assert "`" not in judge_memory(memory(1, "gradients", 400)).summary, "nothing to mend"
+
+
+# All that the allocator counted: 400 + 800 bytes are planned after a step, and (where it is told) 90,000 at the peak.
+
+PEAK = ModelStates(parameters=400, gradients=400, optimizer_states=800, peak=90_000.0)
+
+
+def counted(plan: ModelStates = PEAK, declared: Sequence[Remainder] = (), **changes: object) -> Verdict:
+    """Of two ranks, the second with these changes."""
+    fine = dataclasses.replace(
+        make_memory(), peak=Bytes(parameters=400, activations=89_600), late_bytes=0, previous_steady_bytes=None
+    )
+    odd = dataclasses.replace(fine, **changes)
+    evidence = make_memory_evidence(readings=[fine, odd], planned=[plan, plan], remainders=[[], list(declared)])
+    verdict = judge_memory(make_good(memory=evidence))
+    assert verdict is not None
+    return verdict
+
+
+def steady(**more: int) -> Bytes:
+    return Bytes(**{"parameters": 400, "optimizer_states": 800, **more})
+
+
+def peak(num_bytes: int) -> Bytes:
+    return Bytes(parameters=400, activations=num_bytes - 400)
+
+
+@pytest.mark.parametrize(
+    "changes, caught",
+    [
+        ({"steady": steady(other=10**12)}, "steady"),
+        ({"peak": Bytes(parameters=400, other=10**12)}, "peak"),
+        ({"steady": steady(communication=1100)}, "steady"),
+        ({"steady": steady(activations=1000)}, ""),
+        ({"steady": steady(inputs=10**6)}, ""),
+        ({"rounding_bytes": 4000, "steady": steady(other=4000)}, ""),
+        ({"peak": peak(91_000)}, ""),
+        ({"peak": peak(92_000)}, "peak"),
+        ({"peak": peak(88_000)}, "peak"),
+        ({"peak": peak(95_000), "late_bytes": 5_000}, ""),
+        ({"peak": peak(97_000), "late_bytes": 5_000}, "peak"),
+        ({"peak": peak(88_000), "late_bytes": 5_000}, "peak"),
+        ({"steady": steady(other=24), "previous_steady_bytes": 224}, ""),
+        ({"steady": steady(other=1000), "previous_steady_bytes": 1000}, "growth"),
+        ({"steady": steady(), "previous_steady_bytes": 10**6}, ""),
+    ],
+)
+def test_everything_that_the_allocator_counted_is_judged(changes: dict[str, object], caught: str) -> None:
+    verdict = counted(**changes)
+    assert verdict.passed == (not caught), verdict
+    assert not caught or (verdict.evidence["category"], verdict.evidence["rank"]) == (caught, 1)
+
+
+def test_what_nobody_names_is_judged_at_a_peak_that_is_not_planned_too() -> None:
+    plan = dataclasses.replace(PEAK, peak=None)
+    assert counted(plan, peak=peak(10**9)).passed
+    assert counted(plan, peak=Bytes(parameters=400, other=1000)).passed
+    assert counted(plan, peak=Bytes(parameters=400, other=10**12)).evidence["category"] == "unnamed"
+
+
+def test_what_is_planned_or_declared_to_be_there_all_the_time_must_be_there() -> None:
+    held = {"steady": steady(communication=5000), "previous_steady_bytes": 6200, "peak": peak(95_000)}
+    random = Remainder(category="steady", num_bytes=5000.0, reason="random states")
+    assert counted(declared=[random], **held).passed
+    assert not counted(declared=[random]).passed
+    assert not counted(**held).passed
+    plan = dataclasses.replace(PEAK, buffers=5000.0, peak=95_000.0)
+    assert "steady on rank 0" in counted(plan).summary
+
+
+def test_the_totals_are_in_the_evidence() -> None:
+    evidence = counted(peak=peak(90_500), late_bytes=7).evidence
+    assert (evidence["steady_bytes"], evidence["steady_planned"]) == (1224, 1200)
+    assert (evidence["peak_rank"], evidence["peak_bytes"], evidence["peak_planned"]) == (1, 90_500, 90_000)
+    assert evidence["peak_late"] == 7
 
 
 @pytest.mark.parametrize("judge, suite", [(judge_memory, "memory"), (judge_communication, "communication")])

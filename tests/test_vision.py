@@ -28,10 +28,10 @@ from meshmark.reference.objective import loss_share
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.communication import judge_communication
 from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.throughput import throughput
-from meshmark.run.verdict import judge_memory
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout

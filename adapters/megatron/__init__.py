@@ -29,6 +29,8 @@ from meshmark.theory.saved_activations import RNG_STATE_BYTES, cast_weight_bytes
 from meshmark.theory.states import Remainder, micro_batch_tokens
 from meshmark.theory.traffic import step_traffic
 
+_RANDOM_STATES = "on a CPU, the random states of data-, tensor- and expert-parallel ranks, which are tensors there"
+
 
 class Megatron(Adapter):
     """Every replica seeds its own random states: by Megatron's default (`data_parallel_random_init` off) all would drop
@@ -93,7 +95,7 @@ class Megatron(Adapter):
         if tp > 1 and model.family is Family.LLAMA:
             there = "the embedding's output is there all the same"
             declared.append(Remainder(category="peak", num_bytes=4 * tokens * model.hidden, reason=there))
-        return tuple(declared)
+        return (*declared, Remainder(category="steady", num_bytes=3 * RNG_STATE_BYTES, reason=_RANDOM_STATES))
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from megatron.core import ModelParallelConfig, parallel_state

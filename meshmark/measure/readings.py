@@ -18,6 +18,8 @@ class Bytes:
     """All else that a step allocates: saved tensors, temporaries, gathered parameters."""
     other: int = 0
     """Alive outside the step and named by nobody."""
+    inputs: int = 0
+    """The global batch, which the engine is handed."""
 
     @property
     def total(self) -> int:
@@ -28,6 +30,7 @@ class Bytes:
             + self.communication
             + self.activations
             + self.other
+            + self.inputs
         )
 
 
@@ -36,15 +39,22 @@ class MemoryReading:
     """One rank's memory during one step after warm-up."""
 
     steady: Bytes
-    """Between two steps."""
+    """Between two steps; its total is the allocator's own count."""
     states: Bytes
     """Model states as held at their fullest: gradients between backward and update, the rest after the update.
     Only the first four categories are filled."""
     peak: Bytes
-    """At the instant of the step when most bytes are alive."""
+    """At the instant of the step when the allocator counts most bytes, of backward pass and update alone."""
     held: Bytes | None = None
     """When the step's first backward pass begins: what forward passes leave for it, and no gradient yet. None when no
     backward pass was seen."""
+    late_bytes: int = 0
+    """Of the peak, buffers of collectives that are there, or may be, for the sake of a backend's thread alone, which
+    had not yet let go of them."""
+    previous_steady_bytes: int | None = None
+    """The total of `steady` after the step before."""
+    rounding_bytes: int = 0
+    """By how much the allocator's blocks are larger than the storages named, steady: none on the CPU."""
     allocator_peak_bytes: int | None = None
     """CUDA: `max_memory_allocated` of the step."""
     allocator_reserved_bytes: int | None = None

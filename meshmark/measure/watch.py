@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from meshmark.measure.allocations import Change
+from meshmark.measure.allocator import CudaPeaks, count_all_threads, settle
 from meshmark.measure.ends import Ends
 
 _AUTOGRAD_NODE = "autograd::engine::evaluate_function: "
 """What the profiler calls a node of the graph that the backward pass walks, and then the node's name."""
 
+_BACKEND_EVENT = "gloo:"
 POINT_TO_POINT = frozenset({"c10d::send", "c10d::recv_", "c10d::recv_any_source_"})
 """As the profiler names them."""
 
@@ -48,21 +51,6 @@ class Operand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allocation:
-    """One storage's life."""
-
-    address: int
-    num_bytes: int
-    start_ns: int
-    stop_ns: int | None
-    """None when no end was seen. Gloo frees what it worked on in threads of its own, which the profiler cannot see: the
-    storage may be long gone."""
-
-    def alive(self, time_ns: int) -> bool:
-        return self.start_ns <= time_ns and (self.stop_ns is None or time_ns < self.stop_ns)
-
-
-@dataclass(frozen=True, kw_only=True)
 class AskedOperation:
     """A call of PyTorch's communication layer."""
 
@@ -71,8 +59,15 @@ class AskedOperation:
     time_ns: int
     operands: tuple[tuple[Operand, ...], ...]
     """By argument; an argument that is one tensor counts as one operand."""
+    done_ns: int | None = None
+    """When the backend said that it was done; None where it did not say."""
+
     ranks: tuple[int, ...] = ()
     """Of a point-to-point call: both ends. Those of a collective are told by what was issued for it."""
+
+    @property
+    def addresses(self) -> set[int]:
+        return {operand.address for argument in self.operands for operand in argument}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +94,9 @@ class Watch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.windows: list[Window] = []
+        self.steady_ns: dict[int, int] = {}
+        """By step, when it was over and the allocator told what was left."""
+        self.peaks = CudaPeaks(device)
         self._events: list[Any] = []
         self._recorded: dict[str, Any] = {}
         self._num_unfocused = 0
@@ -106,11 +104,13 @@ class Watch:
         self._ends = Ends()
 
     def __enter__(self) -> Watch:
+        count_all_threads()
         self._start(operands=False)
         return self
 
     def focus(self) -> None:
-        """From here on see collectives too, with their operands."""
+        """From here on see collectives too, with their operands; peaks are those of what follows."""
+        self.peaks = CudaPeaks(self.device)
         self._stop()
         self._num_unfocused = len(self._events)
         self._ends.start()
@@ -140,37 +140,41 @@ class Watch:
     def window(self, name: str, step: int) -> Iterator[None]:
         """Marks what runs inside, once the device has caught up on both sides."""
         self._synchronize()
+        self.peaks.reset()
         start = time.time_ns()
         try:
             yield
         finally:
             self._synchronize()
+            self.peaks.read()
             self.windows.append(Window(name=name, step=step, start_ns=start, stop_ns=time.time_ns()))
 
+    def settle(self, step: int) -> None:
+        """After `step`: mark the steady point, with nothing of it left on its way."""
+        self.steady_ns[step] = settle(self.device)
+
     def forget(self, step: int) -> None:
-        """Its windows, for it is done again."""
+        """Its windows and peaks, for it is done again."""
+        self.peaks = CudaPeaks(self.device)
         self.windows = [window for window in self.windows if window.step != step]
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def allocations(self) -> list[Allocation]:
-        """Every allocation on the watched device, in order of its start."""
-        lives: list[Allocation] = []
-        open_: dict[int, tuple[int, int]] = {}
-        for event in self._events:
-            if event.name != "[memory]" or event.extra_fields.device.type != self.device.type:
-                continue
-            address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
-            begun = open_.pop(address, None)
-            if begun is not None:
-                seen_ns = event.start_time_ns if size < 0 else None
-                lives.append(Allocation(address=address, num_bytes=begun[1], start_ns=begun[0], stop_ns=seen_ns))
-            if size > 0:
-                open_[address] = (event.start_time_ns, size)
-        lives += [Allocation(address=a, num_bytes=n, start_ns=t, stop_ns=None) for a, (t, n) in open_.items()]
-        return sorted(lives, key=lambda life: life.start_ns)
+    def changes(self) -> list[Change]:
+        """Every allocation on the watched device and every end that was seen, in order."""
+        return [
+            Change(
+                time_ns=event.start_time_ns,
+                address=event.extra_fields.ptr,
+                num_bytes=event.extra_fields.alloc_size,
+                total_bytes=event.extra_fields.total_allocated,
+                thread=event.start_tid,
+            )
+            for event in self._events
+            if event.name == "[memory]" and event.extra_fields.device.type == self.device.type
+        ]
 
     def backward_starts(self) -> list[int]:
         """When autograd began to walk a graph: its first node after anything else on the same level."""
@@ -189,18 +193,21 @@ class Watch:
         """Every collective and point-to-point call since `focus`, in order.
 
         Raises `AssertionError` when point-to-point calls cannot be paired with their ends, by order."""
-        events = [event for event in self._events[self._num_unfocused :] if event.name.startswith("c10d::")]
+        seen = self._events[self._num_unfocused :]
+        events = [event for event in seen if event.name.startswith("c10d::")]
         num_messages = sum(event.name in POINT_TO_POINT for event in events)
         ends = iter(self._ends.ranks)
         assert num_messages == len(self._ends.ranks), f"{num_messages} sends and receives, {len(self._ends.ranks)} ends"
+        done = _when_done(events, [event for event in seen if event.name.startswith(_BACKEND_EVENT)])
         return [
             AskedOperation(
                 name=event.name,
                 time_ns=event.start_time_ns,
                 operands=tuple(tuple(_operands(argument)) for argument in event.extra_fields.inputs),
                 ranks=next(ends) if event.name in POINT_TO_POINT else (),
+                done_ns=done_ns,
             )
-            for event in events
+            for event, done_ns in zip(events, done, strict=True)
         ]
 
     def issued(self) -> list[IssuedOperation]:
@@ -218,6 +225,20 @@ class Watch:
             for entry in self._recorded.get("entries", [])
             if not entry.get("is_p2p")
         ]
+
+
+def _when_done(asked: Sequence[Any], backend: Sequence[Any]) -> list[int | None]:
+    """When the backend was done with each call: its own events, one a collective, begin in the order of the calls, end
+    in its threads, and are missing of messages."""
+    events, found = iter(backend), list[int | None]()
+    event = next(events, None)
+    for i, call in enumerate(asked):
+        before = asked[i + 1].start_time_ns if i + 1 < len(asked) else None
+        while event and event.start_time_ns < call.start_time_ns:
+            event = next(events, None)
+        begun = event is not None and (before is None or event.start_time_ns < before)
+        found.append(event.end_time_ns if event and begun else None)
+    return found
 
 
 def _operands(argument: Any) -> Iterator[Operand]:  # noqa: ANN401

@@ -174,9 +174,8 @@ def _peaks(records: Sequence[Record]) -> str:
 
 _PLANNED = (
     "What was measured beside what the planner computed when the case was run, with what adapters declare: the worst "
-    "rank's error by category, and the peak of the fullest stage without what nobody named. Ranks that hold the same "
-    "by plan differ at the peak by buffers of collectives that gloo's threads release late, or where the meter cannot "
-    "see it: the error is that of the rank that holds least beyond its plan."
+    "rank's error by category, and of all that the allocator counted, after a step and at the peak, less the batch "
+    "that the engine is handed. `of it late`: buffers of collectives that only the backend's thread still had then."
 )
 
 

@@ -10,6 +10,7 @@ from meshmark.judge.yardstick import Yardstick
 from meshmark.run.communication import judge_communication
 from meshmark.run.declared import declare
 from meshmark.run.launch import LaunchResult
+from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.rank_report import RankReport
 from meshmark.run.record import (
     ConformanceEvidence,
@@ -24,7 +25,7 @@ from meshmark.run.record import (
     TrainingCurves,
 )
 from meshmark.run.request import Request, Task
-from meshmark.run.verdict import judge_equivalence, judge_memory
+from meshmark.run.verdict import judge_equivalence
 
 JUDGED = (Task.OBSERVE, Task.RESUME, Task.OVERFLOW)
 """Passes whose traces are held against the truth."""

@@ -6,24 +6,18 @@ Pure functions from a record to a verdict: a record on disk can be judged again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshmark.judge.deviation import Deviation, Quantity, QuantityKind
 from meshmark.judge.false_alarms import shown
 from meshmark.judge.yardstick import ZERO, compare, gradient_norms, zeros
-from meshmark.measure.readings import MemoryReading
 from meshmark.run.record import Record, Verdict
-from meshmark.spec.model_spec import ModelSpec
-from meshmark.theory.states import ModelStates, Remainder, declared_bytes
 
 BLIND = 0.3
 """Detection limit above which a run that looks right has shown nothing: a rank of two whose part is missing, the
 smallest defect of all in a reduction, scales a gradient by a half."""
 HIDDEN = 3.0
 """Of its noise: by so much a number may happen to be off the other way, and hide as much of an error."""
-STATE_TOLERANCE = 0.01
-"""Relative, on the bytes of each category of model states, and of activations."""
 
 
 def judge_equivalence(record: Record) -> Verdict:
@@ -119,66 +113,3 @@ def detection_limits(record: Record) -> dict[str, Limit]:
             scaling = min(any_direction, seen)
         limits[quantity.subject] = Limit(scaling=scaling, any_direction=any_direction)
     return limits
-
-
-_MEND_STATES = (
-    "`Engine.holdings` leaves storages out or names too many, or the framework holds other bytes than its layout "
-    "promises; what it is meant to hold besides goes into `Adapter.remainders`"
-)
-_MEND_ACTIVATIONS = (
-    "what the framework is meant to keep follows from `Adapter.recipe`, and what is over from `Adapter.remainders`"
-)
-
-
-def _unmeasured(record: Record, suite: str) -> Verdict | None:
-    """A failure where the adapter itself could not tell what `suite` judges by."""
-    if suite not in record.unmeasured:
-        return None
-    return Verdict(suite=suite, passed=False, summary=record.unmeasured[suite])
-
-
-def judge_memory(record: Record) -> Verdict | None:
-    """Bytes of parameters, gradients, optimizer states and, where they are planned, activations on every rank within
-    1 % of the closed form plus what the adapter declares; None where nothing is planned."""
-    if failed := _unmeasured(record, "memory"):
-        return failed
-    worst = (-1.0, "", 0, 0.0, 0.0)
-    on_cpu = record.environment.device == "cpu"
-    for rank, (reading, plan, declared) in enumerate(
-        zip(record.memory.readings, record.memory.planned, record.memory.remainders, strict=True)
-    ):
-        if plan is None:
-            return None
-        for category, measured, expected in memory_categories(reading, plan, declared, with_activations=on_cpu):
-            worst = max(worst, (abs(measured - expected) / max(expected, 1.0), category, rank, measured, expected))
-    error, category, rank, measured, expected = worst
-    summary = f"{category} on rank {rank}: {measured:,.0f} bytes, planned {expected:,.0f} ({error:.2%})"
-    if not isinstance(record.case.workload.model, ModelSpec):
-        summary += "; activations: not planned"
-    if error > STATE_TOLERANCE:
-        summary += "; " + (_MEND_ACTIVATIONS if category == "activations" else _MEND_STATES)
-    reasons = sorted({r.reason for declared in record.memory.remainders for r in declared})
-    return Verdict(
-        suite="memory",
-        passed=error <= STATE_TOLERANCE,
-        summary=summary,
-        evidence={
-            "category": category,
-            "rank": rank,
-            "measured_bytes": measured,
-            "planned_bytes": expected,
-            "relative_error": error,
-            "tolerance": STATE_TOLERANCE,
-            "declared": "; ".join(reasons),
-        },
-    )
-
-
-def memory_categories(
-    reading: MemoryReading, plan: ModelStates, declared: Sequence[Remainder], *, with_activations: bool
-) -> Iterator[tuple[str, float, float]]:
-    """Category, measured and expected bytes. Activations are those that PyTorch's operators save on a CPU."""
-    for name in ("parameters", "gradients", "optimizer_states"):
-        yield name, getattr(reading.states, name), getattr(plan, name) + declared_bytes(declared, name)
-    if with_activations and reading.held is not None and plan.activations is not None:
-        yield "activations", reading.held.activations, plan.activations + declared_bytes(declared, "activations")

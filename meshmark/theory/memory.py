@@ -170,7 +170,7 @@ def stage_memory(
             held=held / flight,
         )
         peak = eager_peak(one, grid, recipe, flight, num_parameters) - states["gradients"]
-        buffers = _received_bytes(model, grid, recipe, index)
+        buffers = received_bytes(model, grid, recipe, index) + _sent_bytes(model, grid, recipe, index)
     else:
         # A peak of the backward pass at its start (all activations, the logits or a block's working set), and one at
         # its end (one micro-batch less, every fresh gradient).
@@ -219,13 +219,19 @@ def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> d
     }
 
 
-def _received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: int) -> Column:
+def received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: int) -> Column:
     """Of all micro-batches, the stage inputs that PyTorch's pipeline receives into buffers made once, and the gradients
-    of outputs, which are received into such buffers too; the outputs it keeps of those in flight."""
-    m, v, flight, last = grid.num_micro_batches, grid.virtual_stages, num_in_flight(grid, index), index == grid.pp - 1
-    outputs = flight - np.where(last, chunk_in_flight(grid, flight, v - 1), 0)
-    num_streams = m * (v - (index == 0)) + m * (v - last) + outputs
-    found: Column = num_streams * boundary_bytes(model, grid, recipe)
+    of outputs, which are received into such buffers too."""
+    m, v, last = grid.num_micro_batches, grid.virtual_stages, index == grid.pp - 1
+    found: Column = (m * (v - (index == 0)) + m * (v - last)) * boundary_bytes(model, grid, recipe)
+    return found
+
+
+def _sent_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: int) -> Column:
+    """The outputs that it keeps of micro-batches in flight."""
+    flight, last = num_in_flight(grid, index), index == grid.pp - 1
+    outputs = flight - np.where(last, chunk_in_flight(grid, flight, grid.virtual_stages - 1), 0)
+    found: Column = outputs * boundary_bytes(model, grid, recipe)
     return found
 
 

@@ -12,11 +12,12 @@ from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.vision_spec import AnyModelSpec
 from meshmark.theory.grid import layout_grid
-from meshmark.theory.memory import stage_memory, state_bytes
+from meshmark.theory.memory import received_bytes, stage_memory, state_bytes
 from meshmark.theory.overheads import Overheads
+from meshmark.theory.parameter_order import bucket_elements
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import uniform_stages
-from meshmark.theory.recipe import DEEPSPEED_PATHS, TrainingRecipe, eager_recipe
+from meshmark.theory.recipe import DEEPSPEED_PATHS, GradientPath, TrainingRecipe, eager_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +28,16 @@ class ModelStates:
     """Weights and masters."""
     gradients: float
     optimizer_states: float
+    buffers: float = 0.0
+    """That live from step to step for the sake of communication, and of gradients in their place."""
     activations: float | None = None
     """When the step's first backward pass begins; None where they are not planned."""
     peak: float | None = None
     """The most of all at one instant, on the fullest rank of the stage; None where activations are not planned, and
-    where the planner does not know the copies: DeepSpeed's in mixed precision, those of a reduction in another format
-    than gradients are held in, what optimizers but AdamW and plain SGD make, and the message or two that pipelines
-    other than GPipe's hold on to after they have sent them."""
+    where the planner does not know the copies: DeepSpeed's in mixed precision and, from stage 2 on, when its bucket
+    fills within a block, those of a reduction in another format than gradients are held in, what optimizers but AdamW
+    and plain SGD make, and the message or two that pipelines other than GPipe's hold on to after they have sent
+    them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +45,17 @@ class Remainder:
     """Bytes that a framework really holds beyond (or, negative, short of) the closed form, and why."""
 
     category: str
-    """parameters, gradients, optimizer_states, activations, or peak for what is there besides then."""
+    """parameters, gradients, optimizer_states, activations, steady for what is there all the time besides, or peak for
+    what is there besides then."""
     num_bytes: float
     reason: str
 
 
 def declared_bytes(declared: Sequence[Remainder], category: str) -> float:
-    """Of one category; at the peak of all but gradients, which the recipe's path brings there."""
-    here = ("parameters", "optimizer_states", "activations", "peak") if category == "peak" else (category,)
+    """Of one category; of all that is always there; at the peak of all but gradients, which the recipe's path brings
+    there."""
+    always = ("parameters", "optimizer_states", "steady")
+    here = {"steady": always, "peak": (*always, "activations", "peak")}.get(category, (category,))
     return sum(r.num_bytes for r in declared if r.category in here)
 
 
@@ -66,19 +73,35 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
             parameters=float(states["parameters"][0]),
             gradients=float(states["gradients"][0]),
             optimizer_states=float(states["optimizer"][0]),
+            buffers=_lasting_gradients(case, using, float(states["gradients"][0])),
         )
-    held = stage_memory(model, grid, using, Overheads(), layout.coordinates(rank).pp)
+    index = layout.coordinates(rank).pp
+    held = stage_memory(model, grid, using, Overheads(), index)
+    received = float(received_bytes(model, grid, using, index)[0]) if layout.pp > 1 else 0.0
     exact = _is_exact(case)
     path = using.backward.gradient_path
     known = _temporaries_are_known(case) and (not case.precision.is_mixed or path not in DEEPSPEED_PATHS)
     known &= layout.pp == 1 or layout.schedule is Schedule.GPIPE
+    known &= path not in (GradientPath.STREAMED, GradientPath.MODULES)
     return ModelStates(
         parameters=float(held.parameters[0]),
         gradients=float(held.gradients[0]),
         optimizer_states=float(held.optimizer[0]),
+        buffers=received + _lasting_gradients(case, using, float(held.gradients[0])),
         activations=float(held.activations[0]) if exact else None,
         peak=float(held.total_bytes[0]) if exact and known and layout.recompute is Recompute.NONE else None,
     )
+
+
+def _lasting_gradients(case: Case, using: TrainingRecipe, held: float) -> float:
+    """Of gradients, or in their place, what is there when they have been forgotten: DDP's buckets, of which they are
+    views; the flat tensor of DeepSpeed's stage 3, and its bucket. `held`: bytes of gradients before the update."""
+    match using.backward.gradient_path:
+        case GradientPath.BUCKETS:
+            return held
+        case GradientPath.MODULES:
+            return held + using.states.gradient_bytes * bucket_elements(case.workload.model)
+    return 0.0
 
 
 def _temporaries_are_known(case: Case) -> bool:

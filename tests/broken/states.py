@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
 from torch.distributed import all_reduce
 
 from meshmark.adapter.contract import Adapter
@@ -44,6 +46,34 @@ class KeepsGradients(Broken):
             gradients=[*held.gradients, *self.copies],
             optimizer_states=held.optimizer_states,
         )
+
+
+class KeepsGradientsUnnamed(Broken):
+    """The same copy, of which `holdings()` says nothing."""
+
+    copies: list[Tensor]
+
+    def after_backward(self) -> None:
+        self.copies = [grad.clone() for _, grad in self.grads()]
+
+
+class KeepsMastersUnnamed(Broken):
+    """A copy of every weight that nobody reads, from the start, and says nothing."""
+
+    def prepare(self) -> None:
+        self.copies = [local.clone() for local in self.locals()]
+
+
+class CacheGrows(Broken):
+    """One more tensor a step, each no more than a thousandth of what is held."""
+
+    cache: list[Tensor]
+
+    def prepare(self) -> None:
+        self.cache = []
+
+    def after_backward(self) -> None:
+        self.cache.append(torch.zeros(512))
 
 
 class ReducesEveryMicroBatch(Broken):

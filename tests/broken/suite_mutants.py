@@ -132,6 +132,9 @@ SUITE_MUTANTS: list[Mutant] = [
     # Not what was asked for
     *on("fsdp2 fairscale-oss", s.ShardingIgnored, suite="memory"),
     *on("ddp", s.KeepsGradients, suite="memory"),
+    *on("ddp fsdp2 fairscale-oss", s.KeepsGradientsUnnamed, suite="memory"),
+    *on("ddp fsdp2", s.KeepsMastersUnnamed, suite="memory"),
+    *on("ddp gpipe", s.CacheGrows, suite="memory"),
     *on("ddp", s.ReducesEveryMicroBatch, suite="communication"),
     *on("ddp", s.ReducesAgain, suite="communication"),
     *on("fsdp2", s.StaysWhole, suite="communication"),

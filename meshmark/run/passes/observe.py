@@ -7,7 +7,6 @@ import functools
 import time
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from meshmark import rank_progress
@@ -20,7 +19,7 @@ from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.replicas import replicas_of_ranks
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import assess_replicas
-from meshmark.measure.memory import cuda_peaks, read_memory, visible_storages
+from meshmark.measure.memory import read_memory
 from meshmark.measure.traffic import TorchTraffic, read_traffic
 from meshmark.measure.watch import Watch
 from meshmark.run.passes.observer import Observer, digests
@@ -46,15 +45,11 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
             observer.train(step, watch)
         if watch:
             watch.focus()
-        if context.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(context.device)
         meter = functools.partial(_sources, watch, engine) if watch else tuple
         before, after = observer.train(WATCHED_STEP, watch, meter)
-        allocator_peaks = cuda_peaks(context.device)
-        visible = visible_storages()
     memory = None
     if watch and not observer.unheld:
-        memory = read_memory(watch, WATCHED_STEP, before, after, visible, allocator_peaks)
+        memory = read_memory(watch, WATCHED_STEP, before, after)
     traffic = read_traffic(observer.sources) if watch else None
     for step in range(WATCHED_STEP + 1, request.steps):
         observer.train(step, None)

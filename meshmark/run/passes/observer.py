@@ -81,15 +81,18 @@ class Observer:
         assess, workload, self.sources = self.request.assess, self.request.case.workload, sources
         with _window(watch, "backward", step, sources):
             loss = self.engine.backward(batch)
-        before = Named.of(self.holdings())
+        inputs = (batch.inputs, batch.targets, batch.weights)
+        before = Named.of(self.holdings(), inputs)
         gradients = host_gradients(self.engine, workload) if assess else {}
         with _window(watch, "update", step, sources):
             norm = self.engine.update()
+        if watch:
+            watch.settle(step)
         return _Attempt(
             loss=float(loss),
             norm=None if norm is None else float(norm),
             before=before,
-            after=Named.of(self.holdings()),
+            after=Named.of(self.holdings(), inputs),
             gradients=gradients,
             parameters=host_parameters(self.engine, workload) if assess else {},
         )

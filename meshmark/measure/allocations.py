@@ -1,0 +1,171 @@
+"""From what an allocator told, change by change, to the life of every storage.
+
+The profiler tells of what the threads that it watches allocate and free. Gloo's own threads free as well, unseen; but
+every change carries the allocator's own count of all bytes, whoever freed them, and that decides when they are gone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_MOST_SUMS = 4096
+"""Of storages that may have been freed between two changes: there are rarely two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """An allocation or, with negative bytes, its end."""
+
+    time_ns: int
+    address: int
+    num_bytes: int
+    total_bytes: int
+    """The allocator's own count, after this change, of all that any thread holds."""
+    thread: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """One storage's life."""
+
+    address: int
+    num_bytes: int
+    start_ns: int
+    stop_ns: int | None
+    """None when it was alive to the end."""
+    freed_elsewhere: bool = False
+    """By another thread than that which began; if by one that is not watched, no later than `stop_ns`: the next change,
+    whose count lacks it."""
+
+    def alive(self, time_ns: int) -> bool:
+        return self.start_ns <= time_ns and (self.stop_ns is None or time_ns < self.stop_ns)
+
+
+@dataclass(kw_only=True)
+class _Life:
+    address: int
+    num_bytes: int
+    start_ns: int
+    seen_ns: int | None = None
+    """When its end was seen."""
+    taken_ns: int | None = None
+    """When its address was given out again, where its end was not seen."""
+    stop_ns: int | None = None
+    elsewhere: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """All lives, and the allocator's count."""
+
+    lives: list[Allocation]
+    times: list[int]
+    totals: list[int]
+    """After each change, at the same place in `times`."""
+
+    def total(self, time_ns: int) -> int:
+        """Bytes that the allocator counted at this time."""
+        index = bisect.bisect_right(self.times, time_ns)
+        return self.totals[index - 1] if index else 0
+
+    def peak(self, start_ns: int, stop_ns: int) -> tuple[int, int]:
+        """The most bytes counted in [start, stop), and the first instant of that."""
+        first, last = (bisect.bisect_left(self.times, t) for t in (start_ns, stop_ns))
+        found = [(self.total(start_ns), -start_ns)]
+        found += [(n, -t) for t, n in zip(self.times[first:last], self.totals[first:last], strict=True)]
+        most, negative = max(found)
+        return most, -negative
+
+
+def timeline(changes: Sequence[Change], known: frozenset[int] = frozenset()) -> Timeline:
+    """`changes` in order of time; what was there before the first of them does not count. `known`: addresses of
+    storages that are alive at the end."""
+    changes = _from_here(changes)
+    lives = _lives(changes)
+    at_end = {life.address: life for life in lives}
+    unseen = [
+        life for life in lives if life.seen_ns is None and not (life is at_end[life.address] and life.address in known)
+    ]
+    _find_ends(changes, lives, unseen)
+    return Timeline(
+        lives=[
+            Allocation(
+                address=life.address,
+                num_bytes=life.num_bytes,
+                start_ns=life.start_ns,
+                stop_ns=life.seen_ns or life.stop_ns,
+                freed_elsewhere=life.elsewhere,
+            )
+            for life in lives
+        ],
+        times=[change.time_ns for change in changes],
+        totals=[change.total_bytes for change in changes],
+    )
+
+
+def _from_here(changes: Sequence[Change]) -> list[Change]:
+    """The same, with counts that leave out storages of before."""
+    before, there, found = changes[0].total_bytes - max(changes[0].num_bytes, 0) if changes else 0, set[int](), []
+    for change in changes:
+        if change.num_bytes > 0:
+            there.add(change.address)
+        elif change.address not in there and before + change.num_bytes >= 0:
+            before += change.num_bytes
+        found.append(dataclasses.replace(change, total_bytes=change.total_bytes - before))
+    return found
+
+
+def _lives(changes: Sequence[Change]) -> list[_Life]:
+    """In order of their start, as far as they were seen."""
+    lives, there = list[_Life](), dict[int, _Life]()
+    for change in changes:
+        life = there.pop(change.address, None)
+        if life and change.num_bytes < 0:
+            life.seen_ns, life.elsewhere = change.time_ns, change.thread != changes[0].thread
+        elif life:
+            life.taken_ns = change.time_ns
+        if change.num_bytes > 0:
+            life = _Life(address=change.address, num_bytes=change.num_bytes, start_ns=change.time_ns)
+            there[change.address] = life
+            lives.append(life)
+    return lives
+
+
+def _find_ends(changes: Sequence[Change], lives: Sequence[_Life], unseen: Sequence[_Life]) -> None:
+    """Set `stop_ns` of those of `unseen` that the allocator no longer counts."""
+    starts, waiting, listed = iter(unseen), list[_Life](), 0
+    upcoming, by_seen = next(starts, None), {(life.seen_ns, life.address): life for life in lives if life.seen_ns}
+    for change in changes:
+        while upcoming and upcoming.start_ns <= change.time_ns:
+            waiting.append(upcoming)
+            upcoming = next(starts, None)
+        if change.num_bytes > 0:
+            listed += change.num_bytes
+        elif life := by_seen.get((change.time_ns, change.address)):
+            listed -= life.num_bytes
+        gone = [w for w in waiting if w.taken_ns is not None and w.taken_ns <= change.time_ns]
+        gone += _sized(
+            [w for w in waiting if w not in gone], listed - sum(w.num_bytes for w in gone) - change.total_bytes
+        )
+        for life in gone:
+            life.stop_ns, life.elsewhere = change.time_ns, True
+            listed -= life.num_bytes
+            waiting.remove(life)
+
+
+def _sized(waiting: Sequence[_Life], num_bytes: int) -> list[_Life]:
+    """Those, oldest first, that together have `num_bytes`; nobody where that is not to be found."""
+    if num_bytes <= 0:
+        return []
+    sums: dict[int, list[_Life]] = {0: []}
+    for life in waiting:
+        for total, chosen in list(sums.items()):
+            more = total + life.num_bytes
+            if more <= num_bytes and more not in sums and len(sums) < _MOST_SUMS:
+                sums[more] = [*chosen, life]
+        if num_bytes in sums:
+            return sums[num_bytes]
+    return []

@@ -1,0 +1,51 @@
+"""The allocators' own counts: of all bytes that they gave out and were not given back, whichever thread did it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from pathlib import Path
+
+import torch
+
+_SETTLE_SECONDS = 0.02
+"""Gloo's threads let go of a tensor microseconds after they have said that its collective is done, if they are let."""
+
+
+@functools.cache
+def count_all_threads() -> None:
+    """From here on PyTorch's CPU allocator counts what any thread allocates and frees. By itself it counts what threads
+    under a profiler do, so that what another one frees stays counted for ever. There is no way to say so from Python
+    but the variable itself."""
+    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(c10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
+def settle(device: torch.device) -> int:
+    """Wait until what a step has done is over, and have the allocator tell its count; returns when. What PyTorch keeps
+    for cuBLAS in the same allocator is no tensor of the step's, and is made again when it is needed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()
+    else:
+        time.sleep(_SETTLE_SECONDS)
+    told = torch.empty(1, device=device)
+    del told  # the end of it is the last change before this time
+    return time.time_ns()
+
+
+class CudaPeaks:
+    """Most bytes allocated and reserved within windows alone; nothing on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.allocated, self.reserved = device, 0, 0
+
+    def reset(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def read(self) -> None:
+        if self._device.type == "cuda":
+            self.allocated = max(self.allocated, torch.cuda.max_memory_allocated(self._device))
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self._device))

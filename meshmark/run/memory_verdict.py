@@ -1,0 +1,147 @@
+"""Judges memory: everything that the allocator counted, and each category that an engine names, against the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from meshmark.measure.readings import MemoryReading
+from meshmark.run.record import Record, Verdict
+from meshmark.spec.model_spec import ModelSpec
+from meshmark.theory.states import ModelStates, Remainder, declared_bytes
+
+STATE_TOLERANCE = 0.01
+"""Relative, on the bytes of each category of model states, of activations, and of the allocator's totals."""
+SCALARS_BYTES = 1024
+"""Beside it, of totals: loss, norm, scale and a few counts, which nobody names. More is a tensor."""
+TOTALS = ("steady", "peak", "unnamed", "growth")
+"""Of the allocator's count: after a step, at the most, what was there before the step without a name, and how much
+more there is after a step than after the one before."""
+
+_MEND_STATES = (
+    "`Engine.holdings` leaves storages out or names too many, or the framework holds other bytes than its layout "
+    "promises; what it is meant to hold besides goes into `Adapter.remainders`"
+)
+_MEND_ACTIVATIONS = (
+    "what the framework is meant to keep follows from `Adapter.recipe`, and what is over from `Adapter.remainders`"
+)
+_MEND_TOTALS = (
+    "the allocator counts bytes that are in no plan: what the framework is meant to hold besides goes into "
+    "`Adapter.remainders`, with its size and the reason"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """One number of one rank's, beside its plan."""
+
+    category: str
+    rank: int
+    measured: float
+    planned: float
+    late: float = 0.0
+    """So much of what was measured may have been gone, had a backend's threads been quick."""
+
+    @property
+    def deviation(self) -> float:
+        """All of it, relative to the plan."""
+        return (self.measured - self.planned) / max(self.planned, 1.0)
+
+    @property
+    def error(self) -> float:
+        """Relative to the plan, of what neither late buffers nor (of totals) scalars account for."""
+        beyond = max(self.measured - self.late - self.planned, self.planned - self.measured, 0.0)
+        scalars = SCALARS_BYTES if self.category in TOTALS else 0
+        return max(beyond - scalars, 0.0) / max(self.planned, 1.0)
+
+
+def judge_memory(record: Record) -> Verdict | None:
+    """On every rank, within 1 % of the closed form plus what the adapter declares: bytes of parameters, gradients,
+    optimizer states and, where they are planned, activations; and all that the allocator counted, after the step and
+    (where it is planned) at the peak. Nothing may grow from step to step. None where nothing is planned."""
+    if "memory" in record.unmeasured:
+        return Verdict(suite="memory", passed=False, summary=record.unmeasured["memory"])
+    found: list[Held] = []
+    on_cpu = record.environment.device == "cpu"
+    for rank, (reading, plan, declared) in enumerate(
+        zip(record.memory.readings, record.memory.planned, record.memory.remainders, strict=True)
+    ):
+        if plan is None:
+            return None
+        found += [
+            Held(category=name, rank=rank, measured=measured, planned=planned)
+            for name, measured, planned in memory_categories(reading, plan, declared, with_activations=on_cpu)
+        ]
+        found += memory_totals(rank, reading, plan, declared, on_cpu=on_cpu)
+    worst = max(found, key=lambda held: held.error)
+    relative = f"({worst.error:.2%})" if worst.planned else ""
+    where = f"{worst.category} on rank {worst.rank}"
+    summary = f"{where}: {worst.measured:,.0f} bytes, planned {worst.planned:,.0f} {relative}".rstrip()
+    if not isinstance(record.case.workload.model, ModelSpec):
+        summary += "; activations: not planned"
+    passed = worst.error <= STATE_TOLERANCE
+    mend = {"activations": _MEND_ACTIVATIONS} | dict.fromkeys(TOTALS, _MEND_TOTALS)
+    return Verdict(
+        suite="memory",
+        passed=passed,
+        summary=summary if passed else f"{summary}; {mend.get(worst.category, _MEND_STATES)}",
+        evidence=_evidence(worst, found, record.memory.remainders),
+    )
+
+
+def _evidence(
+    worst: Held, found: Sequence[Held], declared: Sequence[Sequence[Remainder]]
+) -> dict[str, float | int | str]:
+    evidence: dict[str, float | int | str] = {
+        "category": worst.category,
+        "rank": worst.rank,
+        "measured_bytes": worst.measured,
+        "planned_bytes": worst.planned,
+        "relative_error": worst.error,
+        "tolerance": STATE_TOLERANCE,
+        "declared": "; ".join(sorted({r.reason for own in declared for r in own})),
+    }
+    for name in TOTALS:
+        if ranks := [held for held in found if held.category == name]:
+            held = max(ranks, key=lambda held: (held.error, held.measured))
+            evidence |= {f"{name}_rank": held.rank, f"{name}_bytes": held.measured, f"{name}_planned": held.planned}
+            evidence |= {f"{name}_late": held.late} if held.late else {}
+    return evidence
+
+
+def memory_categories(
+    reading: MemoryReading, plan: ModelStates, declared: Sequence[Remainder], *, with_activations: bool
+) -> Iterator[tuple[str, float, float]]:
+    """Category, measured and expected bytes. Activations are those that PyTorch's operators save on a CPU."""
+    for name in ("parameters", "gradients", "optimizer_states"):
+        yield name, getattr(reading.states, name), getattr(plan, name) + declared_bytes(declared, name)
+    if with_activations and reading.held is not None and plan.activations is not None:
+        yield "activations", reading.held.activations, plan.activations + declared_bytes(declared, "activations")
+
+
+def memory_totals(
+    rank: int, reading: MemoryReading, plan: ModelStates, declared: Sequence[Remainder], *, on_cpu: bool
+) -> Iterator[Held]:
+    """What the allocator counted. The batch that the engine is handed is not the engine's, and is left out as it was
+    measured; peaks are planned of a CPU's kernels alone."""
+    steady, peak = reading.steady, reading.peak
+    yield Held(
+        category="steady",
+        rank=rank,
+        measured=steady.total - steady.inputs - reading.rounding_bytes,
+        planned=plan.parameters + plan.optimizer_states + plan.buffers + declared_bytes(declared, "steady"),
+    )
+    if on_cpu and plan.peak is not None:
+        yield Held(
+            category="peak",
+            rank=rank,
+            measured=peak.total - peak.inputs,
+            planned=plan.peak + declared_bytes(declared, "peak"),
+            late=reading.late_bytes,
+        )
+    else:
+        unnamed = sum(r.num_bytes for r in declared if r.category == "steady")
+        yield Held(category="unnamed", rank=rank, measured=peak.other, planned=unnamed)
+    if reading.previous_steady_bytes is not None:
+        growth = max(steady.total - reading.previous_steady_bytes, 0)
+        yield Held(category="growth", rank=rank, measured=growth, planned=0.0)
