@@ -16,7 +16,7 @@ help:
 	@echo "make tables   published tables beside what the planner computes; make validate: its errors, with goals"
 	@echo "make power    engines broken on purpose must be caught, correct runs must pass: reports/power.md"
 	@echo "make chaos    faults by the hundred while suites run: reports/chaos.md; make fuzz: odd inputs for longer"
-	@echo "make bench    performance claims: launch, overhead"
+	@echo "make bench    performance claims: launch, overhead, report scale"
 	@echo "make gpu      run on this machine's GPU with its own python (PYTHON=...), leave GPU_OUT (results/gpu)"
 	@echo "make lint types clean"
 
@@ -60,6 +60,7 @@ include plan.mk power.mk chaos.mk
 bench: install
 	$(BIN)/python -m benchmarks.launch
 	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.report
 
 # On the machine's own python, with whatever frameworks it has: first a model that fills one GPU, then correctness at
 # world size 1 over NCCL, then two ranks that share the GPU over gloo.

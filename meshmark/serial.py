@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +71,8 @@ def _reader(kind: Any) -> Reader:  # noqa: ANN401
         return _float
     if kind is int:
         return _int
+    if kind is str:
+        return _str
     return kind if isinstance(kind, type) else lambda value: value
 
 
@@ -151,6 +154,11 @@ def _of_mapping(kind: Any, key: Any, inner: Any) -> Reader:  # noqa: ANN401
 
 def _float(value: Any) -> float:  # noqa: ANN401
     return math.nan if value is None else float(value)
+
+
+def _str(value: Any) -> str:  # noqa: ANN401
+    """One object for equal texts, which stand in thousands of records."""
+    return sys.intern(str(value))
 
 
 def _int(value: Any) -> int:  # noqa: ANN401

@@ -18,8 +18,8 @@ from meshmark.run.record_file import RecordFile
 from meshmark.run.session import Attempt, Ending, Session
 from meshmark.serial import encode
 from tests.factories import make_case, make_environment, make_good, make_timed, make_verdict, make_workload
+from tests.hostile_texts import HOSTILE, kinds, texts
 from tests.test_evidence import make_bulky
-from tests.test_markdown import HOSTILE, kinds, texts
 
 Json = dict[str, Any]
 Odd = Callable[[Json, Json], None]

@@ -6,51 +6,7 @@ import pytest
 
 from meshmark.clip import LIMIT, clip, clip_tail, told
 from meshmark.report.markdown import LINE_CHARACTERS, Markup, block, code, details, inline, table
-
-markdown_it = pytest.importorskip("markdown_it", reason="in the dev extra: pip install markdown-it-py")
-
-HOSTILE = {
-    "heading": "fine\n\n# All cases pass\n\nfine",
-    "heading below": "All cases pass\n===",
-    "heading after a carriage return": "fine\r# All cases pass",
-    "heading after a line separator": "fine\u2028# All cases pass",
-    "link": "[a page](https://evil.example)",
-    "reference": "[a page]\n\n[a page]: https://evil.example",
-    "image": "![seen](https://evil.example/seen.png)",
-    "address": "see https://evil.example or www.evil.example, or me@evil.example",
-    "address in brackets": "<https://evil.example>",
-    "script": "<script>alert(1)</script>",
-    "tag that is cut": "x <img src=x onerror=alert(1)",
-    "comment": "<!-- the rest of the page",
-    "entity": "&lt;script&gt; &#35; &colon;",
-    "end of details": "</details></summary><h1>no</h1>",
-    "columns": "a | b | **yes** |\n| c | d |",
-    "columns behind backslashes": r"a \| b \\| c \\\| d",
-    "backslash at the end": "C:\\temp\\",
-    "fence": "```\nout\n```\n# out",
-    "long fence": "`````` out ``````",
-    "fence of tildes": "~~~\n# out\n~~~",
-    "span": "`` ` [a](https://evil.example) ` ``",
-    "spans that do not match": "`a` `[b](c)``",
-    "list": "1. one\n- two\n> three\n\n    four\n---\n***",
-    "nothing": "",
-    "spaces": " \n\t ",
-    "half a character": "c\udcff.txt",
-    "control": "\x1b[31mred\x1b[0m \x00 \x85 \u202egnp.exe",
-}
-
-
-def kinds(page: str) -> set[str]:
-    """The tokens of a page, inner ones too, as a reader that takes tags, tables and bare addresses would have them."""
-    parser = markdown_it.MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
-    tokens = parser.parse(page)
-    return {token.type for token in tokens} | {inner.type for token in tokens for inner in token.children or ()}
-
-
-def texts(page: str, kind: str) -> list[str]:
-    parser = markdown_it.MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
-    return [t.content for token in parser.parse(page) for t in [token, *(token.children or ())] if t.type == kind]
-
+from tests.hostile_texts import HOSTILE, kinds, parse, texts
 
 MEANINGS = {
     "heading_open",
@@ -82,8 +38,7 @@ def test_a_text_in_a_line_means_nothing(text: str) -> None:
 def test_a_text_in_a_cell_stays_there(text: str) -> None:
     """The others stand where they stood, and the next row is a row."""
     page = table([{"a": "left", text: text, "c": "right"}, {"a": "1", text: "2", "c": "3"}])
-    parser = markdown_it.MarkdownIt("commonmark", {"html": True}).enable("table")
-    tokens = parser.parse(page)
+    tokens = parse(page)
     assert not kinds(page) & MEANINGS, page
     assert sum(t.type == "tr_open" for t in tokens) == 3
     rows = [tokens[i + 1].content for i, t in enumerate(tokens) if t.type in ("td_open", "th_open")]

@@ -6,6 +6,7 @@ could make a link, a tag or a column is shown as code, in which nothing has a me
 
 from __future__ import annotations
 
+import functools
 import html
 import re
 from collections.abc import Iterable, Sequence
@@ -91,7 +92,10 @@ def _row(cells: Iterable[str], widths: Iterable[int]) -> str:
 
 def _cell(value: object) -> str:
     """One line, and no column separator in it."""
-    if value is None:
-        return ""
+    return "" if value is None else _cell_of(value if isinstance(value, str) else str(value))
+
+
+@functools.lru_cache(maxsize=16_384, typed=True)  # most cells of a long table stand in it many times
+def _cell_of(value: str) -> str:
     text = " ".join(value.split()) if isinstance(value, Markup) else inline(value)
     return text.replace("|", "\\|")

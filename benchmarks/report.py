@@ -1,0 +1,71 @@
+"""`meshmark report` over many records, cold: seconds and memory of the whole command; and `meshmark --help`.
+
+The records are the committed baseline's, with their evidence beside them, as a run leaves it: 5,000 under ever new
+names of workloads, so that each case has rows of its own; 100,000 as 2,000 runs of the same cases into one folder, of
+which the report shows the last. Seconds are the processor's, which another's work does not lengthen much.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.goal import verdict
+from meshmark.run.evidence import EvidenceFolder
+from meshmark.run.migration import migrate
+
+ROOT = Path(__file__).parent.parent
+BASELINE = ROOT / "baselines" / "epyc-2cpu" / "records.jsonl"
+HELPS = 5
+START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+
+
+def main() -> int:
+    met = [verdict("help_seconds", min(_seconds("--help")[0] for _ in range(HELPS)), 0.3, at_least=False)]
+    for count, new_cases, seconds in ((5_000, True, 5.0), (100_000, False, 60.0)):
+        with tempfile.TemporaryDirectory() as folder:
+            write_records(Path(folder), count, new_cases)
+            took, held = _seconds("report", folder)
+        met.append(verdict(f"report_{count}_seconds", took, seconds, at_least=False))
+        met.append(verdict(f"report_{count}_gigabytes", held / 1e9, 1.0, at_least=False))
+    return 0 if all(met) else 1
+
+
+def write_records(folder: Path, count: int, new_cases: bool) -> None:
+    """`count` records of many workloads, or of many runs."""
+    records = [migrate(json.loads(line)) for line in BASELINE.read_text().splitlines()]
+    records = [record for record in records if "session" not in record]
+    evidence = EvidenceFolder(folder)
+    for record in records:
+        evidence.put_aside(record)
+    names = [record["case"]["workload"]["name"] for record in records]
+    with (folder / "records.jsonl").open("w") as file:
+        for number in range(count):
+            time, which = divmod(number, len(records))
+            record = records[which]
+            if new_cases:
+                record["case"]["workload"]["name"] = f"{names[which]}.{time}"
+            else:
+                date = START + datetime.timedelta(hours=time)
+                record["environment"]["date"] = date.isoformat(timespec="seconds")
+            file.write(json.dumps(record) + "\n")
+
+
+def _seconds(*arguments: str) -> tuple[float, int]:
+    """Processor seconds and the most bytes of memory that one `meshmark` command takes."""
+    command = [sys.executable, "-m", "meshmark", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, cwd=ROOT)
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(command)} ended with {os.waitstatus_to_exitcode(status)}")
+    return used.ru_utime + used.ru_stime, used.ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())
