@@ -168,6 +168,7 @@ class Ranks:
         self.ranks, self.hang = ranks, hang
 
     def start(self) -> None:
+        self.began = time.monotonic()
         for info in self.ranks[: 1 if self.hang else None]:
             report = RankReport(rank=info.rank, build_seconds=0.0, run_seconds=0.0)
             info.file("report").write_text(json.dumps(encode(report)))
@@ -198,6 +199,7 @@ class Node:
     hangs: bool = False
     dies: bool = False
     ended: LaunchResult | Exception | None = None
+    ranks: Ranks | None = None
 
     def run(self, spec: ClusterSpec) -> None:
         def start(request: Request, ranks: Sequence[RankInfo]) -> Ranks:
@@ -206,7 +208,8 @@ class Node:
                 raise self.fails
             if self.dies:
                 threading.Timer(0.5, node._close).start()
-            return Ranks(ranks, self.hangs)
+            self.ranks = Ranks(ranks, self.hangs)
+            return self.ranks
 
         try:
             with Cluster(spec) as node:
@@ -235,9 +238,12 @@ def meet(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> list[LaunchResult | E
 
 def test_a_node_that_is_late_is_waited_for_and_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """By twice the time limit, which is for ranks: they start when all nodes are there."""
-    for ended in meet(monkeypatch, Node(asked()), Node(asked(), late=2.0)):
+    nodes = Node(asked()), Node(asked(), late=2.0)
+    for ended in meet(monkeypatch, *nodes):
         assert isinstance(ended, LaunchResult) and not ended.failures and not ended.lost, ended
         assert [report.rank for report in ended.reports] == [0, 1, 2, 3]
+    first, second = (node.ranks.began for node in nodes if node.ranks)
+    assert abs(first - second) < 1.0
 
 
 def test_nodes_that_were_asked_for_different_things_start_no_rank(

@@ -254,7 +254,7 @@ def test_a_full_disk_is_told_before_a_launch_and_after(
         with pytest.raises(NoSpaceError, match="a launch needs 16,777,216"):
             launcher.launch(make_request("ddp"), 2)
     finally:
-        subprocess.run(["umount", tmp_path], check=True)
+        subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
