@@ -99,6 +99,9 @@ class DeepSpeed(Adapter):
         elif layout.zero_stage == 1 and case.precision.compute is Dtype.FP16:
             kept = count / layout.dp + bucket_elements(case.workload.model)
             reason = "a rank keeps its partition's gradients alone, and the bucket that was reduced last"
+        elif layout.zero_stage == 1 and case.precision.compute is Dtype.BF16:
+            reason = "BF16_Optimizer keeps the whole float32 gradient for life"
+            return (Remainder(category="steady", num_bytes=4 * count, reason=reason),)
         else:
             return ()
         return (Remainder(category="gradients", num_bytes=4 * (kept - planned), reason=reason),)

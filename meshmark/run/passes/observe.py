@@ -22,6 +22,7 @@ from meshmark.judge.truth import assess_replicas
 from meshmark.measure.memory import read_memory
 from meshmark.measure.traffic import TorchTraffic, read_traffic
 from meshmark.measure.watch import Watch
+from meshmark.reference.data import make_batch
 from meshmark.run.passes.observer import Observer, digests
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
@@ -35,6 +36,7 @@ WATCHED_STEP = METERED_STEP
 def observe(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
     """Train `request.steps` steps (at least three), the first of them under watch if the pass is metered; then compare
     all that the ranks computed with the truth, on rank 0."""
+    make_batch(request.case.workload, 0)  # reads the data set, which is ours and stays: it is not to count
     watch = Watch(context.device) if request.metered else None
     with watch or contextlib.nullcontext():
         engine = adapter.build(request.case, context)
