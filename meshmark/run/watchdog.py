@@ -31,6 +31,8 @@ _STACK_SECONDS = 3.0
 _LOG_LINES = 30
 _ENDURE_SECONDS = 10.0
 """What FAIL, which is to see whether the others end by themselves, gives them at least."""
+_CRASHES = [-number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)]
+"""Exit codes that no watchdog causes: such a rank was dying, which can take seconds, when it was to be killed."""
 
 
 class RankProcesses(Protocol):
@@ -168,9 +170,10 @@ class Watchdog:
         if info.file("failure").is_file():
             left: RankFailure = decode(RankFailure, json.loads(_read(info.file("failure"))))
             return dataclasses.replace(left, log_tail=log_tail)
-        if info.rank in self.killed or not self._failed(info):
+        exit_code = self.processes.exit_code(info) or 0
+        if (info.rank in self.killed and exit_code not in _CRASHES) or not self._failed(info):
             return None
-        kind, message = _death(self.processes.exit_code(info) or 0)
+        kind, message = _death(exit_code)
         if self.processes.lost and not info.file("report").is_file():
             kind = Status.UNFINISHED
             message = "what starts ranks was killed, was stopped, or failed before they began"
