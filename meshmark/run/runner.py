@@ -23,6 +23,7 @@ from meshmark.run.passes.noise import (
     NUM_RANKS,
     TIME_LIMIT_SECONDS,
     noise_key,
+    num_ways,
     read_noise,
     remove_partials,
     write_noise,
@@ -254,7 +255,7 @@ class Runner:
         key = noise_key(request.case, request.steps, request.device)
         path = self.results / "noise" / f"{key}.json"
         if key not in self._yardsticks:
-            self._yardsticks[key] = fit(self._shared_noise_runs(request, path))
+            self._yardsticks[key] = fit(self._shared_noise_runs(request, path), num_ways(request.case))
         return self._yardsticks[key]
 
     def _shared_noise_runs(self, request: Request, path: Path) -> list[Comparisons]:
