@@ -75,7 +75,8 @@ class Court:
 
     def attempt(self, mutant: Mutant) -> Trial:
         if not mutant.clause:
-            return Trial(mutant=mutant, record=self.suites.observe(mutant.case))
+            timed = mutant.suite == "throughput"
+            return Trial(mutant=mutant, record=(self.suites.time if timed else self.suites.observe)(mutant.case))
         finding, records = self.judge(mutant.clause, mutant.case)
         return Trial(mutant=mutant, record=records[-1], finding=finding)
 

@@ -8,6 +8,7 @@ from typing import Any
 from meshmark.environment import Environment
 from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
+from meshmark.judge.observed_path import ObservedPath
 from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
 from meshmark.run.record import (
     ConformanceEvidence,
@@ -204,7 +205,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "equivalence": make_equivalence(drifts=[drift], diagnosis=diagnosis, num_replicated=3),
         "memory": make_memory_evidence(),
         "traffic": make_traffic_evidence(),
-        "timing": make_timing(),
+        "timing": make_timing(digests={1: "abc"}, observed=ObservedPath(losses=[5.5], digests=["abc"], repeats=True)),
         "conformance": ConformanceEvidence(
             scenario="plain",
             base=make_case(),
@@ -237,6 +238,7 @@ def make_timed(**changes: Any) -> Record:  # noqa: ANN401
         "equivalence": EquivalenceEvidence(),
         "memory": MemoryEvidence(),
         "traffic": TrafficEvidence(),
+        "timing": make_timing(),
         "conformance": ConformanceEvidence(),
         "unmeasured": {},
         "verdicts": [],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -33,6 +34,7 @@ SOME = [
     "ddp_ReducesOneAgain",
 ]
 SLIGHT = sized("ddp", "NormGradient", 3e-6)
+ON_THE_CLOCK = ["ddp_StepsUnreduced", "ddp_StepsUnclipped", "ddp_StepsOnHalfTheBatch", "ddp_ReducesFirstSteps"]
 OF_CLAUSES = [
     "ddp_SameMasksOnRanks_dropout",
     "ddp_NotRescaled_dropout",
@@ -54,7 +56,7 @@ def launcher() -> Iterator[ForkserverLauncher]:
 
 @pytest.fixture(scope="module")
 def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    known = {name: target(name) for name in [*SOME, SLIGHT]} | {"ddp": "meshmark.adapters.ddp:DDP"}
+    known = {name: target(name) for name in [*SOME, *ON_THE_CLOCK, SLIGHT]} | {"ddp": "meshmark.adapters.ddp:DDP"}
     running = Runner(launcher, known, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
     yield running
     running.close()
@@ -100,6 +102,29 @@ def test_a_mutant_is_caught_by_the_clause_that_should(court: Court, name: str) -
     assert trial.named, trial.told
 
 
+def test_steps_that_are_not_those_that_were_judged_are_caught_on_the_clock(runner: Runner) -> None:
+    """Of the last one by its replicas alone, which drift when nobody looks any more."""
+    told = {}
+    for name in ON_THE_CLOCK:
+        verdict = runner.time(BY_NAME[name].case).verdict("throughput")
+        assert verdict is not None and not verdict.passed
+        told[name.removeprefix("ddp_")] = verdict.summary
+    assert told.pop("ReducesFirstSteps").startswith("replicas differ after timed steps: parameters/")
+    assert told.pop("StepsUnreduced").startswith("replicas differ after timed steps: parameters/")
+    assert told["StepsOnHalfTheBatch"].startswith("not what was judged: the loss of step 0 is ")
+    assert told["StepsUnclipped"].startswith("not what was judged: the loss of step 1 is ")
+
+
+def test_steps_of_a_correct_adapter_are_those_that_were_judged(runner: Runner) -> None:
+    """Whether its instrumented pass was before, or is run for this."""
+    case = Case(adapter="ddp", workload=GPT, layout=LAYOUTS["ddp"])
+    alone = runner.time(dataclasses.replace(case, workload=dataclasses.replace(GPT, seed=1))).verdict("throughput")
+    runner.observe(case)
+    for verdict in (alone, runner.time(case).verdict("throughput")):
+        assert verdict is not None and verdict.passed
+        assert verdict.summary == "bit for bit what was judged: 3 losses, parameters after 2 steps"
+
+
 def test_where_no_rank_reduces_none_is_blamed(runner: Runner) -> None:
     diagnosis = runner.observe(BY_NAME["ddp_NoReduction"].case).equivalence.diagnosis
     assert diagnosis is not None and not diagnosis.ranks
@@ -122,7 +147,7 @@ def test_correct_runs_do_not_alarm() -> None:
 
 def test_the_table_of_mutants_is_broad() -> None:
     assert len(BY_NAME) == len(MUTANTS) >= 40
-    assert {m.suite for m in MUTANTS if m.suite} == {"equivalence", "memory", "communication"}
+    assert {m.suite for m in MUTANTS if m.suite} == {"equivalence", "memory", "communication", "throughput"}
     assert {m.clause for m in MUTANTS if m.clause} == set(CLAUSES) - {"determinism"}, "which is told, not required"
     assert {m.adapter for m in MUTANTS} == set(LAYOUTS)
     assert set().union(*(m.faults for m in MUTANTS)) == set(Fault) - {Fault.UNEXPLAINED}

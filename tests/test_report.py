@@ -16,7 +16,7 @@ from meshmark.report import tables
 from meshmark.report.render import write_report
 from meshmark.report.results import results
 from meshmark.run.memory_verdict import judge_memory
-from meshmark.run.record import LaunchSeconds, Outcome, Record, Status, TimingEvidence, TrainingCurves
+from meshmark.run.record import LaunchSeconds, Outcome, Record, Status, TimingEvidence, TrainingCurves, Verdict
 from meshmark.run.record_file import Reading, read_records
 from meshmark.run.request import Task
 from meshmark.spec.layout import Layout, Schedule
@@ -483,6 +483,13 @@ def test_the_throughput_table_marks_wrong_runs_and_shows_the_spread(tmp_path: Pa
     assert (row["p5 / p50 / p95"], row["rank gap"]) == ("130 / 300 / 300 ms", "0.00 ms")
     assert (row["steps"], row["tokens/s"], row["drift"]) == ("4", "192", "+50.0%")
     assert row["95 % interval"] == "±63.6% (budget)", "Student's t of 3 is 3.182, the steps' deviation 0.1"
+
+
+def test_a_speed_of_steps_that_were_not_those_judged_is_struck_out(tmp_path: Path) -> None:
+    other = Verdict(suite="throughput", passed=False, summary="not what was judged")
+    page = render(tmp_path, [make_good(case=DDP), make_timed(case=DDP, verdicts=[other])])
+    assert rows(page)[0]["tokens/s"].startswith("~~")
+    assert "throughput: not what was judged" in section(page, "What failed")
 
 
 def test_times_are_compared_with_a_baseline_case_by_case(tmp_path: Path) -> None:

@@ -141,22 +141,24 @@ def _ratio(value: float, noise: float) -> float:
     return value / noise if noise and math.isfinite(value) and math.isfinite(noise) else math.inf
 
 
-def fit(runs: Sequence[Comparisons]) -> Yardstick:
-    """The yardstick that noise runs make; they hold the same losses, norms, gradients and parameters."""
+def fit(runs: Sequence[Comparisons], num_ways: int = 1) -> Yardstick:
+    """The yardstick that noise runs make; they hold the same losses, norms, gradients and parameters. Where they take
+    turns at so many ways of computing, a framework has but one, whose noise may be the root of `num_ways` times that
+    of all."""
     found = spreads(runs)
-    probability = _share_of_false_alarms(found)
-    factors = dict(SMALLEST_FACTORS)
+    factors = {kind: math.sqrt(num_ways) * factor for kind, factor in SMALLEST_FACTORS.items()}
+    probability = _share_of_false_alarms(found, factors)
     for quantity, spread in found.items():
         if (factor := spread.factor(probability)) > factors[kind_of(quantity)]:
             factors[str(quantity)] = factor
     return Yardstick(noise={q: s.level for q, s in found.items()}, factors=factors)
 
 
-def _share_of_false_alarms(found: Mapping[Quantity, Spread]) -> float:
+def _share_of_false_alarms(found: Mapping[Quantity, Spread], smallest: Mapping[str, float]) -> float:
     """The probability at which each comparison may fail, that all together fail with FALSE_ALARMS. What the smallest
     factor of its kind keeps from failing as often leaves its share to the others."""
     times = np.array([len(s.level) for s in found.values()])
-    at_smallest = np.array([float(s.probability(np.array(SMALLEST_FACTORS[kind_of(q)]))) for q, s in found.items()])
+    at_smallest = np.array([float(s.probability(np.array(smallest[kind_of(q)]))) for q, s in found.items()])
     low, high = math.log(FALSE_ALARMS / times.sum()), math.log(FALSE_ALARMS)
     for _ in range(40):
         middle = (low + high) / 2

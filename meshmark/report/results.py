@@ -77,9 +77,16 @@ class CaseResult:
         return self.failed is not None and not _is_defect(self.failed.outcome.status)
 
     @property
+    def timed_as_judged(self) -> bool:
+        """Whether nothing speaks against it that the steps on the clock are those that were judged."""
+        verdict = self.timed.verdict("throughput") if self.timed else None
+        return verdict is None or verdict.passed
+
+    @property
     def comparable(self) -> bool:
-        """Whether its memory and speed may be held against others': it trains correctly, with states as precise."""
-        wrong = self.failed and not self.blameless
+        """Whether its memory and speed may be held against others': it trains correctly, with states as precise, and
+        the same steps on the clock."""
+        wrong = (self.failed and not self.blameless) or not self.timed_as_judged
         return self.correct is not False and not wrong and self.states_as_asked is not False
 
     @property

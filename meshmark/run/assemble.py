@@ -25,6 +25,7 @@ from meshmark.run.record import (
     TrainingCurves,
 )
 from meshmark.run.request import Request, Task
+from meshmark.run.throughput_verdict import judge_throughput
 from meshmark.run.verdict import judge_equivalence
 
 JUDGED = (Task.OBSERVE, Task.RESUME, Task.OVERFLOW)
@@ -79,6 +80,8 @@ def assemble(
             rank_starts=[r.lap_starts for r in reports if r.lap_starts],
             lap_steps=reports[0].lap_steps if whole else [],
             peak_flops_per_second=request.peak_flops_per_second,
+            digests=reports[0].timed_digests if whole else {},
+            observed=request.observed,
         ),
         conformance=ConformanceEvidence(
             scenario=request.scenario,
@@ -92,7 +95,8 @@ def assemble(
     )
     verdicts = [judge_equivalence(draft)] if whole and request.assess and request.task in JUDGED else []
     planned = (judge_memory(draft), judge_communication(draft)) if observed else ()
-    verdicts += [verdict for verdict in planned if verdict]
+    timed = judge_throughput(draft) if whole and request.task is Task.TIME else None
+    verdicts += [verdict for verdict in (*planned, timed) if verdict]
     return dataclasses.replace(draft, verdicts=verdicts)
 
 

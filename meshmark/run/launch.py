@@ -49,6 +49,11 @@ class LaunchResult:
     lost: str = ""
     """Why nothing came home from another node; reports and failures are this node's then."""
 
+    @property
+    def losses(self) -> list[float]:
+        """Of the global batch, by step: of passes whose ranks tell their shares."""
+        return [sum(shares) for shares in zip(*(r.losses for r in self.reports), strict=True)]
+
 
 class Launcher(Protocol):
     """Launches requests over a cluster, one after the other. A rank is a process that calls `perform`."""

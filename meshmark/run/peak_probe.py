@@ -1,4 +1,4 @@
-"""The peak that utilisation is of: measured once a session, before the ranks of a timed pass start."""
+"""The peak that utilisation is of: measured once a session, while no ranks run."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from meshmark.run.passes.observe import observe
 from meshmark.run.passes.overflow import overflow
 from meshmark.run.passes.peak import measure_peak
 from meshmark.run.passes.resume import resume, save_halfway
+from meshmark.run.passes.retrace import retrace
 from meshmark.run.passes.timing import time_steps
 from meshmark.run.rank_info import RankInfo
 from meshmark.run.rank_report import RankFailure, RankReport
@@ -36,6 +37,7 @@ _TASKS = {
     Task.OBSERVE: observe,
     Task.TIME: time_steps,
     Task.PEAK: measure_peak,
+    Task.RETRACE: retrace,
     Task.NOISE: measure_noise,
     Task.SAVE: save_halfway,
     Task.RESUME: resume,

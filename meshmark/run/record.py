@@ -8,6 +8,7 @@ from enum import StrEnum
 from meshmark.environment import Environment
 from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
 from meshmark.judge.faults import Diagnosis
+from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.yardstick import Comparisons, Yardstick
 from meshmark.measure.laps import Lap, laps_of
 from meshmark.measure.readings import MemoryReading, TrafficReading
@@ -187,6 +188,10 @@ class TimingEvidence:
     """Steps of each lap; empty: one lap."""
     peak_flops_per_second: float | None = None
     """Measured, of all cores or GPUs that the ranks can use; None where nobody measured."""
+    digests: dict[int, str] = field(default_factory=dict)
+    """A hash of every parameter's bits, by steps done: amid warm-up, and after the last step."""
+    observed: ObservedPath | None = None
+    """What these, and the losses, were held against."""
 
     @property
     def laps(self) -> list[Lap]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.yardstick import Yardstick
 from meshmark.spec.case import Case
 
@@ -18,6 +19,8 @@ class Task(StrEnum):
     """Untouched: seconds per step."""
     PEAK = "peak"
     """What the cores or the GPU that a timed pass will use can compute at best, in one process."""
+    RETRACE = "retrace"
+    """The steps of OBSERVE once more: what TIME is held against where there is no such pass, or it differs."""
     NOISE = "noise"
     """How far rounding alone carries the adapter `single` from the truth, in one process."""
     SAVE = "save"
@@ -54,6 +57,8 @@ class Request:
     """PEAK: on a CPU."""
     peak_flops_per_second: float | None = None
     """TIME: what was measured of all cores or GPUs that the ranks can use."""
+    observed: ObservedPath | None = None
+    """TIME: what its ranks' losses and parameters are held against, in the record."""
     assess: bool = True
     """OBSERVE: compare with the truth; False measures memory and traffic alone."""
     metered: bool = True

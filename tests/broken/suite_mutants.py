@@ -1,4 +1,4 @@
-"""Mutants that the suites of equivalence, memory and communication must catch, in a plain run."""
+"""Mutants that the suites of equivalence, memory, communication and throughput must catch, in a plain run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.broken import gradients as g
 from tests.broken import mixed as m
 from tests.broken import pipelines as p
 from tests.broken import states as s
+from tests.broken import timed as c
 from tests.broken import traffic as t
 from tests.broken import updates as u
 from tests.broken import vision as v
@@ -129,6 +130,11 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", u.NoNesterov, F.UPDATE, workload=workload("gpt-mini-nesterov")),
     *on("ddp gpipe", u.OtherBeta2Decay, F.UPDATE, workload=workload("gpt-mini-adafactor")),
     *on("ddp gpipe", u.NotOrthogonal, F.UPDATE, workload=workload("gpt-mini-muon")),
+    # On the clock alone
+    *on("ddp", c.StepsUnreduced, suite="throughput"),
+    *on("ddp fsdp2", c.StepsUnclipped, suite="throughput"),
+    *on("ddp fsdp2 megatron gpipe", c.StepsOnHalfTheBatch, suite="throughput"),
+    *on("ddp", c.ReducesFirstSteps, suite="throughput"),
     # Not what was asked for
     *on("fsdp2 fairscale-oss", s.ShardingIgnored, suite="memory"),
     *on("ddp", s.KeepsGradients, suite="memory"),

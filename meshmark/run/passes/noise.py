@@ -159,7 +159,7 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     case = dataclasses.replace(request.case, adapter="single", layout=layout)
     engines = [cast(SingleEngine, adapter.build(case, context)) for _ in range(replicas)]
     for engine in engines:
-        engine.cast_weights = bool(run // len(chunkings) % 2)
+        engine.cast_weights = bool(run // len(chunkings) % num_ways(case))
         _perturb(engine, case, run)
     traces = [Trace(parameters=[host_copies(e.parameters())], buffers=[[host_copies(e.buffers())]]) for e in engines]
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
@@ -197,6 +197,11 @@ def _meet(replicas: Sequence[Mapping[str, Tensor]], average: bool, times: int = 
         if average and len(tensors) > 1:
             mean = sum((tensor / len(tensors) for tensor in tensors), torch.zeros_like(first))
             torch._foreach_copy_(tensors, [mean] * len(tensors))
+
+
+def num_ways(case: Case) -> int:
+    """Ways of casting that the runs take turns at."""
+    return 2 if case.precision.is_mixed else 1
 
 
 def _num_ranks(case: Case) -> int:
