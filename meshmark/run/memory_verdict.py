@@ -141,7 +141,8 @@ def memory_totals(
         )
     else:
         unnamed = sum(r.num_bytes for r in declared if r.category == "steady")
-        yield Held(category="unnamed", rank=rank, measured=peak.other, planned=unnamed)
+        # At most: an engine may name what is declared.
+        yield Held(category="unnamed", rank=rank, measured=max(peak.other, unnamed), planned=unnamed)
     if reading.previous_steady_bytes is not None:
         growth = max(steady.total - reading.previous_steady_bytes, 0)
         yield Held(category="growth", rank=rank, measured=growth, planned=0.0)
