@@ -2,8 +2,8 @@
 
 The square of a tensor's distance is a sum of squares in many directions, some of which take a larger share than others.
 Relative to its mean its variance is 2 / d: d are its *degrees of freedom*, those of as many equal directions. A few
-large shares make a longer tail than d equal ones, so the tail is that of d / 4 directions which make the same variance
-(of one alone where d is below four). The mean is known from a handful of runs: that makes chi-squared an F.
+large shares make a longer tail than d equal ones, so the tail is that of d / 5 directions which make the same variance
+(of one alone where d is below five). The mean is known from a handful of runs: that makes chi-squared an F.
 reports/power.md sets what correct runs did beside it.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-TAIL_DIRECTIONS = 0.25
+TAIL_DIRECTIONS = 0.2
 """Of the degrees of freedom, those that carry the tail."""
 MOST_DEGREES = 1e6
 """Of what does not vary at all."""

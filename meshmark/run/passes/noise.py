@@ -38,12 +38,12 @@ from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 
-NUM_RUNS = 16
+NUM_RUNS = 24
 NUM_RANKS = 2
 """Processes that share the runs."""
 TIME_LIMIT_SECONDS = 600.0
 _PARTIAL = ".partial"
-FORMAT = 6
+FORMAT = 7
 """Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
 
 
