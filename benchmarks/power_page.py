@@ -78,7 +78,7 @@ class Power:
     @property
     def fits(self) -> bool:
         """Whether no more correct runs are far out than the spreads of their noise runs say: to three times as many,
-        for sixteen runs do not tell a spread exactly, and three by chance."""
+        for a few dozen runs do not tell a spread exactly, and three by chance."""
         return all(
             beyond <= 3 * probability * tail.compared + 3
             for tail in self.honest.tails.values()
