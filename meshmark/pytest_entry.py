@@ -12,6 +12,8 @@ import pytest
 
 PLUGIN = "meshmark.plugin"
 _FOLDER = (Path(__file__).parent / "suites").resolve()
+_OPTIONS = Path(__file__).resolve().with_name("selection.py")
+"""Names the options that the plugin adds."""
 
 
 def asks_for_suites(arguments: Sequence[str], pyargs: bool, folder: Path) -> bool:
@@ -40,7 +42,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
     except (ValueError, argparse.ArgumentError) as error:
         clash = re.search(r"--[\w-]+", str(error))
         files = _files_that_name(clash.group(), manager) if clash else []
-        own = str(_FOLDER.parent / "plugin.py")
+        own = str(_OPTIONS)
         if clash is None or own not in files:
             raise
         others = ", ".join(file for file in files if file != own) or "another plugin"
@@ -53,5 +55,6 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
 def _files_that_name(option: str, manager: pytest.PytestPluginManager) -> list[str]:
     """Source files of registered plugins and conftests that add options and hold this one's name."""
     adding = [plugin for plugin in manager.get_plugins() if hasattr(plugin, "pytest_addoption")]
-    files = {Path(file).resolve() for plugin in adding if (file := getattr(plugin, "__file__", None))}
+    found = {Path(file).resolve() for plugin in adding if (file := getattr(plugin, "__file__", None))}
+    files = {_OPTIONS if file == _OPTIONS.with_name("plugin.py") else file for file in found}
     return sorted(str(f) for f in files if re.search(f"[\"']{option}[\"']", f.read_text(errors="replace")))

@@ -96,7 +96,9 @@ def _write_end(session: pytest.Session) -> None:
     try:
         _write(session.config)
     except ResultsError as error:
-        if session.exitstatus == pytest.ExitCode.OK:  # else something has been said already
+        if session.exitstatus == pytest.ExitCode.USAGE_ERROR:  # what ended the run has been said already
+            return
+        if session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
         reporter: Any = session.config.pluginmanager.getplugin("terminalreporter")
         if reporter is not None:

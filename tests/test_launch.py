@@ -120,7 +120,7 @@ def test_a_hang_ends_at_the_limit_with_every_ranks_stack(runner: Runner) -> None
 def test_what_comes_on_until_the_limit_is_slow_and_not_hung(runner: Runner) -> None:
     outcome = run(runner, "slow").outcome
     assert outcome.status is Status.SLOW, outcome.message
-    assert re.search(r"no end within 8 s, but still coming on: [1-6] of 7 steps, .*--time-limit", outcome.message)
+    assert re.search(r"no end within 8 s, but still coming on: [0-9] of [34] steps, .*--time-limit", outcome.message)
     assert "sleep" in outcome.stacks[1] or "backward" in outcome.stacks[1], "where its time goes"
 
 
@@ -132,7 +132,7 @@ def test_a_rank_that_stands_still_is_hung_though_a_peer_comes_on_without_it(
     outcome = run(enduring, "hangsalone").outcome
     enduring.close()
     assert (outcome.status, outcome.rank) == (Status.HUNG, 1), outcome.message
-    assert "no progress: 3 of 1003 steps" in outcome.message
+    assert "no progress: 0 of 1000 steps" in outcome.message
 
 
 def test_a_stopped_process_is_a_hang_too(runner: Runner) -> None:

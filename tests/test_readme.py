@@ -46,7 +46,7 @@ def indented_blocks(text: str) -> list[str]:
 def commands_of(text: str) -> list[str]:
     """What a reader would type: lines of code blocks, without comments, and commands between backticks."""
     fenced = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
     lines = [line for block in [*fenced, *indented_blocks(text)] for line in block.replace("\\\n", " ").splitlines()]
     found = [shlex.join(shlex.split(line, comments=True)) for line in lines]
     found += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text) if code.split()[0] in RUNS]

@@ -90,7 +90,8 @@ def test_two_nodes_save_and_resume_in_one_folder(tmp_path: Path) -> None:
     ]
     for code, output in two_nodes(tmp_path, *chosen):
         assert code == 0 and "1 passed" in output, output
-    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["checkpoints", "noise", "records.jsonl"]
+    kept = ["checkpoints", "evidence", "noise", "records.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == kept
     assert own.read_text() == "a week of training"
 
 

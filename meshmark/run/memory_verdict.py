@@ -129,18 +129,22 @@ def memory_totals(
         category="steady",
         rank=rank,
         measured=steady.total - steady.inputs - reading.rounding_bytes,
-        planned=plan.parameters + plan.optimizer_states + plan.buffers + declared_bytes(declared, "steady"),
+        planned=plan.parameters
+        + plan.optimizer_states
+        + plan.buffers
+        + plan.tables
+        + declared_bytes(declared, "steady"),
     )
     if on_cpu and plan.peak is not None:
         yield Held(
             category="peak",
             rank=rank,
             measured=peak.total - peak.inputs,
-            planned=plan.peak + declared_bytes(declared, "peak"),
+            planned=plan.peak + plan.tables + declared_bytes(declared, "peak"),
             late=reading.late_bytes,
         )
     else:
-        unnamed = sum(r.num_bytes for r in declared if r.category == "steady")
+        unnamed = plan.tables + sum(r.num_bytes for r in declared if r.category == "steady")
         # At most: an engine may name what is declared.
         yield Held(category="unnamed", rank=rank, measured=max(peak.other, unnamed), planned=unnamed)
     if reading.previous_steady_bytes is not None:

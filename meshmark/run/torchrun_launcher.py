@@ -116,13 +116,22 @@ class TorchrunRanks:
             return agent  # nothing is said of a rank before the agent's end
         if not self._log.is_file():
             return agent
-        failed = {int(rank): int(code) for rank, code in _FAILED_RANK.findall(self._log.read_text(errors="replace"))}
+        failed = self._failed()
         return failed.get(info.rank, 0 if failed or self._any_failure() else agent)
+
+    def _failed(self) -> dict[int, int]:
+        """Exit codes of the ranks that failed, by the agent's summary; one that fell to SIGTERM beside others, which
+        did not, was ended by the agent before it could leave a mark of that."""
+        found = {int(rank): int(code) for rank, code in _FAILED_RANK.findall(self._log.read_text(errors="replace"))}
+        own = {rank: code for rank, code in found.items() if code != -signal.SIGTERM}
+        return own or ({} if self._any_failure() else found)
 
     def spared(self, info: RankInfo) -> bool:
         """One that never began, or that the agent asked to end, as it does before it kills it: that leaves a mark."""
         mark = info.file("asked_to_end")
-        return not mark.is_file() or mark.stat().st_size > 0
+        if not mark.is_file() or mark.stat().st_size > 0:
+            return True
+        return self._log.is_file() and info.rank not in (failed := self._failed()) and bool(failed)
 
     @property
     def lost(self) -> bool:

@@ -106,6 +106,8 @@ def detection_limits(record: Record) -> dict[str, Limit]:
         if quantity.kind is not QuantityKind.GRADIENTS or quantity in zero or quantity not in yardstick.noise:
             continue
         used = [step for step, d in enumerate(steps) if d.scale >= ZERO * norms[step]]
+        if not used:  # at no step, or where nothing is a number
+            continue
         any_direction = max(yardstick.tolerance(quantity, step) / steps[step].scale for step in used)
         multiple, scaling = replace(quantity, kind=QuantityKind.SCALE), any_direction
         if multiple in yardstick.noise:

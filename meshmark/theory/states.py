@@ -9,7 +9,8 @@ import numpy as np
 
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
-from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.precision import Precision
 from meshmark.spec.vision_spec import AnyModelSpec
 from meshmark.theory.grid import layout_grid
 from meshmark.theory.memory import received_bytes, stage_memory, state_bytes
@@ -30,6 +31,8 @@ class ModelStates:
     optimizer_states: float
     buffers: float = 0.0
     """That live from step to step for the sake of communication, and of gradients in their place."""
+    tables: float = 0.0
+    """Of rotary positions, which every process keeps: not in the peak below."""
     activations: float | None = None
     """When the step's first backward pass begins; None where they are not planned."""
     peak: float | None = None
@@ -88,9 +91,17 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
         gradients=float(held.gradients[0]),
         optimizer_states=float(held.optimizer[0]),
         buffers=received + _lasting_gradients(case, using, float(held.gradients[0])),
+        tables=_rotary_bytes(model, layout, case.precision),
         activations=float(held.activations[0]) if exact else None,
         peak=float(held.total_bytes[0]) if exact and known and layout.recompute is Recompute.NONE else None,
     )
+
+
+def _rotary_bytes(model: ModelSpec, layout: Layout, precision: Precision) -> float:
+    """A cosine and a sine a token for half of a head's width (arXiv:2104.09864, eq. 15), in at least float32."""
+    if model.family is not Family.LLAMA:
+        return 0.0
+    return model.seq_len / layout.cp * model.head_dim * max(precision.compute.itemsize, 4)
 
 
 def _lasting_gradients(case: Case, using: TrainingRecipe, held: float) -> float:
