@@ -192,7 +192,8 @@ def test_a_framework_reaches_the_ranks_of_its_own_adapters_alone(launcher: Forks
 
 def test_a_launch_leaves_this_process_s_environment_alone(launcher: ForkserverLauncher) -> None:
     before = dict(os.environ)
-    case = make_case("deepspeed", Layout(dp=2, zero_stage=1, num_micro_batches=2))
+    sharded = Layout(dp=2, zero_stage=1, num_micro_batches=2)
+    case = dataclasses.replace(make_case("deepspeed"), layout=sharded)
     launched = launcher.launch(dataclasses.replace(make_request("deepspeed"), case=case, steps=2), 2)
     assert not launched.failures, launched.failures[0].message
     assert dict(os.environ) == before

@@ -116,22 +116,24 @@ class TorchrunRanks:
             return agent  # nothing is said of a rank before the agent's end
         if not self._log.is_file():
             return agent
-        failed = self._failed()
+        failed, ended = self._failed()
+        if info.rank in ended:
+            return 0
         return failed.get(info.rank, 0 if failed or self._any_failure() else agent)
 
-    def _failed(self) -> dict[int, int]:
-        """Exit codes of the ranks that failed, by the agent's summary; one that fell to SIGTERM beside others, which
-        did not, was ended by the agent before it could leave a mark of that."""
-        found = {int(rank): int(code) for rank, code in _FAILED_RANK.findall(self._log.read_text(errors="replace"))}
-        own = {rank: code for rank, code in found.items() if code != -signal.SIGTERM}
-        return own or ({} if self._any_failure() else found)
+    def _failed(self) -> tuple[dict[int, int], set[int]]:
+        """Exit codes of the ranks that failed, by the agent's summary; and those that fell to SIGTERM beside others,
+        which did not: the agent ended them before they could leave a mark of that."""
+        text = self._log.read_text(errors="replace") if self._log.is_file() else ""
+        found = {int(rank): int(code) for rank, code in _FAILED_RANK.findall(text)}
+        terminated = {rank for rank, code in found.items() if code == -signal.SIGTERM}
+        ended = terminated if len(terminated) < len(found) or self._any_failure() else set()
+        return {rank: code for rank, code in found.items() if rank not in ended}, ended
 
     def spared(self, info: RankInfo) -> bool:
         """One that never began, or that the agent asked to end, as it does before it kills it: that leaves a mark."""
         mark = info.file("asked_to_end")
-        if not mark.is_file() or mark.stat().st_size > 0:
-            return True
-        return self._log.is_file() and info.rank not in (failed := self._failed()) and bool(failed)
+        return not mark.is_file() or mark.stat().st_size > 0 or info.rank in self._failed()[1]
 
     @property
     def lost(self) -> bool:
