@@ -18,7 +18,7 @@ from meshmark.adapter.single import Single
 from meshmark.judge.deviation import Quantity
 from meshmark.judge.spread import Spread
 from meshmark.judge.yardstick import Comparisons, fit, kind_of, spreads
-from meshmark.run.passes.noise import NUM_RUNS, num_ways, train_alone
+from meshmark.run.passes.noise import NUM_RUNS, train_alone, variance_ratio
 from meshmark.run.request import Request, Task
 from meshmark.serial import encode
 from meshmark.spec.case import Case
@@ -181,7 +181,7 @@ def measure_group(problem: Case, seed: int) -> Group:
     )
     context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=Path())
     noise_runs = [train_alone(request, Single(), context, run) for run in range(NUM_RUNS)]
-    yardstick, found = fit(noise_runs, num_ways(case)), spreads(noise_runs)
+    yardstick, found = fit(noise_runs, variance_ratio(case)), spreads(noise_runs)
     every = (train_alone(request, Single(), context, run) for run in range(NUM_RUNS, NUM_RUNS + RUNS))
     runs = list({bits(run): run for run in every}.values())
     judged = [list(yardstick.excesses(run)) for run in runs]

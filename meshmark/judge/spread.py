@@ -2,8 +2,8 @@
 
 The square of a tensor's distance is a sum of squares in many directions, some of which take a larger share than others.
 Relative to its mean its variance is 2 / d: d are its *degrees of freedom*, those of as many equal directions. A few
-large shares make a longer tail than d equal ones, so the tail is that of d / 5 directions which make the same variance
-(of one alone where d is below five). The mean is known from a handful of runs: that makes chi-squared an F.
+large shares make a longer tail than d equal ones, so the tail is that of d / 7 directions which make the same variance
+(of one alone where d is below seven). The mean is known from a handful of runs: that makes chi-squared an F.
 reports/power.md sets what correct runs did beside it.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-TAIL_DIRECTIONS = 0.2
+TAIL_DIRECTIONS = 1 / 7
 """Of the degrees of freedom, those that carry the tail."""
 MOST_DEGREES = 1e6
 """Of what does not vary at all."""
@@ -34,10 +34,11 @@ class Spread:
 
     @classmethod
     def of(cls, values: NDArray[np.float64], *, pooled: bool) -> Spread:
-        """Of runs x steps; `pooled` over the steps, too."""
+        """Of runs x steps; `pooled`: no step's level is below that of all steps together."""
         squares = np.square(values)
-        means = np.broadcast_to(squares.mean() if pooled else squares.mean(axis=0), squares.shape)
-        num_draws = values.size if pooled else len(values)
+        own = squares.mean(axis=0)
+        means = np.broadcast_to(np.maximum(squares.mean(), own) if pooled else own, squares.shape)
+        num_draws = len(values)
         level = [float(x) for x in np.sqrt(means[0])]
         if not np.isfinite(means).all():
             return cls(level=level, degrees=1.0, known=float(num_draws))

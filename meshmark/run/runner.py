@@ -23,9 +23,9 @@ from meshmark.run.passes.noise import (
     NUM_RANKS,
     TIME_LIMIT_SECONDS,
     noise_key,
-    num_ways,
     read_noise,
     remove_partials,
+    variance_ratio,
     write_noise,
 )
 from meshmark.run.peak_probe import PeakProbe
@@ -255,7 +255,7 @@ class Runner:
         key = noise_key(request.case, request.steps, request.device)
         path = self.results / "noise" / f"{key}.json"
         if key not in self._yardsticks:
-            self._yardsticks[key] = fit(self._shared_noise_runs(request, path), num_ways(request.case))
+            self._yardsticks[key] = fit(self._shared_noise_runs(request, path), variance_ratio(request.case))
         return self._yardsticks[key]
 
     def _shared_noise_runs(self, request: Request, path: Path) -> list[Comparisons]:

@@ -37,13 +37,14 @@ from meshmark.run.request import Request
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Dtype
 
 NUM_RUNS = 24
 NUM_RANKS = 2
 """Processes that share the runs."""
 TIME_LIMIT_SECONDS = 600.0
 _PARTIAL = ".partial"
-FORMAT = 7
+FORMAT = 8
 """Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
 
 
@@ -202,6 +203,12 @@ def _meet(replicas: Sequence[Mapping[str, Tensor]], average: bool, times: int = 
 def num_ways(case: Case) -> int:
     """Ways of casting that the runs take turns at."""
     return 2 if case.precision.is_mixed else 1
+
+
+def variance_ratio(case: Case) -> float:
+    """How much more the noise of one framework may vary than that of all runs: in mixed precision it casts in one of
+    the two ways that they take turns at, and in float64 the truth is rounded as it is."""
+    return 2.0 if case.precision.is_mixed or case.precision.compute is Dtype.FP64 else 1.0
 
 
 def _num_ranks(case: Case) -> int:
