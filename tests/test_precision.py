@@ -37,7 +37,8 @@ from tests.broken.mutant import GPT, LAYOUTS
 from tests.broken.mutants import BY_NAME, target
 from tests.factories import make_case
 
-BASELINES = Path(__file__).parent.parent / "baselines"
+OLD_RECORDS = Path(__file__).parent / "data" / "schema-1"
+"""Of Meshmark f7fe655."""
 NARROW = Precision.BF16_REDUCE_BF16
 OF_SUITES = ["ddp_ReduceDtypeForgotten", "fsdp2_ReduceDtypeForgotten", "ddp_ReduceDtypeOfAnother"]
 OF_CLAUSES = ["ddp_ReduceDtypeForgotten_bf16_reduction", "fsdp2_ReduceDtypeOfAnother_bf16_states"]
@@ -77,8 +78,8 @@ def test_one_that_is_no_preset_is_written_field_by_field() -> None:
 
 
 def test_records_written_before_precisions_were_records_are_read() -> None:
-    reading = read_records(BASELINES / "epyc-2cpu")
-    assert not reading.complaints
+    reading = read_records(OLD_RECORDS)
+    assert not reading.complaints and len(reading.records) == 2
     assert {record.case.precision for record in reading.records} == {Precision.FP32}
 
 
