@@ -109,7 +109,7 @@ def test_the_noisier_of_two_ways_of_casting_is_not_held_to_the_noise_of_both() -
         return {Quantity.parse("gradients/a"): list((0.1 + way) * chi_squared(rng, 200, (STEPS,)))}
 
     runs = [cast(run // 4 % 2) for run in range(16)]
-    one, two = fit(runs), fit(runs, num_ways=2)
+    one, two = fit(runs), fit(runs, variance_ratio=2.0)
     furthest = max(ratio for _ in range(200) for ratio, *_ in two.ratios(cast(1)))
     assert two.factors["gradients"] == pytest.approx(2**0.5 * one.factors["gradients"])
     assert furthest < two.factors["gradients"] / 2
@@ -151,12 +151,15 @@ def test_one_wild_tensor_does_not_excuse_the_others() -> None:
     assert max(fit(runs).excesses(odd))[1] == Quantity.parse("gradients/4")
 
 
-def test_numbers_are_pooled_over_steps_and_tensors_are_not() -> None:
-    yardstick = Yardstick(
-        noise={Quantity.parse("loss"): [1.0, 5.0], Quantity.parse("gradients/a"): [1.0, 5.0]}, factors={}
+def test_no_step_of_a_number_is_quieter_than_all_and_none_of_a_tensor_is_louder_than_it_was() -> None:
+    """A number may happen to be near the truth at a step, in all runs; and far from it at one alone."""
+    runs = [{Quantity.parse(name): [sign * 1.0, sign * 5.0] for name in ("loss", "gradients/a")} for sign in (1, -1)]
+    yardstick = fit(runs)
+    loss, gradient = (
+        [yardstick.noise_of(Quantity.parse(name), step) for step in (0, 1)] for name in ("loss", "gradients/a")
     )
-    assert [yardstick.noise_of(Quantity.parse("loss"), s) for s in (0, 1)] == [5.0, 5.0]
-    assert [yardstick.noise_of(Quantity.parse("gradients/a"), s) for s in (0, 1)] == [1.0, 5.0]
+    assert loss == [pytest.approx(13**0.5), 5.0], "the root mean square of both, and its own"
+    assert gradient == [1.0, 5.0]
 
 
 def test_noise_runs_that_are_exact_leave_half_a_unit_in_the_last_place() -> None:
