@@ -273,12 +273,17 @@ def test_the_peak_is_planned_category_by_category(runner: Runner, adapter: str, 
     ],
 )
 def test_two_adapters_of_one_algorithm_hold_the_same(runner: Runner, one: str, other: str, layout: Layout) -> None:
-    """Within 1 % on every rank, of all that the allocator counted; what gloo had late at the peak is told."""
-    pair = [runner.observe(Case(adapter=name, layout=layout, workload=GPT)).memory.readings for name in (one, other)]
-    for mine, theirs in zip(*pair, strict=True):
-        assert mine.steady.total == pytest.approx(theirs.steady.total, rel=0.01)
-        more, less = sorted((mine, theirs), key=lambda reading: reading.peak.total, reverse=True)
-        assert more.peak.total - more.late_bytes <= 1.01 * less.peak.total
+    """Within 1 % on every rank, of all that the allocator counted; what gloo had late at the peak is told. Accelerate
+    keeps FSDP2's root whole from its forward to its backward pass, which its plan tells."""
+    mine, theirs = (runner.observe(Case(adapter=name, layout=layout, workload=GPT)).memory for name in (one, other))
+    for rank in range(2):
+        assert mine.readings[rank].steady.total == pytest.approx(theirs.readings[rank].steady.total, rel=0.01)
+        beyond = [
+            (held.readings[rank].peak.total - held.planned[rank].peak, held.readings[rank].late_bytes)
+            for held in (mine, theirs)
+        ]
+        (less, _), (more, late) = sorted(beyond)
+        assert more - late <= less + 0.01 * mine.planned[rank].peak
 
 
 def verdict_on(runner: Runner, name: str) -> Verdict:

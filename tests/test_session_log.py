@@ -89,7 +89,7 @@ def test_it_is_in_the_report_and_no_verdict(without_noise: tuple[Path, str]) -> 
     assert "wrong or failed" not in head
     assert "; 2 tests failed" in head
     assert "| **unfinished** " in page
-    assert "**ddp-dp2.mb2-gpt-mini-fp32** (observe): unfinished: FileExistsError: " in page
+    assert "**ddp-dp2.mb2-gpt-mini-fp32** (observe): unfinished: " in page and "FileExistsError: " in page
     assert "2 tests failed:" in page and "test_throughput[" not in page.partition("## Where the time")[0]
 
 
