@@ -241,11 +241,22 @@ RECIPES: dict[str, TrainingRecipe] = {
         ),
         # 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511). A logit is held in
         # bf16, in fp32, as its log-softmax and as that one's gradient: torch's cross-entropy is not fused.
+        # Outside: context and one communicator, as nanotron's.
         TrainingRecipe(
             name="fsdp2",
             states=StateBytes(weight_bytes=4, gradient_bytes=4, master_bytes=0),
+            buffers=BufferBytes(outside_bytes=0.9e9),
             wire=Wire(reduce_bytes=4, gather_bytes=2),
             activations=ActivationBytes(logit_bytes=14),
+        ),
+        # The same with a fused cross-entropy (flash-attn's, as MosaicML's llm-foundry has it, Liger's, a compiled one):
+        # the logits in bf16 and their gradient, and nothing in fp32.
+        TrainingRecipe(
+            name="fsdp-fused-loss",
+            states=StateBytes(weight_bytes=4, gradient_bytes=4, master_bytes=0),
+            buffers=BufferBytes(outside_bytes=0.9e9),
+            wire=Wire(reduce_bytes=4, gather_bytes=2),
+            activations=ActivationBytes(logit_bytes=4),
         ),
         # 4 + 4 + 8 = 16, everything in fp32.
         TrainingRecipe(
