@@ -105,9 +105,9 @@ def _add_report(report: argparse.ArgumentParser) -> None:
 
 def _of_planner(name: str) -> AddArguments:
     def add(parser: argparse.ArgumentParser) -> None:
-        from meshmark.plan import cli
+        from meshmark.plan import cli, predict_cli
 
-        {"plan": cli.add_plan, "predict": cli.add_predict, "calibrate": cli.add_calibrate}[name](parser)
+        {"plan": cli.add_plan, "predict": predict_cli.add_predict, "calibrate": cli.add_calibrate}[name](parser)
 
     return add
 
