@@ -33,7 +33,7 @@ for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_T
 
 @pytest.fixture(scope="session", autouse=True)
 def runs_of_pytest_start_fast() -> Iterator[None]:
-    """Those that tests start, without plugins of others: Hypothesis's imports all of it, for a second, to say nothing."""
+    """Those that tests start, without plugins of others: Hypothesis's imports all of it, for a second."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")
         yield
