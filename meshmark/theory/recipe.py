@@ -133,6 +133,11 @@ class EagerBackward:
     """FSDP gathers a block ahead in the backward pass, and keeps what is being reduced until the next block's is."""
     keeps_root: bool = False
     """FSDP leaves what is in no block gathered from forward to backward pass."""
+    lasting_gradients: bool = False
+    """FSDP1's flat gradients are forgotten when the next forward pass begins, not by `zero_grad`."""
+    kept_share: float = 0.0
+    """Of a block's gathered weights, what FSDP leaves there from its forward pass to its backward: all of them are not
+    gathered again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +170,8 @@ class TrainingRecipe:
     backward: EagerBackward = EagerBackward()
     """Of eager kernels alone."""
     cut: PipelineCut = PipelineCut()
+    replicas: int = 1
+    """Groups of data-parallel ranks that each hold all shards (HSDP)."""
     arithmetic: str = "bf16"
     """The dtype whose peak the matrix products are measured against."""
 
