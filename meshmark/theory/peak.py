@@ -58,7 +58,8 @@ def _update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: 
 def _whole_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
     """Of tensors or of buckets, which are there from the start of the step; DDP's other micro-batches' beside them."""
     width, buckets = recipe.states.gradient_bytes, recipe.backward.gradient_path is GradientPath.BUCKETS
-    beside = width * num_parameters * np.where(grid.pp == 1, buckets and later, 0)
+    unreduced = buckets and later and recipe.backward.accumulates_beside
+    beside = width * num_parameters * np.where(grid.pp == 1, unreduced, 0)
     return _most(
         [
             instant.activations + beside + width * (num_parameters + instant.own if later or buckets else instant.made)

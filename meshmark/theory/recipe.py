@@ -133,6 +133,9 @@ class EagerBackward:
     """FSDP gathers a block ahead in the backward pass, and keeps what is being reduced until the next block's is."""
     keeps_root: bool = False
     """FSDP leaves what is in no block gathered from forward to backward pass."""
+    accumulates_beside: bool = True
+    """What DDP has not reduced yet, of all micro-batches but the last, lies beside its buckets; where it reduces after
+    every one, in them."""
     lasting_gradients: bool = False
     """FSDP1's flat gradients are forgotten when the next forward pass begins, not by `zero_grad`."""
     kept_share: float = 0.0
