@@ -6,14 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
@@ -29,6 +26,9 @@ from meshmark.theory.flow import Departure, Purpose, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import Padding, Sharding, neighbours, sharded_recipe, sharding_departures
 from meshmark.theory.traffic import step_traffic
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel  # some seconds, which only ranks should take
 
 _ALIGNED_BYTES = 16
 """Of the address of every parameter in its flat tensor (`_get_aligned_numel` of PyTorch's fsdp/_flat_param.py)."""
@@ -77,6 +77,8 @@ class FSDP1Engine(DataParallelEngine):
 
 def _handles(module: FullyShardedDataParallel) -> Iterator[tuple[str, Any]]:
     """Every unit's path, and what knows its flat parameter."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     for path, part in module.named_modules():
         if isinstance(part, FullyShardedDataParallel) and part._handle:
             yield path, part._handle
@@ -101,7 +103,7 @@ class FSDP1(Adapter):
             Feature.MATRIX_WISE: "its optimizer is given flat parts of the parameters",
         },
     )
-    strategy: ClassVar = ShardingStrategy.FULL_SHARD
+    strategy: ClassVar = "FULL_SHARD"
     sharding: ClassVar = Sharding(reshards_root=False)
 
     @classmethod
@@ -129,10 +131,13 @@ class FSDP1(Adapter):
         return cls.sharding.misfit(case.layout) or super().supports(case, device, backend)
 
     def build(self, case: Case, context: RankContext) -> Engine:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
         replicas = self.sharding.replicas
         low, reduced = AUTOCAST.get(case.precision.compute), getattr(torch, case.precision.reduction)
         arguments: dict[str, Any] = {
-            "sharding_strategy": self.strategy,
+            "sharding_strategy": ShardingStrategy[self.strategy],
             "device_id": context.device,
             "use_orig_params": True,
             "mixed_precision": MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low else None,
@@ -148,6 +153,8 @@ class FSDP1(Adapter):
         named = [(_canonical(name), parameter) for name, parameter in module.named_parameters()]
         engine = FSDP1Engine(case, context, module, build_optimizer(case.workload.optimizer, named))
         if engine.scaler.is_enabled():
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
             engine.scaler = ShardedGradScaler(device=context.device.type)
         return engine
 
@@ -155,14 +162,14 @@ class FSDP1(Adapter):
 class FSDP1ShardGradOp(FSDP1):
     """SHARD_GRAD_OP: weights are gathered once a micro-batch and stay until their backward."""
 
-    strategy: ClassVar = ShardingStrategy.SHARD_GRAD_OP
+    strategy: ClassVar = "SHARD_GRAD_OP"
     sharding: ClassVar = Sharding(reshards_blocks=False, reshards_root=False)
 
 
 class FSDP1Hybrid(FSDP1):
     """HYBRID_SHARD: two replicas, each sharded over half of the ranks."""
 
-    strategy: ClassVar = ShardingStrategy.HYBRID_SHARD
+    strategy: ClassVar = "HYBRID_SHARD"
     sharding: ClassVar = Sharding(reshards_root=False, replicas=2)
 
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter, Track
@@ -31,6 +27,9 @@ from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import Padding, Sharding, neighbours, sharded_recipe, sharding_departures
 from meshmark.theory.traffic import step_traffic
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor  # a second, which only ranks should take
+
 
 class FSDP2Engine(DataParallelEngine):
     """Gradients are reduce-scattered after every micro-batch, fully_shard's default: putting it off would keep them
@@ -41,7 +40,7 @@ class FSDP2Engine(DataParallelEngine):
         return logits
 
     def clip(self, max_norm: float) -> Tensor:
-        return cast(DTensor, super().clip(max_norm)).full_tensor()
+        return cast("DTensor", super().clip(max_norm)).full_tensor()
 
     def save(self, folder: Path) -> None:
         save_sharded(folder, self.module, self.optimizer, self.schedule)
@@ -130,6 +129,9 @@ def fsdp2_departures(case: Case, rank: int, sharding: Sharding) -> tuple[Departu
 
 def shard(model: Model, case: Case, context: RankContext, sharding: Sharding) -> None:
     """Shard a model on the meta device over all ranks, block by block, and fill the shards with initial values."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     shards = case.layout.dp // sharding.replicas
     sizes, names = ((sharding.replicas, shards), ("replicas", "shards")) if sharding.replicas > 1 else ((shards,), None)
     mesh = init_device_mesh(context.device.type, sizes, mesh_dim_names=names)
@@ -149,8 +151,10 @@ def shard(model: Model, case: Case, context: RankContext, sharding: Sharding) ->
 @torch.no_grad()
 def fill_shards(model: Model, case: Case) -> None:
     """Initial values of every sharded parameter, each rank its own part alone."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     for name, parameter in model.named_parameters():
-        sharded = cast(DTensor, parameter)
+        sharded = cast("DTensor", parameter)
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, sharded.device_mesh, sharded.placements)
         sharded.to_local().copy_(
             initial_value(
