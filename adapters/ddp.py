@@ -55,6 +55,11 @@ class DDP(Adapter):
         precisions=frozenset(Precision.PRESETS.values()),
     )
     engine: ClassVar[type[DDPEngine]] = DDPEngine
+    gradients_are_views: ClassVar[bool] = True
+    """Of the buckets that they are reduced in."""
+    broadcasts_buffers: ClassVar[bool] = False
+    """Otherwise each replica keeps its own statistics, as the workload defines them."""
+    static_graph: ClassVar[bool] = False
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -70,16 +75,13 @@ class DDP(Adapter):
             initial_model(case, context.device),
             device_ids=[context.device] if context.device.type == "cuda" else None,
             find_unused_parameters=case.workload.skipped_block is not None,
-            **self.chosen(),
+            gradient_as_bucket_view=self.gradients_are_views,
+            broadcast_buffers=self.broadcasts_buffers,
+            static_graph=self.static_graph,
         )
         if case.precision.narrows_reduction:
             module.register_comm_hook(dist.group.WORLD, _HOOKS[case.precision.reduction])
         return module
-
-    def chosen(self) -> dict[str, bool]:
-        """DDP's options of which its user has a choice."""
-        # Each replica keeps its own statistics, as the workload defines them.
-        return {"gradient_as_bucket_view": True, "broadcast_buffers": False}
 
 
 class StaticEngine(DDPEngine):
@@ -93,6 +95,7 @@ class DDPStatic(DDP):
     """`static_graph=True`: DDP is told that every step uses the same parameters in the same order."""
 
     engine: ClassVar = StaticEngine
+    static_graph: ClassVar = True
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -113,15 +116,14 @@ class DDPStatic(DDP):
 
         return departing(step_traffic(case, rank) if count > 1 else None, Purpose.GRADIENTS, reason, each)
 
-    def chosen(self) -> dict[str, bool]:
-        return {**super().chosen(), "static_graph": True}
-
 
 class DDPRecommended(DDP):
     """`DistributedDataParallel(model)`: the first rank's buffers are everybody's, and gradients are copied into buckets
     and back."""
 
     track: ClassVar = Track.AUTHORS
+    gradients_are_views: ClassVar = False
+    broadcasts_buffers: ClassVar = True
     capabilities: ClassVar = replace(
         DDP.capabilities, lacks={Feature.BUFFERS: "by default the first rank's are broadcast before every forward pass"}
     )
@@ -139,6 +141,3 @@ class DDPRecommended(DDP):
         )
         num_bytes = case.precision.accumulation.itemsize * trained
         return (Remainder(category="steady", num_bytes=num_bytes, reason="buckets, beside the gradients themselves"),)
-
-    def chosen(self) -> dict[str, bool]:
-        return {}

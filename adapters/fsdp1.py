@@ -109,7 +109,7 @@ class FSDP1(Adapter):
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         using = sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
-        return replace(using, backward=replace(using.backward, lasting_gradients=True))
+        return replace(using, backward=replace(using.backward, lasting=True))
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:

@@ -33,9 +33,6 @@ class GradientPath(StrEnum):
     """FSDP: block by block whole, then reduce-scattered; what is in no block together at the end."""
 
 
-DEEPSPEED_PATHS = (GradientPath.STAGED, GradientPath.STREAMED, GradientPath.MODULES)
-
-
 @dataclass(frozen=True, kw_only=True)
 class MatrixWise:
     """An optimizer that keeps more of one parameter than of another."""
@@ -133,14 +130,11 @@ class EagerBackward:
     """FSDP gathers a block ahead in the backward pass, and keeps what is being reduced until the next block's is."""
     keeps_root: bool = False
     """FSDP leaves what is in no block gathered from forward to backward pass."""
-    accumulates_beside: bool = True
-    """What DDP has not reduced yet, of all micro-batches but the last, lies beside its buckets; where it reduces after
-    every one, in them."""
-    lasting_gradients: bool = False
-    """FSDP1's flat gradients are forgotten when the next forward pass begins, not by `zero_grad`."""
     kept_share: float = 0.0
-    """Of a block's gathered weights, what FSDP leaves there from its forward pass to its backward: all of them are not
-    gathered again."""
+    """Of a block's gathered weights, what stays until its backward; all of them are not gathered again."""
+    accumulates_beside: bool = True
+    """What DDP has not reduced yet lies beside its buckets; in them where it reduces every micro-batch."""
+    lasting: bool = False  # FSDP1 forgets its flat gradients when the next forward pass begins
 
 
 @dataclass(frozen=True, kw_only=True)
