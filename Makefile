@@ -7,7 +7,7 @@ RESULTS := results/report
 # Accelerate once more: the report is to take less than four minutes on two cores. Its workload is synchronous.
 REPORTED := not (post-local-sgd or dp4 and (accelerate-deepspeed or deepspeed and (zero1 or zero2)))
 
-.PHONY: help install report conformance test lint types bench gpu clean
+.PHONY: help install report conformance test lint types docs bench gpu clean
 
 help:
 	@echo "make report   run the suites on this machine's CPU (world sizes 2 and 4), leave reports/report.md"
@@ -18,7 +18,7 @@ help:
 	@echo "make chaos    faults by the hundred while suites run: reports/chaos.md; make fuzz: odd inputs for longer"
 	@echo "make bench    performance claims: launch, overhead, report scale"
 	@echo "make gpu      run on this machine's GPU with its own python (PYTHON=...), leave GPU_OUT (results/gpu)"
-	@echo "make lint types clean"
+	@echo "make lint types docs clean"
 
 install: $(VENV)/.installed
 
@@ -57,6 +57,11 @@ types: install
 	$(BIN)/mypy
 
 include plan.mk power.mk chaos.mk
+
+# The site, of which a warning is an error; mkdocs and its theme are installed for it alone.
+docs: install
+	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: install
 	$(BIN)/python -m benchmarks.launch

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshmark.errors import InputError, UnknownNameError
+from meshmark.regression.gate import DEFAULT_GATE, parse_gate
 
 CASES = (
     *("adapters", "adapter", "world", "layouts", "precision", "workload", "model", "global-batch", "corpus"),
@@ -44,6 +45,8 @@ class SuiteFile:
 
     runs: tuple[tuple[str, ...], ...]
     """Arguments of pytest, one run a table [[cases]]."""
+    gate: tuple[str, ...]
+    """Arguments of `meshmark compare`, for what the runs left; empty without [gates]."""
 
 
 def read_suite(path: Path) -> SuiteFile:
@@ -56,11 +59,25 @@ def read_suite(path: Path) -> SuiteFile:
     cases = said.get("cases")
     if not isinstance(cases, list) or not cases or not all(isinstance(one, dict) for one in cases):
         raise InputError(f"{path}: expected a table [[cases]] for every run of the suites, such as world = [2]")
-    every = [
-        *_arguments(f"{path}: [options]", _table(path, said, "options"), OPTIONS),
-        *_arguments(f"{path}: [gates]", _table(path, said, "gates"), GATES),
-    ]
-    return SuiteFile(runs=tuple(_run(f"{path}: [[cases]] number {i}", one, every) for i, one in enumerate(cases, 1)))
+    options = _table(path, said, "options")
+    every = _arguments(f"{path}: [options]", options, OPTIONS)
+    return SuiteFile(
+        runs=tuple(_run(f"{path}: [[cases]] number {i}", one, every) for i, one in enumerate(cases, 1)),
+        gate=_gate(f"{path}: [gates]", _table(path, said, "gates"), str(options.get("results", "results"))),
+    )
+
+
+def _gate(where: str, said: Mapping[str, object], results: str) -> tuple[str, ...]:
+    _expect(where, said, GATES)
+    if not said:
+        return ()
+    if "baseline" not in said:
+        raise InputError(f"{where}: baseline is missing: a results folder, or the name of one in baselines/")
+    (named,) = _texts(where, "baseline", said["baseline"])[:1] or [""]
+    folder = Path(named) if Path(named).exists() else Path("baselines") / named
+    limits = ",".join(_texts(where, "fail-on", said.get("fail-on", DEFAULT_GATE)))
+    parse_gate(limits)
+    return ("compare", str(folder), results, "--fail-on", limits)
 
 
 def _table(path: Path, said: Mapping[str, object], name: str) -> dict[str, object]:
@@ -116,8 +133,14 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def run_suite(arguments: argparse.Namespace) -> int:
-    """Every run of the file, one after the other; the worst of their exit codes."""
-    ended = [run_pytest([*run, *arguments.pytest]) for run in read_suite(arguments.suite).runs]
+    """Every run of the file, one after the other; then the gate; the worst of their exit codes."""
+    suite = read_suite(arguments.suite)
+    ended = [run_pytest([*run, *arguments.pytest]) for run in suite.runs]
+    if suite.gate:
+        from meshmark.cli import main  # which imports this module
+
+        print(shlex.join(["meshmark", *suite.gate]), flush=True)
+        ended.append(main(suite.gate))
     return min(ended, key=lambda code: (code == 0, _WORST.index(code) if code in _WORST else -1))
 
 

@@ -61,12 +61,13 @@ def options_of(text: str) -> set[str]:
 
 def prepare(folder: Path) -> None:
     """What the pages speak of."""
-    for results in ("results", "results/first", "baselines/NAME", "before", "after"):
+    for results in ("results", "results/first", "results/ci", "baselines/NAME", "before", "after"):
         file = RecordFile(folder / results)
         file.append(make_good())
         file.append(make_timed())
         file.close()
     write_table(folder / "layouts.csv", sweep_rows(1))
+    (folder / "suite.toml").write_text('[[cases]]\nadapters = ["ddp"]\nsuites = ["equivalence"]\n')
     (folder / "path" / "to").mkdir(parents=True)
     for place in (folder, folder / "path" / "to"):
         (place / "mine.py").write_text(OUTSIDE)
@@ -87,8 +88,11 @@ def each_task(words: list[str]) -> list[str]:
 
 
 def meshmark(words: list[str]) -> list[str]:
-    """For real; what measures for its time's sake, in less time."""
-    return ["meshmark", *words, *(["--seconds", "1", "--ranks", "1"] if words[:1] == ["calibrate"] else [])]
+    """For real; what measures for its time's sake, in less time, and what trains as far as collection."""
+    if "--run" in words:
+        words = [*words[:-1], f"{words[-1]} --collect-only"]
+    less = {"calibrate": ["--seconds", "1", "--ranks", "1"], "run": ["--collect-only"]}
+    return ["meshmark", *words, *less.get(words[0], [])]
 
 
 def make(words: list[str]) -> list[str]:
@@ -185,10 +189,17 @@ def complaint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return complaints(list(dict.fromkeys([*pages, *WRONG])), tmp_path_factory.mktemp("reader"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+COMMANDING = [page for page in PAGES if commands_of(page.read_text())]
+
+
+def test_pages_that_teach_commands_are_read() -> None:
+    teaching = {"README.md", "adapter.md", "tutorial.md", "ci.md", "planner.md", "compare.md"}
+    assert teaching <= {page.name for page in COMMANDING}
+
+
+@pytest.mark.parametrize("page", COMMANDING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page_runs(page: Path, complaint: dict[str, str]) -> None:
     commands = commands_of(page.read_text())
-    assert commands
     assert not {command: complaint[command] for command in commands if command in complaint}
 
 

@@ -12,6 +12,7 @@ from meshmark import plan_run, suite_file
 from meshmark.cli import main
 from meshmark.plan.rates import rates
 from meshmark.plan.search import Search, search
+from meshmark.run.record_file import RecordFile
 from meshmark.selection import add_options
 from meshmark.spec.hardware import gpu
 from meshmark.spec.model_spec import MODELS
@@ -19,12 +20,14 @@ from meshmark.spec.model_text import describe, described_model
 from meshmark.suite_file import CASES, OPTIONS, read_suite
 from meshmark.theory.grid import SearchSpace
 from meshmark.theory.recipe import recipe
+from tests.factories import make_good, make_verdict
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_a_suite_file_is_a_run_of_pytest_for_each_of_its_cases() -> None:
-    first, second = read_suite(ROOT / "examples" / "suite.toml").runs
+    suite = read_suite(ROOT / "examples" / "suite.toml")
+    first, second = suite.runs
     assert first[:4] == (
         "--pyargs",
         "meshmark.suites.test_equivalence",
@@ -33,6 +36,8 @@ def test_a_suite_file_is_a_run_of_pytest_for_each_of_its_cases() -> None:
     )
     assert set(first[4:]) == {"--device=cpu", "--results=results/ci", "--adapters=ddp,fsdp2", "--world=2"}
     assert {"--layouts=dp2.zero3.mb2", "--timing-budget=5"} <= set(second)
+    compared = ("compare", "baselines/main", "results/ci")
+    assert suite.gate == (*compared, "--fail-on", "wrong,bigger:1%,slower:3%")
 
 
 def test_every_key_is_an_option_of_the_suites() -> None:
@@ -56,6 +61,8 @@ def test_every_key_is_an_option_of_the_suites() -> None:
         ),
         ("[[cases]]\nworld = {a = 1}", "world is \"{{'a': 1}}\", expected a text, a number or a list of them"),
         ("[[cases]]\nworld = [", "cannot read {path}"),
+        ("[[cases]]\n[gates]\nfail-on = 'wrong'", "[gates]: baseline is missing"),
+        ("[[cases]]\n[gates]\nbaseline = 'x'\nfail-on = 'slow:3%'", "--fail-on 'slow:3%', at 'slow:3%'"),
         ("options = 1\n[[cases]]", "options is '1', expected a table [options]"),
     ],
 )
@@ -115,3 +122,26 @@ def test_a_plan_that_cannot_be_run_here_says_what_to_type_where_it_can(monkeypat
         plan_run.suite_arguments(planned(8, (3,)), "fsdp2")
     with pytest.raises(ValueError, match="--run: gpipe trains none of the plan's layouts: gpipe does not support"):
         plan_run.suite_arguments(planned(8, (3,)), "gpipe")
+
+
+def test_a_gate_compares_what_the_runs_left_and_fails_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The runs are not done: their records are there already, those of the second folder with a wrong one."""
+    monkeypatch.chdir(tmp_path)
+    for folder, record in (
+        ("baselines/good", make_good()),
+        ("now", make_good()),
+        ("bad", make_good(verdicts=[make_verdict(passed=False)])),
+    ):
+        file = RecordFile(tmp_path / folder)
+        file.append(record)
+        file.close()
+    monkeypatch.setattr(suite_file, "run_pytest", lambda words: 0)
+    text = "[[cases]]\n[options]\nresults = 'now'\n[gates]\nbaseline = 'good'\nfail-on = ['wrong', 'bigger:1%']\n"
+    for results, code in (("now", 0), ("bad", 1)):
+        Path("suite.toml").write_text(text.replace("now", results))
+        assert main(["run", "suite.toml"]) == code
+        said = capsys.readouterr().out
+        assert f"meshmark compare baselines/good {results} --fail-on wrong,bigger:1%" in said
+        assert ("FAILED by --fail-on wrong" in said) is (code == 1)
