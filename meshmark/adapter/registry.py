@@ -75,7 +75,8 @@ def builtin_adapters() -> dict[str, str]:
     """Meshmark's own adapters, core and roster: name to target."""
     registry = importlib.import_module("meshmark.adapters")
     core: dict[str, str] = registry.ADAPTERS
-    return core | registry.ROSTER
+    roster: dict[str, str] = registry.ROSTER
+    return core | roster
 
 
 def core_adapters() -> dict[str, str]:
