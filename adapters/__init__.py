@@ -24,6 +24,7 @@ ADAPTERS: dict[str, str] = {
 """The core: what runs where no adapter is named, so the report's."""
 
 ROSTER: dict[str, str] = {
+    "deepspeed-zero0": "meshmark.adapters.deepspeed.replicated:DeepSpeedZero0",
     "deepspeed-offload": "meshmark.adapters.deepspeed.variants:DeepSpeedOffload",
 }
 """What runs where it is named, or by `make roster`."""

@@ -46,6 +46,7 @@ def _module(name: str) -> ModuleType:
 def build(name: str) -> None:
     """Compile one operator, by DeepSpeed's own builder, in a folder of its own; put it in place when it is whole."""
     FOLDER.mkdir(parents=True, exist_ok=True)
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja's
     with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
         os.environ["TORCH_EXTENSIONS_DIR"] = scratch
         from deepspeed.ops import op_builder

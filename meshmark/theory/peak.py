@@ -67,6 +67,12 @@ def _whole_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: C
     )
 
 
+def _flattened_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
+    """DeepSpeed without ZeRO: whole, and at the end beside a flat copy."""
+    flat = 2 * recipe.states.gradient_bytes * num_parameters
+    return _most([_whole_peak(one, grid, recipe, num_parameters, later), flat])
+
+
 def _staged_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
     """DeepSpeed's stage 1: beside whole gradients stands the bucket, from the first gradient of the step on; when it is
     full for the first time, its gradients are there no more, and the rank's part is made."""
@@ -163,6 +169,7 @@ def _sharded_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters:
 
 
 _DEEPSPEED: dict[GradientPath, Callable[[Pass, Grid, TrainingRecipe, Column, bool], Column]] = {
+    GradientPath.FLATTENED: _flattened_peak,
     GradientPath.STAGED: _staged_peak,
     GradientPath.STREAMED: _streamed_peak,
     GradientPath.MODULES: _modules_peak,

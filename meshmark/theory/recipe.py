@@ -25,6 +25,9 @@ class GradientPath(StrEnum):
     STAGED = "staged"
     """DeepSpeed's stage 1: whole until the last micro-batch is over, then through a bucket into the rank's part
     (`reduce_ipg_grads` and `copy_grads_in_partition` of its runtime/zero/stage_1_and_2.py)."""
+    FLATTENED = "flattened"
+    """DeepSpeed without ZeRO: whole until the last micro-batch is over, then through one flat copy of all of them
+    (`buffered_allreduce_fallback` of its runtime/engine.py)."""
     STREAMED = "streamed"
     """DeepSpeed's stage 2: the same while every micro-batch's backward pass runs."""
     MODULES = "modules"
@@ -257,6 +260,9 @@ RECIPES: dict[str, TrainingRecipe] = {
         ),
         _EAGER,
         replace(_EAGER, name="eager-ddp", backward=replace(_EAGER.backward, gradient_path=GradientPath.BUCKETS)),
+        replace(
+            _EAGER, name="eager-deepspeed-0", backward=replace(_EAGER.backward, gradient_path=GradientPath.FLATTENED)
+        ),
         # DeepSpeed keeps weights and masters in two copies in fp32 too, and at stage 1 no other rank's gradients.
         replace(
             _EAGER,

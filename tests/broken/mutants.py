@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.registry import load_adapter
-from meshmark.adapters import ADAPTERS
+from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.spec.case import Case
 from tests.broken.clause_mutants import CLAUSE_MUTANTS
 from tests.broken.engine import Broken, breaks
@@ -39,7 +38,7 @@ def __getattr__(name: str) -> type[Adapter]:
 
 
 def _broken(adapter: str, defect: type[Broken] | type[Adapter]) -> type[Adapter]:
-    real = load_adapter(ADAPTERS[adapter])
+    real = load_adapter(builtin_adapters()[adapter])
     if issubclass(defect, Adapter):
         return type(defect.__name__, (defect, real), {})
 
