@@ -48,7 +48,7 @@ class DeepSpeed(Adapter):
             Precision.BF16_REDUCE_BF16: "its configuration here asks for reduction in float32 alone",
         },
     )
-    known_gaps: ClassVar = (
+    known_gaps: ClassVar[tuple[KnownGap, ...]] = (
         KnownGap(
             clause="unused",
             zero_stages=(1, 2),
