@@ -16,7 +16,7 @@ from meshmark.adapter.holdings import Holdings
 from meshmark.errors import AdapterError
 from meshmark.reference.initial import initial_value
 
-_TAG, _UNIVERSAL = "meshmark", "universal"
+TAG, _UNIVERSAL = "meshmark", "universal"
 """Of checkpoints as they are saved, and as converted for any world size."""
 
 
@@ -93,16 +93,19 @@ class DeepSpeedEngine(DataParallelEngine):
         """DeepSpeed steps the one that it was given."""
 
     def save(self, folder: Path) -> None:
-        self.module.save_checkpoint(str(folder), tag=_TAG)
+        self.module.save_checkpoint(str(folder), tag=TAG)
 
     def load(self, folder: Path) -> None:
         """Of another world size through DeepSpeed's universal checkpoint, which the first rank converts to."""
-        tag = _TAG
-        if len(list((folder / _TAG).glob("*optim_states.pt"))) != self.context.world_size:
+        tag = TAG
+        if len(list((folder / TAG).glob("*optim_states.pt"))) != self.context.world_size:
             tag, self.module._config.load_universal_checkpoint = _UNIVERSAL, True
             if self.context.rank == 0:
                 _make_universal(folder)
             torch.distributed.barrier()
+        self.read(folder, tag)
+
+    def read(self, folder: Path, tag: str) -> None:
         path, _ = self.module.load_checkpoint(str(folder), tag=tag)
         if path is None:
             raise AdapterError(f"rank {self.context.rank}: DeepSpeed found no checkpoint in {folder}")
@@ -166,7 +169,7 @@ def _make_universal(folder: Path) -> None:
 
     ds_to_universal.main(
         argparse.Namespace(
-            input_folder=str(folder / _TAG),
+            input_folder=str(folder / TAG),
             output_folder=str(folder / _UNIVERSAL),
             num_extract_workers=1,
             num_merge_workers=1,

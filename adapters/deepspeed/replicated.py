@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.data_parallel import DataParallelEngine
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.deepspeed import DeepSpeed
-from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
+from meshmark.adapters.deepspeed.engine import TAG, DeepSpeedEngine
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.precision import Precision
@@ -32,6 +33,10 @@ class ReplicatedEngine(DeepSpeedEngine):
 
     def holdings(self) -> Holdings:
         return DataParallelEngine.holdings(self)
+
+    def load(self, folder: Path) -> None:
+        """Optimizer states are in the same file as the model."""
+        self.read(folder, TAG)
 
 
 class DeepSpeedZero0(DeepSpeed):

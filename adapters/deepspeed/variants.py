@@ -15,6 +15,7 @@ from meshmark.adapters.deepspeed.operators import load, missing
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.optimizers import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Offload
 from meshmark.theory.parameter_order import bucket_elements, reaching_elements
 from meshmark.theory.states import Remainder
@@ -25,6 +26,16 @@ class DeepSpeedOffload(DeepSpeed):
     them: AdamW by DeepSpeed's own `DeepSpeedCPUAdam`, other optimizers by PyTorch's."""
 
     capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, offloads=frozenset({Offload.CPU}))
+
+    known_gaps: ClassVar = (
+        KnownGap(
+            clause="unused",
+            symptom="stale gradient",
+            reason="a parameter that a step does not use is updated again with the gradient of the last step that did: "
+            "the host's flat gradient is there for life, and a tensor's part of it is overwritten only where a "
+            "gradient comes",
+        ),
+    )
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
