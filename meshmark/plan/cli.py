@@ -11,42 +11,35 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
-from meshmark.plan.calibration_file import calibrated_at
-from meshmark.plan.layout_table import remarks
+from meshmark.plan.arguments import DEFAULT_GPU, GPU_HELP, add_setting, framework_given, machine_given, recipe_given
+from meshmark.plan.gpu_file import gpu_template
 from meshmark.plan.model_names import plan_model
-from meshmark.plan.predict_file import DEFAULT_RECIPE, predict_file, rates_for
+from meshmark.plan.predict_cli import add_predict
+from meshmark.plan.predict_file import DEFAULT_RECIPE
 from meshmark.plan.provenance import provenance
-from meshmark.plan.rates import Rates, rates, read_rates
-from meshmark.plan.rows import read_rows
+from meshmark.plan.rates import Rates
 from meshmark.plan.search import (
-    OFFLOAD_PLACES,
     Search,
     max_model,
-    reason,
     search,
     simulate_first,
     stage_times,
 )
-from meshmark.plan.step_time import PARTS
-from meshmark.spec.hardware import GIB, Gpu, gpu
-from meshmark.spec.layout import Offload, Schedule
-from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.plan.search_text import print_search, search_json
+from meshmark.spec.hardware import GIB, Gpu
+from meshmark.spec.layout import AXES, Offload, Schedule
+from meshmark.spec.model_spec import Family
 from meshmark.theory.grid import SEARCHED_SCHEDULES, SearchSpace
-from meshmark.theory.recipe import RECIPES, recipe
+from meshmark.theory.recipe import recipe
 
-_DEFAULT_MODEL, _DEFAULT_GPU = "llama-8b", "h100"
-_GPU_HELP = "kind of GPU, or the JSON file of a machine that `meshmark calibrate` measured, with its rates"
-_RATES_HELP = (
-    "name or JSON file of rates, if not the GPU's own; on h100 `predict` takes h100-sweep, the sweep's build, whose "
-    "pipelines poll for messages on many nodes, and `plan` takes h100, without the polling"
-)
+_DEFAULT_MODEL = "llama-8b"
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Arguments of `plan`; `run` raises `InputError` for a user's mistake."""
     parser.add_argument("--model", help=f"a preset, or a size such as gpt-175b; {_DEFAULT_MODEL} if not given")
-    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs")
-    parser.add_argument("--gpu", help=f"{_GPU_HELP}; {_DEFAULT_GPU} if not given")
+    parser.add_argument("--gpus", type=int, help="number of GPUs")
+    parser.add_argument("--gpu", help=f"{GPU_HELP}; {DEFAULT_GPU} if not given")
     parser.add_argument("--global-batch", type=int, default=256, help="sequences in one optimizer step")
     parser.add_argument("--seq-len", type=int, help="tokens in a sequence, if not the model's own")
     parser.add_argument("--top", type=int, default=10, help="layouts to print")
@@ -58,23 +51,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedules", default=",".join(SEARCHED_SCHEDULES), help=schedules)
     parser.add_argument("--cp", help="context-parallel degrees to search; by default 1, and more for long sequences")
     parser.add_argument("--offload", choices=tuple(Offload), default="none", help="where optimizer states live")
+    parser.add_argument("--gpu-template", action="store_true", help="print a file that says what --gpu is, and end")
     parser.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
-    _add_rates(parser)
+    add_setting(parser)
     parser.set_defaults(run=run_plan)
-
-
-def add_predict(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `predict`."""
-    parser.add_argument("layouts", type=Path, help="CSV file, one layout a row")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the same with predicted columns")
-    parser.add_argument("--gpu", help=f"{_GPU_HELP}, in place of the file's column gpu")
-    _add_rates(parser)
-    parser.set_defaults(run=run_predict)
-
-
-def _add_rates(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"bytes a parameter: {', '.join(RECIPES)}")
-    parser.add_argument("--rates", help=_RATES_HELP)
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
@@ -85,25 +65,14 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_calibrate)
 
 
-def _machine(arguments: argparse.Namespace) -> tuple[Gpu, Rates]:
-    """The GPU and the rates asked for; of a calibrated machine's file both, for its rates are shares of that machine.
-
-    Raises `InputError` when such rates are asked for on another GPU.
-    """
-    own = calibrated_at(arguments.rates)
-    if own and arguments.gpu not in (None, arguments.rates):
-        raise InputError(f"the rates in {arguments.rates} are shares of {own.gpu.name}, which is there too: omit --gpu")
-    own = own or calibrated_at(arguments.gpu)
-    there = own.gpu if own else gpu(arguments.gpu or _DEFAULT_GPU)
-    name = None if own and calibrated_at(arguments.rates) else arguments.rates
-    if name is not None:
-        return there, read_rates(Path(name)) if name.endswith(".json") else rates(name)
-    return there, own.rates if own else rates_for(there.name)
-
-
 def run_plan(arguments: argparse.Namespace) -> int:
     """Search and print."""
-    (machine, given), using = _machine(arguments), recipe(arguments.recipe)
+    (machine, given), using = machine_given(arguments), recipe_given(arguments) or recipe(DEFAULT_RECIPE)
+    if arguments.gpu_template:
+        print(gpu_template(machine, given), end="")
+        return 0
+    if arguments.gpus is None:
+        raise InputError("--gpus is missing: how many GPUs are there?")
     if arguments.max_model:
         return _print_max_model(arguments, machine, given)
     model = plan_model(arguments.model or _DEFAULT_MODEL)
@@ -117,21 +86,34 @@ def run_plan(arguments: argparse.Namespace) -> int:
     found = simulate_first(closed, arguments.top)
     elapsed = time.perf_counter() - start
     if arguments.json:
-        print(json.dumps(_as_json(found, arguments.top, elapsed), indent=1))
+        print(json.dumps(search_json(found, arguments.top, elapsed), indent=1))
     else:
-        _print_search(found, model, arguments.top, elapsed)
+        print_search(found, arguments.top, elapsed)
+        print(_trained_by(arguments))
     if arguments.timeline:
         _draw_timeline(found, arguments.timeline)
     return 0
 
 
 def _space(arguments: argparse.Namespace) -> SearchSpace:
+    named = framework_given(arguments)
     return SearchSpace(
         num_gpus=arguments.gpus,
         global_batch=arguments.global_batch,
         offload=Offload(arguments.offload),
         contexts=_contexts(arguments.cp),
+        axes=named.axes if named else AXES,
+        zero_stages=named.zero_stages if named else None,
     )
+
+
+def _trained_by(arguments: argparse.Namespace) -> str:
+    """Whose bytes a parameter were taken."""
+    if named := framework_given(arguments):
+        return f"Planned for {named.name}: {named.told}."
+    if arguments.recipe is not None:
+        return f"Planned by recipe {arguments.recipe}, with any axis; --framework plans for one that has a name."
+    return f"Planned for no framework: {DEFAULT_RECIPE}'s bytes a parameter, with any axis. --framework plans for one."
 
 
 def _contexts(text: str | None) -> list[int] | None:
@@ -149,82 +131,8 @@ def _schedule(name: str) -> Schedule:
     return Schedule(name)
 
 
-def _print_search(found: Search, model: ModelSpec, top: int, elapsed: float) -> None:
-    prediction = found.prediction
-    size = f"{model.num_parameters / 1e9:.3g}B parameters"
-    print(f"{model.name} ({size}) on {prediction.grid.num_gpus[0]} {prediction.gpu.name}: {found.num_examined} layouts")
-    print(f"examined in {elapsed:.2f} s, {len(found.ranked)} fit; global batch {prediction.grid.global_batch[0]}")
-    print(provenance(prediction.gpu, prediction.rates))
-    print(f"\n{'layout':62} {'tok/s/gpu':>10} {'MFU':>6} {'step s':>9} {'GiB':>7} {'free':>7}")
-    for row in found.ranked[:top]:
-        print(_line(found, int(row)))
-    best = int(found.ranked[0])
-    print(f"\nThe best wins because {reason(found)}.")
-    print(f"Its step: {_breakdown(found, best)}; HFU {100 * prediction.hfu[best]:.1f} %.")
-    if host := float(prediction.memory.host_bytes[best]):
-        layout, left = prediction.grid.layout(best), float(prediction.host_headroom_bytes[best])
-        ranks = min(layout.world_size, prediction.gpu.gpus_per_node)
-        place = f"a node {OFFLOAD_PLACES[layout.offload]}, of {ranks * (host + left) / GIB:.0f} there"
-        print(f"Offloaded: {host / GIB:.1f} GiB a gpu, {ranks * host / GIB:.0f} GiB {place}.")
-    if len(found.just_too_large):
-        speed = prediction.tokens_per_second_per_gpu
-        faster = speed[found.just_too_large[0]] > speed[best]
-        print("Faster, but too large by:" if faster else "Too large (and no faster) by:")
-        for row in found.just_too_large[:3]:
-            print(f"  {_line(found, int(row))}")
-
-
-def _breakdown(found: Search, row: int) -> str:
-    """Where a step's time goes, the largest part first; below half a percent is left out."""
-    prediction = found.prediction
-    shares = {part: getattr(prediction.time, part)[row] / prediction.step_seconds[row] for part in PARTS}
-    parts = sorted((part for part in PARTS if shares[part] >= 0.005), key=lambda part: -shares[part])
-    return ", ".join(f"{part.replace('_', ' ')} {100 * shares[part]:.0f} %" for part in parts)
-
-
-def _line(found: Search, row: int) -> str:
-    p = found.prediction
-    return (
-        f"{p.grid.layout(row).id:62} {p.tokens_per_second_per_gpu[row]:10.1f} {100 * p.mfu[row]:5.1f}% "
-        f"{p.step_seconds[row]:9.3f} {p.memory_bytes[row] / GIB:7.1f} {found.headroom_bytes(row) / GIB:+7.1f}"
-    )
-
-
-def _as_json(found: Search, top: int, elapsed: float) -> dict[str, object]:
-    rows = [_layout_json(found, int(row)) for row in found.ranked[:top]]
-    near = [_layout_json(found, int(row)) for row in found.just_too_large[:3]]
-    return {
-        "model": found.prediction.model.name,
-        "gpu": found.prediction.gpu.name,
-        "num_examined": found.num_examined,
-        "num_fit": len(found.ranked),
-        "seconds": round(elapsed, 3),
-        "layouts": rows,
-        "reason": reason(found),
-        "just_too_large": near,
-        "rates": provenance(found.prediction.gpu, found.prediction.rates),
-    }
-
-
-def _layout_json(found: Search, row: int) -> dict[str, object]:
-    p = found.prediction
-    return {
-        "layout": dataclasses.asdict(p.grid.layout(row)),
-        "id": p.grid.layout(row).id,
-        "micro_batch": int(p.grid.micro_batch[row]),
-        "memory_bytes": float(p.memory_bytes[row]),
-        "headroom_bytes": found.headroom_bytes(row),
-        "host_bytes": float(p.memory.host_bytes[row]),
-        "step_seconds": float(p.step_seconds[row]),
-        "tokens_per_second_per_gpu": float(p.tokens_per_second_per_gpu[row]),
-        "mfu": float(p.mfu[row]),
-        "hfu": float(p.hfu[row]),
-        "seconds": {part: float(getattr(p.time, part)[row]) for part in PARTS},
-    }
-
-
 def _print_max_model(arguments: argparse.Namespace, machine: Gpu, given: Rates) -> int:
-    using = recipe(arguments.recipe)
+    using = recipe_given(arguments) or recipe(DEFAULT_RECIPE)
     family = plan_model(arguments.model).family if arguments.model else Family.GPT
     model, grid, held = max_model(_space(arguments), machine, using, given, family=family, seq_len=arguments.seq_len)
     least = int(held.argmin())
@@ -260,25 +168,6 @@ def _draw_timeline(found: Search, path: Path) -> None:
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
     print(f"timeline: {path}", file=sys.stderr)
-
-
-def run_predict(arguments: argparse.Namespace) -> int:
-    """Predict a file of layouts."""
-    machine, given = None, None
-    if arguments.gpu or arguments.rates:
-        machine, given = _machine(arguments)
-    if not arguments.gpu and not calibrated_at(arguments.rates):
-        machine = None  # each row names its own
-    count = predict_file(
-        arguments.layouts, arguments.output, using=recipe(arguments.recipe), given=given, machine=machine
-    )
-    for remark in remarks(read_rows(arguments.layouts)):
-        print(f"meshmark: {remark}", file=sys.stderr)
-    print(f"{count} layouts predicted: {arguments.output}")
-    names = {gpu(row["gpu"]).name for row in read_rows(arguments.layouts)} if machine is None else set()
-    for there in [machine] if machine else map(gpu, sorted(names)):
-        print(provenance(there, given or rates_for(there.name, as_measured=True)))
-    return 0
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:

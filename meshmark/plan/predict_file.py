@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,17 +24,22 @@ from meshmark.theory.recipe import TrainingRecipe, recipe
 DEFAULT_RECIPE = "nanotron"
 
 
-def rates_for(gpu_name: str, *, as_measured: bool = False) -> Rates:
-    """The rates that the planner uses on a GPU: fitted where there were measurements, else the nearest GPU's,
-    their bandwidths in proportion to the two datasheets'.
+_NEAREST = {name: "h100" for name in ("h100", "h100-96", "h200", "b200", "b300", "gb200-nvl72", "mi300x")} | {
+    "cpu": "cpu"
+}
+"""Whose rates a GPU takes; the A100's for all others."""
+
+
+def rates_for(there: Gpu, *, as_measured: bool = False, nearest: str | None = None) -> Rates:
+    """The rates that the planner uses on a GPU: fitted where there were measurements, else the nearest GPU's (or those
+    of the one that `nearest` names), their bandwidths in proportion to the two datasheets'.
 
     `as_measured` takes the sweep's cluster with the build it ran, whose pipelines wait for messages on many nodes; a
     search assumes one that does not.
     """
-    there = gpu(gpu_name)
-    if as_measured and there.name == "h100":
+    if as_measured and there == gpu("h100"):
         return rates("h100-sweep")
-    nearest = {"h100": "h100", "h100-96": "h100", "h200": "h100", "cpu": "cpu"}.get(there.name, "a100")
+    nearest = nearest or _NEAREST.get(there.name, "a100")
     given, known = rates(nearest), gpu(nearest)
     inside = there.link_bandwidth / known.link_bandwidth
     across = there.network_bandwidth * there.gpus_per_node / known.network_bandwidth / known.gpus_per_node
@@ -48,29 +54,45 @@ def rates_for(gpu_name: str, *, as_measured: bool = False) -> Rates:
     return dataclasses.replace(given, network=scaled)
 
 
-def predict_rows(
-    table: Sequence[Row], using: TrainingRecipe, given: Rates | None = None, machine: Gpu | None = None
-) -> dict[str, Column]:
-    """The predicted columns of a table of layouts, in its order; on `machine`, or on the GPU that each row names."""
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is said for all rows at once, in place of what they name."""
+
+    recipe: TrainingRecipe | None = None
+    rates: Rates | None = None
+    machine: Gpu | None = None
+
+
+_ROWS_SAY = Setting()
+
+
+def predict_rows(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> dict[str, Column]:
+    """The predicted columns of a table of layouts, in its order.
+
+    Raises `InputError` where neither a row nor the setting names a GPU, or where that GPU's node is not known to have
+    what a layout offloads to.
+    """
     columns: dict[str, Column] = {}
     for batch in batches(table):
-        found = predict_grid(
-            batch.model,
-            batch.grid,
-            machine or gpu(batch.gpu_name),
-            using,
-            given or rates_for(batch.gpu_name, as_measured=True),
-        )
+        if not batch.gpu_name and setting.machine is None:
+            raise InputError(f"row {batch.rows[0] + 2}: missing column gpu; or give --gpu")
+        machine = setting.machine or gpu(batch.gpu_name)
+        if machine.host is None and len(offloaded := batch.rows[batch.grid.offload > 0]):
+            raise InputError(f"row {offloaded[0] + 2}: what a node of {machine.name} could offload to is not known")
+        given = setting.rates or rates_for(machine, as_measured=True)
+        using = setting.recipe or batch.recipe or recipe(DEFAULT_RECIPE)
+        found = predict_grid(batch.model, batch.grid, machine, using, given)
         for name, column in predicted_columns(found).items():
             columns.setdefault(name, np.zeros(len(table)))[batch.rows] = column
     return columns
 
 
 def predicted_columns(found: Prediction) -> dict[str, Column]:
-    """What `predict` appends: the three answers, then their breakdown."""
+    """What `predict` appends: the answers, then their breakdown."""
     answers = {
         "predicted_memory_gib": found.memory_bytes / GIB,
         "predicted_fits": found.fits.astype(float),
+        "predicted_tight": found.tight.astype(float),
         "predicted_tokens_per_s_per_gpu": found.tokens_per_second_per_gpu,
         "predicted_step_seconds": found.step_seconds,
         "predicted_mfu_percent": 100.0 * found.mfu,
@@ -82,20 +104,13 @@ def predicted_columns(found: Prediction) -> dict[str, Column]:
     return {**answers, **memory, **time}
 
 
-def predict_file(
-    source: Path,
-    target: Path,
-    *,
-    using: TrainingRecipe | None = None,
-    given: Rates | None = None,
-    machine: Gpu | None = None,
-) -> int:
+def predict_file(source: Path, target: Path, setting: Setting = _ROWS_SAY) -> int:
     """Read `source`, write it to `target` with the predicted columns appended; returns the number of rows.
 
     Raises `InputError` when a file cannot be used or a row cannot be a layout.
     """
     table = read_rows(source)
-    columns = predict_rows(table, using or recipe(DEFAULT_RECIPE), given, machine)
+    columns = predict_rows(table, setting)
     fields = [f for f in table[0] if f not in columns] + list(columns)
     try:
         with target.open("w", newline="", encoding="utf-8") as file:
@@ -109,5 +124,5 @@ def predict_file(
 
 
 def _cell(name: str, value: float) -> str:
-    whole = name in ("predicted_fits", "predicted_fullest_stage")
+    whole = name in ("predicted_fits", "predicted_tight", "predicted_fullest_stage")
     return str(int(value)) if whole else f"{value:.6g}"
