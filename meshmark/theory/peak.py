@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from meshmark.theory.backward_pass import Pass
+from meshmark.theory.gradient_path import GradientPath
 from meshmark.theory.grid import Column, Grid
 from meshmark.theory.parameter_order import bucket_elements, filled_elements, largest_temporaries, part_elements
-from meshmark.theory.recipe import GradientPath, TrainingRecipe
+from meshmark.theory.recipe import TrainingRecipe
 
 
 def eager_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, flight: Column, num_parameters: Column) -> Column:

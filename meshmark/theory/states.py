@@ -12,13 +12,14 @@ from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.vision_spec import AnyModelSpec
+from meshmark.theory.gradient_path import DEEPSPEED_PATHS, GradientPath
 from meshmark.theory.grid import layout_grid
 from meshmark.theory.memory import received_bytes, stage_memory, state_bytes
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import bucket_elements
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import uniform_stages
-from meshmark.theory.recipe import DEEPSPEED_PATHS, GradientPath, StateBytes, TrainingRecipe, eager_recipe
+from meshmark.theory.recipe import StateBytes, TrainingRecipe, eager_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
