@@ -137,8 +137,10 @@ def _rotary_bytes(model: ModelSpec, layout: Layout, precision: Precision) -> flo
 
 
 def _lasting_gradients(case: Case, using: TrainingRecipe, held: float) -> float:
-    """Of gradients, or in their place, what is there when they have been forgotten: DDP's buckets, of which they are
-    views; the flat tensor of DeepSpeed's stage 3, and its bucket. `held`: bytes of gradients before the update."""
+    """Of gradients, or in their place, what is there when they have been forgotten: FSDP1's flat ones; DDP's buckets,
+    of which they are views; the flat tensor of DeepSpeed's stage 3, and its bucket. `held`: bytes before the update."""
+    if using.backward.lasting:
+        return held
     match using.backward.gradient_path:
         case GradientPath.BUCKETS:
             return held
