@@ -136,6 +136,10 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("deepspeed-offload/1 deepspeed-offload/2 deepspeed-offload/3", u.DoubleRate, F.UPDATE),
     *on("deepspeed-offload/2", s.KeepsMastersUnnamed, suite="memory"),
     *on("deepspeed-offload/2 deepspeed-offload/3", s.StaysOnDevice, suite="memory"),
+    # Of Fabric's
+    *on("fabric-ddp", s.ReducesEveryMicroBatch, suite="communication"),
+    *on("fabric-ddp-separate fabric-fsdp fabric-fsdp-separate", u.DoubleRate, F.UPDATE),
+    *on("fabric-fsdp", s.ShardingIgnored, suite="memory"),
     # On the clock alone
     *on("ddp", c.StepsUnreduced, suite="throughput"),
     *on("ddp fsdp2", c.StepsUnclipped, suite="throughput"),
