@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshmark.cli import _parser as command_line
 from meshmark.cli import main
 from meshmark.errors import ResultsError
 from meshmark.regression import bisect as bisection
@@ -205,3 +208,13 @@ def test_mistakes_are_told(repository: list[str], capsys: pytest.CaptureFixture[
         assert words in capsys.readouterr().err
     assert main(["ab", "--a", "HEAD", "--b", "./no/such/package", "--", "-k", "x"]) == 2
     assert "is no folder with bin/python, no commit of the repository here, and pip cannot" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_page_are_understood() -> None:
+    """tests/test_readme.py runs what stands behind their dashes."""
+    page = (Path(__file__).parent.parent / "docs" / "compare.md").read_text()
+    commands = [shlex.split(code)[1:] for code in re.findall(r"`(meshmark (?:ab|bisect) [^`]*--[^`]*)`", page)]
+    assert {words[0] for words in commands} == {"ab", "bisect"}
+    for words in commands:
+        parsed = command_line().parse_args(words)
+        assert parsed.options[0] == "--" and len(parsed.options) > 2

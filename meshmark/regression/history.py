@@ -119,7 +119,8 @@ def _of_times(series: Series) -> list[ChangePoint]:
     for start, cut, end in zip(ends, ends[1:], ends[2:], strict=False):
         left, right = logs[start:cut], logs[cut:end]
         before, after = (float(np.exp(side.mean())) for side in (left, right))
-        found.append(ChangePoint(series=series, index=cut, before=before, after=after, p=_chance(left, right, len(logs))))
+        chance = _chance(left, right, len(logs))
+        found.append(ChangePoint(series=series, index=cut, before=before, after=after, p=chance))
     return found
 
 
