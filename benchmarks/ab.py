@@ -4,8 +4,8 @@ python -m benchmarks.ab [--pairs 300] [--minutes 20]
 
 Pairs of real launches (a fresh process a rank each, in the order AB, BA) of one engine against itself, and against
 itself with a pause of 3 % and of 1 % of every step. Each run of the test draws its pairs from those that were measured,
-in blocks of two as they came, so that any number of runs comes of a limited number of launches; of A against A around
-their own mean, for what it shows is no effect. What is printed names both numbers.
+in blocks of two as they came, so that any number of runs comes of a limited number of launches; what is printed names
+both numbers.
 """
 
 from __future__ import annotations
@@ -60,11 +60,13 @@ def pairs(runner: Runner, a: str, b: str, count: int, until: float) -> list[floa
     return found
 
 
-def decided(differences: list[float], rng: np.random.Generator) -> list[tuple[Standing, int]]:
-    """How RUNS runs of the test end, and after how many pairs; blocks of AB and BA are drawn together."""
+def decided(differences: list[float], rng: np.random.Generator, *, equal: bool) -> list[tuple[Standing, int]]:
+    """How RUNS runs of the test end, and after how many pairs; blocks of AB and BA are drawn together. Which of two
+    `equal` sides is called A is nobody's merit: the sign of each block is drawn too."""
     blocks, ends = np.array(differences[: len(differences) // 2 * 2]).reshape(-1, 2), []
     for _ in range(RUNS):
-        drawn = blocks[rng.integers(len(blocks), size=MOST_PAIRS // 2)].ravel()
+        drawn = blocks[rng.integers(len(blocks), size=MOST_PAIRS // 2)]
+        drawn = (drawn * rng.choice([-1, 1], size=(len(drawn), 1)) if equal else drawn).ravel()
         standing, count = Standing.UNDECIDED, LEAST_PAIRS
         for count in range(LEAST_PAIRS, MOST_PAIRS + 1, 2):
             trial = Trial(unit=(1, ""), ours=[0.0] * count, theirs=list(drawn[:count]))
@@ -89,8 +91,8 @@ def main() -> None:
         measure(runner, "ddp")
         for b in ("ddp", *SLOWED):
             found = pairs(runner, "ddp", b, asked.pairs, time.monotonic() + 60 * asked.minutes)
-            center = statistics.fmean(found) if b == "ddp" else 0.0  # what A against A shows is no effect
-            ends = decided([d - center for d in found], rng)
+            print(" ".join(f"{difference:.4f}" for difference in found))
+            ends = decided(found, rng, equal=b == "ddp")
             counts = {s: sum(end is s for end, _ in ends) for s in Standing}
             print(
                 f"ddp against {b}: {len(found)} pairs scatter by {statistics.stdev(found):.1%} around "

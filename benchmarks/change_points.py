@@ -1,4 +1,4 @@
-"""`meshmark history`'s change points beside Apache Otava's, on recorded series: false alarms, and planted changes found.
+"""`meshmark history`'s change points beside Apache Otava's, on recorded series: false alarms, and planted changes.
 
 PYTHONPATH=.:DIR python -m benchmarks.change_points
 
