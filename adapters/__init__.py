@@ -27,6 +27,8 @@ ROSTER: dict[str, str] = {
     "ddp-static": "meshmark.adapters.ddp:DDPStatic",
     "ddp-recommended": "meshmark.adapters.ddp:DDPRecommended",
     "ddp-zero1": "meshmark.adapters.zero_redundancy:DDPZero1",
+    "tp": "meshmark.adapters.tensor_parallel:TensorParallel",
+    "tp-fsdp2": "meshmark.adapters.tensor_parallel:TensorParallelFSDP2",
     "fsdp1": "meshmark.adapters.fsdp1:FSDP1",
     "fsdp1-shard-grad-op": "meshmark.adapters.fsdp1:FSDP1ShardGradOp",
     "fsdp1-hybrid": "meshmark.adapters.fsdp1:FSDP1Hybrid",

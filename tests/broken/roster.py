@@ -4,11 +4,13 @@ the core has not got, what goes wrong there alone."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.fsdp1 import FSDP1
 from meshmark.adapters.fsdp2 import FSDP2
+from meshmark.adapters.tensor_parallel import TensorParallel
 from meshmark.judge.faults import Fault
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
@@ -52,6 +54,22 @@ class ReplicasNotReduced(Broken):
         self.root().set_requires_all_reduce(False)  # type: ignore[operator]
 
 
+class ReplicasAlone(Broken):
+    """Replicas of tensor-parallel ranks are never reduced."""
+
+    replicas: object
+
+    def prepare(self) -> None:
+        self.replicas = None
+
+
+class NeverSharded(Adapter):
+    """Tensor parallelism over replicas, where FSDP2 was to shard them."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return TensorParallel().build(replace(case, layout=replace(case.layout, zero_stage=0)), context)
+
+
 def _on(
     adapters: str, defect: type[Broken] | type[Adapter], *faults: Fault, suite: str = "equivalence", layout: Layout
 ) -> Iterator[Mutant]:
@@ -70,4 +88,9 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fsdp1-hybrid", g.AveragedTwice, F.SCALED, layout=FOUR),
     *_on("fsdp1", g.MeanOfRanks, F.UNEVEN, layout=TWO),
     *_on("fsdp1", g.DropsLast, F.DROPPED, layout=TWO),
+    *_on("ddp-static ddp-recommended", g.AveragedTwice, F.SCALED, layout=replace(TWO, zero_stage=0)),
+    *_on("ddp-zero1", g.AveragedTwice, F.SCALED, layout=replace(TWO, zero_stage=1)),
+    *_on("tp", g.OverMicroBatches, F.SCALED, layout=Layout(tp=2, num_micro_batches=4)),
+    *_on("tp", ReplicasAlone, F.NOT_REDUCED, layout=Layout(dp=2, tp=2, num_micro_batches=4)),
+    *_on("tp-fsdp2", NeverSharded, suite="memory", layout=Layout(dp=2, tp=2, zero_stage=3, num_micro_batches=4)),
 ]
