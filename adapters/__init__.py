@@ -29,6 +29,8 @@ ROSTER: dict[str, str] = {
     "ddp-zero1": "meshmark.adapters.zero_redundancy:DDPZero1",
     "tp": "meshmark.adapters.tensor_parallel:TensorParallel",
     "tp-fsdp2": "meshmark.adapters.tensor_parallel:TensorParallelFSDP2",
+    "pipeline-looped-bfs": "meshmark.adapters.pipeline_orders:LoopedBFS",
+    "pipeline-zero-bubble": "meshmark.adapters.pipeline_orders:InterleavedZeroBubble",
     "fsdp1": "meshmark.adapters.fsdp1:FSDP1",
     "fsdp1-shard-grad-op": "meshmark.adapters.fsdp1:FSDP1ShardGradOp",
     "fsdp1-hybrid": "meshmark.adapters.fsdp1:FSDP1Hybrid",

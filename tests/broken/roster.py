@@ -20,7 +20,7 @@ from tests.broken.engine import Broken
 from tests.broken.mutant import GPT, Mutant
 
 F = Fault
-TWO, FOUR = (Layout(dp=dp, zero_stage=3, num_micro_batches=4) for dp in (2, 4))
+TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 
 
 class ShardsPlainly(Adapter):
@@ -45,13 +45,6 @@ class FullShard(Adapter):
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return FSDP1().build(case, context)
-
-
-class ReplicasNotReduced(Broken):
-    """HSDP reduces within a replica alone."""
-
-    def prepare(self) -> None:
-        self.root().set_requires_all_reduce(False)  # type: ignore[operator]
 
 
 class ReplicasAlone(Broken):
@@ -81,7 +74,7 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fsdp2-noreshard fsdp2-recommended", ShardsPlainly, suite="communication", layout=TWO),
     *_on("fsdp2-hsdp fsdp2-reshard2", ShardsPlainly, suite="communication", layout=FOUR),
     *_on("fsdp2-recommended", KeepsWeights, suite="communication", layout=TWO),
-    *_on("fsdp2-hsdp", ReplicasNotReduced, F.NOT_REDUCED, layout=FOUR),
+    *_on("fsdp2-hsdp", g.AveragedTwice, F.SCALED, layout=FOUR),
     *_on("fsdp1-shard-grad-op", FullShard, suite="communication", layout=TWO),
     *_on("fsdp1-hybrid", FullShard, suite="communication", layout=FOUR),
     *_on("fsdp1 fsdp1-shard-grad-op", g.OverMicroBatches, F.SCALED, layout=TWO),
