@@ -7,6 +7,8 @@ ROSTER_SUITES = $(BIN)/python -m pytest suites/test_equivalence.py suites/test_m
 roster: install
 	rm -f $(ROSTER)/records.jsonl; status=0; \
 	$(ROSTER_SUITES) --world 2,4 || status=$$?; \
+	$(ROSTER_SUITES) --world 2,4 --adapters 'gpipe,pipeline*' \
+		--model layers=8,hidden=32,heads=4,vocab=256,seq_len=32 || status=$$?; \
 	$(ROSTER_SUITES) --world 2 --precision bf16,fp16 || status=$$?; \
 	$(BIN)/python -m pytest suites/test_conformance.py --results $(ROSTER) \
 		--adapters "$$($(BIN)/python -c 'from meshmark.adapters import ROSTER; print(",".join(ROSTER))')" || status=$$?; \
