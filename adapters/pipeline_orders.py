@@ -69,7 +69,8 @@ class InterleavedZeroBubble(LoopedBFS):
 
     @classmethod
     def in_flight(cls, layout: Layout, index: int, usual: Column) -> Column:
-        return usual - (layout.pp - 1 - index)
+        passes = layout.pp - 1 - index + (layout.virtual_stages - 1) * layout.pp + 1
+        return 0 * usual + min(passes, layout.num_micro_batches * layout.virtual_stages)
 
     @classmethod
     def logits_held(cls, layout: Layout) -> int:
