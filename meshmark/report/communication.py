@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from meshmark.measure.readings import Collective, wire_factor
-from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult
-from meshmark.report.tables import KIB, bytes_text, names, passed
+from meshmark.report.tables import KIB, bytes_text, case_table, names, passed
 from meshmark.spec.layout import AXES, Layout
 from meshmark.theory.flow import Departure, Flow
 
@@ -31,7 +30,7 @@ def communication(found: Sequence[CaseResult]) -> str:
                 "really sent / rank": bytes_text(_wire(traffic[rank].issued)),
             }
         )
-    return markdown(rows)
+    return case_table(rows)
 
 
 def departures(found: Sequence[CaseResult]) -> str:
@@ -49,7 +48,7 @@ def departures(found: Sequence[CaseResult]) -> str:
         if result.observed and result.observed.traffic.departures
         for departure in result.observed.traffic.departures[0]
     ]
-    return markdown(rows) if rows else ""
+    return case_table(rows)
 
 
 def _flows(flows: Iterable[Flow]) -> str:

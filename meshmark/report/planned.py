@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult
-from meshmark.report.tables import bytes_text, names
+from meshmark.report.tables import bytes_text, case_table, names
 from meshmark.run.memory_verdict import Held, memory_categories, memory_totals
 from meshmark.run.record import Record
 from meshmark.spec.model_spec import ModelSpec
@@ -69,4 +68,4 @@ def planned_memory(found: Sequence[CaseResult]) -> str:
             if held and held.late:
                 row["of it late"] = bytes_text(held.late)
         rows.append(row)
-    return markdown(rows)
+    return case_table(rows)

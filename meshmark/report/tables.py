@@ -30,7 +30,7 @@ def bytes_text(count: float) -> str:
 
 def answer(found: Sequence[CaseResult]) -> str:
     """Which case is correct, how much memory it takes, how fast it is."""
-    return markdown(
+    return case_table(
         [
             {
                 **names(result),
@@ -67,7 +67,7 @@ def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> str:
             "loss, first to last": f"{losses[0]:.4f} to {losses[-1]:.4f}",
         }
         rows.append(row | ({"baseline's": baseline.verdict(result)} if baseline else {}))
-    return markdown(rows)
+    return case_table(rows)
 
 
 def memory(found: Sequence[CaseResult], baseline: Baseline) -> str:
@@ -101,7 +101,7 @@ def memory(found: Sequence[CaseResult], baseline: Baseline) -> str:
                 "reserved": bytes_text(reading.allocator_reserved_bytes),
             }
         rows.append(row | ({"peak / baseline's": baseline.peak(result)} if baseline else {}))
-    return markdown(rows)
+    return case_table(rows)
 
 
 def remainders(found: Sequence[CaseResult]) -> str:
@@ -112,7 +112,7 @@ def remainders(found: Sequence[CaseResult]) -> str:
         if result.observed and result.observed.memory.remainders
         for declared in result.observed.memory.remainders[0]
     ]
-    return markdown(rows) if rows else ""
+    return case_table(rows)
 
 
 def speed(found: Sequence[CaseResult], baseline: Baseline) -> str:
@@ -141,7 +141,7 @@ def speed(found: Sequence[CaseResult], baseline: Baseline) -> str:
             idle = bubble_fraction(result.case.layout)
             row["bubble, planned"] = f"{idle:.1%}" if idle else ""
         rows.append(row | ({"median / baseline's": baseline.time(result)} if baseline else {}))
-    return markdown(rows)
+    return case_table(rows)
 
 
 def time_spent(found: Sequence[CaseResult]) -> str:
@@ -170,6 +170,11 @@ def time_spent(found: Sequence[CaseResult]) -> str:
             for name, row in rows.items()
         ]
     )
+
+
+def case_table(rows: Sequence[dict[str, object]]) -> str:
+    """Of rows that begin with `names`."""
+    return markdown(rows, keys=3)
 
 
 def names(result: CaseResult) -> dict[str, object]:
@@ -258,4 +263,4 @@ def failures(records: Sequence[Record]) -> str:
 
 
 def skips(found: Sequence[CaseResult]) -> str:
-    return markdown([{**names(r), "why": r.any.outcome.message} for r in found if r.skipped])
+    return case_table([{**names(r), "why": r.any.outcome.message} for r in found if r.skipped])
