@@ -1,6 +1,9 @@
 """The frameworks behind Meshmark's interface: one file or folder each, the only place that imports it.
 
-The registry maps a name to "module:Class", resolved when needed; importing this package imports no framework.
+The registries map a name to "module:Class", resolved when needed; importing this package imports no framework. Of one
+framework's choices that are no part of a layout, each is an adapter of its own: `fsdp2` is *as theory says*, with every
+choice explicit; `fsdp2-CHOICE` differs from it in what it is called after; `fsdp2-recommended` is *as its authors
+recommend*, with their documented defaults (`Adapter.track`).
 """
 
 ADAPTERS: dict[str, str] = {
@@ -18,3 +21,7 @@ ADAPTERS: dict[str, str] = {
     "fairscale-oss": "meshmark.adapters.fairscale:FairScaleOSS",
     "fairscale-fsdp": "meshmark.adapters.fairscale:FairScaleFSDP",
 }
+"""The core: what runs where no adapter is named, so the report's."""
+
+ROSTER: dict[str, str] = {}
+"""What runs where it is named, or by `make roster`."""

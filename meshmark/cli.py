@@ -73,7 +73,7 @@ def _add_cases(cases: argparse.ArgumentParser) -> None:
     from meshmark.spec.precision import Precision
     from meshmark.spec.workload import WORKLOADS
 
-    cases.add_argument("--adapters", default="*", metavar="A,B", help="names or shell patterns (default: all)")
+    cases.add_argument("--adapters", metavar="A,B", help="names or shell patterns (default: the core; '*': all)")
     cases.add_argument(
         "--adapter", action="append", default=[], metavar="FILE.py:CLASS", help="an adapter from outside the repo"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshmark.adapter.registry import known_adapters, outside_name, select
+from meshmark.adapter.registry import core_adapters, known_adapters, outside_name, select
 from meshmark.errors import InputError
 from meshmark.spec.layout import Layout
 from meshmark.spec.layout_id import parse_layout
@@ -26,22 +26,24 @@ def split_values(option: str, text: str) -> list[str]:
     return values
 
 
-def chosen_adapters(patterns: str, outside: list[str]) -> dict[str, str]:
-    """Name to target of what `--adapters` (names or patterns) and `--adapter` (targets) ask for; adapters from outside
-    alone where there are some and nothing else was named."""
+def chosen_adapters(patterns: str | None, outside: list[str]) -> dict[str, str]:
+    """Name to target of what `--adapters` (names or patterns; by default the core) and `--adapter` (targets) ask for;
+    adapters from outside alone where there are some and nothing else was named."""
     for target in outside:
         if ":" not in target:
             raise InputError(
                 f"--adapter {target!r}: expected FILE.py:CLASS or package.module:Class; --adapters takes names"
             )
-    named = split_values("--adapters", patterns)
+    named = split_values("--adapters", patterns) if patterns is not None else []
     if files := [name for name in named if ":" in name]:
         raise InputError(f"--adapters {', '.join(files)}: expected names or patterns; --adapter takes FILE.py:CLASS")
     own = {outside_name(target): target for target in outside}
     clash = sorted(own.keys() & known_adapters().keys()) if own else []
     if clash or len(own) < len(outside):
         raise InputError(f"--adapter: {', '.join(clash or own)} would stand for two adapters; rename the class")
-    return own if own and named == ["*"] else select(named, known_adapters()) | own
+    if patterns is None:
+        return own or core_adapters()
+    return select(named, known_adapters(), core_adapters()) | own
 
 
 def chosen_layouts(world: str | None, layouts: str | None) -> tuple[list[int], list[Layout] | None]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshmark.adapter.matrix import matrix
-from meshmark.adapter.registry import builtin_adapters
+from meshmark.adapter.registry import core_adapters
 from meshmark.conformance.scenario import plain_cells
 from meshmark.selection import Selection, selection
 from meshmark.spec.precision import Precision
@@ -175,9 +175,9 @@ def test_conformance_keeps_the_batch_and_the_corpus_that_it_is_told(pytester: py
     assert "6 sequences is not divisible by dp 4 x 1 micro-batches" in result.stderr.str()
 
 
-def test_the_defaults_are_all_adapters_on_two_cpu_ranks(pytester: pytest.Pytester) -> None:
+def test_the_defaults_are_the_core_s_adapters_on_two_cpu_ranks(pytester: pytest.Pytester) -> None:
     chosen = choose(pytester)
-    assert set(chosen.adapters) == set(builtin_adapters())
+    assert set(chosen.adapters) == set(core_adapters())
     assert (chosen.worlds, [w.name for w in chosen.workloads], chosen.precisions) == (
         [2],
         ["gpt-tiny"],

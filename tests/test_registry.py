@@ -13,10 +13,19 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
-from meshmark.adapter.contract import Adapter
-from meshmark.adapter.registry import builtin_adapters, known_adapters, load_adapter, outside_name, select
+from meshmark.adapter.contract import Adapter, Track
+from meshmark.adapter.registry import (
+    builtin_adapters,
+    core_adapters,
+    known_adapters,
+    load_adapter,
+    outside_name,
+    select,
+)
+from meshmark.adapters import ADAPTERS, ROSTER
 from meshmark.cli import main
 from meshmark.errors import AdapterError, UnknownNameError
+from meshmark.options import chosen_adapters
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import Family
@@ -33,6 +42,7 @@ class Mine(Adapter):
         raise NotImplementedError
 """
 KNOWN = {"ddp": "meshmark.adapters.ddp:DDP", "fsdp2": "a:B", "fairscale-oss": "c:D", "fairscale-fsdp": "e:F"}
+CORE = list(KNOWN)
 
 
 @pytest.mark.parametrize("name", builtin_adapters())
@@ -40,6 +50,21 @@ def test_every_adapter_of_the_checkout_can_be_loaded(name: str) -> None:
     found = load_adapter(builtin_adapters()[name])
     assert issubclass(found, Adapter)
     assert isinstance(found.capabilities, Capabilities)
+    assert (found.track is Track.AUTHORS) == name.endswith("-recommended")
+
+
+def test_the_core_is_what_runs_where_none_is_named() -> None:
+    assert chosen_adapters(None, []) == core_adapters() == ADAPTERS
+    assert chosen_adapters("*", []) == builtin_adapters() == ADAPTERS | ROSTER
+    assert not ADAPTERS.keys() & ROSTER.keys()
+
+
+def test_a_family_is_one_of_the_core() -> None:
+    """Who names `fsdp2` has not asked for every variant of it."""
+    known = {"fsdp2": "a:B", "fsdp2-recommended": "a:C", "fsdp2-noreshard": "a:D"}
+    assert list(select(["fsdp2"], known, ["fsdp2"])) == ["fsdp2"]
+    assert list(select(["fsdp2-recommended"], known, ["fsdp2"])) == ["fsdp2-recommended"]
+    assert list(select(["fsdp2*"], known, ["fsdp2"])) == list(known)
 
 
 def test_an_adapter_is_loaded_from_a_file_once(tmp_path: Path) -> None:
@@ -143,19 +168,19 @@ def test_an_outside_adapter_is_called_by_its_class() -> None:
     ],
 )
 def test_adapters_are_selected_by_shell_patterns(patterns: list[str], chosen: list[str]) -> None:
-    found = select(patterns, KNOWN)
+    found = select(patterns, KNOWN, CORE)
     assert sorted(found) == sorted(chosen)
     assert all(found[name] == KNOWN[name] for name in chosen)
 
 
 def test_an_unknown_adapter_has_near_matches() -> None:
     with pytest.raises(UnknownNameError, match="unknown adapter 'fdsp2': did you mean 'fsdp2'"):
-        select(["ddp", "fdsp2"], KNOWN)
+        select(["ddp", "fdsp2"], KNOWN, CORE)
 
 
 def test_a_pattern_that_matches_nothing_gets_the_list() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown adapter 'z\*': known: ddp, fairscale-fsdp"):
-        select(["z*"], KNOWN)
+        select(["z*"], KNOWN, CORE)
 
 
 def test_foreign_packages_called_adapters_and_suites_are_let_be(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.engine import RankContext
-from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.adapter.registry import load_adapter
 from meshmark.adapter.single import Single, SingleEngine, reduced_backward
+from meshmark.adapters import ADAPTERS
 from meshmark.errors import InputError
 from meshmark.judge.buffers import exact_buffers, initial_buffers
 from meshmark.judge.deviation import QuantityKind
@@ -228,7 +229,7 @@ def test_rounded_reductions_see_micro_batches_in_the_order_of_the_truth(cast: bo
 
 def test_an_adapter_takes_images_only_where_it_says_so() -> None:
     refused = {}
-    for name, path in builtin_adapters().items():
+    for name, path in ADAPTERS.items():
         adapter = load_adapter(path)
         stage = min(adapter.capabilities.zero_stages)
         case = Case(adapter=name, workload=under(name, VIT), layout=Layout(zero_stage=stage))

@@ -7,6 +7,7 @@ nor judges itself: meters watch from outside.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from enum import StrEnum
 from typing import ClassVar
 
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
@@ -18,9 +19,20 @@ from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import Remainder
 
 
-class Adapter(ABC):
-    """One framework. Its module must import without the framework: the import belongs into `build`."""
+class Track(StrEnum):
+    """Who makes the choices that a framework leaves to its user."""
 
+    THEORY = "as theory says"
+    """Every choice is explicit, so that memory and traffic are those of the layout."""
+    AUTHORS = "as its authors recommend"
+    """Documented defaults and tuning, such as prefetching and reuse. The adapter's name ends in `-recommended`."""
+
+
+class Adapter(ABC):
+    """One framework, with its choices made. Its module must import without the framework: the import belongs into
+    `build`."""
+
+    track: ClassVar[Track] = Track.THEORY
     requires: ClassVar[tuple[Requirement, ...]] = ()
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that `build` will import besides, slow enough to be worth importing once for all ranks."""

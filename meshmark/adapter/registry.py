@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from meshmark.adapter.capabilities import Capabilities
@@ -71,9 +72,17 @@ def _import_file(path: Path) -> object:
 
 
 def builtin_adapters() -> dict[str, str]:
-    """Meshmark's own adapters: name to target."""
-    registry: dict[str, str] = importlib.import_module("meshmark.adapters").ADAPTERS
-    return dict(registry)
+    """Meshmark's own adapters, core and roster: name to target."""
+    registry = importlib.import_module("meshmark.adapters")
+    core: dict[str, str] = registry.ADAPTERS
+    roster: dict[str, str] = registry.ROSTER
+    return core | roster
+
+
+def core_adapters() -> dict[str, str]:
+    """What runs where none is named: Meshmark's core, and those of installed distributions."""
+    roster: dict[str, str] = importlib.import_module("meshmark.adapters").ROSTER
+    return {name: target for name, target in known_adapters().items() if name not in roster}
 
 
 def known_adapters() -> dict[str, str]:
@@ -109,15 +118,16 @@ def outside_name(target: str) -> str:
     return target.rpartition(":")[2].lower()
 
 
-def select(patterns: list[str], known: dict[str, str]) -> dict[str, str]:
-    """The part of the registry whose names match any of the shell-style patterns, or belong to a family so named:
-    `fairscale` takes fairscale-oss and fairscale-fsdp.
+def select(patterns: list[str], known: dict[str, str], core: Collection[str]) -> dict[str, str]:
+    """The part of the registry whose names match any of the shell-style patterns, or belong to a family of `core` so
+    named: `fairscale` takes fairscale-oss and fairscale-fsdp, but `fsdp2` leaves out fsdp2-noreshard.
 
     Raises `UnknownNameError` for a pattern that matches none.
     """
     chosen: dict[str, str] = {}
     for pattern in patterns:
-        matching = [name for name in known if fnmatch.fnmatch(name, pattern) or name.startswith(f"{pattern}-")]
+        family = [name for name in core if name.startswith(f"{pattern}-")]
+        matching = [name for name in known if fnmatch.fnmatch(name, pattern) or name in family]
         if not matching:
             raise UnknownNameError("adapter", pattern, known)
         chosen |= {name: known[name] for name in matching}
