@@ -143,7 +143,9 @@ def _answer(found: Sequence[AdapterColumn]) -> list[str]:
         headline += f" {cells[ClauseResult.STALE_GAP]} known gaps no longer show: take them out of their adapters."
     asked = [clause for clause in CLAUSES.values() if any(clause.name in c.findings for c in found)]
     numbers = {gap: number for number, gap in enumerate(_gaps(found), 1)}
-    rows = [{"adapter": c.title, **{clause.name: _mark(c, clause, numbers) for clause in asked}} for c in found]
+    rows: list[dict[str, object]] = [
+        {"adapter": c.title, **{clause.name: _mark(c, clause, numbers) for clause in asked}} for c in found
+    ]
     return [
         "# Conformance",
         headline,
