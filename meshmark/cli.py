@@ -1,4 +1,4 @@
-"""The command line: `meshmark doctor`, `cases`, `report`, and the planner's `plan`, `predict`, `calibrate`."""
+"""The command line: `meshmark doctor`, `cases`, `report`; those of the planner and of regressions bring their own."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ EPILOG = """examples:
   pytest --pyargs meshmark.suites       run every adapter on two CPU ranks, append to results/records.jsonl
   pytest --pyargs meshmark.suites --adapters ddp,fsdp2 --world 2,4 -k equivalence
   meshmark report results -o report.md  render what was recorded
+  meshmark compare before after         what became better or worse; --fail-on wrong,slower:3% sets the exit code
   meshmark plan --model llama-8b --gpus 64 --gpu h100
 """
 
@@ -39,10 +40,10 @@ class _Command(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 0, or 2 for a mistake of the user's."""
+    """Entry point; returns the exit code: 0, 1 where a gate failed, or 2 for a mistake of the user's."""
     parsed = _parser().parse_args(arguments)
     try:
-        parsed.run(parsed)
+        return parsed.run(parsed) or 0
     except MeshmarkError as error:
         print(f"meshmark: {error}", file=sys.stderr)
         return 2
@@ -104,9 +105,18 @@ def _add_report(report: argparse.ArgumentParser) -> None:
 
 def _of_planner(name: str) -> AddArguments:
     def add(parser: argparse.ArgumentParser) -> None:
-        from meshmark.plan import cli
+        from meshmark.plan import cli, predict_cli
 
-        {"plan": cli.add_plan, "predict": cli.add_predict, "calibrate": cli.add_calibrate}[name](parser)
+        {"plan": cli.add_plan, "predict": predict_cli.add_predict, "calibrate": cli.add_calibrate}[name](parser)
+
+    return add
+
+
+def _of_regression(name: str) -> AddArguments:
+    def add(parser: argparse.ArgumentParser) -> None:
+        from meshmark.regression import cli
+
+        {"compare": cli.add_compare}[name](parser)
 
     return add
 
@@ -118,6 +128,7 @@ _COMMANDS: dict[str, tuple[str, AddArguments]] = {
     "predict": ("predict every layout of a CSV file", _of_planner("predict")),
     "calibrate": ("measure this machine and what of it is reached", _of_planner("calibrate")),
     "report": ("markdown and plots from recorded results", _add_report),
+    "compare": ("what became better or worse between two results", _of_regression("compare")),
 }
 
 

@@ -47,6 +47,11 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "meshmark/run/torchrun_launcher.py",
         "meshmark/run/watchdog.py",
     ),
+    "change when a run counts as worse than another": (
+        "meshmark/regression/times.py",
+        "meshmark/regression/exact.py",
+        "docs/compare.md",
+    ),
     "put another column into the report": ("meshmark/report/tables.py",),
     "plan for another GPU": ("meshmark/spec/hardware.py", "meshmark/plan/rates"),
     "add an option to pytest's command line": ("meshmark/plugin.py",),

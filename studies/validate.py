@@ -20,6 +20,7 @@ from studies.fit_sweep import fit_sweep, measured_sweep
 from studies.papers import paper
 from studies.published import log_time_errors, megatron_table1
 from studies.validate_figure import draw
+from studies.validate_fsdp import fsdp_lines
 from studies.validate_goals import exit_code, figures, summary
 from studies.validate_papers import paper_lines
 from studies.validate_sweep import SLOW, Choice, SweepReport, sweep_report
@@ -229,6 +230,8 @@ def main(arguments: list[str] | None = None) -> int:
         *regret_lines(choices),
         "",
         *paper_lines(),
+        "",
+        *fsdp_lines(),
         "",
         *rates_lines(reports),
         "",

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from meshmark.cli import main
 from meshmark.errors import InputError, ResultsError
 from meshmark.options import chosen_adapters, positive, split_values
-from meshmark.plan.layout_table import LAYOUT_COLUMNS
+from meshmark.plan.layout_columns import DEGREES, DIMENSIONS
 from meshmark.run.cluster import ClusterSpec
 from meshmark.run.record_file import read_records
 from meshmark.spec.workload import WORKLOADS
@@ -44,7 +44,9 @@ TEXTS = ["", " ", "'", "a" * 200_000, "\0", "\x1b[31m", "\ud800", "é", "../x", 
 numbers = st.sampled_from(NUMBERS) | st.integers().map(str)
 texts = st.sampled_from(TEXTS) | st.text(max_size=20)
 odd = numbers | texts
-LAYOUT = dict(zip(LAYOUT_COLUMNS, "2 256 8 8 1024 512 0 128 2 2 2 0 1 4 8 h100".split(), strict=True))
+_COLUMNS = (*DIMENSIONS, *DEGREES, "micro_batch", "gpus", "gpu", "framework")
+_CELLS = "llama 2 256 8 8 1024 512 0 128 2 2 2 1 0 4 1 1 1f1b none none 1 8 h100 nanotron"
+LAYOUT = dict(zip(_COLUMNS, _CELLS.split(), strict=True))
 MACHINE: dict[str, Any] = {
     "name": "here",
     "peak_flops": {"bf16": 1e14},

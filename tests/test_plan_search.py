@@ -14,7 +14,7 @@ import pytest
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.cli import main
-from meshmark.plan.layout_table import LAYOUT_COLUMNS
+from meshmark.plan.layout_columns import READ
 from meshmark.plan.model_names import model_of_size, plan_model
 from meshmark.plan.predict_file import predict_file, rates_for
 from meshmark.plan.provenance import VALIDATED_ON, provenance
@@ -229,7 +229,7 @@ def sweep_rows(count: int) -> list[dict[str, str]]:
 
 def test_predict_does_not_read_measured_columns(tmp_path: Path) -> None:
     rows = sweep_rows(20)
-    bare = [{c: row[c] for c in LAYOUT_COLUMNS} for row in rows]
+    bare = [{c: row[c] for c in READ if c in row} for row in rows]
     lies = [{**row, "tokens_per_s_per_gpu": "1", "gpu_memory_gb": "1", "status": "ok"} for row in rows]
     answers = []
     for name, table in (("bare", bare), ("lies", lies)):
@@ -249,12 +249,20 @@ def test_predict_does_not_read_measured_columns(tmp_path: Path) -> None:
         ({"tp": "three"}, "row 2: tp is 'three'"),
         ({"zero_stage": "4"}, "zero_stage is 4"),
         ({"dp": "0"}, "dp is '0'"),
-        ({"gpus": "5"}, "dp x tp x pp is"),
+        ({"gpus": "5"}, "dp x tp x pp x cp is"),
         ({"gpu": "H1000"}, "unknown gpu"),
         ({"micro_batch": "-1"}, "micro_batch"),
         ({"layers": "inf"}, "layers is 'inf'"),
         ({"hidden": "2e15"}, "is its unit right"),
         ({"tied_embeddings": "2"}, "tied_embeddings is 2"),
+        ({"family": "gtp"}, "row 2: family is 'gtp', expected one of gpt, llama"),
+        ({"recompute": "some"}, "row 2: recompute is 'some', expected one of none, selective, full"),
+        ({"virtual_stages": "2", "schedule": "1f1b"}, "row 2: .*need the interleaved schedule"),
+        ({"layout": "dp2"}, "row 2: dp stands beside the layout 'dp2'"),
+        ({"recipe": "zero", "framework": "fsdp2"}, "row 2: recipe 'zero' is not framework 'fsdp2'"),
+        ({"recomput": "full"}, r"unknown column 'recomput' \(did you mean 'recompute'\?\). Read are .*zero_stage"),
+        ({"gpu": ""}, "row 2: missing column gpu"),
+        ({"model": "", "layers": "", "hidden": ""}, "row 2 has no model"),
         ({"tp": "3", "dp": "1", "gpus": "3"}, "row 2: tp 3 does not divide num_heads 32"),
     ],
 )
@@ -279,7 +287,7 @@ def test_more_stages_than_layers_never_fit_and_odd_rows_are_named(
 def test_predict_says_which_column_or_file_is_missing(tmp_path: Path) -> None:
     row = sweep_rows(1)[0]
     del row["hidden"]
-    with pytest.raises(InputError, match="missing column hidden"):
+    with pytest.raises(InputError, match="row 2: missing column hidden"):
         predict_file(write_table(tmp_path / "in.csv", [row]), tmp_path / "out.csv")
     with pytest.raises(InputError, match="cannot read"):
         predict_file(tmp_path / "none.csv", tmp_path / "out.csv")

@@ -61,7 +61,7 @@ def options_of(text: str) -> set[str]:
 
 def prepare(folder: Path) -> None:
     """What the pages speak of."""
-    for results in ("results", "results/first", "baselines/NAME"):
+    for results in ("results", "results/first", "baselines/NAME", "before", "after"):
         file = RecordFile(folder / results)
         file.append(make_good())
         file.append(make_timed())
@@ -200,7 +200,7 @@ def test_a_command_that_is_wrong_is_found(command: str, complaint: dict[str, str
 
 def test_every_option_of_a_page_is_one(tmp_path: Path) -> None:
     """Also where it is printed without its command."""
-    verbs = ("cases", "report", "plan", "predict", "calibrate")
+    verbs = ("cases", "report", "compare", "plan", "predict", "calibrate")
     helps = [["pytest", *CORE, "--help", str(ROOT / "suites")], *(["meshmark", verb, "--help"] for verb in verbs)]
     known = set(re.findall(r"--[a-z][\w-]*", "\n".join(said for _, said in run(helps, tmp_path))))
     assert {"--world", "--junit-xml", "--schedules", "--baseline"} <= known

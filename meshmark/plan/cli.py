@@ -11,13 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
-from meshmark.plan.calibration_file import calibrated_at
-from meshmark.plan.layout_table import remarks
+from meshmark.plan.arguments import DEFAULT_GPU, GPU_HELP, add_setting, machine_given, recipe_given
 from meshmark.plan.model_names import plan_model
-from meshmark.plan.predict_file import DEFAULT_RECIPE, predict_file, rates_for
+from meshmark.plan.predict_cli import add_predict
+from meshmark.plan.predict_file import DEFAULT_RECIPE
 from meshmark.plan.provenance import provenance
-from meshmark.plan.rates import Rates, rates, read_rates
-from meshmark.plan.rows import read_rows
+from meshmark.plan.rates import Rates
 from meshmark.plan.search import (
     OFFLOAD_PLACES,
     Search,
@@ -28,25 +27,20 @@ from meshmark.plan.search import (
     stage_times,
 )
 from meshmark.plan.step_time import PARTS
-from meshmark.spec.hardware import GIB, Gpu, gpu
+from meshmark.spec.hardware import GIB, Gpu
 from meshmark.spec.layout import Offload, Schedule
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.theory.grid import SEARCHED_SCHEDULES, SearchSpace
-from meshmark.theory.recipe import RECIPES, recipe
+from meshmark.theory.recipe import recipe
 
-_DEFAULT_MODEL, _DEFAULT_GPU = "llama-8b", "h100"
-_GPU_HELP = "kind of GPU, or the JSON file of a machine that `meshmark calibrate` measured, with its rates"
-_RATES_HELP = (
-    "name or JSON file of rates, if not the GPU's own; on h100 `predict` takes h100-sweep, the sweep's build, whose "
-    "pipelines poll for messages on many nodes, and `plan` takes h100, without the polling"
-)
+_DEFAULT_MODEL = "llama-8b"
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Arguments of `plan`; `run` raises `InputError` for a user's mistake."""
     parser.add_argument("--model", help=f"a preset, or a size such as gpt-175b; {_DEFAULT_MODEL} if not given")
     parser.add_argument("--gpus", type=int, required=True, help="number of GPUs")
-    parser.add_argument("--gpu", help=f"{_GPU_HELP}; {_DEFAULT_GPU} if not given")
+    parser.add_argument("--gpu", help=f"{GPU_HELP}; {DEFAULT_GPU} if not given")
     parser.add_argument("--global-batch", type=int, default=256, help="sequences in one optimizer step")
     parser.add_argument("--seq-len", type=int, help="tokens in a sequence, if not the model's own")
     parser.add_argument("--top", type=int, default=10, help="layouts to print")
@@ -59,22 +53,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cp", help="context-parallel degrees to search; by default 1, and more for long sequences")
     parser.add_argument("--offload", choices=tuple(Offload), default="none", help="where optimizer states live")
     parser.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
-    _add_rates(parser)
+    add_setting(parser)
     parser.set_defaults(run=run_plan)
-
-
-def add_predict(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `predict`."""
-    parser.add_argument("layouts", type=Path, help="CSV file, one layout a row")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the same with predicted columns")
-    parser.add_argument("--gpu", help=f"{_GPU_HELP}, in place of the file's column gpu")
-    _add_rates(parser)
-    parser.set_defaults(run=run_predict)
-
-
-def _add_rates(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"bytes a parameter: {', '.join(RECIPES)}")
-    parser.add_argument("--rates", help=_RATES_HELP)
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
@@ -85,25 +65,9 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_calibrate)
 
 
-def _machine(arguments: argparse.Namespace) -> tuple[Gpu, Rates]:
-    """The GPU and the rates asked for; of a calibrated machine's file both, for its rates are shares of that machine.
-
-    Raises `InputError` when such rates are asked for on another GPU.
-    """
-    own = calibrated_at(arguments.rates)
-    if own and arguments.gpu not in (None, arguments.rates):
-        raise InputError(f"the rates in {arguments.rates} are shares of {own.gpu.name}, which is there too: omit --gpu")
-    own = own or calibrated_at(arguments.gpu)
-    there = own.gpu if own else gpu(arguments.gpu or _DEFAULT_GPU)
-    name = None if own and calibrated_at(arguments.rates) else arguments.rates
-    if name is not None:
-        return there, read_rates(Path(name)) if name.endswith(".json") else rates(name)
-    return there, own.rates if own else rates_for(there.name)
-
-
 def run_plan(arguments: argparse.Namespace) -> int:
     """Search and print."""
-    (machine, given), using = _machine(arguments), recipe(arguments.recipe)
+    (machine, given), using = machine_given(arguments), recipe_given(arguments) or recipe(DEFAULT_RECIPE)
     if arguments.max_model:
         return _print_max_model(arguments, machine, given)
     model = plan_model(arguments.model or _DEFAULT_MODEL)
@@ -224,7 +188,7 @@ def _layout_json(found: Search, row: int) -> dict[str, object]:
 
 
 def _print_max_model(arguments: argparse.Namespace, machine: Gpu, given: Rates) -> int:
-    using = recipe(arguments.recipe)
+    using = recipe_given(arguments) or recipe(DEFAULT_RECIPE)
     family = plan_model(arguments.model).family if arguments.model else Family.GPT
     model, grid, held = max_model(_space(arguments), machine, using, given, family=family, seq_len=arguments.seq_len)
     least = int(held.argmin())
@@ -260,25 +224,6 @@ def _draw_timeline(found: Search, path: Path) -> None:
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
     print(f"timeline: {path}", file=sys.stderr)
-
-
-def run_predict(arguments: argparse.Namespace) -> int:
-    """Predict a file of layouts."""
-    machine, given = None, None
-    if arguments.gpu or arguments.rates:
-        machine, given = _machine(arguments)
-    if not arguments.gpu and not calibrated_at(arguments.rates):
-        machine = None  # each row names its own
-    count = predict_file(
-        arguments.layouts, arguments.output, using=recipe(arguments.recipe), given=given, machine=machine
-    )
-    for remark in remarks(read_rows(arguments.layouts)):
-        print(f"meshmark: {remark}", file=sys.stderr)
-    print(f"{count} layouts predicted: {arguments.output}")
-    names = {gpu(row["gpu"]).name for row in read_rows(arguments.layouts)} if machine is None else set()
-    for there in [machine] if machine else map(gpu, sorted(names)):
-        print(provenance(there, given or rates_for(there.name, as_measured=True)))
-    return 0
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:

@@ -2,137 +2,146 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from meshmark.errors import InputError
+from meshmark.plan.frameworks import framework, recipe_of
+from meshmark.plan.layout_columns import DEGREES, DIMENSIONS, cell, expect_known, integer, layout_of, model_of
+from meshmark.plan.model_names import known_models
 from meshmark.plan.rows import Row
 from meshmark.spec.hardware import MOST_GPUS
-from meshmark.spec.layout import AXES
-from meshmark.spec.model_spec import Family, ModelSpec, llama
-from meshmark.theory.grid import Column, Grid, make_grid
+from meshmark.spec.layout import AXES, Layout
+from meshmark.spec.model_spec import ModelSpec
+from meshmark.theory.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid, make_grid
+from meshmark.theory.recipe import TrainingRecipe, recipe
 
-DIMENSIONS = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "tied_embeddings", "seq_len")
-DEGREES = ("dp", "tp", "pp", "zero_stage", "micro_batch", "grad_accum")
-LAYOUT_COLUMNS = (*DIMENSIONS, *DEGREES, "gpus", "gpu")
-_LARGEST = 10**9
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutRows:
-    """Rows of one model on one GPU."""
+    """Rows of one model on one GPU under one recipe."""
 
     model: ModelSpec
     gpu_name: str
+    """Empty where the table does not say."""
+    recipe: TrainingRecipe | None
+    """None where the table does not say."""
     rows: Column
     """Positions in the table."""
     grid: Grid
 
 
 def batches(table: Sequence[Row]) -> Iterator[LayoutRows]:
-    """The table's rows grouped by model and GPU.
+    """The table's rows grouped by model, GPU and recipe.
 
-    Raises `InputError`, with the row and the column, for a missing column or an impossible value.
+    Raises `InputError` for a column that is not known and, with the row and the column, for what is missing or cannot
+    be.
     """
-    missing = [c for c in LAYOUT_COLUMNS if c not in table[0]]
-    if missing:
-        raise InputError(f"missing column {', '.join(missing)}; a table of layouts has {', '.join(LAYOUT_COLUMNS)}")
-    groups: dict[tuple[object, ...], list[int]] = {}
+    expect_known(list(table[0]))
+    model, layout = _once(model_of, ("model", *DIMENSIONS)), _once(layout_of, ("layout", *DEGREES))
+    groups: dict[tuple[ModelSpec, str, TrainingRecipe | None], list[tuple[int, Layout]]] = {}
     for i, row in enumerate(table):
-        key = (row.get("model", ""), row["gpu"], *(_integer(row, c, i) for c in DIMENSIONS))
-        groups.setdefault(key, []).append(i)
-    for (name, gpu_name, *dimensions), rows in groups.items():
-        degrees = {c: np.array([_integer(table[i], c, i) for i in rows]) for c in DEGREES}
-        degrees["cp"] = np.array([_integer({"cp": "1", **table[i]}, "cp", i) for i in rows])
-        _check_gpus(table, rows, degrees)
-        grid = make_grid(
-            dp=degrees["dp"],
-            tp=degrees["tp"],
-            pp=degrees["pp"],
-            zero_stage=degrees["zero_stage"],
-            cp=degrees["cp"],
-            micro_batch=degrees["micro_batch"],
-            num_micro_batches=degrees["grad_accum"],
-            sequence_parallel=True,
-        )
-        model = _model(str(name), [int(str(d)) for d in dimensions])
-        _check_shards(model, rows, degrees)
-        yield LayoutRows(model=model, gpu_name=str(gpu_name), rows=np.array(rows), grid=grid)
+        key = (model(row, i), cell(row, "gpu"), _recipe_of(row, i))
+        groups.setdefault(key, []).append((i, layout(row, i)))
+    for (spec, gpu_name, using), members in groups.items():
+        rows = [i for i, _ in members]
+        grid = _grid([layout for _, layout in members], [integer(table[i], "micro_batch", i, usual=1) for i in rows])
+        _check_gpus(table, rows, grid)
+        _check_shards(spec, rows, grid)
+        yield LayoutRows(model=spec, gpu_name=gpu_name, recipe=using, rows=np.array(rows), grid=grid)
 
 
-def _model(name: str, dimensions: Sequence[int]) -> ModelSpec:
-    layers, hidden, heads, kv_heads, ffn_hidden, vocab, tied, seq_len = dimensions
-    spec = llama(
-        name or "unnamed",
-        layers,
-        hidden,
-        heads,
-        ffn_hidden,
-        num_kv_heads=kv_heads,
-        vocab_size=vocab,
-        seq_len=seq_len,
-        tied_embeddings=bool(tied),
-    )
-    assert spec.family is Family.LLAMA
-    return spec
+def _once(read: Callable[[Row, int], _Read], columns: Sequence[str]) -> Callable[[Row, int], _Read]:
+    """The same, worked out once for each that many rows repeat."""
+    known: dict[tuple[str, ...], _Read] = {}
+
+    @functools.wraps(read)
+    def one(row: Row, position: int) -> _Read:
+        key = tuple(cell(row, column) for column in columns)
+        if key not in known:
+            known[key] = read(row, position)
+        return known[key]
+
+    return one
 
 
-def _integer(row: Row, column: str, position: int) -> int:
-    """A whole, non-negative cell; degrees and sizes at least one."""
-    text = (row.get(column) or "").strip()
+def _recipe_of(row: Row, position: int) -> TrainingRecipe | None:
+    named, of = cell(row, "recipe"), cell(row, "framework")
     try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    least = 0 if column in ("zero_stage", "tied_embeddings") else 1
-    if not (least <= value < float("inf")) or value != int(value):
-        raise InputError(f"row {position + 2}: {column} is {text[:40]!r}, expected a whole number of at least {least}")
-    if column == "zero_stage" and value > 3:
-        raise InputError(f"row {position + 2}: zero_stage is {text}, expected 0, 1, 2 or 3")
-    if column == "tied_embeddings" and value > 1:
-        raise InputError(f"row {position + 2}: tied_embeddings is {text}, expected 0 or 1")
-    if value > (most := MOST_GPUS if column in (*AXES, "gpus") else _LARGEST):
-        raise InputError(f"row {position + 2}: {column} is {text[:40]}, more than {most}: is its unit right?")
-    return int(value)
+        if named and of and framework(of).recipe != named:
+            raise InputError(f"recipe {named!r} is not framework {of!r}'s, {framework(of).recipe!r}; leave one empty")
+        return recipe(named) if named else recipe_of(of) if of else None
+    except InputError as error:
+        raise InputError(f"row {position + 2}: {error}") from error
 
 
-def _check_gpus(table: Sequence[Row], rows: Sequence[int], degrees: dict[str, Column]) -> None:
+def _grid(layouts: Sequence[Layout], micro_batches: Sequence[int]) -> Grid:
+    codes: Mapping[str, Sequence[object]] = {"schedule": SCHEDULES, "recompute": RECOMPUTES, "offload": OFFLOADS}
+    columns = {
+        field: np.array(
+            [codes[field].index(v) if field in codes else v for v in (getattr(one, field) for one in layouts)]
+        )
+        for field in DEGREES.values()
+    }
+    return make_grid(micro_batch=np.array(micro_batches), **columns)
+
+
+def _check_gpus(table: Sequence[Row], rows: Sequence[int], grid: Grid) -> None:
     for position, i in enumerate(rows):
-        product = math.prod(int(degrees[axis][position]) for axis in AXES)  # not in 64 bits
-        gpus = _integer(table[i], "gpus", i)
+        product = int(np.prod([getattr(grid, axis)[position] for axis in AXES], dtype=float))
+        gpus = integer(table[i], "gpus", i, usual=product)
         if gpus != product:
-            names = "dp x tp x pp x cp" if "cp" in table[i] else "dp x tp x pp"
-            raise InputError(f"row {i + 2}: {gpus} gpus, but {names} is {product}; correct one of them")
+            raise InputError(f"row {i + 2}: {gpus} gpus, but dp x tp x pp x cp is {product}; correct one of them")
+        if product > MOST_GPUS:
+            raise InputError(f"row {i + 2}: dp x tp x pp x cp is {product}; at most {MOST_GPUS} gpus are planned for")
 
 
-def _check_shards(model: ModelSpec, rows: Sequence[int], degrees: dict[str, Column]) -> None:
-    """Tensor parallelism must divide heads and feed-forward width; more stages than layers only never fit."""
+def _check_shards(model: ModelSpec, rows: Sequence[int], grid: Grid) -> None:
+    """Tensor parallelism must divide heads and feed-forward width, context parallelism the sequence in two parts a
+    rank; more stages than layers only never fit."""
     for name in ("num_heads", "num_kv_heads", "ffn_hidden"):
         size = getattr(model, name)
-        wrong = np.nonzero(size % degrees["tp"])[0]
+        wrong = np.nonzero(size % grid.tp)[0]
         if len(wrong):
-            tp = degrees["tp"][wrong[0]]
+            tp = grid.tp[wrong[0]]
             raise InputError(f"row {rows[wrong[0]] + 2}: tp {tp} does not divide {name} {size} of {model.name!r}")
+    wrong = np.nonzero((grid.cp > 1) & (model.seq_len % (2 * grid.cp) > 0))[0]
+    if len(wrong):
+        cp = grid.cp[wrong[0]]
+        raise InputError(f"row {rows[wrong[0]] + 2}: a sequence of {model.seq_len} does not divide into 2 x cp {cp}")
 
 
 def remarks(table: Sequence[Row]) -> list[str]:
     """What is odd about a table's rows but does not keep them from being predicted."""
-    stages, batch = [], []
-    for i, row in enumerate(table):
-        if int(float(row["pp"])) > int(float(row["layers"])):
-            stages.append(i + 2)
-        given = (row.get("global_batch") or "").strip()
-        product = int(float(row["dp"])) * int(float(row["micro_batch"])) * int(float(row["grad_accum"]))
-        if given and given != str(product):
-            batch.append(i + 2)
+    stages, sizes, ungated = [], [], []
+    known = known_models()
+    for batch in batches(table):
+        product = batch.grid.global_batch
+        for position, i in enumerate(batch.rows):
+            given = cell(table[i], "global_batch")
+            if batch.grid.pp[position] * batch.grid.virtual_stages[position] > batch.model.num_layers:
+                stages.append(int(i) + 2)
+            if given and given != str(product[position]):
+                sizes.append(int(i) + 2)
+            if cell(table[i], "layers") and not cell(table[i], "family") and cell(table[i], "model") not in known:
+                ungated.append(int(i) + 2)
     out = []
     if stages:
-        out.append(f"{_named(stages)}: more pipeline stages than layers; predicted_fits is 0")
-    if batch:
-        out.append(f"{_named(batch)}: global_batch is not dp x micro_batch x grad_accum; that product is predicted")
+        out.append(f"{_named(sorted(stages))}: more pipeline stages than layers; predicted_fits is 0")
+    if sizes:
+        out.append(
+            f"{_named(sorted(sizes))}: global_batch is not dp x micro_batch x grad_accum; that product is predicted"
+        )
+    if ungated:
+        out.append(
+            f"{_named(sorted(ungated))}: no family, so taken for llama (gated); a column family says gpt or llama"
+        )
     return out
 
 

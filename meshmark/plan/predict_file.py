@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -48,19 +49,34 @@ def rates_for(gpu_name: str, *, as_measured: bool = False) -> Rates:
     return dataclasses.replace(given, network=scaled)
 
 
-def predict_rows(
-    table: Sequence[Row], using: TrainingRecipe, given: Rates | None = None, machine: Gpu | None = None
-) -> dict[str, Column]:
-    """The predicted columns of a table of layouts, in its order; on `machine`, or on the GPU that each row names."""
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is said for all rows at once, in place of what they name."""
+
+    recipe: TrainingRecipe | None = None
+    rates: Rates | None = None
+    machine: Gpu | None = None
+
+
+_ROWS_SAY = Setting()
+
+
+def predict_rows(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> dict[str, Column]:
+    """The predicted columns of a table of layouts, in its order.
+
+    Raises `InputError` where neither a row nor the setting names a GPU, or where that GPU's node is not known to have
+    what a layout offloads to.
+    """
     columns: dict[str, Column] = {}
     for batch in batches(table):
-        found = predict_grid(
-            batch.model,
-            batch.grid,
-            machine or gpu(batch.gpu_name),
-            using,
-            given or rates_for(batch.gpu_name, as_measured=True),
-        )
+        if not batch.gpu_name and setting.machine is None:
+            raise InputError(f"row {batch.rows[0] + 2}: missing column gpu; or give --gpu")
+        machine = setting.machine or gpu(batch.gpu_name)
+        if machine.host is None and len(offloaded := batch.rows[batch.grid.offload > 0]):
+            raise InputError(f"row {offloaded[0] + 2}: what a node of {machine.name} could offload to is not known")
+        given = setting.rates or rates_for(machine.name, as_measured=True)
+        using = setting.recipe or batch.recipe or recipe(DEFAULT_RECIPE)
+        found = predict_grid(batch.model, batch.grid, machine, using, given)
         for name, column in predicted_columns(found).items():
             columns.setdefault(name, np.zeros(len(table)))[batch.rows] = column
     return columns
@@ -82,20 +98,13 @@ def predicted_columns(found: Prediction) -> dict[str, Column]:
     return {**answers, **memory, **time}
 
 
-def predict_file(
-    source: Path,
-    target: Path,
-    *,
-    using: TrainingRecipe | None = None,
-    given: Rates | None = None,
-    machine: Gpu | None = None,
-) -> int:
+def predict_file(source: Path, target: Path, setting: Setting = _ROWS_SAY) -> int:
     """Read `source`, write it to `target` with the predicted columns appended; returns the number of rows.
 
     Raises `InputError` when a file cannot be used or a row cannot be a layout.
     """
     table = read_rows(source)
-    columns = predict_rows(table, using or recipe(DEFAULT_RECIPE), given, machine)
+    columns = predict_rows(table, setting)
     fields = [f for f in table[0] if f not in columns] + list(columns)
     try:
         with target.open("w", newline="", encoding="utf-8") as file:

@@ -14,7 +14,8 @@ def read_rows(path: Path) -> list[Row]:
     """All rows of a CSV file. Raises `InputError` when it is missing, is none, or has no rows."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file, restval=""))
+            reader = csv.DictReader(file, restval="")
+            rows, columns = list(reader), list(reader.fieldnames or ())
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -25,6 +26,8 @@ def read_rows(path: Path) -> list[Row]:
         raise InputError(f"{path} is no table of layouts: {error}; expected CSV, one layout a row") from error
     if long := [i for i, row in enumerate(rows) if None in row]:
         raise InputError(f"{path} row {long[0] + 2} has more cells than the header has columns; is a comma unquoted?")
+    if twice := sorted({column for column in columns if columns.count(column) > 1}):
+        raise InputError(f"{path} has more than one column {twice[0][:80]!r}; keep one")
     if not rows:
         raise InputError(f"{path} has no rows; expected a header and one layout a row")
     return rows

@@ -30,7 +30,7 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
     """Bytes that one layer keeps of one micro-batch.
 
     GPT: arXiv:2205.05198 table 2, s b h (10 + 24/t + 5as/ht), all over t with sequence parallelism; without dropout
-    masks the 34 are 31 and the 5 are 4; flash attention keeps 4a/h instead of the scores, and so does selective
+    masks the 34 are 32 and the 5 are 4; flash attention keeps 4a/h instead of the scores, and so does selective
     recomputation. LLaMA: four tensors of h between the parallel regions, q, k, v and the output, and four of f.
     Eager kernels: `saved_activations.py`.
     """
@@ -41,7 +41,7 @@ def layer_activation_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe)
         stream = recipe.eager.stream * h / sequence_shards(grid)
         return tokens(model, grid) * np.where(grid.recompute == RECOMPUTES.index(Recompute.FULL), stream, kept)
     if model.family == "gpt":
-        between, inside = (10.0, 24.0) if recipe.activations.dropout_masks else (8.0, 23.0)
+        between, inside = (10.0, 24.0) if recipe.activations.dropout_masks else (8.0, 24.0)
         scores = 5.0 if recipe.activations.dropout_masks else 4.0
         between, inside = between * width / 2.0 * h, inside * width / 2.0 * h
     else:

@@ -179,6 +179,16 @@ _EAGER = TrainingRecipe(
     eager=Widths.of(Precision.FP32, casts_weights=False),
 )
 
+# 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511). A logit is held in bf16, in
+# fp32, as its log-softmax and as that one's gradient. Outside: context and one communicator, as nanotron's below.
+_FSDP2 = TrainingRecipe(
+    name="fsdp2",
+    states=StateBytes(weight_bytes=4, gradient_bytes=4, master_bytes=0),
+    buffers=BufferBytes(outside_bytes=0.9e9),
+    wire=Wire(reduce_bytes=4, gather_bytes=2),
+    activations=ActivationBytes(logit_bytes=14),
+)
+
 RECIPES: dict[str, TrainingRecipe] = {
     recipe.name: recipe
     for recipe in (
@@ -239,14 +249,9 @@ RECIPES: dict[str, TrainingRecipe] = {
             activations=ActivationBytes(logit_bytes=6, kept_logit_bytes=4),
             cut=PipelineCut(balanced_stages=True, head_share=0.95),
         ),
-        # 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511). A logit is held in
-        # bf16, in fp32, as its log-softmax and as that one's gradient: torch's cross-entropy is not fused.
-        TrainingRecipe(
-            name="fsdp2",
-            states=StateBytes(weight_bytes=4, gradient_bytes=4, master_bytes=0),
-            wire=Wire(reduce_bytes=4, gather_bytes=2),
-            activations=ActivationBytes(logit_bytes=14),
-        ),
+        _FSDP2,
+        # A fused loss (flash-attn's in llm-foundry, Liger's): a logit in bf16 and its gradient, nothing in fp32.
+        replace(_FSDP2, name="fsdp-fused-loss", activations=ActivationBytes(logit_bytes=4)),
         # 4 + 4 + 8 = 16, everything in fp32.
         TrainingRecipe(
             name="fp32",

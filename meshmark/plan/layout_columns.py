@@ -1,0 +1,184 @@
+"""What a cell of a table of layouts may say: the columns that `meshmark predict` reads, and those that it passes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import TypeVar
+
+from meshmark.errors import InputError, LayoutError
+from meshmark.plan.model_names import known_models, plan_model
+from meshmark.plan.rows import Row
+from meshmark.spec.hardware import MOST_GPUS
+from meshmark.spec.layout import AXES, Layout, Offload, Recompute, Schedule
+from meshmark.spec.layout_id import parse_layout
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family, ModelSpec, gpt, llama
+
+DIMENSIONS = {
+    "family": "family",
+    "layers": "num_layers",
+    "hidden": "hidden",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+    "ffn_hidden": "ffn_hidden",
+    "vocab": "vocab_size",
+    "tied_embeddings": "tied_embeddings",
+    "seq_len": "seq_len",
+}
+"""Of a model: the column, and the field of `ModelSpec`."""
+DEGREES = {
+    "dp": "dp",
+    "tp": "tp",
+    "pp": "pp",
+    "cp": "cp",
+    "zero_stage": "zero_stage",
+    "grad_accum": "num_micro_batches",
+    "virtual_stages": "virtual_stages",
+    "sequence_parallel": "sequence_parallel",
+    "schedule": "schedule",
+    "recompute": "recompute",
+    "offload": "offload",
+}
+"""Of a layout: the column, and the field of `Layout`."""
+READ = ("model", *DIMENSIONS, "layout", *DEGREES, "micro_batch", "global_batch", "gpus", "gpu", "framework", "recipe")
+PASSED_ON = (
+    *("", "id", "name", "label", "note", "source", "flag", "status", "table", "precision", "params", "nodes"),
+    *("tokens_per_s_per_gpu", "tokens_per_s", "mfu_percent", "mfu_percent_published", "hfu_percent"),
+    *("gpu_memory_gb", "peak_memory_gib"),
+)
+"""Notes and measurements, which no prediction may read; so are those whose names begin with one of `PREFIXES`."""
+PREFIXES = ("measured_", "predicted_", "note_")
+_NEEDED = ("layers", "hidden", "heads", "vocab", "seq_len")
+_LARGEST = 10**9
+_Word = TypeVar("_Word", bound=StrEnum)
+
+
+def expect_known(columns: Sequence[str]) -> None:
+    """Raise `InputError` for a column that is neither read nor passed on: what it says would be left out."""
+    unknown = [c for c in columns if c not in READ and c not in PASSED_ON and not c.startswith(PREFIXES)]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0][:80], READ, n=1, cutoff=0.6)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        named = ", ".join(repr(column[:80]) for column in unknown[:5])
+        raise InputError(
+            f"unknown column {named}{hint}. Read are {', '.join(READ)}; passed on unread are "
+            f"{', '.join(filter(None, PASSED_ON))} and names that begin with {', '.join(PREFIXES)}"
+        )
+
+
+def cell(row: Row, column: str) -> str:
+    return (row.get(column) or "").strip()
+
+
+def model_of(row: Row, position: int) -> ModelSpec:
+    """The model of a row: by its dimensions, where `model` is but a label, or the one that `model` names or describes,
+    with the dimensions that the row gives changed.
+
+    Raises `InputError`, with the row and the column, for what is missing or cannot be.
+    """
+    fields = {DIMENSIONS[column]: _dimension(row, column, position) for column in DIMENSIONS if cell(row, column)}
+    where, name = f"row {position + 2}", cell(row, "model")
+    if not {"num_layers", "hidden"} & fields.keys():
+        if not name:
+            raise InputError(f"{where} has no model; give a column model, or columns {', '.join(_NEEDED)}")
+        try:
+            return _changed(plan_model(name), fields)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+    if missing := [column for column in _NEEDED if DIMENSIONS[column] not in fields]:
+        raise InputError(f"{where}: missing column {', '.join(missing)}; a model by its dimensions has all of them")
+    known = known_models()
+    family = fields.get("family") or (known[name].family if name in known else Family.LLAMA)
+    if family is Family.LLAMA and "ffn_hidden" not in fields:
+        raise InputError(f"{where}: missing column ffn_hidden, which a llama has no usual proportion of")
+    layers, hidden, heads = (int(fields.pop(field)) for field in ("num_layers", "hidden", "num_heads"))
+    name = name or "unnamed"
+    if family is Family.GPT:
+        return _changed(gpt(name, layers, hidden, heads), fields)
+    return _changed(llama(name, layers, hidden, heads, int(fields["ffn_hidden"])), fields)
+
+
+def _changed(spec: ModelSpec, fields: Mapping[str, int | Family]) -> ModelSpec:
+    changes: dict[str, object] = {**fields}
+    if "tied_embeddings" in fields:
+        changes["tied_embeddings"] = bool(fields["tied_embeddings"])
+    return dataclasses.replace(spec, **changes) if changes else spec  # type: ignore[arg-type]
+
+
+def _dimension(row: Row, column: str, position: int) -> int | Family:
+    if column == "family":
+        return _word(row, column, position, Family, sorted(TEXT_FAMILIES))
+    return int(_flag(row, column, position)) if column == "tied_embeddings" else integer(row, column, position)
+
+
+def layout_of(row: Row, position: int) -> Layout:
+    """The layout of a row: an id such as `dp2.tp2` in the column layout, or a degree a column; what is left out is one,
+    the schedule 1F1B, and sequence parallelism there where tensor parallelism is.
+
+    Raises `InputError`, with the row and the column, for what cannot be.
+    """
+    where = f"row {position + 2}"
+    given = [column for column in DEGREES if cell(row, column)]
+    try:
+        if name := cell(row, "layout"):
+            if given:
+                raise LayoutError(f"{given[0]} stands beside the layout {name[:80]!r}, which says it; leave one empty")
+            return parse_layout(name)
+        return Layout(**{DEGREES[column]: _degree(row, column, position) for column in given} | _usual(row, given))  # type: ignore[arg-type]
+    except LayoutError as error:
+        raise InputError(f"{where}: {error}") from error
+
+
+def _usual(row: Row, given: Sequence[str]) -> dict[str, object]:
+    usual: dict[str, object] = {}
+    if "schedule" not in given:
+        interleaved = cell(row, "virtual_stages") not in ("", "1")
+        usual["schedule"] = Schedule.INTERLEAVED if interleaved else Schedule.ONE_F_ONE_B
+    if "sequence_parallel" not in given:
+        usual["sequence_parallel"] = cell(row, "tp") not in ("", "1")
+    return usual
+
+
+def _degree(row: Row, column: str, position: int) -> object:
+    if column == "sequence_parallel":
+        return _flag(row, column, position)
+    words = {"schedule": Schedule, "recompute": Recompute, "offload": Offload}
+    if column in words:
+        return _word(row, column, position, words[column])
+    return integer(row, column, position)
+
+
+def integer(row: Row, column: str, position: int, usual: int | None = None) -> int:
+    """A whole cell: at least one, and of `zero_stage` from none to three; `usual` where it is empty."""
+    text = cell(row, column)
+    if not text and usual is not None:
+        return usual
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    least = 0 if column == "zero_stage" else 1
+    if not (least <= value < float("inf")) or value != int(value):
+        raise InputError(f"row {position + 2}: {column} is {text[:40]!r}, expected a whole number of at least {least}")
+    if column == "zero_stage" and value > 3:
+        raise InputError(f"row {position + 2}: zero_stage is {text[:40]}, expected 0, 1, 2 or 3")
+    if value > (most := MOST_GPUS if column in (*AXES, "gpus") else _LARGEST):
+        raise InputError(f"row {position + 2}: {column} is {text[:40]}, more than {most}: is its unit right?")
+    return int(value)
+
+
+def _flag(row: Row, column: str, position: int) -> bool:
+    text = cell(row, column).lower()
+    if text not in ("0", "1", "false", "true", "0.0", "1.0"):
+        raise InputError(f"row {position + 2}: {column} is {text[:40]}, expected 0 or 1")
+    return text in ("1", "true", "1.0")
+
+
+def _word(row: Row, column: str, position: int, words: type[_Word], known: Sequence[str] = ()) -> _Word:
+    text = cell(row, column).lower()
+    if text not in (known or tuple(words)):
+        expected = ", ".join(known or words)
+        raise InputError(f"row {position + 2}: {column} is {text[:40]!r}, expected one of {expected}")
+    return words(text)

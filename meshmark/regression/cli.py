@@ -1,0 +1,71 @@
+"""The command `compare`: its arguments, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from meshmark.errors import ResultsError
+from meshmark.regression.compare import Comparison, compare
+from meshmark.regression.gate import DEFAULT_GATE, Gate, parse_gate
+from meshmark.regression.page import lines, page
+from meshmark.report.markdown import one_line
+from meshmark.run.record import Record
+from meshmark.run.record_file import read_records
+
+FAILED = 1
+"""Exit code where `--fail-on` found something."""
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", type=Path, metavar="A", help="results folder, or records.jsonl, to compare with")
+    parser.add_argument("after", type=Path, metavar="B", help="results folder of what may be better or worse")
+    add_gate(parser)
+    parser.add_argument("--across", action="store_true", help="though machine, versions or settings differ")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE.md", help="every metric of every case, as markdown")
+    parser.set_defaults(run=_compare)
+
+
+def add_gate(parser: argparse.ArgumentParser) -> None:
+    text = f"end with {FAILED} where B is worse: kinds of change, each with the least share that counts; "
+    parser.add_argument(
+        "--fail-on", metavar="KIND,...", help=f"{text}such as {DEFAULT_GATE}".replace("%", "%%") + ", missing"
+    )
+
+
+def _compare(parsed: argparse.Namespace) -> int:
+    gate = parse_gate(parsed.fail_on) if parsed.fail_on is not None else None
+    before, after = (read_side(path) for path in (parsed.before, parsed.after))
+    found = compare(before, after, across=parsed.across, margin=gate.margin if gate else None)
+    if parsed.output:
+        titles = str(parsed.before), str(parsed.after)
+        write(parsed.output, page(found, titles, shlex.join(["meshmark", "compare", *titles])))
+    return tell(found, gate)
+
+
+def read_side(path: Path) -> list[Record]:
+    """Every launch of a folder; complaints about its lines are told."""
+    reading = read_records(path)
+    for complaint in reading.complaints:
+        print(f"meshmark: {path}: left out {one_line(complaint)}", file=sys.stderr)
+    return reading.records
+
+
+def write(path: Path, text: str) -> None:
+    """Raises `ResultsError` where it cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise ResultsError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def tell(found: Comparison, gate: Gate | None) -> int:
+    """Prints it; returns the exit code."""
+    print("\n".join(lines(found)))
+    failing = gate.failing(found.changes) if gate else []
+    for change in failing:
+        print(one_line(f"FAILED by --fail-on {change.kind}: {change}"))
+    return FAILED if failing else 0

@@ -1,0 +1,105 @@
+"""Two sides, case by case and metric by metric."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshmark.errors import ResultsError
+from meshmark.regression.change import Change, Kind, Standing
+from meshmark.regression.conditions import differences, expect_alike
+from meshmark.regression.exact import exact_changes
+from meshmark.regression.runs import CaseRuns, Key, by_case, names
+from meshmark.regression.samples import samples
+from meshmark.regression.times import SAME_WITHIN, Pair, time_changes
+from meshmark.regression.times import Key as TestKey
+from meshmark.regression.verdicts import clause_changes, verdict_changes
+from meshmark.run.record import Record, Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Of B with A."""
+
+    changes: list[Change]
+    """Every case's, in A's order."""
+    num_cases: int
+    """That both sides hold."""
+    only_before: list[str]
+    only_after: list[str]
+    conditions: dict[str, tuple[str, str]]
+    """That differ, by name."""
+
+    def of(self, standing: Standing) -> list[Change]:
+        return [change for change in self.changes if change.standing is standing]
+
+
+def compare(
+    before: Sequence[Record], after: Sequence[Record], *, across: bool = False, margin: float | None = None
+) -> Comparison:
+    """Of two readings. Raises `ResultsError` where they have no case in common, or (without `across`) were measured
+    under other conditions."""
+    ours, theirs = by_case(before), by_case(after)
+    common = [key for key in ours if key in theirs]
+    clauses = list(clause_changes(before, after))
+    if not common and not clauses:
+        raise ResultsError(
+            f"A and B have no case in common: A holds {_some(ours)}, B {_some(theirs)}; run the same cases into both"
+        )
+    if not across:
+        expect_alike(_records(ours, common), _records(theirs, common))
+    name = names(list(ours | theirs))
+    changes = [change for key in common for change in _untimed(name[key], ours[key], theirs[key])]
+    changes += [_missing(name[key], ours[key]) for key in ours if key not in theirs and _ran(ours[key])]
+    return Comparison(
+        changes=[*changes, *clauses, *_timed(ours, theirs, name, margin)],
+        num_cases=len(common),
+        only_before=[name[key] for key in ours if key not in theirs],
+        only_after=[name[key] for key in theirs if key not in ours],
+        conditions=differences(_records(ours, common), _records(theirs, common)),
+    )
+
+
+def _some(cases: dict[Key, CaseRuns]) -> str:
+    shown = ", ".join(key[0] for key in list(cases)[:3])
+    return f"{shown}{', ...' if len(cases) > 3 else ''}" if cases else "conformance alone"
+
+
+def _records(cases: dict[Key, CaseRuns], keys: Sequence[Key]) -> list[Record]:
+    return [record for key in keys for record in (*cases[key].observed, *cases[key].timed)]
+
+
+def _untimed(name: str, before: CaseRuns, after: CaseRuns) -> list[Change]:
+    if before.case != after.case:
+        told = "the same name stands for another workload or layout: nothing of the two compares; rename one"
+        return [Change(case=name, metric="case", kind=Kind.WRONG, standing=Standing.UNDECIDED, evidence=told)]
+    return [*verdict_changes(name, before, after), *exact_changes(name, before, after)]
+
+
+def _ran(runs: CaseRuns) -> bool:
+    return any(r.outcome.status is not Status.SKIPPED for r in (*runs.observed, *runs.timed))
+
+
+def _missing(name: str, runs: CaseRuns) -> Change:
+    return Change(
+        case=name,
+        metric="case",
+        kind=Kind.MISSING,
+        standing=Standing.WORSE,
+        before="run",
+        after="not run",
+        evidence="it is in A alone",
+    )
+
+
+def _timed(
+    ours: dict[Key, CaseRuns], theirs: dict[Key, CaseRuns], name: dict[Key, str], margin: float | None
+) -> list[Change]:
+    pairs, units = dict[TestKey, Pair](), dict[str, tuple[int, str]]()
+    for key, runs in ours.items():
+        if key not in theirs or runs.case != theirs[key].case:
+            continue
+        units[name[key]] = runs.case.workload.units_per_step, runs.case.workload.unit
+        before, after = samples(runs), samples(theirs[key])
+        pairs |= {(name[key], metric): (before[metric], after[metric]) for metric in before if metric in after}
+    return time_changes(pairs, units, margin or SAME_WITHIN)

@@ -1,0 +1,54 @@
+"""Whether two sides were measured under the same conditions: machine, versions and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from meshmark.environment import Environment
+from meshmark.errors import ResultsError
+from meshmark.run.record import Record
+
+
+def conditions(environment: Environment) -> dict[str, str]:
+    """What numbers depend on beside the code; empty where the record does not hold it. The commit is left out: what it
+    changed is what a comparison is for."""
+    found = {
+        "machine": environment.machine,
+        "CPUs": str(environment.num_cpus),
+        "device": environment.device,
+        "nodes": str(environment.nnodes),
+        "backend": environment.backend,
+        "OMP_NUM_THREADS": environment.omp_num_threads,
+    }
+    return found | {name: version for name, version in environment.versions.items()}
+
+
+def differences(ours: Iterable[Record], theirs: Iterable[Record]) -> dict[str, tuple[str, str]]:
+    """Conditions that both sides tell of and that differ, in words."""
+    one, other = _told(ours), _told(theirs)
+    shared = {name: (one[name], other[name]) for name in one if name in other}
+    return {name: (told(a), told(b)) for name, (a, b) in shared.items() if a != b}
+
+
+def _told(records: Iterable[Record]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for environment in {id(r.environment): r.environment for r in records}.values():
+        for name, value in conditions(environment).items():
+            if value:
+                found.setdefault(name, set()).add(value)
+    return found
+
+
+def told(values: set[str]) -> str:
+    return " and ".join(sorted(values))
+
+
+def expect_alike(ours: Iterable[Record], theirs: Iterable[Record]) -> None:
+    """Raises `ResultsError` where conditions differ."""
+    found = differences(ours, theirs)
+    if found:
+        listed = "; ".join(f"{name}: {one} in A, {other} in B" for name, (one, other) in found.items())
+        raise ResultsError(
+            f"A and B were measured under other conditions ({listed}), so a difference would not be the code's; "
+            "measure both in one place, or give --across where the conditions are what you compare"
+        )

@@ -1,0 +1,145 @@
+"""Bytes held and collectives sent on two sides: exact, so that any difference is a change, and named."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from meshmark.measure.readings import Bytes, Collective, MemoryReading
+from meshmark.regression.change import Change, Effect, Kind, Standing
+from meshmark.regression.runs import CaseRuns
+from meshmark.run.record import Record, Status
+
+CATEGORIES = tuple(each.name for each in dataclasses.fields(Bytes))
+INSTANTS = {
+    "steady": "memory after a step",
+    "states": "model states",
+    "peak": "peak memory",
+    "held": "memory before the backward pass",
+}
+"""Of a `MemoryReading`, and what rows call them."""
+_LINGERING = {"communication"}
+"""What may be there at an instant other than the peak for the sake of a backend's thread alone: how much of it, records
+tell of the peak only."""
+_LATE = "which a backend's thread may have held a moment longer; run it again"
+_MOST_NAMED = 4
+"""Differences that a row spells out."""
+
+
+def exact_changes(name: str, before: CaseRuns, after: CaseRuns) -> Iterator[Change]:
+    """Memory by category and traffic by collective, of the last instrumented pass of each side that came to its end."""
+    one, other = (_complete(runs) for runs in (before, after))
+    if one is None or other is None:
+        return
+    ours, theirs = one.memory.readings, other.memory.readings
+    if ours and len(ours) == len(theirs):
+        for instant in INSTANTS:
+            yield from _memory(name, instant, ours, theirs)
+    if one.traffic.readings and len(one.traffic.readings) == len(other.traffic.readings):
+        pairs = list(zip(one.traffic.readings, other.traffic.readings, strict=True))
+        yield _traffic(name, "traffic asked for", [(a.asked, b.asked) for a, b in pairs])
+        yield _traffic(name, "traffic issued", [(a.issued, b.issued) for a, b in pairs])
+
+
+def _complete(runs: CaseRuns) -> Record | None:
+    return next((r for r in reversed(runs.observed) if r.outcome.status is Status.OK), None)
+
+
+def _memory(
+    name: str, instant: str, before: Sequence[MemoryReading], after: Sequence[MemoryReading]
+) -> Iterator[Change]:
+    """The total of one instant, by rank, with the categories that moved; and each category that did, as a row of its
+    own."""
+    ours, theirs = ([getattr(reading, instant) for reading in side] for side in (before, after))
+    if None in ours or None in theirs:
+        return
+    late = [max(a.late_bytes, b.late_bytes) if instant == "peak" else 0 for a, b in zip(before, after, strict=True)]
+    moved = {
+        category: [
+            (rank, getattr(a, category), getattr(b, category))
+            for rank, (a, b) in enumerate(zip(ours, theirs, strict=True))
+        ]
+        for category in CATEGORIES
+    }
+    moved = {category: [e for e in each if e[1] != e[2]] for category, each in moved.items()}
+    named = [f"{category} on rank {rank}: {a:,} -> {b:,}" for category, each in moved.items() for rank, a, b in each]
+    totals = [(a.total, b.total) for a, b in zip(ours, theirs, strict=True)]
+    late_only = bool(named) and any(late) and all(abs(b - a) <= n for (a, b), n in zip(totals, late, strict=True))
+    lingering = instant != "peak" and moved.keys() - _LINGERING == {c for c in moved if not moved[c]} - _LINGERING
+    hint = _LATE if late_only or (named and lingering) else ""
+    row = _row(name, INSTANTS[instant], totals, "; ".join(filter(None, [_some(named), hint])))
+    if late_only:
+        row = dataclasses.replace(row, standing=Standing.SAME, by=0.0)
+    elif named and (lingering or row.standing is Standing.SAME):  # in the second case as many bytes, for other things
+        row = dataclasses.replace(row, standing=Standing.UNDECIDED)
+    yield row
+    for category, each in moved.items():
+        if each and not hint:
+            pairs = [(getattr(a, category), getattr(b, category)) for a, b in zip(ours, theirs, strict=True)]
+            part = _row(name, f"{INSTANTS[instant]}, {category.replace('_', ' ')}", pairs, _ranks_of(each))
+            yield dataclasses.replace(part, gated=False)
+
+
+def _ranks_of(each: Sequence[tuple[int, int, int]]) -> str:
+    return _some([f"rank {rank}: {a:,} -> {b:,}" for rank, a, b in each])
+
+
+def _some(named: Sequence[str]) -> str:
+    more = f"; and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    return "; ".join(named[:_MOST_NAMED]) + more
+
+
+def _row(name: str, metric: str, pairs: Sequence[tuple[int, int]], evidence: str) -> Change:
+    """Of bytes by rank: worse where any rank has more, for the fullest rank decides what fits; the rank that grew most
+    is shown."""
+    worst = max(range(len(pairs)), key=lambda rank: (pairs[rank][1] - pairs[rank][0], pairs[rank][1]))
+    if all(b <= a for a, b in pairs):
+        worst = min(range(len(pairs)), key=lambda rank: pairs[rank][1] - pairs[rank][0])
+    before, after = pairs[worst]
+    share = (after - before) / before if before else math.inf if after else 0.0
+    standing = Standing.SAME if before == after else Standing.WORSE if after > before else Standing.BETTER
+    exact = Effect(estimate=share, lowest=share, highest=share) if math.isfinite(share) and share else None
+    return Change(
+        case=name,
+        metric=metric,
+        kind=Kind.BIGGER,
+        standing=standing,
+        before=f"{before:,} bytes",
+        after=f"{after:,} bytes",
+        effect=exact,
+        by=max(share, 0.0),
+        evidence=evidence,
+    )
+
+
+def _traffic(name: str, metric: str, ranks: Sequence[tuple[Sequence[Collective], Sequence[Collective]]]) -> Change:
+    """By rank, kind and group. Bytes decide; of as many bytes, more calls are worse."""
+    named, calls = list[str](), 0
+    for rank, (ours, theirs) in enumerate(ranks):
+        one, other = (_routes(side, by_size=not all(c.ranks for c in (*ours, *theirs))) for side in (ours, theirs))
+        for route in sorted(one.keys() | other.keys()):
+            a, b = one.get(route, (0, 0)), other.get(route, (0, 0))
+            if a != b:
+                calls += b[1] - a[1]
+                named.append(f"{route} on rank {rank}: {_amount(*a)} -> {_amount(*b)}")
+    pairs = [(sum(c.num_bytes for c in ours), sum(c.num_bytes for c in theirs)) for ours, theirs in ranks]
+    row = _row(name, metric, pairs, _some(named))
+    if named and row.standing is Standing.SAME:
+        turned = Standing.WORSE if calls > 0 else Standing.BETTER if calls < 0 else Standing.UNDECIDED
+        return dataclasses.replace(row, standing=turned)
+    return row
+
+
+def _routes(side: Sequence[Collective], *, by_size: bool) -> dict[str, tuple[int, int]]:
+    """Bytes and calls by kind and group; `by_size`: of one side the groups are not known, as in records of old."""
+    found: dict[str, tuple[int, int]] = {}
+    for each in side:
+        over = f"{each.group_size} ranks" if by_size else f"ranks {', '.join(map(str, each.ranks))}"
+        num_bytes, calls = found.get(f"{each.kind} over {over}", (0, 0))
+        found[f"{each.kind} over {over}"] = num_bytes + each.num_bytes, calls + each.count
+    return found
+
+
+def _amount(num_bytes: int, calls: int) -> str:
+    return f"{num_bytes:,} bytes in {calls:,} call{'s' if calls != 1 else ''}" if calls else "none"

@@ -1,0 +1,92 @@
+"""A comparison in words: lines for a terminal, a page of markdown for a file."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+from meshmark.regression.change import Change, Standing
+from meshmark.regression.compare import Comparison
+from meshmark.regression.times import ALPHA, STARTS
+from meshmark.report.markdown import inline, one_line, table
+
+_ORDER = (Standing.WORSE, Standing.UNDECIDED, Standing.BETTER)
+_MOST_LINES = 40
+"""Of one standing, in a terminal."""
+
+
+def lines(found: Comparison) -> list[str]:
+    """What changed and what cannot be told, worst first; what stayed the same is counted."""
+    told = [f"{found.num_cases} cases in both"]
+    for side, names in (("A", found.only_before), ("B", found.only_after)):
+        if names:
+            told.append(f"only in {side}: {', '.join(names[:8])}{f' and {len(names) - 8} more' * (len(names) > 8)}")
+    told += [f"conditions differ: {name} {one} in A, {other} in B" for name, (one, other) in found.conditions.items()]
+    for standing in _ORDER:
+        rows = [change for change in found.of(standing) if _alone(change)]
+        told += [one_line(str(change)) for change in rows[:_MOST_LINES]]
+        if len(rows) > _MOST_LINES:
+            told.append(f"... and {len(rows) - _MOST_LINES} more {standing}; -o FILE.md lists all")
+    starts = Counter(change.metric for change in found.of(Standing.UNDECIDED) if change.metric in STARTS)
+    told += [
+        f"{metric} {Standing.UNDECIDED} of {cases} cases; -o FILE.md lists them" for metric, cases in starts.items()
+    ]
+    counts = [f"{len(found.of(standing))} {standing}" for standing in (*_ORDER, Standing.SAME)]
+    return [*told, f"{len(found.changes)} metrics: {', '.join(counts)}"]
+
+
+def _alone(change: Change) -> bool:
+    """Whether a row stands in a terminal: a total names its parts, and starts scatter too widely to be told one by
+    one."""
+    return change.gated and not (change.metric in STARTS and change.standing is Standing.UNDECIDED)
+
+
+def page(found: Comparison, titles: tuple[str, str], command: str) -> str:
+    """Markdown: every metric of every case."""
+    a, b = titles
+    head = [
+        "# Comparison",
+        f"Made by {inline(command)}. A: {inline(a)}. B: {inline(b)}.",
+        f"{found.num_cases} cases in both. Bytes and collectives are exact. Times: Student's t on launches, by Holm's "
+        f"method: the chance that equal code has any time called different here is {ALPHA:.0%}, as far as launches "
+        "scatter as each row says.",
+    ]
+    head += [
+        f"**Conditions differ**: {inline(name)} {inline(one)} in A, {inline(other)} in B."
+        for name, (one, other) in found.conditions.items()
+    ]
+    head += [
+        f"Only in {side}: {inline(', '.join(names))}."
+        for side, names in (("A", found.only_before), ("B", found.only_after))
+        if names
+    ]
+    changed = [change for standing in _ORDER for change in found.of(standing)]
+    parts = [*head, "## What changed, or cannot be told", _table(changed) or "Nothing.", "## The same"]
+    same = itertools.groupby(found.of(Standing.SAME), key=lambda change: change.case)
+    parts += [_same([(case, [change.metric for change in rows]) for case, rows in same]) or "Nothing."]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(changes: Sequence[Change]) -> str:
+    return table(
+        [
+            {
+                "case": change.case,
+                "metric": change.metric,
+                "B is": str(change.standing),
+                "A": change.before,
+                "B": change.after,
+                "difference": str(change.effect or ""),
+                "evidence": change.evidence,
+            }
+            for change in changes
+        ]
+    )
+
+
+def _same(cases: Sequence[tuple[str, list[str]]]) -> str:
+    metrics: dict[str, list[str]] = {}
+    for case, names in cases:
+        metrics.setdefault(case, []).extend(names)
+    return table([{"case": case, "metrics": ", ".join(names)} for case, names in metrics.items()])

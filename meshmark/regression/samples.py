@@ -1,0 +1,88 @@
+"""What launches of one case tell of a time, and how far launches of the same code scatter."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshmark.measure.interval import mean_interval, student_t
+from meshmark.regression.runs import CaseRuns
+from meshmark.run.record import Status
+
+STEP, LAUNCH, BUILD = "step", "launch", "build"
+"""Seconds of a step of the timed pass, of the whole instrumented pass, and of the slowest rank's engine in it."""
+LEAST_DEGREES = 4
+"""Of repeats of one case, from which its own scatter is known well enough to be used alone."""
+RECORDED = Path(__file__).with_name("launch_scatter.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One launch."""
+
+    seconds: float
+    """In the mean of its steps."""
+    variance: float = 0.0
+    """Of the logarithm of `seconds`, as far as blocks of its steps show it; infinite of a single step."""
+    steps: int = 1
+
+    @property
+    def log(self) -> float:
+        return math.log(self.seconds)
+
+
+def samples(runs: CaseRuns) -> dict[str, list[Sample]]:
+    """By metric, in the order of launches."""
+    complete = [r for r in runs.observed if r.outcome.status is Status.OK]
+    found = {
+        STEP: [_of_steps(record.timing.step_seconds) for record in runs.complete],
+        LAUNCH: [Sample(seconds=r.launch.seconds) for r in complete if r.launch.seconds > 0],
+        BUILD: [Sample(seconds=r.launch.build_seconds) for r in complete if r.launch.build_seconds > 0],
+    }
+    return {metric: each for metric, each in found.items() if each}
+
+
+def _of_steps(seconds: Sequence[float]) -> Sample:
+    """By blocks as long as neighbours are alike: see `mean_interval`."""
+    found = mean_interval(seconds)
+    blocks = len(seconds) // found.block
+    error = found.relative / student_t(blocks - 1) if blocks > 1 else math.inf
+    return Sample(seconds=found.mean, variance=error**2, steps=len(seconds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scatter:
+    """How far launches of the same code lie from one another."""
+
+    variance: float
+    """Of the logarithm of one launch's seconds."""
+    degrees: float
+    """Of freedom that it was estimated with."""
+    source: str
+
+
+def own_scatter(groups: Iterable[Sequence[Sample]], source: str) -> Scatter | None:
+    """Of launches around their group's mean; None where no group repeats."""
+    squares, degrees, within = 0.0, 0, list[float]()
+    for group in groups:
+        if len(group) > 1:
+            squares += statistics.variance(s.log for s in group) * (len(group) - 1)
+            degrees += len(group) - 1
+            within += [s.variance for s in group if math.isfinite(s.variance)]
+    if not degrees:
+        return None
+    floor = statistics.fmean(within) if within else 0.0  # a few launches may agree by luck better than their steps do
+    return Scatter(variance=max(squares / degrees, floor), degrees=degrees, source=source.format(degrees))
+
+
+@functools.cache
+def recorded_scatter(metric: str) -> Scatter:
+    """Measured by `python -m benchmarks.launch_scatter`, for folders in which no case was launched twice."""
+    told = json.loads(RECORDED.read_text())
+    found = told["metrics"][metric]
+    return Scatter(variance=found["deviation"] ** 2, degrees=found["degrees"], source=f"measured on {told['machine']}")

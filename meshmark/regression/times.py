@@ -1,0 +1,164 @@
+"""Whether times differ: Student's t on the logarithms of launches, corrected for the number of tests.
+
+A launch is one sample: its steps share whatever its processes met. The scatter of launches is taken from repeats of the
+case itself, else from those of the other cases, else from what was measured once; within a launch it is never less than
+blocks of its steps show. Verdicts are corrected by Holm's method (Scand. J. Statist. 6, 65, 1979): one false alarm of
+any case fails a CI job, so it is the chance of any that is held, whatever the tests have to do with one another;
+Benjamini and Hochberg's holds the share of false ones among the found, which is for screening.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scipy.special import stdtr, stdtrit
+
+from meshmark.measure.laps import PRECISION
+from meshmark.regression.change import Change, Effect, Kind, Standing
+from meshmark.regression.samples import (
+    BUILD,
+    LAUNCH,
+    LEAST_DEGREES,
+    STEP,
+    Sample,
+    Scatter,
+    own_scatter,
+    recorded_scatter,
+)
+
+ALPHA = 0.01
+"""Chance that a comparison of equal code calls any time different."""
+SAME_WITHIN = PRECISION
+"""Times whose interval stays within this, up and down, are the same; to this the timed pass measures."""
+_MOST_LAUNCHES = 1000
+STARTS = ("launch seconds", "build seconds")
+_WORDS = dict(zip((LAUNCH, BUILD), STARTS, strict=True))
+
+Pair = tuple[Sequence[Sample], Sequence[Sample]]
+Key = tuple[str, str]
+"""Case and metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Test:
+    """Of one case and metric; differences are of logarithms."""
+
+    pair: Pair
+    difference: float
+    error: float
+    """Standard error of the difference."""
+    degrees: float
+    scatter: Scatter
+
+    @property
+    def p(self) -> float:
+        """Chance of so large a difference, up or down, between equals."""
+        if not math.isfinite(self.error):
+            return 1.0
+        return 2 * float(stdtr(self.degrees, -abs(self.difference) / self.error)) if self.error else 0.0
+
+    def half_width(self, level: float) -> float:
+        """Of the interval that misses the truth with chance `level`."""
+        return reach(self.degrees, level) * self.error
+
+
+def reach(degrees: float, level: float) -> float:
+    """What Student's t goes beyond, up or down, with chance `level`."""
+    return -float(stdtrit(degrees, level / 2))
+
+
+def test_of(pair: Pair, scatter: Scatter) -> Test:
+    """Of two groups of launches that scatter alike."""
+    ours, theirs = pair
+    difference = statistics.fmean(s.log for s in theirs) - statistics.fmean(s.log for s in ours)
+    error = sum((max(scatter.variance, _within(side))) / len(side) for side in pair)
+    return Test(pair=pair, difference=difference, error=math.sqrt(error), degrees=scatter.degrees, scatter=scatter)
+
+
+def _within(side: Sequence[Sample]) -> float:
+    return statistics.fmean(s.variance for s in side)
+
+
+def scatter_of(key: Key, pairs: Mapping[Key, Pair]) -> Scatter:
+    """Of the launches of `key`: its own, that of all cases, or that on record."""
+    own = own_scatter(pairs[key], "{} repeats of this case")
+    if own and own.degrees >= LEAST_DEGREES:
+        return own
+    shared = [side for (_, metric), pair in pairs.items() if metric == key[1] for side in pair]
+    borrowed = own_scatter(shared, "{} repeats of all cases")
+    if borrowed and borrowed.degrees >= LEAST_DEGREES:
+        return borrowed
+    return recorded_scatter(key[1])
+
+
+def holm(chances: Mapping[Key, float], alpha: float = ALPHA) -> dict[Key, tuple[bool, float]]:
+    """By test: whether its null hypothesis falls, and the level at which that was decided."""
+    ordered, standing = sorted(chances, key=lambda key: chances[key]), True
+    found, level = dict[Key, tuple[bool, float]](), alpha
+    for index, key in enumerate(ordered):
+        if standing:
+            level = alpha / (len(ordered) - index)
+            standing = chances[key] <= level
+        found[key] = standing, level
+    return found
+
+
+def time_changes(pairs: Mapping[Key, Pair], units: Mapping[str, tuple[int, str]], margin: float) -> list[Change]:
+    """Of all cases and metrics at once; `units`: by case, how many of what a step trains on. `margin`: the difference
+    that *cannot tell* says how to resolve."""
+    tests = {key: test_of(pair, scatter_of(key, pairs)) for key, pair in pairs.items()}
+    decided = holm({key: test.p for key, test in tests.items()})
+    return [_change(key, tests[key], *decided[key], units[key[0]], margin) for key in pairs]
+
+
+def _change(  # noqa: PLR0913
+    key: Key, test: Test, differs: bool, level: float, unit: tuple[int, str], margin: float
+) -> Change:
+    case, metric = key
+    width = test.half_width(level)
+    lowest, highest = test.difference - width, test.difference + width
+    if differs:
+        standing = Standing.WORSE if test.difference > 0 else Standing.BETTER
+    else:
+        within = math.log1p(-margin) < lowest and highest < math.log1p(margin)
+        standing = Standing.SAME if within else Standing.UNDECIDED
+    ours, theirs = (math.exp(statistics.fmean(s.log for s in side)) for side in test.pair)
+    before, after, sign = (f"{ours:.3g} s", f"{theirs:.3g} s", 1)
+    if metric == STEP:
+        before, after, sign = f"{unit[0] / ours:,.0f}", f"{unit[0] / theirs:,.0f}", -1
+    bounds = sorted(math.expm1(min(sign * end, 700.0)) for end in (lowest, highest))
+    return Change(
+        case=case,
+        metric=f"{unit[1]}/s" if metric == STEP else _WORDS[metric],
+        kind=Kind.SLOWER,
+        standing=standing,
+        before=before,
+        after=after,
+        effect=Effect(estimate=math.expm1(sign * test.difference), lowest=bounds[0], highest=bounds[1]),
+        by=max(math.expm1(test.difference), 0.0),
+        evidence=_evidence(test, level, standing, margin),
+    )
+
+
+def _evidence(test: Test, level: float, standing: Standing, margin: float) -> str:
+    ours, theirs = map(len, test.pair)
+    launches = f"{ours} and {theirs} launches, which scatter by {math.sqrt(test.scatter.variance):.1%}"
+    told = f"{launches} ({test.scatter.source}); p = {test.p:.2g}, {level:.2g} decides"
+    return f"{told}; {_needed(test, level, margin)}" if standing is Standing.UNDECIDED else told
+
+
+def _needed(test: Test, level: float, margin: float) -> str:
+    """How many launches, of as many steps as there were, would tell a difference of `margin`."""
+    if any(not math.isfinite(s.variance) for side in test.pair for s in side):
+        return "a single step says nothing of how steps scatter: time at least 2, without --steps or with more"
+    variance = max(test.scatter.variance, *map(_within, test.pair))
+    steps = max(s.steps for side in test.pair for s in side)
+    for count in range(2, _MOST_LAUNCHES):
+        if reach(2 * count - 2, level) * math.sqrt(2 * variance / count) <= math.log1p(margin):
+            more = [max(count - len(side), 0) for side in test.pair]
+            many = f" ({more[0] * steps:,} and {more[1] * steps:,} steps)" if steps > 1 else ""
+            return f"to tell {margin:.0%} takes {more[0]} more launches of A and {more[1]} of B{many}"
+    return f"to tell {margin:.0%} takes more than {_MOST_LAUNCHES} launches of each: this is too noisy a machine"

@@ -1,0 +1,112 @@
+"""Verdicts, ends of passes and clauses on two sides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from meshmark.regression.change import Change, Kind, Standing
+from meshmark.regression.runs import CaseRuns
+from meshmark.run.record import Record, Status, Verdict
+
+SUITES = ("equivalence", "memory", "communication", "throughput")
+
+
+def verdict_changes(name: str, before: CaseRuns, after: CaseRuns) -> Iterator[Change]:
+    """How passes ended and, of those that came to their end, each suite's verdict."""
+    for what, one, other in (
+        ("instrumented pass", before.observed, after.observed),
+        ("timed pass", before.timed, after.timed),
+    ):
+        if one and other:
+            yield _ending(name, what, one[-1], other[-1])
+    for suite in SUITES:
+        one_verdict, other_verdict = (_verdict(runs, suite) for runs in (before, after))
+        if one_verdict or other_verdict:
+            yield _verdicts(name, suite, one_verdict, other_verdict)
+
+
+def _verdict(runs: CaseRuns, suite: str) -> Verdict | None:
+    records = runs.timed if suite == "throughput" else runs.observed
+    return records[-1].verdict(suite) if records else None
+
+
+def _ending(name: str, what: str, before: Record, after: Record) -> Change:
+    one, other = before.outcome, after.outcome
+    standing = _ranked(_end_rank(one.status), _end_rank(other.status))
+    return Change(
+        case=name,
+        metric=what,
+        kind=Kind.WRONG,
+        standing=standing,
+        before=str(one.status),
+        after=str(other.status),
+        evidence="" if one.status is other.status else (other.message or one.message),
+    )
+
+
+def _end_rank(status: Status) -> int | None:
+    """None says nothing of the code."""
+    if status is Status.SKIPPED or status is Status.SLOW or status.outside:
+        return None
+    return int(status is Status.OK)
+
+
+def _verdicts(name: str, suite: str, one: Verdict | None, other: Verdict | None) -> Change:
+    before, after = _words(one), _words(other)
+    standing = Standing.SAME if before == after else _ranked(_rank(one), _rank(other))
+    evidence = ""
+    if before != after and other:
+        evidence = str(other.evidence.get("diagnosis", "")) or other.summary
+    return Change(
+        case=name,
+        metric=f"{suite} verdict",
+        kind=Kind.WRONG,
+        standing=standing,
+        before=before,
+        after=after,
+        evidence=evidence,
+    )
+
+
+def _words(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return "not judged"
+    return "cannot tell" if verdict.undecided else "yes" if verdict.passed else "no"
+
+
+def _rank(verdict: Verdict | None) -> int | None:
+    return None if verdict is None or verdict.undecided else int(verdict.passed)
+
+
+def _ranked(one: int | None, other: int | None) -> Standing:
+    if one is None or other is None:
+        return Standing.SAME if one is other else Standing.UNDECIDED
+    return Standing.SAME if one == other else Standing.WORSE if other < one else Standing.BETTER
+
+
+def clause_changes(before: Iterable[Record], after: Iterable[Record]) -> Iterator[Change]:
+    """Of every clause that both sides have asked of one adapter in one layout."""
+    ours, theirs = ([r for r in records if r.conformance.scenario] for records in (before, after))
+    if not (ours and theirs):
+        return
+    from meshmark.conformance.finding import ClauseResult
+    from meshmark.report.conformance import columns  # which import torch
+
+    ranks = {ClauseResult.FAIL: 0, ClauseResult.KNOWN_GAP: 1, ClauseResult.PASS: 2, ClauseResult.STALE_GAP: 2}
+    others = {column.base.id: column for column in columns(theirs)}
+    for column in columns(ours):
+        found = others[column.base.id].findings if column.base.id in others else {}
+        for clause, one in column.findings.items():
+            if clause not in found:
+                continue
+            other = found[clause]
+            same = one.result is other.result
+            yield Change(
+                case=f"{column.base.adapter}-{column.base.layout.id}",
+                metric=f"clause {clause}",
+                kind=Kind.WRONG,
+                standing=Standing.SAME if same else _ranked(ranks.get(one.result), ranks.get(other.result)),
+                before=str(one.result),
+                after=str(other.result),
+                evidence="" if same else other.evidence,
+            )

@@ -1,0 +1,307 @@
+"""`meshmark compare`: verdicts, exact bytes, and times with a known rate of false alarms."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshmark.cli import main
+from meshmark.errors import InputError, ResultsError
+from meshmark.measure.readings import Bytes, Collective, TrafficReading
+from meshmark.regression.change import Change, Kind, Standing
+from meshmark.regression.compare import compare
+from meshmark.regression.gate import parse_gate
+from meshmark.regression.samples import STEP, Sample, own_scatter, recorded_scatter
+from meshmark.regression.times import ALPHA, holm, time_changes
+from meshmark.run.record import ConformanceEvidence, LaunchSeconds, Outcome, Record, Status
+from meshmark.run.record_file import RecordFile
+from meshmark.run.request import Task
+from tests.factories import (
+    make_case,
+    make_environment,
+    make_good,
+    make_memory,
+    make_memory_evidence,
+    make_timed,
+    make_timing,
+    make_traffic,
+    make_traffic_evidence,
+    make_verdict,
+)
+
+RNG = np.random.default_rng(7)
+
+
+def steps(seconds: float, count: int = 32, scatter: float = 0.01) -> list[list[float]]:
+    """Of one rank."""
+    return [list(seconds * np.exp(scatter * RNG.standard_normal(count)))]
+
+
+def timed(seconds: float, **changes: Any) -> Record:  # noqa: ANN401
+    return make_timed(timing=make_timing(rank_step_seconds=steps(seconds)), **changes)
+
+
+def launches(seconds: float, count: int = 4, scatter: float = 0.01) -> list[Record]:
+    return [timed(float(seconds * np.exp(scatter * RNG.standard_normal()))) for _ in range(count)]
+
+
+def rows(before: list[Record], after: list[Record], **options: Any) -> dict[str, Change]:  # noqa: ANN401
+    """By metric."""
+    return {change.metric: change for change in compare(before, after, **options).changes}
+
+
+def test_equal_sides_differ_in_nothing() -> None:
+    found = rows([make_good(), timed(0.1)], [make_good(), timed(0.1)])
+    exact = [change for change in found.values() if change.kind is not Kind.SLOWER]
+    assert {change.standing for change in exact} == {Standing.SAME}
+    names = {
+        "equivalence verdict",
+        "memory verdict",
+        "peak memory",
+        "traffic asked for",
+        "traffic issued",
+        "timed pass",
+    }
+    assert names <= found.keys()
+    assert found["tokens/s"].standing in (Standing.SAME, Standing.UNDECIDED)
+
+
+@pytest.mark.parametrize(
+    "one, other, standing",
+    [(True, False, Standing.WORSE), (False, True, Standing.BETTER), (False, False, Standing.SAME)],
+)
+def test_a_verdict_is_ranked(one: bool, other: bool, standing: Standing) -> None:
+    before, after = (make_good(verdicts=[make_verdict(passed=passed)]) for passed in (one, other))
+    assert rows([before], [after])["equivalence verdict"].standing is standing
+
+
+def test_a_diagnosis_is_the_evidence_and_what_is_undecided_is_not_worse() -> None:
+    wrong = make_verdict(passed=False, evidence={"diagnosis": "gradients not reduced"})
+    found = rows([make_good()], [make_good(verdicts=[wrong])])["equivalence verdict"]
+    assert (found.before, found.after, found.evidence) == ("yes", "no", "gradients not reduced")
+    undecided = make_good(verdicts=[make_verdict(passed=False, undecided=True)])
+    assert rows([make_good()], [undecided])["equivalence verdict"].standing is Standing.UNDECIDED
+
+
+def test_a_crash_is_worse_and_a_full_disk_is_not() -> None:
+    for status, standing in ((Status.KILLED, Standing.WORSE), (Status.NO_SPACE, Standing.UNDECIDED)):
+        ended = make_good(outcome=Outcome(status=status, message="signal 9"), verdicts=[])
+        found = rows([make_good()], [ended])["instrumented pass"]
+        assert (found.standing, found.evidence) == (standing, "signal 9")
+
+
+def test_any_byte_is_named_by_category_and_rank() -> None:
+    grown = make_good(memory=make_memory_evidence(readings=[make_memory(), make_memory(activations=1004)]))
+    found = rows([make_good()], [grown])
+    peak = found["peak memory"]
+    assert peak.standing is Standing.SAME and "backend's thread" in peak.evidence  # within the 8 bytes that are late
+    grown = make_good(memory=make_memory_evidence(readings=[make_memory(), make_memory(activations=1040)]))
+    found = rows([make_good()], [grown])
+    assert found["peak memory"].standing is Standing.WORSE
+    assert found["peak memory"].evidence == "activations on rank 1: 1,000 -> 1,040"
+    assert not found["peak memory, activations"].gated
+    assert found["memory after a step"].standing is Standing.SAME
+    assert rows([grown], [make_good()])["peak memory"].standing is Standing.BETTER
+
+
+def test_as_many_bytes_for_other_things_are_no_gain() -> None:
+    moved = dataclasses.replace(make_memory(), steady=Bytes(parameters=400, optimizer_states=700, other=124))
+    found = rows([make_good()], [make_good(memory=make_memory_evidence(readings=[make_memory(), moved]))])
+    assert found["memory after a step"].standing is Standing.UNDECIDED
+    assert "optimizer_states on rank 1: 800 -> 700" in found["memory after a step"].evidence
+
+
+def test_traffic_is_named_by_collective_group_and_rank() -> None:
+    gathered = Collective(kind="all_gather", group_size=2, ranks=(0, 1), count=1, num_bytes=8)
+    more = TrafficReading(asked=[*make_traffic().asked, gathered], issued=make_traffic().issued)
+    found = rows([make_good()], [make_good(traffic=make_traffic_evidence(readings=[make_traffic(), more]))])
+    assert found["traffic asked for"].standing is Standing.WORSE
+    assert found["traffic asked for"].evidence == "all_gather over ranks 0, 1 on rank 1: none -> 8 bytes in 1 call"
+    assert found["traffic issued"].standing is Standing.SAME
+    calls = TrafficReading(asked=[dataclasses.replace(make_traffic().asked[0], count=4)], issued=make_traffic().issued)
+    found = rows([make_good()], [make_good(traffic=make_traffic_evidence(readings=[calls, calls]))])
+    assert found["traffic asked for"].standing is Standing.WORSE  # as many bytes, in more calls
+
+
+def test_repeated_launches_tell_a_slow_down_with_its_interval() -> None:
+    found = rows(launches(0.1), launches(0.12))["tokens/s"]
+    assert found.standing is Standing.WORSE
+    assert found.effect and found.effect.lowest < 1 / 1.2 - 1 < found.effect.highest < 0
+    assert found.by == pytest.approx(0.2, abs=0.05)
+    assert "4 and 4 launches" in found.evidence and "repeats of this case" in found.evidence
+    assert rows(launches(0.12), launches(0.1))["tokens/s"].standing is Standing.BETTER
+
+
+def test_single_launches_are_judged_by_recorded_scatter() -> None:
+    recorded = recorded_scatter(STEP)
+    small, large = 1 + recorded.variance**0.5, 1 + 12 * recorded.variance**0.5
+    found = rows([timed(0.1)], [timed(0.1 * small)])["tokens/s"]
+    assert found.standing is Standing.UNDECIDED and "more launches of A" in found.evidence
+    assert rows([timed(0.1)], [timed(0.1 * large)])["tokens/s"].standing is Standing.WORSE
+
+
+def test_one_step_says_nothing() -> None:
+    single = make_timed(timing=make_timing(rank_step_seconds=[[0.1]]))
+    double = make_timed(timing=make_timing(rank_step_seconds=[[0.2]]))
+    found = rows([single], [double])["tokens/s"]
+    assert found.standing is Standing.UNDECIDED
+    assert "a single step says nothing" in found.evidence
+
+
+def test_equal_code_is_called_different_as_rarely_as_promised_and_slow_code_is_found() -> None:
+    """Ten cases, four launches a side: of 300 comparisons of equal code as good as none may alarm."""
+    alarms = found = 0
+    for trial in range(300):
+        slow = 1.1 if trial % 10 == 0 else 1.0
+        pairs = {
+            (str(case), STEP): tuple(
+                [
+                    Sample(seconds=0.1 * factor * float(np.exp(0.02 * RNG.standard_normal())), variance=1e-4)
+                    for _ in "1234"
+                ]
+                for factor in (1.0, slow if case == 0 else 1.0)
+            )
+            for case in range(10)
+        }
+        told = time_changes(pairs, {str(case): (1, "tokens") for case in range(10)}, 0.02)
+        different = {c.case for c in told if c.standing in (Standing.WORSE, Standing.BETTER)}
+        alarms += bool(different - {"0"} or (slow == 1.0 and different))
+        found += slow > 1.0 and "0" in different
+    assert alarms <= 9  # of 300 at 1 %: more has a chance of 0.1 %
+    assert found >= 24  # of 30
+
+
+def test_holm_goes_on_while_tests_fall() -> None:
+    """Of Holm's own kind: 0.01 falls at 0.05 / 4, 0.012 at 0.05 / 3, 0.04 does not at 0.05 / 2."""
+    chances = {("a", ""): 0.01, ("b", ""): 0.04, ("c", ""): 0.012, ("d", ""): 0.03}
+    decided = holm(chances, 0.05)
+    assert {key[0] for key, (fell, _) in decided.items() if fell} == {"a", "c"}
+    assert decided["b", ""][1] == decided["d", ""][1] == 0.05 / 2
+    assert 0 < ALPHA <= 0.05
+
+
+def test_scatter_is_never_less_than_steps_show() -> None:
+    lucky = [Sample(seconds=0.1, variance=0.01), Sample(seconds=0.1, variance=0.01)]
+    found = own_scatter([lucky], "{}")
+    assert found and found.variance == 0.01
+    assert own_scatter([lucky[:1]], "{}") is None
+
+
+def test_launch_and_build_seconds_are_tested_too() -> None:
+    def built(seconds: float) -> list[Record]:
+        return [
+            make_good(launch=LaunchSeconds(seconds=3.0 + 0.01 * i, build_seconds=seconds + 0.01 * i)) for i in range(4)
+        ]
+
+    found = rows(built(1.0), built(2.0))
+    assert found["build seconds"].standing is Standing.WORSE
+    assert found["launch seconds"].standing is Standing.SAME
+
+
+def test_clauses_are_compared() -> None:
+    def clause(status: Status) -> Record:
+        about = ConformanceEvidence(scenario="plain", base=make_case())
+        return make_good(task=Task.OBSERVE, conformance=about, outcome=Outcome(status=status, message="gone"))
+
+    found = rows([clause(Status.OK)], [clause(Status.KILLED)])
+    worse = [metric for metric, change in found.items() if change.standing is Standing.WORSE]
+    assert any(metric.startswith("clause ") for metric in worse)
+
+
+def test_a_missing_case_is_told_and_can_fail() -> None:
+    other = make_good(case=make_case("fsdp2"))
+    found = compare([make_good(), other], [make_good()])
+    assert found.only_before == [other.case.id]
+    assert [change.case for change in parse_gate("missing").failing(found.changes)] == [other.case.id]
+    assert not parse_gate("wrong").failing(found.changes)
+
+
+def test_a_name_that_stands_for_another_workload_compares_with_nothing() -> None:
+    case = make_case()
+    other = dataclasses.replace(case, workload=dataclasses.replace(case.workload, seed=1))
+    (change,) = compare([make_good(case=case)], [make_good(case=other)]).changes
+    assert change.standing is Standing.UNDECIDED and "another workload" in change.evidence
+
+
+def test_no_case_in_common_is_an_error_that_names_both() -> None:
+    one, other = make_good(), make_good(case=make_case("fsdp2"))
+    with pytest.raises(ResultsError, match=rf"no case in common: A holds {one.case.id}, B {other.case.id}"):
+        compare([one], [other])
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"machine": "Abacus 4000"}, "machine: Abacus 3000 in A, Abacus 4000 in B"),
+        ({"versions": {"torch": "2.14.0"}}, "torch: 2.13.0 in A, 2.14.0 in B"),
+        ({"omp_num_threads": "2"}, "OMP_NUM_THREADS: 1 in A, 2 in B"),
+    ],
+)
+def test_other_conditions_are_refused_unless_asked_for(change: dict[str, Any], words: str) -> None:
+    one = make_good(environment=make_environment(omp_num_threads="1"))
+    other = make_good(environment=make_environment(**{"omp_num_threads": "1", **change}))
+    with pytest.raises(ResultsError, match="--across") as refused:
+        compare([one], [other])
+    assert words in str(refused.value)
+    assert compare([one], [other], across=True).conditions
+    commit = make_good(environment=make_environment(omp_num_threads="1", commit="fedcba"))
+    assert not compare([one], [commit]).conditions
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "expected at least one of"),
+        ("wrong,fatter:1%", "at 'fatter:1%' (character 7): expected wrong, bigger, slower, missing"),
+        ("bigger:1", "'1' is no share; expected a per cent, such as bigger:3%"),
+        ("wrong:1%", "wrong has no size"),
+        ("slower:3%,slower:4%", "stands there twice"),
+    ],
+)
+def test_a_gate_that_cannot_be_read_says_where(text: str, words: str) -> None:
+    with pytest.raises(InputError) as refused:
+        parse_gate(text)
+    assert words in str(refused.value)
+
+
+def test_a_gate_lets_small_and_unsure_changes_pass() -> None:
+    grown = make_good(memory=make_memory_evidence(readings=[make_memory(), make_memory(activations=1020)]))
+    changes = compare([make_good()], [grown]).changes
+    assert [change.metric for change in parse_gate("bigger").failing(changes)] == ["peak memory"]
+    assert [change.metric for change in parse_gate("bigger:0.7%").failing(changes)] == ["peak memory"]
+    assert not parse_gate("bigger:1%").failing(changes)  # 20 of 2,724 bytes
+    assert not parse_gate("slower:0%").failing(compare([timed(0.1)], [timed(0.101)]).changes)
+
+
+def write(folder: Path, records: list[Record]) -> str:
+    file = RecordFile(folder)
+    for record in records:
+        file.append(record)
+    file.close()
+    return str(folder)
+
+
+def test_the_command_tells_writes_and_sets_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = make_good(verdicts=[make_verdict(passed=False, evidence={"diagnosis": "gradients not reduced"})])
+    good, bad = write(tmp_path / "good", [make_good()]), write(tmp_path / "bad", [wrong])
+    page = tmp_path / "out" / "page.md"
+    assert main(["compare", good, bad, "--fail-on", "wrong,bigger:1%", "-o", str(page)]) == 1
+    said = capsys.readouterr().out
+    assert (
+        f"FAILED by --fail-on wrong: {wrong.case.id}: equivalence verdict worse: yes -> no; gradients not reduced"
+        in said
+    )
+    assert "| equivalence verdict" in page.read_text()
+    assert main(["compare", good, bad]) == 0
+    assert main(["compare", good, good, "--fail-on", "wrong,bigger:1%,slower:3%,missing"]) == 0
+    capsys.readouterr()
+    assert main(["compare", good, str(tmp_path / "none")]) == 2
+    assert "no records at" in capsys.readouterr().err
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "records.jsonl").write_text('{"schema": 99}\n')
+    assert main(["compare", good, str(tmp_path / "old")]) == 2
+    assert "schema 99, this Meshmark reads 1 to" in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""What `meshmark predict` reads of a row: every field of a layout, and nothing that was measured."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshmark.plan.layout_table import batches, remarks
+from meshmark.plan.predict_file import DEFAULT_RECIPE, predict_file, predict_rows
+from meshmark.plan.rows import read_rows
+from meshmark.spec.layout_id import parse_layout
+from studies.validate_fsdp import mpt_fits, mpt_rows
+
+ROOT = Path(__file__).parent.parent
+ROW = {
+    "model": "gpt3-13b",
+    "dp": "2",
+    "tp": "2",
+    "pp": "2",
+    "micro_batch": "2",
+    "grad_accum": "8",
+    "gpu": "h100",
+    "framework": "megatron",
+}
+
+
+def memory_gib(**changes: str) -> float:
+    return float(predict_rows([{**ROW, **changes}])["predicted_memory_gib"][0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "less"),
+    [
+        ({"recompute": "selective"}, True),
+        ({"recompute": "full"}, True),
+        ({"zero_stage": "1"}, True),
+        ({"offload": "cpu"}, True),
+        ({"cp": "2"}, True),
+        ({"seq_len": "1024"}, True),
+        ({"sequence_parallel": "0"}, False),
+        ({"schedule": "gpipe"}, False),
+        ({"virtual_stages": "2"}, False),
+        ({"family": "llama"}, False),  # the rotary one's gate, with the preset's own widths
+        ({"framework": "", "recipe": "mixed20"}, False),
+        ({"micro_batch": "4"}, False),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
+)
+def test_every_field_of_a_layout_counts(changes: dict[str, str], less: bool) -> None:
+    assert memory_gib(**changes) != pytest.approx(memory_gib(), rel=1e-3)
+    assert (memory_gib(**changes) < memory_gib()) is less
+
+
+def test_a_layout_s_id_is_its_degrees_and_what_is_left_out_is_one() -> None:
+    degrees = {"dp": "", "tp": "", "pp": "", "grad_accum": ""}
+    assert memory_gib(**degrees, layout="dp2.tp2.pp2.1f1b.sp.mb8") == memory_gib()
+    (batch,) = batches([{"model": "gpt3-13b", "gpu": "h100", "dp": "4"}])
+    assert batch.grid.layout(0) == parse_layout("dp4.1f1b")
+
+
+def test_a_model_is_named_described_or_its_dimensions(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "gpt2", "n_layer": 40, "n_embd": 5120, "n_head": 40, "n_positions": 2048}'
+    )
+    sizes = {"layers": "40", "hidden": "5120", "heads": "40", "vocab": "50257", "seq_len": "2048"}
+    named = memory_gib()
+    assert memory_gib(model=str(tmp_path / "config.json")) == named
+    assert memory_gib(model="mine", family="gpt", tied_embeddings="true", **sizes) == named
+    assert memory_gib(model="layers=40,hidden=5120,heads=40,vocab=50257,seq_len=2048,tied_embeddings=true") == named
+
+
+def test_a_family_that_is_not_said_is_told() -> None:
+    sizes = {"layers": "40", "hidden": "5120", "heads": "40", "ffn_hidden": "20480", "vocab": "50257", "seq_len": "512"}
+    assert remarks([{**ROW, **sizes, "model": "mine"}]) == [
+        "row 2: no family, so taken for llama (gated); a column family says gpt or llama"
+    ]
+    assert not remarks([{**ROW, **sizes, "model": "mine", "family": "gpt"}, ROW])
+
+
+def test_the_example_is_predicted_row_by_row_by_its_frameworks(tmp_path: Path) -> None:
+    source, target = ROOT / "examples" / "layouts.csv", tmp_path / "out.csv"
+    assert predict_file(source, target) == len(read_rows(source)) == 5
+    with target.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [b.recipe and b.recipe.name for b in batches(read_rows(source))] == [
+        "fsdp-fused-loss", "megatron", "fsdp2", "zero",
+    ]  # fmt: skip
+    assert DEFAULT_RECIPE not in {row["framework"] for row in rows}
+    assert [float(row["predicted_memory_gib"]) > 0 for row in rows] == [True] * 5
+    assert float(rows[2]["predicted_memory_gib"]) < float(rows[1]["predicted_memory_gib"])  # selective recomputation
+
+
+def test_fsdp_runs_of_a_fused_loss_fit_as_they_did() -> None:
+    """At the micro-batches that llm-foundry's table has, without recomputation most of them the largest that ran."""
+    table = mpt_rows()
+    fused, plain = mpt_fits(table, "fsdp-fused-loss"), mpt_fits(table, "fsdp2")
+    assert len(table) == 209 and fused.fits.all()
+    whole = np.array([row["recompute"] == "none" for row in table])
+    assert fused.twice[whole].mean() < 0.2 and plain.fits[whole].mean() < 0.5
