@@ -52,7 +52,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:  # noqa: ANN401
     """Name what was not run."""
-    left = list(config.stash.get(_LEFT, {}))
+    left = list(config.stash[_LEFT]) if _LEFT in config.stash else []
     if left and not config.option.collectonly:
         terminalreporter.section("not run: the time was up")
         for test in left[:_NAMED]:

@@ -70,7 +70,7 @@ def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
     return [
         f"# Meshmark report: {inline(environment.machine)}, {environment.num_cpus} CPUs, {inline(environment.device)}",
         _headline(found, missing, len(failing(reading.sessions, conforming=False))),
-        tables.answer(found),
+        tables.case_table(tables.answer(found)),
         "*correct*: every loss, gradient norm, gradient and parameter of every step stands no further "
         "from a float64 single-process truth than rounding in its precision carries a correct run, told by a factor on "
         f"that noise; of how often it fails a correct run, there is shown: {shown()}. *cannot tell*: the noise hides "
@@ -185,7 +185,7 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
     before = Baseline(results(baseline.records) if baseline else ())
     nothing = "Nothing: every case that ran reached its end and passed every suite."
     parts = ["## What failed", *(filter(None, failed) if any(failed) else [nothing])]
-    sections: dict[str, tuple[Callable[[Sequence[CaseResult]], str], str]] = {
+    sections: dict[str, tuple[Callable[[Sequence[CaseResult]], tables.Rows], str]] = {
         "Equivalence": (
             functools.partial(tables.equivalence, baseline=before),
             "Each step is judged on its own: loss and gradients against float64 at the parameters where the run is, "
@@ -205,18 +205,18 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
         "Throughput": (functools.partial(tables.speed, baseline=before), f"{_TIMED}{_peaks(latest)}."),
     }
     for title, (show, text) in sections.items():
-        if body := show(found):
+        if body := tables.case_table(show(found)):
             parts += [f"## {title}", text, body]
         if title == "Throughput" and body and (warning := before.warning(found)):
             parts.insert(-1, warning)
         if title == "Memory" and (declared := tables.remainders(found)):
-            parts += ["Declared beyond the closed form, rank 0:", declared]
+            parts += ["Declared beyond the closed form, rank 0:", tables.case_table(declared)]
         if title == "Communication" and (departed := departures(found)):
-            parts += ["Declared departures from theory, rank 0:", departed]
+            parts += ["Declared departures from theory, rank 0:", tables.case_table(departed)]
         if title == "Memory" and (compared := planned_memory(found)):
-            parts += [_PLANNED, compared]
+            parts += [_PLANNED, tables.case_table(compared)]
     if any(r.skipped for r in found):
-        parts += ["## Not run", tables.skips(found)]
+        parts += ["## Not run", tables.case_table(tables.skips(found))]
     if reading.complaints:
         parts += ["## What could not be read", "\n".join(f"- {inline(c)}" for c in reading.complaints)]
     return parts
@@ -251,7 +251,7 @@ def _origin(found: Sequence[CaseResult], reading: Reading, command: str) -> list
         _commands(commands, command),
         table([{"what": name, "value": str(value)} for name, value in facts.items()]),
         "## Where the time went",
-        tables.time_spent(found),
+        table(tables.time_spent(found)),
         "A launch is one pass over one case in fresh processes; the noise floors, which each workload and "
         "precision needs once, are not in it.",
     ]
