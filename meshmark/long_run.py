@@ -52,8 +52,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:  # noqa: ANN401
     """Name what was not run."""
-    left = list(config.stash[_LEFT]) if _LEFT in config.stash else []
-    if left and not config.option.collectonly:
+    unrun: dict[str, None] = config.stash.get(_LEFT, {})
+    if left := [] if config.option.collectonly else list(unrun):
         terminalreporter.section("not run: the time was up")
         for test in left[:_NAMED]:
             terminalreporter.write_line(test)
