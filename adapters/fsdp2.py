@@ -6,14 +6,10 @@ import dataclasses
 import math
 from fractions import Fraction
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
@@ -31,6 +27,9 @@ from meshmark.theory.flow import Departure, Purpose, besides, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.traffic import step_traffic
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor  # a second, which only ranks should take
+
 
 class FSDP2Engine(DataParallelEngine):
     """Gradients are reduce-scattered after every micro-batch, fully_shard's default: putting it off would keep them
@@ -41,7 +40,7 @@ class FSDP2Engine(DataParallelEngine):
         return logits
 
     def clip(self, max_norm: float) -> Tensor:
-        return cast(DTensor, super().clip(max_norm)).full_tensor()
+        return cast("DTensor", super().clip(max_norm)).full_tensor()
 
     def save(self, folder: Path) -> None:
         save_sharded(folder, self.module, self.optimizer, self.schedule)
@@ -94,6 +93,9 @@ def fsdp2_departures(case: Case, rank: int, *, root_gathers: int = 2) -> tuple[D
 
 def shard(model: Model, case: Case, context: RankContext) -> None:
     """Shard a model on the meta device over all ranks, block by block, and fill the shards with initial values."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     mesh = init_device_mesh(context.device.type, (case.layout.dp,))
     low = AUTOCAST.get(case.precision.compute)
     reduced = getattr(torch, case.precision.reduction)
@@ -110,8 +112,10 @@ def shard(model: Model, case: Case, context: RankContext) -> None:
 @torch.no_grad()
 def fill_shards(model: Model, case: Case) -> None:
     """Initial values of every sharded parameter, each rank its own part alone."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     for name, parameter in model.named_parameters():
-        sharded = cast(DTensor, parameter)
+        sharded = cast("DTensor", parameter)
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, sharded.device_mesh, sharded.placements)
         sharded.to_local().copy_(
             initial_value(

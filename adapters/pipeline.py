@@ -6,13 +6,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from meshmark.adapter.capabilities import Capabilities
 from meshmark.adapter.contract import Adapter
@@ -29,6 +27,10 @@ from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.states import Remainder, micro_batch_tokens
+
+if TYPE_CHECKING:  # a second, which only ranks should take
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 
 class Part(nn.Module):
@@ -49,6 +51,8 @@ class PipelineEngine(Engine):
     all-reduce of each, once a step."""
 
     def __init__(self, case: Case, context: RankContext) -> None:
+        from torch.distributed.pipelining import PipelineStage
+
         self.case, self.context = case, context
         layout, spec, rank = case.layout, case.workload.transformer, context.rank
         self.stands = layout.coordinates(rank)
@@ -196,6 +200,8 @@ def _schedule(
     layout: Layout, stages: list[PipelineStage], loss: Callable[[Tensor, Tensor], Tensor]
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
     """PyTorch's. On one stage nothing is gained by holding all micro-batches."""
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
     # scale_grads divides by the number of micro-batches, which is wrong for a loss that is a share already.
     if layout.virtual_stages > 1:
         return ScheduleInterleaved1F1B([*stages], layout.num_micro_batches, loss_fn=loss, scale_grads=False)

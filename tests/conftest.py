@@ -1,6 +1,7 @@
 """What holds of Meshmark's own tests alone: the suites' users bring adapters, frameworks and plugins that may warn."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -28,6 +29,14 @@ LONGEST = [
 
 for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
     os.environ.pop(name, None)  # the runs of pytest that tests start are on their own: pytest-benchmark asks for these
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runs_of_pytest_start_fast() -> Iterator[None]:
+    """Those that tests start, without plugins of others: Hypothesis's imports all of it, for a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

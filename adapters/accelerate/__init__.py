@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
@@ -203,6 +202,7 @@ class AccelerateFSDP2(Adapter):
         choose_device(context)
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
         from accelerate.utils import GradientAccumulationPlugin
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
         if context.device.type == "cpu":
             allow_fsdp_on_cpu(context)
