@@ -43,7 +43,7 @@ def mpt_fits(table: Sequence[Row], recipe_name: str) -> Fits:
     for batch in batches(table):
         machine, grid = gpu(batch.gpu_name), batch.grid
         larger = dataclasses.replace(grid, micro_batch=2 * grid.micro_batch)
-        one, two = (predict_grid(batch.model, g, machine, using, rates_for(machine.name)) for g in (grid, larger))
+        one, two = (predict_grid(batch.model, g, machine, using, rates_for(machine)) for g in (grid, larger))
         rate = np.array([number(table[i], "tokens_per_s_per_gpu") for i in batch.rows])
         found["fits"][batch.rows] = one.fits
         found["twice"][batch.rows] = two.fits

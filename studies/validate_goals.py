@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshmark.plan.prediction import MEMORY_ERROR
 from studies.validate_sweep import (
     MEMORY_GOAL,
     REGRET_MEDIAN_GOAL,
@@ -16,7 +17,7 @@ from studies.validate_sweep import (
     SweepReport,
 )
 
-MEMORY_BOUND, TIME_BOUND, REGRET_MEDIAN_BOUND, REGRET_WORST_BOUND = 0.08, 0.20, 0.01, 0.75
+MEMORY_BOUND, TIME_BOUND, REGRET_MEDIAN_BOUND, REGRET_WORST_BOUND = MEMORY_ERROR, 0.20, 0.01, 0.75
 """What README.md publishes: a planner that does worse makes it untrue."""
 
 

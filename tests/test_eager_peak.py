@@ -79,13 +79,15 @@ GATED = llama("gated", 2, 128, 4, 344, vocab_size=256, seq_len=32, num_kv_heads=
         (LONG, 2, Precision.FP32, 0.001),
         (GATED, 1, Precision.FP32, 0.001),
         (GATED, 2, Precision.FP32, 0.001),
-        (WIDE, 1, Precision.BF16, 0.02),
+        (WIDE, 2, Precision.BF16, 0.001),
+        (LONG, 1, Precision.BF16, 0.001),
+        (GATED, 1, Precision.BF16, 0.001),
     ],
 )
 def test_the_peak_is_planned(
     spec: ModelSpec, num_micro_batches: int, precision: Precision, tolerance: float, tmp_path: Path
 ) -> None:
-    """To the byte but for scalars; under autocast the backward pass' copies of one block are planned roughly."""
+    """To the byte but for scalars and biases."""
     work = Workload(name=spec.name, model=spec, global_batch=4, masked=False)
     case = Case(
         adapter="single", workload=work, layout=Layout(num_micro_batches=num_micro_batches), precision=precision
@@ -94,7 +96,9 @@ def test_the_peak_is_planned(
     assert model_states(case, 0).peak == pytest.approx(reading.peak.total - reading.peak.inputs, rel=tolerance)
 
 
-def test_without_moments_the_update_holds_no_temporaries_of_theirs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_without_moments_the_update_holds_no_temporaries_of_theirs(precision: Precision, tmp_path: Path) -> None:
+    """Most is held within a block, whose last weight gradient under autocast is there in both widths."""
     work = Workload(
         name="sgd",
         model=WIDE,
@@ -102,9 +106,9 @@ def test_without_moments_the_update_holds_no_temporaries_of_theirs(tmp_path: Pat
         masked=False,
         optimizer=OptimizerSpec(kind=OptimizerKind.SGD, weight_decay=0.0),
     )
-    case = Case(adapter="single", workload=work, layout=Layout())
+    case = Case(adapter="single", workload=work, layout=Layout(), precision=precision)
     reading = measured(case, tmp_path)
-    assert model_states(case, 0).peak == pytest.approx(reading.peak.total - reading.peak.inputs, rel=0.01)
+    assert model_states(case, 0).peak == pytest.approx(reading.peak.total - reading.peak.inputs, rel=0.003)
 
 
 SPECS = [

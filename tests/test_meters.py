@@ -145,6 +145,39 @@ def test_the_peak_is_the_first_instant_of_most_bytes_within_a_window(told: list[
     assert timeline(told).peak(100, 200) == peak
 
 
+def test_what_a_kernel_takes_and_gives_back_itself_is_no_tensor() -> None:
+    """Kernels began at 100 and at 200. What the first makes stays, though it was made within; what another address, or
+    the second kernel, gives back is not the first's."""
+    told = [(90, 1, 10), (101, 2, 20), (102, 3, 500), (103, 4, 70), (104, 4, -70), (105, 3, -500), (201, 2, -20)]
+    counted, found = 0, list[Change]()
+    for time_ns, address, num_bytes in told:
+        counted += num_bytes
+        kernel = time_ns // 100 * 100 if time_ns > 100 else None
+        found.append(Change(time_ns=time_ns, address=address, num_bytes=num_bytes, total_bytes=counted, kernel=kernel))
+    line = timeline(found)
+    assert [(life.num_bytes, life.stop_ns) for life in line.lives] == [(10, None), (20, 201)]
+    assert line.peak(0, 300) == (30, 101)
+    assert (line.total(102), line.total(104), line.total(201)) == (30, 30, 10)
+    assert line.counted_peak(0, 300) == 600
+    assert line.counted_peak(150, 300) == 30
+
+
+def test_a_product_s_workspace_is_told_apart_and_its_result_is_not() -> None:
+    """Where a CPU's bf16 products take none, nothing is told: the tensors are the same."""
+    a, b = torch.ones(128, 128, dtype=torch.bfloat16), torch.ones(128, 128, dtype=torch.bfloat16)
+    with Watch(CPU) as watch:
+        with watch.window("backward", 0):
+            product = a @ b
+        with watch.window("update", 0):
+            del product
+        watch.settle(0)
+    reading = read_memory(watch, 0, NOTHING, NOTHING)
+    assert reading.peak.total == 128 * 128 * 2
+    raw = [event for event in watch._events if event.name == "[memory]"]
+    most = max(event.extra_fields.total_allocated for event in raw) - raw[0].extra_fields.total_allocated
+    assert reading.workspace_bytes == most
+
+
 def test_what_another_thread_frees_is_over_when_the_allocator_no_longer_counts_it() -> None:
     """Of two as large the older; of one whose address is given out again, then at the latest; of a known one, never."""
     told = changes((10, 1, 100), (20, 2, 100), (30, 3, 7), (40, 4, 1, 100), (50, 3, 5, 7), (60, 5, 1))

@@ -113,7 +113,7 @@ def test_every_gpu_can_be_planned_for(name: str, capsys: pytest.CaptureFixture[s
 
 
 def test_a_gpu_without_measurements_takes_its_own_links() -> None:
-    near, far = rates_for("a100"), rates_for("p100")
+    near, far = rates_for(gpu("a100")), rates_for(gpu("p100"))
     assert near == rates("a100")
     assert far.network.tp_bandwidth / near.network.tp_bandwidth == pytest.approx(16 / 300)
     assert far.network.node_bandwidth / near.network.node_bandwidth == pytest.approx(1.25 / 25)
@@ -127,9 +127,9 @@ def test_a_plan_says_where_its_rates_come_from_and_what_they_were_held_to(
     measured = {run.gpu.name for run in runs} | {gpu(row["gpu"]).name for row in paper("ultrascale_sweep_1b_8b")}
     assert set(VALIDATED_ON) == measured
     for name in GPUS:
-        said = provenance(gpu(name), rates_for(name))
+        said = provenance(gpu(name), rates_for(gpu(name)))
         assert (f"held to no run on {name}" in said) == (name not in measured)
-        assert rates_for(name).origin in said
+        assert rates_for(gpu(name)).origin in said
     assert "held to no run on a100-80" in provenance(gpu("a100"), rates("h100"))
     assert main(["plan", "--model", "gpt3-1.3b", "--gpus", "8", "--gpu", "v100"]) == 0
     assert "Rates: a100 (megatron_sc21" in (said := capsys.readouterr().out) and "no run on v100-32." in said

@@ -66,9 +66,10 @@ class Megatron(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        """The vocabulary-parallel loss works in place."""
+        """The vocabulary-parallel loss works in place, in a wide copy of logits that are low, as their gradient is."""
         using = eager_recipe(case, "eager-ddp" if case.layout.dp > 1 else "eager")
-        return dataclasses.replace(using, backward=dataclasses.replace(using.backward, loss_tensors=0.0))
+        low = case.precision.compute.itemsize / case.precision.wide.itemsize if case.precision.is_mixed else 0.0
+        return dataclasses.replace(using, backward=dataclasses.replace(using.backward, loss_tensors=low))
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:

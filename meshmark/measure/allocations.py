@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _MOST_SUMS = 4096
 """Of storages that may have been freed between two changes: there are rarely two."""
@@ -25,6 +25,17 @@ class Change:
     total_bytes: int
     """The allocator's own count, after this change, of all that any thread holds."""
     thread: int = 0
+    kernel: int | None = None
+    """Where a kernel did it by itself: when that began."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """What a kernel allocated and gave back before it was done, with what it had of that already: no tensor, which
+    nobody can hold or save, and as large as the CPU's instructions want it."""
+
+    time_ns: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +76,8 @@ class Timeline:
     times: list[int]
     totals: list[int]
     """After each change, at the same place in `times`."""
+    workspaces: list[Workspace] = field(default_factory=list)
+    """Which are in no life and no total."""
 
     def total(self, time_ns: int) -> int:
         """Bytes that the allocator counted at this time."""
@@ -79,11 +92,16 @@ class Timeline:
         most, negative = max(found)
         return most, -negative
 
+    def counted_peak(self, start_ns: int, stop_ns: int) -> int:
+        """The most bytes that the allocator counted in [start, stop), workspaces among them."""
+        working = [w for w in self.workspaces if start_ns <= w.time_ns < stop_ns]
+        return max([self.peak(start_ns, stop_ns)[0], *(self.total(w.time_ns) + w.num_bytes for w in working)])
+
 
 def timeline(changes: Sequence[Change], known: frozenset[int] = frozenset()) -> Timeline:
     """`changes` in order of time; what was there before the first of them does not count. `known`: addresses of
     storages that are alive at the end."""
-    changes = _from_here(changes)
+    changes, workspaces = _without_workspaces(_from_here(changes))
     lives = _lives(changes)
     at_end = {life.address: life for life in lives}
     unseen = [
@@ -103,7 +121,28 @@ def timeline(changes: Sequence[Change], known: frozenset[int] = frozenset()) -> 
         ],
         times=[change.time_ns for change in changes],
         totals=[change.total_bytes for change in changes],
+        workspaces=workspaces,
     )
+
+
+def _without_workspaces(changes: Sequence[Change]) -> tuple[list[Change], list[Workspace]]:
+    """What is left of `changes` and of their counts, and what kernels gave back themselves."""
+    begun, ends = dict[tuple[int, int | None], int](), dict[int, int]()
+    for i, change in enumerate(changes):
+        place = (change.address, change.kernel)
+        if change.kernel is not None and change.num_bytes > 0:
+            begun[place] = i
+        elif change.kernel is not None and (start := begun.pop(place, None)) is not None:
+            ends[start] = i
+    own, held = {*ends, *ends.values()}, 0
+    kept, workspaces = list[Change](), list[Workspace]()
+    for i, change in enumerate(changes):
+        if i in own:
+            held += change.num_bytes
+            workspaces += [Workspace(time_ns=change.time_ns, num_bytes=held)] if i in ends else []
+        else:
+            kept.append(dataclasses.replace(change, total_bytes=change.total_bytes - held))
+    return kept, workspaces
 
 
 def _from_here(changes: Sequence[Change]) -> list[Change]:

@@ -59,7 +59,7 @@ def read_memory(watch: Watch, step: int, before_update: Named, after_update: Nam
             on_wire.setdefault(address, []).append(operation.time_ns)
     found = timeline(watch.changes(), known=frozenset(after_update.addresses))
     steady_ns = watch.steady_ns[step]
-    peak_ns = max((found.peak(w.start_ns, w.stop_ns) for w in (backward, update)), key=lambda peak: peak[0])[1]
+    peak_bytes, peak_ns = max((found.peak(w.start_ns, w.stop_ns) for w in (backward, update)), key=lambda peak: peak[0])
     starts = [start for start in watch.backward_starts() if backward.holds(start)]
 
     def during(time_ns: int) -> Bytes:
@@ -77,6 +77,7 @@ def read_memory(watch: Watch, step: int, before_update: Named, after_update: Nam
         ),
         peak=during(peak_ns),
         held=during(min(starts)) if starts else None,
+        workspace_bytes=max(found.counted_peak(w.start_ns, w.stop_ns) for w in (backward, update)) - peak_bytes,
         late_bytes=sum(life.num_bytes for life in found.lives if _is_late(life, peak_ns, asked)),
         previous_steady_bytes=None if previous_ns is None else found.total(previous_ns),
         rounding_bytes=sum(

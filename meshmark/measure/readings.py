@@ -44,7 +44,10 @@ class MemoryReading:
     """Model states as held at their fullest: gradients between backward and update, the rest after the update.
     Only the first four categories are filled."""
     peak: Bytes
-    """At the instant of the step when the allocator counts most bytes, of backward pass and update alone."""
+    """At the instant of the step when the allocator counts most bytes, of backward pass and update alone, and of
+    tensors: without what a kernel takes and gives back itself."""
+    workspace_bytes: int = 0
+    """By how much the most that the allocator counted is more than `peak`: what kernels took to work in then."""
     held: Bytes | None = None
     """When the step's first backward pass begins: what forward passes leave for it, and no gradient yet. None when no
     backward pass was seen."""

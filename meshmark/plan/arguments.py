@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from meshmark.errors import InputError
 from meshmark.plan.calibration_file import calibrated_at
-from meshmark.plan.frameworks import FRAMEWORKS, recipe_of
+from meshmark.plan.frameworks import FRAMEWORKS, Framework, framework
+from meshmark.plan.gpu_file import read_gpu
 from meshmark.plan.predict_file import rates_for
 from meshmark.plan.rates import Rates, rates, read_rates
-from meshmark.spec.hardware import Gpu, gpu
+from meshmark.spec.hardware import GIGA, Gpu, gpu
 from meshmark.theory.recipe import RECIPES, TrainingRecipe, recipe
 
 DEFAULT_GPU = "h100"
-GPU_HELP = "kind of GPU, or the JSON file of a machine that `meshmark calibrate` measured, with its rates"
+GPU_HELP = (
+    "kind of GPU, a TOML file such as --gpu-template prints, or the JSON file of a machine that `meshmark calibrate` "
+    "measured, with its rates"
+)
 _RATES_HELP = (
     "name or JSON file of rates, if not the GPU's own; on h100 `predict` takes h100-sweep, the sweep's build, whose "
     "pipelines poll for messages on many nodes, and `plan` takes h100, without the polling"
@@ -26,26 +31,57 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     by.add_argument("--framework", help=f"whose recipe and layouts: {', '.join(FRAMEWORKS)}")
     by.add_argument("--recipe", help=f"bytes a parameter, in place of a framework: {', '.join(RECIPES)}")
     parser.add_argument("--rates", help=_RATES_HELP)
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="if not the GPU's usual number")
+    parser.add_argument("--link-bandwidth", type=float, metavar="GB/S", help="one direction, inside the node")
+    parser.add_argument(
+        "--network-bandwidth", type=float, metavar="GB/S", help="one direction, a GPU's share: of 400 Gb/s 50"
+    )
 
 
 def machine_given(arguments: argparse.Namespace) -> tuple[Gpu, Rates]:
     """The GPU and the rates asked for; of a calibrated machine's file both, for its rates are shares of that machine.
 
-    Raises `InputError` when such rates are asked for on another GPU.
+    Raises `InputError` when such rates are asked for on another GPU, or rates beside bandwidths.
     """
     own = calibrated_at(arguments.rates)
     if own and arguments.gpu not in (None, arguments.rates):
         raise InputError(f"the rates in {arguments.rates} are shares of {own.gpu.name}, which is there too: omit --gpu")
     own = own or calibrated_at(arguments.gpu)
-    there = own.gpu if own else gpu(arguments.gpu or DEFAULT_GPU)
+    if arguments.link_bandwidth or arguments.network_bandwidth:
+        if own or arguments.rates:
+            raise InputError("--link-bandwidth and --network-bandwidth scale a GPU's own rates: leave out --rates")
+    there, nearest = (own.gpu, None) if own else _gpu_given(arguments.gpu)
+    there = _changed(there, arguments)
     name = None if own and calibrated_at(arguments.rates) else arguments.rates
     if name is not None:
         return there, read_rates(Path(name)) if name.endswith(".json") else rates(name)
-    return there, own.rates if own else rates_for(there.name)
+    return there, own.rates if own else rates_for(there, nearest=nearest)
+
+
+def _gpu_given(name: str | None) -> tuple[Gpu, str | None]:
+    """A GPU, by its name or from a file, and whose rates it takes where the file says so."""
+    if name is not None and name.endswith(".toml"):
+        written = read_gpu(Path(name))
+        return written.gpu, written.rates
+    return gpu(name or DEFAULT_GPU), None
+
+
+def _changed(there: Gpu, arguments: argparse.Namespace) -> Gpu:
+    if arguments.gpus_per_node is not None:
+        there = dataclasses.replace(there, gpus_per_node=arguments.gpus_per_node)
+    if arguments.link_bandwidth is not None:
+        there = dataclasses.replace(there, link_bandwidth=GIGA * arguments.link_bandwidth)
+    if arguments.network_bandwidth is not None:
+        there = dataclasses.replace(there, network_bandwidth=GIGA * arguments.network_bandwidth)
+    return there
+
+
+def framework_given(arguments: argparse.Namespace) -> Framework | None:
+    return framework(arguments.framework) if arguments.framework is not None else None
 
 
 def recipe_given(arguments: argparse.Namespace) -> TrainingRecipe | None:
     """What the command line says to train by; None where it does not."""
-    if arguments.framework is not None:
-        return recipe_of(arguments.framework)
+    if named := framework_given(arguments):
+        return recipe(named.recipe)
     return recipe(arguments.recipe) if arguments.recipe is not None else None

@@ -11,25 +11,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
-from meshmark.plan.arguments import DEFAULT_GPU, GPU_HELP, add_setting, machine_given, recipe_given
+from meshmark.plan.arguments import DEFAULT_GPU, GPU_HELP, add_setting, framework_given, machine_given, recipe_given
+from meshmark.plan.gpu_file import gpu_template
 from meshmark.plan.model_names import plan_model
 from meshmark.plan.predict_cli import add_predict
 from meshmark.plan.predict_file import DEFAULT_RECIPE
 from meshmark.plan.provenance import provenance
 from meshmark.plan.rates import Rates
 from meshmark.plan.search import (
-    OFFLOAD_PLACES,
     Search,
     max_model,
-    reason,
     search,
     simulate_first,
     stage_times,
 )
-from meshmark.plan.step_time import PARTS
+from meshmark.plan.search_text import print_search, search_json
 from meshmark.spec.hardware import GIB, Gpu
-from meshmark.spec.layout import Offload, Schedule
-from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.layout import AXES, Offload, Schedule
+from meshmark.spec.model_spec import Family
 from meshmark.theory.grid import SEARCHED_SCHEDULES, SearchSpace
 from meshmark.theory.recipe import recipe
 
@@ -39,7 +38,7 @@ _DEFAULT_MODEL = "llama-8b"
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Arguments of `plan`; `run` raises `InputError` for a user's mistake."""
     parser.add_argument("--model", help=f"a preset, or a size such as gpt-175b; {_DEFAULT_MODEL} if not given")
-    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs")
+    parser.add_argument("--gpus", type=int, help="number of GPUs")
     parser.add_argument("--gpu", help=f"{GPU_HELP}; {DEFAULT_GPU} if not given")
     parser.add_argument("--global-batch", type=int, default=256, help="sequences in one optimizer step")
     parser.add_argument("--seq-len", type=int, help="tokens in a sequence, if not the model's own")
@@ -52,6 +51,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedules", default=",".join(SEARCHED_SCHEDULES), help=schedules)
     parser.add_argument("--cp", help="context-parallel degrees to search; by default 1, and more for long sequences")
     parser.add_argument("--offload", choices=tuple(Offload), default="none", help="where optimizer states live")
+    parser.add_argument("--gpu-template", action="store_true", help="print a file that says what --gpu is, and end")
     parser.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
     add_setting(parser)
     parser.set_defaults(run=run_plan)
@@ -68,6 +68,11 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 def run_plan(arguments: argparse.Namespace) -> int:
     """Search and print."""
     (machine, given), using = machine_given(arguments), recipe_given(arguments) or recipe(DEFAULT_RECIPE)
+    if arguments.gpu_template:
+        print(gpu_template(machine, given), end="")
+        return 0
+    if arguments.gpus is None:
+        raise InputError("--gpus is missing: how many GPUs are there?")
     if arguments.max_model:
         return _print_max_model(arguments, machine, given)
     model = plan_model(arguments.model or _DEFAULT_MODEL)
@@ -81,21 +86,34 @@ def run_plan(arguments: argparse.Namespace) -> int:
     found = simulate_first(closed, arguments.top)
     elapsed = time.perf_counter() - start
     if arguments.json:
-        print(json.dumps(_as_json(found, arguments.top, elapsed), indent=1))
+        print(json.dumps(search_json(found, arguments.top, elapsed), indent=1))
     else:
-        _print_search(found, model, arguments.top, elapsed)
+        print_search(found, arguments.top, elapsed)
+        print(_trained_by(arguments))
     if arguments.timeline:
         _draw_timeline(found, arguments.timeline)
     return 0
 
 
 def _space(arguments: argparse.Namespace) -> SearchSpace:
+    named = framework_given(arguments)
     return SearchSpace(
         num_gpus=arguments.gpus,
         global_batch=arguments.global_batch,
         offload=Offload(arguments.offload),
         contexts=_contexts(arguments.cp),
+        axes=named.axes if named else AXES,
+        zero_stages=named.zero_stages if named else None,
     )
+
+
+def _trained_by(arguments: argparse.Namespace) -> str:
+    """Whose bytes a parameter were taken."""
+    if named := framework_given(arguments):
+        return f"Planned for {named.name}: {named.told}."
+    if arguments.recipe is not None:
+        return f"Planned by recipe {arguments.recipe}, with any axis; --framework plans for one that has a name."
+    return f"Planned for no framework: {DEFAULT_RECIPE}'s bytes a parameter, with any axis. --framework plans for one."
 
 
 def _contexts(text: str | None) -> list[int] | None:
@@ -111,80 +129,6 @@ def _schedule(name: str) -> Schedule:
     if name not in tuple(Schedule):
         raise UnknownNameError("schedule", name, Schedule)
     return Schedule(name)
-
-
-def _print_search(found: Search, model: ModelSpec, top: int, elapsed: float) -> None:
-    prediction = found.prediction
-    size = f"{model.num_parameters / 1e9:.3g}B parameters"
-    print(f"{model.name} ({size}) on {prediction.grid.num_gpus[0]} {prediction.gpu.name}: {found.num_examined} layouts")
-    print(f"examined in {elapsed:.2f} s, {len(found.ranked)} fit; global batch {prediction.grid.global_batch[0]}")
-    print(provenance(prediction.gpu, prediction.rates))
-    print(f"\n{'layout':62} {'tok/s/gpu':>10} {'MFU':>6} {'step s':>9} {'GiB':>7} {'free':>7}")
-    for row in found.ranked[:top]:
-        print(_line(found, int(row)))
-    best = int(found.ranked[0])
-    print(f"\nThe best wins because {reason(found)}.")
-    print(f"Its step: {_breakdown(found, best)}; HFU {100 * prediction.hfu[best]:.1f} %.")
-    if host := float(prediction.memory.host_bytes[best]):
-        layout, left = prediction.grid.layout(best), float(prediction.host_headroom_bytes[best])
-        ranks = min(layout.world_size, prediction.gpu.gpus_per_node)
-        place = f"a node {OFFLOAD_PLACES[layout.offload]}, of {ranks * (host + left) / GIB:.0f} there"
-        print(f"Offloaded: {host / GIB:.1f} GiB a gpu, {ranks * host / GIB:.0f} GiB {place}.")
-    if len(found.just_too_large):
-        speed = prediction.tokens_per_second_per_gpu
-        faster = speed[found.just_too_large[0]] > speed[best]
-        print("Faster, but too large by:" if faster else "Too large (and no faster) by:")
-        for row in found.just_too_large[:3]:
-            print(f"  {_line(found, int(row))}")
-
-
-def _breakdown(found: Search, row: int) -> str:
-    """Where a step's time goes, the largest part first; below half a percent is left out."""
-    prediction = found.prediction
-    shares = {part: getattr(prediction.time, part)[row] / prediction.step_seconds[row] for part in PARTS}
-    parts = sorted((part for part in PARTS if shares[part] >= 0.005), key=lambda part: -shares[part])
-    return ", ".join(f"{part.replace('_', ' ')} {100 * shares[part]:.0f} %" for part in parts)
-
-
-def _line(found: Search, row: int) -> str:
-    p = found.prediction
-    return (
-        f"{p.grid.layout(row).id:62} {p.tokens_per_second_per_gpu[row]:10.1f} {100 * p.mfu[row]:5.1f}% "
-        f"{p.step_seconds[row]:9.3f} {p.memory_bytes[row] / GIB:7.1f} {found.headroom_bytes(row) / GIB:+7.1f}"
-    )
-
-
-def _as_json(found: Search, top: int, elapsed: float) -> dict[str, object]:
-    rows = [_layout_json(found, int(row)) for row in found.ranked[:top]]
-    near = [_layout_json(found, int(row)) for row in found.just_too_large[:3]]
-    return {
-        "model": found.prediction.model.name,
-        "gpu": found.prediction.gpu.name,
-        "num_examined": found.num_examined,
-        "num_fit": len(found.ranked),
-        "seconds": round(elapsed, 3),
-        "layouts": rows,
-        "reason": reason(found),
-        "just_too_large": near,
-        "rates": provenance(found.prediction.gpu, found.prediction.rates),
-    }
-
-
-def _layout_json(found: Search, row: int) -> dict[str, object]:
-    p = found.prediction
-    return {
-        "layout": dataclasses.asdict(p.grid.layout(row)),
-        "id": p.grid.layout(row).id,
-        "micro_batch": int(p.grid.micro_batch[row]),
-        "memory_bytes": float(p.memory_bytes[row]),
-        "headroom_bytes": found.headroom_bytes(row),
-        "host_bytes": float(p.memory.host_bytes[row]),
-        "step_seconds": float(p.step_seconds[row]),
-        "tokens_per_second_per_gpu": float(p.tokens_per_second_per_gpu[row]),
-        "mfu": float(p.mfu[row]),
-        "hfu": float(p.hfu[row]),
-        "seconds": {part: float(getattr(p.time, part)[row]) for part in PARTS},
-    }
 
 
 def _print_max_model(arguments: argparse.Namespace, machine: Gpu, given: Rates) -> int:

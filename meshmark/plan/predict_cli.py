@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from meshmark.errors import InputError
 from meshmark.plan.arguments import GPU_HELP, add_setting, machine_given, recipe_given
 from meshmark.plan.calibration_file import calibrated_at
 from meshmark.plan.layout_table import remarks
@@ -27,6 +28,9 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
 def run_predict(arguments: argparse.Namespace) -> int:
     """Predict a file of layouts."""
     machine, given = None, None
+    changes = (arguments.gpus_per_node, arguments.link_bandwidth, arguments.network_bandwidth)
+    if not arguments.gpu and any(change is not None for change in changes):
+        raise InputError("--gpus-per-node and bandwidths change a GPU, and each row names its own: give --gpu too")
     if arguments.gpu or arguments.rates:
         machine, given = machine_given(arguments)
     if not arguments.gpu and not calibrated_at(arguments.rates):
@@ -41,5 +45,5 @@ def run_predict(arguments: argparse.Namespace) -> int:
         print(f"{unsaid} of them by nanotron's recipe, as nothing says another: --framework, or a column framework")
     names = {gpu(row["gpu"]).name for row in table} if machine is None else set()
     for there in [machine] if machine else map(gpu, sorted(names)):
-        print(provenance(there, given or rates_for(there.name, as_measured=True)))
+        print(provenance(there, given or rates_for(there, as_measured=True)))
     return 0

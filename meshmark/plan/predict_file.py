@@ -24,17 +24,22 @@ from meshmark.theory.recipe import TrainingRecipe, recipe
 DEFAULT_RECIPE = "nanotron"
 
 
-def rates_for(gpu_name: str, *, as_measured: bool = False) -> Rates:
-    """The rates that the planner uses on a GPU: fitted where there were measurements, else the nearest GPU's,
-    their bandwidths in proportion to the two datasheets'.
+_NEAREST = {name: "h100" for name in ("h100", "h100-96", "h200", "b200", "b300", "gb200-nvl72", "mi300x")} | {
+    "cpu": "cpu"
+}
+"""Whose rates a GPU takes; the A100's for all others."""
+
+
+def rates_for(there: Gpu, *, as_measured: bool = False, nearest: str | None = None) -> Rates:
+    """The rates that the planner uses on a GPU: fitted where there were measurements, else the nearest GPU's (or those
+    of the one that `nearest` names), their bandwidths in proportion to the two datasheets'.
 
     `as_measured` takes the sweep's cluster with the build it ran, whose pipelines wait for messages on many nodes; a
     search assumes one that does not.
     """
-    there = gpu(gpu_name)
-    if as_measured and there.name == "h100":
+    if as_measured and there == gpu("h100"):
         return rates("h100-sweep")
-    nearest = {"h100": "h100", "h100-96": "h100", "h200": "h100", "cpu": "cpu"}.get(there.name, "a100")
+    nearest = nearest or _NEAREST.get(there.name, "a100")
     given, known = rates(nearest), gpu(nearest)
     inside = there.link_bandwidth / known.link_bandwidth
     across = there.network_bandwidth * there.gpus_per_node / known.network_bandwidth / known.gpus_per_node
@@ -74,7 +79,7 @@ def predict_rows(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> dict[str
         machine = setting.machine or gpu(batch.gpu_name)
         if machine.host is None and len(offloaded := batch.rows[batch.grid.offload > 0]):
             raise InputError(f"row {offloaded[0] + 2}: what a node of {machine.name} could offload to is not known")
-        given = setting.rates or rates_for(machine.name, as_measured=True)
+        given = setting.rates or rates_for(machine, as_measured=True)
         using = setting.recipe or batch.recipe or recipe(DEFAULT_RECIPE)
         found = predict_grid(batch.model, batch.grid, machine, using, given)
         for name, column in predicted_columns(found).items():
@@ -83,10 +88,11 @@ def predict_rows(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> dict[str
 
 
 def predicted_columns(found: Prediction) -> dict[str, Column]:
-    """What `predict` appends: the three answers, then their breakdown."""
+    """What `predict` appends: the answers, then their breakdown."""
     answers = {
         "predicted_memory_gib": found.memory_bytes / GIB,
         "predicted_fits": found.fits.astype(float),
+        "predicted_tight": found.tight.astype(float),
         "predicted_tokens_per_s_per_gpu": found.tokens_per_second_per_gpu,
         "predicted_step_seconds": found.step_seconds,
         "predicted_mfu_percent": 100.0 * found.mfu,
@@ -118,5 +124,5 @@ def predict_file(source: Path, target: Path, setting: Setting = _ROWS_SAY) -> in
 
 
 def _cell(name: str, value: float) -> str:
-    whole = name in ("predicted_fits", "predicted_fullest_stage")
+    whole = name in ("predicted_fits", "predicted_tight", "predicted_fullest_stage")
     return str(int(value)) if whole else f"{value:.6g}"

@@ -17,6 +17,9 @@ from meshmark.theory.grid import RECOMPUTES, Column, Grid
 from meshmark.theory.memory import Memory, memory
 from meshmark.theory.recipe import TrainingRecipe
 
+MEMORY_ERROR = 0.08
+"""Of memory, in the mean, on data that the rates were not fitted to: `make validate` fails where it is more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -67,6 +70,11 @@ class Prediction:
         """Whether every rank has memory enough, and every stage a layer."""
         there: Column = self.headroom_bytes >= 0
         return there & (self.grid.pp * self.grid.virtual_stages <= self.model.num_layers)
+
+    @property
+    def tight(self) -> Column:
+        """Whether it fits by less than the planner's own error: runs of the like have run out of memory."""
+        return self.fits & (self.available_bytes - self.needed_bytes < MEMORY_ERROR * self.needed_bytes)
 
     @property
     def step_seconds(self) -> Column:

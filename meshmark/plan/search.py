@@ -110,7 +110,7 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
         model,
         space,
         max_tp=4 * gpu.gpus_per_node,
-        zero_stages=(0, 3) if recipe.states.weight_bytes == 4 and recipe.arithmetic != "fp32" else (0, 1, 2, 3),
+        zero_stages=space.zero_stages or _stages_of(recipe),
     )
     if not len(grid):
         raise InputError(
@@ -119,6 +119,11 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
             "try a power of two of gpus, or another batch"
         )
     return predict_grid(model, grid, gpu, recipe, rates)
+
+
+def _stages_of(recipe: TrainingRecipe) -> tuple[int, ...]:
+    """FSDP in mixed precision shards all or nothing."""
+    return (0, 3) if recipe.states.weight_bytes == 4 and recipe.arithmetic != "fp32" else (0, 1, 2, 3)
 
 
 def _why_nothing_fits(prediction: Prediction, space: SearchSpace, examine: Callable[[int], Prediction]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshmark.measure.readings import MemoryReading
-from meshmark.run.record import Record, Verdict
+from meshmark.run.record import MemoryEvidence, Record, Verdict
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.states import ModelStates, Remainder, declared_bytes
 
@@ -85,13 +85,11 @@ def judge_memory(record: Record) -> Verdict | None:
         suite="memory",
         passed=passed,
         summary=summary if passed else f"{summary}; {mend.get(worst.category, _MEND_STATES)}",
-        evidence=_evidence(worst, found, record.memory.remainders),
+        evidence=_evidence(worst, found, record.memory),
     )
 
 
-def _evidence(
-    worst: Held, found: Sequence[Held], declared: Sequence[Sequence[Remainder]]
-) -> dict[str, float | int | str]:
+def _evidence(worst: Held, found: Sequence[Held], memory: MemoryEvidence) -> dict[str, float | int | str]:
     evidence: dict[str, float | int | str] = {
         "category": worst.category,
         "rank": worst.rank,
@@ -99,7 +97,8 @@ def _evidence(
         "planned_bytes": worst.planned,
         "relative_error": worst.error,
         "tolerance": STATE_TOLERANCE,
-        "declared": "; ".join(sorted({r.reason for own in declared for r in own})),
+        "declared": "; ".join(sorted({r.reason for own in memory.remainders for r in own})),
+        "workspace_bytes": max(reading.workspace_bytes for reading in memory.readings),
     }
     for name in TOTALS:
         if ranks := [held for held in found if held.category == name]:
@@ -123,7 +122,7 @@ def memory_totals(
     rank: int, reading: MemoryReading, plan: ModelStates, declared: Sequence[Remainder], *, on_cpu: bool
 ) -> Iterator[Held]:
     """What the allocator counted. The batch that the engine is handed is not the engine's, and is left out as it was
-    measured; peaks are planned of a CPU's kernels alone."""
+    measured, as are workspaces of kernels, which no storage outlives; peaks are planned of a CPU's kernels alone."""
     steady, peak = reading.steady, reading.peak
     yield Held(
         category="steady",

@@ -105,6 +105,9 @@ def _gpu(
 
 _AMPERE = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0}
 _HOPPER = {"fp32": 67.0, "tf32": 494.5, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9}
+# Dense, half of what their datasheets give with sparsity.
+_BLACKWELL = {"fp32": 75.0, "tf32": 1125.0, "fp16": 2250.0, "bf16": 2250.0, "fp8": 4500.0}
+_GRACE_BLACKWELL = {"fp32": 80.0, "tf32": 1250.0, "fp16": 2500.0, "bf16": 2500.0, "fp8": 5000.0}
 
 # A drive of theirs, a Samsung PM1733 of 3.84 TB, reads 7.0 and writes 3.8 GB/s (its datasheet): 4.93 by turns.
 _DGX_H100 = Host(memory_bytes=2048 * GIB, bandwidth=64 * GIGA, nvme_bytes=30.7 * TERA, nvme_bandwidth=39.4 * GIGA,
@@ -125,6 +128,13 @@ GPUS: dict[str, Gpu] = {
              _DGX_H100),
         _gpu("h200", _HOPPER, 139.8, 4800, 450, 50, 8, "NVIDIA H200 SXM datasheet; 8 x 400 Gb/s per node",
              _DGX_H100),
+        _gpu("b200", _BLACKWELL, 178.3, 7700, 900, 50, 8, "NVIDIA HGX B200 datasheet; 8 x 400 Gb/s per node"),
+        _gpu("b300", _BLACKWELL, 267.5, 7700, 900, 100, 8,
+             "NVIDIA HGX B300 datasheet, 270 GB; 8 x 800 Gb/s per node (ConnectX-8)"),
+        _gpu("gb200-nvl72", _GRACE_BLACKWELL, 184.3, 8000, 900, 50, 72,
+             "NVIDIA GB200 NVL72 datasheet: 13.4 TB, 576 and 130 TB/s over 72 GPUs; 400 Gb/s each"),
+        _gpu("mi300x", {"fp32": 163.4, "tf32": 653.7, "fp16": 1307.4, "bf16": 1307.4, "fp8": 2614.9}, 191.5, 5300, 448,
+             50, 8, "AMD Instinct MI300X data sheet: 7 x 128 GB/s in both directions; 8 x 400 Gb/s per node"),
         _gpu("a100-80", _AMPERE, 79.1, 2039, 300, 25, 8, "NVIDIA A100 80GB SXM datasheet; 8 x 200 Gb/s per node",
              _DGX_A100),
         _gpu("a100-40", _AMPERE, 39.4, 1555, 300, 25, 8, "NVIDIA A100 40GB SXM datasheet; 8 x 200 Gb/s per node",
@@ -140,8 +150,9 @@ GPUS: dict[str, Gpu] = {
 }  # fmt: skip
 
 _ALIASES = {
-    "h100-80gb": "h100", "h100-80": "h100", "h100-sxm": "h100", "h200-141gb": "h200", "a100": "a100-80",
-    "a100-80gb": "a100-80", "a100-40gb": "a100-40", "v100": "v100-32", "v100-32gb": "v100-32", "tpuv3": "tpu-v3",
+    "h100-80gb": "h100", "h100-80": "h100", "h100-sxm": "h100", "h200-141gb": "h200", "b200-180gb": "b200",
+    "gb200": "gb200-nvl72", "mi300": "mi300x", "a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40",
+    "v100": "v100-32", "v100-32gb": "v100-32", "tpuv3": "tpu-v3",
 }  # fmt: skip
 
 
@@ -159,6 +170,9 @@ def gpu(name: str) -> Gpu:
 
 _DEVICE_NAMES = {
     "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA GB200": "gb200-nvl72",
+    "AMD Instinct MI300X": "mi300x",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA A100-SXM4-80GB": "a100-80",
     "NVIDIA A100-SXM4-40GB": "a100-40",

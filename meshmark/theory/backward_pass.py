@@ -49,6 +49,12 @@ class Pass:
         return self.tokens * self.widths.stream * self.model.hidden / self.sp
 
     @property
+    def low_stream(self) -> Column:
+        """Bytes of its low copy, which a product saves or gives."""
+        found: Column = self.stream * self.widths.low / self.widths.stream
+        return found
+
+    @property
     def block(self) -> Column:
         """Bytes that a block saves."""
         saved = self.tokens * block_bytes(self.model, self.widths, self.tp, self.sp)
@@ -83,21 +89,23 @@ class Pass:
         return Instant(activations=self.held + tensors * self.logits, made=none, own=none)
 
     def head(self) -> Instant:
-        """The output projection; the log-softmax has made way for the gradient of the logits."""
+        """The output projection; the log-softmax has made way for the gradient of the logits, which under autocast is
+        gone when the weight's is cast."""
         made = self.head_parameters
-        return Instant(activations=self.held + self.stream, made=made, own=made)
+        more = self.stream - (self.logits + self.low_stream if self.widths.autocast else 0.0)
+        return Instant(activations=self.held + more, made=made, own=made)
 
     def in_block(self, done: int) -> list[Instant]:
         """The fullest ones of the block after `done`: the last product of its feed-forward network, the gate of a
         SwiGLU, the product before, and the projections of queries, keys and values, when all else is freed."""
+        if self.widths.autocast:
+            return [*self._autocast_feed_forward(done), *self._autocast_attention(done)]
         model, low = self.model, self.widths.low
         inside = self.tokens * low * model.ffn_hidden / self.tp
         matrix = model.ffn_hidden * model.hidden / self.tp
         remaining = self.tokens * norm_bytes(model, self.widths, 3) / self.sp
         q_k_v = self.tokens * low * (model.hidden + 2 * model.kv_hidden) / self.tp
-        made = self.head_parameters + done * self.block_parameters
-        # The gradient that a later stage sends lies in the buffer that it was received in.
-        start = self.before_block(done) - (self.stream if not self.stage.has_head and not done else 0.0)
+        made, start = self._at_block(done)
         gate = [Instant(activations=start + self.stream + 2 * inside, made=made + matrix, own=0 * matrix)]
         return [
             Instant(activations=start + self.stream + inside, made=made + matrix, own=matrix),
@@ -110,10 +118,62 @@ class Pass:
             ),
         ]
 
+    def _at_block(self, done: int) -> tuple[Column, Column]:
+        """Parameters whose gradients are made when it begins, and bytes that are saved. The gradient that a later stage
+        sends lies in the buffer that it was received in."""
+        received = self.stream if not self.stage.has_head and not done else 0.0
+        return self.head_parameters + done * self.block_parameters, self.before_block(done) - received
+
+    def _autocast_feed_forward(self, done: int) -> list[Instant]:
+        """Autocast's products make low gradients of their inputs and weights. What a product saved, its low copies of
+        both among it, is freed before these are cast, the input's first.
+
+        The last product, and its weight's cast; the activation's gradients; the product before, and both its casts.
+        """
+        model, low, stream = self.model, self.widths.low, self.stream
+        inside = self.tokens * low * model.ffn_hidden / self.tp
+        matrix = model.ffn_hidden * model.hidden / self.tp
+        copy, gated = low * matrix, model.family is Family.LLAMA
+        made, start = self._at_block(done)
+        start = start + stream
+        none, inner = 0 * matrix, 2 * inside if gated else inside
+        # When the first product's backward runs, what the activation saved is freed, and the gate's has run.
+        gate = stream - self.low_stream - copy if gated else 0.0
+        before, products = start - 2 * inner + gate, 2 if gated else 1
+        return [
+            Instant(activations=start + self.low_stream + inside + copy, made=made, own=none),
+            Instant(activations=start, made=made + matrix, own=matrix),
+            Instant(activations=start + inner - copy, made=made + matrix, own=none),
+            Instant(activations=before + inside + self.low_stream, made=made + products * matrix, own=none),
+            Instant(activations=before + stream - copy, made=made + products * matrix, own=none),
+            Instant(
+                activations=before + stream - (stream if gated else 0.0) - self.low_stream - copy,
+                made=made + (products + 1) * matrix,
+                own=matrix,
+            ),
+        ]
+
+    def _autocast_attention(self, done: int) -> list[Instant]:
+        """The projection of the queries, when the others' backward has run: itself, its input's cast, its weight's, and
+        the norm before it."""
+        own = self.model.hidden**2 / self.tp
+        copy, stream, inner = self.widths.low * own, self.stream, self.low_stream / self.tp
+        made, start = self._at_block(done)
+        rest = start - self.block + self.tokens * norm_bytes(self.model, self.widths, 0) / self.sp + 2 * stream
+        made = made + self.block_parameters
+        none = 0 * own
+        return [
+            Instant(activations=rest + 2 * self.low_stream + inner + 2 * copy, made=made - own, own=none),
+            Instant(activations=rest + self.low_stream + stream + copy, made=made - own, own=none),
+            Instant(activations=rest + copy, made=made, own=own),
+            Instant(activations=rest + stream, made=made, own=none),
+        ]
+
     def embedding(self) -> Instant:
-        """The embedding's own backward, the last."""
+        """The embedding's own backward, the last; that of positions was before it."""
         own = self.model.vocab_size * self.model.hidden / self.tp
-        blocks = self.head_parameters + self.stage.num_layers * self.block_parameters
+        positions = self.model.seq_len * self.model.hidden if self.model.family is Family.GPT else 0
+        blocks = self.head_parameters + self.stage.num_layers * self.block_parameters + positions
         rest = self.before_block(self.stage.num_layers)
         return Instant(activations=rest + self.stream, made=blocks + own, own=own)
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshmark.errors import InputError
-from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
+from meshmark.spec.layout import AXES, Axis, Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import ModelSpec
 
 Column = npt.NDArray[Any]
@@ -161,6 +161,10 @@ class SearchSpace:
     schedules: Sequence[Schedule] = SEARCHED_SCHEDULES
     contexts: Sequence[int] | None = None
     """Context-parallel degrees; None for those worth a search at the model's length of sequences."""
+    axes: Sequence[Axis] = AXES
+    """Degrees that may exceed one."""
+    zero_stages: Sequence[int] | None = None
+    """None for those that the recipe has."""
 
 
 def enumerate_grid(
@@ -178,10 +182,10 @@ def enumerate_grid(
     traffic and more memory.
     """
     global_batch, recomputes = space.global_batch, [RECOMPUTES.index(r) for r in space.recomputes]
-    contexts = space.contexts or searched_contexts(model.seq_len)
+    contexts = (space.contexts or searched_contexts(model.seq_len)) if "cp" in space.axes else (1,)
     parts: list[Grid] = []
-    for dp, tp, pp, cp in _degrees(model, space.num_gpus, max_tp, contexts):
-        if global_batch % dp:
+    for dp, tp, pp, cp in _degrees(model, space.num_gpus, max_tp if "tp" in space.axes else 1, contexts):
+        if global_batch % dp or (pp > 1 and "pp" not in space.axes):
             continue
         counts = [m for m in divisors(global_batch // dp) if m >= pp - 1]
         divides = [v for v in range(2, max_virtual_stages + 1) if model.num_layers % (v * pp) == 0]
@@ -203,7 +207,7 @@ def enumerate_grid(
                 recompute=r[keep],
                 micro_batch=global_batch // dp // m[keep],
                 schedule=code[keep],
-                sequence_parallel=True,
+                sequence_parallel=tp > 1,
                 offload=OFFLOADS.index(space.offload),
             )
         )
