@@ -30,6 +30,7 @@ FRONT = {
     "__main__",
     "cli",
     "expect",
+    "long_run",
     "options",
     "plugin",
     "progress",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import json
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from meshmark.errors import EvidenceError
 from meshmark.judge.yardstick import compare
 from meshmark.measure.readings import Collective, MemoryReading
 from meshmark.report.markdown import one_line
@@ -102,7 +102,9 @@ def _rates(found: Sequence[CaseResult]) -> Chart:
             if group
         ]
         layout = {"xaxis": {"title": {"text": f"{unit} per second"}, "rangemode": "tozero"}}
-        figures.append(_figure(f"{unit} per second", traces, yaxis={"automargin": True, "autorange": "reversed"}, **layout))
+        figures.append(
+            _figure(f"{unit} per second", traces, yaxis={"automargin": True, "autorange": "reversed"}, **layout)
+        )
     told = "Points are all steps together, bars their 95 % intervals."
     return Chart(id="rates", title="Rates", told=told, choice="Of", figures=figures, height=_tall(most))
 
@@ -129,17 +131,24 @@ def _scaling(found: Sequence[CaseResult]) -> Chart:
 def _steps(found: Sequence[CaseResult]) -> Chart:
     timed = _timed(found)[:_MOST]
     boxes = [
-        go.Box(x=[1000 * s for s in record.timing.step_seconds], name=_text(result.case.id), marker={"color": "#0072B2"})
+        go.Box(
+            x=[1000 * s for s in record.timing.step_seconds], name=_text(result.case.id), marker={"color": "#0072B2"}
+        )
         for result, record in timed
     ]
     layout: dict[str, Any] = {"xaxis": {"title": {"text": "milliseconds a step"}}, "showlegend": False}
-    figures = [_figure("all cases", boxes, yaxis={"automargin": True, "autorange": "reversed"}, **layout)] if boxes else []
+    figures = (
+        [_figure("all cases", boxes, yaxis={"automargin": True, "autorange": "reversed"}, **layout)] if boxes else []
+    )
     for result, record in timed:
         ranks = [
             go.Scatter(y=[1000 * s for s in seconds], name=f"rank {rank}", mode="lines")
             for rank, seconds in enumerate(record.timing.rank_step_seconds)
         ]
-        axes = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": "milliseconds"}, "rangemode": "tozero"}}
+        axes = {
+            "xaxis": {"title": {"text": "step"}},
+            "yaxis": {"title": {"text": "milliseconds"}, "rangemode": "tozero"},
+        }
         figures.append(_figure(result.case.id, ranks, **axes))
     told = "Of every step, raw, by rank where a case is chosen."
     return Chart(id="steps", title="Step times", told=told, choice="Of", figures=figures, height=_tall(len(boxes)))
@@ -175,7 +184,10 @@ def _stacked(label: str, bars: Sequence[tuple[str, MemoryReading]]) -> dict[str,
 def _traffic(found: Sequence[CaseResult]) -> Chart:
     sent = [(r, r.observed.traffic.readings) for r in found if r.observed and r.observed.traffic.readings]
     sent = [(r, readings) for r, readings in sent if any(reading.asked for reading in readings)][:_MOST]
-    most = [(r.case.id, max((m.asked for m in readings), key=lambda m: sum(c.wire_bytes for c in m))) for r, readings in sent]
+    most = [
+        (r.case.id, max((m.asked for m in readings), key=lambda m: sum(c.wire_bytes for c in m)))
+        for r, readings in sent
+    ]
     figures = [_by_kind("busiest rank of every case", most)] if most else []
     figures += [
         _by_kind(r.case.id, [(f"rank {rank}", reading.asked) for rank, reading in enumerate(readings)])
@@ -215,8 +227,11 @@ def _ratios(found: Sequence[CaseResult]) -> Chart:
 def _heat(label: str, record: Record) -> dict[str, Any] | None:
     evidence = record.equivalence
     parts: dict[str, dict[int, float]] = {}
-    for part, quantity, step in evidence.yardstick.excesses(compare(evidence.deviations)):
-        parts.setdefault(str(quantity), {})[step] = min(part, 1e6)  # an infinite one has no colour
+    try:
+        for part, quantity, step in evidence.yardstick.excesses(compare(evidence.deviations)):
+            parts.setdefault(str(quantity), {})[step] = min(part, 1e6)  # an infinite one has no colour
+    except EvidenceError:  # a baseline's: the verdict stands in the record
+        return None
     if not parts:
         return None
     steps = 1 + max(step for values in parts.values() for step in values)

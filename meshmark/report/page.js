@@ -20,9 +20,8 @@ function draw(place, figures, index) {
 
 function plot(place) {
   const figures = inPlace(place.dataset.figures), chooser = document.getElementById(place.dataset.chooser);
-  let shown = 0;
-  const redraw = () => draw(place, figures, shown);
-  if (chooser) chooser.addEventListener("change", () => { shown = chooser.selectedIndex; redraw(); });
+  const redraw = () => draw(place, figures, chooser ? chooser.selectedIndex : 0);
+  if (chooser) chooser.addEventListener("change", redraw);
   dark.addEventListener("change", redraw);
   redraw();
 }

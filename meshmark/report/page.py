@@ -8,7 +8,7 @@ import importlib.resources
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ INSTALL = 'pip install "meshmark[html]"'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class Failed:
     """What did not pass, with the command that repeats it."""
 
     title: str
@@ -52,7 +52,7 @@ class Section:
     id: str
     title: str
     texts: Sequence[str] = ()
-    failures: Sequence[Failure] = ()
+    failures: Sequence[Failed] = ()
     plots: Sequence[object] = ()
     tables: Sequence[Grid] = ()
     clauses: Clauses | None = None
@@ -101,7 +101,9 @@ def _libraries() -> dict[str, Markup]:
         "css": (own / "page.css").read_text(encoding="utf-8"),
         "js": (own / "page.js").read_text(encoding="utf-8"),
     }
-    assert not any("</script" in text or "</style" in text for text in texts.values()), "a library would end its own tag"
+    assert not any("</script" in text or "</style" in text for text in texts.values()), (
+        "a library would end its own tag"
+    )
     return {name: Markup(text) for name, text in texts.items()}
 
 
@@ -123,21 +125,26 @@ def embedded(value: object) -> Markup:
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
-def _sections(
-    found: Sequence[CaseResult], reading: Reading, baseline: Baseline, command: str
-) -> Iterator[Section]:
+def _sections(found: Sequence[CaseResult], reading: Reading, baseline: Baseline, command: str) -> Iterator[Section]:
     from meshmark.report.charts import charts
 
     drawn: dict[str, Any] = charts(found)
     latest = [record for result in found for record in (result.observed, result.timed) if record]
-    yield Section(id="failures", title="What failed", failures=list(_failures(latest, reading)))
+    failed = list(_failures(latest, reading))
+    nothing = [] if failed else ["Nothing: every case that ran reached its end and passed every suite."]
+    yield Section(id="failures", title="What failed", texts=nothing, failures=failed)
     answer = grid("Cases", tables.answer(found), "A row a case. Struck out: of a wrong run, which is no result.")
     yield Section(id="cases", title="Cases", tables=_filled(answer))
     for name, title, text, some in (
         ("speed", "Throughput", told_of("Throughput", latest), [("steps", tables.speed(found, baseline))]),
         ("memory", "Memory", told_of("Memory", latest), _of_memory(found, baseline)),
         ("traffic", "Communication", told_of("Communication", latest), _of_traffic(found)),
-        ("equivalence", "Equivalence", told_of("Equivalence", latest), [("verdicts", tables.equivalence(found, baseline))]),
+        (
+            "equivalence",
+            "Equivalence",
+            told_of("Equivalence", latest),
+            [("verdicts", tables.equivalence(found, baseline))],
+        ),
     ):
         filled = _filled(*(grid(f"{title}: {what}", rows) for what, rows in some))
         if filled:
@@ -167,7 +174,7 @@ def _filled(*grids: Grid) -> list[Grid]:
     return [one for one in grids if one.rows]
 
 
-def _failures(latest: Iterable[Record], reading: Reading) -> Iterator[Failure]:
+def _failures(latest: Iterable[Record], reading: Reading) -> Iterator[Failed]:
     """Every pass and verdict that failed, then every failed test that none of them tells of."""
     left = {kind: failing(reading.sessions, conforming=kind) for kind in (False, True)}
     for record in latest:
@@ -175,15 +182,17 @@ def _failures(latest: Iterable[Record], reading: Reading) -> Iterator[Failure]:
         left[False] = [attempt for attempt in left[False] if attempt.case != record.case.id or attempt not in attempts]
         yield from _of_record(record, _command(record, attempts))
     for attempt in (*left[False], *left[True]):
-        yield Failure(title=attempt.test, told=_first_line(attempt.message), evidence=attempt.message, command=attempt.command)
+        yield Failed(
+            title=attempt.test, told=_first_line(attempt.message), evidence=attempt.message, command=attempt.command
+        )
 
 
-def _of_record(record: Record, command: str) -> Iterator[Failure]:
+def _of_record(record: Record, command: str) -> Iterator[Failed]:
     outcome, case = record.outcome, record.case.id
     if outcome.status not in ("ok", "skipped"):
         stacks = "".join(f"\n--- stack of rank {rank}\n{stack}" for rank, stack in outcome.stacks.items())
         where = "" if outcome.rank is None else f", rank {outcome.rank}"
-        yield Failure(
+        yield Failed(
             title=f"{case}: {outcome.status}{where}",
             told=f"{record.task}: {outcome.message}",
             evidence=f"{outcome.traceback or outcome.log_tail}{stacks}",
@@ -191,7 +200,7 @@ def _of_record(record: Record, command: str) -> Iterator[Failure]:
         )
     for verdict in record.verdicts:
         if not verdict.passed:
-            yield Failure(
+            yield Failed(
                 title=f"{case}: {verdict.suite}",
                 told=verdict.summary,
                 likely=str(verdict.evidence.get("diagnosis", "")),

@@ -187,13 +187,13 @@ _PLANNED = (
 
 
 _TOLD = {
-    "Equivalence": "Each step is judged on its own: loss and gradients against float64 at the parameters where the run is, "
-    "the update against a float64 optimizer fed the run's own gradients.",
+    "Equivalence": "Each step is judged on its own: loss and gradients against float64 at the parameters where the "
+    "run is, the update against a float64 optimizer fed the run's own gradients.",
     "Memory": "Fullest rank. Model states as held at their fullest, the rest at the instant of the peak; the verdict "
     "compares states, and on a CPU activations, of every rank with the closed form.",
-    "Communication": "One step, on the rank that sends most. Bytes are full tensors; *sent* counts ring algorithms. What "
-    "a backend issues can differ from what was asked for. The verdict compares the bytes of every kind and group of "
-    "ranks with theory and what adapters declare, exactly, and calls where theory fixes their number.",
+    "Communication": "One step, on the rank that sends most. Bytes are full tensors; *sent* counts ring algorithms. "
+    "What a backend issues can differ from what was asked for. The verdict compares the bytes of every kind and group "
+    "of ranks with theory and what adapters declare, exactly, and calls where theory fixes their number.",
 }
 
 
