@@ -18,6 +18,7 @@ from meshmark.theory.activations import (
     boundary_bytes,
     chunk_in_flight,
     held_bytes,
+    kept_weight_bytes,
     layer_activation_bytes,
     num_in_flight,
     sequence_shards,
@@ -168,6 +169,7 @@ def stage_memory(
             tp=grid.tp,
             sp=sequence_shards(grid),
             held=held / flight,
+            kept_weights=kept_weight_bytes(model, grid, recipe),
         )
         peak = eager_peak(one, grid, recipe, flight, num_parameters) - states["gradients"]
         buffers = received_bytes(model, grid, recipe, index) + _sent_bytes(model, grid, recipe, index)
@@ -201,7 +203,7 @@ def stage_memory(
 def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> dict[str, Column]:
     """Model states under ZeRO (arXiv:1910.02054 sec. 5): stage 1 divides optimizer states and masters by dp, 2 also
     gradients, 3 also weights."""
-    shards = (grid.dp * grid.cp).astype(float)
+    shards = (grid.dp * grid.cp).astype(float) / recipe.replicas
 
     def share(num_bytes: float, from_stage: int) -> Column:
         return num_bytes * num_parameters / np.where(grid.zero_stage >= from_stage, shards, 1)
