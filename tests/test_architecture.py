@@ -32,11 +32,13 @@ FRONT = {
     "expect",
     "long_run",
     "options",
+    "plan_run",
     "plugin",
     "progress",
     "pytest_entry",
     "selection",
     "session_log",
+    "suite_file",
 }
 """Modules that bring the folders together: what users call."""
 SLOW = {
