@@ -93,7 +93,7 @@ def _of_report(name: str) -> AddArguments:
     def add(parser: argparse.ArgumentParser) -> None:
         from meshmark.report import cli
 
-        {"report": cli.add_report}[name](parser)
+        {"report": cli.add_report, "show": cli.add_show, "schema": cli.add_schema}[name](parser)
 
     return add
 
@@ -131,6 +131,8 @@ _COMMANDS: dict[str, tuple[str, AddArguments]] = {
     "predict": ("predict every layout of a CSV file", _of_planner("predict")),
     "calibrate": ("measure this machine and what of it is reached", _of_planner("calibrate")),
     "report": ("a page of recorded results, markdown or HTML", _of_report("report")),
+    "show": ("all that is recorded of one case", _of_report("show")),
+    "schema": ("the JSON schema of a record, and what may change of it", _of_report("schema")),
     "compare": ("what became better or worse between two results", _of_regression("compare")),
 }
 

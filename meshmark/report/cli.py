@@ -1,9 +1,10 @@
-"""The command `report`: its arguments, and what it does with them."""
+"""The commands `report`, `show` and `schema`: their arguments, and what they do with them."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -26,6 +27,32 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--baseline", type=Path, metavar="DIR", help="records to compare times with")
     parser.set_defaults(run=_report)
+
+
+def add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("case", metavar="CASE", help="a case's id, or a part of one that no other case's has")
+    parser.add_argument(
+        "results", type=Path, metavar="DIR", nargs="?", default=Path("results"), help="(default: results)"
+    )
+    parser.set_defaults(run=_show)
+
+
+def add_schema(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_schema)
+
+
+def _show(parsed: argparse.Namespace) -> None:
+    from meshmark.report.show import matching, show
+
+    reading = read_records(parsed.results, latest=True)
+    _complain(reading.complaints)
+    sys.stdout.write(show(matching(reading.records, parsed.case)))
+
+
+def _schema(_: argparse.Namespace) -> None:
+    from meshmark.run.schema import schema
+
+    print(json.dumps(schema(), indent=2))
 
 
 def _output_file(text: str) -> Path:
