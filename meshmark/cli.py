@@ -91,8 +91,10 @@ def _add_cases(cases: argparse.ArgumentParser) -> None:
 
 def _of_report(name: str) -> AddArguments:
     def add(parser: argparse.ArgumentParser) -> None:
+        from meshmark.regression.baseline import find_baseline
         from meshmark.report import cli
 
+        parser.set_defaults(find_baseline=find_baseline)
         {"report": cli.add_report, "show": cli.add_show, "schema": cli.add_schema}[name](parser)
 
     return add
@@ -118,7 +120,7 @@ def _of_regression(name: str) -> AddArguments:
     def add(parser: argparse.ArgumentParser) -> None:
         from meshmark.regression import cli
 
-        {"compare": cli.add_compare}[name](parser)
+        {"compare": cli.add_compare, "baseline": cli.add_baseline}[name](parser)
 
     return add
 
@@ -134,6 +136,7 @@ _COMMANDS: dict[str, tuple[str, AddArguments]] = {
     "show": ("all that is recorded of one case", _of_report("show")),
     "schema": ("the JSON schema of a record, and what may change of it", _of_report("schema")),
     "compare": ("what became better or worse between two results", _of_regression("compare")),
+    "baseline": ("accept results as what `pytest suites --baseline` gates by", _of_regression("baseline")),
 }
 
 

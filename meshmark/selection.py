@@ -11,9 +11,13 @@ import pytest
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import load_adapter
+from meshmark.environment import describe
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
 from meshmark.options import DEFAULT_WORKLOAD, chosen_adapters, chosen_layouts, chosen_workloads, duration, split_values
 from meshmark.reference.data import check_data, on_corpus
+from meshmark.regression.baseline import find_baseline
+from meshmark.regression.gate import DEFAULT_GATE, parse_gate
+from meshmark.regression.gatekeeper import Gatekeeper, expect_conditions, gatekeeper
 from meshmark.run.cluster import ClusterSpec
 from meshmark.run.gpus import num_gpus
 from meshmark.run.launchers import LAUNCHERS
@@ -48,6 +52,8 @@ class Selection:
     cluster: ClusterSpec
     launcher: str
     """A key of LAUNCHERS."""
+    gatekeeper: Gatekeeper | None
+    """Of `--baseline`."""
     resume: bool = False
     """Whether what `results` holds is not run again."""
     max_seconds: float | None = None
@@ -125,6 +131,18 @@ def add_options(parser: pytest.Parser) -> None:
         help="begin no further test after so many seconds, m or h; one case of each adapter comes first",
     )
     group.addoption(
+        "--baseline", default=None, metavar="NAME", help="fail tests that are worse than baselines/NAME, or a folder's"
+    )
+    group.addoption(
+        "--fail-on",
+        default=DEFAULT_GATE,
+        metavar="KIND,...",
+        help=f"beside --baseline: which changes fail, from which share on (default: {DEFAULT_GATE})".replace("%", "%%"),
+    )
+    group.addoption(
+        "--across", action="store_true", help="compare with --baseline though machine, versions or settings differ"
+    )
+    group.addoption(
         "--nnodes", type=int, default=None, help="nodes that run this same command (default: from SLURM or torchrun)"
     )
     group.addoption("--node-rank", type=int, default=0, help="which of them this is")
@@ -166,6 +184,7 @@ def _select(config: pytest.Config) -> Selection:
         launcher=_launcher(option("--launcher")),
         resume=_resume(config, cluster),
         max_seconds=None if option("--max-time") is None else duration("--max-time", option("--max-time")),
+        gatekeeper=_gatekeeper(config),
     )
 
 
@@ -174,6 +193,17 @@ def _resume(config: pytest.Config, cluster: ClusterSpec) -> bool:
     if asked and cluster.nnodes > 1:
         raise InputError(f"--resume on {cluster.nnodes} nodes: node 0 alone has the records; it is for one node")
     return asked
+
+
+def _gatekeeper(config: pytest.Config) -> Gatekeeper | None:
+    gate, name = parse_gate(config.getoption("--fail-on")), config.getoption("--baseline")
+    if name is None:
+        return None
+    keeper = gatekeeper(find_baseline(name, config.invocation_params.dir), gate)
+    if not config.getoption("--across"):
+        nnodes = config.getoption("--nnodes") or 1
+        expect_conditions(keeper, describe(config.getoption("--device"), "", nnodes))
+    return keeper
 
 
 def _launcher(name: str) -> str:

@@ -25,7 +25,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="markdown; .html: one interactive page that needs no network (default: DIR/report.md)",
     )
-    parser.add_argument("--baseline", type=Path, metavar="DIR", help="records to compare times with")
+    parser.add_argument("--baseline", type=Path, metavar="NAME", help="baselines/NAME, or a folder, to compare with")
     parser.set_defaults(run=_report)
 
 
@@ -70,7 +70,8 @@ def _report(parsed: argparse.Namespace) -> None:
     command = ["meshmark", "report", str(parsed.results)]
     for option, value in (("-o", parsed.output), ("--baseline", parsed.baseline)):
         command += [option, str(value)] if value else []
-    baseline = read_records(parsed.baseline, latest=True) if parsed.baseline else None
+    before = parsed.find_baseline(parsed.baseline, Path()) if parsed.baseline else None
+    baseline = read_records(before, latest=True) if before else None
     write = _write_html if output.suffix.lower() in (".html", ".htm") else _write_markdown
     try:
         left_out = write(reading, output, shlex.join(command), baseline)
