@@ -63,7 +63,10 @@ def _text(value: object) -> str:
 
 
 def _figure(label: str, traces: Sequence[Any], **layout: Any) -> dict[str, Any]:  # noqa: ANN401
-    defaults = {"margin": {"l": 10, "r": 10, "t": 10, "b": 40}, "legend": {"orientation": "h", "y": -0.2}}
+    defaults = {
+        "margin": {"l": 10, "r": 10, "t": 10, "b": 40},
+        "legend": {"orientation": "h", "y": 1, "yanchor": "bottom"},
+    }
     made = json.loads(go.Figure(data=list(traces), layout={**defaults, **layout}).to_json())
     made["layout"].pop("template", None)
     return {"label": one_line(label)[:120], "data": made["data"], "layout": made["layout"]}
