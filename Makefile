@@ -63,9 +63,7 @@ types: install
 include plan.mk power.mk chaos.mk
 
 bench: install
-	$(BIN)/python -m benchmarks.launch
-	$(BIN)/python -m benchmarks.overhead
-	$(BIN)/python -m benchmarks.report
+	status=0; for name in launch overhead report; do $(BIN)/python -m benchmarks.$$name || status=1; done; exit $$status
 
 # On the machine's own python, with whatever frameworks it has: first a model that fills one GPU, then correctness at
 # world size 1 over NCCL, then two ranks that share the GPU over gloo.

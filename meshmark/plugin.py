@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import signal
 from collections.abc import Callable, Generator, Iterator
 
@@ -45,6 +46,7 @@ def pytest_collection(session: pytest.Session) -> None:
     asked = asks_for_suites(config.args, config.option.pyargs, config.invocation_params.dir)
     if asked or config.hook.pytest_meshmark_cases.get_hookimpls():
         selection(config)
+        gc.freeze()  # all that has been imported stays, and pytest would look through it several times
 
 
 def _cells(config: pytest.Config) -> list[Case | Misfit]:
