@@ -24,10 +24,11 @@ from meshmark.run.record import Record
 from meshmark.run.record_file import read_records
 from meshmark.run.resume import Held, is_known
 from meshmark.run.runner import Runner
+from meshmark.run.throughput import values_of
 from meshmark.selection import Selection, add_options, selection
 from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
 
-pytest_plugins = ["meshmark.session_log", "meshmark.long_run"]
+pytest_plugins = ["meshmark.session_log", "meshmark.long_run", "meshmark.github"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -186,16 +187,24 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 
 @pytest.fixture
-def observed(runner: Runner, case: Case) -> Record:
-    """The record of the case's instrumented pass, with its verdicts."""
+def observed(runner: Runner, case: Case, record_property: Callable[[str, object], None]) -> Record:
+    """The record of the case's instrumented pass, with its verdicts; its values are the test's properties in JUnit."""
     with _ending_the_run():
-        return runner.observe(case)
+        record = runner.observe(case)
+    _tell(record, record_property)
+    return record
 
 
 @pytest.fixture
-def timed(runner: Runner, case: Case) -> Record:
+def timed(runner: Runner, case: Case, record_property: Callable[[str, object], None]) -> Record:
     """The record of the case's untouched pass, which must have reached its end."""
     with _ending_the_run():
         record = runner.time(case)
+    _tell(record, record_property)
     expect_ran(record)
     return record
+
+
+def _tell(record: Record, tell: Callable[[str, object], None]) -> None:
+    for name, value in values_of(record).items():
+        tell(name, value)

@@ -30,6 +30,7 @@ FRONT = {
     "__main__",
     "cli",
     "expect",
+    "github",
     "long_run",
     "options",
     "plan_run",
