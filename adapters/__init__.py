@@ -23,5 +23,16 @@ ADAPTERS: dict[str, str] = {
 }
 """The core: what runs where no adapter is named, so the report's."""
 
-ROSTER: dict[str, str] = {}
+ROSTER: dict[str, str] = {
+    "ddp-static": "meshmark.adapters.ddp:DDPStatic",
+    "ddp-recommended": "meshmark.adapters.ddp:DDPRecommended",
+    "ddp-zero1": "meshmark.adapters.zero_redundancy:DDPZero1",
+    "fsdp1": "meshmark.adapters.fsdp1:FSDP1",
+    "fsdp1-shard-grad-op": "meshmark.adapters.fsdp1:FSDP1ShardGradOp",
+    "fsdp1-hybrid": "meshmark.adapters.fsdp1:FSDP1Hybrid",
+    "fsdp2-noreshard": "meshmark.adapters.fsdp2:FSDP2NoReshard",
+    "fsdp2-reshard2": "meshmark.adapters.fsdp2:FSDP2Reshard2",
+    "fsdp2-hsdp": "meshmark.adapters.fsdp2:FSDP2HSDP",
+    "fsdp2-recommended": "meshmark.adapters.fsdp2:FSDP2Recommended",
+}
 """What runs where it is named, or by `make roster`."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -12,15 +14,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from meshmark.adapter.capabilities import Capabilities
-from meshmark.adapter.contract import Adapter
+from meshmark.adapter.capabilities import Capabilities, Feature
+from meshmark.adapter.contract import Adapter, Track
 from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.reference.build import parameter_shapes
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
+from meshmark.theory.flow import Departure, Flow, Purpose, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.states import Remainder
+from meshmark.theory.traffic import step_traffic
 
 # Functions of its own, for DDP lets PyTorch's run on NCCL alone (it knows them by name), though gloo sums bf16 too.
 _HOOKS: dict[Dtype, Callable[[dist.ProcessGroup, Any], Future[Tensor]]] = {
@@ -48,22 +54,90 @@ class DDP(Adapter):
         families=frozenset(Family),
         precisions=frozenset(Precision.PRESETS.values()),
     )
+    engine: ClassVar[type[DDPEngine]] = DDPEngine
+    gradients_are_views: ClassVar[bool] = True
+    """Of the buckets that they are reduced in."""
+    broadcasts_buffers: ClassVar[bool] = False
+    """Otherwise each replica keeps its own statistics, as the workload defines them."""
+    static_graph: ClassVar[bool] = False
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         return eager_recipe(case, "eager-ddp")
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        model = initial_model(case, context.device)
-        device_ids = [context.device] if context.device.type == "cuda" else None
+        module = self.wrap(case, context)
+        optimizer = build_optimizer(case.workload.optimizer, module.module.named_parameters())
+        return self.engine(case, context, module, optimizer)
+
+    def wrap(self, case: Case, context: RankContext) -> DistributedDataParallel:
         module: DistributedDataParallel = DistributedDataParallel(
-            model,
-            device_ids=device_ids,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # each replica keeps its own statistics, as the workload defines them
+            initial_model(case, context.device),
+            device_ids=[context.device] if context.device.type == "cuda" else None,
             find_unused_parameters=case.workload.skipped_block is not None,
+            gradient_as_bucket_view=self.gradients_are_views,
+            broadcast_buffers=self.broadcasts_buffers,
+            static_graph=self.static_graph,
         )
         if case.precision.narrows_reduction:
             module.register_comm_hook(dist.group.WORLD, _HOOKS[case.precision.reduction])
-        optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
-        return DDPEngine(case, context, module, optimizer)
+        return module
+
+
+class StaticEngine(DDPEngine):
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Each is reduced: under `no_sync` the first one breaks the reducer (tests/gaps/test_ddp.py)."""
+        yield
+
+
+class DDPStatic(DDP):
+    """`static_graph=True`: DDP is told that every step uses the same parameters in the same order."""
+
+    engine: ClassVar = StaticEngine
+    static_graph: ClassVar = True
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        using = super().recipe(case)
+        return replace(using, backward=replace(using.backward, accumulates_beside=False))
+
+    capabilities: ClassVar = replace(
+        DDP.capabilities, lacks={Feature.UNUSED: "what a step leaves out would be another graph"}
+    )
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        count = case.layout.num_micro_batches
+        reason = "after every micro-batch, for `no_sync` breaks the reducer of a static graph"
+
+        def each(flow: Flow) -> Flow:
+            return replace(flow, num_bytes=count * flow.num_bytes, fewest=count, most=count * flow.most)
+
+        return departing(step_traffic(case, rank) if count > 1 else None, Purpose.GRADIENTS, reason, each)
+
+
+class DDPRecommended(DDP):
+    """`DistributedDataParallel(model)`: the first rank's buffers are everybody's, and gradients are copied into buckets
+    and back."""
+
+    track: ClassVar = Track.AUTHORS
+    gradients_are_views: ClassVar = False
+    broadcasts_buffers: ClassVar = True
+    capabilities: ClassVar = replace(
+        DDP.capabilities, lacks={Feature.BUFFERS: "by default the first rank's are broadcast before every forward pass"}
+    )
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        return eager_recipe(case)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        trained = sum(
+            math.prod(shape)
+            for name, shape in parameter_shapes(case.workload.model).items()
+            if case.workload.trains(name)
+        )
+        num_bytes = case.precision.accumulation.itemsize * trained
+        return (Remainder(category="steady", num_bytes=num_bytes, reason="buckets, beside the gradients themselves"),)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshmark.adapter.capabilities import Capabilities, Feature
-from meshmark.adapter.contract import Adapter
+from meshmark.adapter.contract import Adapter, Track
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, configure
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
@@ -23,8 +22,9 @@ from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.theory.flow import Departure, Purpose, besides, departing
+from meshmark.theory.flow import Departure, Flow, Purpose, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.sharding import Padding, Sharding, neighbours, sharded_recipe, sharding_departures
 from meshmark.theory.traffic import step_traffic
 
 if TYPE_CHECKING:
@@ -57,53 +57,92 @@ class FSDP2(Adapter):
         families=frozenset(Family),
         lacks={Feature.MATRIX_WISE: "its optimizer is given parts of the parameters, by rows"},
     )
+    sharding: ClassVar = Sharding()
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        return eager_recipe(case, "eager-fsdp2", casts_weights=True)
+        return sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
-        return fsdp2_departures(case, rank)
+        return fsdp2_departures(case, rank, cls.sharding)
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return cls.sharding.misfit(case.layout) or super().supports(case, device, backend)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         with torch.device("meta"):
             model = configure(build_model(case.workload.model), case)
         if case.precision.master is Dtype.FP64:
             model.double()
-        shard(model, case, context)
+        shard(model, case, context, self.sharding)
         optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
         return FSDP2Engine(case, context, model, optimizer)
 
 
-def fsdp2_departures(case: Case, rank: int, *, root_gathers: int = 2) -> tuple[Departure, ...]:
-    """`root_gathers`: times a micro-batch that what is in no block is gathered."""
-    flows, model, shapes = step_traffic(case, rank), case.workload.model, parameter_shapes(case.workload.model)
-    padding = {name: -rows % case.layout.dp * math.prod(row) for name, (rows, *row) in shapes.items()}
-    all_of_it, whole = sum(padding.values()), model.num_parameters
+class FSDP2NoReshard(FSDP2):
+    """`reshard_after_forward=False`: weights are gathered once a micro-batch and stay until their backward, in memory
+    as ZeRO's stage 2 in between."""
+
+    sharding: ClassVar = Sharding(reshards_blocks=False, reshards_root=False)
+
+
+class FSDP2Reshard2(FSDP2):
+    """`reshard_after_forward=2`: after the forward pass weights are sharded over pairs of ranks, which on a cluster are
+    of one node, and gathered again from there."""
+
+    sharding: ClassVar = Sharding(resharded_over=2)
+
+
+class FSDP2HSDP(FSDP2):
+    """A mesh of two axes: two replicas, each sharded over half of the ranks (HSDP)."""
+
+    sharding: ClassVar = Sharding(replicas=2)
+
+
+class FSDP2Recommended(FSDP2):
+    """As PyTorch's tutorial has it: `fully_shard(block)` and `fully_shard(model)` with nothing else said, which keeps
+    what is in no block whole from forward to backward."""
+
+    track: ClassVar = Track.AUTHORS
+    sharding: ClassVar = Sharding(reshards_root=False)
+
+
+def fsdp2_departures(case: Case, rank: int, sharding: Sharding) -> tuple[Departure, ...]:
+    flows, shapes = step_traffic(case, rank), parameter_shapes(case.workload.model)
+    shards = case.layout.dp // sharding.replicas
+    padding = {name: -rows % shards * math.prod(row) for name, (rows, *row) in shapes.items()}
     of_root = sum(elements for name, elements in padding.items() if not name.startswith("blocks."))
-    gathered = 2 * all_of_it - (2 - root_gathers) * of_root
+    of_blocks = sum(padding.values()) - of_root
     rows, norms = "a tensor's rows are padded to a multiple of the ranks", "every tensor's norm is reduced by itself"
+
+    def by_tensor(norm: Flow) -> Flow:
+        own = neighbours(norm, sharding.replicas, rank)
+        return dataclasses.replace(norm, num_bytes=norm.num_bytes * len(shapes), ranks=own)
+
     return (
-        *departing(flows, Purpose.NORM, norms, lambda n: dataclasses.replace(n, num_bytes=n.num_bytes * len(shapes))),
-        *besides(flows, Purpose.GRADIENTS, Fraction(all_of_it, whole), rows),
-        *besides(flows, Purpose.WEIGHTS, Fraction(gathered, 2 * whole), rows),
+        *departing(flows, Purpose.NORM, norms, by_tensor),
+        *sharding_departures(case, rank, sharding, Padding(root=of_root, blocks=of_blocks, reason=rows)),
     )
 
 
-def shard(model: Model, case: Case, context: RankContext) -> None:
+def shard(model: Model, case: Case, context: RankContext, sharding: Sharding) -> None:
     """Shard a model on the meta device over all ranks, block by block, and fill the shards with initial values."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(context.device.type, (case.layout.dp,))
+    shards = case.layout.dp // sharding.replicas
+    sizes, names = ((sharding.replicas, shards), ("replicas", "shards")) if sharding.replicas > 1 else ((shards,), None)
+    mesh = init_device_mesh(context.device.type, sizes, mesh_dim_names=names)
     low = AUTOCAST.get(case.precision.compute)
     reduced = getattr(torch, case.precision.reduction)
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else MixedPrecisionPolicy()
+    after = sharding.resharded_over or sharding.reshards_blocks
     for block in model.blocks.values():
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    # Without the flag the root stays whole between forward and backward, which is not quite ZeRO-3.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=after)
+    # PyTorch's default leaves the root whole between forward and backward, which is not quite ZeRO-3.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.reshards_root)
     model.to_empty(device=context.device)
     fill_shards(model, case)
     model.initialize_buffers()

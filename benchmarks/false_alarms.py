@@ -1,15 +1,15 @@
 """How often correct runs fail, counted: `python -m benchmarks.false_alarms` (`make power-long`).
 
 Adds problems of other seeds to what RESULTS holds, until the minutes are over, as often as it is called; and leaves
-what was counted in `meshmark/judge/false_alarms.json`, which every verdict quotes. Real adapters have a part of the
-time. What an older yardstick came to is not counted. Exits with 1 when there is an alarm.
+what was counted in `meshmark/judge/false_alarms.json`, which every verdict quotes. Small models of which many runs are
+computed at once, `single` and real adapters each have a share of the time. What an older yardstick came to is not
+counted. Exits with 1 when there is an alarm.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import multiprocessing
 import sys
@@ -22,10 +22,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.honest import PROBLEMS, STEPS, Group, bits, measure_group
+from benchmarks.honest import STEPS, Group, bits, measure_batched, measure_single
+from benchmarks.problems import PROBLEMS, SMALL, varied
 from meshmark.adapters import ADAPTERS
 from meshmark.environment import machine
-from meshmark.judge.false_alarms import COUNTED, Counted, FalseAlarms, merged
+from meshmark.judge.false_alarms import COUNTED, Counted, FalseAlarms, design_effect, merged
 from meshmark.judge.yardstick import compare
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
@@ -38,8 +39,8 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from tests.broken.mutant import GPT, LAYOUTS, under
 
-ADAPTERS_EVERY = 6
-"""Of so many groups one is of real adapters: its launches take as long as several groups."""
+SHARES = {"batched": 0.6, "single": 0.2, "adapters": 0.2}
+"""Of the time, by how runs are made. A group of the first takes a second or two, of the last a minute."""
 REAL = [
     (GPT, Precision.FP32),
     (GPT, Precision.BF16),
@@ -55,8 +56,12 @@ class Line:
     version: int
     machine: str
     torch: str
-    key: str
-    """Of what was measured, whatever it is called."""
+    how: str
+    """One of SHARES."""
+    number: int
+    """Of the group, which settles its problem and seed."""
+    seconds: float
+    """Of its process."""
     group: Group
 
 
@@ -77,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines.append(line)
         group = line.group
         print(
-            f"{max(group.excesses):.2f} {group.what} seed {group.seed}: {len(group.excesses)} runs, {group.worst}",
+            f"{max(group.excesses):.2f} {group.what} seed {group.seed}: {len(group.excesses)} runs in "
+            f"{line.seconds:.1f} s, {group.worst}",
             flush=True,
         )
     found = counted(lines)
@@ -100,62 +106,71 @@ def read(path: Path) -> list[Line]:
 
 def counted(lines: Sequence[Line]) -> FalseAlarms:
     """Each group once."""
-    once = {(line.key, line.group.seed): line for line in lines}.values()
+    once = {(line.how, line.number): line for line in lines}.values()
+    groups = [line.group for line in once]
     return FalseAlarms(
         version=FORMAT,
         machines=sorted({line.machine for line in once}),
         torch=sorted({line.torch for line in once}),
+        design_effect=round(design_effect([g.excesses for g in groups]), 3),
         counted=merged(
             [
-                Counted(what=g.what, yardsticks=1, runs=len(g.excesses), alarms=g.alarms)
-                for g in (line.group for line in once)
+                Counted(what=g.what, problems=1, yardsticks=g.yardsticks, runs=len(g.excesses), alarms=g.alarms)
+                for g in groups
             ]
         ),
     )
 
 
 def measure(lines: Sequence[Line], seconds: float, processes: int) -> Iterator[Line]:
-    """Groups that `lines` lack, as they end."""
-    done = {(line.key, line.group.seed) for line in lines}
-    deadline, wanted = time.monotonic() + seconds, _wanted(done)
-    context = multiprocessing.get_context("spawn")
+    """Groups that `lines` lack, as they end; the next is always of what has had least of its share of the time."""
+    spent = {how: sum(line.seconds for line in lines if line.how == how) for how in SHARES}
+    following = {how: 1 + max((line.number for line in lines if line.how == how), default=-1) for how in SHARES}
+    deadline, context = time.monotonic() + seconds, multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        running: set[Future[Line]] = set()
+        running: dict[Future[Line], str] = {}
         while True:
             while len(running) < processes and time.monotonic() < deadline:
-                running.add(pool.submit(_one, *next(wanted)))
+                how = min(SHARES, key=lambda how: (how in running.values(), spent[how] / SHARES[how]))
+                running[pool.submit(_one, how, following[how])] = how
+                following[how] += 1
             if not running:
                 return
-            ended, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in ended)
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                line, how = future.result(), running.pop(future)
+                spent[how] += line.seconds
+                yield line
 
 
-def _wanted(done: set[tuple[str, int]]) -> Iterator[tuple[int | None, int]]:
-    """Indices of problems, or None for real adapters, with the seeds that are next."""
-    adapters = itertools.count()
-    problems = ((index, seed) for seed in itertools.count() for index in range(len(PROBLEMS)))
-    for number in itertools.count():
-        if number % ADAPTERS_EVERY == ADAPTERS_EVERY - 1:
-            yield None, next(seed for seed in adapters if ("adapters", seed) not in done)
-        else:
-            yield next(found for found in problems if (str(found[0]), found[1]) not in done)
-
-
-def _one(index: int | None, seed: int) -> Line:
-    group = measure_adapters(seed) if index is None else measure_group(PROBLEMS[index], seed)
-    key = "adapters" if index is None else str(index)
-    return Line(version=FORMAT, machine=machine("cpu"), torch=torch.__version__, key=key, group=group)
+def _one(how: str, number: int) -> Line:
+    started = time.monotonic()
+    if how == "batched":
+        group = measure_batched(varied(SMALL[number % len(SMALL)], number))
+    elif how == "single":
+        group = measure_single(varied(PROBLEMS[number % len(PROBLEMS)], number))
+    else:
+        group = measure_adapters(number)
+    return Line(
+        version=FORMAT,
+        machine=machine("cpu"),
+        torch=torch.__version__,
+        how=how,
+        number=number,
+        seconds=time.monotonic() - started,
+        group=group,
+    )
 
 
 def measure_adapters(seed: int) -> Group:
-    """Real adapters in their layouts; those that compute bit by bit what another computed count once."""
+    """Real adapters in their layouts, as many micro-batches of all ranks together in each; those that compute bit by
+    bit what another computed count once."""
     trained, precision = REAL[seed % len(REAL)]
-    problem = dataclasses.replace(trained, seed=seed)
+    problem, num_chunks = dataclasses.replace(trained, seed=seed), (2, 4, 8)[seed % 3]
     records: list[Record] = []
     with tempfile.TemporaryDirectory() as folder, Cluster(ClusterSpec()) as cluster:
         runner = Runner(ForkserverLauncher(cluster), ADAPTERS, RunOptions(observed_steps=STEPS), Path(folder))
         for adapter, layout in LAYOUTS.items():
-            own = layout if layout.pp > 1 else dataclasses.replace(layout, num_micro_batches=(1, 2, 4)[seed % 3])
+            own = dataclasses.replace(layout, num_micro_batches=num_chunks // layout.dp)
             name = adapter.partition("/")[0]
             case = Case(adapter=name, workload=under(adapter, problem), layout=own, precision=precision)
             if not runner.refusal(case):
@@ -169,6 +184,7 @@ def measure_adapters(seed: int) -> Group:
     return Group(
         what=f"adapters, {trained.id} {precision}",
         seed=seed,
+        yardsticks=1,
         excesses=[worst[0] for worst, _ in excesses],
         worst=f"{case_id}: {quantity}, step {step}",
         tails={},

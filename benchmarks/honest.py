@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import multiprocessing
@@ -13,66 +12,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.batched import train_batched
+from benchmarks.problems import PROBLEMS, varied
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import Single
 from meshmark.judge.deviation import Quantity
-from meshmark.judge.spread import Spread
+from meshmark.judge.spread import MOST_DEGREES, Spread
 from meshmark.judge.yardstick import Comparisons, fit, kind_of, spreads
 from meshmark.run.passes.noise import NUM_RUNS, train_alone, variance_ratio
 from meshmark.run.request import Request, Task
 from meshmark.serial import encode
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout
-from meshmark.spec.model_spec import model_spec
-from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
-from meshmark.spec.precision import Precision
-from meshmark.spec.workload import Workload, workload
-from tests.broken.mutant import GPT, TIED
 
-RUNS = 64
-"""Correct runs of a problem, beside its noise runs."""
+YARDSTICKS = 2
+"""Of a problem: so many times NUM_RUNS correct runs, of which every part is held against the noise of the next."""
 STEPS = 3
 PROBABILITIES = (1e-2, 1e-3, 1e-4, 1e-5)
 """At which the tails of the fit are told."""
-_LLAMA = dataclasses.replace(
-    model_spec("llama-tiny"),
-    name="llama-mini",
-    num_layers=2,
-    hidden=32,
-    num_heads=4,
-    num_kv_heads=2,
-    ffn_hidden=88,
-    seq_len=32,
-    init_std=0.15,
-)
-_SGD = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0.01, clip_norm=0.5)
-
-
-def _problem(trained: Workload, precision: Precision = Precision.FP32, layout: Layout | None = None) -> Case:
-    return Case(adapter="single", workload=trained, layout=layout or Layout(), precision=precision)
-
-
-_MINI_LLAMA = dataclasses.replace(GPT, name="llama-mini", model=_LLAMA)
-PROBLEMS: list[Case] = [
-    _problem(GPT),
-    _problem(_MINI_LLAMA),
-    _problem(TIED),
-    _problem(dataclasses.replace(GPT, name="gpt-mini-sgd", optimizer=_SGD)),
-    _problem(dataclasses.replace(GPT, name="gpt-mini-unmasked", masked=False)),
-    _problem(GPT, Precision.BF16),
-    _problem(workload("vit-digits")),
-    _problem(workload("vit-digits-bn"), layout=Layout(dp=2, num_micro_batches=2)),
-    _problem(_MINI_LLAMA, Precision.FP64),
-    _problem(GPT, Precision.FP64),
-    _problem(workload("gpt-mini-momentum")),
-    _problem(workload("gpt-mini-adafactor")),
-    _problem(workload("gpt-mini-muon")),
-    _problem(workload("vit-digits"), Precision.BF16),
-    _problem(_MINI_LLAMA, Precision.BF16),
-    _problem(GPT, Precision.BF16_REDUCE_BF16, Layout(dp=2)),
-    _problem(workload("gpt-mini-local-sgd2"), layout=Layout(dp=2)),
-]
-"""`make power` takes them from the first on, `make power-long` all, over and over with other seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +51,12 @@ class Tail:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """One problem and seed: its noise, and what correct runs came to."""
+    """One problem and seed: what correct runs came to, beside the noise of others."""
 
     what: str
     seed: int
+    yardsticks: int
+    """Each from noise runs of its own."""
     excesses: list[float]
     """Of each correct run, no two of which have the same bits, the largest multiple of its tolerance; above one is an
     alarm."""
@@ -162,14 +120,13 @@ class Honest:
 
 def measure_honest(num_groups: int, problems: Sequence[Case] = PROBLEMS) -> Honest:
     """`num_groups` problems, over and over with other seeds, in two processes."""
-    wanted = [(problems[i % len(problems)], i // len(problems)) for i in range(num_groups)]
+    wanted = [varied(problems[i % len(problems)], i) for i in range(num_groups)]
     with multiprocessing.get_context("spawn").Pool(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return Honest(groups=pool.starmap(measure_group, wanted, chunksize=1))
+        return Honest(groups=pool.map(measure_single, wanted, chunksize=1))
 
 
-def measure_group(problem: Case, seed: int) -> Group:
-    """Noise runs and correct runs differ in nothing but which came first."""
-    case = dataclasses.replace(problem, workload=dataclasses.replace(problem.workload, seed=seed))
+def measure_single(case: Case) -> Group:
+    """Runs of `single`, as the noise pass makes them."""
     request = Request(
         case=case,
         adapter="meshmark.adapter.single:Single",
@@ -180,18 +137,34 @@ def measure_group(problem: Case, seed: int) -> Group:
         time_limit_seconds=600.0,
     )
     context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=Path())
-    noise_runs = [train_alone(request, Single(), context, run) for run in range(NUM_RUNS)]
-    yardstick, found = fit(noise_runs, variance_ratio(case)), spreads(noise_runs)
-    every = (train_alone(request, Single(), context, run) for run in range(NUM_RUNS, NUM_RUNS + RUNS))
-    runs = list({bits(run): run for run in every}.values())
-    judged = [list(yardstick.excesses(run)) for run in runs]
-    _, quantity, step = max(worst for run in judged for worst in run)
+    return _group(
+        "single", case, [train_alone(request, Single(), context, run) for run in range(YARDSTICKS * NUM_RUNS)]
+    )
+
+
+def measure_batched(case: Case) -> Group:
+    """Runs that are computed together: many more of them in a minute, of smaller models."""
+    return _group("batched", case, train_batched(case, STEPS, YARDSTICKS * NUM_RUNS))
+
+
+def _group(how: str, case: Case, runs: Sequence[Comparisons]) -> Group:
+    """Noise runs and correct runs differ in nothing: those of the next part are the noise of this one."""
+    parts = [runs[i::YARDSTICKS] for i in range(YARDSTICKS)]
+    excesses, tails = list[tuple[float, Quantity, int]](), dict[str, Tail]()
+    for correct, noise_runs in zip(parts, [*parts[1:], parts[0]], strict=True):
+        yardstick, found = fit(noise_runs, variance_ratio(case)), spreads(noise_runs)
+        distinct = list({bits(run): run for run in correct}.values())
+        excesses += [max(yardstick.excesses(run)) for run in distinct]
+        for kind, tail in _tails(found, distinct).items():
+            tails[kind] = tails[kind] + tail if kind in tails else tail
+    _, quantity, step = max(excesses)
     return Group(
-        what=f"single, {problem.workload.id} {problem.precision}",
-        seed=seed,
-        excesses=[max(excess for excess, *_ in run) for run in judged],
+        what=f"{how}, {case.workload.id} {case.precision}",
+        seed=case.workload.seed,
+        yardsticks=len(parts),
+        excesses=[excess for excess, *_ in excesses],
         worst=f"{quantity}, step {step}",
-        tails=_tails(found, runs),
+        tails=tails,
     )
 
 
@@ -204,8 +177,8 @@ def _tails(found: Mapping[Quantity, Spread], runs: Sequence[Comparisons]) -> dic
     tails: dict[str, Tail] = {}
     for quantity, spread in found.items():
         values = np.array([run[quantity] for run in runs if quantity in run])
-        if not len(values) or not all(spread.level):
-            continue
+        if not len(values) or not all(spread.level) or spread.degrees >= MOST_DEGREES:
+            continue  # noise that never is above the least it is taken for tells of no tail
         multiples = values / np.array(spread.level)
         chances = spread.probability(multiples)
         tail = Tail(

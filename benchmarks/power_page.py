@@ -12,7 +12,7 @@ from benchmarks.trials import Cell, Trial
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.finding import ClauseResult
 from meshmark.environment import describe
-from meshmark.judge.false_alarms import FalseAlarms, shown
+from meshmark.judge.false_alarms import CLOSE, FalseAlarms, shown
 from meshmark.judge.yardstick import FALSE_ALARMS, SMALLEST_FACTORS, compare, kind_of
 from meshmark.report.tables import markdown
 from meshmark.run.record import Record, Status
@@ -166,8 +166,11 @@ def _correct(power: Power) -> Iterable[str]:
     honest, counted = power.honest, shown()
     yield "## Correct runs"
     yield (
-        f"Counted by `make power-long`: **{counted}**. Each run is held against noise runs of its own problem and "
-        "seed; those of `single` take other chunkings, orders and last bits than these. Counted on "
+        f"Counted by `make power-long`: **{counted}**. Each run is held against noise runs of its own problem, seed "
+        "and number of micro-batches, of other orders and last bits; *batched* runs are those of a small model that "
+        "are computed many at once. Runs of a problem fare more alike than others, so that they show as much as their "
+        f"number over a design effect, {counted.design_effect:.2f}: by how much the share of the furthest {CLOSE:.0%} "
+        "varies more from problem to problem than it would of independent runs. Counted on "
         f"{', '.join(counted.machines) or 'no machine'}, torch {', '.join(counted.torch) or 'none'}."
     )
     yield markdown(_counted_rows(counted))
@@ -176,7 +179,8 @@ def _correct(power: Power) -> Iterable[str]:
     yield (
         "Whether the fit is right: of all comparisons of these runs of `single`, how many were so far from the truth "
         "that their noise runs' spread has only that part of correct runs there, over how many that is. One is a fit, "
-        "less is caution. Then the largest multiple of the noise that was seen, and what no factor is smaller than."
+        "less is caution. Noise that is no larger than the least it is taken for is left out. Then the largest "
+        "multiple of the noise that was seen, and what no factor is smaller than."
     )
     yield markdown([_tail_row(kind, honest.tails.get(kind), power.largest) for kind in SMALLEST_FACTORS])
     yield markdown([_real_row(record) for record in power.real])
@@ -186,7 +190,13 @@ def _correct(power: Power) -> Iterable[str]:
 
 def _counted_rows(counted: FalseAlarms) -> list[dict[str, object]]:
     return [
-        {"correct runs": c.what, "yardsticks": c.yardsticks, "runs": f"{c.runs:,}", "alarms": c.alarms}
+        {
+            "correct runs": c.what,
+            "problems": c.problems,
+            "yardsticks": c.yardsticks,
+            "runs": f"{c.runs:,}",
+            "alarms": c.alarms,
+        }
         for c in counted.counted
     ]
 

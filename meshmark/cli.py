@@ -71,8 +71,11 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
 
 def _add_cases(cases: argparse.ArgumentParser) -> None:
     from meshmark.options import DEFAULT_WORKLOAD
+    from meshmark.spec.layout_id import glossary
     from meshmark.spec.precision import Precision
     from meshmark.spec.workload import WORKLOADS
+
+    cases.epilog = glossary()
 
     cases.add_argument("--adapters", metavar="A,B", help="names or shell patterns (default: the core; '*': all)")
     cases.add_argument(
@@ -105,11 +108,18 @@ def _add_report(report: argparse.ArgumentParser) -> None:
 
 def _of_planner(name: str) -> AddArguments:
     def add(parser: argparse.ArgumentParser) -> None:
+        from meshmark import plan_run
         from meshmark.plan import cli, predict_cli
 
-        {"plan": cli.add_plan, "predict": predict_cli.add_predict, "calibrate": cli.add_calibrate}[name](parser)
+        {"plan": plan_run.add_plan, "predict": predict_cli.add_predict, "calibrate": cli.add_calibrate}[name](parser)
 
     return add
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    from meshmark.suite_file import add_run
+
+    add_run(parser)
 
 
 def _of_regression(name: str) -> AddArguments:
@@ -124,6 +134,7 @@ def _of_regression(name: str) -> AddArguments:
 _COMMANDS: dict[str, tuple[str, AddArguments]] = {
     "doctor": ("frameworks, devices, and what would be skipped and why", _add_doctor),
     "cases": ("the matrix that `pytest --pyargs meshmark.suites` would run", _add_cases),
+    "run": ("the runs and gates of a suite file, for CI", _add_run),
     "plan": ("the best layout for a model on a cluster", _of_planner("plan")),
     "predict": ("predict every layout of a CSV file", _of_planner("predict")),
     "calibrate": ("measure this machine and what of it is reached", _of_planner("calibrate")),

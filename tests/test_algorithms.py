@@ -126,7 +126,7 @@ def test_reductions_that_round_are_refused_where_replicas_differ() -> None:
 
 def test_noise_is_measured_for_the_number_of_replicas() -> None:
     def key(problem: Workload, dp: int) -> str:
-        return noise_key(Case(adapter="a", workload=problem, layout=Layout(dp=dp)), 3)
+        return noise_key(Case(adapter="a", workload=problem, layout=Layout(dp=dp, num_micro_batches=4 // dp)), 3)
 
     assert key(LOCAL, 2) != key(LOCAL, 4)
     assert key(workload("gpt-mini"), 2) == key(workload("gpt-mini"), 4)

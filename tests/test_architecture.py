@@ -31,11 +31,13 @@ FRONT = {
     "cli",
     "expect",
     "options",
+    "plan_run",
     "plugin",
     "progress",
     "pytest_entry",
     "selection",
     "session_log",
+    "suite_file",
 }
 """Modules that bring the folders together: what users call."""
 SLOW = {

@@ -38,7 +38,16 @@ def write(folder: Path) -> None:
             ["--help"],
             ["doctor", "cases", "report", "--pyargs meshmark.suites --adapters ddp,fsdp2 --world 2,4 -k equivalence"],
         ),
-        (["cases", "--help"], ["--adapters", "shell patterns", "fp64, fp32, bf16, fp16", "gpt-tiny, llama-tiny"]),
+        (
+            ["cases", "--help"],
+            [
+                "--adapters",
+                "shell patterns",
+                "such as dp2.tp2.mb4: one: nothing is parallel",
+                "fp64, fp32, bf16, fp16",
+                "gpt-tiny, llama-tiny",
+            ],
+        ),
         (["report", "--help"], ["DIR", "folder with records.jsonl", "default: DIR/report.md"]),
         (["doctor", "--help"], ["usage: meshmark doctor"]),
     ],

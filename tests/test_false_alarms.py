@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.false_alarms import Line, counted, read
 from benchmarks.honest import PROBABILITIES, Group, Tail
-from meshmark.judge.false_alarms import Counted, FalseAlarms, shown, upper_limit
+from meshmark.judge.false_alarms import Counted, FalseAlarms, design_effect, shown, upper_limit
 from meshmark.run.passes.noise import FORMAT, noise_key
 from tests.factories import make_case
 
@@ -19,7 +20,8 @@ def test_the_committed_counts_are_of_this_yardstick() -> None:
     assert shown().version == FORMAT
     assert shown().alarms == 0
     assert shown().bound < 0.03, "what is claimed of correct runs rests on some hundreds at least"
-    assert f"in {shown().runs:,} independent correct runs" in str(shown())
+    assert shown().design_effect >= 1
+    assert f"in {shown().runs:,} correct runs" in str(shown())
 
 
 @pytest.mark.parametrize("num_runs", [28, 1040, 30_000])
@@ -32,20 +34,35 @@ def test_no_alarm_bounds_the_rate_by_three_over_the_number_of_runs(num_runs: int
 def test_the_bound_is_printed_and_not_the_aim() -> None:
     found = FalseAlarms(version=FORMAT, machines=[], torch=[], counted=[])
     assert (found.bound, str(found)) == (1.0, "not counted yet: run make power-long")
-    some = [Counted(what="a", yardsticks=1, runs=400, alarms=0), Counted(what="b", yardsticks=2, runs=600, alarms=1)]
-    told = str(FalseAlarms(version=FORMAT, machines=[], torch=[], counted=some))
-    assert told == "1 alarm in 1,000 independent correct runs: below 0.0047 (95%)"
+    some = [
+        Counted(what="a", problems=1, yardsticks=1, runs=400, alarms=0),
+        Counted(what="b", problems=1, yardsticks=2, runs=600, alarms=1),
+    ]
+    told = str(FalseAlarms(version=FORMAT, machines=[], torch=[], design_effect=2.5, counted=some))
+    assert told == "1 alarm in 1,000 correct runs, which show as much as 400 independent ones: below 0.012 (95%)"
+
+
+def test_runs_that_fare_alike_within_a_problem_count_as_fewer() -> None:
+    """Of 50 problems of 40 runs: independent ones, and such that all runs of a problem fare the same."""
+    rng = np.random.default_rng(0)
+    runs = rng.normal(size=(50, 40))
+    assert design_effect(runs.tolist()) < 1.5
+    alike = np.repeat(rng.normal(size=(50, 1)), 40, axis=1)
+    assert design_effect(alike.tolist()) == pytest.approx(40, rel=0.05)
+    assert design_effect([[0.5, 0.6]]) == design_effect([]) == 1.0
 
 
 def line(seed: int, excesses: list[float], version: int = FORMAT) -> Line:
     tail = Tail(compared=9, beyond=[0] * len(PROBABILITIES), largest=1.0)
-    group = Group(what="single, gpt", seed=seed, excesses=excesses, worst="loss, step 0", tails={"number": tail})
-    return Line(version=version, machine="m", torch="t", key="0", group=group)
+    group = Group(
+        what="single, gpt", seed=seed, yardsticks=1, excesses=excesses, worst="loss, step 0", tails={"number": tail}
+    )
+    return Line(version=version, machine="m", torch="t", how="single", number=seed, seconds=1.0, group=group)
 
 
 def test_each_group_counts_once_and_an_alarm_is_counted(tmp_path: Path) -> None:
     found = counted([line(0, [0.5, 0.6]), line(0, [0.5, 0.6]), line(1, [0.5, 1.01])])
-    assert [(c.yardsticks, c.runs, c.alarms) for c in found.counted] == [(2, 4, 1)]
+    assert [(c.problems, c.yardsticks, c.runs, c.alarms) for c in found.counted] == [(2, 2, 4, 1)]
     assert (tmp_path / "groups.jsonl").write_text('{"version": 6, "mach')
     assert read(tmp_path / "groups.jsonl") == []
 

@@ -67,10 +67,10 @@ def test_a_rank_that_starts_late_is_on_the_clock_from_the_first_one_s_start() ->
 
 def test_steps_are_added_until_the_rate_is_known_or_the_budget_is_spent() -> None:
     steady = [1.0, 1.001] * LEAST_SETTLED
-    assert is_settled(steady) and num_steps_to_add(steady, 1e6) == 0
-    assert not is_settled(steady[: LEAST_SETTLED - 1])
+    assert is_settled(len(steady), mean_interval(steady)) and num_steps_to_add(steady, 1e6) == 0
+    assert not is_settled(LEAST_SETTLED - 1, mean_interval(steady[: LEAST_SETTLED - 1]))
     assert num_steps_to_add(steady[:10], 1e6) == 10, "as many again"
     assert num_steps_to_add(steady[:10], 17.5) == 7, "what the budget has room for"
     assert num_steps_to_add(steady[:10], 14.0) == 0, "too few for a lap"
     restless = [1.0, 1.5] * LEAST_SETTLED
-    assert not is_settled(restless) and num_steps_to_add(restless, 1e6) == len(restless)
+    assert not is_settled(len(restless), mean_interval(restless)) and num_steps_to_add(restless, 1e6) == len(restless)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from meshmark.judge.deviation import Quantity
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.launch import LaunchResult
-from meshmark.run.passes.noise import NUM_RUNS, TIME_LIMIT_SECONDS, read_noise, write_noise
+from meshmark.run.passes.noise import NUM_RUNS, TIME_LIMIT_SECONDS, noise_key, num_chunks, read_noise, write_noise
 from meshmark.run.rank_report import RankFailure
 from meshmark.run.record import Status
 from meshmark.run.request import Request
 from meshmark.run.runner import Runner, RunOptions
+from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import workload
 from tests.factories import make_case
 
 RUNS = [
@@ -52,6 +56,17 @@ def test_damaged_noise_is_not_used(tmp_path: Path, damage: Callable[[str], str])
     write_noise(path, RUNS)
     path.write_text(damage(path.read_text()))
     assert read_noise(path) is None
+
+
+def test_noise_is_that_of_as_many_micro_batches_as_the_case_has_in_all() -> None:
+    """Sums over more rows at once round otherwise: of several numbers together, the noisiest make the tail."""
+    layouts = [Layout(), Layout(tp=2), Layout(dp=2), Layout(num_micro_batches=2), Layout(dp=2, num_micro_batches=4)]
+    cases = [dataclasses.replace(make_case(), workload=workload("gpt-mini"), layout=layout) for layout in layouts]
+    assert [num_chunks(case) for case in cases] == [1, 1, 2, 2, 8]
+    assert [len({noise_key(case, 3) for case in cases[: i + 1]}) for i in range(5)] == [1, 1, 2, 2, 3]
+    alone = dataclasses.replace(cases[-1], workload=workload("gpt-mini-local-sgd2"))
+    rounded = dataclasses.replace(cases[-1], precision=Precision.BF16_REDUCE_BF16)
+    assert num_chunks(alone) == num_chunks(rounded) == 4, "of each replica, of each rank that rounds what it sends"
 
 
 def test_a_damaged_file_is_measured_anew_and_the_record_says_so(tmp_path: Path) -> None:

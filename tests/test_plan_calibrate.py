@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshmark.cli import main
 from meshmark.errors import InputError
 from meshmark.plan.calibrate import (
     Microbenchmarks,
@@ -21,7 +22,6 @@ from meshmark.plan.calibrate import (
     width_curve,
 )
 from meshmark.plan.calibration_file import Calibrated, calibrated_at, read_calibrated, write_calibrated
-from meshmark.plan.cli import main
 from meshmark.plan.microbenchmarks import Measurement
 from meshmark.plan.prediction import predict_grid
 from meshmark.plan.rates import Rates, rates

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshmark.cli import main
 from meshmark.errors import InputError
-from meshmark.plan.cli import main
 from meshmark.plan.model_names import plan_model
 from meshmark.plan.predict_file import predict_file
 from meshmark.plan.prediction import Prediction, predict_grid

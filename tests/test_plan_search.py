@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshmark.cli import main
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.plan.cli import main
 from meshmark.plan.layout_columns import READ
 from meshmark.plan.model_names import model_of_size, plan_model
 from meshmark.plan.predict_file import predict_file, rates_for

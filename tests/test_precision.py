@@ -134,7 +134,8 @@ def test_reduced_after_every_micro_batch_their_sum_is_wide() -> None:
 
 
 def test_noise_depends_on_the_number_of_ranks_only_where_they_round() -> None:
-    two, four = (Case(adapter="ddp", workload=GPT, layout=Layout(dp=dp), precision=NARROW) for dp in (2, 4))
+    layouts = Layout(dp=2, num_micro_batches=2), Layout(dp=4)
+    two, four = (Case(adapter="ddp", workload=GPT, layout=layout, precision=NARROW) for layout in layouts)
     assert noise_key(two, 3) != noise_key(four, 3)
     wide = [noise_key(dataclasses.replace(case, precision=Precision.BF16), 3) for case in (two, four)]
     assert wide[0] == wide[1] != noise_key(two, 3)

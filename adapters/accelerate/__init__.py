@@ -41,9 +41,9 @@ from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Flow, Purpose, departing
+from meshmark.theory.flow import Departure
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.sharding import Sharding, sharded_recipe
 
 _ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
 _FP16_IS_FP32 = "on a CPU Accelerate drops it without a word and trains in float32"
@@ -178,25 +178,11 @@ class AccelerateFSDP2(Adapter):
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         """Accelerate leaves the root to `fully_shard`, which keeps it whole from forward to backward."""
-        using = eager_recipe(case, "eager-fsdp2", casts_weights=True)
-        return dataclasses.replace(using, backward=dataclasses.replace(using.backward, keeps_root=True))
+        return sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), Sharding(reshards_root=False))
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
-        """FSDP2's, but what is in no block is gathered once a micro-batch."""
-        model = case.workload.model
-        root = model.num_parameters - model.num_layers * model.block_parameters
-
-        def once(flow: Flow) -> Flow:
-            return dataclasses.replace(
-                flow, num_bytes=flow.num_bytes - flow.num_bytes // (2 * model.num_parameters) * root
-            )
-
-        reason = "embedding and head stay whole from forward to backward: Accelerate leaves the root to `fully_shard`"
-        return (
-            *departing(step_traffic(case, rank), Purpose.WEIGHTS, reason, once),
-            *fsdp2_departures(case, rank, root_gathers=1),
-        )
+        return fsdp2_departures(case, rank, Sharding(reshards_root=False))
 
     def build(self, case: Case, context: RankContext) -> Engine:
         choose_device(context)

@@ -2,6 +2,8 @@
 
 `make power-long` runs training that is correct, of `single` and of real adapters, and leaves what it counted in
 `false_alarms.json` beside this file. A run that comes to the same bits as another shows nothing, and is not counted.
+Runs of one problem share its yardsticks, and fare more alike than runs of several: they show as much as a smaller
+number of independent runs, which is how many they are over their design effect (Kish, Survey Sampling, 1965).
 """
 
 from __future__ import annotations
@@ -12,10 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from meshmark.serial import decode
 
 COUNTED = Path(__file__).with_name("false_alarms.json")
 CONFIDENCE = 0.95
+CLOSE = 0.02
+"""Part of all runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +29,9 @@ class Counted:
     """Correct runs of one problem."""
 
     what: str
-    """Adapter, workload and precision."""
+    """How they were made, workload and precision."""
+    problems: int
+    """Of other seeds, numbers of micro-batches, or both."""
     yardsticks: int
     """How many there were of them, each from noise runs of its own."""
     runs: int
@@ -39,6 +47,7 @@ class FalseAlarms:
     """Of what shapes the noise and its factors: `passes.noise.FORMAT`."""
     machines: list[str]
     torch: list[str]
+    design_effect: float = 1.0
     counted: list[Counted] = field(default_factory=list)
 
     @property
@@ -50,15 +59,37 @@ class FalseAlarms:
         return sum(c.alarms for c in self.counted)
 
     @property
+    def independent(self) -> int:
+        """Runs, all of other problems, that would show as much."""
+        return int(self.runs / self.design_effect)
+
+    @property
     def bound(self) -> float:
         """Clopper and Pearson's upper limit of the probability that a correct run fails."""
-        return upper_limit(self.alarms, self.runs)
+        return upper_limit(self.alarms, self.independent)
 
     def __str__(self) -> str:
         if not self.runs:
             return "not counted yet: run make power-long"
         what = f"{self.alarms} alarms" if self.alarms > 1 else "1 alarm" if self.alarms else "no alarm"
-        return f"{what} in {self.runs:,} independent correct runs: below {self.bound:.2g} ({CONFIDENCE:.0%})"
+        worth = f"which show as much as {self.independent:,} independent ones"
+        return f"{what} in {self.runs:,} correct runs, {worth}: below {self.bound:.2g} ({CONFIDENCE:.0%})"
+
+
+def design_effect(groups: Sequence[Sequence[float]]) -> float:
+    """By how much the share of runs that come close to an alarm varies more from problem to problem than that of
+    independent runs would; never below one. `groups`: the largest excess of every run, by problem. Alarms themselves
+    are too few to tell: it is that of the furthest CLOSE of all runs."""
+    sizes = np.array([len(group) for group in groups])
+    if sizes.sum() < 1 / CLOSE or len(groups) < 2:
+        return 1.0
+    limit = np.quantile(np.concatenate([np.asarray(group) for group in groups]), 1 - CLOSE)
+    close = np.array([np.sum(np.asarray(group) > limit) for group in groups])
+    share = close.sum() / sizes.sum()
+    if not 0 < share < 1:
+        return 1.0
+    scatter = np.sum((close - share * sizes) ** 2) * len(groups) / (len(groups) - 1)
+    return max(float(scatter / (sizes.sum() * share * (1 - share))), 1.0)
 
 
 def upper_limit(num_events: int, num_trials: int, confidence: float = CONFIDENCE) -> float:
@@ -72,9 +103,10 @@ def merged(parts: Sequence[Counted]) -> list[Counted]:
     """By what they are of, added up."""
     found: dict[str, Counted] = {}
     for part in parts:
-        so_far = found.get(part.what, Counted(what=part.what, yardsticks=0, runs=0, alarms=0))
+        so_far = found.get(part.what, Counted(what=part.what, problems=0, yardsticks=0, runs=0, alarms=0))
         found[part.what] = Counted(
             what=part.what,
+            problems=so_far.problems + part.problems,
             yardsticks=so_far.yardsticks + part.yardsticks,
             runs=so_far.runs + part.runs,
             alarms=so_far.alarms + part.alarms,

@@ -3,7 +3,8 @@
 The square of a tensor's distance is a sum of squares in many directions, some of which take a larger share than others.
 Relative to its mean its variance is 2 / d: d are its *degrees of freedom*, those of as many equal directions. A few
 large shares make a longer tail than d equal ones, so the tail is that of d / 7 directions which make the same variance
-(of one alone where d is below seven). The mean is known from a handful of runs: that makes chi-squared an F.
+(of one alone where d is below seven). The mean is known from a handful of runs: that makes chi-squared an F, and of a
+single number, which has but one direction however little a few draws of it differ, Student's t.
 reports/power.md sets what correct runs did beside it.
 """
 
@@ -33,11 +34,11 @@ class Spread:
     """Degrees of freedom of `level`."""
 
     @classmethod
-    def of(cls, values: NDArray[np.float64], *, pooled: bool) -> Spread:
-        """Of runs x steps; `pooled`: no step's level is below that of all steps together."""
+    def of(cls, values: NDArray[np.float64], *, of_number: bool) -> Spread:
+        """Of runs x steps; `of_number`: of a single number, whose level at no step is below that of all together."""
         squares = np.square(values)
         own = squares.mean(axis=0)
-        means = np.broadcast_to(np.maximum(squares.mean(), own) if pooled else own, squares.shape)
+        means = np.broadcast_to(np.maximum(squares.mean(), own) if of_number else own, squares.shape)
         num_draws = len(values)
         level = [float(x) for x in np.sqrt(means[0])]
         if not np.isfinite(means).all():
@@ -45,7 +46,8 @@ class Spread:
         relative = np.divide(squares, means, out=np.ones_like(squares), where=means > 0)
         # The runs' own mean lies between them: they scatter less about it than about the true one.
         variance = float(np.mean((relative - 1) ** 2)) * num_draws / max(num_draws - 1, 1)
-        degrees = min(2 / variance, MOST_DEGREES) if variance else MOST_DEGREES
+        most = 1.0 if of_number else MOST_DEGREES
+        degrees = min(2 / variance, most) if variance else most
         return cls(level=level, degrees=degrees, known=num_draws * degrees)
 
     @property

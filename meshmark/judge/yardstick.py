@@ -27,8 +27,7 @@ FALSE_ALARMS = 1e-4
 shown of it, `false_alarms` tells."""
 SMALLEST_FACTORS = {"number": 8.0, "gradients": 2.4, "parameters": 4.0, "buffers": 4.0}
 """By kind: a framework that computes in another order than `single` has another noise, not only another draw of it. Of
-real adapters the furthest stood at 4.9, 2.1 and 2.9, of 4,000 runs of `single` a number at 7.2: noise is that of
-several numbers of micro-batches together, of which one may scatter more. `make power` tells it again."""
+real adapters the furthest stood at 4.9, 2.1 and 2.9. `make power` tells it again."""
 ZERO = 1e-12
 """Relative to the norm of all gradients."""
 UNMEASURED_FACTOR = 4.0
@@ -169,7 +168,7 @@ def _share_of_false_alarms(found: Mapping[Quantity, Spread], smallest: Mapping[s
 def spreads(runs: Sequence[Comparisons]) -> dict[Quantity, Spread]:
     """Of every quantity that all runs have."""
     return {
-        quantity: Spread.of(np.array([run[quantity] for run in runs]), pooled=kind_of(quantity) == "number")
+        quantity: Spread.of(np.array([run[quantity] for run in runs]), of_number=kind_of(quantity) == "number")
         for quantity in runs[0]
         if all(quantity in run for run in runs)
     }

@@ -35,11 +35,6 @@ def mean_interval(samples: Sequence[float]) -> Interval:
     length until they are longer than the likeness reaches (Flyvbjerg and Petersen, J. Chem. Phys. 91, 461, 1989), so
     the widest interval counts, of the lengths that leave LEAST_BLOCKS blocks.
     """
-    return _interval(tuple(samples))
-
-
-@functools.lru_cache(maxsize=16_384)  # every table of a report asks for that of every record
-def _interval(samples: tuple[float, ...]) -> Interval:
     mean = statistics.fmean(samples)
     widest, block, length = math.inf, 1, 1
     while length == 1 or len(samples) // length >= LEAST_BLOCKS:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshmark.measure.interval import mean_interval
+from meshmark.measure.interval import Interval, mean_interval
 
 PRECISION = 0.02
 """Of the rate: steps are added until its interval is no wider than this, up and down."""
@@ -66,16 +66,16 @@ def laps_of(
     ]
 
 
-def is_settled(step_seconds: Sequence[float]) -> bool:
-    """Whether the rate is known to within PRECISION."""
-    return len(step_seconds) >= LEAST_SETTLED and mean_interval(step_seconds).relative <= PRECISION
+def is_settled(num_steps: int, interval: Interval) -> bool:
+    """Whether the rate is known to within PRECISION, from the interval of the mean of so many steps."""
+    return num_steps >= LEAST_SETTLED and interval.relative <= PRECISION
 
 
 def num_steps_to_add(step_seconds: Sequence[float], budget_seconds: float) -> int:
     """Of the next lap: none when the rate is known to within PRECISION or `budget_seconds` of timed steps are over,
     else as many as there were, or as the budget has room for."""
     interval = mean_interval(step_seconds)
-    if is_settled(step_seconds):
+    if is_settled(len(step_seconds), interval):
         return 0
     room = int((budget_seconds - sum(step_seconds)) / interval.mean)
     return 0 if room < LEAST_LAP else min(room, len(step_seconds))

@@ -7,14 +7,12 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from meshmark.errors import InputError, MeshmarkError, UnknownNameError
+from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.arguments import DEFAULT_GPU, GPU_HELP, add_setting, framework_given, machine_given, recipe_given
 from meshmark.plan.gpu_file import gpu_template
 from meshmark.plan.model_names import plan_model
-from meshmark.plan.predict_cli import add_predict
 from meshmark.plan.predict_file import DEFAULT_RECIPE
 from meshmark.plan.provenance import provenance
 from meshmark.plan.rates import Rates
@@ -28,6 +26,7 @@ from meshmark.plan.search import (
 from meshmark.plan.search_text import print_search, search_json
 from meshmark.spec.hardware import GIB, Gpu
 from meshmark.spec.layout import AXES, Offload, Schedule
+from meshmark.spec.layout_id import glossary
 from meshmark.spec.model_spec import Family
 from meshmark.theory.grid import SEARCHED_SCHEDULES, SearchSpace
 from meshmark.theory.recipe import recipe
@@ -37,6 +36,7 @@ _DEFAULT_MODEL = "llama-8b"
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Arguments of `plan`; `run` raises `InputError` for a user's mistake."""
+    parser.epilog = glossary()
     parser.add_argument("--model", help=f"a preset, or a size such as gpt-175b; {_DEFAULT_MODEL} if not given")
     parser.add_argument("--gpus", type=int, help="number of GPUs")
     parser.add_argument("--gpu", help=f"{GPU_HELP}; {DEFAULT_GPU} if not given")
@@ -65,16 +65,17 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_calibrate)
 
 
-def run_plan(arguments: argparse.Namespace) -> int:
-    """Search and print."""
+def run_plan(arguments: argparse.Namespace) -> Search | None:
+    """Search and print; None where nothing is to be searched."""
     (machine, given), using = machine_given(arguments), recipe_given(arguments) or recipe(DEFAULT_RECIPE)
     if arguments.gpu_template:
         print(gpu_template(machine, given), end="")
-        return 0
+        return None
     if arguments.gpus is None:
         raise InputError("--gpus is missing: how many GPUs are there?")
     if arguments.max_model:
-        return _print_max_model(arguments, machine, given)
+        _print_max_model(arguments, machine, given)
+        return None
     model = plan_model(arguments.model or _DEFAULT_MODEL)
     if arguments.seq_len is not None:
         model = dataclasses.replace(model, seq_len=arguments.seq_len)
@@ -92,7 +93,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         print(_trained_by(arguments))
     if arguments.timeline:
         _draw_timeline(found, arguments.timeline)
-    return 0
+    return found
 
 
 def _space(arguments: argparse.Namespace) -> SearchSpace:
@@ -131,7 +132,7 @@ def _schedule(name: str) -> Schedule:
     return Schedule(name)
 
 
-def _print_max_model(arguments: argparse.Namespace, machine: Gpu, given: Rates) -> int:
+def _print_max_model(arguments: argparse.Namespace, machine: Gpu, given: Rates) -> None:
     using = recipe_given(arguments) or recipe(DEFAULT_RECIPE)
     family = plan_model(arguments.model).family if arguments.model else Family.GPT
     model, grid, held = max_model(_space(arguments), machine, using, given, family=family, seq_len=arguments.seq_len)
@@ -146,13 +147,12 @@ def _print_max_model(arguments: argparse.Namespace, machine: Gpu, given: Rates) 
             "rates": provenance(machine, given),
         }
         print(json.dumps(answer, indent=1))
-        return 0
+        return
     kind, size = "GPT" if family is Family.GPT else "LLaMA", f"{model.num_parameters / 1e9:.3g}B parameters"
     shape = f"{model.num_layers} layers, hidden {model.hidden}, {model.seq_len} tokens"
     held_gib = f"{held[least] / GIB:.1f} GiB a gpu"
     print(f"the largest {kind} on {arguments.gpus} {machine.name}: {size} ({shape}), as {layout.id}, {held_gib}")
     print(provenance(machine, given))
-    return 0
 
 
 def _draw_timeline(found: Search, path: Path) -> None:
@@ -175,22 +175,3 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     from meshmark.plan.calibrate import calibrate_here
 
     return calibrate_here(arguments.output, arguments.seconds, arguments.ranks)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """`python -m meshmark.plan.cli`."""
-    parser = argparse.ArgumentParser(prog="meshmark", description=__doc__)
-    verbs = parser.add_subparsers(required=True, metavar="verb")
-    for name, add in {"plan": add_plan, "predict": add_predict, "calibrate": add_calibrate}.items():
-        add(verbs.add_parser(name))
-    parsed = parser.parse_args(arguments)
-    run: Callable[[argparse.Namespace], int] = parsed.run
-    try:
-        return run(parsed)
-    except MeshmarkError as error:
-        print(f"meshmark: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

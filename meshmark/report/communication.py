@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from meshmark.measure.readings import Collective, wire_factor
@@ -81,6 +82,7 @@ def _kinds(collectives: list[Collective], layout: Layout) -> str:
     )
 
 
+@functools.lru_cache(maxsize=4096)  # layouts are few where records are many
 def _over(ranks: tuple[int, ...], layout: Layout) -> str:
     """` over tp`: the axes of the mesh that a group lies along, where there is more than one. Nothing of records of
     old, which do not tell the group."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -10,6 +11,7 @@ from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.yardstick import Comparisons, Yardstick
+from meshmark.measure.interval import Interval, mean_interval
 from meshmark.measure.laps import Lap, laps_of
 from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.run.request import Task
@@ -192,6 +194,11 @@ class TimingEvidence:
     """A hash of every parameter's bits, by steps done: amid warm-up, and after the last step."""
     observed: ObservedPath | None = None
     """What these, and the losses, were held against."""
+
+    @functools.cached_property
+    def interval(self) -> Interval:
+        """Of the mean of `step_seconds`: every table of a report asks for it."""
+        return mean_interval(self.step_seconds)
 
     @property
     def laps(self) -> list[Lap]:

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshmark.measure.interval import mean_interval
 from meshmark.measure.laps import is_settled
 from meshmark.run.record import Record
 from meshmark.spec.hardware import gpu_of_device
@@ -41,8 +40,7 @@ class Throughput:
 
 def throughput(record: Record) -> Throughput:
     """Of a record of the timed pass."""
-    workload, seconds = record.case.workload, record.timing.step_seconds
-    interval = mean_interval(seconds)
+    workload, interval = record.case.workload, record.timing.interval
     rate = workload.units_per_step / interval.mean
     shortest, longest = (interval.mean + side * interval.half_width for side in (-1, 1))
     peak, source = peak_flops_per_second(record)
@@ -51,7 +49,7 @@ def throughput(record: Record) -> Throughput:
         lowest=workload.units_per_step / longest,
         highest=workload.units_per_step / shortest if shortest > 0 else float("inf"),
         relative=interval.relative,
-        settled=is_settled(seconds),
+        settled=is_settled(len(record.timing.rank_step_seconds[0]), interval),
         unit=workload.unit,
         mfu=rate * flops_per_unit(workload) / peak if peak else None,
         peak_source=source,
@@ -60,9 +58,8 @@ def throughput(record: Record) -> Throughput:
 
 def fastest_of(records: Sequence[Record]) -> list[Record]:
     """The fastest, and behind it those that are tied with it; at least one record is needed."""
-    ordered = sorted(records, key=lambda record: throughput(record).per_second, reverse=True)
-    first = throughput(ordered[0])
-    return [record for record in ordered if throughput(record).ties(first)]
+    ordered = sorted(((throughput(r), r) for r in records), key=lambda rated: rated[0].per_second, reverse=True)
+    return [record for rate, record in ordered if rate.ties(ordered[0][0])]
 
 
 def peak_flops_per_second(record: Record) -> tuple[float | None, str]:

@@ -25,6 +25,15 @@ GLOSSARY = {
 """Every part of an id, and what it says."""
 
 
+def glossary() -> str:
+    """The same in a sentence, for `--help`."""
+    meanings: dict[str, list[str]] = {}
+    for part, meaning in GLOSSARY.items():
+        meanings.setdefault(meaning, []).append(part)
+    told = "; ".join(f"{', '.join(parts)}: {meaning}" for meaning, parts in meanings.items())
+    return f"A layout is named by its parts, joined by dots, such as dp2.tp2.mb4: {told}."
+
+
 class _Fields(TypedDict, total=False):
     dp: int
     tp: int

@@ -76,6 +76,12 @@ def described_model(text: str) -> ModelSpec:
     return _model(text, _from_config(Path(first)) | (_options(text, rest, len(first) + 2) if comma else {}))
 
 
+def describe(model: ModelSpec) -> str:
+    """The description that `described_model` reads the same dimensions from."""
+    values = {key: getattr(model, field) for key, field in KEYS.items()}
+    return ",".join(f"{key}={int(value) if isinstance(value, bool) else value}" for key, value in values.items())
+
+
 def _options(whole: str, text: str, position: int) -> Fields:
     """What `text`, which begins at a position of `whole`, says."""
     fields: Fields = {}

@@ -100,10 +100,18 @@ def passes_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: St
     if recipe.backward.keeps_root:
         root = stage_parameters(model, dataclasses.replace(stage, num_layers=0), grid.tp)
         more = more + np.where(grid.dp * grid.cp > 1, recipe.wire.gather_bytes * root, 0.0)
+    more = more + stage.num_layers * kept_weight_bytes(model, grid, recipe)
     if widths.autocast:
         more = more + cast_weight_bytes(model, stage.num_layers, stage.has_head) / grid.tp
     found: Column = passes * stage.num_layers * layer + passes * more
     return found
+
+
+def kept_weight_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
+    """Of a block's gathered weights, between its forward pass and its backward."""
+    gathered = recipe.wire.gather_bytes * model.block_parameters / grid.tp
+    kept: Column = np.where(grid.dp * grid.cp > recipe.replicas, recipe.backward.kept_share * gathered, 0.0)
+    return kept
 
 
 def sequence_shards(grid: Grid) -> Column:

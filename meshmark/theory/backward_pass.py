@@ -37,6 +37,8 @@ class Pass:
     sp: Column
     held: Column
     """Bytes that its forward pass leaves."""
+    kept_weights: Column | float = 0.0
+    """Bytes of a block's gathered weights among them, which are there until its backward is over."""
 
     @property
     def logits(self) -> Column:
@@ -79,7 +81,7 @@ class Pass:
         """Bytes of what is saved when `done` blocks are through: theirs and the head's are gone."""
         head = self.tokens * norm_bytes(self.model, self.widths, 1) / self.sp + self.logits
         head = head + self._cast(cast_weight_bytes(self.model, 0, True))
-        saved: Column = self.held - head * self.stage.has_head - done * self.block
+        saved: Column = self.held - head * self.stage.has_head - done * (self.block + self.kept_weights)
         return saved
 
     def loss(self, tensors: float) -> Instant:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from meshmark.spec.layout import Layout, Schedule
@@ -35,6 +37,7 @@ def bubble_seconds(grid: Grid, totals: Column, pace: Column) -> Column:
     return filled
 
 
+@functools.lru_cache(maxsize=1024)
 def bubble_fraction(layout: Layout) -> float:
     """Idle over whole time of a step of equal stages: (p - 1)/(vm + p - 1) (arXiv:1811.06965; arXiv:2104.04473 sec.
     2.2), with a third of the p - 1 under ZB-H1."""

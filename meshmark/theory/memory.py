@@ -17,6 +17,7 @@ from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.activations import (
     boundary_bytes,
     held_bytes,
+    kept_weight_bytes,
     layer_activation_bytes,
     num_in_flight,
     passes_bytes,
@@ -192,7 +193,7 @@ def stage_memory(
 def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> dict[str, Column]:
     """Model states under ZeRO (arXiv:1910.02054 sec. 5): stage 1 divides optimizer states and masters by dp, 2 also
     gradients, 3 also weights."""
-    shards = (grid.dp * grid.cp).astype(float)
+    shards = (grid.dp * grid.cp).astype(float) / recipe.replicas
 
     def share(num_bytes: float, from_stage: int) -> Column:
         return num_bytes * num_parameters / np.where(grid.zero_stage >= from_stage, shards, 1)
@@ -254,6 +255,7 @@ def _pass(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) ->
         tp=grid.tp,
         sp=sequence_shards(grid),
         held=passes_bytes(model, grid, recipe, stage, np.ones(len(grid))),
+        kept_weights=kept_weight_bytes(model, grid, recipe),
     )
 
 

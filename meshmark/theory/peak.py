@@ -65,7 +65,7 @@ def update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: C
     """Gradients and AdamW's temporaries; DeepSpeed gives it one flat tensor, and the root of the second moments and its
     quotient are as large."""
     path, width = recipe.backward.gradient_path, recipe.states.gradient_bytes
-    shards = np.where(grid.zero_stage >= recipe.states.gradient_stage, grid.dp * grid.cp, 1)
+    shards = np.where(grid.zero_stage >= recipe.states.gradient_stage, grid.dp * grid.cp / recipe.replicas, 1)
     held = width * num_parameters / shards
     flat = held * (3 if recipe.states.moment_bytes else 1)
     if path in (GradientPath.STAGED, GradientPath.STREAMED):
@@ -80,7 +80,8 @@ def update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: C
 def _whole_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
     """Of tensors or of buckets, which are there from the start of the step; DDP's other micro-batches' beside them."""
     width, buckets = recipe.states.gradient_bytes, recipe.backward.gradient_path is GradientPath.BUCKETS
-    beside = width * num_parameters * np.where(grid.pp == 1, buckets and later, 0)
+    unreduced = buckets and later and recipe.backward.accumulates_beside
+    beside = width * num_parameters * np.where(grid.pp == 1, unreduced, 0)
     return _most(
         [
             instant.activations + beside + width * (num_parameters + instant.own if later or buckets else instant.made)
@@ -146,12 +147,14 @@ def _modules_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters:
 def _units_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
     """FSDP's units, the blocks and the root (all else): weights gathered for a unit and for the one that comes next,
     its whole gradients, and those of the root, which is gathered all through the backward pass."""
-    low, wide, shards = recipe.wire.gather_bytes, recipe.wire.reduce_bytes, grid.dp * grid.cp
+    low, wide, shards = recipe.wire.gather_bytes, recipe.wire.reduce_bytes, grid.dp * grid.cp / recipe.replicas
     unit, last = one.block_parameters, one.stage.num_layers - 1
     # A root that is kept is among what the forward pass leaves.
     root = (num_parameters - one.stage.num_layers * unit) * (not recipe.backward.keeps_root)
     kept = recipe.states.gradient_bytes * num_parameters / shards if later else 0.0
-    ahead = low * unit * recipe.backward.prefetches
+    gathered = low * unit - one.kept_weights  # net of what is there from the forward pass
+    # A part that is kept makes way when the unit is used, not when it is gathered ahead.
+    ahead = low * unit * recipe.backward.prefetches * (recipe.backward.kept_share < 1)
     # When the root is gathered its copy is made; then the first block's, ahead.
     copies = np.maximum(low * root, 2 * ahead)
     found = [one.loss(recipe.backward.loss_tensors).activations, one.held + low * root + copies]
@@ -165,13 +168,13 @@ def _units_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: C
         queued = (
             wide * unit * recipe.backward.prefetches if done else 0.0
         )  # the last unit's, until this one's are reduced
-        copy = following if recipe.backward.prefetches else low * unit
-        found.append(start + low * unit + following + copy + queued + reduced)
+        copy = following if recipe.backward.prefetches else gathered
+        found.append(start + gathered + following + copy + queued + reduced)
         for i in one.in_block(done):
             made = i.made - one.head_parameters - done * unit
-            found.append(i.activations + beside + low * (unit + made) + following + queued + reduced)
+            found.append(i.activations + beside + gathered + low * made + following + queued + reduced)
         copied = wide * unit * (2 if recipe.backward.prefetches else 3)
-        found.append(start - one.block + copied + following + reduced + shard)
+        found.append(start - one.block - one.kept_weights + copied + following + reduced + shard)
     start = one.before_block(one.stage.num_layers) + one.stream
     found.append(start + low * root + wide * root * 2)
     return _most(found) + kept

@@ -33,9 +33,6 @@ class GradientPath(StrEnum):
     """FSDP: block by block whole, then reduce-scattered; what is in no block together at the end."""
 
 
-DEEPSPEED_PATHS = (GradientPath.STAGED, GradientPath.STREAMED, GradientPath.MODULES)
-
-
 @dataclass(frozen=True, kw_only=True)
 class MatrixWise:
     """An optimizer that keeps more of one parameter than of another."""
@@ -133,6 +130,11 @@ class EagerBackward:
     """FSDP gathers a block ahead in the backward pass, and keeps what is being reduced until the next block's is."""
     keeps_root: bool = False
     """FSDP leaves what is in no block gathered from forward to backward pass."""
+    kept_share: float = 0.0
+    """Of a block's gathered weights, what stays until its backward; all of them are not gathered again."""
+    accumulates_beside: bool = True
+    """What DDP has not reduced yet lies beside its buckets; in them where it reduces every micro-batch."""
+    lasting: bool = False  # FSDP1 forgets its flat gradients when the next forward pass begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,8 @@ class TrainingRecipe:
     backward: EagerBackward = EagerBackward()
     """Of eager kernels alone."""
     cut: PipelineCut = PipelineCut()
+    replicas: int = 1
+    """Groups of data-parallel ranks that each hold all shards (HSDP)."""
     arithmetic: str = "bf16"
     """The dtype whose peak the matrix products are measured against."""
 

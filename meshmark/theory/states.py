@@ -18,7 +18,9 @@ from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import bucket_elements
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import uniform_stages
-from meshmark.theory.recipe import DEEPSPEED_PATHS, GradientPath, TrainingRecipe, eager_recipe
+from meshmark.theory.recipe import GradientPath, TrainingRecipe, eager_recipe
+
+DEEPSPEED_PATHS = (GradientPath.STAGED, GradientPath.STREAMED, GradientPath.MODULES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +105,10 @@ def _rotary_bytes(model: ModelSpec, layout: Layout, precision: Precision) -> flo
 
 
 def _lasting_gradients(case: Case, using: TrainingRecipe, held: float) -> float:
-    """Of gradients, or in their place, what is there when they have been forgotten: DDP's buckets, of which they are
-    views; the flat tensor of DeepSpeed's stage 3, and its bucket. `held`: bytes of gradients before the update."""
+    """Of gradients, or in their place, what is there when they have been forgotten: FSDP1's flat ones; DDP's buckets,
+    of which they are views; the flat tensor of DeepSpeed's stage 3, and its bucket. `held`: bytes before the update."""
+    if using.backward.lasting:
+        return held
     match using.backward.gradient_path:
         case GradientPath.BUCKETS:
             return held

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.registry import load_adapter
-from meshmark.adapters import ADAPTERS
+from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.spec.case import Case
 from tests.broken.clause_mutants import CLAUSE_MUTANTS
 from tests.broken.engine import Broken, breaks
+from tests.broken.roster import ROSTER_MUTANTS
 from tests.broken.sizes import SIZED
 from tests.broken.suite_mutants import SUITE_MUTANTS
 
 MUTANTS = [*SUITE_MUTANTS, *CLAUSE_MUTANTS]
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
+_ALL = BY_NAME | {mutant.name: mutant for mutant in ROSTER_MUTANTS}
 _BY = "_off_by_"
 
 
@@ -33,13 +34,13 @@ def __getattr__(name: str) -> type[Adapter]:
         start, _, by = name.partition(_BY)
         adapter, _, kind = start.partition("_")
         return _broken(adapter, type(name, (SIZED[kind],), {"by": float(by.replace("p", ".").replace("m", "-"))}))
-    if name not in BY_NAME:
+    if name not in _ALL:
         raise AttributeError(name)
-    return _broken(BY_NAME[name].adapter.partition("/")[0], BY_NAME[name].defect)
+    return _broken(_ALL[name].adapter.partition("/")[0], _ALL[name].defect)
 
 
 def _broken(adapter: str, defect: type[Broken] | type[Adapter]) -> type[Adapter]:
-    real = load_adapter(ADAPTERS[adapter])
+    real = load_adapter(builtin_adapters()[adapter])
     if issubclass(defect, Adapter):
         return type(defect.__name__, (defect, real), {})
 

@@ -1,9 +1,13 @@
 """How far rounding alone carries a run from the truth: the yardstick of every equivalence verdict.
 
-The adapter `single` trains in a case's precision, repeatedly, under perturbations as large as that precision's
-rounding: other micro-batches, other orders of rows, last bits of the initial values, and in mixed precision both ways
-of casting (autocast, and casting the weights). What separates a correct framework from `single` is of that kind alone,
-unless it was asked to round gradients on their way to the other ranks: then `single` rounds what as many ranks would.
+The adapter `single` trains in a case's precision, in as many micro-batches as the case's ranks do together, repeatedly,
+under perturbations as large as that precision's rounding: other orders of rows, last bits of the initial values, and in
+mixed precision both ways of casting (autocast, and casting the weights). What separates a correct framework from
+`single` is of that kind alone, unless it was asked to round gradients on their way to the other ranks: then `single`
+rounds what as many ranks would.
+
+Sums over more rows at once round otherwise: the noise of a gradient in one micro-batch may be 1.6 times that in eight.
+Runs of several numbers of micro-batches would make a mixture, in whose tail all runs of the noisiest lie.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ NUM_RANKS = 2
 """Processes that share the runs."""
 TIME_LIMIT_SECONDS = 600.0
 _PARTIAL = ".partial"
-FORMAT = 8
+FORMAT = 9
 """Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
 
 
@@ -73,7 +77,7 @@ def noise_key(case: Case, steps: int, device: str = "cpu") -> str:
         encode(case.precision),
         encode(case.workload),
         data_digest(case.workload),
-        *([_chunkings(case)] if case.workload.couples_rows else []),
+        num_chunks(case),
         *([case.layout.dp] if case.precision.narrows_reduction else []),
         *([num_replicas(case)] if num_replicas(case) > 1 else []),
     ]
@@ -152,15 +156,14 @@ def _backward(engine: SingleEngine, part: Batch, num_ranks: int) -> float:
 
 
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
-    """One noise run; `run` seeds its perturbations and picks its chunking and way of casting. Of replicas that may
-    differ, each is trained by an engine of its own, here in turn, on its own rows."""
+    """One noise run; `run` seeds its perturbations and picks its way of casting. Of replicas that may differ, each is
+    trained by an engine of its own, here in turn, on its own rows."""
     workload, replicas, num_ranks = request.case.workload, num_replicas(request.case), _num_ranks(request.case)
-    chunkings = _chunkings(request.case)
-    layout = Layout(num_micro_batches=chunkings[run % len(chunkings)])
+    layout = Layout(num_micro_batches=num_chunks(request.case))
     case = dataclasses.replace(request.case, adapter="single", layout=layout)
     engines = [cast(SingleEngine, adapter.build(case, context)) for _ in range(replicas)]
     for engine in engines:
-        engine.cast_weights = bool(run // len(chunkings) % num_ways(case))
+        engine.cast_weights = bool(run % num_ways(case))
         _perturb(engine, case, run)
     traces = [Trace(parameters=[host_copies(e.parameters())], buffers=[[host_copies(e.buffers())]]) for e in engines]
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
@@ -216,13 +219,10 @@ def _num_ranks(case: Case) -> int:
     return case.layout.dp if case.precision.narrows_reduction else 1
 
 
-def _chunkings(case: Case) -> list[int]:
-    """Numbers of micro-batches to train in, of each rank whose reduction is rounded. Where the rows of a micro-batch
-    are normalised together, another number would be another function: then it is that of all replicas of the case."""
-    layout, num_ranks, rows = case.layout, _num_ranks(case), case.workload.global_batch // num_replicas(case)
-    if case.workload.couples_rows:
-        return [layout.dp * layout.num_micro_batches // num_ranks]
-    return [n for n in (1, 2, 4, 8) if rows % (n * num_ranks) == 0]
+def num_chunks(case: Case) -> int:
+    """Micro-batches of all ranks together; of each replica, or rank whose reduction is rounded, its share of them."""
+    together = case.layout.dp * case.layout.num_micro_batches
+    return max(together // (num_replicas(case) * _num_ranks(case)), 1)
 
 
 def _permute(batch: Batch, case: Case, run: int, num_ranks: int) -> Batch:

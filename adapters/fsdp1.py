@@ -1,0 +1,191 @@
+"""PyTorch FSDP1, `FullyShardedDataParallel`: every unit's parameters are one flat tensor, a part on each rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshmark.adapter.capabilities import Capabilities, Feature
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, initial_model
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.checkpoint import load_sharded, save_sharded
+from meshmark.reference.build import parameter_shapes
+from meshmark.reference.objective import build_optimizer
+from meshmark.spec.case import Case
+from meshmark.spec.model_spec import Family
+from meshmark.spec.precision import Precision
+from meshmark.theory.flow import Departure, Purpose, departing
+from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.sharding import Padding, Sharding, neighbours, sharded_recipe, sharding_departures
+from meshmark.theory.traffic import step_traffic
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel  # some seconds, which only ranks should take
+
+_ALIGNED_BYTES = 16
+"""Of the address of every parameter in its flat tensor (`_get_aligned_numel` of PyTorch's fsdp/_flat_param.py)."""
+
+
+class FSDP1Engine(DataParallelEngine):
+    """Gradients are reduce-scattered after every micro-batch, so that they stay sharded."""
+
+    module: FullyShardedDataParallel
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.module(inputs)  # the sharding casts, not autocast
+        return logits
+
+    def clip(self, max_norm: float) -> Tensor:
+        return self.module.clip_grad_norm_(max_norm)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return self._full(lambda handle: handle.flat_param.detach())
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        return self._full(lambda handle: handle.sharded_grad)
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        return {_canonical(name): buffer.detach() for name, buffer in self.module.named_buffers()}
+
+    def _full(self, shard_of: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
+        """By canonical name, the pieces of every flat parameter, or of its gradient, gathered from all its shards."""
+        full = {}
+        for path, handle in _handles(self.module):
+            if (shard := shard_of(handle)) is None:
+                continue
+            whole = shard.new_empty(shard.numel() * handle.world_size)
+            dist.all_gather_into_tensor(whole, shard.contiguous(), group=handle.process_group)
+            unpadded = whole[: sum(handle.flat_param._numels_with_padding)]
+            for name, piece in zip(handle.flat_param._fqns, handle._get_unflat_views(unpadded), strict=True):
+                full[_canonical(f"{path}.{name}")] = piece.detach()
+        return full
+
+    def save(self, folder: Path) -> None:
+        save_sharded(folder, self.module, self.optimizer, self.schedule)
+
+    def load(self, folder: Path) -> None:
+        load_sharded(folder, self.module, self.optimizer, self.schedule)
+
+
+def _handles(module: FullyShardedDataParallel) -> Iterator[tuple[str, Any]]:
+    """Every unit's path, and what knows its flat parameter."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for path, part in module.named_modules():
+        if isinstance(part, FullyShardedDataParallel) and part._handle:
+            yield path, part._handle
+
+
+def _canonical(name: str) -> str:
+    """A parameter's name without the wrappers on its way."""
+    return ".".join(part for part in name.split(".") if part and part != "_fsdp_wrapped_module")
+
+
+class FSDP1(Adapter):
+    """FULL_SHARD. Every block is wrapped on its own, and the model with what is left, which FSDP1 keeps whole from
+    forward to backward."""
+
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"dp"}),
+        zero_stages=frozenset({3}),
+        families=frozenset(Family),
+        precisions=frozenset(Precision.PRESETS.values()) - {Precision.FP64},
+        lacks={
+            Precision.FP64: "its clip_grad_norm_ computes the norm in float32, and raises",
+            Feature.MATRIX_WISE: "its optimizer is given flat parts of the parameters",
+        },
+    )
+    strategy: ClassVar = "FULL_SHARD"
+    sharding: ClassVar = Sharding(reshards_root=False)
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        using = sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
+        return replace(using, backward=replace(using.backward, lasting=True))
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        """The norm of replicas is that of the shards of one."""
+        flows, replicas = step_traffic(case, rank), cls.sharding.replicas
+        within = "a replica's ranks hold all gradients among them"
+        return (
+            *departing(
+                flows if replicas > 1 else None,
+                Purpose.NORM,
+                within,
+                lambda norm: replace(norm, ranks=neighbours(norm, replicas, rank)),
+            ),
+            *sharding_departures(case, rank, cls.sharding, _padding(case, cls.sharding)),
+        )
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return cls.sharding.misfit(case.layout) or super().supports(case, device, backend)
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+        replicas = self.sharding.replicas
+        low, reduced = AUTOCAST.get(case.precision.compute), getattr(torch, case.precision.reduction)
+        arguments: dict[str, Any] = {
+            "sharding_strategy": ShardingStrategy[self.strategy],
+            "device_id": context.device,
+            "use_orig_params": True,
+            "mixed_precision": MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low else None,
+        }
+        if replicas > 1:
+            sizes = replicas, case.layout.dp // replicas
+            mesh = init_device_mesh(context.device.type, sizes, mesh_dim_names=("replicas", "shards"))
+            arguments["device_mesh"] = mesh
+        model = initial_model(case, context.device)
+        for key, block in model.blocks.items():
+            model.blocks[key] = FullyShardedDataParallel(block, **arguments)
+        module = FullyShardedDataParallel(model, **arguments)
+        named = [(_canonical(name), parameter) for name, parameter in module.named_parameters()]
+        engine = FSDP1Engine(case, context, module, build_optimizer(case.workload.optimizer, named))
+        if engine.scaler.is_enabled():
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+            engine.scaler = ShardedGradScaler(device=context.device.type)
+        return engine
+
+
+class FSDP1ShardGradOp(FSDP1):
+    """SHARD_GRAD_OP: weights are gathered once a micro-batch and stay until their backward."""
+
+    strategy: ClassVar = "SHARD_GRAD_OP"
+    sharding: ClassVar = Sharding(reshards_blocks=False, reshards_root=False)
+
+
+class FSDP1Hybrid(FSDP1):
+    """HYBRID_SHARD: two replicas, each sharded over half of the ranks."""
+
+    strategy: ClassVar = "HYBRID_SHARD"
+    sharding: ClassVar = Sharding(reshards_root=False, replicas=2)
+
+
+def _padding(case: Case, sharding: Sharding) -> Padding:
+    """Within a flat tensor up to each next parameter's address, and at its end to a multiple of the shards."""
+    shapes, shards = parameter_shapes(case.workload.model), case.layout.dp // sharding.replicas
+    aligned = _ALIGNED_BYTES // case.precision.compute.itemsize
+    units: dict[str, list[int]] = {}
+    for name, shape in shapes.items():
+        block = name.split(".")[1] if name.startswith("blocks.") else ""
+        units.setdefault(block, []).append(math.prod(shape))
+
+    def beyond(sizes: list[int]) -> int:
+        filled = sum(size + -size % aligned for size in sizes[:-1]) + sizes[-1]
+        return filled + -filled % shards - sum(sizes)
+
+    reason = "flat tensors are padded to addresses and to a multiple of the ranks"
+    of_root = beyond(units.pop(""))
+    return Padding(root=of_root, blocks=sum(map(beyond, units.values())), reason=reason)

@@ -1,0 +1,81 @@
+"""PyTorch's ZeroRedundancyOptimizer under DistributedDataParallel: ZeRO's stage 1, every tensor with one owner."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from meshmark.adapter.capabilities import Capabilities, Feature
+from meshmark.adapter.data_parallel import optimizer_state_tensors
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.holdings import Holdings
+from meshmark.adapters.ddp import DDP, DDPEngine
+from meshmark.reference.build import parameter_shapes
+from meshmark.reference.optimizers import parameter_groups, reference_optimizer
+from meshmark.spec.case import Case
+from meshmark.spec.model_spec import Family
+from meshmark.theory.flow import Departure, Purpose, by, departing
+from meshmark.theory.states import Remainder
+from meshmark.theory.traffic import step_traffic
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+class ZeroRedundancyEngine(DDPEngine):
+    optimizer: ZeroRedundancyOptimizer
+
+    def holdings(self) -> Holdings:
+        parameters = list(self.module.parameters())
+        return Holdings(
+            parameters=[p.detach() for p in parameters],
+            gradients=[p.grad for p in parameters if p.grad is not None],
+            optimizer_states=optimizer_state_tensors(self.optimizer.optim),
+        )
+
+    def save(self, folder: Path) -> None:
+        """The first rank collects the states of all, and writes one file that any number of ranks can load."""
+        self.optimizer.consolidate_state_dict(to=0)
+        super().save(folder)
+
+
+class DDPZero1(DDP):
+    preload: ClassVar = ("torch.distributed.optim",)
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"dp"}),
+        zero_stages=frozenset({1}),
+        families=frozenset(Family),
+        precisions=DDP.capabilities.precisions,
+        lacks={Feature.MATRIX_WISE: "its shares are planned for states of the parameters' shapes"},
+    )
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        """Group by group whole tensors have one owner: the largest first, each to the rank that owns least so far."""
+        sizes = [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
+        owned = [0] * case.layout.dp
+        for size in sorted(sizes, reverse=True):
+            owned[owned.index(min(owned))] += size
+        beyond = owned[case.layout.coordinates(rank).dp] - sum(sizes) / case.layout.dp
+        num_bytes = cls.recipe(case).states.moment_bytes * beyond
+        return (Remainder(category="optimizer_states", num_bytes=num_bytes, reason="whole tensors have one owner"),)
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        flows = step_traffic(case, rank)
+        return (
+            *departing(flows, Purpose.GRADIENTS, "DDP gives every rank the whole gradient", by("all_reduce")),
+            *departing(flows, Purpose.WEIGHTS, "owners broadcast what they have updated", by("broadcast")),
+            *departing(flows, Purpose.NORM, "every rank has the whole gradient, and its norm"),
+            *departing(flows, Purpose.OVERFLOW, "every rank has the whole gradient, and sees whether it overflowed"),
+        )
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        module, spec = self.wrap(case, context), case.workload.optimizer
+        kind, arguments = reference_optimizer(spec).arguments()
+        groups = parameter_groups(spec, module.module.named_parameters())
+        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=kind, **arguments)
+        return ZeroRedundancyEngine(case, context, module, optimizer)

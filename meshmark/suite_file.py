@@ -1,0 +1,128 @@
+"""`meshmark run suite.toml`: runs of the suites and their gates, written down once, for CI."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshmark.errors import InputError, UnknownNameError
+
+CASES = (
+    *("adapters", "adapter", "world", "layouts", "precision", "workload", "model", "global-batch", "corpus"),
+    *("conformance", "steps", "time-limit", "timing-budget"),
+)
+"""Keys of a run that are options of `pytest suites`."""
+OPTIONS = (
+    "device",
+    "backend",
+    "launcher",
+    "results",
+    "nnodes",
+    "node-rank",
+    "rdzv",
+    "steps",
+    "time-limit",
+    "timing-budget",
+)
+"""Of all runs."""
+GATES = ("baseline", "fail-on")
+_OWN = ("suites", "select")
+_SUITES = ("equivalence", "memory", "communication", "throughput", "conformance")
+_WORST = (3, 4, 2, 1, 5)
+"""pytest's exit codes, the worst first: an internal error, a wrong usage, an interruption, failures, no test."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteFile:
+    """What such a file asks for."""
+
+    runs: tuple[tuple[str, ...], ...]
+    """Arguments of pytest, one run a table [[cases]]."""
+
+
+def read_suite(path: Path) -> SuiteFile:
+    """Raises `InputError`, with the table and the key, for what cannot be read or is not known."""
+    try:
+        said = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"cannot read {path}: {error}; docs/ci.md shows a suite file") from error
+    _expect(f"{path}", said, ("cases", "options", "gates"))
+    cases = said.get("cases")
+    if not isinstance(cases, list) or not cases or not all(isinstance(one, dict) for one in cases):
+        raise InputError(f"{path}: expected a table [[cases]] for every run of the suites, such as world = [2]")
+    every = [
+        *_arguments(f"{path}: [options]", _table(path, said, "options"), OPTIONS),
+        *_arguments(f"{path}: [gates]", _table(path, said, "gates"), GATES),
+    ]
+    return SuiteFile(runs=tuple(_run(f"{path}: [[cases]] number {i}", one, every) for i, one in enumerate(cases, 1)))
+
+
+def _table(path: Path, said: Mapping[str, object], name: str) -> dict[str, object]:
+    table = said.get(name, {})
+    if not isinstance(table, dict):
+        raise InputError(f"{path}: {name} is {str(table)[:40]!r}, expected a table [{name}]")
+    return table
+
+
+def _run(where: str, said: dict[str, object], every: Sequence[str]) -> tuple[str, ...]:
+    own = {key: said[key] for key in _OWN if key in said}
+    arguments = _arguments(where, {key: value for key, value in said.items() if key not in _OWN}, (*CASES, *_OWN))
+    suites = _texts(where, "suites", own.get("suites", []))
+    for name in suites:
+        if name not in _SUITES:
+            raise UnknownNameError(f"suite in {where}", name, _SUITES)
+    named = [f"meshmark.suites.test_{name}" for name in suites] or ["meshmark.suites"]
+    chosen = [f"-k={' or '.join(_texts(where, 'select', own['select']))}"] if "select" in own else []
+    return ("--pyargs", *named, *every, *arguments, *chosen)
+
+
+def _arguments(where: str, said: Mapping[str, object], known: Sequence[str]) -> list[str]:
+    _expect(where, said, known)
+    found = []
+    for key, value in said.items():
+        if isinstance(value, bool):
+            found += [f"--{key}"] if value else []
+        elif key == "adapter":  # may stand several times, where the others take commas
+            found += [f"--adapter={each}" for each in _texts(where, key, value)]
+        else:
+            found.append(f"--{key}={','.join(_texts(where, key, value))}")
+    return found
+
+
+def _texts(where: str, key: str, value: object) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in values):
+        raise InputError(f"{where}: {key} is {str(value)[:40]!r}, expected a text, a number or a list of them")
+    return [str(one) for one in values]
+
+
+def _expect(where: str, said: Mapping[str, object], known: Sequence[str]) -> None:
+    for key in said:
+        if key not in known:
+            raise UnknownNameError(f"key in {where}", key, known)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `run`."""
+    parser.add_argument("suite", type=Path, metavar="SUITE.toml", help="runs of the suites, options and gates")
+    parser.add_argument("pytest", nargs=argparse.REMAINDER, metavar="OPTIONS", help="for pytest, behind the file's own")
+    parser.set_defaults(run=run_suite)
+
+
+def run_suite(arguments: argparse.Namespace) -> int:
+    """Every run of the file, one after the other; the worst of their exit codes."""
+    ended = [run_pytest([*run, *arguments.pytest]) for run in read_suite(arguments.suite).runs]
+    return min(ended, key=lambda code: (code == 0, _WORST.index(code) if code in _WORST else -1))
+
+
+def run_pytest(words: Sequence[str]) -> int:
+    """Runs pytest in a process of its own, as typed; prints what could be typed."""
+    command = [sys.executable, "-m", "pytest", *words]
+    print(shlex.join(["pytest", *words]), flush=True)
+    return subprocess.run(command).returncode

@@ -1,0 +1,131 @@
+"""Sharded data parallelism with its choices: what FSDP's users decide beyond ZeRO's stage 3, and what follows in memory
+and traffic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.theory.flow import Departure, Flow, Purpose
+from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.traffic import step_traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How units (every block, and the root with what is in none) are sharded over data-parallel ranks."""
+
+    reshards_blocks: bool = True
+    """A block's weights are given up after its forward pass, and gathered again for its backward."""
+    reshards_root: bool = True
+    """The same of what is in no block."""
+    resharded_over: int | None = None
+    """Blocks' weights are resharded over so many neighbours alone; None: over all shards."""
+    replicas: int = 1
+    """Groups of ranks that each hold all shards; gradients are reduced within one, and then among them (HSDP)."""
+
+    @property
+    def kept_share(self) -> float:
+        """Of a block's gathered weights, from its forward pass to its backward."""
+        return 1.0 if not self.reshards_blocks else 1.0 / self.resharded_over if self.resharded_over else 0.0
+
+    def misfit(self, layout: Layout) -> str | None:
+        """Why it cannot be laid over `layout`; None where it can."""
+        for name, number in (("replicas", self.replicas), ("neighbours to reshard over", self.resharded_over or 1)):
+            if number > 1 and (layout.dp % number or layout.dp <= number):
+                return f"{number} {name} take a larger multiple of {number} data-parallel ranks, got {layout.dp}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """Elements that a framework pads what it shards with."""
+
+    root: int
+    blocks: int
+    reason: str
+
+
+def sharded_recipe(recipe: TrainingRecipe, sharding: Sharding) -> TrainingRecipe:
+    """`recipe` of a framework that shards so."""
+    backward = replace(recipe.backward, keeps_root=not sharding.reshards_root, kept_share=sharding.kept_share)
+    return replace(recipe, backward=backward, replicas=sharding.replicas)
+
+
+def sharding_departures(case: Case, rank: int, sharding: Sharding, padding: Padding) -> tuple[Departure, ...]:
+    """From stage 3 with everything gathered twice a micro-batch from all ranks."""
+    flows = [flow for flow in step_traffic(case, rank) or () if flow.purpose in _SENT]
+    sent = [part for flow in flows for part in _SENT[flow.purpose](case, rank, flow, sharding, padding)]
+    chosen = Departure(
+        sends=tuple(part.flow for part in sent), instead_of=tuple(flows), reason="; ".join(_reasons(sharding))
+    )
+    padded = tuple(
+        replace(part.flow, num_bytes=part.padding_bytes, fewest=0, most=0) for part in sent if part.padding_bytes
+    )
+    return (
+        *([chosen] if chosen.sends != chosen.instead_of else []),
+        *([Departure(sends=padded, reason=padding.reason)] if padded else []),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    flow: Flow
+    padding_bytes: int
+
+
+def _weights(case: Case, rank: int, flow: Flow, sharding: Sharding, padding: Padding) -> list[_Sent]:
+    """Theory's bytes are those of two gatherings of every element; the second may be from neighbours alone."""
+    element = flow.num_bytes // (2 * case.workload.model.num_parameters)
+    blocks = case.workload.model.num_layers * case.workload.model.block_parameters
+    root = case.workload.model.num_parameters - blocks
+    times, shards = 1 + sharding.reshards_root, neighbours(flow, sharding.replicas, rank)
+
+    def gathered(ranks: tuple[int, ...], root_times: int, block_times: int) -> _Sent:
+        num_bytes = element * (root_times * root + block_times * blocks)
+        more = element * (root_times * padding.root + block_times * padding.blocks)
+        return _Sent(flow=replace(flow, ranks=ranks, num_bytes=num_bytes), padding_bytes=more)
+
+    if sharding.resharded_over is None:
+        return [gathered(shards, times, 1 + sharding.reshards_blocks)]
+    near = neighbours(flow, case.layout.dp // sharding.resharded_over, rank)
+    return [gathered(shards, times, 1), gathered(near, 0, 1)]
+
+
+def _gradients(case: Case, rank: int, flow: Flow, sharding: Sharding, padding: Padding) -> list[_Sent]:
+    """A replica's, and then of a rank's shard among those that hold it too."""
+    whole = case.workload.model.num_parameters
+    more = flow.num_bytes * (padding.root + padding.blocks) // whole
+    shards, among = neighbours(flow, sharding.replicas, rank), across(flow, sharding.replicas, rank)
+    sent = [_Sent(flow=replace(flow, ranks=shards), padding_bytes=more)]
+    if sharding.replicas > 1:
+        shard = replace(flow, kind="all_reduce", ranks=among, num_bytes=flow.num_bytes // len(shards))
+        sent.append(_Sent(flow=shard, padding_bytes=more // len(shards)))
+    return sent
+
+
+_SENT = {Purpose.WEIGHTS: _weights, Purpose.GRADIENTS: _gradients}
+
+
+def neighbours(flow: Flow, groups: int, rank: int) -> tuple[int, ...]:
+    """Of the flow's ranks, cut into `groups` of neighbours, those that stand with `rank`."""
+    size = len(flow.ranks) // groups
+    start = flow.ranks.index(rank) // size * size
+    return flow.ranks[start : start + size]
+
+
+def across(flow: Flow, groups: int, rank: int) -> tuple[int, ...]:
+    """One of each such group, in the same place as `rank`."""
+    size = len(flow.ranks) // groups
+    return flow.ranks[flow.ranks.index(rank) % size :: size]
+
+
+def _reasons(sharding: Sharding) -> list[str]:
+    found = {
+        "what is in no block stays whole from forward to backward": not sharding.reshards_root,
+        "blocks stay whole from forward to backward": not sharding.reshards_blocks,
+        f"blocks are gathered again from {sharding.resharded_over} neighbours": bool(sharding.resharded_over),
+        f"{sharding.replicas} replicas, each sharded": sharding.replicas > 1,
+    }
+    return [reason for reason, holds in found.items() if holds]

@@ -1,0 +1,91 @@
+"""What FSDP's users choose beyond ZeRO's stage 3, in closed form: on values, without a launch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.registry import load_adapter
+from meshmark.adapters import ROSTER
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.workload import workload
+from meshmark.theory.flow import Purpose, departed
+from meshmark.theory.states import model_states
+from meshmark.theory.traffic import step_traffic
+
+GPT = workload("gpt-mini")
+FOUR = Layout(dp=4, zero_stage=3, num_micro_batches=2)
+P = GPT.model.num_parameters * 4
+BLOCKS = GPT.model.num_layers * GPT.model.block_parameters * 4
+
+
+def adapter(name: str) -> type[Adapter]:
+    return load_adapter({"fsdp2": "meshmark.adapters.fsdp2:FSDP2", **ROSTER}[name])
+
+
+def sent(name: str, purpose: Purpose, rank: int = 3) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Bytes by kind and ranks, what is padded left out: gpt-mini's rows are multiples of four."""
+    case = Case(adapter=name, workload=GPT, layout=FOUR)
+    flows = departed(step_traffic(case, rank) or [], adapter(name).departures(case, rank))
+    return {(flow.kind, flow.ranks): flow.num_bytes for flow in flows if flow.purpose is purpose}
+
+
+ALL, NEAR, LIKE = (0, 1, 2, 3), (2, 3), (1, 3)
+
+
+@pytest.mark.parametrize(
+    "name, weights, gradients",
+    [
+        ("fsdp2", {("all_gather", ALL): 4 * P}, {("reduce_scatter", ALL): 2 * P}),
+        ("fsdp2-noreshard", {("all_gather", ALL): 2 * P}, {("reduce_scatter", ALL): 2 * P}),
+        ("fsdp2-recommended", {("all_gather", ALL): 2 * (P + BLOCKS)}, {("reduce_scatter", ALL): 2 * P}),
+        (
+            "fsdp2-reshard2",
+            {("all_gather", ALL): 2 * (2 * P - BLOCKS), ("all_gather", NEAR): 2 * BLOCKS},
+            {("reduce_scatter", ALL): 2 * P},
+        ),
+        (
+            "fsdp2-hsdp",
+            {("all_gather", NEAR): 4 * P},
+            {("reduce_scatter", NEAR): 2 * P, ("all_reduce", LIKE): P},
+        ),
+        ("fsdp1-shard-grad-op", {("all_gather", ALL): 2 * P}, {("reduce_scatter", ALL): 2 * P}),
+    ],
+)
+def test_a_choice_decides_who_gathers_how_often(
+    name: str, weights: dict[tuple[str, tuple[int, ...]], int], gradients: dict[tuple[str, tuple[int, ...]], int]
+) -> None:
+    assert sent(name, Purpose.WEIGHTS) == weights
+    assert sent(name, Purpose.GRADIENTS) == gradients
+
+
+def test_replicas_hold_twice_the_states() -> None:
+    case = Case(adapter="fsdp2", workload=GPT, layout=FOUR)
+    plain, hybrid = (model_states(case, 0, adapter(name).recipe(case)) for name in ("fsdp2", "fsdp2-hsdp"))
+    assert plain and hybrid
+    assert (hybrid.parameters, hybrid.optimizer_states) == (2 * plain.parameters, 2 * plain.optimizer_states)
+    assert hybrid.parameters == P / 2
+
+
+def test_weights_that_stay_are_activations() -> None:
+    case = Case(adapter="fsdp2", workload=GPT, layout=FOUR)
+    found = {
+        name: model_states(case, 0, adapter(name).recipe(case))
+        for name in ("fsdp2", "fsdp2-noreshard", "fsdp2-reshard2", "fsdp2-recommended")
+    }
+    held = {name: states.activations for name, states in found.items() if states and states.activations is not None}
+    assert held["fsdp2-noreshard"] - held["fsdp2"] == P
+    assert held["fsdp2-reshard2"] - held["fsdp2"] == BLOCKS / 2
+    assert held["fsdp2-recommended"] - held["fsdp2"] == P - BLOCKS
+
+
+@pytest.mark.parametrize("name", ["fsdp2-hsdp", "fsdp2-reshard2", "fsdp1-hybrid"])
+def test_two_ranks_are_too_few_for_two_groups(name: str) -> None:
+    case = Case(adapter=name, workload=GPT, layout=dataclasses.replace(FOUR, dp=2))
+    assert "take a larger multiple of 2 data-parallel ranks, got 2" in (
+        adapter(name).refusal(case, "cpu", "gloo") or ""
+    )
+    assert adapter(name).refusal(dataclasses.replace(case, layout=FOUR), "cpu", "gloo") is None
