@@ -83,7 +83,7 @@ def test_a_table_is_as_wide_as_its_widest_cell() -> None:
 def test_what_is_long_is_cut_and_says_so() -> None:
     text = "a" * 10**6
     assert len(inline(text)) < LINE_CHARACTERS + 50 and "characters more)" in inline(text)
-    assert len(block(text)) < LIMIT + 100 and "934,464 characters more)" in block(text)
+    assert len(block(text)) < LIMIT + 100 and f"{len(text) - LIMIT:,} characters more)" in block(text)
     assert clip("a" * LIMIT) == clip_tail("a" * LIMIT) == "a" * LIMIT
     assert clip_tail(f"begin{text}end").endswith("aend") and clip(f"begin{text}end").startswith("begina")
     assert max(len(clip(text)), len(clip_tail(text))) < LIMIT + 50
