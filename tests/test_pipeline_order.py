@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from meshmark.adapters.pipeline import Pipeline
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.model_spec import ModelSpec
@@ -61,22 +62,35 @@ def test_the_first_backward_pass_finds_what_the_papers_say(pp: int, chunks: int)
         assert first.chunk == chunks - 1 and not any(first.begun)
 
 
-def peak(spec: ModelSpec, layout: Layout, rank: int) -> float:
+def peak(spec: ModelSpec, layout: Layout, rank: int, adapter: type[Pipeline] = Pipeline) -> float | None:
     work = Workload(name=spec.name, model=spec, global_batch=8, masked=False)
-    planned = model_states(Case(adapter="pipeline", workload=work, layout=layout), rank)
-    assert planned is not None and planned.peak is not None
+    case = Case(adapter="pipeline", workload=work, layout=layout)
+    planned = model_states(case, rank, adapter.recipe(case))
+    assert planned is not None
     return planned.peak
+
+
+def planned_peak(spec: ModelSpec, layout: Layout, rank: int) -> float:
+    found = peak(spec, layout, rank)
+    assert found is not None
+    return found
 
 
 def test_every_schedule_has_a_peak_and_later_stages_a_lower_one() -> None:
     spec = make_model(num_layers=4, vocab_size=16)
     one = Layout(pp=4, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
     all_first = Layout(pp=4, num_micro_batches=4, schedule=Schedule.GPIPE)
-    assert peak(spec, one, 1) > peak(spec, one, 2)
-    assert peak(spec, one, 2) < peak(spec, all_first, 2)
+    assert planned_peak(spec, one, 1) > planned_peak(spec, one, 2)
+    assert planned_peak(spec, one, 2) < planned_peak(spec, all_first, 2)
     interleaved = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
     plain = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
-    assert peak(spec, interleaved, 0) > peak(spec, plain, 0)
+    assert planned_peak(spec, interleaved, 0) > planned_peak(spec, plain, 0)
+
+    class OtherOrder(Pipeline):
+        """Runs chunks in another order."""
+
+    assert peak(spec, interleaved, 0, OtherOrder) is None
+    assert peak(spec, plain, 0, OtherOrder) == peak(spec, plain, 0)
 
 
 def test_rows_of_several_schedules_are_planned_as_alone() -> None:
