@@ -124,9 +124,15 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 def _of_regression(name: str) -> AddArguments:
     def add(parser: argparse.ArgumentParser) -> None:
-        from meshmark.regression import cli
+        from meshmark.regression import ab_cli, cli, history_cli
 
-        {"compare": cli.add_compare, "baseline": cli.add_baseline}[name](parser)
+        {
+            "compare": cli.add_compare,
+            "baseline": cli.add_baseline,
+            "ab": ab_cli.add_ab,
+            "bisect": ab_cli.add_bisect,
+            "history": history_cli.add_history,
+        }[name](parser)
 
     return add
 
@@ -141,6 +147,9 @@ _COMMANDS: dict[str, tuple[str, AddArguments]] = {
     "report": ("markdown and plots from recorded results", _add_report),
     "compare": ("what became better or worse between two results", _of_regression("compare")),
     "baseline": ("accept results as what `pytest suites --baseline` gates by", _of_regression("baseline")),
+    "ab": ("two commits, environments or packages in alternation on this machine", _of_regression("ab")),
+    "bisect": ("the first bad commit between a good and a bad one", _of_regression("bisect")),
+    "history": ("where a series of runs changed, with date and commit", _of_regression("history")),
 }
 
 

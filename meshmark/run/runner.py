@@ -233,10 +233,15 @@ class Runner:
         return self._record(request, outcome, launched)
 
     def _with_path(self, timed: Request, launched: LaunchResult) -> Request:
-        """What became of `timed` is held against the instrumented pass; where their bits differ and bits tell nothing
-        of this engine, by the yardstick."""
+        """What became of `timed` is held against the verified path; where their bits differ and bits tell nothing of
+        this engine, by the yardstick."""
         observing = dataclasses.replace(self.request(Task.OBSERVE, timed.case), adapter=timed.adapter)
-        retracing = dataclasses.replace(observing, task=Task.RETRACE)
+        retracing = dataclasses.replace(
+            observing,
+            task=Task.RETRACE,
+            marks=sorted(launched.reports[0].timed_digests),
+            time_limit_seconds=max(timed.time_limit_seconds, 3 * launched.seconds),  # which also reads what it computes
+        )
         observed = self._records.get((Task.OBSERVE, timed.case, ""))
         path = find_path(observed, launched, lambda: self.launcher.launch(retracing, timed.case.world_size))
         yardstick = self.yardstick(observing) if path and path.repeats is False else None
