@@ -45,7 +45,7 @@ class OSSUnderDDPEngine(DDPEngine):
 
 
 class FairScaleOSSDDP(DDPZero1):
-    preload: ClassVar = ()
+    preload: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar = FairScaleOSS.requires
     capabilities: ClassVar = replace(
         FairScaleOSS.capabilities,

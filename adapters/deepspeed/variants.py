@@ -29,7 +29,7 @@ class DeepSpeedOffload(DeepSpeed):
 
     capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, offloads=frozenset({Offload.CPU}))
 
-    known_gaps: ClassVar = (
+    known_gaps: ClassVar[tuple[KnownGap, ...]] = (
         KnownGap(
             clause="unused",
             symptom="stale gradient",
