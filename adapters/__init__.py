@@ -37,7 +37,7 @@ ROSTER: dict[str, str] = {
     "deepspeed-zero0": "meshmark.adapters.deepspeed.replicated:DeepSpeedZero0",
     "deepspeed-offload": "meshmark.adapters.deepspeed.variants:DeepSpeedOffload",
     "deepspeed-offload-params": "meshmark.adapters.deepspeed.variants:DeepSpeedOffloadParams",
-    "fairscale-oss-ddp": "meshmark.adapters.fairscale_ddp:FairScaleOSSDDP",
+    "fairscale-oss-ddp": "meshmark.adapters.fairscale.under_ddp:FairScaleOSSDDP",
     "fabric-ddp": "meshmark.adapters.fabric:FabricDDP",
     "fabric-ddp-separate": "meshmark.adapters.fabric:FabricDDPSeparate",
     "fabric-fsdp": "meshmark.adapters.fabric:FabricFSDP",
