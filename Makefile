@@ -24,11 +24,13 @@ install: $(VENV)/.installed
 
 # torch goes first, pinned: other packages would otherwise bring another build of it. deepspeed and fairscale look for
 # the installed torch while they build. megatron-core would bring packages that it does not need for its layers.
+# DeepSpeed's Adam for offloaded states is C++, compiled here once; where that fails, the adapters that need it skip.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch numpy setuptools wheel ninja py-cpuinfo
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[deepspeed,accelerate,fairscale,dev]"
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[deepspeed,accelerate,fairscale,lightning-fabric,dev]"
 	$(BIN)/pip install -q -c constraints.txt --no-deps megatron-core
+	-$(BIN)/python -m meshmark.adapters.deepspeed.operators cpu_adam
 	touch $@
 
 # The report is written whether or not a case fails; the exit code says which.

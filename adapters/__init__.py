@@ -34,5 +34,11 @@ ROSTER: dict[str, str] = {
     "fsdp2-reshard2": "meshmark.adapters.fsdp2:FSDP2Reshard2",
     "fsdp2-hsdp": "meshmark.adapters.fsdp2:FSDP2HSDP",
     "fsdp2-recommended": "meshmark.adapters.fsdp2:FSDP2Recommended",
+    "deepspeed-zero0": "meshmark.adapters.deepspeed.replicated:DeepSpeedZero0",
+    "deepspeed-offload": "meshmark.adapters.deepspeed.variants:DeepSpeedOffload",
+    "fabric-ddp": "meshmark.adapters.fabric:FabricDDP",
+    "fabric-ddp-separate": "meshmark.adapters.fabric:FabricDDPSeparate",
+    "fabric-fsdp": "meshmark.adapters.fabric:FabricFSDP",
+    "fabric-fsdp-separate": "meshmark.adapters.fabric:FabricFSDPSeparate",
 }
 """What runs where it is named, or by `make roster`."""

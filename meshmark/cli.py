@@ -102,7 +102,7 @@ def _output_file(text: str) -> Path:
 def _add_report(report: argparse.ArgumentParser) -> None:
     report.add_argument("results", type=Path, metavar="DIR", help="folder with records.jsonl")
     report.add_argument("-o", "--output", type=_output_file, metavar="FILE", help="default: DIR/report.md")
-    report.add_argument("--baseline", type=Path, metavar="DIR", help="records to compare times with")
+    report.add_argument("--baseline", type=Path, metavar="NAME", help="baselines/NAME, or a folder, to compare with")
     report.set_defaults(run=_report)
 
 
@@ -126,7 +126,7 @@ def _of_regression(name: str) -> AddArguments:
     def add(parser: argparse.ArgumentParser) -> None:
         from meshmark.regression import cli
 
-        {"compare": cli.add_compare}[name](parser)
+        {"compare": cli.add_compare, "baseline": cli.add_baseline}[name](parser)
 
     return add
 
@@ -140,6 +140,7 @@ _COMMANDS: dict[str, tuple[str, AddArguments]] = {
     "calibrate": ("measure this machine and what of it is reached", _of_planner("calibrate")),
     "report": ("markdown and plots from recorded results", _add_report),
     "compare": ("what became better or worse between two results", _of_regression("compare")),
+    "baseline": ("accept results as what `pytest suites --baseline` gates by", _of_regression("baseline")),
 }
 
 
@@ -202,6 +203,7 @@ def _cases(parsed: argparse.Namespace) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> None:
+    from meshmark.regression.baseline import find_baseline
     from meshmark.report.markdown import one_line
     from meshmark.report.render import write_report
     from meshmark.run.record_file import read_records
@@ -215,7 +217,7 @@ def _report(parsed: argparse.Namespace) -> None:
     command = ["meshmark", "report", str(parsed.results)]
     for option, value in (("-o", parsed.output), ("--baseline", parsed.baseline)):
         command += [option, str(value)] if value else []
-    baseline = read_records(parsed.baseline, latest=True) if parsed.baseline else None
+    baseline = read_records(find_baseline(parsed.baseline, Path()), latest=True) if parsed.baseline else None
     matrix = [record for record in reading.records if not record.conformance.scenario]
     told = matrix or standing(reading.sessions, conforming=False)
     clauses = output.with_name(f"{output.stem}-conformance.md") if told else output

@@ -9,6 +9,7 @@ import pytest
 from meshmark.conformance.clauses import Clause
 from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario_runner import ScenarioRunner
+from meshmark.regression.gatekeeper import Gatekeeper
 from meshmark.run.record import Record, Status
 from meshmark.spec.case import Case
 
@@ -27,12 +28,13 @@ def expect_ran(record: Record) -> None:
         pytest.fail(f"{record.case.id}: {outcome.status}{where}: {outcome.message}{details}", pytrace=False)
 
 
-def expect(record: Record, suite: str) -> None:
-    """The verdict of `suite` must be there, and good."""
+def expect(record: Record, suite: str, baseline: Gatekeeper | None = None) -> None:
+    """The verdict of `suite` must be there, and good; and nothing that it is about worse than in `baseline`."""
     __tracebackhide__ = True
     expect_ran(record)
     verdict = record.verdict(suite)
     if verdict is None:
+        expect_no_worse(record, suite, baseline)
         too_many = f"{record.case.workload.model.num_parameters:,} parameters are too many for a float64 truth"
         pytest.skip(too_many if suite == "equivalence" else f"{suite}: not planned")
     if not verdict.passed:
@@ -40,6 +42,25 @@ def expect(record: Record, suite: str) -> None:
         likely = f"{facts.pop('diagnosis')}\n  " if "diagnosis" in facts else ""
         evidence = "\n".join(f"  {name}: {value}" for name, value in facts.items())
         pytest.fail(f"{record.case.id}: {likely}{verdict.summary}\n{evidence}", pytrace=False)
+    expect_no_worse(record, suite, baseline)
+
+
+class NoBaselineWarning(UserWarning):
+    """A case that the baseline does not hold, and that is not gated."""
+
+
+def expect_no_worse(record: Record, suite: str, baseline: Gatekeeper | None) -> None:
+    """Fail with the evidence where what `suite` is about is worse than in `baseline`."""
+    __tracebackhide__ = True
+    if baseline is None:
+        return
+    if not baseline.knows(record):
+        told = f"baseline {baseline.folder} does not hold {record.case.id}: it is not gated"
+        warnings.warn(NoBaselineWarning(told), stacklevel=2)
+        return
+    if failing := baseline.failing(record, suite):
+        told = "\n".join(f"  {change.metric} {change.difference}" for change in failing)
+        pytest.fail(f"{record.case.id}: worse than baseline {baseline.folder}\n{told}", pytrace=False)
 
 
 def expect_not_wrong(observed: Record | None) -> None:

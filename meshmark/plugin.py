@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 from collections.abc import Generator, Iterator
 
@@ -14,6 +15,7 @@ from meshmark.errors import ClusterError, LayoutError, ResultsError
 from meshmark.expect import expect_ran
 from meshmark.progress import Progress
 from meshmark.pytest_entry import asks_for_suites
+from meshmark.regression.gatekeeper import Gatekeeper, expect_cases
 from meshmark.run.cluster import Cluster
 from meshmark.run.launchers import LAUNCHERS
 from meshmark.run.record import Record
@@ -73,15 +75,17 @@ def _parametrize(metafunc: pytest.Metafunc, name: str, cells: dict[str, Case | M
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Layouts none of which fits its workload are a mistake, before `-k` has its say."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Layouts none of which fits its workload are a mistake, before `-k` has its say; and a baseline of other cases."""
     parameters = [
         item.callspec.params for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")
     ]
     cells = [p[name] for p in parameters for name in ("case", "conforming") if name in p]
     try:
         expect_fit([cell for cell in cells if isinstance(cell, Cell)])
-    except LayoutError as error:
+        if cells and (keeper := selection(config).gatekeeper):
+            expect_cases(keeper, {cell.id for cell in cells if isinstance(cell, Case)})
+    except (LayoutError, ResultsError) as error:
         raise pytest.UsageError(str(error)) from error
 
 
@@ -112,6 +116,14 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         stack.enter_context(contextlib.closing(running))
         progress.expect(request.session.items, running.refusal)
         yield running
+
+
+@pytest.fixture(scope="session")
+def baseline(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Gatekeeper | None:
+    """What `--baseline` holds this session's records against."""
+    keeper = selection(pytestconfig).gatekeeper
+    timed = [item for item in request.session.items if "timed" in getattr(item, "fixturenames", ())]
+    return keeper and dataclasses.replace(keeper, num_timed=max(len(timed), 1))
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,13 @@ import pytest
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import load_adapter
+from meshmark.environment import describe
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
 from meshmark.options import DEFAULT_WORKLOAD, chosen_adapters, chosen_layouts, chosen_workloads, split_values
 from meshmark.reference.data import check_data, on_corpus
+from meshmark.regression.baseline import find_baseline
+from meshmark.regression.gate import DEFAULT_GATE, parse_gate
+from meshmark.regression.gatekeeper import Gatekeeper, expect_conditions, gatekeeper
 from meshmark.run.cluster import ClusterSpec
 from meshmark.run.gpus import num_gpus
 from meshmark.run.launchers import LAUNCHERS
@@ -48,6 +52,8 @@ class Selection:
     cluster: ClusterSpec
     launcher: str
     """A key of LAUNCHERS."""
+    gatekeeper: Gatekeeper | None
+    """Of `--baseline`."""
 
 
 SELECTION = pytest.StashKey[Selection]()
@@ -110,6 +116,18 @@ def add_options(parser: pytest.Parser) -> None:
         "--results", default="results", metavar="DIR", help="where records.jsonl is appended (default: results)"
     )
     group.addoption(
+        "--baseline", default=None, metavar="NAME", help="fail tests that are worse than baselines/NAME, or a folder's"
+    )
+    group.addoption(
+        "--fail-on",
+        default=DEFAULT_GATE,
+        metavar="KIND,...",
+        help=f"beside --baseline: which changes fail, from which share on (default: {DEFAULT_GATE})".replace("%", "%%"),
+    )
+    group.addoption(
+        "--across", action="store_true", help="compare with --baseline though machine, versions or settings differ"
+    )
+    group.addoption(
         "--nnodes", type=int, default=None, help="nodes that run this same command (default: from SLURM or torchrun)"
     )
     group.addoption("--node-rank", type=int, default=0, help="which of them this is")
@@ -149,7 +167,19 @@ def _select(config: pytest.Config) -> Selection:
         if nnodes is None
         else ClusterSpec(nnodes=nnodes, node_rank=option("--node-rank"), rdzv=option("--rdzv")),
         launcher=_launcher(option("--launcher")),
+        gatekeeper=_gatekeeper(config),
     )
+
+
+def _gatekeeper(config: pytest.Config) -> Gatekeeper | None:
+    gate, name = parse_gate(config.getoption("--fail-on")), config.getoption("--baseline")
+    if name is None:
+        return None
+    keeper = gatekeeper(find_baseline(name, config.invocation_params.dir), gate)
+    if not config.getoption("--across"):
+        nnodes = config.getoption("--nnodes") or 1
+        expect_conditions(keeper, describe(config.getoption("--device"), "", nnodes))
+    return keeper
 
 
 def _launcher(name: str) -> str:

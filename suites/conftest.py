@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.matrix import matrix
-from meshmark.plugin import observed, runner, scenarios, timed  # noqa: F401
+from meshmark.plugin import baseline, observed, runner, scenarios, timed  # noqa: F401
 from meshmark.selection import Selection
 from meshmark.spec.case import Case, Misfit
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from meshmark.expect import expect, expect_not_wrong
+from meshmark.expect import expect, expect_no_worse, expect_not_wrong
+from meshmark.regression.gatekeeper import Gatekeeper
 from meshmark.run.record import Record
 from meshmark.run.runner import Runner
 from meshmark.run.throughput import throughput
@@ -30,7 +31,7 @@ replay = Replay()
 
 
 @pytest.mark.benchmark(group="step", timer=replay)
-def test_throughput(timed: Record, runner: Runner, benchmark: BenchmarkFixture) -> None:
+def test_throughput(timed: Record, runner: Runner, benchmark: BenchmarkFixture, baseline: Gatekeeper | None) -> None:
     """Raw samples after warm-up, of a run that this session has not found wrong, and of the steps that it judged."""
     expect_not_wrong(runner.observed(timed.case))
     samples = timed.timing.step_seconds
@@ -43,4 +44,5 @@ def test_throughput(timed: Record, runner: Runner, benchmark: BenchmarkFixture) 
     benchmark.extra_info[f"{speed.unit}_per_second"] = speed.per_second
     if timed.verdict("throughput"):  # a large model's steps are not held against the truth
         expect(timed, "throughput")
+    expect_no_worse(timed, "throughput", baseline)
     benchmark.extra_info.update(relative_interval=speed.relative, settled=speed.settled)

@@ -99,6 +99,16 @@ def test_every_axis_that_is_declared_is_varied_by_itself() -> None:
     assert found == [*tensor, "cp4", "cp4.offload", *pipeline]
 
 
+def test_states_are_offloaded_at_every_stage_that_shards_them() -> None:
+    class Offloading(Adapter):
+        capabilities = Capabilities(
+            degrees=frozenset({"dp"}), zero_stages=frozenset({1, 3}), offloads=frozenset({Offload.CPU, Offload.NVME})
+        )
+
+    ids = [layout.id.removeprefix("dp2.").replace("mb2.", "") for layout in layouts(Offloading, 2)]
+    assert sorted(ids) == [f"zero{stage}.offload_{where}" for stage in (1, 3) for where in ("cpu", "nvme")]
+
+
 @pytest.mark.parametrize("world, counts", [(2, {4}), (3, {4, 6}), (8, {8})])
 def test_schedules_get_the_micro_batches_that_they_need(world: int, counts: set[int]) -> None:
     class Piped(Adapter):

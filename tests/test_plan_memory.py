@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,15 +12,16 @@ from hypothesis import strategies as st
 from meshmark.plan.model_names import known_models, model_of_size, plan_model
 from meshmark.plan.rates import Rates, rates
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout, Recompute, Schedule
+from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import model_spec
+from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from meshmark.theory.activations import layer_activation_bytes, num_in_flight
 from meshmark.theory.grid import RECOMPUTES, SCHEDULES, Grid, make_grid
 from meshmark.theory.memory import CATEGORIES, Room, memory, stage_memory, state_bytes
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import balanced_stages, stages, uniform_stages
-from meshmark.theory.recipe import RECIPES, recipe
+from meshmark.theory.recipe import RECIPES, eager_recipe, recipe
 from meshmark.theory.states import model_states
 
 STAGES = st.sampled_from([1, 2, 3, 5, 8, 16])
@@ -34,6 +37,30 @@ def state_total(grid: Grid, name: str) -> float:
 def test_a_higher_zero_stage_never_needs_more_model_states(dp: int, stage: int, name: str) -> None:
     low, high = (make_grid(dp=[dp], zero_stage=[z]) for z in (stage, stage + 1))
     assert state_total(high, name) <= state_total(low, name)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_the_host_holds_twelve_bytes_of_states_a_parameter_and_its_gradients(zero_stage: int) -> None:
+    """arXiv:2101.06840 sec. 3.2: fp32 masters, momentum and variance, over the ranks; gradients here in fp32 too. What
+    is offloaded is on the host alone; on disk, nowhere."""
+    case = Case(
+        adapter="deepspeed-offload",
+        workload=workload("gpt-mini"),
+        layout=Layout(dp=4, zero_stage=zero_stage, offload=Offload.CPU),
+        precision=Precision.BF16,
+    )
+    share = case.workload.model.num_parameters / 4
+    using = eager_recipe(case, f"eager-deepspeed-{zero_stage}", casts_weights=True)
+    plan = model_states(case, 0, using)
+    there = model_states(replace(case, layout=replace(case.layout, offload=Offload.NONE)), 0, using)
+    on_disk = model_states(replace(case, layout=replace(case.layout, offload=Offload.NVME)), 0, using)
+    assert plan and there and on_disk
+    hosted = plan.host_parameters, plan.host_gradients, plan.host_optimizer_states
+    assert hosted == (4 * share, 4 * share, 8 * share)
+    together = plan.with_host()
+    assert (plan.optimizer_states, together.parameters) == (0, there.parameters)
+    assert together.optimizer_states == there.optimizer_states
+    assert on_disk == on_disk.with_host() and on_disk.parameters == plan.parameters
 
 
 @given(dp=st.integers(2, 2048), stage=st.integers(0, 3), name=st.sampled_from(sorted(RECIPES)))

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshmark.environment import describe
 from meshmark.run.record_file import RecordFile
-from tests.factories import make_good, make_timed
+from meshmark.spec.workload import workload
+from tests.factories import make_case, make_good, make_timed, make_timing
 from tests.test_plan_search import sweep_rows, write_table
 
 ROOT = Path(__file__).parent.parent
@@ -61,10 +63,13 @@ def options_of(text: str) -> set[str]:
 
 def prepare(folder: Path) -> None:
     """What the pages speak of."""
-    for results in ("results", "results/first", "baselines/NAME", "before", "after"):
+    case = make_case(workload=workload("gpt-tiny"))
+    about = {"case": case, "environment": describe("cpu", "gloo", 1)}
+    timing = make_timing(rank_step_seconds=[[0.5] * 16] * 2)
+    for results in ("results", "results/first", "before", "after"):
         file = RecordFile(folder / results)
-        file.append(make_good())
-        file.append(make_timed())
+        file.append(make_good(**about))
+        file.append(make_timed(**about, timing=timing))
         file.close()
     write_table(folder / "layouts.csv", sweep_rows(1))
     (folder / "path" / "to").mkdir(parents=True)
@@ -200,8 +205,11 @@ def test_a_command_that_is_wrong_is_found(command: str, complaint: dict[str, str
 
 def test_every_option_of_a_page_is_one(tmp_path: Path) -> None:
     """Also where it is printed without its command."""
-    verbs = ("cases", "report", "compare", "plan", "predict", "calibrate")
-    helps = [["pytest", *CORE, "--help", str(ROOT / "suites")], *(["meshmark", verb, "--help"] for verb in verbs)]
+    verbs = ("cases", "report", "compare", "baseline accept", "plan", "predict", "calibrate")
+    helps = [
+        ["pytest", *CORE, "--help", str(ROOT / "suites")],
+        *(["meshmark", *verb.split(), "--help"] for verb in verbs),
+    ]
     known = set(re.findall(r"--[a-z][\w-]*", "\n".join(said for _, said in run(helps, tmp_path))))
     assert {"--world", "--junit-xml", "--schedules", "--baseline"} <= known
     printed = {option for page in PAGES for option in options_of(page.read_text())}

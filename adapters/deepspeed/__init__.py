@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
 
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
@@ -30,6 +33,7 @@ from meshmark.theory.states import Remainder
 
 
 class DeepSpeed(Adapter):
+    engine: ClassVar[type[DeepSpeedEngine]] = DeepSpeedEngine
     requires: ClassVar[tuple[Requirement, ...]] = (Requirement(module="deepspeed", distribution="deepspeed"),)
     preload: ClassVar = ("deepspeed.runtime.zero.muon.muon_optimizer",)
     """What DeepSpeed imports while it builds: it decorates functions with `torch.compile`, which takes seconds."""
@@ -44,7 +48,7 @@ class DeepSpeed(Adapter):
             Precision.BF16_REDUCE_BF16: "its configuration here asks for reduction in float32 alone",
         },
     )
-    known_gaps: ClassVar = (
+    known_gaps: ClassVar[tuple[KnownGap, ...]] = (
         KnownGap(
             clause="unused",
             zero_stages=(1, 2),
@@ -116,10 +120,21 @@ class DeepSpeed(Adapter):
 
         model = initial_model(case, context.device)
         spec = case.workload.optimizer
-        optimizer = build_optimizer(spec, model.named_parameters())
+        optimizer = self.optimizer(case, model)
         module, _, _, _ = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=build_schedule(spec, optimizer), config=ds_config(case)
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=build_schedule(spec, optimizer),
+            config=ds_config(case, self.zero_options(case, context)),
         )
-        engine = DeepSpeedEngine(case, context, module, optimizer)
+        engine = self.engine(case, context, module, optimizer)
         engine.restore_masters()
         return engine
+
+    def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
+        """What a variant chooses besides, of `zero_optimization`."""
+        return {}
+
+    def optimizer(self, case: Case, model: nn.Module) -> torch.optim.Optimizer:
+        """What DeepSpeed wraps."""
+        return build_optimizer(case.workload.optimizer, model.named_parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from meshmark.adapter.engine import RankContext
@@ -12,8 +13,9 @@ from meshmark.spec.precision import Dtype
 from meshmark.theory.parameter_order import bucket_elements
 
 
-def ds_config(case: Case) -> dict[str, Any]:
-    """DeepSpeed's configuration for `case`, every choice that changes memory, traffic or arithmetic made explicit."""
+def ds_config(case: Case, zero: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """DeepSpeed's configuration for `case`, every choice that changes memory, traffic or arithmetic made explicit.
+    `zero`: what an adapter chooses besides, of `zero_optimization`."""
     layout, clip_norm = case.layout, case.workload.optimizer.clip_norm
     micro_batch = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
     return {
@@ -31,8 +33,10 @@ def ds_config(case: Case) -> dict[str, Any]:
             # layer is gathered when it is used. (Without look-ahead gathers do not overlap with computation.)
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": 0,
+            **(zero or {}),
         },
         "zero_allow_untested_optimizer": True,  # SGD is none of the "tested"
+        "zero_force_ds_cpu_optimizer": False,  # its own CPU optimizers are Adam and Lion alone
         "bf16": {"enabled": case.precision.compute is Dtype.BF16},
         "fp16": {"enabled": case.precision.compute is Dtype.FP16},
         "communication_data_type": "fp32",  # otherwise gradients are reduced in bf16 or fp16

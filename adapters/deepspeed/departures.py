@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
+from meshmark.spec.layout import Offload
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.precision import Dtype
 from meshmark.theory.flow import Departure, Flow, Purpose, besides, departing
@@ -15,8 +16,9 @@ from meshmark.theory.traffic import scalar_flows, step_traffic
 
 
 def keeps_whole_gradients(case: Case) -> bool:
-    """In bf16, stage 1 is `BF16_Optimizer`."""
-    return case.precision.compute is Dtype.BF16 and case.layout.zero_stage == 1
+    """In bf16, stage 1 is `BF16_Optimizer`, unless it is offloaded."""
+    layout = case.layout
+    return case.precision.compute is Dtype.BF16 and layout.zero_stage == 1 and layout.offload is Offload.NONE
 
 
 def zero_departures(case: Case, rank: int) -> tuple[Departure, ...]:
@@ -74,7 +76,7 @@ def _norm(case: Case, rank: int, flows: list[Flow]) -> tuple[Departure, ...]:
     """Computed whether or not anything is clipped."""
     if keeps_whole_gradients(case):
         return departing(flows, Purpose.NORM, "BF16_Optimizer keeps whole gradients on every rank")
-    width = 8 if case.layout.zero_stage == 3 else 4
+    width = 8 if case.layout.zero_stage == 3 and case.layout.offload is Offload.NONE else 4
     if case.workload.optimizer.clip_norm is None:
         told = tuple(scalar_flows(case, rank, Purpose.NORM, width))
         return (Departure(sends=told, reason="the norm is computed though nothing is clipped"),) if told else ()
@@ -85,9 +87,10 @@ def _norm(case: Case, rank: int, flows: list[Flow]) -> tuple[Departure, ...]:
 
 
 def _overflow(case: Case, rank: int, flows: list[Flow]) -> tuple[Departure, ...]:
-    """Asked for in bf16 at stage 2 too."""
+    """Asked for in bf16 too, up to stage 2."""
     told = tuple(scalar_flows(case, rank, Purpose.OVERFLOW, 1))
-    if case.layout.zero_stage == 2 and case.precision.compute is Dtype.BF16 and told:
+    asks = case.layout.zero_stage < 3 and not keeps_whole_gradients(case)
+    if asks and case.precision.compute is Dtype.BF16 and told:
         return (Departure(sends=told, reason="gradients are searched for overflows in bf16 too"),)
     reason = "the flag is one byte"
     return departing(flows, Purpose.OVERFLOW, reason, lambda flow: dataclasses.replace(flow, num_bytes=1))

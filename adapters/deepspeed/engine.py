@@ -16,7 +16,7 @@ from meshmark.adapter.holdings import Holdings
 from meshmark.errors import AdapterError
 from meshmark.reference.initial import initial_value
 
-_TAG, _UNIVERSAL = "meshmark", "universal"
+TAG, _UNIVERSAL = "meshmark", "universal"
 """Of checkpoints as they are saved, and as converted for any world size."""
 
 
@@ -40,13 +40,16 @@ def gradient_tensors(zero: Any, parameters: list[nn.Parameter]) -> list[Tensor]:
         found += [tensor for group in groups.values() for tensor in group or []]
     found += getattr(zero, "fp32_groups_gradients_flat", [])  # stage 1 in bf16: BF16_Optimizer's whole fp32 gradient
     found.append(getattr(zero, "grad_partitions_flat_buffer", None))  # stage 3
+    found += getattr(zero, "accumulated_grads_in_cpu", {}).values()  # stages 1 and 2, offloaded
     return [t for t in found if isinstance(t, Tensor)]
 
 
 def bucket_buffers(zero: Any) -> list[Tensor]:  # noqa: ANN401
     """The buckets that gradients are copied into to be reduced: one of stage 3's for life, of stages 1 and 2 none
-    between steps."""
+    between steps. Under offload, what passes between host and device."""
     buffers = [bucket.buffer for bucket in getattr(zero, "ipg_buckets", {}).values()]
+    buffers.append(getattr(zero, "param_buffer_of_bit16_for_cpu_offload_groups", None))
+    buffers += [getattr(zero, f"temp_grad_buffer_for_{device}_offload", None) for device in ("cpu", "gpu")]
     return [t for b in buffers for t in (b if isinstance(b, list) else [b]) if isinstance(t, Tensor)]
 
 
@@ -90,16 +93,19 @@ class DeepSpeedEngine(DataParallelEngine):
         """DeepSpeed steps the one that it was given."""
 
     def save(self, folder: Path) -> None:
-        self.module.save_checkpoint(str(folder), tag=_TAG)
+        self.module.save_checkpoint(str(folder), tag=TAG)
 
     def load(self, folder: Path) -> None:
         """Of another world size through DeepSpeed's universal checkpoint, which the first rank converts to."""
-        tag = _TAG
-        if len(list((folder / _TAG).glob("*optim_states.pt"))) != self.context.world_size:
+        tag = TAG
+        if len(list((folder / TAG).glob("*optim_states.pt"))) != self.context.world_size:
             tag, self.module._config.load_universal_checkpoint = _UNIVERSAL, True
             if self.context.rank == 0:
                 _make_universal(folder)
             torch.distributed.barrier()
+        self.read(folder, tag)
+
+    def read(self, folder: Path, tag: str) -> None:
         path, _ = self.module.load_checkpoint(str(folder), tag=tag)
         if path is None:
             raise AdapterError(f"rank {self.context.rank}: DeepSpeed found no checkpoint in {folder}")
@@ -130,12 +136,17 @@ class DeepSpeedEngine(DataParallelEngine):
         return {name: safe_get_full_grad(parameter) / scale for name, parameter in trained}
 
     def holdings(self) -> Holdings:
+        """On this rank's device: what is offloaded from a GPU is not in its memory."""
         parameters = [parameter for _, parameter in self.named_parameters()]
+
+        def here(tensors: list[Tensor]) -> list[Tensor]:
+            return [t for t in tensors if t.device.type == self.context.device.type]
+
         return Holdings(
-            parameters=weight_tensors(parameters) + [m.detach() for m in masters(self.zero)],
-            gradients=gradient_tensors(self.zero, parameters),
-            optimizer_states=optimizer_state_tensors(self.zero.optimizer),
-            communication=bucket_buffers(self.zero),
+            parameters=here(weight_tensors(parameters) + [m.detach() for m in masters(self.zero)]),
+            gradients=here(gradient_tensors(self.zero, parameters)),
+            optimizer_states=here(optimizer_state_tensors(self.zero.optimizer)),
+            communication=here(bucket_buffers(self.zero)),
         )
 
     def restore_masters(self) -> None:
@@ -158,7 +169,7 @@ def _make_universal(folder: Path) -> None:
 
     ds_to_universal.main(
         argparse.Namespace(
-            input_folder=str(folder / _TAG),
+            input_folder=str(folder / TAG),
             output_folder=str(folder / _UNIVERSAL),
             num_extract_workers=1,
             num_merge_workers=1,

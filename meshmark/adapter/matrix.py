@@ -81,10 +81,10 @@ def variants(can: Capabilities, mesh: Layout) -> Iterator[Layout]:
     tried = [plain]
     if mesh.tp == mesh.cp == mesh.pp == 1:
         tried += [dataclasses.replace(plain, zero_stage=stage) for stage in sorted(can.zero_stages)]
+    offloaded = [dataclasses.replace(layout, offload=where) for layout in dict.fromkeys(tried) for where in Offload]
     tried += [_laid(plain, *order) for order in orders]
     tried += [dataclasses.replace(plain, sequence_parallel=True)] if mesh.tp > 1 else []
-    tried += [dataclasses.replace(plain, offload=offload) for offload in Offload]
-    yield from (layout for layout in dict.fromkeys(tried) if not can.beyond(layout))
+    yield from (layout for layout in dict.fromkeys([*tried, *offloaded]) if not can.beyond(layout))
 
 
 def _orders(can: Capabilities) -> list[tuple[Schedule, int]]:

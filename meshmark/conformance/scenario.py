@@ -13,7 +13,7 @@ from meshmark.reference.data import on_corpus
 from meshmark.run.request import Task
 from meshmark.spec.algorithm import AlgorithmKind, local_sgd
 from meshmark.spec.case import Case, Misfit, cell
-from meshmark.spec.layout import Layout, Recompute, Schedule
+from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
@@ -220,20 +220,20 @@ def _grown(plain: Workload, layout: Layout, global_batch: int | None) -> Workloa
 def plain_cells(
     name: str, adapter: type[Adapter], world_size: int, *, global_batch: int | None = None, corpus: str | None = None
 ) -> list[Case | Misfit]:
-    """What a conformance pass of one adapter at a world size is made of: every ZeRO stage, every axis. The workload
-    grows with the world, but for a `global_batch` that was asked for."""
+    """What a conformance pass of one adapter at a world size is made of: every ZeRO stage, every axis, the rest as
+    plain as it has it. The workload grows with the world, but for a `global_batch` that was asked for."""
     can, layouts = adapter.capabilities, list[Layout]()
-    if not can.degrees:
-        layouts = [Layout(zero_stage=stage) for stage in sorted(can.zero_stages)]
-    elif "tp" in can.degrees:
-        layouts = [Layout(tp=world_size)]
+    plain = Layout(zero_stage=min(can.zero_stages), offload=next(where for where in Offload if where in can.offloads))
+    if "tp" in can.degrees:
+        layouts = [replace(plain, tp=world_size)]
     elif "pp" in can.degrees:
         schedule = next(schedule for schedule in Schedule if schedule in can.schedules)
-        layouts = [Layout(pp=world_size, num_micro_batches=world_size, schedule=schedule)]
-    elif "dp" in can.degrees:
-        layouts = [Layout(dp=world_size, zero_stage=stage) for stage in sorted(can.zero_stages)]
-    plain = _by_algorithm(plain_workload(), adapter)
+        layouts = [replace(plain, pp=world_size, num_micro_batches=world_size, schedule=schedule)]
+    elif "dp" in can.degrees or not can.degrees:
+        dp = world_size if can.degrees else 1
+        layouts = [replace(plain, dp=dp, zero_stage=stage) for stage in sorted(can.zero_stages)]
+    trained = _by_algorithm(plain_workload(), adapter)
     return [
-        cell(adapter=name, workload=on_corpus(_grown(plain, layout, global_batch), corpus), layout=layout)
+        cell(adapter=name, workload=on_corpus(_grown(trained, layout, global_batch), corpus), layout=layout)
         for layout in layouts
     ]

@@ -63,9 +63,12 @@ class Change:
     gated: bool = True
     """Whether `--fail-on` looks at it; the parts of a total are told and not counted twice."""
 
-    def __str__(self) -> str:
+    @property
+    def difference(self) -> str:
+        """In words, with its evidence."""
         values = f"{self.before} -> {self.after}" if self.before != self.after else self.before
         told = f" ({self.effect})" if self.effect else ""
-        return (
-            f"{self.case}: {self.metric} {self.standing}: {values}{told}{f'; {self.evidence}' if self.evidence else ''}"
-        )
+        return f"{self.standing}: {values}{told}{f'; {self.evidence}' if self.evidence else ''}"
+
+    def __str__(self) -> str:
+        return f"{self.case}: {self.metric} {self.difference}"

@@ -1,13 +1,15 @@
-"""The command `compare`: its arguments, and what it does with them."""
+"""The commands `compare` and `baseline`: their arguments, and what they do with them."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from pathlib import Path
 
 from meshmark.errors import ResultsError
+from meshmark.regression.baseline import ABOUT, ALLOWED, FOLDER, accept
 from meshmark.regression.compare import Comparison, compare
 from meshmark.regression.gate import DEFAULT_GATE, Gate, parse_gate
 from meshmark.regression.page import lines, page
@@ -26,6 +28,25 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--across", action="store_true", help="though machine, versions or settings differ")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.md", help="every metric of every case, as markdown")
     parser.set_defaults(run=_compare)
+
+
+def add_baseline(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
+    told = f"writes {FOLDER}/NAME, for `pytest suites --baseline NAME`"
+    accepting = verbs.add_parser("accept", help=told, description=f"From a results folder, {told}.")
+    accepting.add_argument("results", type=Path, metavar="RESULTS", help="results folder, of one session or several")
+    accepting.add_argument("--name", required=True, help="such as a100-8gpu; one a machine and its settings")
+    accepting.add_argument(
+        "--allow", action="append", default=[], choices=ALLOWED, help="cases that are wrong, or whose rates are noisy"
+    )
+    accepting.add_argument("--replace", action="store_true", help="a baseline of that name")
+    accepting.set_defaults(run=_accept)
+
+
+def _accept(parsed: argparse.Namespace) -> None:
+    folder = accept(parsed.results, parsed.name, allow=parsed.allow, replace=parsed.replace)
+    about = json.loads((folder / ABOUT).read_text())
+    print(f"{folder}: {about['cases']} cases, {about['records']} records; gate with --baseline {parsed.name}")
 
 
 def add_gate(parser: argparse.ArgumentParser) -> None:

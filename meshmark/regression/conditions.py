@@ -8,6 +8,9 @@ from meshmark.environment import Environment
 from meshmark.errors import ResultsError
 from meshmark.run.record import Record
 
+_READERS = ("pytest", "pytest-benchmark", "pandas")
+"""Packages that no rank computes with."""
+
 
 def conditions(environment: Environment) -> dict[str, str]:
     """What numbers depend on beside the code; empty where the record does not hold it. The commit is left out: what it
@@ -20,7 +23,7 @@ def conditions(environment: Environment) -> dict[str, str]:
         "backend": environment.backend,
         "OMP_NUM_THREADS": environment.omp_num_threads,
     }
-    return found | {name: version for name, version in environment.versions.items()}
+    return found | {name: version for name, version in environment.versions.items() if name not in _READERS}
 
 
 def differences(ours: Iterable[Record], theirs: Iterable[Record]) -> dict[str, tuple[str, str]]:

@@ -32,16 +32,18 @@ class CaseRuns:
         return [r for r in self.timed if r.outcome.status is Status.OK and r.timing.step_seconds]
 
 
+def key_of(record: Record) -> Key:
+    return record.case.id, record.environment.device, record.case.workload.corpus or ""
+
+
 def by_case(records: Iterable[Record]) -> dict[Key, CaseRuns]:
     """Of the matrix; conformance is judged clause by clause."""
     found: dict[Key, CaseRuns] = {}
     for record in records:
         if record.conformance.scenario:
             continue
-        case = record.case
-        key = case.id, record.environment.device, case.workload.corpus or ""
-        runs = found.setdefault(key, CaseRuns(case=case))
-        runs.case = case
+        runs = found.setdefault(key_of(record), CaseRuns(case=record.case))
+        runs.case = record.case
         (runs.timed if record.task is Task.TIME else runs.observed).append(record)
     return found
 

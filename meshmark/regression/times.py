@@ -95,7 +95,8 @@ def scatter_of(key: Key, pairs: Mapping[Key, Pair]) -> Scatter:
 
 
 def holm(chances: Mapping[Key, float], alpha: float = ALPHA) -> dict[Key, tuple[bool, float]]:
-    """By test: whether its null hypothesis falls, and the level at which that was decided."""
+    """By test: whether its null hypothesis falls, and the level at which that was decided, which its chance is at most
+    where it falls and above where it does not."""
     ordered, standing = sorted(chances, key=lambda key: chances[key]), True
     found, level = dict[Key, tuple[bool, float]](), alpha
     for index, key in enumerate(ordered):
@@ -111,16 +112,15 @@ def time_changes(pairs: Mapping[Key, Pair], units: Mapping[str, tuple[int, str]]
     that *cannot tell* says how to resolve."""
     tests = {key: test_of(pair, scatter_of(key, pairs)) for key, pair in pairs.items()}
     decided = holm({key: test.p for key, test in tests.items()})
-    return [_change(key, tests[key], *decided[key], units[key[0]], margin) for key in pairs]
+    return [change_of(key, tests[key], decided[key][1], units[key[0]], margin) for key in pairs]
 
 
-def _change(  # noqa: PLR0913
-    key: Key, test: Test, differs: bool, level: float, unit: tuple[int, str], margin: float
-) -> Change:
+def change_of(key: Key, test: Test, level: float, unit: tuple[int, str], margin: float) -> Change:
+    """What `test` says at `level`; `unit`: how many of what a step trains on."""
     case, metric = key
     width = test.half_width(level)
     lowest, highest = test.difference - width, test.difference + width
-    if differs:
+    if test.p <= level:
         standing = Standing.WORSE if test.difference > 0 else Standing.BETTER
     else:
         within = math.log1p(-margin) < lowest and highest < math.log1p(margin)

@@ -111,7 +111,9 @@ def _evidence(worst: Held, found: Sequence[Held], memory: MemoryEvidence) -> dic
 def memory_categories(
     reading: MemoryReading, plan: ModelStates, declared: Sequence[Remainder], *, with_activations: bool
 ) -> Iterator[tuple[str, float, float]]:
-    """Category, measured and expected bytes. Activations are those that PyTorch's operators save on a CPU."""
+    """Category, measured and expected bytes. Activations are those that PyTorch's operators save on a CPU, whose memory
+    is the host's."""
+    plan = plan.with_host() if with_activations else plan
     for name in ("parameters", "gradients", "optimizer_states"):
         yield name, getattr(reading.states, name), getattr(plan, name) + declared_bytes(declared, name)
     if with_activations and reading.held is not None and plan.activations is not None:
@@ -124,6 +126,7 @@ def memory_totals(
     """What the allocator counted. The batch that the engine is handed is not the engine's, and is left out as it was
     measured, as are workspaces of kernels, which no storage outlives; peaks are planned of a CPU's kernels alone."""
     steady, peak = reading.steady, reading.peak
+    plan = plan.with_host() if on_cpu else plan
     yield Held(
         category="steady",
         rank=rank,

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from meshmark.theory.backward_pass import Pass
+from meshmark.theory.gradient_path import GradientPath
 from meshmark.theory.grid import Column, Grid
 from meshmark.theory.parameter_order import bucket_elements, filled_elements, largest_temporaries, part_elements
-from meshmark.theory.recipe import GradientPath, TrainingRecipe
+from meshmark.theory.recipe import TrainingRecipe
 
 
 def eager_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, flight: Column, num_parameters: Column) -> Column:
@@ -66,6 +67,12 @@ def _whole_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: C
             for instant in one.instants(recipe.backward.loss_tensors)
         ]
     )
+
+
+def _flattened_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
+    """DeepSpeed without ZeRO: whole, and at the end beside a flat copy."""
+    flat = 2 * recipe.states.gradient_bytes * num_parameters
+    return _most([_whole_peak(one, grid, recipe, num_parameters, later), flat])
 
 
 def _staged_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
@@ -166,6 +173,7 @@ def _sharded_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters:
 
 
 _DEEPSPEED: dict[GradientPath, Callable[[Pass, Grid, TrainingRecipe, Column, bool], Column]] = {
+    GradientPath.FLATTENED: _flattened_peak,
     GradientPath.STAGED: _staged_peak,
     GradientPath.STREAMED: _streamed_peak,
     GradientPath.MODULES: _modules_peak,

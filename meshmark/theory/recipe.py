@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from meshmark.errors import UnknownNameError
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Dtype, Precision
+from meshmark.theory.gradient_path import GradientPath
 from meshmark.theory.partition import Stage, stages
 from meshmark.theory.saved_activations import Widths
-
-
-class GradientPath(StrEnum):
-    """How an eager framework's gradients come from the backward pass to the update: what is alive meanwhile."""
-
-    WHOLE = "whole"
-    """Each in a tensor of its own until the update."""
-    BUCKETS = "buckets"
-    """As views of DDP's buckets, which are there from the start of the step; those of all micro-batches but the last
-    accumulate beside them (`gradient_as_bucket_view`, `no_sync`)."""
-    STAGED = "staged"
-    """DeepSpeed's stage 1: whole until the last micro-batch is over, then through a bucket into the rank's part
-    (`reduce_ipg_grads` and `copy_grads_in_partition` of its runtime/zero/stage_1_and_2.py)."""
-    STREAMED = "streamed"
-    """DeepSpeed's stage 2: the same while every micro-batch's backward pass runs."""
-    MODULES = "modules"
-    """DeepSpeed's stage 3: the same into a flat tensor for life, while each module's weights are gathered alone."""
-    UNITS = "units"
-    """FSDP: block by block whole, then reduce-scattered; what is in no block together at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +247,9 @@ RECIPES: dict[str, TrainingRecipe] = {
         ),
         _EAGER,
         replace(_EAGER, name="eager-ddp", backward=replace(_EAGER.backward, gradient_path=GradientPath.BUCKETS)),
+        replace(
+            _EAGER, name="eager-deepspeed-0", backward=replace(_EAGER.backward, gradient_path=GradientPath.FLATTENED)
+        ),
         # DeepSpeed keeps weights and masters in two copies in fp32 too, and at stage 1 no other rank's gradients.
         replace(
             _EAGER,

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout, Recompute, Schedule
+from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.vision_spec import AnyModelSpec
+from meshmark.theory.gradient_path import DEEPSPEED_PATHS, GradientPath
 from meshmark.theory.grid import layout_grid
 from meshmark.theory.memory import received_bytes, stage_memory, state_bytes
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import bucket_elements
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import uniform_stages
-from meshmark.theory.recipe import GradientPath, TrainingRecipe, eager_recipe
-
-DEEPSPEED_PATHS = (GradientPath.STAGED, GradientPath.STREAMED, GradientPath.MODULES)
+from meshmark.theory.recipe import StateBytes, TrainingRecipe, eager_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +34,12 @@ class ModelStates:
     """That live from step to step for the sake of communication, and of gradients in their place."""
     tables: float = 0.0
     """Of rotary positions, which every process keeps: not in the peak below."""
+    host_parameters: float = 0.0
+    """Masters that the host keeps in its own memory and updates (ZeRO-Offload, arXiv:2101.06840 sec. 4): on a CPU the
+    same memory as all else, on a GPU not its allocator's."""
+    host_gradients: float = 0.0
+    """That the host updates those masters with, for life."""
+    host_optimizer_states: float = 0.0
     activations: float | None = None
     """When the step's first backward pass begins; None where they are not planned."""
     peak: float | None = None
@@ -43,6 +48,16 @@ class ModelStates:
     fills within a block, those of a reduction in another format than gradients are held in, what optimizers but AdamW
     and plain SGD make, and the message or two that pipelines other than GPipe's hold on to after they have sent
     them."""
+
+    def with_host(self) -> ModelStates:
+        """Where the host's memory is the device's."""
+        return replace(
+            self,
+            parameters=self.parameters + self.host_parameters,
+            gradients=self.gradients + self.host_gradients,
+            optimizer_states=self.optimizer_states + self.host_optimizer_states,
+            buffers=self.buffers + self.host_gradients,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +94,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
             gradients=float(states["gradients"][0]),
             optimizer_states=float(states["optimizer"][0]),
             buffers=_lasting_gradients(case, using, float(states["gradients"][0])),
+            **_host_states(layout, using.states, count),
         )
     index = layout.coordinates(rank).pp
     held = stage_memory(model, grid, using, Overheads(), index)
@@ -87,16 +103,30 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     path = using.backward.gradient_path
     known = _temporaries_are_known(case) and (not case.precision.is_mixed or path not in DEEPSPEED_PATHS)
     known &= layout.pp == 1 or layout.schedule is Schedule.GPIPE
-    known &= path not in (GradientPath.STREAMED, GradientPath.MODULES)
+    known &= path not in (GradientPath.STREAMED, GradientPath.MODULES) and layout.offload is Offload.NONE
     return ModelStates(
         parameters=float(held.parameters[0]),
         gradients=float(held.gradients[0]),
         optimizer_states=float(held.optimizer[0]),
         buffers=received + _lasting_gradients(case, using, float(held.gradients[0])),
         tables=_rotary_bytes(model, layout, case.precision),
+        **_host_states(layout, using.states, local_parameters(model, layout, rank) or 0),
         activations=float(held.activations[0]) if exact else None,
         peak=float(held.total_bytes[0]) if exact and known and layout.recompute is Recompute.NONE else None,
     )
+
+
+def _host_states(layout: Layout, states: StateBytes, num_parameters: int) -> dict[str, float]:
+    """What the host keeps of states that are offloaded to it: masters, fp32 gradients and moments of a rank's share,
+    16 bytes a parameter less the weights (arXiv:2101.06840 sec. 3.2, with fp32 gradients); nothing of those on disk."""
+    if layout.offload is not Offload.CPU:
+        return {}
+    share = num_parameters / (layout.dp * layout.cp if layout.zero_stage else 1)
+    return {
+        "host_parameters": states.master_bytes * share,
+        "host_gradients": states.master_bytes * share,
+        "host_optimizer_states": states.moment_bytes * share,
+    }
 
 
 def _rotary_bytes(model: ModelSpec, layout: Layout, precision: Precision) -> float:

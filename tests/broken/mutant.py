@@ -9,7 +9,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.conformance.scenario import plain_workload
 from meshmark.judge.faults import Fault
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout, Schedule
+from meshmark.spec.layout import Layout, Offload, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload, workload
 from tests.broken.engine import Broken
@@ -27,6 +27,14 @@ LAYOUTS = {
     "deepspeed/1": Layout(dp=2, zero_stage=1, num_micro_batches=4),
     "deepspeed/2": Layout(dp=2, zero_stage=2, num_micro_batches=4),
     "deepspeed/3": Layout(dp=2, zero_stage=3, num_micro_batches=4),
+    "fabric-ddp": Layout(dp=2, num_micro_batches=4),
+    "fabric-ddp-separate": Layout(dp=2, num_micro_batches=4),
+    "fabric-fsdp": Layout(dp=2, zero_stage=3, num_micro_batches=4),
+    "fabric-fsdp-separate": Layout(dp=2, zero_stage=3, num_micro_batches=4),
+    "deepspeed-zero0": Layout(dp=2, num_micro_batches=4),
+    "deepspeed-offload/1": Layout(dp=2, zero_stage=1, num_micro_batches=4, offload=Offload.CPU),
+    "deepspeed-offload/2": Layout(dp=2, zero_stage=2, num_micro_batches=4, offload=Offload.CPU),
+    "deepspeed-offload/3": Layout(dp=2, zero_stage=3, num_micro_batches=4, offload=Offload.CPU),
     "pipeline": Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B),
 }
 """By adapter, and ZeRO stage where it has several. Degree and micro-batches differ, so that one is not taken for the

@@ -24,6 +24,13 @@ class ShardingIgnored(Adapter):
         return DDP().build(case, context)
 
 
+class StaysOnDevice(Adapter):
+    """Offload is asked for, and nothing is offloaded."""
+
+    def zero_options(self, case: Case, context: RankContext) -> dict[str, object]:
+        return {}
+
+
 class BucketsUnreduced(Adapter):
     """FairScale's default: gradients in its buckets are not reduced after the first `zero_grad()`."""
 

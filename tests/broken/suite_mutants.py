@@ -130,6 +130,16 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", u.NoNesterov, F.UPDATE, workload=workload("gpt-mini-nesterov")),
     *on("ddp gpipe", u.OtherBeta2Decay, F.UPDATE, workload=workload("gpt-mini-adafactor")),
     *on("ddp gpipe", u.NotOrthogonal, F.UPDATE, workload=workload("gpt-mini-muon")),
+    # Of DeepSpeed's variants
+    *on("deepspeed-zero0", g.SummedOverRanks, F.SCALED),
+    *on("deepspeed-zero0", s.KeepsGradientsUnnamed, suite="memory"),
+    *on("deepspeed-offload/1 deepspeed-offload/2 deepspeed-offload/3", u.DoubleRate, F.UPDATE),
+    *on("deepspeed-offload/2", s.KeepsMastersUnnamed, suite="memory"),
+    *on("deepspeed-offload/2 deepspeed-offload/3", s.StaysOnDevice, suite="memory"),
+    # Of Fabric's
+    *on("fabric-ddp", s.ReducesEveryMicroBatch, suite="communication"),
+    *on("fabric-ddp-separate fabric-fsdp fabric-fsdp-separate", u.DoubleRate, F.UPDATE),
+    *on("fabric-fsdp", s.ShardingIgnored, suite="memory"),
     # On the clock alone
     *on("ddp", c.StepsUnreduced, suite="throughput"),
     *on("ddp fsdp2", c.StepsUnclipped, suite="throughput"),

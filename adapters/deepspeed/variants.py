@@ -1,0 +1,87 @@
+"""DeepSpeed's choices that `deepspeed` leaves out: stage 0, and where states live (ZeRO-Offload, arXiv:2101.06840)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from meshmark.adapter.engine import RankContext
+from meshmark.adapters.deepspeed import DeepSpeed
+from meshmark.adapters.deepspeed.operators import load, missing
+from meshmark.reference.build import parameter_shapes
+from meshmark.reference.optimizers import parameter_groups, reference_optimizer
+from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
+from meshmark.spec.layout import Offload
+from meshmark.theory.parameter_order import bucket_elements, reaching_elements
+from meshmark.theory.states import Remainder
+
+
+class DeepSpeedOffload(DeepSpeed):
+    """Masters, moments and the gradients that they are updated with live in the host's memory, and the host updates
+    them: AdamW by DeepSpeed's own `DeepSpeedCPUAdam`, other optimizers by PyTorch's."""
+
+    capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, offloads=frozenset({Offload.CPU}))
+
+    known_gaps: ClassVar = (
+        KnownGap(
+            clause="unused",
+            symptom="stale gradient",
+            reason="a parameter that a step does not use is updated again with the gradient of the last step that did: "
+            "the host's flat gradient is there for life, and a tensor's part of it is overwritten only where a "
+            "gradient comes",
+        ),
+    )
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return super().supports(case, device, backend) or missing("cpu_adam")
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        """Up to stage 2 gradients pass through the device; what the host keeps beside its share of them, and what they,
+        and updated weights, pass through. Stage 3 is as without offload."""
+        layout, model, width = case.layout, case.workload.model, case.precision.weights.itemsize
+        if layout.zero_stage == 3:
+            return ()
+        sizes = [math.prod(shape) for shape in parameter_shapes(model).values()]
+        between = width * (model.num_parameters / layout.dp + 2 * max(sizes))
+        passing = "updated weights in the model's format, and the largest tensor's gradient twice, pass through buffers"
+        return (*_kept_gradients(case, rank), Remainder(category="steady", num_bytes=between, reason=passing))
+
+    def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
+        return {"offload_optimizer": {"device": "cpu", "pin_memory": context.device.type == "cuda"}}
+
+    def optimizer(self, case: Case, model: nn.Module) -> torch.optim.Optimizer:
+        spec = case.workload.optimizer
+        cls, arguments = reference_optimizer(spec).arguments()
+        if cls is not torch.optim.AdamW:
+            return super().optimizer(case, model)
+        load("cpu_adam")
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        made: torch.optim.Optimizer = DeepSpeedCPUAdam(parameter_groups(spec, model.named_parameters()), **arguments)
+        return made
+
+
+def _kept_gradients(case: Case, rank: int) -> tuple[Remainder, ...]:
+    """Beside the host's share of them, which is in the plan, and otherwise than a share on the device."""
+    layout, model = case.layout, case.workload.model
+    if case.precision.is_mixed:
+        if layout.zero_stage == 2:
+            return ()
+        reason = "a rank keeps its partition's gradients alone, and the bucket that was reduced last"
+        return (Remainder(category="gradients", num_bytes=4.0 * bucket_elements(model), reason=reason),)
+    gone = -4 * model.num_parameters / layout.dp
+    found = (Remainder(category="gradients", num_bytes=gone, reason="no gradient stays on the device"),)
+    if layout.zero_stage == 1 or layout.num_micro_batches == 1:
+        return found
+    sizes = [math.prod(shape) for shape in parameter_shapes(model).values()]
+    kept = 4.0 * reaching_elements(sizes, layout.dp, layout.coordinates(rank).dp)
+    reason = "the host accumulates, as whole tensors and for life, those that reach into a rank's part"
+    both = (Remainder(category=category, num_bytes=kept, reason=reason) for category in ("gradients", "steady"))
+    return (*found, *both)

@@ -1,0 +1,200 @@
+"""Lightning Fabric: its DDP and FSDP strategies, each set up in both ways that its documentation has.
+
+`fabric-ddp` and `fabric-fsdp` call `setup(module, optimizer)`; the adapters ending in `-separate` call `setup_module`,
+build the optimizer over what that returns, and call `setup_optimizers`. Everything goes through Fabric's own
+`no_backward_sync`, `backward`, `clip_gradients`, `save` and `load`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from meshmark.adapter.capabilities import Capabilities, Requirement
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, initial_model
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.ddp import DDPEngine
+from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine
+from meshmark.errors import AdapterError
+from meshmark.reference.objective import build_optimizer
+from meshmark.reference.transformer import Block
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Recompute
+from meshmark.spec.model_spec import Family
+from meshmark.spec.precision import Dtype, Precision
+from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+
+_FABRIC = (Requirement(module="lightning_fabric", distribution="lightning-fabric"),)
+_ON_CPU = frozenset({"cpu"})
+"""What the adapters have been tried on."""
+_NO_SCALER = "on a CPU Fabric's 16-mixed makes no gradient scaler"
+
+
+class _ThroughFabric(DataParallelEngine):
+    """`wrapped` and `prepared`: what Fabric made of module and optimizer. Of the former, `self.module` is the
+    strategy's own wrapper; `self.optimizer` is PyTorch's."""
+
+    def __init__(self, case: Case, context: RankContext, fabric: Any, wrapped: Any, prepared: Any) -> None:  # noqa: ANN401
+        super().__init__(case, context, wrapped._forward_module, prepared.optimizer)
+        self.fabric, self.wrapped, self.prepared = fabric, wrapped, prepared
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.wrapped(inputs)  # Fabric's precision wraps autocast around it, or the sharding casts
+        return logits
+
+    def differentiate(self, loss: Tensor) -> None:
+        self.fabric.backward(loss)
+
+    def finish_gradients(self) -> None:
+        """Reduced within `backward`, and never scaled."""
+
+    def update(self) -> Tensor | None:
+        max_norm = self.case.workload.optimizer.clip_norm
+        norm = None if max_norm is None else self.fabric.clip_gradients(self.wrapped, self.prepared, max_norm=max_norm)
+        self.prepared.step()
+        self.prepared.zero_grad()
+        self.advance_schedule()
+        return norm
+
+    def save(self, folder: Path) -> None:
+        state = {"model": self.wrapped, "optimizer": self.prepared, "schedule": self.schedule_state()}
+        self.fabric.save(folder / "checkpoint", state)
+        self.fabric.barrier()
+
+    def load(self, folder: Path) -> None:
+        state = {"model": self.wrapped, "optimizer": self.prepared, "schedule": None}
+        self.fabric.load(folder / "checkpoint", state)
+        self.load_schedule(state["schedule"])
+
+
+class FabricDDPEngine(_ThroughFabric, DDPEngine):
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with self.fabric.no_backward_sync(self.wrapped, enabled=not last):
+            yield
+
+
+class FabricFSDPEngine(_ThroughFabric, FSDP1Engine):
+    """Reduces after every micro-batch: `no_backward_sync` would keep whole gradients."""
+
+
+def _launched(context: RankContext, strategy: Any, precision: str) -> Any:  # noqa: ANN401
+    """A `Fabric` in processes that are there already, as under torchrun. Raises `AdapterError` if it made another
+    strategy's."""
+    from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments import TorchElasticEnvironment
+
+    on_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    fabric = Fabric(
+        accelerator=context.device.type,
+        devices=on_node,
+        num_nodes=context.world_size // on_node,
+        strategy=strategy,
+        precision=precision,
+        plugins=[TorchElasticEnvironment()],
+    )
+    fabric.launch()
+    if fabric.strategy is not strategy or fabric.world_size != context.world_size:
+        raise AdapterError(f"Fabric runs {fabric.strategy} over {fabric.world_size} ranks, which was not asked for")
+    return fabric
+
+
+def _set_up(fabric: Any, case: Case, model: nn.Module, together: bool) -> tuple[Any, Any]:  # noqa: ANN401
+    """What Fabric makes of the model and its optimizer. The names that the optimizer's groups follow are canonical."""
+    spec = case.workload.optimizer
+    if together:
+        wrapped, prepared = fabric.setup(model, build_optimizer(spec, model.named_parameters()))
+        return wrapped, prepared
+    wrapped = fabric.setup_module(model)
+    return wrapped, fabric.setup_optimizers(build_optimizer(spec, wrapped.named_parameters()))
+
+
+class FabricDDP(Adapter):
+    requires: ClassVar = _FABRIC
+    together: ClassVar = True
+    """`setup(module, optimizer)`, the first of the two documented ways."""
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"dp"}),
+        families=frozenset(Family),
+        devices=_ON_CPU,
+        precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
+        lacks={
+            Precision.FP16: _NO_SCALER,
+            Precision.BF16_REDUCE_BF16: "its comm hook would be PyTorch's own, which DDP lets run on NCCL alone",
+        },
+    )
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        return eager_recipe(case, "eager-ddp")
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        from lightning_fabric.strategies import DDPStrategy
+
+        strategy = DDPStrategy(
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # each replica keeps its own statistics, as the workload defines them
+            find_unused_parameters=case.workload.skipped_block is not None,
+        )
+        precision = {Dtype.FP64: "64-true", Dtype.BF16: "bf16-mixed"}.get(case.precision.compute, "32-true")
+        fabric = _launched(context, strategy, precision)
+        wrapped, prepared = _set_up(fabric, case, initial_model(case, context.device), self.together)
+        return FabricDDPEngine(case, context, fabric, wrapped, prepared)
+
+
+class FabricDDPSeparate(FabricDDP):
+    together: ClassVar = False
+
+
+class FabricFSDP(FSDP1):
+    """Blocks by `auto_wrap_policy`, and what is left with the model. Fabric refuses its `FSDPStrategy` on a CPU, but
+    not a subclass; that one names the device, which Fabric leaves out where there is no index."""
+
+    requires: ClassVar = _FABRIC
+    together: ClassVar = True
+    capabilities: ClassVar = Capabilities(
+        degrees=FSDP1.capabilities.degrees,
+        zero_stages=FSDP1.capabilities.zero_stages,
+        families=FSDP1.capabilities.families,
+        devices=_ON_CPU,
+        recomputes=frozenset({Recompute.NONE}),
+        precisions=frozenset({Precision.FP32, Precision.BF16, Precision.BF16_REDUCE_BF16}),
+        lacks={**FSDP1.capabilities.lacks, Precision.FP16: _NO_SCALER},
+    )
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        from lightning_fabric.strategies import FSDPStrategy
+        from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+        class Strategy(FSDPStrategy):  # type: ignore[misc]
+            def setup_module(self, module: nn.Module) -> nn.Module:
+                made: nn.Module = FullyShardedDataParallel(
+                    module,
+                    mixed_precision=self.mixed_precision_config,
+                    sharding_strategy=self.sharding_strategy,
+                    device_id=context.device,
+                    **self._fsdp_kwargs,
+                )
+                return made
+
+        low, reduced = AUTOCAST.get(case.precision.compute), getattr(torch, case.precision.reduction)
+        strategy = Strategy(
+            auto_wrap_policy={Block},
+            sharding_strategy=self.strategy,
+            mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low else None,
+            state_dict_type="sharded",
+        )
+        fabric = _launched(context, strategy, "32-true")
+        wrapped, prepared = _set_up(fabric, case, initial_model(case, context.device), self.together)
+        return FabricFSDPEngine(case, context, fabric, wrapped, prepared)
+
+
+class FabricFSDPSeparate(FabricFSDP):
+    together: ClassVar = False

@@ -1,0 +1,138 @@
+"""A baseline: records that were accepted as good, made compact, with what they were measured under."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+from meshmark.errors import InputError, ResultsError
+from meshmark.regression.conditions import conditions
+from meshmark.run.record import EquivalenceEvidence, Outcome, Record, Status, TimingEvidence
+from meshmark.run.record_file import Reading, RecordFile, read_records
+from meshmark.run.request import Task
+from meshmark.run.throughput import throughput
+
+FOLDER = "baselines"
+ABOUT = "baseline.json"
+"""Says what a baseline was measured under; a folder without it was not accepted by this command."""
+NOISY = 0.1
+"""Half of a rate's 95 % interval, of the rate, above which a baseline hides what it is to show."""
+ALLOWED = ("wrong", "noisy")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+_SECONDS_DIGITS = 7
+
+
+def find_baseline(name: str | Path, here: Path) -> Path:
+    """The folder that `name` stands for: its path, or `baselines/NAME` in the folder `here` or above it."""
+    given = here / name
+    if given.is_file() or (given / "records.jsonl").exists():
+        return given
+    for folder in (here, *here.parents):
+        if (found := folder / FOLDER / name).is_dir():
+            return found
+        if (folder / ".git").exists():
+            break
+    known = sorted(path.parent.name for path in (here / FOLDER).glob("*/records.jsonl"))
+    listed = f"{FOLDER}/ holds {', '.join(known)}" if known else f"there is none in {FOLDER}/"
+    raise ResultsError(
+        f"no baseline {str(name)!r}: {listed}; `meshmark baseline accept RESULTS --name {Path(name).name}` makes one"
+    )
+
+
+def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bool = False) -> Path:
+    """Writes baselines/NAME from a results folder and returns its path. Conformance is left out: its tests fail by
+    themselves.
+
+    Raises `InputError` for a name that is none or taken, and where cases are wrong, or rates are not known well, unless
+    `allow` says so. Whatever is refused leaves the folder as it was.
+    """
+    if not _NAME.fullmatch(name):
+        raise InputError(f"--name {name!r}: expected letters, digits, '.', '_' or '-', such as a100-8gpu")
+    folder = Path(FOLDER) / name
+    if folder.exists() and not (replace and (folder / ABOUT).exists()):
+        raise InputError(f"{str(folder)!r} is there already: choose another name, or give --replace for a baseline")
+    reading = read_records(results)
+    matrix = [r for r in reading.records if not r.conformance.scenario]
+    records = [r for r in matrix if r.outcome.status is not Status.SKIPPED]
+    if not records:
+        raise ResultsError(f"{str(results)!r} holds no record of a case that was run; run `pytest suites` first")
+    _refuse("wrong", _wrong(records), allow, "mend them first")
+    _refuse("noisy", _noisy(records), allow, "use a quieter machine or a longer --timing-budget")
+    _write(folder, records, reading)
+    return folder
+
+
+def _refuse(kind: str, found: Sequence[str], allow: Collection[str], mend: str) -> None:
+    if found and kind not in allow:
+        shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+        raise InputError(f"no baseline of {kind} cases: {shown}: {mend}, or accept them with --allow {kind}")
+
+
+def _wrong(records: Iterable[Record]) -> list[str]:
+    found = list[str]()
+    for record in records:
+        if record.outcome.status is not Status.OK:
+            found.append(f"{record.case.id}: {record.outcome.status}")
+        found += [f"{record.case.id}: {v.suite}: {v.summary}" for v in record.verdicts if not v.passed]
+    return found
+
+
+def _noisy(records: Iterable[Record]) -> list[str]:
+    timed = [r for r in records if r.task is Task.TIME and r.outcome.status is Status.OK]
+    rates = [(record.case.id, throughput(record).relative) for record in timed]
+    return [f"{case}: ±{relative:.0%}" for case, relative in rates if relative > NOISY]
+
+
+def _write(folder: Path, records: Sequence[Record], reading: Reading) -> None:
+    """Beside its place first, so that a write that fails costs nothing."""
+    beside = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(beside, ignore_errors=True)
+    with contextlib.closing(RecordFile(beside)) as file:
+        for record in records:
+            file.append(compact(record))
+    (beside / ABOUT).write_text(json.dumps(about(folder.name, records, reading), indent=2) + "\n")
+    shutil.rmtree(beside / "evidence", ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+    beside.rename(folder)
+
+
+def compact(record: Record) -> Record:
+    """Verdicts and numbers; what they were reached from, tensor by tensor, is left out, and so are logs."""
+    found, timing = record.equivalence, record.timing
+    seconds = [[round(s, _SECONDS_DIGITS) for s in rank] for rank in timing.rank_step_seconds]
+    starts = [[round(s, _SECONDS_DIGITS) for s in rank] for rank in timing.rank_starts]
+    return dataclasses.replace(
+        record,
+        outcome=Outcome(status=record.outcome.status, rank=record.outcome.rank, message=record.outcome.message),
+        equivalence=EquivalenceEvidence(diagnosis=found.diagnosis, num_replicated=found.num_replicated),
+        timing=TimingEvidence(
+            rank_step_seconds=seconds,
+            rank_starts=starts,
+            lap_steps=timing.lap_steps,
+            peak_flops_per_second=timing.peak_flops_per_second,
+        ),
+    )
+
+
+def about(name: str, records: Sequence[Record], reading: Reading) -> dict[str, object]:
+    """What a reader of the folder wants to know first."""
+    told: dict[str, set[str]] = {}
+    for record in records:
+        for condition, value in conditions(record.environment).items():
+            if value:
+                told.setdefault(condition, set()).add(value)
+    return {
+        "baseline": name,
+        "cases": len({record.case.id for record in records}),
+        "records": len(records),
+        "dates": sorted({record.environment.date[:10] for record in records}),
+        "commits": sorted({record.environment.commit for record in records if record.environment.commit}),
+        "conditions": {condition: sorted(values) for condition, values in told.items()},
+        "commands": sorted({session.command for session in reading.sessions}),
+    }

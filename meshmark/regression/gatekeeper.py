@@ -1,0 +1,106 @@
+"""Holds one record of this session against a baseline, as `pytest suites --baseline` does test by test."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshmark.environment import Environment
+from meshmark.errors import ResultsError
+from meshmark.regression.change import Change
+from meshmark.regression.conditions import conditions, told
+from meshmark.regression.exact import exact_changes
+from meshmark.regression.gate import Gate
+from meshmark.regression.runs import CaseRuns, Key, by_case, key_of
+from meshmark.regression.samples import STEP, Sample, samples
+from meshmark.regression.times import ALPHA, SAME_WITHIN, change_of, scatter_of, test_of
+from meshmark.regression.times import Key as TestKey
+from meshmark.regression.verdicts import verdict_changes
+from meshmark.run.record import Record
+from meshmark.run.record_file import read_records
+from meshmark.run.request import Task
+
+_SENT = {"memory": False, "communication": True}
+"""By suite that judges bytes, whether they are those of collectives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gatekeeper:
+    """A baseline, and what fails beside it."""
+
+    folder: Path
+    cases: dict[Key, CaseRuns]
+    gate: Gate
+    num_timed: int = 1
+    """Timed cases of the session: the chance of a false alarm is shared among them (Bonferroni), for each is decided
+    when it is run."""
+
+    def knows(self, record: Record) -> bool:
+        return key_of(record) in self.cases
+
+    def failing(self, record: Record, suite: str) -> list[Change]:
+        """Of the metrics that belong to `suite`, those that fail."""
+        before, after = self.cases[key_of(record)], CaseRuns(case=record.case)
+        (after.timed if record.task is Task.TIME else after.observed).append(record)
+        if before.case != after.case:
+            return []
+        name = record.case.id
+        changes = [c for c in verdict_changes(name, before, after) if c.metric == f"{suite} verdict"]
+        if suite in _SENT:
+            exact = exact_changes(name, before, after)
+            changes += [c for c in exact if c.metric.startswith("traffic") is _SENT[suite]]
+        if suite == "throughput":
+            changes += self._time(before, after)
+        return self.gate.failing(changes)
+
+    def _time(self, before: CaseRuns, after: CaseRuns) -> list[Change]:
+        new = samples(after).get(STEP)
+        pairs: dict[TestKey, tuple[Sequence[Sample], Sequence[Sample]]] = {
+            (runs.case.id, STEP): (found[STEP], ()) for runs in self.cases.values() if STEP in (found := samples(runs))
+        }
+        key = after.case.id, STEP
+        if not new or key not in pairs:
+            return []
+        test = test_of((pairs[key][0], new), scatter_of(key, pairs))
+        level = ALPHA / self.num_timed
+        workload = after.case.workload
+        unit = workload.units_per_step, workload.unit
+        return [change_of(key, test, level, unit, self.gate.margin or SAME_WITHIN)]
+
+
+def gatekeeper(folder: Path, gate: Gate) -> Gatekeeper:
+    """Raises `ResultsError` when the folder cannot be read."""
+    return Gatekeeper(folder=folder, cases=by_case(read_records(folder).records), gate=gate)
+
+
+def expect_conditions(keeper: Gatekeeper, here: Environment) -> None:
+    """Raises `ResultsError` where this session is run under other conditions than the baseline was."""
+    values: dict[str, set[str]] = {}
+    for runs in keeper.cases.values():
+        for record in (*runs.observed, *runs.timed):
+            if record.environment.device == here.device:
+                for name, value in conditions(record.environment).items():
+                    values.setdefault(name, set()).add(value)
+    ours = {name: value for name, value in conditions(here).items() if value}
+    different = [
+        f"{name}: {told(values[name])} there, {value} here"
+        for name, value in ours.items()
+        if values.get(name, {""}) - {""} and values[name] != {value}
+    ]
+    if different:
+        raise ResultsError(
+            f"baseline {str(keeper.folder)!r} was measured under other conditions ({'; '.join(different)}): accept one "
+            "that was made here, or give --across where the conditions are what you compare"
+        )
+
+
+def expect_cases(keeper: Gatekeeper, cases: Collection[str]) -> None:
+    """Raises `ResultsError` when the baseline holds none of `cases`, by id."""
+    known = sorted({key[0] for key in keeper.cases})
+    if cases and not set(cases) & set(known):
+        raise ResultsError(
+            f"baseline {str(keeper.folder)!r} holds none of the {len(cases)} cases of this session ("
+            f"{', '.join(sorted(cases)[:3])}, ...): it holds {', '.join(known[:3])}, ...; choose those cases, or "
+            "accept a baseline of these"
+        )

@@ -1,0 +1,176 @@
+"""Baselines: what is accepted, and what fails beside one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshmark.cli import main
+from meshmark.errors import InputError, ResultsError
+from meshmark.expect import NoBaselineWarning, expect_no_worse
+from meshmark.regression.baseline import accept, find_baseline
+from meshmark.regression.gate import DEFAULT_GATE, parse_gate
+from meshmark.regression.gatekeeper import Gatekeeper, expect_cases, expect_conditions, gatekeeper
+from meshmark.run.record import Outcome, Record, Status
+from meshmark.run.record_file import RecordFile, read_records
+from tests.factories import (
+    make_case,
+    make_environment,
+    make_good,
+    make_memory,
+    make_memory_evidence,
+    make_timed,
+    make_timing,
+    make_traffic,
+    make_traffic_evidence,
+    make_verdict,
+)
+
+ROOT = Path(__file__).parent.parent
+SECONDS = [0.1 + 0.001 * (i % 5) for i in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def timed(factor: float = 1.0) -> Record:
+    return make_timed(timing=make_timing(rank_step_seconds=[[factor * s for s in SECONDS]]))
+
+
+def write(*records: Record, folder: str = "results") -> Path:
+    file = RecordFile(Path(folder))
+    for record in records:
+        file.append(record)
+    file.close()
+    return Path(folder)
+
+
+def keeper(*records: Record, gate: str = DEFAULT_GATE) -> Gatekeeper:
+    return gatekeeper(accept(write(*records), "here"), parse_gate(gate))
+
+
+def test_a_baseline_is_compact_and_says_what_it_was_measured_under(capsys: pytest.CaptureFixture[str]) -> None:
+    write(make_good(), timed())
+    assert main(["baseline", "accept", "results", "--name", "here"]) == 0
+    assert "1 cases, 2 records; gate with --baseline here" in capsys.readouterr().out
+    about = json.loads(Path("baselines/here/baseline.json").read_text())
+    assert about["dates"] == ["2026-01-02"] and about["commits"] == ["0123456789ab"]
+    assert about["conditions"]["torch"] == ["2.13.0"] and about["conditions"]["machine"] == ["Abacus 3000"]
+    kept, original = (read_records(Path(folder)).records for folder in ("baselines/here", "results"))
+    assert [r.verdicts for r in kept] == [r.verdicts for r in original]
+    assert kept[0].memory == original[0].memory and kept[0].traffic == original[0].traffic
+    assert not kept[0].equivalence.deviations
+    assert kept[1].timing.step_seconds == pytest.approx(original[1].timing.step_seconds, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "record, allow, words",
+    [
+        (make_good(verdicts=[make_verdict(passed=False)]), "wrong", "equivalence: what decided equivalence"),
+        (make_good(outcome=Outcome(status=Status.KILLED)), "wrong", "killed"),
+        (make_timed(timing=make_timing(rank_step_seconds=[[0.1, 0.4, 0.1, 0.3]])), "noisy", "±"),
+    ],
+)
+def test_wrong_and_noisy_cases_are_refused_unless_told(record: Record, allow: str, words: str) -> None:
+    write(record)
+    with pytest.raises(InputError, match=f"--allow {allow}") as refused:
+        accept(Path("results"), "here")
+    assert words in str(refused.value) and not Path("baselines").exists()
+    assert accept(Path("results"), "here", allow=[allow]).is_dir()
+
+
+def test_a_name_that_is_taken_keeps_what_it_holds() -> None:
+    write(make_good())
+    accept(Path("results"), "here")
+    before = Path("baselines/here/records.jsonl").read_bytes()
+    with pytest.raises(InputError, match="is there already"):
+        accept(Path("results"), "here")
+    Path("baselines/papers").mkdir()
+    with pytest.raises(InputError, match="is there already"):  # nobody's baseline
+        accept(Path("results"), "papers", replace=True)
+    with pytest.raises(InputError, match="expected letters"):
+        accept(Path("results"), "../up")
+    assert Path("baselines/here/records.jsonl").read_bytes() == before
+    write(timed())
+    accept(Path("results"), "here", replace=True)
+    assert len(read_records(Path("baselines/here")).records) == 2
+
+
+def test_a_baseline_is_found_by_name_from_folders_below() -> None:
+    write(make_good(), folder="baselines/here")
+    Path("below").mkdir()
+    assert find_baseline("here", Path("below").absolute()).samefile("baselines/here")
+    assert find_baseline("baselines/here", Path.cwd()).samefile("baselines/here")
+    with pytest.raises(ResultsError, match=r"no baseline 'there': baselines/ holds here; `meshmark baseline accept"):
+        find_baseline("there", Path.cwd())
+
+
+def test_nothing_fails_beside_an_equal_record() -> None:
+    found = keeper(make_good(), timed())
+    for suite in ("equivalence", "memory", "communication"):
+        expect_no_worse(make_good(), suite, found)
+    expect_no_worse(timed(1.01), "throughput", found)
+
+
+def test_each_kind_of_regression_fails_its_own_test_with_its_evidence() -> None:
+    found = keeper(make_good(), timed())
+    bigger = make_good(memory=make_memory_evidence(readings=[make_memory(), make_memory(activations=2000)]))
+    with pytest.raises(pytest.fail.Exception, match=r"peak memory worse: .*activations on rank 1: 1,000 -> 2,000"):
+        expect_no_worse(bigger, "memory", found)
+    expect_no_worse(bigger, "communication", found)
+    chatty = make_good(traffic=make_traffic_evidence(readings=[make_traffic(), make_traffic(num_bytes=800)]))
+    with pytest.raises(pytest.fail.Exception, match=r"traffic asked for worse: .*all_reduce over ranks 0, 1 on rank 1"):
+        expect_no_worse(chatty, "communication", found)
+    with pytest.raises(pytest.fail.Exception, match=r"tokens/s worse: .*-66"):
+        expect_no_worse(timed(3.0), "throughput", found)
+    wrong = make_good(verdicts=[make_verdict(passed=False)])
+    with pytest.raises(pytest.fail.Exception, match="equivalence verdict worse: yes -> no"):
+        expect_no_worse(wrong, "equivalence", found)
+
+
+def test_more_timed_cases_share_the_chance_of_a_false_alarm() -> None:
+    found = keeper(make_good(), timed())
+    slow = timed(1.8)
+    assert found.failing(slow, "throughput")
+    assert not dataclasses.replace(found, num_timed=100_000).failing(slow, "throughput")
+
+
+def test_a_case_that_the_baseline_lacks_is_told() -> None:
+    found = keeper(make_good())
+    other = make_good(case=make_case("fsdp2"))
+    with pytest.warns(NoBaselineWarning, match="it is not gated"):
+        expect_no_worse(other, "memory", found)
+    with pytest.raises(ResultsError, match=f"holds none of the 1 cases of this session .*: it holds {make_case().id}"):
+        expect_cases(found, [other.case.id])
+    expect_cases(found, [other.case.id, make_case().id])
+
+
+def test_other_conditions_are_refused() -> None:
+    found = keeper(make_good())
+    expect_conditions(found, make_environment(backend="", versions={"torch": "2.13.0", "pandas": "9"}))
+    with pytest.raises(ResultsError, match=r"machine: Abacus 3000 there, Abacus 4000 here.*--across"):
+        expect_conditions(found, make_environment(machine="Abacus 4000"))
+
+
+def test_pytest_refuses_a_baseline_of_other_conditions_or_cases() -> None:
+    """Before anything is launched; `--across` lets the conditions pass, and the cases still are others."""
+    keeper(make_good())
+    code = (
+        "import sys, pytest\n"
+        "common = '--pyargs meshmark.suites --adapters ddp --collect-only -q -p no:cacheprovider'.split()\n"
+        "for more in (['--baseline', 'none'], ['--baseline', 'here'], ['--baseline', 'here', '--across']):\n"
+        "    print(int(pytest.main([*common, *more])), file=sys.stderr)\n"
+    )
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    said = done.stdout + done.stderr
+    assert said.count("\n4\n") == 3, said
+    for words in ("no baseline 'none': baselines/ holds here", "measured under other conditions", "holds none of the"):
+        assert words in said
