@@ -143,6 +143,7 @@ SUITE_MUTANTS: list[Mutant] = [
     # On the clock alone
     *on("ddp", c.StepsUnreduced, suite="throughput"),
     *on("ddp fsdp2", c.StepsUnclipped, suite="throughput"),
+    *on("ddp fsdp2", c.StepsUnclippedInTheEnd, suite="throughput"),
     *on("ddp fsdp2 megatron gpipe", c.StepsOnHalfTheBatch, suite="throughput"),
     *on("ddp", c.ReducesFirstSteps, suite="throughput"),
     # Not what was asked for
