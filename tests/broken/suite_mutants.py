@@ -12,6 +12,7 @@ from meshmark.spec.workload import workload
 from tests.broken import averaging as a
 from tests.broken import gradients as g
 from tests.broken import mixed as m
+from tests.broken import pairs
 from tests.broken import pipelines as p
 from tests.broken import states as s
 from tests.broken import timed as c
@@ -143,6 +144,12 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("fabric-ddp", s.ReducesEveryMicroBatch, suite="communication"),
     *on("fabric-ddp-separate fabric-fsdp fabric-fsdp-separate", u.DoubleRate, F.UPDATE),
     *on("fabric-fsdp", s.ShardingIgnored, suite="memory"),
+    # Two at once
+    *on("ddp fsdp2", pairs.UnevenAtDoubleRate, F.UNEVEN, F.UPDATE),
+    *on("ddp", pairs.ScaledUnclipped, F.SCALED, F.CLIPPING),
+    *on("fsdp2", pairs.DropsRowsAndDecay, F.DROPPED, F.UPDATE),
+    *on("ddp", pairs.CountsMaskedWithOtherBetas, F.SCALED, F.UPDATE),
+    *on("ddp", pairs.StaleInBf16, F.STALE_GRADIENT, F.PRECISION),
     # On the clock alone
     *on("ddp", c.StepsUnreduced, suite="throughput"),
     *on("ddp fsdp2", c.StepsUnclipped, suite="throughput"),
