@@ -40,6 +40,8 @@ ROSTER: dict[str, str] = {
     "fsdp2-recommended": "meshmark.adapters.fsdp2:FSDP2Recommended",
     "deepspeed-zero0": "meshmark.adapters.deepspeed.replicated:DeepSpeedZero0",
     "deepspeed-offload": "meshmark.adapters.deepspeed.variants:DeepSpeedOffload",
+    "deepspeed-offload-params": "meshmark.adapters.deepspeed.variants:DeepSpeedOffloadParams",
+    "fairscale-oss-ddp": "meshmark.adapters.fairscale.under_ddp:FairScaleOSSDDP",
     "fabric-ddp": "meshmark.adapters.fabric:FabricDDP",
     "fabric-ddp-separate": "meshmark.adapters.fabric:FabricDDPSeparate",
     "fabric-fsdp": "meshmark.adapters.fabric:FabricFSDP",

@@ -100,9 +100,10 @@ def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests:
         measured = [r for r in peers if r.observed and r.observed.memory.readings]
         if timed and measured:
             leanest = min(measured, key=_peak)
+            peak = f"{tables.bytes_text(_peak(leanest))} at its fullest rank's peak"
             parts.append(
-                f"On {ranks} ranks {_fastest([r.timed for r in timed if r.timed])}, "
-                f"the leanest {code(leanest.case.id)} ({tables.bytes_text(_peak(leanest))} at its fullest rank's peak)."
+                f"On {ranks} ranks {_fastest([r.timed for r in timed if r.timed])}; "
+                f"the leanest is {code(leanest.case.id)} ({peak})."
             )
     return " ".join(parts)
 
@@ -114,10 +115,9 @@ def _fastest(timed: Sequence[Record]) -> str:
     speed = f"{best.per_second:,.0f} {best.unit}/s {tables.interval_text(best)}"
     if not tied:
         return f"the fastest correct case is {code(first.case.id)} ({speed})"
-    listed = _listed([record.case.id for record in tied])
-    return (
-        f"no correct case is the fastest: with {code(first.case.id)} ({speed}) are tied, their intervals meet, {listed}"
-    )
+    *between, last = [code(record.case.id) for record in tied]
+    listed = ", ".join([f"{code(first.case.id)} ({speed})", *between]) + f" and {last}"
+    return f"the fastest correct cases are {listed}, whose intervals meet, so that none is ahead"
 
 
 def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: int) -> str:
