@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 RESULTS := results/report
+# `make report REPORT=reports/report.md` is what publishes: nothing that git tracks is touched unless asked.
+REPORT ?= results/report.md
 # All adapters and ZeRO stages on two ranks; on four, of DeepSpeed's stages the deepest alone, and that not through
 # Accelerate once more: the report is to take less than four minutes on two cores. Its workload is synchronous.
 REPORTED := not (post-local-sgd or dp4 and (accelerate-deepspeed or deepspeed and (zero1 or zero2)))
@@ -10,7 +12,7 @@ REPORTED := not (post-local-sgd or dp4 and (accelerate-deepspeed or deepspeed an
 .PHONY: help install report conformance test lint types bench gpu clean
 
 help:
-	@echo "make report   run the suites on this machine's CPU (world sizes 2 and 4), leave reports/report.md"
+	@echo "make report   run the suites on this machine's CPU (world sizes 2 and 4), leave results/report.md (or REPORT=)"
 	@echo "make conformance   every clause for every adapter: reports/conformance.md"
 	@echo "make test     test Meshmark itself"
 	@echo "make tables   published tables beside what the planner computes; make validate: its errors, with goals"
@@ -28,7 +30,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch numpy setuptools wheel ninja py-cpuinfo
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[deepspeed,accelerate,fairscale,lightning-fabric,dev]"
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[deepspeed,accelerate,fairscale,lightning-fabric,html,dev]"
 	$(BIN)/pip install -q -c constraints.txt --no-deps megatron-core
 	-$(BIN)/python -m meshmark.adapters.deepspeed.operators cpu_adam
 	touch $@
@@ -37,7 +39,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 report: install
 	rm -f $(RESULTS)/records.jsonl
 	$(BIN)/python -m pytest suites --world 2,4 -k "$(REPORTED)" --results $(RESULTS); status=$$?; \
-	$(BIN)/meshmark report $(RESULTS) -o reports/report.md && exit $$status
+	$(BIN)/meshmark report $(RESULTS) -o $(REPORT) && exit $$status
 
 # Every clause of every adapter, each scenario a launch; written whether or not a clause fails.
 conformance: install
@@ -61,9 +63,7 @@ types: install
 include plan.mk power.mk chaos.mk
 
 bench: install
-	$(BIN)/python -m benchmarks.launch
-	$(BIN)/python -m benchmarks.overhead
-	$(BIN)/python -m benchmarks.report
+	status=0; for name in launch overhead report; do $(BIN)/python -m benchmarks.$$name || status=1; done; exit $$status
 
 # On the machine's own python, with whatever frameworks it has: first a model that fills one GPU, then correctness at
 # world size 1 over NCCL, then two ranks that share the GPU over gloo.

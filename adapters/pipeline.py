@@ -26,6 +26,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Dtype, Precision
+from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder, micro_batch_tokens
 
 if TYPE_CHECKING:  # a second, which only ranks should take
@@ -253,6 +254,12 @@ class Pipeline(Adapter):
                 f"{layout.num_micro_batches}"
             )
         return super().supports(case, device, backend)
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """Of chunks in another order, which a subclass may run, no peak is planned."""
+        using = super().recipe(case)
+        return dataclasses.replace(using, backward=dataclasses.replace(using.backward, interleaves=cls is Pipeline))
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:

@@ -1,4 +1,5 @@
-"""`meshmark report` over many records, cold: seconds and memory of the whole command; and `meshmark --help`.
+"""`meshmark report` over many records, cold: seconds and memory of the whole command; `meshmark --help`; and what
+`pytest suites` takes before its first launch, without the plugins of others.
 
 The records are the committed baseline's, with their evidence beside them, as a run leaves it: 5,000 under ever new
 names of workloads, so that each case has rows of its own; 100,000 as 2,000 runs of the same cases into one folder, of
@@ -21,16 +22,20 @@ from meshmark.run.migration import migrate
 
 ROOT = Path(__file__).parent.parent
 BASELINE = ROOT / "baselines" / "epyc-2cpu" / "records.jsonl"
-HELPS = 5
+COLLECT = ("pytest", "suites", "--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest")
+TRIES = 5
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
 
 def main() -> int:
-    met = [verdict("help_seconds", min(_seconds("--help")[0] for _ in range(HELPS)), 0.3, at_least=False)]
+    met = []
+    for name, command, goal in (("help", ("meshmark", "--help"), 0.3), ("collect", COLLECT, 1.5)):
+        took = min(_seconds(*command)[0] for _ in range(TRIES))
+        met.append(verdict(f"{name}_seconds", took, goal, at_least=False))
     for count, new_cases, seconds in ((5_000, True, 5.0), (100_000, False, 60.0)):
         with tempfile.TemporaryDirectory() as folder:
             write_records(Path(folder), count, new_cases)
-            took, held = _seconds("report", folder)
+            took, held = _seconds("meshmark", "report", folder)
         met.append(verdict(f"report_{count}_seconds", took, seconds, at_least=False))
         met.append(verdict(f"report_{count}_gigabytes", held / 1e9, 1.0, at_least=False))
     return 0 if all(met) else 1
@@ -57,9 +62,9 @@ def write_records(folder: Path, count: int, new_cases: bool) -> None:
 
 
 def _seconds(*arguments: str) -> tuple[float, int]:
-    """Processor seconds and the most bytes of memory that one `meshmark` command takes."""
-    command = [sys.executable, "-m", "meshmark", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    """Processor seconds and the most bytes of memory that one command takes; bytecode is kept, as it is by default."""
+    command = [sys.executable, "-m", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, cwd=ROOT)
     _, status, used = os.wait4(process.pid, 0)
     if status:

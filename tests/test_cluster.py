@@ -70,6 +70,7 @@ def start_nodes(
                 rdzv,
                 "--results",
                 str(folder / str(node)),
+                "--timing-budget=0",
                 "-p",
                 "no:cacheprovider",
                 *arguments,

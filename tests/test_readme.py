@@ -92,7 +92,11 @@ def each_task(words: list[str]) -> list[str]:
 
 
 def meshmark(words: list[str]) -> list[str]:
-    """For real; what measures for its time's sake, in less time."""
+    """For real; what measures for its time's sake, in less time; of what runs suites of several commits, the suites'
+    side (tests/test_ab.py holds the other)."""
+    if words[:1] in (["ab"], ["bisect"]) and "--" in words:
+        asked = words[words.index("--") + 1 :]
+        return collect(asked if asked[0].startswith("suites") else ["--pyargs", "meshmark.suites", *asked])
     return ["meshmark", *words, *(["--seconds", "1", "--ranks", "1"] if words[:1] == ["calibrate"] else [])]
 
 
@@ -205,7 +209,7 @@ def test_a_command_that_is_wrong_is_found(command: str, complaint: dict[str, str
 
 def test_every_option_of_a_page_is_one(tmp_path: Path) -> None:
     """Also where it is printed without its command."""
-    verbs = ("cases", "report", "compare", "baseline accept", "plan", "predict", "calibrate")
+    verbs = ("cases", "report", "compare", "baseline accept", "ab", "bisect", "history", "plan", "predict", "calibrate")
     helps = [
         ["pytest", *CORE, "--help", str(ROOT / "suites")],
         *(["meshmark", *verb.split(), "--help"] for verb in verbs),

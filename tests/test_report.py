@@ -110,12 +110,17 @@ def section(page: str, title: str) -> str:
 
 
 def rows(text: str) -> list[dict[str, str]]:
-    """The first markdown table in `text`; fails when it is not well formed."""
-    table = re.search(r"(?:^\|.*\|\n?)+", text, re.M)
-    assert table, "no table"
-    header, rule, *body = [
-        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.group().strip().splitlines()
-    ]
+    """The first markdown table in `text`, with what it says of every row and the tables that it goes on in; fails when
+    one is not well formed."""
+    found = re.search(r"(?:^In every row: (.*)\.\n\n)?((?:(?:^\|.*\|\n?)+\n?)+)", text, re.M)
+    assert found, "no table"
+    alike = dict(said.split(": ", 1) for said in (found[1] or "").split("; ") if said)
+    parts = [_rows(part) for part in found[2].strip().split("\n\n")]
+    return [alike | {name: cell for part in line for name, cell in part.items()} for line in zip(*parts, strict=True)]
+
+
+def _rows(table: str) -> list[dict[str, str]]:
+    header, rule, *body = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.splitlines()]
     assert all(re.fullmatch(r":?-+:?", cell) for cell in rule)
     assert {len(line) for line in body} | {len(rule)} == {len(header)}
     return [dict(zip(header, line, strict=True)) for line in body]

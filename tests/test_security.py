@@ -51,6 +51,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[psutil.Pr
         f"{target}:Hangs",
         "--results",
         str(folder / "results"),
+        "--timing-budget=0",
         "-p",
         "no:cacheprovider",
     ]

@@ -13,6 +13,7 @@ import pytest
 
 from meshmark.judge.deviation import Deviation, Drift, Quantity, QuantityKind
 from meshmark.judge.yardstick import Comparisons
+from meshmark.measure.readings import Collective
 from meshmark.run.rank_report import RankFailure, RankReport
 from meshmark.run.record import Outcome, PeerEnd, Record, Status, TrainingCurves
 from meshmark.serial import decode, encode
@@ -235,3 +236,13 @@ def test_quantities_are_ordered_as_they_are_written() -> None:
         "initial/z",
     ]
     assert list(map(str, sorted(map(Quantity.parse, texts)))) == sorted(texts)
+
+
+def test_equal_neighbours_of_a_list_are_one_and_others_are_not() -> None:
+    """Ranks send much the same, and thousands of records are kept at once."""
+    given = [{"kind": "all_reduce", "group_size": 2, "ranks": [0, 1], "count": 1, "num_bytes": n} for n in (8, 8, 9, 8)]
+    first, second, other, last = decode(list[Collective], given)
+    assert first is second and [c.num_bytes for c in (first, other, last)] == [8, 9, 8]
+    assert decode(list[list[float]], [[1.0, None], [1.0, 2.0]])[1] == [1.0, 2.0]
+    with pytest.raises(ValueError, match="Collective has no field speed"):
+        decode(list[Collective], [given[0], given[0] | {"speed": 1}])

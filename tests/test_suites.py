@@ -67,6 +67,9 @@ def test_a_run_leaves_records_junit_and_benchmark_data(tmp_path: Path) -> None:
     assert benchmark["extra_info"]["tokens_per_second"] > 0
     names = [case.get("name") for case in ElementTree.parse(tmp_path / "junit.xml").iter("testcase")]
     assert "test_equivalence[ddp-dp2.mb2-gpt-mini-fp32]" in names
+    told = {one.get("name"): one.get("value") for one in ElementTree.parse(tmp_path / "junit.xml").iter("property")}
+    assert int(told["peak_bytes"] or 0) == max(reading.peak.total for reading in observed.memory.readings)
+    assert float(told["tokens_per_second"] or 0) == benchmark["extra_info"]["tokens_per_second"]
     assert "[1/2] observe ddp-dp2.mb2-gpt-mini-fp32" in done.stdout
 
 
@@ -140,6 +143,9 @@ def test_ctrl_c_leaves_readable_records_and_no_process(tmp_path: Path) -> None:
         "ddp",
         "--adapter",
         f"{target}:Hangs",
+        "--workload",
+        "gpt-mini",
+        "--timing-budget=0",
         "--results",
         str(tmp_path),
         "-p",
@@ -151,14 +157,12 @@ def test_ctrl_c_leaves_readable_records_and_no_process(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        env={**os.environ, "MESHMARK_TEST": str(tmp_path)},
+        env={**os.environ, "MESHMARK_TEST": str(tmp_path), "MESHMARK_TEST_HANGS": str(tmp_path / "hangs")},
         # What a shell starts in the background ignores Ctrl-C, and so would all that it starts.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    records = tmp_path / "records.jsonl"
     try:
-        wait_until(lambda: records.is_file() and b'"task"' in records.read_bytes(), seconds=90)
-        time.sleep(2)  # now inside the case that hangs
+        wait_until((tmp_path / "hangs").exists, seconds=120)
         os.killpg(running.pid, signal.SIGINT)
         out, _ = running.communicate(timeout=30)
     finally:

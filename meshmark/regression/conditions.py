@@ -8,7 +8,7 @@ from meshmark.environment import Environment
 from meshmark.errors import ResultsError
 from meshmark.run.record import Record
 
-_READERS = ("pytest", "pytest-benchmark", "pandas")
+READERS = ("pytest", "pytest-benchmark", "pandas")
 """Packages that no rank computes with."""
 
 
@@ -23,7 +23,7 @@ def conditions(environment: Environment) -> dict[str, str]:
         "backend": environment.backend,
         "OMP_NUM_THREADS": environment.omp_num_threads,
     }
-    return found | {name: version for name, version in environment.versions.items() if name not in _READERS}
+    return found | {name: version for name, version in environment.versions.items() if name not in READERS}
 
 
 def differences(ours: Iterable[Record], theirs: Iterable[Record]) -> dict[str, tuple[str, str]]:

@@ -81,11 +81,11 @@ def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stag
         part, cut = grid.take(rows), recipe.cut.stages(model, int(grid.pp[0] * chunks)) if chunks > 1 else ()
         for chunk in range(chunks):
             own = cut[chunk * int(grid.pp[0]) + index] if cut else stage
-            held[rows] += _passes_bytes(model, part, recipe, own, chunk_in_flight(part, flight[rows], chunk))
+            held[rows] += passes_bytes(model, part, recipe, own, chunk_in_flight(part, flight[rows], chunk))
     return held
 
 
-def _passes_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, passes: Column) -> Column:
+def passes_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, passes: Column) -> Column:
     """What so many forward passes of eager kernels through `stage` leave."""
     layer, widths, sp = layer_activation_bytes(model, grid, recipe), recipe.eager, sequence_shards(grid)
     assert widths is not None

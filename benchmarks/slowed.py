@@ -1,0 +1,42 @@
+"""DDP with a pause in every step, as a share of the step's own time."""
+
+from __future__ import annotations
+
+import time
+from typing import ClassVar
+
+from torch import Tensor
+
+from meshmark.adapters.ddp import DDP, DDPEngine
+from meshmark.reference.data import Batch
+
+
+class _Engine(DDPEngine):
+    share: ClassVar[float]
+
+    def step(self, batch: Batch) -> Tensor:
+        started = time.perf_counter()
+        loss = super().step(batch)
+        until = time.perf_counter() + self.share * (time.perf_counter() - started)
+        while time.perf_counter() < until:
+            pass
+        return loss
+
+
+class _Engine3(_Engine):
+    share = 0.03
+
+
+class _Engine1(_Engine):
+    share = 0.01
+
+
+class Slow3(DDP):
+    engine = _Engine3
+
+
+class Slow1(DDP):
+    engine = _Engine1
+
+
+SLOWED = ("Slow3", "Slow1")

@@ -1,0 +1,82 @@
+"""The commands `ab` and `bisect`, which run suites themselves."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import tempfile
+from pathlib import Path
+
+from meshmark.errors import InputError
+from meshmark.regression.alternate import MARGIN, alternate
+from meshmark.regression.bisect import Search, bisect, steps_between
+from meshmark.regression.cli import FAILED, add_gate, tell
+from meshmark.regression.gate import DEFAULT_GATE, parse_gate
+from meshmark.regression.side import open_side, run_suites
+
+_SIDE = "a git ref of the repository here, a virtual environment's folder, or a pip requirement such as torch==2.12.1"
+_OPTIONS = "options and tests of pytest, as of `pytest suites`, such as suites/test_throughput.py --adapters ddp"
+
+
+def add_ab(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--a", required=True, metavar="REF|VENV|REQ", help=f"the first side: {_SIDE}")
+    parser.add_argument("--b", required=True, metavar="REF|VENV|REQ", help="the second side, which may be worse")
+    parser.add_argument(
+        "--pairs", type=int, default=30, metavar="N", help="at most (default: 30); it stops when all is decided"
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", help="keep the records there (default: a temporary folder)"
+    )
+    add_gate(parser)
+    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="-- ...", help=_OPTIONS)
+    parser.set_defaults(run=_ab)
+
+
+def add_bisect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--good", required=True, metavar="REF", help="a commit that was as it should be")
+    parser.add_argument("--bad", required=True, metavar="REF", help="a later one that is worse")
+    parser.add_argument(
+        "--launches",
+        type=int,
+        default=3,
+        metavar="N",
+        help="sessions of each commit (default: 3; of exact changes 1 will do)",
+    )
+    add_gate(parser)
+    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="-- CASE", help=_OPTIONS)
+    parser.set_defaults(run=_bisect)
+
+
+def _ab(parsed: argparse.Namespace) -> int:
+    gate = parse_gate(parsed.fail_on) if parsed.fail_on is not None else None
+    if parsed.pairs < 1:
+        raise InputError(f"--pairs {parsed.pairs}: expected at least 1")
+    margin = (gate.margin if gate else None) or MARGIN
+    options = _behind_dashes(parsed.options)
+    with tempfile.TemporaryDirectory(prefix="meshmark-ab-") as folder:
+        kept = parsed.results or Path(folder) / "results"
+        with open_side(parsed.a, Path(folder), "A") as a, open_side(parsed.b, Path(folder), "B") as b:
+            ours, theirs = (functools.partial(run_suites, side, options) for side in (a, b))
+            found = alternate(ours, theirs, kept.absolute(), most_pairs=parsed.pairs, margin=margin)
+    return tell(found, gate)
+
+
+def _bisect(parsed: argparse.Namespace) -> int:
+    gate = parse_gate(parsed.fail_on or DEFAULT_GATE)
+    if parsed.launches < 1:
+        raise InputError(f"--launches {parsed.launches}: expected at least 1")
+    steps = steps_between(parsed.good, parsed.bad)
+    with tempfile.TemporaryDirectory(prefix="meshmark-bisect-") as folder:
+        options = _behind_dashes(parsed.options)
+        search = Search(options=options, gate=gate, scratch=Path(folder), launches=parsed.launches)
+        found = bisect(parsed.good, steps, search)
+    print(f"first bad: {found.told}")
+    for change in found.changes:
+        print(f"  {change}")
+    if found.skipped:
+        print(f"  or one of these, which cannot be run: {', '.join(found.skipped)}")
+    return FAILED if found.skipped else 0
+
+
+def _behind_dashes(options: list[str]) -> list[str]:
+    return options[1:] if options[:1] == ["--"] else options

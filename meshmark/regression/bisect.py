@@ -1,0 +1,106 @@
+"""The first bad commit, or release, between one that is good and one that is bad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshmark.errors import InputError, ResultsError
+from meshmark.regression.change import Change
+from meshmark.regression.compare import compare
+from meshmark.regression.gate import Gate
+from meshmark.regression.side import commit_of, git, open_side, run_suites
+from meshmark.run.record import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What a bisection looks for."""
+
+    options: Sequence[str]
+    """Of the suites: which case."""
+    gate: Gate
+    scratch: Path
+    launches: int = 1
+    """Sessions a side: of a slow-down more than one, for how launches scatter is then their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a bisection ends with."""
+
+    first_bad: str
+    told: str
+    """The commit in one line."""
+    changes: list[Change]
+    """For the worse, of it beside the good one."""
+    skipped: list[str]
+    """What could not be run, so that the first bad one may be among them."""
+
+
+def steps_between(good: str, bad: str) -> list[str]:
+    """Commits after `good` up to `bad`, oldest first; or versions of `name==1,2,3`.
+
+    Raises `InputError` where there are none.
+    """
+    commits = {text: commit_of(text) for text in (good, bad)}
+    if missing := [text for text, commit in commits.items() if commit is None]:
+        raise InputError(
+            f"{' and '.join(map(repr, missing))}: no commit of the repository here; did you fetch its history?"
+        )
+    found = git("rev-list", "--reverse", "--ancestry-path", f"{commits[good]}..{commits[bad]}").split()
+    if not found:
+        raise InputError(f"no commit leads from --good {good} to --bad {bad}; are they the other way round?")
+    return found
+
+
+def bisect(good: str, steps: Sequence[str], search: Search, say: Callable[[str], None] = print) -> Found:
+    """Binary search over `steps`, the last of which is bad beside `good`; what cannot be run is passed over.
+
+    Raises `InputError` when the last one is not bad, and `ResultsError` when `good` cannot be run.
+    """
+    before = _records(good, search, "good")
+    changes = _judge(before, steps[-1], search, "bad")
+    if not changes:
+        raise InputError(f"{steps[-1]} is not worse than {good} by {_limits(search.gate)}: there is nothing to find")
+    say(f"bad: {_one_line(steps[-1])}: {changes[0]}")
+    low, high, skipped = 0, len(steps) - 1, list[str]()
+    while low < high:
+        candidates = sorted(range(low, high), key=lambda i: abs(i - (low + high) // 2))
+        middle = next((i for i in candidates if steps[i] not in skipped), None)
+        if middle is None:
+            break
+        try:
+            worse = _judge(before, steps[middle], search, str(middle))
+        except (InputError, ResultsError) as error:
+            skipped.append(steps[middle])
+            say(f"cannot be run: {_one_line(steps[middle])}: {str(error)[:500]}")
+            continue
+        say(f"{'bad' if worse else 'good'}: {_one_line(steps[middle])}{f': {worse[0]}' if worse else ''}")
+        if worse:
+            high, changes = middle, worse
+        else:
+            low = middle + 1
+    unknown = [step for step in skipped if step in steps[low:high]]
+    return Found(first_bad=steps[high], told=_one_line(steps[high]), changes=changes, skipped=unknown)
+
+
+def _records(text: str, search: Search, label: str) -> list[Record]:
+    """Of as many fresh sessions as the search asks for."""
+    with open_side(text, search.scratch / "sides", label) as side:
+        folders = [search.scratch / label / str(i) for i in range(search.launches)]
+        return [record for folder in folders for record in run_suites(side, search.options, folder)]
+
+
+def _judge(before: Sequence[Record], text: str, search: Search, label: str) -> list[Change]:
+    found = compare(before, _records(text, search, label), across=True, margin=search.gate.margin)
+    return search.gate.failing(found.changes)
+
+
+def _one_line(text: str) -> str:
+    return git("log", "-1", "--format=%h %ad %s", "--date=short", text) if commit_of(text) else text
+
+
+def _limits(gate: Gate) -> str:
+    return ", ".join(f"{kind}{f':{limit:.2%}' if limit else ''}" for kind, limit in gate.limits.items())

@@ -1,0 +1,157 @@
+"""Many runs in a row: a series per case and metric, and where it changed for good.
+
+Exact metrics change where a value does. Times are cut where a mean does, by PELT (Killick et al., JASA 107, 1590, 2012;
+`ruptures`) on logarithms, and a cut stands where Student's t between its two sides is significant among all that were
+found (Holm). `python -m benchmarks.change_points` sets this beside Apache Otava on recorded series.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import ruptures
+import scipy.ndimage
+from scipy.special import stdtr
+
+from meshmark.regression.run_file import TIMES, Run
+from meshmark.regression.times import holm
+
+ALPHA = 0.01
+"""Chance that a history of unchanging code shows any change of a time."""
+LEAST_RUNS = 3
+"""On either side of a change of a time; fewer cannot be told from one odd run."""
+_STRICT = 4.0
+"""Of PELT's penalty, in variances times log of the length: beyond the 2 of BIC for a cut and its mean."""
+_MAD = 1.4826
+_AROUND, _FAR = 5, 2.5
+"""Runs around one, itself among them, and from how many scatters off their median on it is drawn in."""
+
+
+@dataclass(kw_only=True)
+class Series:
+    """One metric of one case, oldest run first."""
+
+    case: str
+    metric: str
+    runs: list[Run] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangePoint:
+    """Where a series changed."""
+
+    series: Series
+    index: int
+    """Of the first run behind it."""
+    before: float
+    after: float
+    p: float
+    """Of Student's t; 0 of exact metrics."""
+
+    @property
+    def run(self) -> Run:
+        return self.series.runs[self.index]
+
+    @property
+    def last_before(self) -> Run:
+        return self.series.runs[self.index - 1]
+
+    def __str__(self) -> str:
+        run, last = self.run, self.last_before
+        share = f" ({self.after / self.before - 1:+.1%})" if self.before else ""
+        moved = [
+            f"{name} {last.versions.get(name, 'none')} -> {v}"
+            for name, v in run.versions.items()
+            if last.versions.get(name) != v
+        ]
+        versions = f"; {', '.join(moved)}" if moved else ""
+        chance = f"; p = {self.p:.2g}" if self.series.metric in TIMES else ""
+        return (
+            f"{run.date} {run.commit or 'no commit'} {self.series.case}: {self.series.metric} {self.before:,.6g} -> "
+            f"{self.after:,.6g}{share}, after {last.commit or 'no commit'}{versions}{chance}"
+        )
+
+
+def series_of(runs: Iterable[Run]) -> list[Series]:
+    """By case and metric, in order of date."""
+    found: dict[tuple[str, str], Series] = {}
+    for run in sorted(runs, key=lambda run: run.date):
+        for case, metrics in run.values.items():
+            for metric, value in metrics.items():
+                series = found.setdefault((case, metric), Series(case=case, metric=metric))
+                series.runs.append(run)
+                series.values.append(value)
+    return list(found.values())
+
+
+def change_points(all_series: Sequence[Series]) -> list[ChangePoint]:
+    """Of every series, by date; times' are corrected for how many were looked at."""
+    found, timed = list[ChangePoint](), list[ChangePoint]()
+    for series in all_series:
+        if series.metric in TIMES:
+            timed += _of_times(series)
+        else:
+            found += _exact(series)
+    chances: Mapping[tuple[str, str], float] = {(str(i), ""): point.p for i, point in enumerate(timed)}
+    looked_at = sum(series.metric in TIMES for series in all_series)
+    level = ALPHA * min(1.0, len(timed) / max(looked_at, 1))  # a series without a cut was looked at too
+    decided = holm(chances, level)
+    found += [point for i, point in enumerate(timed) if decided[str(i), ""][0]]
+    return sorted(found, key=lambda point: (point.run.date, point.series.case, point.series.metric))
+
+
+def _exact(series: Series) -> list[ChangePoint]:
+    return [
+        ChangePoint(series=series, index=i, before=series.values[i - 1], after=series.values[i], p=0.0)
+        for i in range(1, len(series.values))
+        if series.values[i] != series.values[i - 1]
+    ]
+
+
+def _of_times(series: Series) -> list[ChangePoint]:
+    logs = tamed(np.log(series.values))
+    ends = [0, *cuts(logs), len(logs)]
+    found = []
+    for start, cut, end in zip(ends, ends[1:], ends[2:], strict=False):
+        left, right = logs[start:cut], logs[cut:end]
+        before, after = (float(np.exp(side.mean())) for side in (left, right))
+        chance = _chance(left, right, len(logs))
+        found.append(ChangePoint(series=series, index=cut, before=before, after=after, p=chance))
+    return found
+
+
+def _scatter(values: np.ndarray) -> float:
+    """Of neighbours around one another, of which a change moves one alone."""
+    steps = np.diff(values)
+    return _MAD * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(2) if len(steps) else 0.0
+
+
+def tamed(values: np.ndarray) -> np.ndarray:
+    """Runs that lie far from those around them, drawn in: an odd run is no change, and must not look like one."""
+    around = scipy.ndimage.median_filter(values, size=_AROUND, mode="nearest")
+    far = _FAR * _scatter(values)
+    return np.clip(values, around - far, around + far) if far else values
+
+
+def cuts(values: np.ndarray) -> list[int]:
+    """Where the mean changes: first indices of segments behind the first."""
+    if len(values) < 2 * LEAST_RUNS:
+        return []
+    scatter = _scatter(values) or float(values.std()) or 1.0
+    found = ruptures.KernelCPD(kernel="linear", min_size=LEAST_RUNS).fit(values.reshape(-1, 1) / scatter)
+    return [int(cut) for cut in found.predict(pen=_STRICT * math.log(len(values)))[:-1]]
+
+
+def _chance(left: np.ndarray, right: np.ndarray, length: int) -> float:
+    """Of such a difference between equals, corrected for the places where a segment's two ends could have been."""
+    degrees = len(left) + len(right) - 2
+    spread = (left.var() * len(left) + right.var() * len(right)) / degrees
+    error = math.sqrt(spread * (1 / len(left) + 1 / len(right)))
+    if not error:
+        return 0.0
+    once = 2 * float(stdtr(degrees, -abs(right.mean() - left.mean()) / error))
+    return min(once * length**2 / 2, 1.0)

@@ -1,0 +1,79 @@
+"""The command `history`: change points in words, and a plot a case."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshmark.errors import MeshmarkError, ResultsError
+from meshmark.regression.history import ChangePoint, Series, change_points, series_of
+from meshmark.regression.run_file import Run, read_run
+from meshmark.report.markdown import one_line
+
+
+def add_history(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="results folders, one a run, in any order")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="plots there, a file a case (default: none)")
+    parser.add_argument("--case", metavar="TEXT", default="", help="only cases whose id holds this")
+    parser.set_defaults(run=_history)
+
+
+def _history(parsed: argparse.Namespace) -> None:
+    runs = _read(parsed.folders)
+    machines = sorted({run.machine for run in runs})
+    all_series = [series for series in series_of(runs) if parsed.case in series.case]
+    if not all_series:
+        raise ResultsError(f"--case {parsed.case!r}: no case of {len(runs)} runs holds it")
+    found = change_points(all_series)
+    print(f"{len(runs)} runs, {len({s.case for s in all_series})} cases, {len(all_series)} series")
+    if len(machines) > 1:
+        print(f"of {len(machines)} machines, so that times may change with them: {one_line(', '.join(machines))}")
+    for point in found:
+        print(one_line(str(point)))
+    print(f"{len(found)} changes")
+    if parsed.output:
+        for path in plot(all_series, found, parsed.output):
+            print(path)
+
+
+def _read(folders: Sequence[Path]) -> list[Run]:
+    """Those that can be read; raises `ResultsError` where fewer than two can."""
+    runs = list[Run]()
+    for folder in folders:
+        try:
+            runs.append(read_run(folder))
+        except MeshmarkError as error:
+            print(f"meshmark: left out {one_line(str(error))}", file=sys.stderr)
+    if len(runs) < 2:
+        raise ResultsError(f"{len(runs)} of {len(folders)} folders can be read: a history takes at least 2")
+    return runs
+
+
+def plot(all_series: Sequence[Series], found: Sequence[ChangePoint], folder: Path) -> list[Path]:
+    """A file a case, a panel a metric, a line at every change."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for case in dict.fromkeys(series.case for series in all_series):
+        own = [series for series in all_series if series.case == case]
+        figure, axes = plt.subplots(len(own), 1, figsize=(8, 1.8 * len(own)), squeeze=False, sharex=False)
+        for panel, series in zip(axes[:, 0], own, strict=True):
+            panel.plot(range(len(series.values)), series.values, ".-", markersize=3, linewidth=0.7)
+            panel.set_ylabel(series.metric, fontsize=7)
+            for point in found:
+                if point.series is series:
+                    panel.axvline(point.index - 0.5, color="tab:red", linewidth=0.8)
+                    panel.annotate(point.run.commit[:10], (point.index, panel.get_ylim()[1]), fontsize=6, va="top")
+        figure.suptitle(case, fontsize=8)
+        figure.tight_layout()
+        path = folder / f"{''.join(c if c.isalnum() or c in '._-' else '_' for c in case)}.svg"
+        figure.savefig(path)
+        plt.close(figure)
+        paths.append(path)
+    return paths

@@ -1,0 +1,110 @@
+"""What a history needs of a results folder, and no more: a thousand of them are read in a minute."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshmark.errors import ResultsError
+from meshmark.regression.conditions import READERS
+from meshmark.run.migration import migrate
+from meshmark.run.request import Task
+from meshmark.serial import decode
+from meshmark.spec.case import Case
+
+TIMES = ("seconds a step", "launch seconds", "build seconds")
+PEAK, SENT, CORRECT = "peak bytes", "bytes sent", "correct"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One results folder."""
+
+    name: str
+    date: str
+    commit: str
+    machine: str
+    versions: Mapping[str, str]
+    values: Mapping[str, Mapping[str, float]]
+    """By case and metric; of several records of one pass the last."""
+
+
+def read_run(path: Path) -> Run:
+    """Lines that cannot be read are passed over. Raises `ResultsError` where none can."""
+    file = path / "records.jsonl" if path.is_dir() else path
+    values: dict[str, dict[str, float]] = {}
+    environment: dict[str, Any] = {}
+    try:
+        lines = file.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise ResultsError(f"no records at {str(file)!r}: {error.strerror}; expected a results folder") from error
+    for line in lines:
+        try:
+            record = migrate(json.loads(line))
+            if "session" in record or record["conformance"].get("scenario"):
+                continue
+            values.setdefault(_case_id(record["case"]), {}).update(_values(record))
+            environment = record["environment"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+    if not environment:
+        raise ResultsError(f"{str(file)!r} holds no record of a case that this Meshmark can read")
+    versions = {name: told for name, told in environment["versions"].items() if name not in READERS}
+    return Run(
+        name=str(path),
+        date=environment["date"],
+        commit=environment["commit"],
+        machine=environment["machine"],
+        versions=versions,
+        values=values,
+    )
+
+
+_ids: dict[str, str] = {}
+"""By a case as it is written: a history holds few, many times."""
+
+
+def _case_id(value: object) -> str:
+    key = json.dumps(value)
+    if key not in _ids:
+        case: Case = decode(Case, value)
+        _ids[key] = case.id
+    return _ids[key]
+
+
+def _values(record: Mapping[str, Any]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    if record["outcome"]["status"] != "ok":
+        return {CORRECT: 0.0} if record["task"] == Task.OBSERVE else {}
+    if record["task"] == Task.TIME:
+        return {TIMES[0]: _mean_step(record["timing"])} if record["timing"]["rank_step_seconds"] else {}
+    if record["task"] != Task.OBSERVE:
+        return {}
+    for metric, name in ((TIMES[1], "seconds"), (TIMES[2], "build_seconds")):
+        if record["launch"].get(name):
+            found[metric] = record["launch"][name]
+    for verdict in record["verdicts"]:
+        if verdict["suite"] == "equivalence" and not verdict.get("undecided"):
+            found[CORRECT] = float(verdict["passed"])
+    if readings := record["memory"]["readings"]:
+        found[PEAK] = max(sum(reading["peak"].values()) for reading in readings)
+    if sent := record["traffic"]["readings"]:
+        found[SENT] = sum(each["num_bytes"] for reading in sent for each in reading["asked"])
+    return found
+
+
+def _mean_step(timing: Mapping[str, Any]) -> float:
+    """As `TimingEvidence.step_seconds` has it: laps last from the first rank's start to the last one's end."""
+    ranks: list[list[float]] = timing["rank_step_seconds"]
+    counts: list[int] = timing.get("lap_steps") or [len(ranks[0])]
+    starts: list[list[float]] = timing.get("rank_starts") or [[0.0] * len(counts)] * len(ranks)
+    borders = itertools.pairwise(itertools.accumulate(counts, initial=0))
+    took = [
+        max(start[lap] + sum(own[begin:end]) for own, start in zip(ranks, starts, strict=True))
+        for lap, (begin, end) in enumerate(borders)
+    ]
+    return sum(took) / len(ranks[0])

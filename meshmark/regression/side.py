@@ -1,0 +1,114 @@
+"""One side of an A/B or a bisection: a git ref, a virtual environment or a pip requirement, in which suites are run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshmark.clip import clip
+from meshmark.errors import InputError, ResultsError
+from meshmark.run.record import Record, Status
+from meshmark.run.record_file import read_records
+
+_USAGE_ERROR, _NOTHING_COLLECTED = 4, 5
+_SUITES = ("suites", "meshmark.suites")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """Where a session of the suites is run."""
+
+    name: str
+    python: str = sys.executable
+    folder: Path
+    """The working directory; of a ref its checkout."""
+    paths: tuple[Path, ...] = ()
+    """Before all others on the module path."""
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def run_suites(side: Side, options: Sequence[str], results: Path) -> list[Record]:
+    """The records of one fresh session; a test that fails is no error, for its record says so.
+
+    Raises `ResultsError` when the session did not get as far as a record, or ran nothing.
+    """
+    named = any(option.partition("/")[0].partition("::")[0] in _SUITES for option in options)
+    words = [*options] if named else ["--pyargs", "meshmark.suites", *options]
+    command = [side.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, "--results", str(results)]
+    path = os.pathsep.join([*map(str, side.paths), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **side.variables, **({"PYTHONPATH": path} if path else {})}
+    try:
+        done = subprocess.run(command, cwd=side.folder, env=environment, capture_output=True, text=True)
+    except OSError as error:
+        raise InputError(f"{side.name}: {side.python}: {error.strerror}; expected a virtual environment") from error
+    told = clip(f"{done.stdout}\n{done.stderr}".strip(), 3000)
+    if done.returncode in (_USAGE_ERROR, _NOTHING_COLLECTED) or not (results / "records.jsonl").exists():
+        raise ResultsError(f"{side.name}: {shlex.join(command)} ended with {done.returncode} and no record:\n{told}")
+    records = read_records(results).records
+    ran = [record for record in records if record.outcome.status is not Status.SKIPPED]
+    if not ran:
+        why = {record.outcome.message for record in records}
+        raise ResultsError(f"{side.name}: nothing was run: {'; '.join(sorted(why)) or told}")
+    return ran
+
+
+@contextmanager
+def open_side(text: str, scratch: Path, label: str) -> Iterator[Side]:
+    """What `text` stands for: a folder with bin/python, a commit of the repository here, or what pip can install.
+
+    Raises `InputError` for what is none of them, and for a requirement that pip cannot install.
+    """
+    here = Path.cwd()
+    if (Path(text) / "bin" / "python").exists():
+        yield Side(name=f"{label} ({text})", python=str((Path(text) / "bin" / "python").absolute()), folder=here)
+    elif commit := commit_of(text):
+        with checkout(commit, scratch / label) as folder:
+            yield Side(name=f"{label} ({text})", folder=folder, paths=(folder,))
+    else:
+        yield Side(name=f"{label} ({text})", folder=here, paths=(_installed(text, scratch / label),))
+
+
+def commit_of(text: str, folder: Path | None = None) -> str | None:
+    """The commit that `text` names in the repository of `folder`."""
+    command = ["git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+@contextmanager
+def checkout(commit: str, place: Path) -> Iterator[Path]:
+    """A worktree of `commit` at `place`, gone afterwards."""
+    git("worktree", "add", "--detach", "--quiet", str(place), commit)
+    try:
+        yield place
+    finally:
+        git("worktree", "remove", "--force", str(place))
+
+
+def git(*words: str) -> str:
+    """Raises `InputError` with what git says when it fails."""
+    done = subprocess.run(["git", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise InputError(f"git {shlex.join(words)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def _installed(requirement: str, target: Path) -> Path:
+    """A folder with what pip installs for `requirement`, laid over this environment, whose dependencies it takes."""
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target)]
+    done = subprocess.run([*command, *shlex.split(requirement)], capture_output=True, text=True)
+    if done.returncode:
+        raise InputError(
+            f"{requirement!r} is no folder with bin/python, no commit of the repository here, and pip cannot install "
+            f"it: {clip(done.stderr.strip(), 1000)}"
+        )
+    return target

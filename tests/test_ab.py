@@ -1,0 +1,220 @@
+"""`meshmark ab` and `bisect`: error rates of the sequential test, and a real repository with planted defects."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshmark.cli import _parser as command_line
+from meshmark.cli import main
+from meshmark.errors import ResultsError
+from meshmark.regression import bisect as bisection
+from meshmark.regression.alternate import alternate
+from meshmark.regression.change import Standing
+from meshmark.regression.sequential import evidence, half_width
+from meshmark.regression.side import Side
+from meshmark.run.record import Outcome, Record, Status
+from tests.factories import (
+    make_case,
+    make_good,
+    make_memory,
+    make_memory_evidence,
+    make_timed,
+    make_timing,
+    make_verdict,
+)
+
+RNG = np.random.default_rng(3)
+ALPHA = 0.01
+
+
+def crossings(mean: float, draw: Callable[[int], np.ndarray], runs: int = 400, pairs: int = 40) -> float:
+    """Share of runs whose evidence ever reaches 1/ALPHA, looked at after every pair from the fourth on."""
+    found = 0
+    for _ in range(runs):
+        differences = list(mean + draw(pairs))
+        found += any(evidence(differences[:n]) >= 1 / ALPHA for n in range(4, pairs + 1, 2))
+    return found / runs
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda n: 0.05 * RNG.standard_normal(n), lambda n: 0.05 * RNG.standard_t(3, n)],
+    ids=["normal", "outliers"],
+)
+def test_equal_sides_are_called_different_as_rarely_as_promised(draw: Callable[[int], np.ndarray]) -> None:
+    """A fixed t-test that is looked at as often would cross in about 8 % of runs."""
+    assert crossings(0.0, draw) <= ALPHA + 3 * math.sqrt(ALPHA / 400)
+
+
+def test_a_slow_down_as_large_as_the_scatter_is_found() -> None:
+    assert crossings(0.03, lambda n: 0.03 * RNG.standard_normal(n), runs=100) >= 0.9
+
+
+def test_the_evidence_is_the_published_bayes_factor() -> None:
+    """By numerical integration over the effect size: the likelihood ratio of noncentral and central t."""
+    from scipy.integrate import quad
+    from scipy.stats import nct, norm, t
+
+    differences = [0.01, 0.05, 0.02, 0.04, -0.01]
+    n = len(differences)
+    observed = np.mean(differences) / np.std(differences, ddof=1) * math.sqrt(n)
+    ratio = lambda d: nct.pdf(observed, n - 1, d * math.sqrt(n)) * norm.pdf(d, scale=0.5)  # noqa: E731
+    expected = quad(ratio, -6, 6)[0] / t.pdf(observed, n - 1)
+    assert evidence(differences) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_confidence_sequence_ends_where_the_evidence_does() -> None:
+    differences = list(0.01 + 0.02 * RNG.standard_normal(20))
+    width, mean = half_width(differences, ALPHA), float(np.mean(differences))
+    shifted = [d - (mean - width) for d in differences]
+    assert evidence(shifted) == pytest.approx(1 / ALPHA, rel=1e-9)
+    assert half_width(differences[:2], ALPHA) == math.inf
+
+
+def side(seconds: float, scatter: float = 0.01, **changes: object) -> Callable[[Path], list[Record]]:
+    def measure(_: Path) -> list[Record]:
+        own = seconds * math.exp(scatter * RNG.standard_normal())
+        return [make_timed(timing=make_timing(rank_step_seconds=[[own] * 8]), **changes)]
+
+    return measure
+
+
+def test_pairs_end_when_all_is_decided(tmp_path: Path) -> None:
+    said: list[str] = []
+    for factor, standing in ((1.2, Standing.WORSE), (0.8, Standing.BETTER), (1.0, Standing.SAME)):
+        found = alternate(side(0.1), side(0.1 * factor), tmp_path, most_pairs=60, say=said.append)
+        (rate,) = (change for change in found.changes if change.metric == "tokens/s")
+        assert rate.standing is standing
+        assert rate.effect and rate.effect.lowest < 1 / factor - 1 < rate.effect.highest
+    assert len(said) < 3 * 60 and said[-1].endswith("1 of 1 cases decided")
+
+
+def test_what_cannot_be_told_says_how_many_pairs_it_takes(tmp_path: Path) -> None:
+    found = alternate(side(0.1, scatter=0.2), side(0.1, scatter=0.2), tmp_path, most_pairs=5, say=lambda _: None)
+    (rate,) = (change for change in found.changes if change.metric == "tokens/s")
+    assert rate.standing is Standing.UNDECIDED and "to tell 3% takes about" in rate.evidence
+
+
+def test_sides_alternate_and_other_cases_are_an_error(tmp_path: Path) -> None:
+    folders: list[str] = []
+
+    def noted(measure: Callable[[Path], list[Record]]) -> Callable[[Path], list[Record]]:
+        return lambda folder: (folders.append(folder.parent.name), measure(folder))[1]
+
+    alternate(noted(side(0.1)), noted(side(0.1, 0.3)), tmp_path, most_pairs=4, say=lambda _: None)
+    assert folders == ["a", "b", "b", "a"] * 2
+    with pytest.raises(ResultsError, match="no case in common"):
+        alternate(side(0.1), side(0.1, case=make_case("fsdp2")), tmp_path, most_pairs=4, say=lambda _: None)
+
+
+def test_a_side_that_crashes_is_worse(tmp_path: Path) -> None:
+    def crashed(_: Path) -> list[Record]:
+        timing = dataclasses.replace(make_timing(), rank_step_seconds=[])
+        return [make_timed(outcome=Outcome(status=Status.KILLED), timing=timing)]
+
+    found = alternate(side(0.1), crashed, tmp_path, most_pairs=1, say=lambda _: None)
+    assert [c.metric for c in found.of(Standing.WORSE)] == ["timed pass"]
+
+
+COMMITS = [
+    {"broken": True},
+    {},
+    {"correct": False},
+    {"correct": False, "activations": 2000},
+    {"correct": False, "activations": 2000, "seconds": 0.3},
+    {"correct": False, "activations": 2000, "seconds": 0.3},
+]
+"""What each commit after the first plants: it stays in the later ones."""
+
+
+def commit(message: str, planted: dict[str, object]) -> str:
+    Path("planted.json").write_text(json.dumps(planted | {"message": message}))
+    for words in (["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", message]):
+        subprocess.run(["git", *words], check=True)
+    return subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A real one; its sessions read what the checkout plants. `benchmarks/bisect.py` runs real ones."""
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["git", "init", "-q"], check=True)
+
+    def session(side: Side, options: list[str], results: Path) -> list[Record]:
+        planted = json.loads((side.folder / "planted.json").read_text())
+        if planted.get("broken"):
+            raise ResultsError(f"{side.name}: does not build")
+        own = planted.get("seconds", 0.1) * math.exp(0.02 * RNG.standard_normal())
+        readings = [make_memory(), make_memory(activations=planted.get("activations", 1000))]
+        observed = make_good(
+            verdicts=[make_verdict(passed=planted.get("correct", True))], memory=make_memory_evidence(readings=readings)
+        )
+        return [observed, make_timed(timing=make_timing(rank_step_seconds=[[own] * 8]))]
+
+    monkeypatch.setattr(bisection, "run_suites", session)
+    return [commit(f"commit {i}", planted) for i, planted in enumerate([{}, *COMMITS])]
+
+
+@pytest.mark.parametrize(
+    "gate, first, words",
+    [
+        ("wrong", 3, "equivalence verdict worse: yes -> no"),
+        ("bigger:1%", 4, "activations on rank 1: 1,000 -> 2,000"),
+        ("slower:3%", 5, "tokens/s worse"),
+    ],
+)
+def test_the_first_bad_commit_is_found(
+    repository: list[str], gate: str, first: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["bisect", "--good", repository[0], "--bad", repository[-1], "--fail-on", gate, "--", "-k", "x"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    told = said[said.index("first bad:") :]
+    assert told.splitlines()[0].startswith(f"first bad: {repository[first][:7]}")
+    assert told.splitlines()[0].endswith(f"commit {first}") and words in told
+    listed = subprocess.run(["git", "worktree", "list"], check=True, capture_output=True, text=True).stdout
+    assert len(listed.splitlines()) == 1  # nothing is left
+
+
+def test_what_cannot_be_run_is_passed_over_and_told(repository: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Between the good commit and the bad one behind the broken one, nothing else can be tried."""
+    assert main(["bisect", "--good", repository[0], "--bad", repository[1], "--", "-k", "x"]) == 2
+    assert "does not build" in capsys.readouterr().err
+    subprocess.run(["git", "checkout", "-q", repository[1]], check=True)
+    bad = commit("wrong behind the broken one", {"correct": False})
+    assert main(["bisect", "--good", repository[0], "--bad", bad, "--", "-k", "x"]) == 1
+    said = capsys.readouterr().out
+    assert "wrong behind the broken one" in said and f"or one of these, which cannot be run: {repository[1]}" in said
+
+
+def test_mistakes_are_told(repository: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for asked, words in (
+        (["--good", "nowhere", "--bad", "HEAD"], "'nowhere': no commit of the repository here"),
+        (["--good", "HEAD", "--bad", repository[0]], "are they the other way round?"),
+        (["--good", repository[0], "--bad", repository[2]], "there is nothing to find"),
+        (["--good", "HEAD~1", "--bad", "HEAD", "--launches", "0"], "expected at least 1"),
+    ):
+        assert main(["bisect", *asked, "--", "-k", "x"]) == 2
+        assert words in capsys.readouterr().err
+    assert main(["ab", "--a", "HEAD", "--b", "./no/such/package", "--", "-k", "x"]) == 2
+    assert "is no folder with bin/python, no commit of the repository here, and pip cannot" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_page_are_understood() -> None:
+    """tests/test_readme.py runs what stands behind their dashes."""
+    page = (Path(__file__).parent.parent / "docs" / "compare.md").read_text()
+    commands = [shlex.split(code)[1:] for code in re.findall(r"`(meshmark (?:ab|bisect) [^`]*--[^`]*)`", page)]
+    assert {words[0] for words in commands} == {"ab", "bisect"}
+    for words in commands:
+        parsed = command_line().parse_args(words)
+        assert parsed.options[0] == "--" and len(parsed.options) > 2

@@ -1,0 +1,133 @@
+"""`meshmark history`: series of runs and where they change."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshmark.cli import main
+from meshmark.regression.history import Series, change_points, series_of
+from meshmark.regression.run_file import TIMES, Run, read_run
+from meshmark.run.record_file import RecordFile
+from tests.factories import (
+    make_environment,
+    make_good,
+    make_memory,
+    make_memory_evidence,
+    make_timed,
+    make_timing,
+    make_verdict,
+)
+
+RNG = np.random.default_rng(5)
+
+
+def run(number: int, value: float = 1.0, metric: str = TIMES[0]) -> Run:
+    return Run(
+        name=str(number),
+        date=f"2026-01-{number // 24 + 1:02}T{number % 24:02}:00:00",
+        commit=f"c{number}",
+        machine="Abacus",
+        versions={"torch": "2.13.0" if number < 20 else "2.14.0"},
+        values={"case": {metric: value}},
+    )
+
+
+def history(factor: float, scatter: float = 0.03, count: int = 40) -> list[Run]:
+    """Slower by `factor` from run 20 on."""
+    seconds = np.exp(scatter * RNG.standard_normal(count)) * np.where(np.arange(count) < 20, 1.0, factor)
+    return [run(i, float(s)) for i, s in enumerate(seconds)]
+
+
+def test_a_slow_down_is_dated_and_named_with_commit_and_versions() -> None:
+    (point,) = change_points(series_of(reversed(history(1.15))))
+    assert abs(point.index - 20) <= 1
+    assert point.after / point.before == pytest.approx(1.15, abs=0.03)
+    told = str(dataclasses.replace(point, index=20))
+    assert "2026-01-01T20:00:00 c20 case: seconds a step" in told and "after c19; torch 2.13.0 -> 2.14.0" in told
+
+
+def test_runs_of_the_same_code_change_as_rarely_as_promised_and_odd_ones_are_no_change() -> None:
+    alarms = sum(bool(change_points(series_of(history(1.0)))) for _ in range(100))
+    assert alarms <= 5  # of 100 at 1 %: more has a chance of 0.1 %
+    odd = history(1.0, scatter=0.01)
+    odd[10] = run(10, 1.5)
+    assert not change_points(series_of(odd))
+
+
+def test_a_change_of_one_case_among_many_is_found() -> None:
+    found = change_points([*series_of(history(1.15)), *(s for _ in range(30) for s in series_of(history(1.0)))])
+    assert [abs(point.index - 20) <= 1 for point in found] == [True]
+
+
+def test_exact_metrics_change_where_their_value_does() -> None:
+    runs = [run(i, value, "peak bytes") for i, value in enumerate([5.0, 5.0, 6.0, 6.0, 5.0])]
+    assert [(p.index, p.before, p.after) for p in change_points(series_of(runs))] == [(2, 5.0, 6.0), (4, 6.0, 5.0)]
+
+
+def test_a_short_series_of_times_has_no_change() -> None:
+    runs = [run(i, value) for i, value in enumerate([1.0, 1.0, 2.0])]
+    assert change_points(series_of(runs)) == []
+
+
+def write(folder: Path, day: int, seconds: float, activations: int = 1000, correct: bool = True) -> str:
+    about = make_environment(date=f"2026-01-{day:02}T00:00:00+00:00", commit=f"commit{day}")
+    memory = make_memory_evidence(readings=[make_memory(), make_memory(activations=activations)])
+    ranks = [[seconds * (1 + 0.01 * ((i + day) % 3)) for i in range(8)]] * 2
+    file = RecordFile(folder)
+    file.append(make_good(environment=about, memory=memory, verdicts=[make_verdict(passed=correct)]))
+    file.append(
+        make_timed(
+            environment=about,
+            timing=make_timing(rank_step_seconds=ranks, lap_steps=[4, 4], rank_starts=[[0.0, 0.1], [0.2, 0.0]]),
+        )
+    )
+    file.close()
+    return str(folder)
+
+
+def test_a_folder_is_read_as_its_records_say(tmp_path: Path) -> None:
+    """By the light reader, what the records themselves tell."""
+    found = read_run(Path(write(tmp_path / "one", 1, 0.1)))
+    good, timed = make_good(), make_timed(timing=make_timing())
+    assert found.values.keys() == {good.case.id} and found.commit == "commit1"
+    metrics = found.values[good.case.id]
+    from meshmark.run.record_file import read_records
+
+    record = read_records(tmp_path / "one").records[1]
+    assert metrics[TIMES[0]] == pytest.approx(statistics.fmean(record.timing.step_seconds), rel=1e-12)
+    assert metrics["peak bytes"] == max(reading.peak.total for reading in good.memory.readings)
+    assert metrics["bytes sent"] == 800 and metrics["correct"] == 1.0 and metrics["launch seconds"] == 3.5
+    assert timed.case.id == good.case.id
+
+
+def test_the_command_tells_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [
+        write(tmp_path / str(i), i, 0.1 if i < 8 else 0.15, 1000 if i < 5 else 2000, i != 12) for i in range(1, 13)
+    ]
+    assert main(["history", *folders, str(tmp_path / "none"), "-o", str(tmp_path / "plots")]) == 0
+    told = capsys.readouterr()
+    assert "12 runs, 1 cases" in told.out and "no records at" in told.err
+    assert "2026-01-05T00:00:00+00:00 commit5" in told.out and "peak bytes" in told.out
+    assert "2026-01-08T00:00:00+00:00 commit8" in told.out and "seconds a step" in told.out
+    assert "2026-01-12T00:00:00+00:00 commit12" in told.out and "correct 1 -> 0" in told.out
+    (plot,) = (tmp_path / "plots").iterdir()
+    assert "commit8" in plot.read_text()
+
+
+def test_one_run_is_no_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write(tmp_path / "one", 1, 0.1)
+    assert main(["history", one]) == 2
+    assert "a history takes at least 2" in capsys.readouterr().err
+    assert main(["history", one, one, "--case", "nothing"]) == 2
+    assert "no case of 2 runs holds it" in capsys.readouterr().err
+
+
+def test_a_series_is_one_metric_of_one_case() -> None:
+    assert series_of([run(1), run(0)]) == [
+        Series(case="case", metric=TIMES[0], runs=[run(0), run(1)], values=[1.0, 1.0])
+    ]
