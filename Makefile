@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 RESULTS := results/report
+# `make report REPORT=reports/report.md` is what publishes: nothing that git tracks is touched unless asked.
+REPORT ?= results/report.md
 # All adapters and ZeRO stages on two ranks; on four, of DeepSpeed's stages the deepest alone, and that not through
 # Accelerate once more: the report is to take less than four minutes on two cores. Its workload is synchronous.
 REPORTED := not (post-local-sgd or dp4 and (accelerate-deepspeed or deepspeed and (zero1 or zero2)))
@@ -10,7 +12,7 @@ REPORTED := not (post-local-sgd or dp4 and (accelerate-deepspeed or deepspeed an
 .PHONY: help install report conformance test lint types bench gpu clean
 
 help:
-	@echo "make report   run the suites on this machine's CPU (world sizes 2 and 4), leave reports/report.md"
+	@echo "make report   run the suites on this machine's CPU (world sizes 2 and 4), leave results/report.md (or REPORT=)"
 	@echo "make conformance   every clause for every adapter: reports/conformance.md"
 	@echo "make test     test Meshmark itself"
 	@echo "make tables   published tables beside what the planner computes; make validate: its errors, with goals"
@@ -18,6 +20,7 @@ help:
 	@echo "make chaos    faults by the hundred while suites run: reports/chaos.md; make fuzz: odd inputs for longer"
 	@echo "make bench    performance claims: launch, overhead, report scale"
 	@echo "make gpu      run on this machine's GPU with its own python (PYTHON=...), leave GPU_OUT (results/gpu)"
+	@echo "make roster   every adapter, variants too, by capability: reports/roster.md"
 	@echo "make lint types clean"
 
 install: $(VENV)/.installed
@@ -28,7 +31,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch numpy setuptools wheel ninja py-cpuinfo
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[deepspeed,accelerate,fairscale,lightning-fabric,dev]"
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[deepspeed,accelerate,fairscale,lightning-fabric,html,dev]"
 	$(BIN)/pip install -q -c constraints.txt --no-deps megatron-core
 	-$(BIN)/python -m meshmark.adapters.deepspeed.operators cpu_adam
 	touch $@
@@ -37,7 +40,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 report: install
 	rm -f $(RESULTS)/records.jsonl
 	$(BIN)/python -m pytest suites --world 2,4 -k "$(REPORTED)" --results $(RESULTS); status=$$?; \
-	$(BIN)/meshmark report $(RESULTS) -o reports/report.md && exit $$status
+	$(BIN)/meshmark report $(RESULTS) -o $(REPORT) && exit $$status
 
 # Every clause of every adapter, each scenario a launch; written whether or not a clause fails.
 conformance: install
@@ -58,7 +61,7 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-include plan.mk power.mk chaos.mk
+include plan.mk power.mk chaos.mk roster.mk
 
 bench: install
 	status=0; for name in launch overhead report; do $(BIN)/python -m benchmarks.$$name || status=1; done; exit $$status

@@ -41,13 +41,13 @@ _Step = tuple[Stacked, Tensor]
 
 
 def train_batched(case: Case, steps: int, num_runs: int) -> list[Comparisons]:
-    """`num_runs` runs; where there are two ways of casting, half of them each."""
-    ways = num_ways(case)
-    found = []
+    """`num_runs` runs; where there are two ways of casting, they take turns at them, as noise runs do."""
+    ways, found = num_ways(case), dict[int, Comparisons]()
     for way in range(ways):
-        trace = train(case, steps, range(way, num_runs, ways), cast_weights=bool(way))
-        found += [noise_run(deviations, case.precision) for deviations in assess_batched(trace, case.workload)]
-    return found
+        own = range(way, num_runs, ways)
+        every = assess_batched(train(case, steps, own, cast_weights=bool(way)), case.workload)
+        found |= {run: noise_run(deviations, case.precision) for run, deviations in zip(own, every, strict=True)}
+    return [found[run] for run in range(num_runs)]
 
 
 @dataclass(kw_only=True)

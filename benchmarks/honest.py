@@ -149,7 +149,7 @@ def measure_batched(case: Case) -> Group:
 
 def _group(how: str, case: Case, runs: Sequence[Comparisons]) -> Group:
     """Noise runs and correct runs differ in nothing: those of the next part are the noise of this one."""
-    parts = [runs[i::YARDSTICKS] for i in range(YARDSTICKS)]
+    parts = [runs[i : i + NUM_RUNS] for i in range(0, len(runs), NUM_RUNS)]  # each with every way of casting
     excesses, tails = list[tuple[float, Quantity, int]](), dict[str, Tail]()
     for correct, noise_runs in zip(parts, [*parts[1:], parts[0]], strict=True):
         yardstick, found = fit(noise_runs, variance_ratio(case)), spreads(noise_runs)

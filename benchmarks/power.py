@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.honest import measure_honest
-from benchmarks.power_page import Power, report
+from benchmarks.power_page import Power, report, write_mutants
 from benchmarks.sittings import sitting, try_all
 from benchmarks.smallest import correct_case, find, sizes
 from meshmark.adapters import ADAPTERS
@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parsed.output.parent.mkdir(parents=True, exist_ok=True)
     parsed.output.write_text(report(found))
+    write_mutants(trials, Path("results/power/mutants.csv"))
     print(f"{parsed.output}: {'every mutant caught, no false alarm' if found.good else 'NOT GOOD'}")
     return 0 if found.good else 1
 

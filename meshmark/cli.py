@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from meshmark.errors import MeshmarkError, ResultsError
+from meshmark.errors import MeshmarkError
 
 EPILOG = """examples:
   meshmark doctor                       what can run here, and what would be skipped
@@ -92,18 +89,15 @@ def _add_cases(cases: argparse.ArgumentParser) -> None:
     cases.set_defaults(run=_cases)
 
 
-def _output_file(text: str) -> Path:
-    """For argparse: the path of a file to be written."""
-    if not (path := Path(text)).name:
-        raise argparse.ArgumentTypeError(f"{text!r} names no file")
-    return path
+def _of_report(name: str) -> AddArguments:
+    def add(parser: argparse.ArgumentParser) -> None:
+        from meshmark.regression.baseline import find_baseline
+        from meshmark.report import cli
 
+        parser.set_defaults(find_baseline=find_baseline)
+        {"report": cli.add_report, "show": cli.add_show, "schema": cli.add_schema}[name](parser)
 
-def _add_report(report: argparse.ArgumentParser) -> None:
-    report.add_argument("results", type=Path, metavar="DIR", help="folder with records.jsonl")
-    report.add_argument("-o", "--output", type=_output_file, metavar="FILE", help="default: DIR/report.md")
-    report.add_argument("--baseline", type=Path, metavar="NAME", help="baselines/NAME, or a folder, to compare with")
-    report.set_defaults(run=_report)
+    return add
 
 
 def _of_planner(name: str) -> AddArguments:
@@ -144,7 +138,9 @@ _COMMANDS: dict[str, tuple[str, AddArguments]] = {
     "plan": ("the best layout for a model on a cluster", _of_planner("plan")),
     "predict": ("predict every layout of a CSV file", _of_planner("predict")),
     "calibrate": ("measure this machine and what of it is reached", _of_planner("calibrate")),
-    "report": ("markdown and plots from recorded results", _add_report),
+    "report": ("a page of recorded results, markdown or HTML", _of_report("report")),
+    "show": ("all that is recorded of one case", _of_report("show")),
+    "schema": ("the JSON schema of a record, and what may change of it", _of_report("schema")),
     "compare": ("what became better or worse between two results", _of_regression("compare")),
     "baseline": ("accept results as what `pytest suites --baseline` gates by", _of_regression("baseline")),
     "ab": ("two commits, environments or packages in alternation on this machine", _of_regression("ab")),
@@ -209,38 +205,3 @@ def _cases(parsed: argparse.Namespace) -> None:
             reason = cell.reason
         print(f"{cell.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())
     print(f"{len(cells)} cases")
-
-
-def _report(parsed: argparse.Namespace) -> None:
-    from meshmark.regression.baseline import find_baseline
-    from meshmark.report.markdown import one_line
-    from meshmark.report.render import write_report
-    from meshmark.run.record_file import read_records
-    from meshmark.run.session import standing
-
-    reading = read_records(parsed.results, latest=True)
-    for complaint in reading.complaints:
-        print(f"meshmark: left out {one_line(complaint)}", file=sys.stderr)
-    folder = parsed.results if parsed.results.is_dir() else parsed.results.parent
-    output = parsed.output or folder / "report.md"
-    command = ["meshmark", "report", str(parsed.results)]
-    for option, value in (("-o", parsed.output), ("--baseline", parsed.baseline)):
-        command += [option, str(value)] if value else []
-    baseline = read_records(find_baseline(parsed.baseline, Path()), latest=True) if parsed.baseline else None
-    matrix = [record for record in reading.records if not record.conformance.scenario]
-    told = matrix or standing(reading.sessions, conforming=False)
-    clauses = output.with_name(f"{output.stem}-conformance.md") if told else output
-    left_out = list[str]()
-    try:
-        if told:
-            left_out = write_report(dataclasses.replace(reading, records=matrix), output, shlex.join(command), baseline)
-            print(f"{output}: {len(matrix)} records")
-        if len(matrix) < len(reading.records) or standing(reading.sessions, conforming=True):
-            from meshmark.report.conformance import write_conformance  # which imports torch, by way of its scenarios
-
-            left_out += write_conformance(reading, clauses, shlex.join(command))
-            print(f"{clauses}: {len(reading.records) - len(matrix)} records of the conformance suite")
-    except OSError as error:
-        raise ResultsError(f"{str(output)!r} cannot be written: {error.strerror}") from error
-    for complaint in left_out:
-        print(f"meshmark: left out {one_line(complaint)}", file=sys.stderr)

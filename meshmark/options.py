@@ -14,6 +14,7 @@ from meshmark.spec.workload import Workload, workload
 
 DEFAULT_WORKLOAD = "gpt-tiny"
 
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _DIGITS = 5
 """Of a number of ranks: no cluster has more."""
 
@@ -84,3 +85,11 @@ def positive(option: str, text: str) -> int:
     if not text.isdecimal() or len(text) > _DIGITS or int(text) < 1:
         raise InputError(f"{option} {text[:40]!r}: expected a whole number of at least 1, of at most {_DIGITS} digits")
     return int(text)
+
+
+def duration(option: str, text: str) -> float:
+    """Seconds of `90`, `90s`, `30m` or `2h`."""
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
+    if not number.isdecimal() or len(number) > _DIGITS or not int(number):
+        raise InputError(f"{option} {text[:40]!r}: expected a time such as 90s, 30m or 2h")
+    return int(number) * _UNITS[unit]

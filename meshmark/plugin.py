@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import gc
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
 from meshmark.conformance.scenario import plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
+from meshmark.environment import describe
 from meshmark.errors import ClusterError, LayoutError, ResultsError
 from meshmark.expect import expect_ran
 from meshmark.progress import Progress
@@ -20,11 +21,14 @@ from meshmark.regression.gatekeeper import Gatekeeper, expect_cases
 from meshmark.run.cluster import Cluster
 from meshmark.run.launchers import LAUNCHERS
 from meshmark.run.record import Record
+from meshmark.run.record_file import read_records
+from meshmark.run.resume import Held, is_known
 from meshmark.run.runner import Runner
+from meshmark.run.throughput import values_of
 from meshmark.selection import Selection, add_options, selection
 from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
 
-pytest_plugins = ["meshmark.session_log"]
+pytest_plugins = ["meshmark.session_log", "meshmark.long_run", "meshmark.github"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -114,10 +118,21 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         stack.enter_context(_signals_end_like_ctrl_c())
         cluster = stack.enter_context(Cluster(chosen.cluster, progress.say))
         launcher = stack.enter_context(contextlib.closing(LAUNCHERS[chosen.launcher](cluster)))
-        running = Runner(launcher, chosen.targets, chosen.options, chosen.results, announce=progress.announce)
+        held = _held(chosen, progress.say)
+        running = Runner(launcher, chosen.targets, chosen.options, chosen.results, progress.announce, held)
         stack.enter_context(contextlib.closing(running))
         progress.expect(request.session.items, running.refusal)
         yield running
+
+
+def _held(chosen: Selection, say: Callable[[str], None]) -> Held:
+    """What the results folder holds, where that is asked for."""
+    file = chosen.results / "records.jsonl"
+    if not (chosen.resume and file.is_file() and file.stat().st_size):
+        return Held()
+    if not is_known("", describe(chosen.options.device, "", 1)):
+        say("--resume: this checkout has changes that no commit holds, so nothing is known to be of the same code")
+    return Held(read_records(chosen.results, latest=True).records)
 
 
 @pytest.fixture(scope="session")
@@ -172,16 +187,24 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 
 @pytest.fixture
-def observed(runner: Runner, case: Case) -> Record:
-    """The record of the case's instrumented pass, with its verdicts."""
+def observed(runner: Runner, case: Case, record_property: Callable[[str, object], None]) -> Record:
+    """The record of the case's instrumented pass, with its verdicts; its values are the test's properties in JUnit."""
     with _ending_the_run():
-        return runner.observe(case)
+        record = runner.observe(case)
+    _tell(record, record_property)
+    return record
 
 
 @pytest.fixture
-def timed(runner: Runner, case: Case) -> Record:
+def timed(runner: Runner, case: Case, record_property: Callable[[str, object], None]) -> Record:
     """The record of the case's untouched pass, which must have reached its end."""
     with _ending_the_run():
         record = runner.time(case)
+    _tell(record, record_property)
     expect_ran(record)
     return record
+
+
+def _tell(record: Record, tell: Callable[[str, object], None]) -> None:
+    for name, value in values_of(record).items():
+        tell(name, value)

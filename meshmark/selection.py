@@ -13,7 +13,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import load_adapter
 from meshmark.environment import describe
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
-from meshmark.options import DEFAULT_WORKLOAD, chosen_adapters, chosen_layouts, chosen_workloads, split_values
+from meshmark.options import DEFAULT_WORKLOAD, chosen_adapters, chosen_layouts, chosen_workloads, duration, split_values
 from meshmark.reference.data import check_data, on_corpus
 from meshmark.regression.baseline import find_baseline
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
@@ -54,6 +54,10 @@ class Selection:
     """A key of LAUNCHERS."""
     gatekeeper: Gatekeeper | None
     """Of `--baseline`."""
+    resume: bool = False
+    """Whether what `results` holds is not run again."""
+    max_seconds: float | None = None
+    """After which no further test begins."""
 
 
 SELECTION = pytest.StashKey[Selection]()
@@ -116,6 +120,17 @@ def add_options(parser: pytest.Parser) -> None:
         "--results", default="results", metavar="DIR", help="where records.jsonl is appended (default: results)"
     )
     group.addoption(
+        "--resume",
+        action="store_true",
+        help="run nothing that DIR holds already for the same case, code (a clean commit) and machine",
+    )
+    group.addoption(
+        "--max-time",
+        default=None,
+        metavar="30m",
+        help="begin no further test after so many seconds, m or h; one case of each adapter comes first",
+    )
+    group.addoption(
         "--baseline", default=None, metavar="NAME", help="fail tests that are worse than baselines/NAME, or a folder's"
     )
     group.addoption(
@@ -152,6 +167,8 @@ def _select(config: pytest.Config) -> Selection:
     for chosen in workloads:
         check_data(chosen)
     nnodes, (worlds, layouts) = option("--nnodes"), chosen_layouts(option("--world"), option("--layouts"))
+    given = {"node_rank": option("--node-rank"), "rdzv": option("--rdzv")}
+    cluster = ClusterSpec.detect(os.environ) if nnodes is None else ClusterSpec(nnodes=nnodes, **given)
     return Selection(
         targets=targets,
         adapters={name: load_adapter(target) for name, target in targets.items()},
@@ -163,12 +180,19 @@ def _select(config: pytest.Config) -> Selection:
         precisions=[precision(text) for text in split_values("--precision", option("--precision"))],
         options=_run_options(config),
         results=Path(option("--results")),
-        cluster=ClusterSpec.detect(os.environ)
-        if nnodes is None
-        else ClusterSpec(nnodes=nnodes, node_rank=option("--node-rank"), rdzv=option("--rdzv")),
+        cluster=cluster,
         launcher=_launcher(option("--launcher")),
+        resume=_resume(config, cluster),
+        max_seconds=None if option("--max-time") is None else duration("--max-time", option("--max-time")),
         gatekeeper=_gatekeeper(config),
     )
+
+
+def _resume(config: pytest.Config, cluster: ClusterSpec) -> bool:
+    asked = bool(config.getoption("--resume"))
+    if asked and cluster.nnodes > 1:
+        raise InputError(f"--resume on {cluster.nnodes} nodes: node 0 alone has the records; it is for one node")
+    return asked
 
 
 def _gatekeeper(config: pytest.Config) -> Gatekeeper | None:

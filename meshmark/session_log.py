@@ -21,7 +21,7 @@ from meshmark.spec.case import Case
 
 _MESSAGE_CHARACTERS = 4000
 _LOG = pytest.StashKey[Session]()
-_ATTEMPTS = pytest.StashKey[dict[str, Attempt]]()
+ATTEMPTS = pytest.StashKey[dict[str, Attempt]]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -31,7 +31,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     attempts = {item.nodeid: attempt for item in session.items if (attempt := _planned(item))}
     if not attempts or config.option.collectonly or selection(config).cluster.node_rank:
         return
-    config.stash[_ATTEMPTS] = attempts
+    config.stash[ATTEMPTS] = attempts
     config.stash[_LOG] = Session(
         schema=SCHEMA,
         session=uuid.uuid4().hex,
@@ -56,7 +56,7 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    attempts = item.config.stash.get(_ATTEMPTS, {})
+    attempts = item.config.stash.get(ATTEMPTS, {})
     before = attempts.get(item.nodeid)
     if before and report.failed:
         told = call.excinfo.exconly() if call.excinfo else report.longreprtext
@@ -108,6 +108,6 @@ def _write_end(session: pytest.Session) -> None:
 
 def _write(config: pytest.Config) -> None:
     """Raises `ResultsError` when it cannot be written."""
-    log = dataclasses.replace(config.stash[_LOG], attempts=list(config.stash[_ATTEMPTS].values()))
+    log = dataclasses.replace(config.stash[_LOG], attempts=list(config.stash[ATTEMPTS].values()))
     with contextlib.closing(RecordFile(selection(config).results)) as file:
         file.append(log)

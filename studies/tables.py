@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from meshmark.report.markdown import table_of
 from studies.table import Cell, Table
 from studies.tables_goals import judged
 
@@ -24,15 +25,17 @@ def table_lines(table: Table) -> list[str]:
     lines = [f"## {table.title}", "", f"Source: {table.source}.", ""]
     if table.formula:
         lines += [f"Computed: {table.formula}.", ""]
-    head = [*table.labels]
-    for name in table.columns:
-        head += [name, "computed", "error %"]
-    lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for labels, cells in table.rows:
-        parts = list(labels)
-        for cell in cells:
-            parts += _cell_texts(cell)
-        lines.append(f"| {' | '.join(parts)} |")
+    labels = [(name, [texts[i] for texts, _ in table.rows]) for i, name in enumerate(table.labels)]
+    compared = [
+        column
+        for i, name in enumerate(table.columns)
+        for column in zip(
+            (name, "computed", "error %"),
+            zip(*(_cell_texts(cells[i]) for _, cells in table.rows), strict=True),
+            strict=True,
+        )
+    ]
+    lines += [table_of([*labels, *compared], keys=len(labels), together=3)]
     flags = [
         f"- {', '.join(labels[:2])}: {cell.flagged}"
         for labels, cells in table.rows

@@ -59,8 +59,8 @@ def fsdp_lines() -> list[str]:
     keys = [(row["gpu"], row["recompute"]) for row in table]
     lines = ["## FSDP at micro-batches that ran (llm-foundry)", "", *_TEXT, ""]
     lines += [
-        "| GPU | recomputation | rows | predicted to fit % | were the loss not fused % | twice the micro-batch % | "
-        "needed of the memory, median % | step time mean % | median % | bias % |",
+        "| GPU | recomputation | rows | predicted to fit % | loss not fused % | twice as large % | "
+        "of the memory, median % | time mean % | median % | bias % |",
         "|---" * 10 + "|",
     ]
     for key in sorted(set(keys)):

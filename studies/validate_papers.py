@@ -80,8 +80,9 @@ def paper_lines() -> list[str]:
                 f"{(oom & ~fits).sum()} predicted; of {(~oom).sum()} that ran, {(~oom & ~fits).sum()} "
                 "predicted not to | | | | | | |"
             )
+        short = name.partition(" (")[0]
         detail += [
-            f"| {name}: {run.label} | {_number(run.step_seconds)} | {s:.4g} | {_percent(s / run.step_seconds - 1)} | "
+            f"| {short}: {run.label} | {_number(run.step_seconds)} | {s:.4g} | {_percent(s / run.step_seconds - 1)} | "
             f"{_number(run.memory_bytes / GIB)} | {m / GIB:.1f} |"
             for run, s, m in zip(runs, seconds, memory, strict=True)
         ]

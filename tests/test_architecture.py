@@ -30,6 +30,8 @@ FRONT = {
     "__main__",
     "cli",
     "expect",
+    "github",
+    "long_run",
     "options",
     "plan_run",
     "plugin",

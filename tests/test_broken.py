@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.honest import RUNS, measure_group
+from benchmarks.honest import YARDSTICKS, measure_single
 from benchmarks.trials import Court
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.judge.faults import Fault
 from meshmark.reference.build import parameter_shapes
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.passes.noise import NUM_RUNS
 from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.verdict import detection_limits
@@ -34,7 +35,13 @@ SOME = [
     "ddp_ReducesOneAgain",
 ]
 SLIGHT = sized("ddp", "NormGradient", 3e-6)
-ON_THE_CLOCK = ["ddp_StepsUnreduced", "ddp_StepsUnclipped", "ddp_StepsOnHalfTheBatch", "ddp_ReducesFirstSteps"]
+ON_THE_CLOCK = [
+    "ddp_StepsUnreduced",
+    "ddp_StepsUnclipped",
+    "ddp_StepsUnclippedInTheEnd",
+    "ddp_StepsOnHalfTheBatch",
+    "ddp_ReducesFirstSteps",
+]
 OF_CLAUSES = [
     "ddp_SameMasksOnRanks_dropout",
     "ddp_NotRescaled_dropout",
@@ -113,6 +120,7 @@ def test_steps_that_are_not_those_that_were_judged_are_caught_on_the_clock(runne
     assert told.pop("StepsUnreduced").startswith("replicas differ after timed steps: parameters/")
     assert told["StepsOnHalfTheBatch"].startswith("not what was judged: the loss of step 0 is ")
     assert told["StepsUnclipped"].startswith("not what was judged: the loss of step 1 is ")
+    assert told["StepsUnclippedInTheEnd"].startswith("not what was judged: the loss of step 11 is ")
 
 
 def test_steps_of_a_correct_adapter_are_those_that_were_judged(runner: Runner) -> None:
@@ -122,7 +130,8 @@ def test_steps_of_a_correct_adapter_are_those_that_were_judged(runner: Runner) -
     runner.observe(case)
     for verdict in (alone, runner.time(case).verdict("throughput")):
         assert verdict is not None and verdict.passed
-        assert verdict.summary == "bit for bit what was judged: 3 losses, parameters after 2 steps"
+        steps = verdict.evidence["steps"]
+        assert verdict.summary == f"bit for bit what was judged: {steps} losses, parameters after 2 and {steps} steps"
 
 
 def test_where_no_rank_reduces_none_is_blamed(runner: Runner) -> None:
@@ -139,9 +148,9 @@ def test_one_gradient_off_by_three_millionths(runner: Runner) -> None:
 
 
 def test_correct_runs_do_not_alarm() -> None:
-    case = Case(adapter="single", workload=make_workload(), layout=Layout(), precision=Precision.FP32)
-    group = measure_group(case, seed=3)
-    assert len(group.excesses) == RUNS, "no two of the same bits"
+    case = Case(adapter="single", workload=make_workload(seed=3), layout=Layout(), precision=Precision.FP32)
+    group = measure_single(case)
+    assert len(group.excesses) == YARDSTICKS * NUM_RUNS, "no two of the same bits"
     assert max(group.excesses) < 1
 
 

@@ -33,7 +33,7 @@ from meshmark.spec.precision import Dtype, Precision, precision
 from meshmark.theory.flow import bytes_by_kind
 from meshmark.theory.states import model_states
 from meshmark.theory.traffic import step_traffic
-from tests.broken.mutant import GPT, LAYOUTS
+from tests.broken.mutant import GPT, LAYOUTS, VIT_BN
 from tests.broken.mutants import BY_NAME, target
 from tests.factories import make_case
 
@@ -182,6 +182,26 @@ def test_bf16_reduced_in_bf16_is_another_precision_than_reduced_in_fp32(runner: 
     assert wide.equivalence.noise != narrow.equivalence.noise
     if adapter == "ddp":  # which reduces once, so that every value is a bf16 number
         assert (wide.memory.state_dtypes["gradients"], narrow.memory.state_dtypes["gradients"]) == ("float32", "bf16")
+
+
+def test_steps_that_loss_scaling_leaves_out_are_timed_too_and_said(runner: Runner) -> None:
+    """The clock's steps are not tried again, and so are held against a pass whose are not either."""
+    case = Case(adapter="overflows", workload=GPT, layout=LAYOUTS["ddp"], precision=Precision.FP16)
+    record = runner.time(case)
+    verdict = record.verdict("throughput")
+    assert verdict is not None and verdict.passed, record.outcome.message or verdict
+    assert verdict.summary.endswith(f"parameters after 2 and {verdict.evidence['steps']} steps")
+    told = "steps, warm-up included, overflowed and were left out, as loss scaling does: they moved nothing"
+    assert record.remarks == [f"2 of the first 3 {told}"]
+
+
+def test_an_attempt_that_is_left_out_has_been_seen_by_batch_norms(runner: Runner) -> None:
+    """Their statistics, and the number of batches, are those of every attempt; all else is that of the last."""
+    layout = Layout(dp=2, num_micro_batches=2)
+    record = runner.observe(Case(adapter="overflows", workload=VIT_BN, layout=layout, precision=Precision.FP16))
+    verdict = record.verdict("equivalence")
+    assert record.training.left_out >= 1
+    assert verdict is not None and verdict.passed, record.outcome.message or verdict.summary
 
 
 def test_steps_that_loss_scaling_leaves_out_are_tried_again_and_the_run_is_right(runner: Runner) -> None:

@@ -110,12 +110,17 @@ def section(page: str, title: str) -> str:
 
 
 def rows(text: str) -> list[dict[str, str]]:
-    """The first markdown table in `text`; fails when it is not well formed."""
-    table = re.search(r"(?:^\|.*\|\n?)+", text, re.M)
-    assert table, "no table"
-    header, rule, *body = [
-        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.group().strip().splitlines()
-    ]
+    """The first markdown table in `text`, with what it says of every row and the tables that it goes on in; fails when
+    one is not well formed."""
+    found = re.search(r"(?:^In every row: (.*)\.\n\n)?((?:(?:^\|.*\|\n?)+\n?)+)", text, re.M)
+    assert found, "no table"
+    alike = dict(said.split(": ", 1) for said in (found[1] or "").split("; ") if said)
+    parts = [_rows(part) for part in found[2].strip().split("\n\n")]
+    return [alike | {name: cell for part in line for name, cell in part.items()} for line in zip(*parts, strict=True)]
+
+
+def _rows(table: str) -> list[dict[str, str]]:
+    header, rule, *body = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.splitlines()]
     assert all(re.fullmatch(r":?-+:?", cell) for cell in rule)
     assert {len(line) for line in body} | {len(rule)} == {len(header)}
     return [dict(zip(header, line, strict=True)) for line in body]
@@ -140,7 +145,7 @@ def test_the_fastest_and_leanest_are_sought_among_the_correct(page: str) -> None
     """The wrong run is twice as fast; it is no result."""
     head = page.splitlines()[2]
     assert f"On 2 ranks the fastest correct case is `{DDP.id}` (96 tokens/s ±0.0%)" in head
-    assert f"the leanest `{DDP.id}` (2.66 KiB at its fullest rank's peak)" in head
+    assert f"; the leanest is `{DDP.id}` (2.66 KiB at its fullest rank's peak)" in head
 
 
 def test_the_fastest_is_not_always_the_leanest(tmp_path: Path) -> None:
@@ -152,11 +157,8 @@ def test_the_fastest_is_not_always_the_leanest(tmp_path: Path) -> None:
     assert f"fastest correct case is `{DDP.id}`" in head
     scattered = make_timing(rank_step_seconds=[[0.1, 1.9, 1.0]] * 2)
     head = render(tmp_path, [*all_sorts()[:2], small, make_timed(case=FSDP2, timing=scattered)]).splitlines()[2]
-    assert (
-        f"no correct case is the fastest: with `{DDP.id}`" in head
-        and f"tied, their intervals meet, `{FSDP2.id}`" in head
-    )
-    assert f"leanest `{FSDP2.id}` (1.7 KiB" in head
+    assert f"On 2 ranks the fastest correct cases are `{DDP.id}` (96 tokens/s ±0.0%) and `{FSDP2.id}`, whose" in head
+    assert f"intervals meet, so that none is ahead; the leanest is `{FSDP2.id}` (1.7 KiB" in head
 
 
 def test_a_wrong_run_s_speed_is_struck_out_and_it_has_no_mfu(page: str) -> None:

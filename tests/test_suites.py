@@ -67,6 +67,9 @@ def test_a_run_leaves_records_junit_and_benchmark_data(tmp_path: Path) -> None:
     assert benchmark["extra_info"]["tokens_per_second"] > 0
     names = [case.get("name") for case in ElementTree.parse(tmp_path / "junit.xml").iter("testcase")]
     assert "test_equivalence[ddp-dp2.mb2-gpt-mini-fp32]" in names
+    told = {one.get("name"): one.get("value") for one in ElementTree.parse(tmp_path / "junit.xml").iter("property")}
+    assert int(told["peak_bytes"] or 0) == max(reading.peak.total for reading in observed.memory.readings)
+    assert float(told["tokens_per_second"] or 0) == benchmark["extra_info"]["tokens_per_second"]
     assert "[1/2] observe ddp-dp2.mb2-gpt-mini-fp32" in done.stdout
 
 

@@ -9,19 +9,19 @@ from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.run.launch import LaunchResult
 from meshmark.run.rank_report import RankReport
-from meshmark.run.record import Outcome, Status, TrainingCurves, Verdict
+from meshmark.run.record import Outcome, Record, Status, TrainingCurves, Verdict
 from meshmark.run.retracing import find_path
 from meshmark.run.throughput_verdict import judge_throughput
 from tests.factories import make_equivalence, make_good, make_timed, make_timing
 
 
-def path(loss: float, *, repeats: bool | None) -> ObservedPath:
-    """Of two steps."""
-    return ObservedPath(losses=[5.5, loss], digests=["a", "b", "c"], repeats=repeats)
+def path(loss: float, *, repeats: bool | None, end: str = "d") -> ObservedPath:
+    """Of two steps that were judged, and a third."""
+    return ObservedPath(losses=[5.5, loss, 5.0], digests=["a", "b", "c"], later={3: end}, repeats=repeats)
 
 
 def judged(**changes: Any) -> Verdict:  # noqa: ANN401
-    """The verdict on three timed steps; the instrumented pass did two."""
+    """The verdict on three timed steps; the instrumented pass did two, and what retraces it all three."""
     drifts = changes.pop("drifts", [])
     timing = {"digests": {1: "b", 3: "d"}, "observed": path(5.25, repeats=None), **changes}
     verdict = judge_throughput(
@@ -37,7 +37,10 @@ def judged(**changes: Any) -> Verdict:  # noqa: ANN401
 
 def test_timed_steps_are_those_that_were_judged_bit_for_bit() -> None:
     found = judged()
-    assert (found.passed, found.summary) == (True, "bit for bit what was judged: 2 losses, parameters after 1 steps")
+    assert (found.passed, found.summary) == (
+        True,
+        "bit for bit what was judged: 3 losses, parameters after 1 and 3 steps",
+    )
     assert found.evidence["parameters_after_last_step"] == "d"
 
 
@@ -47,6 +50,13 @@ def test_other_bits_of_an_engine_that_repeats_its_own_are_another_path() -> None
     assert "not what was judged: the loss of step 1 is 5.25, and 5.250000001 where" in found.summary
     found = judged(digests={1: "x", 3: "d"}, observed=path(5.25, repeats=True))
     assert not found.passed and "the parameters after 1 steps are others" in found.summary
+    found = judged(observed=path(5.25, repeats=True, end="x"))
+    assert not found.passed and "the parameters after 3 steps are others" in found.summary
+    late = dataclasses.replace(path(5.25, repeats=True), losses=[5.5, 5.25, 5.000000001])
+    assert (
+        "not what was judged: the loss of step 2 is 5.0, and 5.000000001 where the calls"
+        in judged(observed=late).summary
+    )
 
 
 def test_an_engine_that_never_repeats_is_held_to_the_yardstick() -> None:
@@ -69,29 +79,47 @@ def test_steps_that_nobody_judged_have_no_verdict() -> None:
     assert judge_throughput(make_timed()) is None
 
 
-def launched(losses: list[float]) -> LaunchResult:
+def launched(losses: list[float], digests: dict[int, str] | None = None, left_out: int = 0) -> LaunchResult:
     """One rank that is timed, or that retraces."""
     report = RankReport(
-        rank=0, build_seconds=0, run_seconds=0, losses=losses, digests=["a", "b", "c"], timed_digests={1: "b"}
+        rank=0,
+        build_seconds=0,
+        run_seconds=0,
+        losses=losses,
+        digests=["a", "b", "c"],
+        timed_digests=digests or {3: "d"},
+        left_out=left_out,
     )
     return LaunchResult(reports=[report], failures=[], seconds=1)
 
 
-def test_a_path_is_sought_in_the_session_then_in_a_launch_and_its_bits_doubted_where_they_differ() -> None:
+def test_the_path_is_the_judged_steps_and_what_comes_of_them_and_its_bits_are_doubted_where_they_differ() -> None:
     observed = make_good(training=TrainingCurves(losses=[5.5, 5.25]))
     conformance = dataclasses.replace(observed.conformance, digests=["a", "b", "c"])
     observed = dataclasses.replace(observed, conformance=conformance)
     launches: list[LaunchResult] = []
 
     def retrace() -> LaunchResult:
-        return launches.pop()
+        return launches.pop(0)
 
-    assert find_path(observed, launched([5.5, 5.25, 5.0]), retrace) == path(5.25, repeats=None)
-    launches = [launched([5.5, 5.25])]
-    assert find_path(observed, launched([5.5, 4.0]), retrace) == path(5.25, repeats=True)
-    launches = [launched([5.5, 5.125])]
-    assert find_path(observed, launched([5.5, 4.0]), retrace) == path(5.25, repeats=False)
-    launches = [launched([5.5, 5.25])]
-    assert find_path(None, launched([5.5, 5.25]), retrace) == path(5.25, repeats=None)
+    def sought(record: Record | None, losses: list[float], *retraced: list[float]) -> ObservedPath | None:
+        launches.extend(launched(again) for again in retraced)
+        found = find_path(record, launched(losses, {1: "b", 3: "d"}), retrace)
+        assert launches == []
+        return found
+
+    right, late = [5.5, 5.25, 5.0], [5.5, 5.25, 4.0]
+    assert sought(observed, right, right) == path(5.25, repeats=None)
+    assert sought(None, right, right) == path(5.25, repeats=None)
+    assert sought(observed, late, right, right) == path(5.25, repeats=True)
+    assert sought(observed, late, right, late) == path(5.25, repeats=False)
+    assert sought(observed, [5.5, 5.125, 5.0], [5.5, 5.125, 5.0]) == path(5.25, repeats=False)
     crashed = dataclasses.replace(observed, outcome=Outcome(status=Status.RAISED))
-    assert find_path(crashed, launched([5.5]), retrace) is None and launches == []
+    assert sought(crashed, right) is None
+
+
+def test_a_pass_that_tried_again_tells_nothing_of_the_clock_s_bits() -> None:
+    """It has trained on other batches since."""
+    observed = make_good(training=TrainingCurves(losses=[5.5, 5.0], left_out=1))
+    found = find_path(observed, launched([5.5, 5.25, 5.0]), lambda: launched([5.5, 5.25, 5.0], left_out=1))
+    assert found == dataclasses.replace(path(5.25, repeats=None), left_out=1)

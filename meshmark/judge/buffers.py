@@ -108,12 +108,13 @@ def assess_buffers(trace: Trace, workload: Workload, layout: Layout | None) -> D
 
 def replica_truth(trace: Trace, workload: Workload, layout: Layout | None, replica: int, step: int) -> Tensors:
     """The buffers that a replica should have after `step`, made of those that it had before and of the parameters where
-    the run was."""
+    the run was. An attempt that loss scaling left out has seen the batch too."""
     nowhere = initial_buffers(workload)
     told = trace.buffers[replica][step]
     before = {name: told.get(name, np.full_like(x, np.nan if x.shape else 0)) for name, x in nowhere.items()}
     own = make_batch(workload, step).shard(replica, len(trace.buffers))
-    return exact_buffers(workload, known_parameters(trace, workload, step), before, together(workload, own, layout))
+    parts = together(workload, own, layout) * (1 + trace.left_out[step] if trace.left_out else 1)
+    return exact_buffers(workload, known_parameters(trace, workload, step), before, parts)
 
 
 def known_parameters(trace: Trace, workload: Workload, step: int) -> Tensors:

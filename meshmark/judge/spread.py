@@ -20,6 +20,15 @@ TAIL_DIRECTIONS = 1 / 7
 """Of the degrees of freedom, those that carry the tail."""
 MOST_DEGREES = 1e6
 """Of what does not vary at all."""
+ONE_SIDED = 1.645
+"""Standard errors below an estimate at which the 95 % limit lies."""
+
+
+def _at_least(degrees: float, num_values: int) -> float:
+    """The lower 95 % limit of degrees of freedom that were estimated from the variance of so many squared values: of
+    many quantities, those whose few draws happened to differ little would be the ones that alarm. The sample variance
+    of chi-squared values has a relative variance of (2 + 12 / d) / n."""
+    return degrees / (1 + ONE_SIDED * math.sqrt((2 + 12 / degrees) / num_values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +56,7 @@ class Spread:
         # The runs' own mean lies between them: they scatter less about it than about the true one.
         variance = float(np.mean((relative - 1) ** 2)) * num_draws / max(num_draws - 1, 1)
         most = 1.0 if of_number else MOST_DEGREES
-        degrees = min(2 / variance, most) if variance else most
+        degrees = min(_at_least(2 / variance, squares.size), most) if variance else most
         return cls(level=level, degrees=degrees, known=num_draws * degrees)
 
     @property

@@ -34,6 +34,9 @@ class Trace:
     """Losses like `losses`, but in evaluation, before each step; empty when nobody asked."""
     buffers: list[list[Tensors]] = field(default_factory=list)
     """By replica, then like `parameters`; empty where the workload has none."""
+    left_out: list[int] = field(default_factory=list)
+    """Attempts at each step that loss scaling left out on all ranks: of them, running statistics alone are left. Empty
+    where nobody counted."""
     drifted: dict[int, Tensors] = field(default_factory=dict)
     """Of the first step at which gradients drift: some of those that a rank holds otherwise than the lowest, by rank.
     Of all ranks together only."""
@@ -70,6 +73,7 @@ def gather_replicas(own: Trace, replicas: Sequence[int]) -> tuple[list[Trace], l
         norms=own.norms,
         evaluations=own.evaluations,
         buffers=own.buffers,
+        left_out=own.left_out,
     )
     drifts = [
         drift
@@ -96,6 +100,7 @@ def _union_of(traces: Sequence[Trace]) -> Trace:
         norms=[next((n for n in norms if n is not None), None) for norms in zip(*reported, strict=True)],
         evaluations=[sum(shares) for shares in zip(*(t.evaluations for t in traces), strict=True)],
         buffers=[replica for t in traces for replica in t.buffers],
+        left_out=traces[0].left_out,
         drifted={rank: held for trace in traces for rank, held in trace.drifted.items()},
     )
 
@@ -106,12 +111,14 @@ def _gather(own: Trace) -> list[Trace] | None:
     kinds = (own.parameters, own.gradients, list(own.drifted.values()), buffers)
     names = [[list(tensors) for tensors in kind] for kind in kinds]
     counts = [len(replica) for replica in own.buffers]
-    headers = all_gather_json([names, own.losses, own.norms, own.evaluations, list(own.drifted), counts])
+    numbers = [own.losses, own.norms, own.evaluations, own.left_out]
+    headers = all_gather_json([names, numbers, list(own.drifted), counts])
     everyone = gather_arrays([value for kind in kinds for tensors in kind for value in tensors.values()])
     if everyone is None:
         return None
     traces = []
-    for (kinds_names, losses, norms, evaluations, ranks, counts), arrays in zip(headers, everyone, strict=True):
+    for (kinds_names, numbers, ranks, counts), arrays in zip(headers, everyone, strict=True):
+        losses, norms, evaluations, left_out = numbers
         values = iter(arrays)
         parameters, gradients, drifted, buffers = (
             [{name: next(values) for name in step} for step in kind] for kind in kinds_names
@@ -124,6 +131,7 @@ def _gather(own: Trace) -> list[Trace] | None:
                 losses=losses,
                 norms=norms,
                 evaluations=evaluations,
+                left_out=left_out,
                 drifted=dict(zip(ranks, drifted, strict=True)),
                 buffers=[[next(steps) for _ in range(count)] for count in counts],
             )

@@ -6,16 +6,15 @@ import functools
 from collections.abc import Iterable, Sequence
 
 from meshmark.measure.readings import Collective, wire_factor
-from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult
-from meshmark.report.tables import KIB, bytes_text, names, passed
+from meshmark.report.tables import KIB, Rows, bytes_text, names, passed
 from meshmark.spec.layout import AXES, Layout
 from meshmark.theory.flow import Departure, Flow
 
 
-def communication(found: Sequence[CaseResult]) -> str:
+def communication(found: Sequence[CaseResult]) -> Rows:
     """The rank that sends most, bytes of one step."""
-    rows = []
+    rows: Rows = []
     for result in found:
         if not result.observed or not result.observed.traffic.readings or result.case.world_size == 1:
             continue
@@ -32,13 +31,13 @@ def communication(found: Sequence[CaseResult]) -> str:
                 "really sent / rank": bytes_text(_wire(traffic[rank].issued)),
             }
         )
-    return markdown(rows)
+    return rows
 
 
-def departures(found: Sequence[CaseResult]) -> str:
+def departures(found: Sequence[CaseResult]) -> Rows:
     """What adapters declare beyond theory, of the first rank; empty when nothing is. The difference is what ring
     algorithms send."""
-    rows = [
+    return [
         {
             **names(result),
             "sent": _flows(departure.sends),
@@ -50,7 +49,6 @@ def departures(found: Sequence[CaseResult]) -> str:
         if result.observed and result.observed.traffic.departures
         for departure in result.observed.traffic.departures[0]
     ]
-    return markdown(rows) if rows else ""
 
 
 def _flows(flows: Iterable[Flow]) -> str:

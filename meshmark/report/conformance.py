@@ -1,4 +1,4 @@
-"""The conformance table: clause by adapter, each cell with its evidence below."""
+"""The conformance table: adapter by clause; why below, wherever a cell is no plain yes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshmark.conformance.clauses import CLAUSES, Clause, judge_clause, point_ba
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import SCENARIOS
 from meshmark.report.guard import rendered, write_page
-from meshmark.report.markdown import Markup, block, details, inline
+from meshmark.report.markdown import Markup, block, inline
 from meshmark.report.markdown import table as markdown
 from meshmark.report.results import newest
 from meshmark.report.untold import untold
@@ -141,28 +141,40 @@ def _answer(found: Sequence[AdapterColumn]) -> list[str]:
         headline += f" {cells[ClauseResult.UNDECIDED]} rest on a pass that was too slow for its time limit."
     if cells[ClauseResult.STALE_GAP]:
         headline += f" {cells[ClauseResult.STALE_GAP]} known gaps no longer show: take them out of their adapters."
+    asked = [clause for clause in CLAUSES.values() if any(clause.name in c.findings for c in found)]
+    numbers = {gap: number for number, gap in enumerate(_gaps(found), 1)}
     rows: list[dict[str, object]] = [
-        {"clause": clause.name, **{c.title: _mark(c, clause, found) for c in found}}
-        for clause in CLAUSES.values()
-        if any(clause.name in c.findings for c in found)
+        {"adapter": c.title, **{clause.name: _mark(c, clause, numbers) for clause in asked}} for c in found
     ]
     return [
         "# Conformance",
         headline,
+        markdown([_counted(column) for column in found]),
+        "## Every cell",
         markdown(rows),
         "*yes*: the clause holds, by measurement. **no**: it does not. *gap*: the framework, in a documented "
-        "configuration, really fails it; what and why is below. *told*: not required, and counted with neither; what "
-        "was found is in the evidence. –: not supported, or without meaning in this layout.",
+        "configuration, really fails it; what and why is below, by its number. *told*: not required, and counted with "
+        "neither; what was found is in the records. –: not supported, or without meaning in this layout.",
     ]
 
 
-def _mark(column: AdapterColumn, clause: Clause, found: Sequence[AdapterColumn]) -> str:
+def _counted(column: AdapterColumn) -> dict[str, object]:
+    counts = Counter(finding.result for finding in column.findings.values())
+    shown = (ClauseResult.PASS, ClauseResult.KNOWN_GAP, ClauseResult.UNSUPPORTED)
+    return {
+        "adapter": column.title,
+        "layout": column.base.layout.id,
+        **dict(zip(("hold", "known gaps", "no answer"), (counts[result] for result in shown), strict=True)),
+        "other": counts.total() - sum(counts[result] for result in shown),
+        "launches take": f"{column.launch_seconds:.0f} s",
+    }
+
+
+def _mark(column: AdapterColumn, clause: Clause, numbers: Mapping[Finding, int]) -> str:
     finding = column.findings.get(clause.name)
     if finding is None:
         return ""
-    number = (
-        f" [{list(_gaps(found)).index(finding) + 1}](#known-gaps)" if finding.result is ClauseResult.KNOWN_GAP else ""
-    )
+    number = f" {numbers[finding]}" if finding.result is ClauseResult.KNOWN_GAP else ""
     return Markup(f"{_MARKS[finding.result]}{number}")
 
 
@@ -193,13 +205,6 @@ def _evidence(found: Sequence[AdapterColumn]) -> list[str]:
             "## Without an answer",
             "\n".join(f"- {inline(why)}: {inline(', '.join(where))}" for why, where in reasons.items()),
         ]
-    parts.append("## Evidence")
-    for column in found:
-        rows: list[dict[str, object]] = [
-            {"clause": n, "result": str(f.result), "evidence": f.evidence} for n, f in column.findings.items()
-        ]
-        title = f"{column.base.adapter}, {column.base.layout.id}"
-        parts.append(details(title, markdown(rows)))
     return parts
 
 
@@ -216,7 +221,6 @@ def _origin(found: Sequence[AdapterColumn], records: Sequence[Record], command: 
     environment, model = newest(records).environment, found[0].base.workload.model
     commands = sorted({record.environment.command for record in records})
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
-    launches = markdown([{"adapter": c.title, "launches take": f"{c.launch_seconds:.0f} s"} for c in found])
     return [
         "## How it was obtained",
         f"Every cell rests on one or two of {len(SCENARIOS)} scenarios, each a launch of its own in fresh processes, "
@@ -229,7 +233,6 @@ def _origin(found: Sequence[AdapterColumn], records: Sequence[Record], command: 
             f"{environment.machine}, {environment.num_cpus} CPUs, {environment.device} and {environment.backend}, "
             f"commit {environment.commit or 'unknown'}, {environment.date}. {versions}."
         ),
-        "Launches of one adapter, all scenarios together, without the noise floors, which each workload and precision "
-        "needs once for all adapters:",
-        launches,
+        "*Launches take*: of one adapter, all scenarios together, without the noise floors, which each workload and "
+        "precision needs once for all adapters.",
     ]

@@ -6,10 +6,12 @@ could make a link, a tag or a column is shown as code, in which nothing has a me
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import html
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from meshmark.clip import clip
 
@@ -74,16 +76,104 @@ def details(summary: str, body: str) -> str:
     return f"<details><summary>{html.escape(_line(summary, LINE_CHARACTERS))}</summary>\n\n{body}\n\n</details>"
 
 
-def table(rows: Sequence[dict[str, object]]) -> str:
-    """A markdown table; what a row lacks stays empty."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    if not columns:
+WIDTH = 160
+"""Characters that a table may be wide: what a person reads without scrolling sideways."""
+_LONG = 48
+"""Characters of a cell or a title that may stay in a table that is too wide otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Column:
+    title: str
+    values: Sequence[object]
+    cells: Sequence[str]
+
+    @property
+    def width(self) -> int:
+        return max(map(len, (self.title, *self.cells)))
+
+    @property
+    def constant(self) -> bool:
+        return len(self.cells) > 1 and len(set(self.cells)) == 1
+
+
+def table(rows: Sequence[dict[str, object]], keys: int = 1) -> str:
+    """A markdown table; what a row lacks stays empty. See `table_of`."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return table_of([(name, [row.get(name) for row in rows]) for name in names], keys)
+
+
+def table_of(columns: Sequence[tuple[str, Sequence[object]]], keys: int = 1, together: int = 1) -> str:
+    """A markdown table of columns, each a title and its values.
+
+    No line is wider than `WIDTH`. What is the same in every row of one that would be is said once above it; texts that
+    fill a table by themselves stand below it, numbered; and it goes on in further tables that begin with the same
+    first `keys` columns. Of the others, each `together` stay side by side.
+    """
+    whole = [_Column(title=_cell(title), values=values, cells=[*map(_cell, values)]) for title, values in columns]
+    if not whole:
         return ""
-    titles = [_cell(name) for name in columns]
-    cells = [[_cell(row.get(name)) for name in columns] for row in rows]
-    widths = [max(len(title) + 2, *(len(row[i]) for row in cells)) for i, title in enumerate(titles)]
+    if _width(whole) + 2 * len(whole) <= WIDTH:
+        return _laid(whole, room=2)
+    short = [dataclasses.replace(column, title=_cell(column.title[:_LONG])) for column in whole]
+    return _laid(short) if _width(short) <= WIDTH else _narrow(short[:keys], short[keys:], together)
+
+
+def _narrow(keys: Sequence[_Column], others: Sequence[_Column], together: int) -> str:
+    said = [column for column in (*keys, *others) if column.constant] if together == 1 else []
+    if all(key in said for key in keys):
+        said.remove(keys[0])
+    notes: dict[str, int] = {}
+    lead = [key for key in keys if key not in said]
+    left = [column for column in others if column not in said]
+    groups = [left[i : i + together] for i in range(0, len(left), together)]
+    widest = max(map(_least, groups), default=0)
+    while len(lead) > 1 and 1 + _least(lead) + widest > WIDTH:
+        groups.insert(0, [lead.pop()])
+    lead = [_with_notes(key, notes, _LONG if _width(lead) + widest > WIDTH else WIDTH) for key in lead]
+    room = (WIDTH - _width(lead)) // together - 3
+    parts = [list(lead)]
+    for group in groups:
+        shown = [_with_notes(column, notes, room) for column in group]
+        if _width([*parts[-1], *shown]) > WIDTH:
+            parts.append(list(lead))
+        parts[-1] += shown
+    alike = [f"{column.title}: {_text(column.values[0])}" for column in said if column.cells[0]]
+    above = [f"In every row: {'; '.join(alike)}."] if alike else []
+    below = ["\n".join(f"- ({number}) {text}" for text, number in notes.items())] if notes else []
+    return "\n\n".join([*above, *map(_laid, parts), *below])
+
+
+def _least(columns: Sequence[_Column]) -> int:
+    """What they take where long texts are notes."""
+    return sum(min(column.width, _LONG) + 3 for column in columns)
+
+
+def _with_notes(column: _Column, notes: dict[str, int], room: int) -> _Column:
+    """Where it takes more than `room`, each long text is the number of its note."""
+    if column.width <= room:
+        return column
+    pairs = list(zip(column.values, column.cells, strict=True))
+    return dataclasses.replace(
+        column,
+        cells=[
+            f"({notes.setdefault(_text(value), len(notes) + 1)})" if len(cell) > min(_LONG, room) else cell
+            for value, cell in pairs
+        ],
+    )
+
+
+def _width(columns: Sequence[_Column]) -> int:
+    return 1 + sum(column.width + 3 for column in columns)
+
+
+def _laid(columns: Sequence[_Column], room: int = 0) -> str:
+    """`room`: between a title and the next column, which is how wide tabulate makes them."""
+    widths = [max(len(column.title) + room, *map(len, column.cells)) for column in columns]
     rule = "|".join(f":{'-' * (width + 1)}" for width in widths)
-    return "\n".join([_row(titles, widths), f"|{rule}|", *(_row(row, widths) for row in cells)])
+    lines = zip(*(column.cells for column in columns), strict=True)
+    body = [_row(line, widths) for line in lines]
+    return "\n".join([_row([column.title for column in columns], widths), f"|{rule}|", *body])
 
 
 def _row(cells: Iterable[str], widths: Iterable[int]) -> str:
@@ -97,5 +187,8 @@ def _cell(value: object) -> str:
 
 @functools.lru_cache(maxsize=16_384, typed=True)  # most cells of a long table stand in it many times
 def _cell_of(value: str) -> str:
-    text = " ".join(value.split()) if isinstance(value, Markup) else inline(value)
-    return text.replace("|", "\\|")
+    return _text(value).replace("|", "\\|")
+
+
+def _text(value: object) -> str:
+    return " ".join(value.split()) if isinstance(value, Markup) else inline(value)

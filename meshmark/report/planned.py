@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult
-from meshmark.report.tables import bytes_text, names
+from meshmark.report.tables import Rows, bytes_text, names
 from meshmark.run.memory_verdict import Held, memory_categories, memory_totals
 from meshmark.run.record import Record
 from meshmark.spec.model_spec import ModelSpec
@@ -41,9 +40,9 @@ def worst(found: Sequence[Held], category: str) -> Held | None:
     )
 
 
-def planned_memory(found: Sequence[CaseResult]) -> str:
+def planned_memory(found: Sequence[CaseResult]) -> Rows:
     """The worst rank's error of every category, and of all that the allocator counted."""
-    rows = []
+    rows: Rows = []
     for result in found:
         record = result.observed
         if not record or not record.memory.readings:
@@ -69,4 +68,4 @@ def planned_memory(found: Sequence[CaseResult]) -> str:
             if held and held.late:
                 row["of it late"] = bytes_text(held.late)
         rows.append(row)
-    return markdown(rows)
+    return rows

@@ -62,15 +62,22 @@ def _pictures(found: Sequence[CaseResult], path: Path) -> tuple[list[str], list[
     return drawn, undrawn
 
 
-def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
+def headline(found: Sequence[CaseResult], reading: Reading) -> str:
+    """What it came to, in a paragraph of markdown."""
     missing = unrecorded(reading.sessions, reading.records, conforming=False)
     if not reading.records:
-        return ["# Meshmark report", f"**No case left a record**: {_listed(missing)}."]
+        return f"**No case left a record**: {_listed(missing)}."
+    return _headline(found, missing, len(failing(reading.sessions, conforming=False)))
+
+
+def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
+    if not reading.records:
+        return ["# Meshmark report", headline(found, reading)]
     environment = newest(reading.records).environment
     return [
         f"# Meshmark report: {inline(environment.machine)}, {environment.num_cpus} CPUs, {inline(environment.device)}",
-        _headline(found, missing, len(failing(reading.sessions, conforming=False))),
-        tables.answer(found),
+        headline(found, reading),
+        tables.case_table(tables.answer(found)),
         "*correct*: every loss, gradient norm, gradient and parameter of every step stands no further "
         "from a float64 single-process truth than rounding in its precision carries a correct run, told by a factor on "
         f"that noise; of how often it fails a correct run, there is shown: {shown()}. *cannot tell*: the noise hides "
@@ -93,9 +100,10 @@ def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests:
         measured = [r for r in peers if r.observed and r.observed.memory.readings]
         if timed and measured:
             leanest = min(measured, key=_peak)
+            peak = f"{tables.bytes_text(_peak(leanest))} at its fullest rank's peak"
             parts.append(
-                f"On {ranks} ranks {_fastest([r.timed for r in timed if r.timed])}, "
-                f"the leanest {code(leanest.case.id)} ({tables.bytes_text(_peak(leanest))} at its fullest rank's peak)."
+                f"On {ranks} ranks {_fastest([r.timed for r in timed if r.timed])}; "
+                f"the leanest is {code(leanest.case.id)} ({peak})."
             )
     return " ".join(parts)
 
@@ -107,10 +115,9 @@ def _fastest(timed: Sequence[Record]) -> str:
     speed = f"{best.per_second:,.0f} {best.unit}/s {tables.interval_text(best)}"
     if not tied:
         return f"the fastest correct case is {code(first.case.id)} ({speed})"
-    listed = _listed([record.case.id for record in tied])
-    return (
-        f"no correct case is the fastest: with {code(first.case.id)} ({speed}) are tied, their intervals meet, {listed}"
-    )
+    *between, last = [code(record.case.id) for record in tied]
+    listed = ", ".join([f"{code(first.case.id)} ({speed})", *between]) + f" and {last}"
+    return f"the fastest correct cases are {listed}, whose intervals meet, so that none is ahead"
 
 
 def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: int) -> str:
@@ -179,44 +186,47 @@ _PLANNED = (
 )
 
 
+_TOLD = {
+    "Equivalence": "Each step is judged on its own: loss and gradients against float64 at the parameters where the "
+    "run is, the update against a float64 optimizer fed the run's own gradients.",
+    "Memory": "Fullest rank. Model states as held at their fullest, the rest at the instant of the peak; the verdict "
+    "compares states, and on a CPU activations, of every rank with the closed form.",
+    "Communication": "One step, on the rank that sends most. Bytes are full tensors; *sent* counts ring algorithms. "
+    "What a backend issues can differ from what was asked for. The verdict compares the bytes of every kind and group "
+    "of ranks with theory and what adapters declare, exactly, and calls where theory fixes their number.",
+}
+
+
+def told_of(title: str, latest: Sequence[Record]) -> str:
+    """What a section's columns mean."""
+    return _TOLD[title] if title in _TOLD else f"{_TIMED}{_peaks(latest)}."
+
+
 def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading | None) -> list[str]:
     latest = [record for r in found for record in (r.observed, r.timed) if record]
     failed = [tables.failures(latest), untold(reading.sessions, reading.records, conforming=False)]
     before = Baseline(results(baseline.records) if baseline else ())
     nothing = "Nothing: every case that ran reached its end and passed every suite."
     parts = ["## What failed", *(filter(None, failed) if any(failed) else [nothing])]
-    sections: dict[str, tuple[Callable[[Sequence[CaseResult]], str], str]] = {
-        "Equivalence": (
-            functools.partial(tables.equivalence, baseline=before),
-            "Each step is judged on its own: loss and gradients against float64 at the parameters where the run is, "
-            "the update against a float64 optimizer fed the run's own gradients.",
-        ),
-        "Memory": (
-            functools.partial(tables.memory, baseline=before),
-            "Fullest rank. Model states as held at their fullest, the rest at the instant of the peak; the verdict "
-            "compares states, and on a CPU activations, of every rank with the closed form.",
-        ),
-        "Communication": (
-            communication,
-            "One step, on the rank that sends most. Bytes are full tensors; *sent* counts ring algorithms. What a "
-            "backend issues can differ from what was asked for. The verdict compares the bytes of every kind and group "
-            "of ranks with theory and what adapters declare, exactly, and calls where theory fixes their number.",
-        ),
-        "Throughput": (functools.partial(tables.speed, baseline=before), f"{_TIMED}{_peaks(latest)}."),
+    sections: dict[str, Callable[[Sequence[CaseResult]], tables.Rows]] = {
+        "Equivalence": functools.partial(tables.equivalence, baseline=before),
+        "Memory": functools.partial(tables.memory, baseline=before),
+        "Communication": communication,
+        "Throughput": functools.partial(tables.speed, baseline=before),
     }
-    for title, (show, text) in sections.items():
-        if body := show(found):
-            parts += [f"## {title}", text, body]
+    for title, show in sections.items():
+        if body := tables.case_table(show(found)):
+            parts += [f"## {title}", told_of(title, latest), body]
         if title == "Throughput" and body and (warning := before.warning(found)):
             parts.insert(-1, warning)
         if title == "Memory" and (declared := tables.remainders(found)):
-            parts += ["Declared beyond the closed form, rank 0:", declared]
+            parts += ["Declared beyond the closed form, rank 0:", tables.case_table(declared)]
         if title == "Communication" and (departed := departures(found)):
-            parts += ["Declared departures from theory, rank 0:", departed]
+            parts += ["Declared departures from theory, rank 0:", tables.case_table(departed)]
         if title == "Memory" and (compared := planned_memory(found)):
-            parts += [_PLANNED, compared]
+            parts += [_PLANNED, tables.case_table(compared)]
     if any(r.skipped for r in found):
-        parts += ["## Not run", tables.skips(found)]
+        parts += ["## Not run", tables.case_table(tables.skips(found))]
     if reading.complaints:
         parts += ["## What could not be read", "\n".join(f"- {inline(c)}" for c in reading.complaints)]
     return parts
@@ -251,7 +261,7 @@ def _origin(found: Sequence[CaseResult], reading: Reading, command: str) -> list
         _commands(commands, command),
         table([{"what": name, "value": str(value)} for name, value in facts.items()]),
         "## Where the time went",
-        tables.time_spent(found),
+        table(tables.time_spent(found)),
         "A launch is one pass over one case in fresh processes; the noise floors, which each workload and "
         "precision needs once, are not in it.",
     ]

@@ -17,6 +17,8 @@ from meshmark.run.throughput import Throughput, drift, throughput
 from meshmark.theory.bubble import bubble_fraction
 
 KIB = 1024.0
+Rows = list[dict[str, object]]
+"""Of a table: by column."""
 
 
 def bytes_text(count: float) -> str:
@@ -28,28 +30,26 @@ def bytes_text(count: float) -> str:
     return f"{count:.3g} TiB"
 
 
-def answer(found: Sequence[CaseResult]) -> str:
+def answer(found: Sequence[CaseResult]) -> Rows:
     """Which case is correct, how much memory it takes, how fast it is."""
-    return markdown(
-        [
-            {
-                **names(result),
-                "ranks": result.case.world_size,
-                "correct": result.correctness,
-                "detects": _detects(result),
-                "model states / rank": _of_observed(result, _states_text),
-                "peak / rank": _of_observed(result, _peak_text),
-                f"{result.case.workload.unit}/s": _speed(result),
-                "MFU": _mfu(result),
-            }
-            for result in found
-            if not result.skipped
-        ]
-    )
+    return [
+        {
+            **names(result),
+            "ranks": result.case.world_size,
+            "correct": result.correctness,
+            "detects": _detects(result),
+            "model states / rank": _of_observed(result, _states_text),
+            "peak / rank": _of_observed(result, _peak_text),
+            f"{result.case.workload.unit}/s": _speed(result),
+            "MFU": _mfu(result),
+        }
+        for result in found
+        if not result.skipped
+    ]
 
 
-def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> str:
-    rows = []
+def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
+    rows: Rows = []
     for result in found:
         verdict = result.observed.verdict("equivalence") if result.observed else None
         if result.observed is None or verdict is None:
@@ -67,12 +67,12 @@ def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> str:
             "loss, first to last": f"{losses[0]:.4f} to {losses[-1]:.4f}",
         }
         rows.append(row | ({"baseline's": baseline.verdict(result)} if baseline else {}))
-    return markdown(rows)
+    return rows
 
 
-def memory(found: Sequence[CaseResult], baseline: Baseline) -> str:
+def memory(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
     """The rank with the highest peak, by category at that instant."""
-    rows = []
+    rows: Rows = []
     for result in found:
         if not result.observed or not result.observed.memory.readings:
             continue
@@ -101,25 +101,24 @@ def memory(found: Sequence[CaseResult], baseline: Baseline) -> str:
                 "reserved": bytes_text(reading.allocator_reserved_bytes),
             }
         rows.append(row | ({"peak / baseline's": baseline.peak(result)} if baseline else {}))
-    return markdown(rows)
+    return rows
 
 
-def remainders(found: Sequence[CaseResult]) -> str:
+def remainders(found: Sequence[CaseResult]) -> Rows:
     """What adapters declare beyond the closed form; empty when nothing is."""
-    rows = [
+    return [
         {**names(result), "category": declared.category, "bytes": f"{declared.num_bytes:,.0f}", "why": declared.reason}
         for result in found
         if result.observed and result.observed.memory.remainders
         for declared in result.observed.memory.remainders[0]
     ]
-    return markdown(rows) if rows else ""
 
 
-def speed(found: Sequence[CaseResult], baseline: Baseline) -> str:
+def speed(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
     """How fast, how well that is known, and how steps scatter. With a `baseline`, each median also as a multiple of the
     same case's there. With pipelines, how much of a step
     equal stages would wait, each with a processor to itself."""
-    rows = []
+    rows: Rows = []
     for result in found:
         if not result.timed or not result.timed.timing.rank_step_seconds:
             continue
@@ -141,10 +140,10 @@ def speed(found: Sequence[CaseResult], baseline: Baseline) -> str:
             idle = bubble_fraction(result.case.layout)
             row["bubble, planned"] = f"{idle:.1%}" if idle else ""
         rows.append(row | ({"median / baseline's": baseline.time(result)} if baseline else {}))
-    return markdown(rows)
+    return rows
 
 
-def time_spent(found: Sequence[CaseResult]) -> str:
+def time_spent(found: Sequence[CaseResult]) -> Rows:
     """Seconds by adapter: processes from start to end, and of these until the engines stood."""
     rows: dict[str, dict[str, float]] = {}
     for result in found:
@@ -159,17 +158,20 @@ def time_spent(found: Sequence[CaseResult]) -> str:
         key: sum(row[key] for row in rows.values()) for key in ("launches", "seconds", "of these building engines")
     }
     rows["all"] = total
-    return markdown(
-        [
-            {
-                "adapter": name,
-                "launches": int(row["launches"]),
-                "seconds": f"{row['seconds']:.1f}",
-                "of these building engines": f"{row['of these building engines']:.1f}",
-            }
-            for name, row in rows.items()
-        ]
-    )
+    return [
+        {
+            "adapter": name,
+            "launches": int(row["launches"]),
+            "seconds": f"{row['seconds']:.1f}",
+            "of these building engines": f"{row['of these building engines']:.1f}",
+        }
+        for name, row in rows.items()
+    ]
+
+
+def case_table(rows: Rows) -> str:
+    """Of rows that begin with `names`."""
+    return markdown(rows, keys=3)
 
 
 def names(result: CaseResult) -> dict[str, object]:
@@ -257,5 +259,5 @@ def failures(records: Sequence[Record]) -> str:
     return "\n\n".join(parts)  # a tag goes on until an empty line
 
 
-def skips(found: Sequence[CaseResult]) -> str:
-    return markdown([{**names(r), "why": r.any.outcome.message} for r in found if r.skipped])
+def skips(found: Sequence[CaseResult]) -> Rows:
+    return [{**names(r), "why": r.any.outcome.message} for r in found if r.skipped]

@@ -6,6 +6,7 @@ import dataclasses
 
 from meshmark.adapter.contract import Adapter
 from meshmark.environment import describe
+from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.yardstick import Yardstick
 from meshmark.run.communication import judge_communication
 from meshmark.run.declared import declare
@@ -91,7 +92,7 @@ def assemble(
             known_gaps=list(adapter.known_gaps) if request.scenario else [],
         ),
         unmeasured=unmeasured,
-        remarks=[*remarks, *_left_out(training.left_out)],
+        remarks=[*remarks, *_left_out(training.left_out, request.observed)],
     )
     verdicts = [judge_equivalence(draft)] if whole and request.assess and request.task in JUDGED else []
     planned = (judge_memory(draft), judge_communication(draft)) if observed else ()
@@ -106,10 +107,12 @@ def _training(reports: list[RankReport], whole: bool) -> TrainingCurves:
     return TrainingCurves(losses=losses, norms=norms, left_out=max((r.left_out for r in reports), default=0))
 
 
-def _left_out(count: int) -> list[str]:
-    """What a reader of the verdict should know."""
+def _left_out(count: int, path: ObservedPath | None) -> list[str]:
+    """What a reader of the verdict, or of the rate, should know."""
     told = "attempts at steps that overflowed were left out, as loss scaling does, and tried again"
-    return [f"{count} {told}"] if count else []
+    timed = "steps, warm-up included, overflowed and were left out, as loss scaling does: they moved nothing"
+    found = [f"{count} {told}"] if count else []
+    return found + ([f"{path.left_out} of the first {path.num_judged} {timed}"] if path and path.left_out else [])
 
 
 def _state_dtypes(reports: list[RankReport]) -> dict[str, str]:

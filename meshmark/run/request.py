@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from meshmark.judge.observed_path import ObservedPath
@@ -20,7 +20,7 @@ class Task(StrEnum):
     PEAK = "peak"
     """What the cores or the GPU that a timed pass will use can compute at best, in one process."""
     RETRACE = "retrace"
-    """The steps of OBSERVE once more: what TIME is held against where there is no such pass, or it differs."""
+    """The steps of OBSERVE once more, and on to the last of TIME: what its ranks' losses and parameters must be."""
     NOISE = "noise"
     """How far rounding alone carries the adapter `single` from the truth, in one process."""
     SAVE = "save"
@@ -49,6 +49,8 @@ class Request:
     """cpu or cuda."""
     backend: str
     steps: int
+    marks: list[int] = field(default_factory=list)
+    """RETRACE: after how many steps the parameters are read beyond `steps`; the last is the end, if that is later."""
     warmup: int = 0
     """TIME: steps before the first that counts."""
     timing_budget_seconds: float = 0.0

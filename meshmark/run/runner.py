@@ -12,7 +12,7 @@ from pathlib import Path
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
-from meshmark.environment import describe
+from meshmark.environment import Environment, describe
 from meshmark.errors import AdapterError, ClusterError, MeshmarkError, NodeLostError, NoSpaceError, ResultsError
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
 from meshmark.run.assemble import JUDGED, assemble
@@ -32,6 +32,7 @@ from meshmark.run.peak_probe import PeakProbe
 from meshmark.run.record import ConformanceEvidence, Outcome, Record, Status
 from meshmark.run.record_file import RecordFile, line_of
 from meshmark.run.request import Request, Task
+from meshmark.run.resume import KEPT, Held
 from meshmark.run.retracing import find_path
 from meshmark.run.scratch import Scratch
 from meshmark.serial import decode, encode
@@ -74,11 +75,13 @@ class Runner:
         options: RunOptions,
         results: Path,
         announce: Announce | None = None,
+        held: Held | None = None,
     ) -> None:
-        """`adapters`: name to "module:Class". Raises `ResultsError` when `results` cannot be written."""
+        """`adapters`: name to "module:Class". What is `held` is not run again. Raises `ResultsError` when `results`
+        cannot be written."""
         self.launcher, self.adapters, self.options = launcher, adapters, options
         self.announce: Announce = announce or (lambda what, case, record: None)
-        self.results = results
+        self.results, self._held = results, held or Held()
         writes = launcher.cluster.spec.node_rank == 0
         self._file = RecordFile(results) if writes else None
         if self._file:  # the folder is this run's alone from here on
@@ -138,6 +141,9 @@ class Runner:
         the reason why it does not fit. `needs`: what the pass takes beyond the case."""
         case = request.case
         key = request.task, case, request.scenario  # not the case's id, which says nothing of seed or corpus
+        if key not in self._records and (kept := self._held.of(request, self._here(request.backend))):
+            self._records[key] = kept
+            self.announce(request.scenario or request.task, case, dataclasses.replace(kept, remarks=[KEPT]))
         if key not in self._records:
             try:
                 record = self._attempt(request, needs, misfit)
@@ -194,12 +200,15 @@ class Runner:
             adapter=asked.adapter,
             task=asked.task,
             outcome=outcome_of_error(error),
-            environment=describe(self.options.device, backend, self.launcher.cluster.spec.nnodes),
+            environment=self._here(backend),
             steps=asked.steps,
             warmup=asked.warmup,
             conformance=ConformanceEvidence(scenario=told.scenario, base=told.base),
             remarks=remarks,
         )
+
+    def _here(self, backend: str) -> Environment:
+        return describe(self.options.device, backend, self.launcher.cluster.spec.nnodes)
 
     def request(self, task: Task, case: Case) -> Request:
         """What ranks are asked to do with `case` under this run's options."""
@@ -233,10 +242,15 @@ class Runner:
         return self._record(request, outcome, launched)
 
     def _with_path(self, timed: Request, launched: LaunchResult) -> Request:
-        """What became of `timed` is held against the instrumented pass; where their bits differ and bits tell nothing
-        of this engine, by the yardstick."""
+        """What became of `timed` is held against the verified path; where their bits differ and bits tell nothing of
+        this engine, by the yardstick."""
         observing = dataclasses.replace(self.request(Task.OBSERVE, timed.case), adapter=timed.adapter)
-        retracing = dataclasses.replace(observing, task=Task.RETRACE)
+        retracing = dataclasses.replace(
+            observing,
+            task=Task.RETRACE,
+            marks=sorted(launched.reports[0].timed_digests),
+            time_limit_seconds=max(timed.time_limit_seconds, 3 * launched.seconds),  # which also reads what it computes
+        )
         observed = self._records.get((Task.OBSERVE, timed.case, ""))
         path = find_path(observed, launched, lambda: self.launcher.launch(retracing, timed.case.world_size))
         yardstick = self.yardstick(observing) if path and path.repeats is False else None

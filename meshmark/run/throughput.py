@@ -81,3 +81,14 @@ def drift(step_seconds: Sequence[float]) -> float:
     if not half:
         return 0.0
     return statistics.fmean(step_seconds[-half:]) / statistics.fmean(step_seconds[:half]) - 1
+
+
+def values_of(record: Record) -> dict[str, object]:
+    """What a record came to, in numbers: what was measured alone."""
+    found: dict[str, object] = {"status": str(record.outcome.status), "launch_seconds": round(record.launch.seconds, 3)}
+    if record.memory.readings:
+        found["peak_bytes"] = max(reading.peak.total for reading in record.memory.readings)
+    if record.timing.rank_step_seconds:
+        rate = throughput(record)
+        found |= {f"{rate.unit}_per_second": rate.per_second, "lowest": rate.lowest, "highest": rate.highest}
+    return found

@@ -9,13 +9,14 @@ _MEND = "`step` must do what `backward` and `update` do, however little of it is
 
 
 def judge_throughput(record: Record) -> Verdict | None:
-    """The losses of all steps, and the parameters, that the instrumented pass came to as well are the same bit for bit;
-    and ranks that hold the same hold the same after the last timed step. None where nothing was told of either.
+    """The losses of all steps, and the parameters after the last, are bit for bit those of the verified path: the steps
+    that were judged, and as many more by the same `backward` and `update`; and ranks that hold the same hold the same
+    after the last timed step. None where nothing was told of either.
 
-    Where bits differ, another instrumented pass has told whether this engine ever computes the same bits twice. If it
-    does, the timed path is another one. If it does not (atomic additions, threads), bits say nothing, and its losses
-    must agree as two correct runs do: each within the yardstick's tolerance of the truth, and so within twice that of
-    one another.
+    Where bits differ, another such pass has told whether this engine ever computes the same bits twice. If it does, the
+    timed path is another one. If it does not (atomic additions, threads), bits say nothing, and the losses of the steps
+    that were judged must agree as two correct runs do: each within the yardstick's tolerance of the truth, and so
+    within twice that of one another.
     """
     timing, drifts = record.timing, record.equivalence.drifts
     path, losses = timing.observed, record.training.losses
@@ -24,14 +25,16 @@ def judge_throughput(record: Record) -> Verdict | None:
         return _verdict(f"replicas differ after timed steps: {first.quantity} on ranks {first.ranks}; {_MEND}", record)
     if path is None or not timing.digests:
         return None
-    num_steps = min(len(losses), len(path.losses))
     differences = path.differences(losses, timing.digests)
     if not differences:
-        summary = f"bit for bit what was judged: {num_steps} losses, parameters after {min(timing.digests)} steps"
+        compared = min(len(losses), len(path.losses))
+        marks = " and ".join(str(done) for done in _compared(record))
+        summary = f"bit for bit what was judged: {compared} losses, parameters after {marks} steps"
         return _verdict(summary, record, passed=True)
     if path.repeats is not False:
         return _verdict(f"not what was judged: {differences[0]}; {_MEND}", record)
     yardstick = record.equivalence.yardstick
+    num_steps = min(len(losses), path.num_judged)
     of_loss = [quantity for quantity in yardstick.noise if quantity.kind is QuantityKind.LOSS]  # of every replica
     tolerances = [2 * max(yardstick.tolerance(quantity, step) for quantity in of_loss) for step in range(num_steps)]
     excess, step = max(
@@ -42,12 +45,18 @@ def judge_throughput(record: Record) -> Verdict | None:
     return _verdict(what if excess <= 1 else f"not what was judged: {what}; {_MEND}", record, passed=excess <= 1)
 
 
+def _compared(record: Record) -> list[int]:
+    """After how many steps the parameters of both paths are known."""
+    path = record.timing.observed
+    return [done for done in record.timing.digests if path and path.digest(done) is not None]
+
+
 def _verdict(summary: str, record: Record, *, passed: bool = False) -> Verdict:
     timing = record.timing
     last = max(timing.digests, default=0)
     evidence: dict[str, float | int | str] = {
         "losses_compared": min(len(record.training.losses), len(timing.observed.losses) if timing.observed else 0),
-        "parameters_compared_after": min(timing.digests, default=0),
+        "parameters_compared_after": max(_compared(record), default=0),
         "steps": last,
         "parameters_after_last_step": timing.digests.get(last, ""),
     }

@@ -75,17 +75,24 @@ def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stag
         held: Column = passes * stage.num_layers * layer_activation_bytes(model, grid, recipe)
         held = held + np.ceil(passes) * boundary_bytes(model, grid, recipe)
         return held
+    return passes_in_flight_bytes(model, grid, recipe, index, flight)
+
+
+def passes_in_flight_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: int, flight: Column) -> Column:
+    """What `flight` forward passes of eager kernels leave on a rank, shared out over its chunks as they are
+    interleaved."""
+    stage = recipe.cut.stages(model, int(grid.pp[0]))[index]
     held = np.zeros(len(grid))
     for chunks in np.unique(grid.virtual_stages):
         rows = np.nonzero(grid.virtual_stages == chunks)[0]
         part, cut = grid.take(rows), recipe.cut.stages(model, int(grid.pp[0] * chunks)) if chunks > 1 else ()
         for chunk in range(chunks):
             own = cut[chunk * int(grid.pp[0]) + index] if cut else stage
-            held[rows] += _passes_bytes(model, part, recipe, own, chunk_in_flight(part, flight[rows], chunk))
+            held[rows] += passes_bytes(model, part, recipe, own, chunk_in_flight(part, flight[rows], chunk))
     return held
 
 
-def _passes_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, passes: Column) -> Column:
+def passes_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, passes: Column) -> Column:
     """What so many forward passes of eager kernels through `stage` leave."""
     layer, widths, sp = layer_activation_bytes(model, grid, recipe), recipe.eager, sequence_shards(grid)
     assert widths is not None

@@ -16,21 +16,22 @@ from meshmark.spec.layout import Offload, Recompute
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.activations import (
     boundary_bytes,
-    chunk_in_flight,
     held_bytes,
     kept_weight_bytes,
     layer_activation_bytes,
     num_in_flight,
+    passes_bytes,
     sequence_shards,
     tokens,
 )
 from meshmark.theory.backward_pass import Pass
-from meshmark.theory.grid import OFFLOADS, RECOMPUTES, Column, Grid
+from meshmark.theory.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import optimizer_state_bytes
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import Stage
-from meshmark.theory.peak import eager_peak
+from meshmark.theory.peak import Chunk, eager_peak, pipeline_peak, update_peak
+from meshmark.theory.pipeline_order import backward_passes
 from meshmark.theory.queued import queued_tensors
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.saved_activations import (
@@ -160,19 +161,8 @@ def stage_memory(
     held = held_bytes(model, grid, recipe, stage, index)
     logits = _logit_bytes(model, grid, recipe, stage)
     if recipe.eager:
-        flight = num_in_flight(grid, index)
-        one = Pass(
-            model=model,
-            widths=recipe.eager,
-            stage=stage,
-            tokens=tokens(model, grid),
-            tp=grid.tp,
-            sp=sequence_shards(grid),
-            held=held / flight,
-            kept_weights=kept_weight_bytes(model, grid, recipe),
-        )
-        peak = eager_peak(one, grid, recipe, flight, num_parameters) - states["gradients"]
-        buffers = received_bytes(model, grid, recipe, index) + _sent_bytes(model, grid, recipe, index)
+        peak = _eager_peak(model, grid, recipe, stage, index) - states["gradients"]
+        buffers = received_bytes(model, grid, recipe, index)
     else:
         # A peak of the backward pass at its start (all activations, the logits or a block's working set), and one at
         # its end (one micro-batch less, every fresh gradient).
@@ -229,12 +219,44 @@ def received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: 
     return found
 
 
-def _sent_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: int) -> Column:
-    """The outputs that it keeps of micro-batches in flight."""
-    flight, last = num_in_flight(grid, index), index == grid.pp - 1
-    outputs = flight - np.where(last, chunk_in_flight(grid, flight, grid.virtual_stages - 1), 0)
-    found: Column = outputs * boundary_bytes(model, grid, recipe)
+def _eager_peak(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, index: int) -> Column:
+    """Of eager kernels, with the outputs and gradients that a pipeline has sent."""
+    pp, whole, count = int(grid.pp[0]), _pass(model, grid, recipe, stage), stage_parameters(model, stage, grid.tp)
+    found = update_peak(whole, grid, recipe, count)
+    if pp == 1:
+        return np.maximum(found, eager_peak(whole, grid, recipe, count))
+    orders = np.stack([grid.schedule, grid.num_micro_batches, grid.virtual_stages])
+    for schedule, m, v in np.unique(orders, axis=1).T:
+        rows = np.nonzero((orders == [[schedule], [m], [v]]).all(axis=0))[0]
+        part = grid.take(rows)
+        cut = recipe.cut.stages(model, pp * int(v)) if v > 1 else ()
+        owned = [cut[chunk * pp + index] for chunk in range(int(v))] if v > 1 else [stage]
+        chunks = [
+            Chunk(
+                one=_pass(model, part, recipe, own),
+                num_parameters=(count := stage_parameters(model, own, part.tp)),
+                gradients=state_bytes(count, part, recipe)["gradients"],
+            )
+            for own in owned
+        ]
+        passes = backward_passes(SCHEDULES[schedule], pp, index, int(m), int(v))
+        most = pipeline_peak(chunks, passes, part, recipe, boundary_bytes(model, part, recipe))
+        found[rows] = np.maximum(found[rows], most)
     return found
+
+
+def _pass(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Pass:
+    assert recipe.eager is not None
+    return Pass(
+        model=model,
+        widths=recipe.eager,
+        stage=stage,
+        tokens=tokens(model, grid),
+        tp=grid.tp,
+        sp=sequence_shards(grid),
+        held=passes_bytes(model, grid, recipe, stage, np.ones(len(grid))),
+        kept_weights=kept_weight_bytes(model, grid, recipe),
+    )
 
 
 def _logit_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:

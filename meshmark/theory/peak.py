@@ -7,6 +7,7 @@ gloo, whose all-gathers and reduce-scatters work on a copy of the whole tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,24 +15,45 @@ from meshmark.theory.backward_pass import Pass
 from meshmark.theory.gradient_path import GradientPath
 from meshmark.theory.grid import Column, Grid
 from meshmark.theory.parameter_order import bucket_elements, filled_elements, largest_temporaries, part_elements
+from meshmark.theory.pipeline_order import Backward
 from meshmark.theory.recipe import TrainingRecipe
 
 
-def eager_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, flight: Column, num_parameters: Column) -> Column:
-    """The most bytes alive at once beyond parameters, masters and moments, on the fullest rank of a stage. `one`: a
-    micro-batch of the `flight` ones that the stage holds when its first backward pass begins.
-
-    In a pipeline the first backward pass finds most activations and no gradient, a later one all gradients, and under
-    GPipe one micro-batch less; without one, only the last micro-batch's counts.
-    """
+def eager_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column) -> Column:
+    """The most bytes alive at once in a backward pass beyond parameters, masters and moments, without a pipeline. Of
+    several micro-batches the last one's counts, which finds gradients."""
     peaks = _DEEPSPEED.get(recipe.backward.gradient_path, _sharded_peak)
-    piped, accumulated = grid.pp > 1, grid.num_micro_batches > 1
-    first = peaks(one, grid, recipe, num_parameters, False) + (flight - 1) * one.held
-    # 1F1B has done another forward pass by then, as long as there are any.
-    others = np.maximum(np.minimum(flight - 1, grid.num_micro_batches * grid.virtual_stages - 2), 0)
-    later = peaks(one, grid, recipe, num_parameters, True) + others * one.held
-    peak = np.maximum(np.where(piped | ~accumulated, first, 0.0), np.where(accumulated, later, 0.0))
-    return _most([peak, _update_peak(one, grid, recipe, num_parameters)])
+    first, later = (peaks(one, grid, recipe, num_parameters, later) for later in (False, True))
+    found: Column = np.where(grid.num_micro_batches > 1, later, first)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """One of a pipeline rank's parts of the model, by its sizes."""
+
+    one: Pass
+    num_parameters: Column
+    gradients: Column
+    """Bytes of them that are held for the update."""
+
+
+def pipeline_peak(
+    chunks: Sequence[Chunk], passes: Sequence[Backward], grid: Grid, recipe: TrainingRecipe, message: Column
+) -> Column:
+    """The same of a pipeline's rank, over its backward passes: beside what each holds are the forward passes that wait,
+    other chunks' gradients, and messages, each of `message` bytes, that have been sent."""
+    peaks = _DEEPSPEED.get(recipe.backward.gradient_path, _sharded_peak)
+    by_chunk = [
+        [peaks(c.one, grid, recipe, c.num_parameters, later) - c.one.held for later in (False, True)] for c in chunks
+    ]
+    found = list[Column]()
+    for at in passes:
+        most = by_chunk[at.chunk][at.begun[at.chunk]] + (at.outputs + at.gradients) * message
+        for i, (num_passes, begun, chunk) in enumerate(zip(at.passes, at.begun, chunks, strict=True)):
+            most = most + num_passes * chunk.one.held + (chunk.gradients if begun and i != at.chunk else 0.0)
+        found.append(most)
+    return _most(found)
 
 
 def _most(found: Sequence[Column]) -> Column:
@@ -40,7 +62,7 @@ def _most(found: Sequence[Column]) -> Column:
     return most
 
 
-def _update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column) -> Column:
+def update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column) -> Column:
     """Gradients and AdamW's temporaries; DeepSpeed gives it one flat tensor, and the root of the second moments and its
     quotient are as large."""
     path, width = recipe.backward.gradient_path, recipe.states.gradient_bytes

@@ -115,6 +115,8 @@ class EagerBackward:
     """Of a block's gathered weights, what stays until its backward; all of them are not gathered again."""
     accumulates_beside: bool = True
     """What DDP has not reduced yet lies beside its buckets; in them where it reduces every micro-batch."""
+    interleaves: bool = False
+    """Several chunks of a pipeline's rank run as in interleaved 1F1B: the peak of another order is not planned."""
     lasting: bool = False  # FSDP1 forgets its flat gradients when the next forward pass begins
 
 

@@ -46,8 +46,7 @@ class ModelStates:
     """The most of all at one instant, on the fullest rank of the stage; None where activations are not planned, and
     where the planner does not know the copies: DeepSpeed's in mixed precision and, from stage 2 on, when its bucket
     fills within a block, those of a reduction in another format than gradients are held in, what optimizers but AdamW
-    and plain SGD make, and the message or two that pipelines other than GPipe's hold on to after they have sent
-    them."""
+    and plain SGD make, and chunks of a pipeline in another order than interleaved 1F1B."""
 
     def with_host(self) -> ModelStates:
         """Where the host's memory is the device's."""
@@ -102,8 +101,8 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     exact = _is_exact(case)
     path = using.backward.gradient_path
     known = _temporaries_are_known(case) and (not case.precision.is_mixed or path not in DEEPSPEED_PATHS)
-    known &= layout.pp == 1 or layout.schedule is Schedule.GPIPE
     known &= path not in (GradientPath.STREAMED, GradientPath.MODULES) and layout.offload is Offload.NONE
+    known &= layout.virtual_stages == 1 or using.backward.interleaves
     return ModelStates(
         parameters=float(held.parameters[0]),
         gradients=float(held.gradients[0]),

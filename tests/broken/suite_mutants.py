@@ -12,6 +12,7 @@ from meshmark.spec.workload import workload
 from tests.broken import averaging as a
 from tests.broken import gradients as g
 from tests.broken import mixed as m
+from tests.broken import pairs
 from tests.broken import pipelines as p
 from tests.broken import states as s
 from tests.broken import timed as c
@@ -136,13 +137,23 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("deepspeed-offload/1 deepspeed-offload/2 deepspeed-offload/3", u.DoubleRate, F.UPDATE),
     *on("deepspeed-offload/2", s.KeepsMastersUnnamed, suite="memory"),
     *on("deepspeed-offload/2 deepspeed-offload/3", s.StaysOnDevice, suite="memory"),
+    *on("deepspeed-offload-params", u.DoubleRate, F.UPDATE),
+    *on("fairscale-oss-ddp", g.SummedOverRanks, F.SCALED),
+    *on("fairscale-oss-ddp", s.ShardingIgnored, suite="memory"),
     # Of Fabric's
     *on("fabric-ddp", s.ReducesEveryMicroBatch, suite="communication"),
     *on("fabric-ddp-separate fabric-fsdp fabric-fsdp-separate", u.DoubleRate, F.UPDATE),
     *on("fabric-fsdp", s.ShardingIgnored, suite="memory"),
+    # Two at once
+    *on("ddp fsdp2", pairs.UnevenAtDoubleRate, F.UNEVEN, F.UPDATE),
+    *on("ddp", pairs.ScaledUnclipped, F.SCALED, F.CLIPPING),
+    *on("fsdp2", pairs.DropsRowsAndDecay, F.DROPPED, F.UPDATE),
+    *on("ddp", pairs.CountsMaskedWithOtherBetas, F.SCALED, F.UPDATE),
+    *on("ddp", pairs.StaleInBf16, F.STALE_GRADIENT, F.PRECISION),
     # On the clock alone
     *on("ddp", c.StepsUnreduced, suite="throughput"),
     *on("ddp fsdp2", c.StepsUnclipped, suite="throughput"),
+    *on("ddp fsdp2", c.StepsUnclippedInTheEnd, suite="throughput"),
     *on("ddp fsdp2 megatron gpipe", c.StepsOnHalfTheBatch, suite="throughput"),
     *on("ddp", c.ReducesFirstSteps, suite="throughput"),
     # Not what was asked for

@@ -39,6 +39,15 @@ class StepsUnclipped(InSteps):
         return norm
 
 
+class StepsUnclippedInTheEnd(InSteps):
+    """After the warm-up, and long after the last step that is judged."""
+
+    def clip(self, max_norm: float) -> Tensor | None:
+        late = self.stepping and self.steps > 2 * JUDGED_STEPS
+        norm: Tensor | None = super().clip(float("inf") if late else max_norm)
+        return norm
+
+
 class StepsOnHalfTheBatch(InSteps):
     """Twice on the same half."""
 

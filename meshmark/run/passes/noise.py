@@ -144,15 +144,16 @@ def remove_partials(folder: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _backward(engine: SingleEngine, part: Batch, num_ranks: int) -> float:
-    """The loss; steps that loss scaling leaves out are tried again, as those of the run are."""
-    for _ in range(MOST_LEFT_OUT):
+def _backward(engine: SingleEngine, part: Batch, num_ranks: int) -> tuple[float, int]:
+    """The loss; steps that loss scaling leaves out are tried again, as those of the run are: how often."""
+    left_out = 0
+    while True:
         loss = engine.backward(part) if num_ranks == 1 else reduced_backward(engine, part, num_ranks)
         finite = all(bool(gradient.isfinite().all()) for gradient in engine.gradients().values())
-        if finite or not engine.scaler.is_enabled() or engine.case.workload.couples_rows:
-            break
+        if finite or not engine.scaler.is_enabled() or left_out == MOST_LEFT_OUT:
+            return float(loss), left_out
         engine.update()
-    return float(loss)
+        left_out += 1
 
 
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
@@ -173,8 +174,9 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
         for trace, engine, part in zip(traces, engines, parts, strict=True):
             trace.evaluations.append(float(engine.evaluate(part)))
         losses = [_backward(engine, part, num_ranks) for engine, part in zip(engines, parts, strict=True)]
-        for trace, loss in zip(traces, losses, strict=True):
+        for trace, (loss, left_out) in zip(traces, losses, strict=True):
             trace.losses.append(loss)
+            trace.left_out.append(left_out)
         _meet([engine.gradients() for engine in engines], workload.algorithm.reduces_gradients(step), replicas)
         for trace, engine in zip(traces, engines, strict=True):
             trace.gradients.append(host_copies(engine.gradients()))

@@ -32,8 +32,9 @@ MOST_LEFT_OUT = 24
 class Observer:
     """One rank's notes of a run."""
 
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self.engine, self.request = engine, request
+    def __init__(self, engine: Engine, request: Request, *, retries: bool = True) -> None:
+        """`retries`: a step that dynamic loss scaling leaves out is tried again."""
+        self.engine, self.request, self.retries = engine, request, retries
         self.trace = Trace()
         self.unheld = ""
         """What went wrong with `holdings()`, of which no loss, gradient or parameter depends."""
@@ -65,14 +66,16 @@ class Observer:
         batch = make_batch(self.request.case.workload, step)
         if self.request.evaluate:
             self.trace.evaluations.append(float(self.engine.evaluate(batch)))
-        attempt = self._attempt(batch, step, watch, meter())
-        for _ in range(MOST_LEFT_OUT):
-            if not self._is_left_out(attempt):
+        attempt, left_out = self._attempt(batch, step, watch, meter()), 0
+        while left_out < MOST_LEFT_OUT and self._is_left_out(attempt):
+            left_out += 1
+            if not self.retries:
                 break
-            self.left_out += 1
             if watch:
                 watch.forget(step)
             attempt = self._attempt(batch, step, watch, meter())
+        self.left_out += left_out
+        self.trace.left_out.append(left_out)
         self._note(attempt)
         rank_progress.advance()
         return attempt.before, attempt.after
@@ -98,11 +101,9 @@ class Observer:
         )
 
     def _is_left_out(self, attempt: _Attempt) -> bool:
-        """Whether a gradient overflowed somewhere, in which case no parameter may have moved anywhere. Where running
-        statistics tell how often a batch was seen, the attempt stands. A collective call, under loss scaling."""
-        case = self.request.case
-        scaled = case.precision.loss_scaling is LossScaling.DYNAMIC and self.request.assess
-        if not scaled or case.workload.couples_rows:
+        """Whether a gradient overflowed somewhere, in which case no parameter may have moved anywhere. A collective
+        call, under loss scaling."""
+        if self.request.case.precision.loss_scaling is not LossScaling.DYNAMIC or not self.request.assess:
             return False
         stood = self.trace.parameters[-1]
         overflows = not all(np.isfinite(gradient).all() for gradient in attempt.gradients.values())

@@ -96,5 +96,6 @@ def _join(first: Trace, second: Trace) -> Trace:
         losses=first.losses + second.losses,
         norms=first.norms + second.norms,
         buffers=[a[:-1] + b for a, b in zip(first.buffers, second.buffers, strict=True)],
+        left_out=first.left_out + second.left_out,
         drifted=second.drifted,
     )

@@ -1,0 +1,252 @@
+"""Plots of the interactive page, as plotly draws them."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+
+from meshmark.errors import EvidenceError
+from meshmark.judge.yardstick import compare
+from meshmark.measure.readings import Collective, MemoryReading
+from meshmark.report.markdown import one_line
+from meshmark.report.results import CaseResult
+from meshmark.run.record import Record
+from meshmark.run.throughput import throughput
+
+_CATEGORIES = {
+    "parameters": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer_states": "#009E73",
+    "activations": "#E69F00",
+    "communication": "#CC79A7",
+    "other": "#999999",
+}
+"""As in the pictures: Okabe and Ito's palette, which colour-blind readers can tell apart."""
+_MOST = 50
+"""Cases with a figure of their own; the tables hold all."""
+_PASSED_TO_FAILED = [[0.0, "#0072B2"], [0.49, "#cfe3f2"], [0.5, "#fbe3c0"], [1.0, "#B3261E"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One place of the page, with the figures that it may show."""
+
+    id: str
+    title: str
+    told: str
+    choice: str
+    """What is chosen, where there are several figures."""
+    figures: list[dict[str, Any]]
+    """Each with its label, data and layout."""
+    height: int = 420
+
+
+def charts(found: Sequence[CaseResult]) -> dict[str, list[Chart]]:
+    """By section; without those that would be empty."""
+    made = {
+        "speed": [_rates(found), _scaling(found), _steps(found)],
+        "memory": [_memory(found)],
+        "traffic": [_traffic(found)],
+        "equivalence": [_ratios(found)],
+    }
+    return {section: [chart for chart in some if chart.figures] for section, some in made.items()}
+
+
+def _text(value: object) -> str:
+    """Plotly takes tags; a name is none."""
+    return html.escape(one_line(str(value))[:80])
+
+
+def _figure(label: str, traces: Sequence[Any], **layout: Any) -> dict[str, Any]:  # noqa: ANN401
+    defaults = {
+        "margin": {"l": 10, "r": 10, "t": 10, "b": 40},
+        "legend": {"orientation": "h", "y": 1, "yanchor": "bottom"},
+    }
+    made = json.loads(go.Figure(data=list(traces), layout={**defaults, **layout}).to_json())
+    made["layout"].pop("template", None)
+    return {"label": one_line(label)[:120], "data": made["data"], "layout": made["layout"]}
+
+
+def _tall(count: int) -> int:
+    return 120 + 26 * max(count, 4)
+
+
+def _timed(found: Sequence[CaseResult]) -> list[tuple[CaseResult, Record]]:
+    return [(r, r.timed) for r in found if r.timed and r.timed.timing.rank_step_seconds]
+
+
+def _rates(found: Sequence[CaseResult]) -> Chart:
+    figures, most = [], 0
+    timed = _timed(found)
+    for unit in sorted({record.case.workload.unit for _, record in timed}, reverse=True):
+        own = [(result, throughput(record)) for result, record in timed if record.case.workload.unit == unit][:_MOST]
+        most = max(most, len(own))
+        traces = [
+            go.Scatter(
+                x=[rate.per_second for _, rate in group],
+                y=[_text(result.case.id) for result, _ in group],
+                mode="markers",
+                name=name,
+                marker={"symbol": symbol, "size": 10, "color": colour},
+                error_x={
+                    "array": [min(rate.highest, 2 * rate.per_second) - rate.per_second for _, rate in group],
+                    "arrayminus": [rate.per_second - rate.lowest for _, rate in group],
+                },
+            )
+            for name, symbol, colour, group in (
+                ("result", "circle", "#0072B2", [one for one in own if one[0].comparable]),
+                ("wrong, or narrower states: no result", "x", "#B3261E", [one for one in own if not one[0].comparable]),
+            )
+            if group
+        ]
+        layout = {"xaxis": {"title": {"text": f"{unit} per second"}, "rangemode": "tozero"}}
+        figures.append(
+            _figure(f"{unit} per second", traces, yaxis={"automargin": True, "autorange": "reversed"}, **layout)
+        )
+    told = "Points are all steps together, bars their 95 % intervals."
+    return Chart(id="rates", title="Rates", told=told, choice="Of", figures=figures, height=_tall(most))
+
+
+def _scaling(found: Sequence[CaseResult]) -> Chart:
+    """The best correct layout of each adapter, by number of ranks."""
+    best: dict[str, dict[int, float]] = {}
+    for result, record in _timed(found):
+        if result.comparable:
+            rates = best.setdefault(f"{result.case.adapter}, {result.case.workload.id}", {})
+            ranks, rate = result.case.world_size, throughput(record).per_second
+            rates[ranks] = max(rates.get(ranks, 0.0), rate)
+    lines = {name: dict(sorted(rates.items())) for name, rates in best.items() if len(rates) > 1}
+    traces = [
+        go.Scatter(x=list(rates), y=list(rates.values()), name=_text(name), mode="lines+markers")
+        for name, rates in lines.items()
+    ]
+    axes = {"xaxis": {"title": {"text": "ranks"}, "dtick": 1}, "yaxis": {"title": {"text": "per second"}}}
+    figures = [_figure("Scaling", traces, **axes)] if traces else []
+    told = "The fastest correct layout of each adapter that ran on several numbers of ranks."
+    return Chart(id="scaling", title="Scaling over world sizes", told=told, choice="", figures=figures, height=520)
+
+
+def _steps(found: Sequence[CaseResult]) -> Chart:
+    timed = _timed(found)[:_MOST]
+    boxes = [
+        go.Box(
+            x=[1000 * s for s in record.timing.step_seconds], name=_text(result.case.id), marker={"color": "#0072B2"}
+        )
+        for result, record in timed
+    ]
+    layout: dict[str, Any] = {"xaxis": {"title": {"text": "milliseconds a step"}}, "showlegend": False}
+    figures = (
+        [_figure("all cases", boxes, yaxis={"automargin": True, "autorange": "reversed"}, **layout)] if boxes else []
+    )
+    for result, record in timed:
+        ranks = [
+            go.Scatter(y=[1000 * s for s in seconds], name=f"rank {rank}", mode="lines")
+            for rank, seconds in enumerate(record.timing.rank_step_seconds)
+        ]
+        axes = {
+            "xaxis": {"title": {"text": "step"}},
+            "yaxis": {"title": {"text": "milliseconds"}, "rangemode": "tozero"},
+        }
+        figures.append(_figure(result.case.id, ranks, **axes))
+    told = "Of every step, raw, by rank where a case is chosen."
+    return Chart(id="steps", title="Step times", told=told, choice="Of", figures=figures, height=_tall(len(boxes)))
+
+
+def _memory(found: Sequence[CaseResult]) -> Chart:
+    measured = [(r, r.observed.memory.readings) for r in found if r.observed and r.observed.memory.readings][:_MOST]
+    fullest = [(r.case.id, max(readings, key=lambda m: m.peak.total)) for r, readings in measured]
+    figures = [_stacked("fullest rank of every case", fullest)] if fullest else []
+    for result, readings in measured:
+        figures.append(_stacked(result.case.id, [(f"rank {rank}", reading) for rank, reading in enumerate(readings)]))
+    told = "Exact bytes alive at the peak, by category; by rank where a case is chosen."
+    height = _tall(len(measured))
+    return Chart(id="memory-plot", title="Memory at the peak", told=told, choice="Of", figures=figures, height=height)
+
+
+def _stacked(label: str, bars: Sequence[tuple[str, MemoryReading]]) -> dict[str, Any]:
+    names = [_text(name) for name, _ in bars]
+    traces = [
+        go.Bar(
+            y=names,
+            x=[getattr(reading.peak, category) / 2**20 for _, reading in bars],
+            name=category.replace("_", " "),
+            orientation="h",
+            marker={"color": colour},
+        )
+        for category, colour in _CATEGORIES.items()
+    ]
+    axes = {"yaxis": {"automargin": True, "autorange": "reversed"}, "xaxis": {"title": {"text": "MiB"}}}
+    return _figure(label, traces, barmode="stack", **axes)
+
+
+def _traffic(found: Sequence[CaseResult]) -> Chart:
+    sent = [(r, r.observed.traffic.readings) for r in found if r.observed and r.observed.traffic.readings]
+    sent = [(r, readings) for r, readings in sent if any(reading.asked for reading in readings)][:_MOST]
+    most = [
+        (r.case.id, max((m.asked for m in readings), key=lambda m: sum(c.wire_bytes for c in m)))
+        for r, readings in sent
+    ]
+    figures = [_by_kind("busiest rank of every case", most)] if most else []
+    figures += [
+        _by_kind(r.case.id, [(f"rank {rank}", reading.asked) for rank, reading in enumerate(readings)])
+        for r, readings in sent
+    ]
+    told = "What one step sends, by collective, as ring algorithms do; by rank where a case is chosen."
+    return Chart(id="traffic-plot", title="Traffic", told=told, choice="Of", figures=figures, height=_tall(len(most)))
+
+
+def _by_kind(label: str, bars: Sequence[tuple[str, Sequence[Collective]]]) -> dict[str, Any]:
+    kinds = dict.fromkeys(c.kind for _, collectives in bars for c in collectives)
+    traces = [
+        go.Bar(
+            y=[_text(name) for name, _ in bars],
+            x=[sum(c.wire_bytes for c in collectives if c.kind == kind) / 2**20 for _, collectives in bars],
+            name=_text(kind),
+            orientation="h",
+        )
+        for kind in kinds
+    ]
+    axes = {"yaxis": {"automargin": True, "autorange": "reversed"}, "xaxis": {"title": {"text": "MiB"}}}
+    return _figure(label, traces, barmode="stack", **axes)
+
+
+def _ratios(found: Sequence[CaseResult]) -> Chart:
+    """Every comparison as a part of what is allowed: from 1 on, a case fails."""
+    ordered = sorted(found, key=lambda r: r.correct is not False)
+    figures = []
+    for result in ordered[:_MOST]:
+        if result.observed and (made := _heat(result.case.id, result.observed)):
+            figures.append(made)
+    told = "Distance from the truth as a part of what its noise allows, by tensor and step; from 1 on the case fails."
+    title = "Equivalence by tensor and step"
+    return Chart(id="ratios", title=title, told=told, choice="Of", figures=figures, height=640)
+
+
+def _heat(label: str, record: Record) -> dict[str, Any] | None:
+    evidence = record.equivalence
+    parts: dict[str, dict[int, float]] = {}
+    try:
+        for part, quantity, step in evidence.yardstick.excesses(compare(evidence.deviations)):
+            parts.setdefault(str(quantity), {})[step] = min(part, 1e6)  # an infinite one has no colour
+    except EvidenceError:  # a baseline's: the verdict stands in the record
+        return None
+    if not parts:
+        return None
+    steps = 1 + max(step for values in parts.values() for step in values)
+    heat = go.Heatmap(
+        z=[[values.get(step) for step in range(steps)] for values in parts.values()],
+        x=list(range(steps)),
+        y=[_text(quantity) for quantity in parts],
+        zmin=0,
+        zmax=2,
+        colorscale=_PASSED_TO_FAILED,
+        colorbar={"title": {"text": "of allowed"}},
+        hovertemplate="%{y}, step %{x}: %{z:.3g} of what is allowed<extra></extra>",
+    )
+    axes = {"yaxis": {"automargin": True, "autorange": "reversed"}, "xaxis": {"title": {"text": "step"}, "dtick": 1}}
+    return _figure(label, [heat], **axes)

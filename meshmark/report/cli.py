@@ -1,0 +1,110 @@
+"""The commands `report`, `show` and `schema`: their arguments, and what they do with them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from meshmark.errors import ResultsError
+from meshmark.report.markdown import one_line
+from meshmark.report.render import write_report
+from meshmark.run.record_file import Reading, read_records
+from meshmark.run.session import standing
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("results", type=Path, metavar="DIR", help="folder with records.jsonl")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=_output_file,
+        metavar="FILE",
+        help="markdown; .html: one interactive page that needs no network (default: DIR/report.md)",
+    )
+    parser.add_argument("--baseline", type=Path, metavar="NAME", help="baselines/NAME, or a folder, to compare with")
+    parser.set_defaults(run=_report)
+
+
+def add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("case", metavar="CASE", help="a case's id, or a part of one that no other case's has")
+    parser.add_argument(
+        "results", type=Path, metavar="DIR", nargs="?", default=Path("results"), help="(default: results)"
+    )
+    parser.set_defaults(run=_show)
+
+
+def add_schema(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_schema)
+
+
+def _show(parsed: argparse.Namespace) -> None:
+    from meshmark.report.show import matching, show
+
+    reading = read_records(parsed.results, latest=True)
+    _complain(reading.complaints)
+    sys.stdout.write(show(matching(reading.records, parsed.case)))
+
+
+def _schema(_: argparse.Namespace) -> None:
+    from meshmark.run.schema import schema
+
+    print(json.dumps(schema(), indent=2))
+
+
+def _output_file(text: str) -> Path:
+    """For argparse: the path of a file to be written."""
+    if not (path := Path(text)).name:
+        raise argparse.ArgumentTypeError(f"{text!r} names no file")
+    return path
+
+
+def _report(parsed: argparse.Namespace) -> None:
+    reading = read_records(parsed.results, latest=True)
+    _complain(reading.complaints)
+    folder = parsed.results if parsed.results.is_dir() else parsed.results.parent
+    output = parsed.output or folder / "report.md"
+    command = ["meshmark", "report", str(parsed.results)]
+    for option, value in (("-o", parsed.output), ("--baseline", parsed.baseline)):
+        command += [option, str(value)] if value else []
+    before = parsed.find_baseline(parsed.baseline, Path()) if parsed.baseline else None
+    baseline = read_records(before, latest=True) if before else None
+    write = _write_html if output.suffix.lower() in (".html", ".htm") else _write_markdown
+    try:
+        left_out = write(reading, output, shlex.join(command), baseline)
+    except OSError as error:
+        raise ResultsError(f"{str(output)!r} cannot be written: {error.strerror}") from error
+    _complain(left_out)
+
+
+def _complain(complaints: list[str]) -> None:
+    for complaint in complaints:
+        print(f"meshmark: left out {one_line(complaint)}", file=sys.stderr)
+
+
+def _write_html(reading: Reading, output: Path, command: str, baseline: Reading | None) -> list[str]:
+    from meshmark.report.page import write_html  # whose libraries not everybody has
+
+    left_out = write_html(reading, output, command, baseline)
+    print(f"{output}: {len(reading.records)} records")
+    return left_out
+
+
+def _write_markdown(reading: Reading, output: Path, command: str, baseline: Reading | None) -> list[str]:
+    """The clauses have a page of their own where there are cases too."""
+    matrix = [record for record in reading.records if not record.conformance.scenario]
+    told = matrix or standing(reading.sessions, conforming=False)
+    clauses = output.with_name(f"{output.stem}-conformance.md") if told else output
+    left_out = list[str]()
+    if told:
+        left_out = write_report(dataclasses.replace(reading, records=matrix), output, command, baseline)
+        print(f"{output}: {len(matrix)} records")
+    if len(matrix) < len(reading.records) or standing(reading.sessions, conforming=True):
+        from meshmark.report.conformance import write_conformance  # which imports torch, by way of its scenarios
+
+        left_out += write_conformance(reading, clauses, command)
+        print(f"{clauses}: {len(reading.records) - len(matrix)} records of the conformance suite")
+    return left_out

@@ -1,0 +1,220 @@
+"""The interactive page: one file that needs no network, of records alone."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import importlib.resources
+import json
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from meshmark.errors import ResultsError
+from meshmark.report import tables
+from meshmark.report.baseline import Baseline
+from meshmark.report.clause_grid import Clauses, clauses
+from meshmark.report.communication import communication, departures
+from meshmark.report.grid import Grid, grid
+from meshmark.report.guard import rendered
+from meshmark.report.markdown import one_line, visible
+from meshmark.report.planned import planned_memory
+from meshmark.report.render import headline, told_of
+from meshmark.report.results import CaseResult, newest, results
+from meshmark.report.untold import failing
+from meshmark.run.record import Record
+from meshmark.run.record_file import Reading
+from meshmark.run.session import Attempt
+
+INSTALL = 'pip install "meshmark[html]"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """What did not pass, with the command that repeats it."""
+
+    title: str
+    told: str
+    likely: str = ""
+    evidence: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One part of the page."""
+
+    id: str
+    title: str
+    texts: Sequence[str] = ()
+    failures: Sequence[Failed] = ()
+    plots: Sequence[object] = ()
+    tables: Sequence[Grid] = ()
+    clauses: Clauses | None = None
+    blocks: Sequence[str] = ()
+
+    def __bool__(self) -> bool:
+        parts = (self.texts, self.failures, self.plots, self.tables, self.clauses, self.blocks)
+        return any(bool(part) for part in parts)
+
+
+def write_html(reading: Reading, path: Path, command: str, baseline: Reading | None = None) -> list[str]:
+    """HTML at `path`, of all records. Returns complaints about what it lacks. Raises `ResultsError` where what draws it
+    is not installed."""
+    libraries = _libraries()
+    matrix = [record for record in reading.records if not record.conformance.scenario]
+    before = Baseline(results(baseline.records) if baseline else ())
+
+    def page(some: Sequence[CaseResult], complaints: Sequence[str]) -> str:
+        read = dataclasses.replace(reading, complaints=[*reading.complaints, *complaints])
+        sections = [section for section in _sections(some, read, before, command) if section]
+        environment = newest(reading.records).environment if reading.records else None
+        title = f"Meshmark: {environment.machine}, {environment.device}" if environment else "Meshmark"
+        told = headline(some, read).replace("*", "").replace("`", "")
+        return _template().render(title=one_line(title), headline=told, sections=sections, **libraries)
+
+    text, complaints = rendered(page, results(matrix), lambda result: result.case.id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return complaints
+
+
+def _libraries() -> dict[str, Markup]:
+    """What the page carries: code of ours and of the libraries', in which nothing of a record stands."""
+    own = importlib.resources.files("meshmark.report")
+    try:
+        import itables
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ResultsError(f"{error.name} is not installed, which draws HTML reports: {INSTALL}") from error
+    folder = importlib.resources.files(itables) / "html"
+    bundle = base64.b64encode((folder / "dt_bundle.js").read_bytes()).decode()
+    texts = {
+        "datatables": bundle,
+        "datatables_css": (folder / "dt_bundle.css").read_text(encoding="utf-8"),
+        "plotly": get_plotlyjs(),
+        "css": (own / "page.css").read_text(encoding="utf-8"),
+        "js": (own / "page.js").read_text(encoding="utf-8"),
+    }
+    assert not any("</script" in text or "</style" in text for text in texts.values()), (
+        "a library would end its own tag"
+    )
+    return {name: Markup(text) for name, text in texts.items()}
+
+
+def _template() -> jinja2.Template:
+    """Everything that is put into it is escaped; what cannot be seen stands there as its code point."""
+    source = (importlib.resources.files("meshmark.report") / "page.html").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: visible(value) if type(value) is str else value,
+    )
+    environment.filters["embedded"] = embedded
+    return environment.from_string(source)
+
+
+def embedded(value: object) -> Markup:
+    """JSON that stands within a tag and cannot end it."""
+    text = json.dumps(value, default=dataclasses.asdict)
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def _sections(found: Sequence[CaseResult], reading: Reading, baseline: Baseline, command: str) -> Iterator[Section]:
+    from meshmark.report.charts import charts
+
+    drawn: dict[str, Any] = charts(found)
+    latest = [record for result in found for record in (result.observed, result.timed) if record]
+    failed = list(_failures(latest, reading))
+    nothing = [] if failed else ["Nothing: every case that ran reached its end and passed every suite."]
+    yield Section(id="failures", title="What failed", texts=nothing, failures=failed)
+    answer = grid("Cases", tables.answer(found), "A row a case. Struck out: of a wrong run, which is no result.")
+    yield Section(id="cases", title="Cases", tables=_filled(answer))
+    for name, title, text, some in (
+        ("speed", "Throughput", told_of("Throughput", latest), [("steps", tables.speed(found, baseline))]),
+        ("memory", "Memory", told_of("Memory", latest), _of_memory(found, baseline)),
+        ("traffic", "Communication", told_of("Communication", latest), _of_traffic(found)),
+        (
+            "equivalence",
+            "Equivalence",
+            told_of("Equivalence", latest),
+            [("verdicts", tables.equivalence(found, baseline))],
+        ),
+    ):
+        filled = _filled(*(grid(f"{title}: {what}", rows) for what, rows in some))
+        if filled:
+            yield Section(id=name, title=title, texts=[text.replace("*", "")], plots=drawn[name], tables=filled)
+    yield Section(id="conformance", title="Conformance", clauses=clauses(reading.records))
+    yield Section(id="skipped", title="Not run", tables=_filled(grid("Not run", tables.skips(found))))
+    yield Section(id="unread", title="What could not be read", texts=list(reading.complaints))
+    made = sorted({record.environment.command for record in reading.records})
+    times = _filled(grid("Launches", tables.time_spent(found)))
+    texts = ["Records by the first commands, this page by the last."]
+    yield Section(id="origin", title="How it was obtained", texts=texts, blocks=[*made, command], tables=times)
+
+
+def _of_memory(found: Sequence[CaseResult], baseline: Baseline) -> list[tuple[str, tables.Rows]]:
+    return [
+        ("fullest rank", tables.memory(found, baseline)),
+        ("planned and measured", planned_memory(found)),
+        ("declared beyond the closed form", tables.remainders(found)),
+    ]
+
+
+def _of_traffic(found: Sequence[CaseResult]) -> list[tuple[str, tables.Rows]]:
+    return [("busiest rank", communication(found)), ("declared departures from theory", departures(found))]
+
+
+def _filled(*grids: Grid) -> list[Grid]:
+    return [one for one in grids if one.rows]
+
+
+def _failures(latest: Iterable[Record], reading: Reading) -> Iterator[Failed]:
+    """Every pass and verdict that failed, then every failed test that none of them tells of."""
+    left = {kind: failing(reading.sessions, conforming=kind) for kind in (False, True)}
+    for record in latest:
+        attempts = [attempt for attempt in left[False] if attempt.case == record.case.id]
+        left[False] = [attempt for attempt in left[False] if attempt.case != record.case.id or attempt not in attempts]
+        yield from _of_record(record, _command(record, attempts))
+    for attempt in (*left[False], *left[True]):
+        yield Failed(
+            title=attempt.test, told=_first_line(attempt.message), evidence=attempt.message, command=attempt.command
+        )
+
+
+def _of_record(record: Record, command: str) -> Iterator[Failed]:
+    outcome, case = record.outcome, record.case.id
+    if outcome.status not in ("ok", "skipped"):
+        stacks = "".join(f"\n--- stack of rank {rank}\n{stack}" for rank, stack in outcome.stacks.items())
+        where = "" if outcome.rank is None else f", rank {outcome.rank}"
+        yield Failed(
+            title=f"{case}: {outcome.status}{where}",
+            told=f"{record.task}: {outcome.message}",
+            evidence=f"{outcome.traceback or outcome.log_tail}{stacks}",
+            command=command,
+        )
+    for verdict in record.verdicts:
+        if not verdict.passed:
+            yield Failed(
+                title=f"{case}: {verdict.suite}",
+                told=verdict.summary,
+                likely=str(verdict.evidence.get("diagnosis", "")),
+                evidence="\n".join(f"{name}: {value}" for name, value in verdict.evidence.items()),
+                command=command,
+            )
+
+
+def _command(record: Record, attempts: Sequence[Attempt]) -> str:
+    """Of the test that failed; else the run's own, of this case alone (of two `-k` the last counts)."""
+    if attempts:
+        return attempts[0].command
+    return f"{record.environment.command} -k {shlex.quote(record.case.id)}"
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no message")

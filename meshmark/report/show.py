@@ -1,0 +1,77 @@
+"""One case's records for a reader, in plain text."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+
+from meshmark.errors import InputError
+from meshmark.report.markdown import one_line, visible
+from meshmark.report.tables import bytes_text, interval_text
+from meshmark.run.record import Record
+from meshmark.run.throughput import throughput
+
+_LOG_LINES = 30
+
+
+def matching(records: Sequence[Record], asked: str) -> list[Record]:
+    """Those of the case that is asked for: by its id, or by any part of one that no other case's has.
+
+    Raises `InputError` when there is none, or several.
+    """
+    ids = dict.fromkeys(record.case.id for record in records)
+    found = [asked] if asked in ids else [case for case in ids if asked in case]
+    if len(found) == 1:
+        return [record for record in records if record.case.id == found[0]]
+    if found:
+        raise InputError(f"{asked!r} is part of {len(found)} cases: {', '.join(found[:10])}; say more of one")
+    near = difflib.get_close_matches(asked, ids, n=3, cutoff=0.3) or list(ids)[:3]
+    raise InputError(f"no record of {asked!r} among {len(ids)} cases; do you mean {', '.join(near)}?")
+
+
+def show(records: Sequence[Record]) -> str:
+    """All passes over one case."""
+    parts = [line for record in records for line in ("", *_lines(record))]
+    return "\n".join(visible(line) for line in [records[0].case.id, *parts]) + "\n"
+
+
+def _lines(record: Record) -> Iterator[str]:
+    outcome, environment = record.outcome, record.environment
+    what, machine = record.conformance.scenario or record.task, f"{environment.machine}, {environment.num_cpus} CPUs"
+    rank = "" if outcome.rank is None else f" on rank {outcome.rank}"
+    yield f"{what}: {outcome.status}{rank}, {record.steps} steps, {record.launch.seconds:.1f} s"
+    yield f"  adapter        {record.adapter}"
+    yield f"  machine        {machine}, {environment.device}, {environment.backend}"
+    yield f"  made           {environment.date}, commit {environment.commit or 'unknown'}, by {environment.command}"
+    for verdict in record.verdicts:
+        result = "cannot tell" if verdict.undecided else "passed" if verdict.passed else "FAILED"
+        yield f"  {verdict.suite:<14} {result}: {one_line(verdict.summary)}"
+        if "diagnosis" in verdict.evidence:
+            yield f"  {'':<14} likely {one_line(str(verdict.evidence['diagnosis']))}"
+    yield from _measured(record)
+    for remark in record.remarks:
+        yield f"  remark         {one_line(remark)}"
+    if outcome.message:
+        yield f"  message        {one_line(outcome.message)}"
+    for line in (outcome.traceback or outcome.log_tail).splitlines()[-_LOG_LINES:]:
+        yield f"    {line}"
+    for number, stack in outcome.stacks.items():
+        yield f"  stack of rank {number}"
+        yield from (f"    {line}" for line in stack.splitlines())
+
+
+def _measured(record: Record) -> Iterator[str]:
+    if losses := record.training.losses:
+        yield f"  losses         {' '.join(f'{loss:.4f}' for loss in losses[:12])}{' ...' if len(losses) > 12 else ''}"
+    for rank, reading in enumerate(record.memory.readings):
+        peak = ", ".join(
+            f"{name.replace('_', ' ')} {bytes_text(getattr(reading.peak, name))}"
+            for name in ("parameters", "gradients", "optimizer_states", "activations", "communication", "other")
+        )
+        yield f"  peak, rank {rank:<3} {bytes_text(reading.peak.total)}: {peak}"
+    for rank, traffic in enumerate(record.traffic.readings):
+        sent = ", ".join(f"{c.count} {c.kind} {bytes_text(c.num_bytes)}" for c in traffic.asked) or "nothing"
+        yield f"  sent, rank {rank:<3} {sent}"
+    if record.timing.rank_step_seconds:
+        rate = throughput(record)
+        yield f"  rate           {rate.per_second:,.0f} {rate.unit}/s {interval_text(rate)}"

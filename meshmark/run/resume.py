@@ -1,0 +1,44 @@
+"""What a results folder holds already of what is asked for again: for the same case, code and machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from meshmark.environment import Environment
+from meshmark.run.record import Record, Status
+from meshmark.run.request import Request
+
+KEPT = "kept: the results folder holds this pass, of the same code and machine"
+_AGAIN = (Status.SKIPPED, Status.SLOW)
+"""Skips cost nothing, and a pass that was too slow is what a higher limit is for."""
+
+
+class Held:
+    """Records that stand for a pass."""
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self._records = {(r.task, r.case, r.conformance.scenario): r for r in records}
+        """The last of each."""
+
+    def of(self, request: Request, here: Environment) -> Record | None:
+        """What stands for `request` in `here`; None where it is to be run, as scenarios are that leave a checkpoint
+        or take one: those of an earlier run are gone."""
+        record = self._records.get((request.task, request.case, request.scenario))
+        if record is None or request.checkpoint or record.outcome.status in _AGAIN or record.outcome.status.outside:
+            return None
+        asked = (request.adapter, request.steps, request.warmup, request.base)
+        made = (record.adapter, record.steps, record.warmup, record.conformance.base)
+        same = asked == made and _about(here) == _about(record.environment)
+        return record if same and is_known(request.adapter, here) else None
+
+
+def is_known(adapter: str, here: Environment) -> bool:
+    """Whether code that has one name is one: no file of a user's, nor a checkout with changes that no commit holds."""
+    return ".py:" not in adapter and not here.commit.endswith("-dirty")
+
+
+def _about(environment: Environment) -> tuple[object, ...]:
+    """What a record's numbers depend on."""
+    e = environment
+    where = (e.machine, e.num_cpus, e.memory_bytes, e.device, e.backend, e.nnodes, e.omp_num_threads)
+    return (*where, e.commit, e.versions)

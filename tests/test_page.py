@@ -1,0 +1,267 @@
+"""The interactive page: self-contained, with everything escaped, and alive in a real browser."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshmark.cli import main
+from meshmark.judge.deviation import Deviation, QuantityKind
+from meshmark.report.grid import cell
+from meshmark.run.record import EquivalenceEvidence, Outcome, Record, Status
+from meshmark.run.record_file import RecordFile
+from meshmark.run.session import Attempt, Ending, Session
+from tests.factories import make_case, make_good, make_timed, make_verdict
+from tests.hostile_texts import HOSTILE
+from tests.test_hostile_records import hostile_records
+
+pytest.importorskip("plotly", reason='in the html extra: pip install "meshmark[html]"')
+pytest.importorskip("itables", reason='in the html extra: pip install "meshmark[html]"')
+
+WEIGHT = QuantityKind.GRADIENTS.of("head.weight")
+WRONG = make_verdict(
+    passed=False, summary="gradients/x is 9 x its noise", evidence={**make_verdict().evidence, "diagnosis": "summed"}
+)
+COMMAND = "pytest 'suites/test_equivalence.py::test_equivalence[fsdp2-dp2.mb2-mini-fp32]'"
+
+
+class Page(HTMLParser):
+    """Its elements, and the texts of some."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.scripts: dict[str, str] = {}
+        self.texts: list[str] = []
+        self._within: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self._within = dict(attrs).get("id") or "" if tag in ("script", "style") else None
+
+    def handle_endtag(self, tag: str) -> None:
+        self._within = None
+
+    def handle_data(self, data: str) -> None:
+        if self._within is None:
+            self.texts.append(data)
+        elif self._within:
+            self.scripts[self._within] = self.scripts.get(self._within, "") + data
+
+    def told(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def records() -> list[Record | Session]:
+    fsdp2 = make_case("fsdp2")
+    deviation = Deviation(distance=3.0, scale=1.0, factor=1.0)
+    equivalence = EquivalenceEvidence(
+        deviations={WEIGHT: [deviation, deviation]}, noise={WEIGHT: [1.0, 1.0]}, factors={"gradients": 2.0}
+    )
+    hung = Outcome(status=Status.HUNG, rank=1, message="no end", stacks={1: "File a.py, line 7, in wait"})
+    plain = dataclasses.replace(make_good().conformance, scenario="plain", base=make_case())
+    session = Session(
+        schema=2,
+        session="s",
+        command="pytest suites",
+        device="cpu",
+        attempts=[
+            Attempt(
+                test="t[fsdp2]", case=fsdp2.id, conforming=False, ending=Ending.FAILED, message="x", command=COMMAND
+            )
+        ],
+    )
+    return [
+        make_good(),
+        make_timed(),
+        make_good(case=fsdp2, verdicts=[WRONG], equivalence=equivalence),
+        make_timed(case=make_case("gpipe"), outcome=hung),
+        make_good(conformance=plain),
+        session,
+    ]
+
+
+def write(folder: Path, *some: Record | Session) -> Path:
+    with closing(RecordFile(folder)) as file:
+        for one in some:
+            file.append(one)
+    assert main(["report", str(folder), "-o", str(folder / "report.html")]) == 0
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("page"), *records())
+
+
+@pytest.fixture(scope="module")
+def page(path: Path) -> Page:
+    return Page(path.read_text())
+
+
+def test_the_page_asks_nothing_of_any_network(page: Page) -> None:
+    loaded = [value for _, name, value in page.attributes if name in ("src", "href")]
+    assert loaded and all(value.startswith("#") for value in loaded), loaded
+    policy = [value for tag, name, value in page.attributes if tag == "meta" and "default-src" in value]
+    assert policy and policy[0].startswith("default-src 'none'") and "http" not in policy[0]
+
+
+def test_every_failure_has_its_stack_and_the_command_that_repeats_it(page: Page) -> None:
+    told = page.told()
+    assert "fsdp2-dp2.mb2-mini-fp32: equivalence" in told and "Likely: summed" in told and COMMAND in told
+    assert "gpipe-dp2.mb2-mini-fp32: hung, rank 1" in told and "--- stack of rank 1 File a.py, line 7" in told
+    assert "pytest suites -k gpipe-dp2.mb2-mini-fp32" in told
+    assert "t[fsdp2]" not in told, "its verdict tells of it"
+
+
+def test_what_is_drawn_is_what_was_recorded(page: Page) -> None:
+    ratios = json.loads(page.scripts["ratios"])
+    shown = {figure["label"]: figure["data"][0] for figure in ratios}
+    assert shown["fsdp2-dp2.mb2-mini-fp32"]["z"] == [[1.5, 1.5]], "3 of 2 x 1 that are allowed"
+    rates = json.loads(page.scripts["rates"])[0]["data"]
+    assert [trace["y"] for trace in rates if trace["name"] == "result"] == [["ddp-dp2.mb2-mini-fp32"]]
+    assert len(json.loads(page.scripts["memory-plot"])) == 3, "all cases, and each by rank"
+
+
+def test_every_clause_s_cell_has_its_evidence(page: Page) -> None:
+    cells = json.loads(page.scripts["cells"])
+    keys = [value for tag, name, value in page.attributes if (tag, name) == ("button", "data-cell")]
+    assert keys and set(keys) == set(cells) and all(found["evidence"] for found in cells.values())
+
+
+def test_columns_sort_by_what_they_mean() -> None:
+    ordered = ["", "12 B", "925 KiB", "3.6 MiB", "1.2 GiB"]
+    assert sorted(ordered[1:], key=lambda text: cell(text).order or 0) == ordered[1:] and cell("").order is None
+    assert [
+        cell(text).order for text in ("25,245 ±1.9%", "±1.9%", "-3.0%", "19 / 20 / 21 ms", "dp2.mb2", "2.57e-06")
+    ] == [
+        25245.0,
+        pytest.approx(0.019),
+        pytest.approx(-0.03),
+        19.0,
+        None,
+        2.57e-6,
+    ]
+    struck = cell("~~900 ±2%~~ wrong run")
+    assert (struck.struck, struck.text, struck.order) == ("900 ±2%", "wrong run", 900.0)
+    assert cell("**no**").bad and cell("**no**").text == "no" and not cell("no").bad
+
+
+BROWSERS = ["<img src=x onerror=alert(1)>", "</script><script>alert(1)</script>", '"><svg onload=alert(1)>', "{{7*7}}"]
+
+
+@pytest.fixture(scope="module")
+def hostile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    said = [text for text in (*HOSTILE.values(), *BROWSERS) if text.strip()]
+    return write(tmp_path_factory.mktemp("hostile"), *(record for text in said for record in hostile_records(text)))
+
+
+def test_a_hostile_text_is_text(hostile_path: Path, tmp_path: Path) -> None:
+    """The page has the elements and attributes that it has of harmless texts, and shows what it was told."""
+    said = [f"x{i}-" for i, text in enumerate([*HOSTILE.values(), *BROWSERS]) if text.strip()]
+    path = write(tmp_path, *(record for text in said for record in hostile_records(text)))
+    hostile, harmless = Page(hostile_path.read_text()), Page(path.read_text())
+    assert hostile.tags == harmless.tags
+    assert not [name for _, name, _ in hostile.attributes if name.startswith("on")]
+    assert {name for _, name, _ in hostile.attributes} == {name for _, name, _ in harmless.attributes}
+    assert all(math.isfinite(float(value)) for _, name, value in hostile.attributes if name == "data-order")
+    assert "<script>alert(1)</script>" in hostile.told() and "\u202e" not in hostile.told()
+    for name in ("rates", "memory-plot", "cells"):
+        json.loads(hostile.scripts[name])
+
+
+def test_without_its_libraries_the_command_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(RecordFile(tmp_path)) as file:
+        file.append(make_good())
+    monkeypatch.setitem(__import__("sys").modules, "itables", None)
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "x.html")]) == 2
+    assert 'pip install "meshmark[html]"' in capsys.readouterr().err and not (tmp_path / "x.html").exists()
+
+
+# In a browser.
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="in the dev extra: pip install playwright")
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    with playwright.sync_playwright() as running:
+        with closing(running.chromium.launch(executable_path=program, args=quiet)) as opened:
+            yield opened
+
+
+def opened(browser: Any, path: Path, **context: Any) -> tuple[Any, list[str]]:  # noqa: ANN401
+    """The page when it is ready, and what it complained of or asked for."""
+    page, said = browser.new_page(**context), list[str]()
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("dialog", lambda dialog: said.append(f"dialog {dialog.message}") or dialog.dismiss())
+    page.on("request", lambda request: said.append(request.url))
+    page.goto(path.as_uri())
+    page.wait_for_function("document.documentElement.dataset.ready === 'yes'", timeout=60_000)
+    return page, [each for each in said if not each.startswith(("blob:", path.as_uri()))]
+
+
+def test_a_reader_sorts_filters_opens_evidence_and_copies(browser: Any, path: Path) -> None:  # noqa: ANN401
+    page, said = opened(browser, path)
+    cases = page.locator("#cases tbody tr")
+    first = cases.first.locator("td").first
+    assert cases.count() == 3 and first.inner_text() == "ddp"
+    order = page.locator("#cases thead th").first.locator("button").first
+    for _ in range(2):  # by keyboard, to descending
+        order.focus()
+        page.keyboard.press("Enter")
+    assert first.inner_text() == "gpipe"
+    page.get_by_label("Filter Cases:").fill("fsdp2")
+    assert cases.count() == 1 and first.inner_text() == "fsdp2"
+    button = page.locator("#conformance td button").first
+    button.focus()
+    page.keyboard.press("Enter")
+    dialog = page.locator("dialog[open]")
+    assert "loss" in dialog.inner_text() and "1 x its noise" in dialog.inner_text()
+    page.keyboard.press("Escape")
+    assert page.locator("dialog[open]").count() == 0
+    page.locator("#failures button[data-copy]").first.click()
+    assert page.locator("#said").inner_text() == "Copied."
+    page.locator("#ratios-of").scroll_into_view_if_needed()
+    page.locator("#equivalence .plot svg").first.wait_for(timeout=30_000)
+    assert page.locator("#equivalence .plot svg .hm").count() == 1
+    page.locator("#memory .plot").scroll_into_view_if_needed()
+    page.locator("#memory-plot-of").select_option(index=1)
+    page.locator("#memory .plot svg text", has_text="rank 0").first.wait_for(timeout=30_000)
+    assert not said, said
+
+
+def test_a_phone_in_the_dark(browser: Any, path: Path) -> None:  # noqa: ANN401
+    page, said = opened(browser, path, viewport={"width": 360, "height": 740}, color_scheme="dark")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360, "tables scroll by themselves"
+    ink, paper = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
+    assert (ink, paper) == ("rgb(230, 237, 243)", "rgb(15, 20, 25)")
+    controls = "[...document.querySelectorAll('main button, main select, main input')]"
+    unnamed = f"{controls}.filter(e => !e.labels?.length && !e.innerText && !e.ariaLabel && !e.title).length"
+    assert page.evaluate(unnamed) == 0 and not said, said
+
+
+def test_hostile_texts_do_nothing_in_a_browser(browser: Any, hostile_path: Path) -> None:  # noqa: ANN401
+    page, complaints = opened(browser, hostile_path)
+    for place in page.locator(".plot").all():
+        place.scroll_into_view_if_needed()
+        place.locator("svg").first.wait_for()
+    assert not complaints and page.locator("main img, main svg a").count() == 0

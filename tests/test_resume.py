@@ -1,0 +1,125 @@
+"""Long runs: what the results folder holds is not run again, and a run whose time is up ends in good order."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshmark import environment
+from meshmark.adapters import ADAPTERS
+from meshmark.errors import InputError
+from meshmark.options import duration
+from meshmark.run.cluster import ClusterSpec
+from meshmark.run.record import ConformanceEvidence, Outcome, Record, Status
+from meshmark.run.record_file import RecordFile, read_records
+from meshmark.run.request import Task
+from meshmark.run.resume import KEPT, Held
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.run.session import Ending
+from meshmark.spec.workload import workload
+from tests.factories import make_case, make_good
+from tests.test_suites import suites
+
+CASE = make_case("ddp", workload=workload("gpt-mini"))
+TARGET = ADAPTERS["ddp"]
+
+
+class Launched(Exception):
+    """A pass was started."""
+
+
+def never(*arguments: object, **named: object) -> None:
+    raise Launched
+
+
+def runner(folder: Path, told: list[Any], *held: Record, **options: Any) -> Runner:  # noqa: ANN401
+    launcher: Any = SimpleNamespace(cluster=SimpleNamespace(spec=ClusterSpec()), launch=never)
+    chosen = RunOptions(**{"observed_steps": 3, **options})
+    return Runner(launcher, {"ddp": TARGET}, chosen, folder, lambda *each: told.append(each), Held(held))
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Record:
+    """Made here and now, by a clean checkout."""
+    monkeypatch.setattr(environment, "_commit", lambda: "0123456789ab")
+    here = environment.describe("cpu", "gloo", 1)
+    return make_good(case=CASE, adapter=TARGET, steps=3, warmup=0, environment=here, conformance=ConformanceEvidence())
+
+
+def test_what_is_held_is_not_run_again_and_said_so(tmp_path: Path, record: Record) -> None:
+    told: list[Any] = []
+    with_it = runner(tmp_path, told, record)
+    assert with_it.observe(CASE) is record and with_it.observed(CASE) is record
+    ((what, case, shown),) = told
+    assert (what, case, shown.remarks) == (Task.OBSERVE, CASE, [KEPT])
+    with_it.close()
+    assert (tmp_path / "records.jsonl").read_bytes() == b"", "it stands there already"
+
+
+OTHER: dict[str, dict[str, Any]] = {
+    "another commit": {"environment": {"commit": "ba9876543210"}},
+    "changes that no commit holds": {"environment": {"commit": "0123456789ab-dirty"}},
+    "another machine": {"environment": {"machine": "Abacus 3000"}},
+    "fewer cores": {"environment": {"num_cpus": 999}},
+    "another torch": {"environment": {"versions": {"torch": "1.0"}}},
+    "other steps": {"steps": 5},
+    "another adapter of the name": {"adapter": "mine.py:Ddp"},
+    "another case": {"case": make_case("ddp")},
+    "a full disk": {"outcome": Outcome(status=Status.NO_SPACE)},
+    "too slow": {"outcome": Outcome(status=Status.SLOW)},
+}
+
+
+@pytest.mark.parametrize("changes", OTHER.values(), ids=OTHER.keys())
+def test_what_differs_in_anything_is_run(tmp_path: Path, record: Record, changes: dict[str, Any]) -> None:
+    around = dataclasses.replace(record.environment, **changes.get("environment", {}))
+    other = dataclasses.replace(record, **{**changes, "environment": around})
+    with closing(runner(tmp_path, [], other)) as running:
+        found = running.observe(CASE)
+    assert found is not other and "Launched" in found.outcome.message
+
+
+def test_a_crash_is_held_and_a_checkout_with_changes_holds_nothing(
+    tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashed = dataclasses.replace(record, outcome=Outcome(status=Status.RAISED, rank=0, message="x"))
+    with closing(runner(tmp_path / "a", [], crashed)) as running:
+        assert running.observe(CASE) is crashed
+    monkeypatch.setattr(environment, "_commit", lambda: "0123456789ab-dirty")
+    dirty = dataclasses.replace(record, environment=environment.describe("cpu", "gloo", 1))
+    with closing(runner(tmp_path / "b", [], dirty)) as running:
+        assert running.observe(CASE) is not dirty
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("30m", 1800), ("2h", 7200)])
+def test_times(text: str, seconds: int) -> None:
+    assert duration("--max-time", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "0m", "-5m", "1.5h", "9999999s", "soon", "1d"])
+def test_times_that_are_none(text: str) -> None:
+    with pytest.raises(InputError, match="--max-time .*: expected a time such as 90s, 30m or 2h"):
+        duration("--max-time", text)
+
+
+def test_a_run_whose_time_is_up_keeps_its_records_and_names_the_rest(tmp_path: Path) -> None:
+    """It ends between tests. One case of each adapter comes first."""
+    chosen = ("--adapters", "single,ddp", "--world", "2,4", "--workload", "gpt-mini", "--results", tmp_path)
+    listed = suites(*chosen, "--max-time", "1h", "--collect-only", "-q", "-k", "equivalence").stdout
+    cases = re.findall(r"test_equivalence\[(\w+-\w+)", listed)
+    assert cases == ["single-one", "ddp-dp2", "ddp-dp4"]
+    done = suites(*chosen, "--max-time", "1s", "-k", "equivalence and not single")
+    assert done.returncode == 2, done.stdout
+    assert "--max-time 1s is up; 1 tests not run" in done.stdout and "--resume goes on from here" in done.stdout
+    assert "test_equivalence[ddp-dp4.mb2-gpt-mini-fp32]" in done.stdout.partition("not run: the time was up")[2]
+    reading = read_records(tmp_path)
+    assert [record.case.layout.dp for record in reading.records] == [2]
+    endings = [attempt.ending for attempt in reading.sessions[-1].attempts]
+    assert endings == [Ending.PASSED, Ending.UNFINISHED] and reading.sessions[-1].exit_code == 2
+    RecordFile(tmp_path).close()
