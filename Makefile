@@ -20,6 +20,7 @@ help:
 	@echo "make chaos    faults by the hundred while suites run: reports/chaos.md; make fuzz: odd inputs for longer"
 	@echo "make bench    performance claims: launch, overhead, report scale"
 	@echo "make gpu      run on this machine's GPU with its own python (PYTHON=...), leave GPU_OUT (results/gpu)"
+	@echo "make roster   every adapter, variants too, by capability: reports/roster.md"
 	@echo "make lint types clean"
 
 install: $(VENV)/.installed
@@ -60,7 +61,7 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-include plan.mk power.mk chaos.mk
+include plan.mk power.mk chaos.mk roster.mk
 
 bench: install
 	status=0; for name in launch overhead report; do $(BIN)/python -m benchmarks.$$name || status=1; done; exit $$status

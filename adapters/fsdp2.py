@@ -151,9 +151,12 @@ def shard(model: Model, case: Case, context: RankContext, sharding: Sharding) ->
 @torch.no_grad()
 def fill_shards(model: Model, case: Case) -> None:
     """Initial values of every sharded parameter, each rank its own part alone."""
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
         sharded = cast("DTensor", parameter)
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, sharded.device_mesh, sharded.placements)
         sharded.to_local().copy_(

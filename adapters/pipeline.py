@@ -51,7 +51,8 @@ class PipelineEngine(Engine):
     """One rank's chunks of layers, one a virtual stage. Replicas of the pipeline, if any, reduce their gradients by an
     all-reduce of each, once a step."""
 
-    def __init__(self, case: Case, context: RankContext) -> None:
+    def __init__(self, case: Case, context: RankContext, interleaving: str = "Interleaved1F1B") -> None:
+        """`interleaving`: PyTorch's schedule of several stages a rank, by its name."""
         from torch.distributed.pipelining import PipelineStage
 
         self.case, self.context = case, context
@@ -78,7 +79,7 @@ class PipelineEngine(Engine):
             )
             for index, chunk in zip(own, self.chunks, strict=True)
         ]
-        self.schedule = _schedule(layout, self.stages, self._loss)
+        self.schedule = _schedule(layout, self.stages, self._loss, interleaving)
         self.total_weight = 0.0
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -198,14 +199,16 @@ def _own_group(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGrou
 
 
 def _schedule(
-    layout: Layout, stages: list[PipelineStage], loss: Callable[[Tensor, Tensor], Tensor]
+    layout: Layout, stages: list[PipelineStage], loss: Callable[[Tensor, Tensor], Tensor], interleaving: str
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
     """PyTorch's. On one stage nothing is gained by holding all micro-batches."""
-    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+    from torch.distributed.pipelining.schedules import get_schedule_class
 
     # scale_grads divides by the number of micro-batches, which is wrong for a loss that is a share already.
     if layout.virtual_stages > 1:
-        return ScheduleInterleaved1F1B([*stages], layout.num_micro_batches, loss_fn=loss, scale_grads=False)
+        several = cast("type[PipelineScheduleMulti]", get_schedule_class(interleaving))
+        return several([*stages], layout.num_micro_batches, loss_fn=loss, scale_grads=False)
     all_first = layout.schedule is Schedule.GPIPE and layout.pp > 1
     kind = ScheduleGPipe if all_first else Schedule1F1B
     return kind(stages[0], layout.num_micro_batches, loss_fn=loss, scale_grads=False)
@@ -241,6 +244,9 @@ class Pipeline(Adapter):
         },
     )
 
+    interleaving: ClassVar[str] = "Interleaved1F1B"
+    """PyTorch's schedule of several stages a rank."""
+
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
         """PyTorch's 1F1B takes a micro-batch a stage. What is no multiple of the ranks it interleaves in other rounds
@@ -274,7 +280,7 @@ class Pipeline(Adapter):
         return (Remainder(category="activations", num_bytes=count * logits, reason=reason),)
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        return PipelineEngine(case, context)
+        return PipelineEngine(case, context, self.interleaving)
 
 
 class GPipe(Pipeline):

@@ -41,7 +41,7 @@ class ZeroRedundancyEngine(DDPEngine):
 
 
 class DDPZero1(DDP):
-    preload: ClassVar = ("torch.distributed.optim",)
+    preload: ClassVar[tuple[str, ...]] = ("torch.distributed.optim",)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({1}),

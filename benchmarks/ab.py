@@ -20,8 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.slowed import SLOWED
-from meshmark.adapters import ADAPTERS
+from benchmarks.slowed import HONEST, SLOWED
 from meshmark.regression.alternate import MARGIN, Trial
 from meshmark.regression.change import Standing
 from meshmark.regression.sequential import LEAST_PAIRS
@@ -81,21 +80,21 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=300)
     parser.add_argument("--minutes", type=float, default=20.0, help="at most, of each comparison")
     asked = parser.parse_args()
-    targets = {"ddp": ADAPTERS["ddp"]} | {name: f"benchmarks.slowed:{name}" for name in SLOWED}
+    targets = {name: f"benchmarks.slowed:{name}" for name in (HONEST, *SLOWED)}
     rng = np.random.default_rng(0)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         launcher = ForkserverLauncher(stack.enter_context(Cluster(ClusterSpec())))
         options = RunOptions(timed_steps=16, timing_budget_seconds=0.0)
         runner = stack.enter_context(contextlib.closing(Runner(launcher, targets, options, Path(folder))))
-        measure(runner, "ddp")
-        for b in ("ddp", *SLOWED):
-            found = pairs(runner, "ddp", b, asked.pairs, time.monotonic() + 60 * asked.minutes)
+        measure(runner, HONEST)
+        for b in (HONEST, *SLOWED):
+            found = pairs(runner, HONEST, b, asked.pairs, time.monotonic() + 60 * asked.minutes)
             print(" ".join(f"{difference:.4f}" for difference in found))
-            ends = decided(found, rng, equal=b == "ddp")
+            ends = decided(found, rng, equal=b == HONEST)
             counts = {s: sum(end is s for end, _ in ends) for s in Standing}
             print(
-                f"ddp against {b}: {len(found)} pairs scatter by {statistics.stdev(found):.1%} around "
+                f"{HONEST} against {b}: {len(found)} pairs scatter by {statistics.stdev(found):.1%} around "
                 f"{statistics.fmean(found):+.2%}; of {RUNS} runs "
                 + ", ".join(f"{share / RUNS:.1%} {standing}" for standing, share in counts.items())
                 + f"; {statistics.median(n for _, n in ends):.0f} pairs in the median",

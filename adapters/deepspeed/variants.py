@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from meshmark.adapter.engine import RankContext
+from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed import DeepSpeed
+from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.deepspeed.operators import load, missing
+from meshmark.errors import AdapterError
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.optimizers import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
@@ -27,7 +29,7 @@ class DeepSpeedOffload(DeepSpeed):
 
     capabilities: ClassVar = dataclasses.replace(DeepSpeed.capabilities, offloads=frozenset({Offload.CPU}))
 
-    known_gaps: ClassVar = (
+    known_gaps: ClassVar[tuple[KnownGap, ...]] = (
         KnownGap(
             clause="unused",
             symptom="stale gradient",
@@ -66,6 +68,27 @@ class DeepSpeedOffload(DeepSpeed):
 
         made: torch.optim.Optimizer = DeepSpeedCPUAdam(parameter_groups(spec, model.named_parameters()), **arguments)
         return made
+
+
+class DeepSpeedOffloadParams(DeepSpeedOffload):
+    """Stage 3 with the shards of the weights in the host's memory too, from where every module fetches its own."""
+
+    capabilities: ClassVar = dataclasses.replace(
+        DeepSpeedOffload.capabilities,
+        zero_stages=frozenset({3}),
+        devices=frozenset({"cpu"}),  # where the host's memory is the device's: of a GPU it is not planned
+    )
+    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 in gap.zero_stages)
+
+    def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
+        return {**super().zero_options(case, context), "offload_param": {"device": "cpu", "pin_memory": False}}
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        """On a CPU nothing that is measured would tell whether the option was heeded."""
+        engine = super().build(case, context)
+        if not (isinstance(engine, DeepSpeedEngine) and engine.zero.offload_param):
+            raise AdapterError(f"rank {context.rank}: DeepSpeed offloads no parameters, which it was asked for")
+        return engine
 
 
 def _kept_gradients(case: Case, rank: int) -> tuple[Remainder, ...]:

@@ -75,6 +75,13 @@ def held_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stag
         held: Column = passes * stage.num_layers * layer_activation_bytes(model, grid, recipe)
         held = held + np.ceil(passes) * boundary_bytes(model, grid, recipe)
         return held
+    return passes_in_flight_bytes(model, grid, recipe, index, flight)
+
+
+def passes_in_flight_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: int, flight: Column) -> Column:
+    """What `flight` forward passes of eager kernels leave on a rank, shared out over its chunks as they are
+    interleaved."""
+    stage = recipe.cut.stages(model, int(grid.pp[0]))[index]
     held = np.zeros(len(grid))
     for chunks in np.unique(grid.virtual_stages):
         rows = np.nonzero(grid.virtual_stages == chunks)[0]

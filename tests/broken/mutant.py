@@ -27,6 +27,8 @@ LAYOUTS = {
     "deepspeed/1": Layout(dp=2, zero_stage=1, num_micro_batches=4),
     "deepspeed/2": Layout(dp=2, zero_stage=2, num_micro_batches=4),
     "deepspeed/3": Layout(dp=2, zero_stage=3, num_micro_batches=4),
+    "deepspeed-offload-params": Layout(dp=2, zero_stage=3, num_micro_batches=4, offload=Offload.CPU),
+    "fairscale-oss-ddp": Layout(dp=2, zero_stage=1, num_micro_batches=4),
     "fabric-ddp": Layout(dp=2, num_micro_batches=4),
     "fabric-ddp-separate": Layout(dp=2, num_micro_batches=4),
     "fabric-fsdp": Layout(dp=2, zero_stage=3, num_micro_batches=4),

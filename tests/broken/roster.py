@@ -4,11 +4,13 @@ the core has not got, what goes wrong there alone."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.fsdp1 import FSDP1
 from meshmark.adapters.fsdp2 import FSDP2
+from meshmark.adapters.tensor_parallel import TensorParallel
 from meshmark.judge.faults import Fault
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
@@ -18,7 +20,7 @@ from tests.broken.engine import Broken
 from tests.broken.mutant import GPT, Mutant
 
 F = Fault
-TWO, FOUR = (Layout(dp=dp, zero_stage=3, num_micro_batches=4) for dp in (2, 4))
+TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 
 
 class ShardsPlainly(Adapter):
@@ -45,11 +47,20 @@ class FullShard(Adapter):
         return FSDP1().build(case, context)
 
 
-class ReplicasNotReduced(Broken):
-    """HSDP reduces within a replica alone."""
+class ReplicasAlone(Broken):
+    """Replicas of tensor-parallel ranks are never reduced."""
+
+    replicas: object
 
     def prepare(self) -> None:
-        self.root().set_requires_all_reduce(False)  # type: ignore[operator]
+        self.replicas = None
+
+
+class NeverSharded(Adapter):
+    """Tensor parallelism over replicas, where FSDP2 was to shard them."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return TensorParallel().build(replace(case, layout=replace(case.layout, zero_stage=0)), context)
 
 
 def _on(
@@ -63,11 +74,16 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fsdp2-noreshard fsdp2-recommended", ShardsPlainly, suite="communication", layout=TWO),
     *_on("fsdp2-hsdp fsdp2-reshard2", ShardsPlainly, suite="communication", layout=FOUR),
     *_on("fsdp2-recommended", KeepsWeights, suite="communication", layout=TWO),
-    *_on("fsdp2-hsdp", ReplicasNotReduced, F.NOT_REDUCED, layout=FOUR),
+    *_on("fsdp2-hsdp", g.AveragedTwice, F.SCALED, layout=FOUR),
     *_on("fsdp1-shard-grad-op", FullShard, suite="communication", layout=TWO),
     *_on("fsdp1-hybrid", FullShard, suite="communication", layout=FOUR),
     *_on("fsdp1 fsdp1-shard-grad-op", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("fsdp1-hybrid", g.AveragedTwice, F.SCALED, layout=FOUR),
     *_on("fsdp1", g.MeanOfRanks, F.UNEVEN, layout=TWO),
     *_on("fsdp1", g.DropsLast, F.DROPPED, layout=TWO),
+    *_on("ddp-static ddp-recommended", g.AveragedTwice, F.SCALED, layout=replace(TWO, zero_stage=0)),
+    *_on("ddp-zero1", g.AveragedTwice, F.SCALED, layout=replace(TWO, zero_stage=1)),
+    *_on("tp", g.OverMicroBatches, F.SCALED, layout=Layout(tp=2, num_micro_batches=4)),
+    *_on("tp", ReplicasAlone, F.NOT_REDUCED, layout=Layout(dp=2, tp=2, num_micro_batches=4)),
+    *_on("tp-fsdp2", NeverSharded, suite="memory", layout=Layout(dp=2, tp=2, zero_stage=3, num_micro_batches=4)),
 ]

@@ -137,6 +137,9 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("deepspeed-offload/1 deepspeed-offload/2 deepspeed-offload/3", u.DoubleRate, F.UPDATE),
     *on("deepspeed-offload/2", s.KeepsMastersUnnamed, suite="memory"),
     *on("deepspeed-offload/2 deepspeed-offload/3", s.StaysOnDevice, suite="memory"),
+    *on("deepspeed-offload-params", u.DoubleRate, F.UPDATE),
+    *on("fairscale-oss-ddp", g.SummedOverRanks, F.SCALED),
+    *on("fairscale-oss-ddp", s.ShardingIgnored, suite="memory"),
     # Of Fabric's
     *on("fabric-ddp", s.ReducesEveryMicroBatch, suite="communication"),
     *on("fabric-ddp-separate fabric-fsdp fabric-fsdp-separate", u.DoubleRate, F.UPDATE),

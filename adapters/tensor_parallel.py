@@ -1,0 +1,294 @@
+"""PyTorch's tensor parallelism, `parallelize_module`: linear layers by columns and rows, embedding and head by
+vocabulary, with `loss_parallel`; with or without `SequenceParallel`, over replicas or over FSDP2's shards (2-D)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshmark.adapter.capabilities import Capabilities, Feature
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.data_parallel import DataParallelEngine, configure
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.checkpoint import load_sharded, save_sharded
+from meshmark.adapters.fsdp2 import fill_shards
+from meshmark.reference.build import parameter_shapes
+from meshmark.reference.data import Batch
+from meshmark.reference.initial import initial_value
+from meshmark.reference.objective import build_optimizer
+from meshmark.reference.transformer import Transformer
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Axis
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
+from meshmark.spec.precision import Dtype, Precision
+from meshmark.theory.flow import Departure, Flow, Purpose, besides, departing
+from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.states import Remainder, local_parameters
+from meshmark.theory.traffic import step_traffic
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh  # some seconds, which only ranks should take
+
+_NORMS = "every split tensor's norm is reduced by itself"
+_WHOLE = "the gradient of an embedding that is split by rows is whole on every rank"
+
+
+class TensorParallelEngine(DataParallelEngine):
+    """Every tensor-parallel rank computes the same loss of its replica's rows; the first one returns it. Replicas, if
+    any, reduce their gradients by an all-reduce of each, once a step."""
+
+    def __init__(
+        self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh
+    ) -> None:
+        super().__init__(case, context, module, optimizer)
+        self.replicas = mesh["dp"].get_group() if case.layout.dp > 1 and not case.layout.zero_stage else None
+        self.first = case.layout.coordinates(context.rank).tp == 0
+
+    def backward(self, batch: Batch) -> Tensor:
+        return self._own(super().backward(batch))
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        return self._own(super().evaluate(batch))
+
+    def _own(self, share: Tensor) -> Tensor:
+        return share if self.first else torch.zeros_like(share)
+
+    def loss_share(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Of logits that are split over the vocabulary."""
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        with loss_parallel():
+            share = super().loss_share(outputs, batch)
+        return share.to_local() if isinstance(share, DTensor) else share
+
+    def differentiate(self, loss: Tensor) -> None:
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        with loss_parallel():
+            super().differentiate(loss)
+
+    def finish_gradients(self) -> None:
+        """Means over replicas, as the loss is scaled for."""
+        for gradient in self._local_gradients():
+            if self.replicas is not None:
+                dist.all_reduce(gradient, group=self.replicas)
+                gradient /= self.case.layout.dp
+        super().finish_gradients()
+
+    def _local_gradients(self) -> Iterator[Tensor]:
+        from torch.distributed.tensor import DTensor
+
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad
+                yield gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+    def clip(self, max_norm: float) -> Tensor:
+        """By the norm over tensors of all meshes, which PyTorch does not mix."""
+        from torch.distributed.tensor import DTensor
+
+        by_mesh: dict[object, list[nn.Parameter]] = {}
+        for parameter in self.module.parameters():
+            if (gradient := parameter.grad) is not None:
+                key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+                by_mesh.setdefault(key, []).append(parameter)
+        norms = [nn.utils.get_total_norm([cast(Tensor, p.grad) for p in group]) for group in by_mesh.values()]
+        whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(whole))
+        for group in by_mesh.values():
+            nn.utils.clip_grads_with_norm_(group, max_norm, total)
+        return total
+
+    def save(self, folder: Path) -> None:
+        save_sharded(folder, self.module, self.optimizer, self.schedule)
+
+    def load(self, folder: Path) -> None:
+        load_sharded(folder, self.module, self.optimizer, self.schedule)
+
+
+class TensorParallel(Adapter):
+    """Colwise for what goes into attention and feed-forward, Rowwise for what comes out."""
+
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"tp", "dp"}),
+        families=TEXT_FAMILIES,
+        precisions=frozenset({Precision.FP64, Precision.FP32}),
+        sequence_parallel=True,
+        lacks={
+            Family.VIT: "embedding and loss are parallel in a vocabulary",
+            Precision.BF16: "autocast, whose copies DTensor does not plan; not tried",
+            Precision.FP16: "PyTorch's GradScaler does not tell other tensor-parallel ranks of an overflow",
+            Precision.BF16_REDUCE_BF16: "replicas' gradients are reduced as they are held, in float32",
+            Feature.MATRIX_WISE: "its optimizer is given tensor-parallel parts of the parameters",
+            Feature.DROPOUT: "ranks draw the same masks for their own heads, which the single process does not",
+        },
+    )
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """`loss_parallel` makes one more tensor of the logits' size."""
+        using = eager_recipe(case)
+        return replace(using, backward=replace(using.backward, loss_tensors=3.0))
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        more = _unsplit(case) * case.precision.accumulation.itemsize
+        return tuple(
+            Remainder(category=category, num_bytes=more, reason=_WHOLE) for category in ("gradients", "peak") if more
+        )
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        """DTensor's norms: a scalar of every tensor that is split, those by rows and those by columns together."""
+        flows = step_traffic(case, rank)
+        share = Fraction(_unsplit(case), local_parameters(case.workload.model, case.layout, rank) or 1)
+
+        def by_tensor(norm: Flow) -> Flow:
+            whole = 1  # the embedding's gradient
+            return replace(norm, num_bytes=norm.num_bytes * (_num_split(case) - whole), fewest=2, most=2)
+
+        return (
+            *departing(flows, Purpose.NORM, _NORMS, by_tensor),
+            *besides(flows, Purpose.GRADIENTS, share, _WHOLE),
+        )
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        layout = case.layout
+        mesh = init_device_mesh(context.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+        with torch.device("meta"):
+            model = configure(Transformer(case.workload.transformer), case)
+        if case.precision.master is Dtype.FP64:
+            model.double()
+        parallelize(model, mesh["tp"], sequence_parallel=layout.sequence_parallel)
+        self.shard(model, mesh)
+        model.to_empty(device=context.device)
+        fill(model, case)
+        optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
+        return TensorParallelEngine(case, context, model, optimizer, mesh)
+
+    def shard(self, model: Transformer, mesh: DeviceMesh) -> None:
+        """Over data-parallel ranks: replicas share nothing."""
+
+
+class TensorParallelFSDP2(TensorParallel):
+    """2-D: what tensor parallelism splits, FSDP2 shards again over data-parallel ranks, block by block."""
+
+    capabilities: ClassVar = replace(
+        TensorParallel.capabilities, zero_stages=frozenset({3}), precisions=frozenset({Precision.FP32})
+    )
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if min(case.layout.dp, case.layout.tp) < 2:
+            return f"2-D takes two axes, got {case.layout.id}"
+        return super().supports(case, device, backend)
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        using = eager_recipe(case, "eager-fsdp2")
+        return replace(using, backward=replace(using.backward, loss_tensors=3.0))
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        return ()
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        """Over data-parallel ranks one call for every way in which tensors are split, over tensor-parallel ones for
+        those that split by rows and by columns."""
+        layout, tensors = case.layout, len(parameter_shapes(case.workload.model))
+        norms = [flow for flow in step_traffic(case, rank) or () if flow.purpose is Purpose.NORM]
+        ways = 4 if case.workload.model.family is Family.GPT else 3  # biases of what is split by columns are whole
+        width = case.precision.wide.itemsize
+
+        def along(axis: Axis, norm: Flow, count: int, calls: int) -> Flow:
+            ranks = layout.group(axis, rank)
+            return replace(norm, axes=axis, ranks=ranks, num_bytes=width * count, fewest=calls, most=calls)
+
+        return tuple(
+            Departure(
+                instead_of=(norm,),
+                sends=(along("tp", norm, _num_split(case), 2), along("dp", norm, tensors, ways)),
+                reason=_NORMS,
+            )
+            for norm in norms
+        )
+
+    def shard(self, model: Transformer, mesh: DeviceMesh) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.blocks.values():
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
+
+
+def _num_split(case: Case) -> int:
+    """Tensors that tensor parallelism splits: embedding and head, products by columns and their biases, and by rows."""
+    model = case.workload.transformer
+    by_columns = 8 if model.family is Family.GPT else 5
+    return 2 + model.num_layers * (by_columns + 2)
+
+
+def _unsplit(case: Case) -> int:
+    """Elements of the embedding's gradient beyond a rank's share."""
+    model, tp = case.workload.transformer, case.layout.tp
+    return model.vocab_size * model.hidden // tp * (tp - 1)
+
+
+def parallelize(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """`parallelize_module` of the whole model, in PyTorch's own styles. Between regions the residual stream is whole on
+    every rank or, with sequence parallelism, split by tokens."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    stream = Shard(1) if sequence_parallel else Replicate()
+    plan: dict[str, object] = {
+        "embedding.tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head.output": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
+    }
+    for block in (f"blocks.{index}" for index in model.blocks):
+        for part, outer in (("attention", "out"), ("feed_forward", "down")):
+            if sequence_parallel:
+                plan[f"{block}.{part}_norm"] = SequenceParallel()
+            # Once for all products that read it, whose gradients are then summed before they are reduced.
+            plan[f"{block}.{part}"] = PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate())
+            plan[f"{block}.{part}.{outer}"] = RowwiseParallel(output_layouts=stream)
+        inner = ["attention.q", "attention.k", "attention.v", "feed_forward.up"]
+        inner += ["feed_forward.gate"] if model.spec.family is Family.LLAMA else []
+        plan |= {f"{block}.{name}": ColwiseParallel() for name in inner}
+    if sequence_parallel:  # positions are added to all tokens before
+        plan["embedding"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=stream)
+        plan["head.norm"] = SequenceParallel()
+    parallelize_module(model, mesh, plan)  # type: ignore[arg-type]
+    if model.spec.tied_embeddings:  # which replacing parameters module by module has undone
+        assert model.head is not None and model.embedding is not None
+        model.head.output.weight = model.embedding.tokens.weight
+
+
+@torch.no_grad()
+def fill(model: Transformer, case: Case) -> None:
+    """Initial values: of what is split each rank its own part alone."""
+    from torch.distributed.tensor import DTensor
+
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.copy_(initial_value(model.spec, name, parameter.shape, seed=case.workload.seed))
+    fill_shards(model, case)
+    model.initialize_buffers()

@@ -1,0 +1,42 @@
+"""Offload through the launcher, in one tiny case: the rest of the roster is what `make roster` runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.adapters.deepspeed import operators
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.spec.case import Case
+from tests.broken.mutant import GPT, LAYOUTS
+
+OFFLOADED = Case(adapter="deepspeed-offload", workload=GPT, layout=LAYOUTS["deepspeed-offload/2"])
+
+
+def refusal() -> str | None:
+    return load_adapter(builtin_adapters()["deepspeed-offload"]).refusal(OFFLOADED, "cpu", "gloo")
+
+
+def test_what_is_offloaded_trains_as_planned(tmp_path: Path) -> None:
+    if reason := refusal():
+        pytest.skip(reason)
+    with Cluster(ClusterSpec()) as cluster:
+        runner = Runner(ForkserverLauncher(cluster), builtin_adapters(), RunOptions(observed_steps=3), tmp_path)
+        record = runner.observe(OFFLOADED)
+        runner.close()
+    judged = {v.suite: v.passed for v in record.verdicts}
+    assert judged == {"equivalence": True, "memory": True, "communication": True}, record.outcome.message
+
+
+def test_an_operator_that_is_not_built_is_a_skip_with_the_command_that_builds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "FOLDER", tmp_path)
+    command = "python -m meshmark.adapters.deepspeed.operators cpu_adam"
+    assert refusal() == f"DeepSpeed's cpu_adam is not built: {command}"
+    (tmp_path / "cpu_adam.so").touch()
+    assert operators.missing("cpu_adam") is None
