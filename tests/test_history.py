@@ -69,6 +69,13 @@ def test_exact_metrics_change_where_their_value_does() -> None:
     assert [(p.index, p.before, p.after) for p in change_points(series_of(runs))] == [(2, 5.0, 6.0), (4, 6.0, 5.0)]
 
 
+def test_a_constant_series_has_no_change_but_the_one_that_is_there() -> None:
+    """Logarithms of equal numbers are not always averaged to one of them."""
+    assert not change_points(series_of(run(i, 1.56863) for i in range(40)))
+    (point,) = change_points(series_of(run(i, 1.56863 * (1.1 if i >= 20 else 1)) for i in range(40)))
+    assert point.index == 20
+
+
 def test_a_short_series_of_times_has_no_change() -> None:
     runs = [run(i, value) for i, value in enumerate([1.0, 1.0, 2.0])]
     assert change_points(series_of(runs)) == []

@@ -26,6 +26,8 @@ LEAST_RUNS = 3
 _STRICT = 4.0
 """Of PELT's penalty, in variances times log of the length: beyond the 2 of BIC for a cut and its mean."""
 _MAD = 1.4826
+_RESOLUTION = 1e-6
+"""Of a time, as a share: series that vary by less do not vary."""
 _AROUND, _FAR = 5, 2.5
 """Runs around one, itself among them, and from how many scatters off their median on it is drawn in."""
 
@@ -141,7 +143,7 @@ def cuts(values: np.ndarray) -> list[int]:
     """Where the mean changes: first indices of segments behind the first."""
     if len(values) < 2 * LEAST_RUNS:
         return []
-    scatter = _scatter(values) or float(values.std()) or 1.0
+    scatter = max(_scatter(values), _RESOLUTION)
     found = ruptures.KernelCPD(kernel="linear", min_size=LEAST_RUNS).fit(values.reshape(-1, 1) / scatter)
     return [int(cut) for cut in found.predict(pen=_STRICT * math.log(len(values)))[:-1]]
 
