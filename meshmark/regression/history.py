@@ -121,6 +121,8 @@ def _of_times(series: Series) -> list[ChangePoint]:
     for start, cut, end in zip(ends, ends[1:], ends[2:], strict=False):
         left, right = logs[start:cut], logs[cut:end]
         before, after = (float(np.exp(side.mean())) for side in (left, right))
+        if abs(after / before - 1) < _RESOLUTION:
+            continue  # rounding's, in a series that does not vary
         chance = _chance(left, right, len(logs))
         found.append(ChangePoint(series=series, index=cut, before=before, after=after, p=chance))
     return found
