@@ -141,7 +141,7 @@ def test_a_missing_baseline_ends_with_2_and_one_line(tmp_path: Path, capsys: pyt
     write(tmp_path)
     assert main(["report", str(tmp_path), "--baseline", str(tmp_path / "nowhere")]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("meshmark: no records at") and said.count("\n") == 1
+    assert said.startswith("meshmark: no baseline") and said.count("\n") == 1
 
 
 def test_report_takes_the_file_for_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

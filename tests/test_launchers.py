@@ -367,7 +367,7 @@ def test_a_hang_under_torchrun_ends_at_the_limit_with_stacks_and_its_processes(
     torchrun: TorchrunLauncher, results: Path
 ) -> None:
     """Also what it has put into a session of its own."""
-    record = run(torchrun, "leavesdaemon", results, limit=25)
+    record = run(torchrun, "leavesdaemon", results, limit=35)
     assert record.outcome.status is Status.HUNG, record.outcome.message
     assert set(record.outcome.stacks) == {0, 1}
     assert all("torchrun_rank" in stack for stack in record.outcome.stacks.values())

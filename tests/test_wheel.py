@@ -137,14 +137,14 @@ def only_record(results: Path) -> Record:
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> None:
-    """Each file of the package, of the folders behind its links too, and the planner's rates."""
+    """Each file of the package, of the folders behind its links too, the planner's rates and the page's template."""
     tracked = {str(path.relative_to(ROOT)) for path in tracked_files()}
     places = {"meshmark/": "meshmark/", "adapters/": "meshmark/adapters/", "suites/": "meshmark/suites/"}
     expected = {
         inside + name.removeprefix(folder)
         for name in tracked
         for folder, inside in places.items()
-        if name.startswith(folder) and name.endswith((".py", ".json"))
+        if name.startswith(folder) and name.endswith((".py", ".json", ".html", ".css", ".js"))
     }
     assert {"meshmark/plan/rates/h100.json", "meshmark/suites/conftest.py"} <= expected
     assert {name for name in installed.files if ".dist-info/" not in name} == expected
@@ -239,5 +239,5 @@ def test_the_command_line_works_in_an_empty_folder(installed: Installed, tmp_pat
         )
     assert re.search(r"^  mine +dp, ZeRO 1; bf16, fp16, fp32, fp64; ready$", doctor, re.MULTILINE)
     assert cases.splitlines() == ["ddp-dp2.mb2-gpt-tiny-fp32", "mine-dp2.zero1.mb2-gpt-tiny-fp32", "2 cases"]
-    assert re.search(r"^dp64\.\S+ +[\d.]+ +[\d.]+%", plan, re.MULTILINE)
+    assert re.search(r"^dp64\.\S+ +\d+ of \d+ seq +[\d.]+ +[\d.]+%", plan, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
