@@ -43,6 +43,22 @@ for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_T
 
 
 @pytest.fixture(scope="session", autouse=True)
+def noise_is_measured_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """By the first test of any worker that needs it; those of noise itself keep it with their records."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if hasattr(request.config, "workerinput") else base
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHMARK_NOISE", str(shared / "noise"))
+        yield
+
+
+@pytest.fixture
+def own_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise floors stay with the records."""
+    monkeypatch.delenv("MESHMARK_NOISE")
+
+
+@pytest.fixture(scope="session", autouse=True)
 def runs_of_pytest_start_fast() -> Iterator[None]:
     """Those that tests start, without plugins of others: Hypothesis's imports all of it, for a second."""
     with pytest.MonkeyPatch.context() as patch:

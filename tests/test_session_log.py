@@ -57,16 +57,10 @@ def without_noise(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run whose instrumented pass fails outside its ranks, as its noise floor cannot be kept: folder and output."""
     folder = tmp_path_factory.mktemp("it's $HOME")
     (folder / "noise").write_text("a file of the user's in the way")
-    done = suites(
-        "--adapters",
-        "ddp",
-        "--workload",
-        "gpt-mini",
-        "--results",
-        folder,
-        "-k",
-        "(equivalence or memory or throughput) and not conformance",
-    )
+    chosen = "(equivalence or memory or throughput) and not conformance"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MESHMARK_NOISE")
+        done = suites("--adapters", "ddp", "--workload", "gpt-mini", "--results", folder, "-k", chosen)
     assert done.returncode == 1, done.stdout
     return folder, done.stdout
 
@@ -93,6 +87,7 @@ def test_it_is_in_the_report_and_no_verdict(without_noise: tuple[Path, str]) -> 
     assert "2 tests failed:" in page and "test_throughput[" not in page.partition("## Where the time")[0]
 
 
+@pytest.mark.usefixtures("own_noise")
 def test_the_printed_command_repeats_one_test_in_a_shell(without_noise: tuple[Path, str]) -> None:
     """Brackets, quotes, blanks and a dollar sign and all."""
     page = report(without_noise[0])

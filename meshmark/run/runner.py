@@ -22,6 +22,7 @@ from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
 from meshmark.run.passes.noise import (
     NUM_RANKS,
     TIME_LIMIT_SECONDS,
+    noise_folder,
     noise_key,
     read_noise,
     remove_partials,
@@ -267,7 +268,7 @@ class Runner:
         Raises `MeshmarkError` when the single process fails, for then nothing can be judged.
         """
         key = noise_key(request.case, request.steps, request.device)
-        path = self.results / "noise" / f"{key}.json"
+        path = noise_folder(self.results) / f"{key}.json"
         if key not in self._yardsticks:
             self._yardsticks[key] = fit(self._shared_noise_runs(request, path), variance_ratio(request.case))
         return self._yardsticks[key]

@@ -102,6 +102,13 @@ def _arithmetic(device: str) -> list[object]:
     ]
 
 
+def noise_folder(results: Path) -> Path:
+    """Where noise floors are kept: with the records, or in the folder that `MESHMARK_NOISE` names, for runs of one
+    Meshmark that share them."""
+    shared = os.environ.get("MESHMARK_NOISE", "")
+    return Path(shared) if shared else results / "noise"
+
+
 def measure_noise(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
     """Noise of `request.case`'s workload and precision over this rank's share of the runs; `adapter` is `single`."""
     alone = dataclasses.replace(context, rank=0, world_size=1)
