@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.honest import STEPS, Group, bits, measure_batched, measure_single
 from benchmarks.problems import PROBLEMS, SMALL, varied
-from meshmark.adapters import ADAPTERS
+from meshmark.adapter.registry import builtin_adapters
 from meshmark.environment import machine
 from meshmark.judge.false_alarms import COUNTED, Counted, FalseAlarms, design_effect, merged
 from meshmark.judge.yardstick import compare
@@ -168,7 +168,7 @@ def measure_adapters(seed: int) -> Group:
     problem, num_chunks = dataclasses.replace(trained, seed=seed), (2, 4, 8)[seed % 3]
     records: list[Record] = []
     with tempfile.TemporaryDirectory() as folder, Cluster(ClusterSpec()) as cluster:
-        runner = Runner(ForkserverLauncher(cluster), ADAPTERS, RunOptions(observed_steps=STEPS), Path(folder))
+        runner = Runner(ForkserverLauncher(cluster), builtin_adapters(), RunOptions(observed_steps=STEPS), Path(folder))
         for adapter, layout in LAYOUTS.items():
             own = dataclasses.replace(layout, num_micro_batches=num_chunks // layout.dp)
             name = adapter.partition("/")[0]

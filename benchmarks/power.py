@@ -18,6 +18,7 @@ from benchmarks.honest import measure_honest
 from benchmarks.power_page import Power, report, write_mutants
 from benchmarks.sittings import sitting, try_all
 from benchmarks.smallest import correct_case, find, sizes
+from meshmark.adapter.registry import builtin_adapters
 from meshmark.adapters import ADAPTERS
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started, names = time.monotonic(), [m.name for m in MUTANTS if parsed.k in m.name]
     if not names:
         parser.error(f"no mutant's name contains {parsed.k!r}: nothing would be shown")
-    trials, cells = try_all(names, list(LAYOUTS))
+    trials, cells = try_all(names, [key for key in LAYOUTS if key.partition("/")[0] in ADAPTERS])  # others: make roster
     with sitting([sized("ddp", kind, by) for kind, every in sizes().items() for by in every]) as (
         court,
         launcher,
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         smallest = [find(court, kind, correct) for kind in sizes()]
         real = [court.suites.observe(case) for case in real_cases()]
         # As the suites run: attention's gradients shrink as training goes on, and with them what can be seen of them.
-        suites = Runner(launcher, ADAPTERS, RunOptions(), folder / "limits")
+        suites = Runner(launcher, builtin_adapters(), RunOptions(), folder / "limits")
         limits = [suites.observe(case) for case in limit_cases()]
         suites.close()
     honest = measure_honest(parsed.groups)

@@ -12,7 +12,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from benchmarks.trials import Cell, Court, Trial, correct_cells
-from meshmark.adapters import ADAPTERS
+from meshmark.adapter.registry import builtin_adapters
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.launch import Launcher
@@ -26,7 +26,7 @@ def sitting(names: Sequence[str]) -> Iterator[tuple[Court, Launcher, Path]]:
     """A court of its own, with its cluster and folder, that knows the mutants called `names`."""
     with tempfile.TemporaryDirectory() as folder, Cluster(ClusterSpec()) as cluster:
         launcher = ForkserverLauncher(cluster)  # one a cluster: it counts launches in the store
-        court = Court(launcher, {name: target(name) for name in names} | ADAPTERS, Path(folder))
+        court = Court(launcher, {name: target(name) for name in names} | builtin_adapters(), Path(folder))
         try:
             yield court, launcher, Path(folder)
         finally:

@@ -38,7 +38,7 @@ class ReducesInBf16(Adapter):
     """FSDP2's default: gradients are reduced in the precision of the parameters."""
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        import meshmark.adapters.fsdp2 as module
+        import torch.distributed.fsdp as module
 
         real = module.MixedPrecisionPolicy
         with mock.patch.object(module, "MixedPrecisionPolicy", lambda param_dtype, reduce_dtype: real(param_dtype)):
