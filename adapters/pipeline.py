@@ -231,6 +231,7 @@ _NO_SCALER = "torch.distributed.pipelining scales no loss, and PyTorch's GradSca
 class Pipeline(Adapter):
     """1F1B and interleaved 1F1B, over replicas too."""
 
+    preload: ClassVar[tuple[str, ...]] = ("torch.distributed.pipelining",)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"pp", "dp"}),
         schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),

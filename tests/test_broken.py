@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.honest import YARDSTICKS, measure_single
+from benchmarks.honest import YARDSTICKS, measure_batched
+from benchmarks.problems import SMALL, varied
 from benchmarks.trials import Court
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.judge.faults import Fault
@@ -19,12 +20,9 @@ from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.verdict import detection_limits
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout
-from meshmark.spec.precision import Precision
 from tests.broken.engine import ONE_NORM
 from tests.broken.mutant import GPT, LAYOUTS
 from tests.broken.mutants import BY_NAME, MUTANTS, sized, target
-from tests.factories import make_workload
 
 SOME = [
     "ddp_NoReduction",
@@ -148,8 +146,8 @@ def test_one_gradient_off_by_three_millionths(runner: Runner) -> None:
 
 
 def test_correct_runs_do_not_alarm() -> None:
-    case = Case(adapter="single", workload=make_workload(seed=3), layout=Layout(), precision=Precision.FP32)
-    group = measure_single(case)
+    """Those of `single`, one by one, are `make power`'s."""
+    group = measure_batched(varied(SMALL[0], 3))
     assert len(group.excesses) == YARDSTICKS * NUM_RUNS, "no two of the same bits"
     assert max(group.excesses) < 1
 

@@ -20,7 +20,6 @@ from meshmark.run.worker import run_forked_rank
 
 _ALWAYS = (
     "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch.profiler",
     "meshmark.run.worker",
