@@ -115,9 +115,13 @@ def _summary(power: Power) -> Iterable[str]:
     yield markdown(list(_by_catcher(power.trials)))
 
 
+SUITES = ("equivalence", "memory", "communication", "throughput")
+"""That mutants fail, in the order of the page."""
+
+
 def _by_catcher(trials: Sequence[Trial]) -> Iterable[dict[str, object]]:
     """One row for every suite and clause."""
-    order = ["equivalence", "memory", "communication", *CLAUSES]
+    order = [*SUITES, *CLAUSES]
     counts = Counter(t.mutant.catcher for t in trials)
     for catcher in sorted(counts, key=order.index):
         own = [t for t in trials if t.mutant.catcher == catcher]
