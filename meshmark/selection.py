@@ -13,6 +13,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import load_adapter
 from meshmark.environment import describe
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
+from meshmark.judge.sample import LARGEST_FULL, Assess
 from meshmark.options import DEFAULT_WORKLOAD, chosen_adapters, chosen_layouts, chosen_workloads, duration, split_values
 from meshmark.reference.data import check_data, on_corpus
 from meshmark.regression.baseline import find_baseline
@@ -106,7 +107,14 @@ def add_options(parser: pytest.Parser) -> None:
         action="store_true",
         help="collect suites/test_conformance.py too, as naming it does; it trains gpt-mini, in precisions of its own",
     )
-    steps = "optimizer steps of a pass (default: 5 observed, at least 10 timed)"
+    group.addoption(
+        "--assess",
+        default=None,
+        metavar="HOW",
+        help="what is held against the float64 truth: full, sampled (all tensors of 2 steps, by few noise runs) or off "
+        f"(default: full up to {LARGEST_FULL // 10**6} million parameters, sampled beyond)",
+    )
+    steps = "optimizer steps of a pass (default: 5 observed, 3 where that is sampled, at least 10 timed)"
     group.addoption("--steps", type=int, default=None, metavar="N", help=steps)
     budget = "seconds of timed steps a case, until its rate is known to within 2 %% (default: 1.5; 0: --steps alone)"
     group.addoption("--timing-budget", type=float, default=1.5, metavar="S", help=budget)
@@ -231,4 +239,11 @@ def _run_options(config: pytest.Config) -> RunOptions:
         raise InputError(f"--timing-budget {budget:g}: expected seconds from 0 to below --time-limit, {limit:g}")
     counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
     chosen = RunOptions(device=device, backend=backend, num_gpus=num_gpus(), time_limit_seconds=limit)
-    return dataclasses.replace(chosen, timing_budget_seconds=budget, **counts)
+    return dataclasses.replace(chosen, timing_budget_seconds=budget, assess=_assess(config), **counts)
+
+
+def _assess(config: pytest.Config) -> Assess | None:
+    how = config.getoption("--assess")
+    if how is not None and how not in list(Assess):
+        raise UnknownNameError("--assess", how, list(Assess))
+    return None if how is None else Assess(how)

@@ -71,7 +71,7 @@ class LocalSGD:
         return batch.shard(replica, len(self.rules))
 
     def reported(self, own: Sequence[Tensors]) -> list[Tensors]:
-        whole = [{name: len(own) * g for name, g in gradients.items()} for gradients in own]
+        whole: list[Tensors] = [{name: len(own) * g for name, g in gradients.items()} for gradients in own]
         return averaged(whole) if self.spec.reduces_gradients(self.steps) else whole
 
     def transition(self, parameters: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:

@@ -14,6 +14,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.environment import Environment, describe
 from meshmark.errors import AdapterError, ClusterError, MeshmarkError, NodeLostError, NoSpaceError, ResultsError
+from meshmark.judge.sample import OBSERVED_STEPS, Assess, Sample, assess_of, sample_of
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
 from meshmark.run.assemble import JUDGED, assemble
 from meshmark.run.launch import Launcher, LaunchResult
@@ -29,6 +30,7 @@ from meshmark.run.passes.noise import (
     variance_ratio,
     write_noise,
 )
+from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.peak_probe import PeakProbe
 from meshmark.run.record import ConformanceEvidence, Outcome, Record, Status
 from meshmark.run.record_file import RecordFile, line_of
@@ -39,9 +41,8 @@ from meshmark.run.scratch import Scratch
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 
-ASSESSABLE_PARAMETERS = 20_000_000
-"""Largest model that is compared with the float64 truth, which takes 24 bytes a parameter on one rank and as long as
-the whole run takes in float64."""
+SAMPLED_TIME = 10
+"""Time limits that a pass has in which a large model is judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +54,16 @@ class RunOptions:
     """None takes nccl on cuda where every rank of a node has a GPU of its own, else gloo."""
     num_gpus: int = 0
     """On this node."""
-    observed_steps: int = 5
+    observed_steps: int | None = None
+    """None takes OBSERVED_STEPS, and of a model that is judged by a sample those that memory and traffic take."""
     timed_steps: int = 10
     """At least."""
     timing_budget_seconds: float = 0.0
     """Of steps that are added to these until the rate is known well."""
     warmup: int = 3
     time_limit_seconds: float = 120.0
+    assess: Assess | None = None
+    """None decides by the size of the model."""
 
 
 Announce = Callable[[str, Case, Record | None], None]
@@ -213,19 +217,29 @@ class Runner:
 
     def request(self, task: Task, case: Case) -> Request:
         """What ranks are asked to do with `case` under this run's options."""
-        options = self.options
+        options, sample = self.options, None
+        assess = assess_of(case, options.assess)
+        if assess is Assess.SAMPLED and task is Task.OBSERVE:
+            sample = sample_of(case)
         return Request(
             case=case,
             adapter=self.adapters[case.adapter],
             task=task,
             device=options.device,
             backend=self._backend(case),
-            time_limit_seconds=options.time_limit_seconds,
-            steps=options.timed_steps if task is Task.TIME else options.observed_steps,
+            time_limit_seconds=options.time_limit_seconds * (SAMPLED_TIME if sample else 1),
+            steps=self._steps(task, sample),
+            sample=sample,
             warmup=options.warmup if task is Task.TIME else 0,
             timing_budget_seconds=options.timing_budget_seconds,
-            assess=case.workload.model.num_parameters <= ASSESSABLE_PARAMETERS,
+            assess=assess is Assess.FULL or sample is not None,
         )
+
+    def _steps(self, task: Task, sample: Sample | None) -> int:
+        options = self.options
+        if task is Task.TIME:
+            return options.timed_steps
+        return options.observed_steps or (WATCHED_STEP + 1 if sample else OBSERVED_STEPS)
 
     def _backend(self, case: Case) -> str:
         local_ranks = case.world_size // self.launcher.cluster.spec.nnodes
@@ -267,7 +281,7 @@ class Runner:
 
         Raises `MeshmarkError` when the single process fails, for then nothing can be judged.
         """
-        key = noise_key(request.case, request.steps, request.device)
+        key = noise_key(request.case, request.steps, request.device, request.sample)
         path = noise_folder(self.results) / f"{key}.json"
         if key not in self._yardsticks:
             self._yardsticks[key] = fit(self._shared_noise_runs(request, path), variance_ratio(request.case))

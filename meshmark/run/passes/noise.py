@@ -12,12 +12,16 @@ Runs of several numbers of micro-batches would make a mixture, in whose tail all
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import hashlib
+import itertools
 import json
 import os
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -29,12 +33,16 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
 from meshmark.environment import machine
+from meshmark.judge.deviation import Tensors
+from meshmark.judge.piecewise import all_cores, assess_pieces
 from meshmark.judge.replicas import num_replicas
+from meshmark.judge.sample import Sample
+from meshmark.judge.stored import stored_copies
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess_replicas
 from meshmark.judge.yardstick import Comparisons, noise_run
 from meshmark.reference.data import Batch, data_digest, make_batch
-from meshmark.reference.initial import random_bits
+from meshmark.reference.initial import Block, random_bits, row_blocks
 from meshmark.run.passes.observer import MOST_LEFT_OUT
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
@@ -67,19 +75,20 @@ ARITHMETIC = (
 """Starts of the names of environment variables that choose kernels, their threads or their formats."""
 
 
-def noise_key(case: Case, steps: int, device: str = "cpu") -> str:
+def noise_key(case: Case, steps: int, device: str = "cpu", sample: Sample | None = None) -> str:
     """Content hash of everything that the noise of `case` depends on: the problem, and what computes it."""
     content = [
         FORMAT,
         *_arithmetic(device),
-        steps,
-        NUM_RUNS,
+        sample.steps if sample else steps,
+        sample.noise_runs if sample else NUM_RUNS,
         encode(case.precision),
         encode(case.workload),
         data_digest(case.workload),
         num_chunks(case),
         *([case.layout.dp] if case.precision.narrows_reduction else []),
         *([num_replicas(case)] if num_replicas(case) > 1 else []),
+        *(["sampled"] if sample else []),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -112,7 +121,7 @@ def noise_folder(results: Path) -> Path:
 def measure_noise(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
     """Noise of `request.case`'s workload and precision over this rank's share of the runs; `adapter` is `single`."""
     alone = dataclasses.replace(context, rank=0, world_size=1)
-    runs = range(context.rank, NUM_RUNS, context.world_size)
+    runs = range(context.rank, request.sample.noise_runs if request.sample else NUM_RUNS, context.world_size)
     noise_runs = [train_alone(request, adapter, alone, run) for run in runs]
     return RankReport(rank=context.rank, build_seconds=0.0, run_seconds=time.time() - started, noise_runs=noise_runs)
 
@@ -164,8 +173,37 @@ def _backward(engine: SingleEngine, part: Batch, num_ranks: int) -> tuple[float,
 
 
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
-    """One noise run; `run` seeds its perturbations and picks its way of casting. Of replicas that may differ, each is
-    trained by an engine of its own, here in turn, on its own rows."""
+    """One noise run; `run` seeds its perturbations and picks its way of casting."""
+    workload = request.case.workload
+    if request.sample is None:
+        traces = _trace(request, adapter, context, run, host_copies)
+        divided = Layout(dp=_num_ranks(request.case), num_micro_batches=num_chunks(request.case))
+        deviations = assess_replicas(traces, workload, start=traces[0].parameters[0], layout=divided)
+    else:
+        with _on_disk(context.scratch / f"run-{run}") as copies:
+            traces = _trace(request, adapter, context, run, copies)
+            gc.collect()  # the engine's memory is the truth's from here on
+            with all_cores(share=NUM_RANKS):
+                deviations = assess_pieces(traces[0], workload, traces[0].parameters[0], context.device)
+    return noise_run(deviations, request.case.precision)
+
+
+Copies = Callable[[Mapping[str, Tensor]], Tensors]
+
+
+@contextlib.contextmanager
+def _on_disk(folder: Path) -> Iterator[Copies]:
+    """Copies of tensors in `folder`, until the end."""
+    count = itertools.count()
+    try:
+        yield lambda tensors: stored_copies(tensors, folder / str(next(count)))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _trace(request: Request, adapter: Adapter, context: RankContext, run: int, copies: Copies) -> list[Trace]:
+    """What a noise run computes. Of replicas that may differ, each is trained by an engine of its own, here in turn, on
+    its own rows."""
     workload, replicas, num_ranks = request.case.workload, num_replicas(request.case), _num_ranks(request.case)
     layout = Layout(num_micro_batches=num_chunks(request.case))
     case = dataclasses.replace(request.case, adapter="single", layout=layout)
@@ -173,12 +211,13 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     for engine in engines:
         engine.cast_weights = bool(run % num_ways(case))
         _perturb(engine, case, run)
-    traces = [Trace(parameters=[host_copies(e.parameters())], buffers=[[host_copies(e.buffers())]]) for e in engines]
-    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
-    for step in range(request.steps):
+    traces = [Trace(parameters=[copies(e.parameters())], buffers=[[host_copies(e.buffers())]]) for e in engines]
+    num_steps = request.sample.steps if request.sample else request.steps
+    rank_progress.begin(rank_progress.Phase.TRAIN, num_steps)
+    for step in range(num_steps):
         batch = make_batch(workload, step)
         parts = [_permute(batch.shard(replica, replicas), case, run, num_ranks) for replica in range(replicas)]
-        for trace, engine, part in zip(traces, engines, parts, strict=True):
+        for trace, engine, part in zip(traces, engines, parts, strict=True) if request.sample is None else ():
             trace.evaluations.append(float(engine.evaluate(part)))
         losses = [_backward(engine, part, num_ranks) for engine, part in zip(engines, parts, strict=True)]
         for trace, (loss, left_out) in zip(traces, losses, strict=True):
@@ -186,17 +225,15 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
             trace.left_out.append(left_out)
         _meet([engine.gradients() for engine in engines], workload.algorithm.reduces_gradients(step), replicas)
         for trace, engine in zip(traces, engines, strict=True):
-            trace.gradients.append(host_copies(engine.gradients()))
+            trace.gradients.append(copies(engine.gradients()))
             norm = engine.update()
             trace.norms.append(None if norm is None else float(norm))
         _meet([engine.parameters() for engine in engines], workload.algorithm.averages_after(step))
         for trace, engine in zip(traces, engines, strict=True):
-            trace.parameters.append(host_copies(engine.parameters()))
+            trace.parameters.append(copies(engine.parameters()))
             trace.buffers[0].append(host_copies(engine.buffers()))
         rank_progress.advance()
-    divided = dataclasses.replace(layout, dp=num_ranks)
-    deviations = assess_replicas(traces, workload, start=traces[0].parameters[0], layout=divided)
-    return noise_run(deviations, case.precision)
+    return traces
 
 
 @torch.no_grad()
@@ -247,5 +284,8 @@ def _perturb(engine: Engine, case: Case, run: int) -> None:
     """Change initial values by up to half a unit in the last place of the precision that matrix products run in."""
     ulp = 2.0 ** -(case.precision.compute.mantissa_bits + 1)
     for name, parameter in engine.parameters().items():
-        bits = random_bits(f"perturbation/{run}/{name}", parameter.shape, seed=case.workload.seed)
-        parameter.mul_(1 + (bits & 0xFFFF).to(parameter.device, torch.float64).div(0xFFFF).mul(2).sub(1) * ulp)
+        key, shape = f"perturbation/{run}/{name}", parameter.shape
+        for block in row_blocks(Block(shape=shape, offset=[0] * len(shape))):
+            bits = random_bits(key, shape, seed=case.workload.seed, block=block)
+            rows = parameter[block.offset[0] : block.offset[0] + block.shape[0]]
+            rows.mul_(1 + (bits & 0xFFFF).to(parameter.device, torch.float64).div(0xFFFF).mul(2).sub(1) * ulp)
