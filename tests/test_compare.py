@@ -257,7 +257,9 @@ def test_what_no_machine_changes_is_gated_on_any(tmp_path: Path, capsys: pytest.
     elsewhere = make_environment(machine="Abacus 4000")
     grown = make_memory_evidence(readings=[make_memory(), make_memory(activations=2000)])
     before = write(tmp_path / "before", [make_good(), timed(0.1)])
-    after = write(tmp_path / "after", [make_good(environment=elsewhere, memory=grown), timed(0.2, environment=elsewhere)])
+    after = write(
+        tmp_path / "after", [make_good(environment=elsewhere, memory=grown), timed(0.2, environment=elsewhere)]
+    )
     assert main(["compare", before, after, "--fail-on", "wrong,bigger:1%,slower:3%"]) == 2
     assert "--fail-on wrong,bigger:1%, without slower" in capsys.readouterr().err
     assert main(["compare", before, after, "--fail-on", "wrong,bigger:1%"]) == 1

@@ -42,8 +42,10 @@ def compare(
     timed: bool = True,
     margin: float | None = None,
 ) -> Comparison:
-    """Of two readings; without `timed` nobody asks for times, and those of different machines are left out. Raises `ResultsError` where they have no case in common, or (without `across`) were measured
-    under other conditions."""
+    """Of two readings; without `timed` nobody asks for times, and those of different machines are left out.
+
+    Raises `ResultsError` where they have no case in common, or (without `across`) were measured under other conditions.
+    """
     ours, theirs = by_case(before), by_case(after)
     common = [key for key in ours if key in theirs]
     clauses = list(clause_changes(before, after))

@@ -90,8 +90,8 @@ def expect_conditions(keeper: Gatekeeper, here: Environment) -> None:
     }
     if different:
         raise ResultsError(
-            f"baseline {str(keeper.folder)!r} was measured under other conditions ({'; '.join(different.values())}): accept "
-            "one that was made here, or give --across where the conditions are what you compare"
+            f"baseline {str(keeper.folder)!r} was measured under other conditions ({'; '.join(different.values())}): "
+            "accept one that was made here, or give --across where the conditions are what you compare"
             f"{without(different)}"
         )
 
