@@ -53,8 +53,8 @@ def expect_no_worse(record: Record, suite: str, baseline: Gatekeeper | None) -> 
         warnings.warn(NoBaselineWarning(told), stacklevel=2)
         return
     if failing := baseline.failing(record, suite):
-        told = [f"{change.metric} {change.difference}" for change in failing]
-        pytest.fail(of_changes(record, str(baseline.folder), told), pytrace=False)
+        changes = [f"{change.metric} {change.difference}" for change in failing]
+        pytest.fail(of_changes(record, str(baseline.folder), changes), pytrace=False)
 
 
 def expect_not_wrong(observed: Record | None) -> None:
