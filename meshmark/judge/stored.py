@@ -106,7 +106,7 @@ class DiskNotebook:
         """What `gather_replicas` returns, of one replica; `own.parameters` and `own.gradients` are what `take` did."""
         rank_progress.begin(rank_progress.Phase.GATHER)
         kinds = (QuantityKind.PARAMETERS, QuantityKind.GRADIENTS)
-        numbers = [own.losses, own.norms, own.evaluations, own.left_out]
+        numbers = [own.losses, own.norms, own.evaluations, own.left_out, own.loss_scales]
         everyone = all_gather_json([numbers, [self.digests.get(kind, []) for kind in kinds]])
         if dist.get_rank():
             return [], [], 0
@@ -115,7 +115,8 @@ class DiskNotebook:
             for i, kind in enumerate(kinds)
             for drift in drifts_between(kind, {rank: digests[i] for rank, (_, digests) in enumerate(everyone)})
         ]
-        union = union_of([Trace(losses=a, norms=b, evaluations=c, left_out=d) for (a, b, c, d), _ in everyone])
+        fields = ("losses", "norms", "evaluations", "left_out", "loss_scales")
+        union = union_of([Trace(**dict(zip(fields, numbers, strict=True))) for numbers, _ in everyone])
         union.parameters, union.gradients = own.parameters, own.gradients
         num_told = sum(len(tensors) for _, digests in everyone for steps in digests for tensors in steps)
         num_held = sum(len(tensors) for tensors in [*own.parameters, *own.gradients])

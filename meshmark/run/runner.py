@@ -14,7 +14,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.environment import Environment, describe
 from meshmark.errors import AdapterError, ClusterError, MeshmarkError, NodeLostError, NoSpaceError, ResultsError
-from meshmark.judge.sample import OBSERVED_STEPS, Assess, Sample, assess_of, sample_of
+from meshmark.judge.sample import OBSERVED_STEPS, Assess, assess_of, sample_of
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
 from meshmark.run.assemble import JUDGED, assemble
 from meshmark.run.launch import Launcher, LaunchResult
@@ -217,10 +217,9 @@ class Runner:
 
     def request(self, task: Task, case: Case) -> Request:
         """What ranks are asked to do with `case` under this run's options."""
-        options, sample = self.options, None
-        assess = assess_of(case, options.assess)
-        if assess is Assess.SAMPLED and task is Task.OBSERVE:
-            sample = sample_of(case)
+        options, assess = self.options, assess_of(case, self.options.assess)
+        sample = sample_of(case) if assess is Assess.SAMPLED and task is Task.OBSERVE else None
+        observed = options.observed_steps or (WATCHED_STEP + 1 if sample else OBSERVED_STEPS)
         return Request(
             case=case,
             adapter=self.adapters[case.adapter],
@@ -228,18 +227,12 @@ class Runner:
             device=options.device,
             backend=self._backend(case),
             time_limit_seconds=options.time_limit_seconds * (SAMPLED_TIME if sample else 1),
-            steps=self._steps(task, sample),
+            steps=options.timed_steps if task is Task.TIME else observed,
             sample=sample,
             warmup=options.warmup if task is Task.TIME else 0,
             timing_budget_seconds=options.timing_budget_seconds,
             assess=assess is Assess.FULL or sample is not None,
         )
-
-    def _steps(self, task: Task, sample: Sample | None) -> int:
-        options = self.options
-        if task is Task.TIME:
-            return options.timed_steps
-        return options.observed_steps or (WATCHED_STEP + 1 if sample else OBSERVED_STEPS)
 
     def _backend(self, case: Case) -> str:
         local_ranks = case.world_size // self.launcher.cluster.spec.nnodes

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from meshmark import rank_progress
+from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
@@ -40,6 +41,7 @@ from meshmark.judge.sample import Sample
 from meshmark.judge.stored import stored_copies
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess_replicas
+from meshmark.judge.twin import Twin
 from meshmark.judge.yardstick import Comparisons, noise_run
 from meshmark.reference.data import Batch, data_digest, make_batch
 from meshmark.reference.initial import Block, random_bits, row_blocks
@@ -89,6 +91,7 @@ def noise_key(case: Case, steps: int, device: str = "cpu", sample: Sample | None
         *([case.layout.dp] if case.precision.narrows_reduction else []),
         *([num_replicas(case)] if num_replicas(case) > 1 else []),
         *(["sampled"] if sample else []),
+        *(["twin"] if case.precision.is_mixed else []),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -178,7 +181,8 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     if request.sample is None:
         traces = _trace(request, adapter, context, run, host_copies)
         divided = Layout(dp=_num_ranks(request.case), num_micro_batches=num_chunks(request.case))
-        deviations = assess_replicas(traces, workload, start=traces[0].parameters[0], layout=divided)
+        twin = _twin(request.case, run, context.device) if request.case.precision.is_mixed else None
+        deviations = assess_replicas(traces, workload, start=traces[0].parameters[0], layout=divided, twin=twin)
     else:
         with _on_disk(context.scratch / f"run-{run}") as copies:
             traces = _trace(request, adapter, context, run, copies)
@@ -225,6 +229,7 @@ def _trace(request: Request, adapter: Adapter, context: RankContext, run: int, c
             trace.left_out.append(left_out)
         _meet([engine.gradients() for engine in engines], workload.algorithm.reduces_gradients(step), replicas)
         for trace, engine in zip(traces, engines, strict=True):
+            trace.loss_scales.append(engine.loss_scale())
             trace.gradients.append(copies(engine.gradients()))
             norm = engine.update()
             trace.norms.append(None if norm is None else float(norm))
@@ -234,6 +239,21 @@ def _trace(request: Request, adapter: Adapter, context: RankContext, run: int, c
             trace.buffers[0].append(host_copies(engine.buffers()))
         rank_progress.advance()
     return traces
+
+
+def _twin(case: Case, run: int, device: torch.device) -> Twin:
+    """That of a noise run, which sums what the run sums in another order."""
+    num_ranks, casts_weights = _num_ranks(case), bool(run % num_ways(case))
+    layout = Layout(dp=num_ranks * num_replicas(case), num_micro_batches=num_chunks(case))
+    alone = dataclasses.replace(case, adapter="single", layout=Layout(num_micro_batches=num_chunks(case)))
+    casting = Casting.WEIGHTS if casts_weights else Casting.AUTOCAST
+    return Twin(
+        case=dataclasses.replace(alone, layout=layout),
+        arithmetic=Arithmetic(casting=casting, averages=False, reduces_each=casts_weights),
+        device=device,
+        arrange=lambda batch: _permute(batch, alone, run, num_ranks),
+        order=random_bits(f"ranks/{run}", (num_ranks,), seed=case.workload.seed).argsort().tolist(),
+    )
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from meshmark.judge.sample_diagnosis import diagnose_sample
 from meshmark.judge.stored import DiskNotebook
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import assess_replicas
+from meshmark.judge.twin import Twin, twin_of
 from meshmark.measure.memory import read_memory
 from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.measure.traffic import TorchTraffic, read_traffic
@@ -50,11 +51,13 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     gc.collect()  # the engine's memory is the truth's from here on
     replicas = replicas_of_ranks(request.case)
     traces, drifts, num_replicated = notebook.gather(seen.trace) if notebook else gather_replicas(seen.trace, replicas)
-    deviations = _assess(request, traces, context) if traces and request.assess else {}
+    twin = None if request.sample else twin_of(request.case, adapter.arithmetic, context.device)
+    deviations = _assess(request, traces, context, twin) if traces and request.assess else {}
     diagnosis = None
-    if deviations and request.yardstick:
-        explain = diagnose_sample if request.sample else diagnose_replicas
-        diagnosis = explain(request.case, traces, deviations, drifts, request.yardstick)
+    if deviations and request.sample and request.yardstick:
+        diagnosis = diagnose_sample(deviations, drifts, request.yardstick)
+    elif deviations and request.yardstick:
+        diagnosis = diagnose_replicas(request.case, traces, deviations, drifts, request.yardstick, twin)
     return RankReport(
         rank=context.rank,
         build_seconds=seen.built - started,
@@ -121,11 +124,11 @@ def _train(request: Request, adapter: Adapter, context: RankContext, notebook: N
     )
 
 
-def _assess(request: Request, traces: Sequence[Trace], context: RankContext) -> Deviations:
+def _assess(request: Request, traces: Sequence[Trace], context: RankContext, twin: Twin | None) -> Deviations:
     """Of a sample on the run's device, and on all the cores, which the other ranks need no more."""
     workload = request.case.workload
     if request.sample is None:
-        return assess_replicas(traces, workload, layout=request.case.layout)
+        return assess_replicas(traces, workload, layout=request.case.layout, twin=twin)
     with all_cores():
         return assess_pieces(traces[0], workload, device=context.device)
 

@@ -117,6 +117,7 @@ class Observer:
         inputs = (batch.inputs, batch.targets, batch.weights)
         before = Named.of(self.holdings(), inputs)
         gradients = self.notebook.gradients(self.engine, workload, step) if judges else {}
+        loss_scale = self.engine.loss_scale()
         with _window(watch, "update", step, sources):
             norm = self.engine.update()
         if watch:
@@ -127,6 +128,7 @@ class Observer:
             before=before,
             after=Named.of(self.holdings(), inputs),
             gradients=gradients,
+            loss_scale=loss_scale,
             parameters=self.notebook.parameters(self.engine, workload, step + 1) if judges else {},
         )
 
@@ -144,6 +146,7 @@ class Observer:
     def _note(self, attempt: _Attempt, judges: bool) -> None:
         self.trace.losses.append(attempt.loss)
         self.trace.norms.append(attempt.norm)
+        self.trace.loss_scales.append(attempt.loss_scale)
         if judges:
             self.trace.gradients.append(attempt.gradients)
             self.trace.parameters.append(attempt.parameters)
@@ -162,6 +165,7 @@ class _Attempt:
     after: Named
     gradients: Tensors
     """Empty where nothing is assessed, like `parameters`."""
+    loss_scale: float
     parameters: Tensors
 
 
