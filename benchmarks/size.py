@@ -22,12 +22,12 @@ from meshmark.run.record_file import read_records
 from meshmark.run.request import Task
 
 MOST_SECONDS = 600.0
-"""Of one adapter, with the noise that it is judged by."""
+"""Of one adapter's launch, on a quiet machine; and of the noise that all are judged by."""
 MOST_BYTES = 12 * 2**30
 _SUITE = ["-m", "pytest", "suites/test_equivalence.py", "-p", "no:cacheprovider", "-q", "-rs"]
 _WORKLOAD = ["--workload", "gpt2-124m", "--global-batch", "4"]
 _MODEL = "layers=12,hidden=768,heads=12,vocab=50257,seq_len=128,tied_embeddings=true"
-_EVERY = 0.5
+_EVERY = 2.0
 """Seconds between looks at memory."""
 
 
@@ -98,12 +98,13 @@ def complaints(records: list[Record], cost: Cost) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--adapters", default="ddp,fsdp2", help="names or patterns, as the suites take them")
+    parser.add_argument("--adapters", help="names or patterns, as the suites take them (default: the report's)")
     parser.add_argument("--world", default="2")
     parser.add_argument("--time-limit", default="180", help="as the suites take it; ten times that where it is sampled")
     parser.add_argument("--results", default="results/size", type=Path)
     asked = parser.parse_args()
-    chosen = ["--adapters", asked.adapters, "--world", asked.world, "--time-limit", asked.time_limit]
+    adapters = ["--adapters", asked.adapters] if asked.adapters else []
+    chosen = [*adapters, "--world", asked.world, "--time-limit", asked.time_limit]
     command = [sys.executable, *_SUITE, *_WORKLOAD, "--model", _MODEL, *chosen, "--results", str(asked.results)]
     code, cost = measured(command)
     records = [r for r in read_records(asked.results, latest=True).records if r.task is Task.OBSERVE]
