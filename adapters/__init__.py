@@ -42,6 +42,7 @@ ROSTER: dict[str, str] = {
     "deepspeed-offload": "meshmark.adapters.deepspeed.variants:DeepSpeedOffload",
     "deepspeed-offload-params": "meshmark.adapters.deepspeed.variants:DeepSpeedOffloadParams",
     "fairscale-oss-ddp": "meshmark.adapters.fairscale.under_ddp:FairScaleOSSDDP",
+    "decentralised": "meshmark.adapters.decentralised:Decentralised",
     "fabric-ddp": "meshmark.adapters.fabric:FabricDDP",
     "fabric-ddp-separate": "meshmark.adapters.fabric:FabricDDPSeparate",
     "fabric-fsdp": "meshmark.adapters.fabric:FabricFSDP",

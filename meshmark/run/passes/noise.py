@@ -17,17 +17,17 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
+from meshmark.algorithms.table import build_algorithm, local_optimizer
 from meshmark.environment import machine
 from meshmark.judge.replicas import num_replicas
 from meshmark.judge.trace import Trace, host_copies
@@ -35,10 +35,12 @@ from meshmark.judge.truth import assess_replicas
 from meshmark.judge.yardstick import Comparisons, noise_run
 from meshmark.reference.data import Batch, data_digest, make_batch
 from meshmark.reference.initial import random_bits
+from meshmark.run.passes.engine_rule import EngineRule, put
 from meshmark.run.passes.observer import MOST_LEFT_OUT
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
 from meshmark.serial import decode, encode
+from meshmark.spec.algorithm import AlgorithmSpec
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Dtype
@@ -48,7 +50,7 @@ NUM_RANKS = 2
 """Processes that share the runs."""
 TIME_LIMIT_SECONDS = 600.0
 _PARTIAL = ".partial"
-FORMAT = 9
+FORMAT = 10
 """Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
 
 
@@ -168,11 +170,14 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     trained by an engine of its own, here in turn, on its own rows."""
     workload, replicas, num_ranks = request.case.workload, num_replicas(request.case), _num_ranks(request.case)
     layout = Layout(num_micro_batches=num_chunks(request.case))
-    case = dataclasses.replace(request.case, adapter="single", layout=layout)
+    alone = dataclasses.replace(workload, optimizer=local_optimizer(workload), algorithm=AlgorithmSpec())
+    case = dataclasses.replace(request.case, adapter="single", layout=layout, workload=alone)
     engines = [cast(SingleEngine, adapter.build(case, context)) for _ in range(replicas)]
     for engine in engines:
         engine.cast_weights = bool(run % num_ways(case))
         _perturb(engine, case, run)
+    rules = [EngineRule(engine) for engine in engines]
+    algorithm = build_algorithm(workload, rules)
     traces = [Trace(parameters=[host_copies(e.parameters())], buffers=[[host_copies(e.buffers())]]) for e in engines]
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
@@ -184,32 +189,18 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
         for trace, (loss, left_out) in zip(traces, losses, strict=True):
             trace.losses.append(loss)
             trace.left_out.append(left_out)
-        _meet([engine.gradients() for engine in engines], workload.algorithm.reduces_gradients(step), replicas)
-        for trace, engine in zip(traces, engines, strict=True):
-            trace.gradients.append(host_copies(engine.gradients()))
-            norm = engine.update()
-            trace.norms.append(None if norm is None else float(norm))
-        _meet([engine.parameters() for engine in engines], workload.algorithm.averages_after(step))
-        for trace, engine in zip(traces, engines, strict=True):
-            trace.parameters.append(host_copies(engine.parameters()))
+        for trace, own in zip(traces, algorithm.reported([host_copies(e.gradients()) for e in engines]), strict=True):
+            trace.gradients.append(own)
+        after = algorithm.transition([t.parameters[-1] for t in traces], [t.gradients[-1] for t in traces])
+        for trace, engine, rule, there in zip(traces, engines, rules, after, strict=True):
+            trace.norms.append(rule.norm)
+            put(engine.parameters(), there)
+            trace.parameters.append(there)
             trace.buffers[0].append(host_copies(engine.buffers()))
         rank_progress.advance()
     divided = dataclasses.replace(layout, dp=num_ranks)
     deviations = assess_replicas(traces, workload, start=traces[0].parameters[0], layout=divided)
     return noise_run(deviations, case.precision)
-
-
-@torch.no_grad()
-def _meet(replicas: Sequence[Mapping[str, Tensor]], average: bool, times: int = 1) -> None:
-    """Multiply all replicas' tensors by `times`, and then put their mean in their place if they are to `average`: in
-    the precision that they are kept in."""
-    for name, first in replicas[0].items():
-        tensors = [held[name] for held in replicas]
-        if times > 1:
-            torch._foreach_mul_(tensors, times)
-        if average and len(tensors) > 1:
-            mean = sum((tensor / len(tensors) for tensor in tensors), torch.zeros_like(first))
-            torch._foreach_copy_(tensors, [mean] * len(tensors))
 
 
 def num_ways(case: Case) -> int:
