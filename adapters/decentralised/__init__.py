@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import initial_model
@@ -20,6 +21,7 @@ from meshmark.theory.states import Remainder
 
 
 class Decentralised(Adapter):
+    arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
