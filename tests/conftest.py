@@ -11,6 +11,7 @@ LONGEST = [
         "cluster",
         "launchers",
         "suites",
+        "regressed",
         "orphans",
         "broken",
         "conformance",
