@@ -166,6 +166,7 @@ def selection(config: pytest.Config) -> Selection:
 def _select(config: pytest.Config) -> Selection:
     option = config.getoption
     targets = chosen_adapters(option("--adapters"), option("--adapter"))
+    adapters = {name: load_adapter(target) for name, target in targets.items()}  # whose modules may bring workloads
     corpus, batch = option("--corpus"), option("--global-batch")
     workloads = [on_corpus(each, corpus) for each in chosen_workloads(option("--workload"), option("--model"), batch)]
     for chosen in workloads:
@@ -175,7 +176,7 @@ def _select(config: pytest.Config) -> Selection:
     cluster = ClusterSpec.detect(os.environ) if nnodes is None else ClusterSpec(nnodes=nnodes, **given)
     return Selection(
         targets=targets,
-        adapters={name: load_adapter(target) for name, target in targets.items()},
+        adapters=adapters,
         worlds=worlds,
         layouts=layouts,
         workloads=workloads,
