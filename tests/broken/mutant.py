@@ -78,6 +78,8 @@ class Mutant:
     @property
     def name(self) -> str:
         plain = f"{self.adapter.replace('-', '_').replace('/', '')}_{self.defect.__name__}"
+        if self.suite == "equivalence" and self.precision is not Precision.FP32:
+            plain += f"_in_{self.precision}"
         return f"{plain}_{self.clause.replace(' ', '_')}" if self.clause else plain
 
     @property
