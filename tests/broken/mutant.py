@@ -78,9 +78,14 @@ class Mutant:
     @property
     def name(self) -> str:
         plain = f"{self.adapter.replace('-', '_').replace('/', '')}_{self.defect.__name__}"
-        if self.suite == "equivalence" and self.precision is not Precision.FP32:
-            plain += f"_in_{self.precision}"
+        if self.in_bf16:
+            plain += "_in_bf16"
         return f"{plain}_{self.clause.replace(' ', '_')}" if self.clause else plain
+
+    @property
+    def in_bf16(self) -> bool:
+        """Whether it must be seen beneath bf16's own rounding."""
+        return self.suite == "equivalence" and self.precision is Precision.BF16
 
     @property
     def catcher(self) -> str:
