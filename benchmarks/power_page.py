@@ -13,7 +13,7 @@ from benchmarks.smallest import Smallest
 from benchmarks.trials import Cell, Trial
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.finding import ClauseResult
-from meshmark.environment import describe
+from meshmark.environment import Environment
 from meshmark.judge.false_alarms import CLOSE, FalseAlarms, shown
 from meshmark.judge.yardstick import FALSE_ALARMS, SMALLEST_FACTORS, compare, kind_of
 from meshmark.report.tables import markdown
@@ -26,16 +26,17 @@ from tests.broken.sizes import SIZED
 class Power:
     """All that was measured."""
 
-    trials: Sequence[Trial]
-    smallest: Sequence[Smallest]
-    cells: Sequence[Cell]
+    trials: list[Trial]
+    smallest: list[Smallest]
+    cells: list[Cell]
     """Clauses of correct adapters."""
-    real: Sequence[Record]
+    real: list[Record]
     """Correct runs of adapters in the suites' workloads."""
-    limits: Sequence[Record]
+    limits: list[Record]
     """Of them, those whose detection limits are told."""
     honest: Honest
     seconds: float
+    environment: Environment
 
     @property
     def caught(self) -> int:
@@ -150,7 +151,7 @@ def _smallest(power: Power) -> Iterable[str]:
         [
             {
                 "defect": (SIZED[s.kind].__doc__ or "").rstrip("."),
-                "caught": f"{s.caught:.1e}",
+                "caught": "none" if s.caught is None else f"{s.caught:.1e}",
                 "survived": f"{s.survived:.1e}",
                 "in the loss": "random" if s.loss != s.loss else f"{s.loss:.1e}",
                 "caught by": s.evidence[:160],
@@ -244,7 +245,7 @@ def _mutants(power: Power) -> Iterable[str]:
 
 
 def _origin(power: Power) -> Iterable[str]:
-    environment = describe("cpu", "gloo", 1)
+    environment = power.environment
     yield "## How it was obtained"
     yield (
         f"`make power`: {power.seconds / 60:.0f} minutes on {environment.num_cpus} CPUs ({environment.machine}), "

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapters.deepspeed import operators
-from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
@@ -24,20 +22,13 @@ def refusal() -> str | None:
     return load_adapter(builtin_adapters()["deepspeed-offload"]).refusal(OFFLOADED, "cpu", "gloo")
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    with Cluster(ClusterSpec()) as cluster:
-        options, folder = RunOptions(observed_steps=3), tmp_path_factory.mktemp("systems")
-        running = Runner(ForkserverLauncher(cluster), builtin_adapters(), options, folder)
-        yield running
-        running.close()
-
-
 @pytest.mark.parametrize("case", [OFFLOADED, MEGATRON], ids=lambda case: case.adapter)
-def test_a_system_trains_as_planned(runner: Runner, case: Case) -> None:
+def test_a_system_trains_as_planned(launcher: ForkserverLauncher, tmp_path: Path, case: Case) -> None:
     if case is OFFLOADED and (reason := refusal()):
         pytest.skip(reason)
+    runner = Runner(launcher, builtin_adapters(), RunOptions(observed_steps=3), tmp_path)
     record = runner.observe(case)
+    runner.close()
     judged = {v.suite: v.passed for v in record.verdicts}
     assert judged == {"equivalence": True, "memory": True, "communication": True}, record.outcome.message
 
