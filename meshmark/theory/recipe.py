@@ -149,6 +149,10 @@ class TrainingRecipe:
     count."""
     backward: EagerBackward = EagerBackward()
     """Of eager kernels alone."""
+    activations_known: bool = True
+    """Not of a framework that trains a model of its own, of other operations, or runs passes in an order of its own."""
+    receive_buffers: bool = True
+    """What pipeline stages receive is received into buffers made once, as PyTorch's do; else into new tensors."""
     cut: PipelineCut = PipelineCut()
     replicas: int = 1
     """Groups of data-parallel ranks that each hold all shards (HSDP)."""
