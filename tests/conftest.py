@@ -19,6 +19,7 @@ LONGEST = [
         "readme",
         "launchers",
         "suites",
+        "regressed",
         "orphans",
         "broken",
         "conformance",
