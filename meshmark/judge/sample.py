@@ -34,6 +34,8 @@ class Sample:
         return f"{self.steps} steps, noise of {self.noise_runs} runs"
 
 
+TIME_LIMITS = 10
+"""That a pass has in which a large model is judged."""
 OBSERVED_STEPS = 5
 """Of a run that is judged in full."""
 LARGEST_FULL = 20_000_000

@@ -14,7 +14,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.environment import Environment, describe
 from meshmark.errors import AdapterError, ClusterError, MeshmarkError, NodeLostError, NoSpaceError, ResultsError
-from meshmark.judge.sample import OBSERVED_STEPS, Assess, assess_of, sample_of
+from meshmark.judge.sample import OBSERVED_STEPS, TIME_LIMITS, Assess, assess_of, sample_of
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
 from meshmark.run.assemble import JUDGED, assemble
 from meshmark.run.launch import Launcher, LaunchResult
@@ -38,11 +38,10 @@ from meshmark.run.request import Request, Task
 from meshmark.run.resume import KEPT, Held
 from meshmark.run.retracing import find_path
 from meshmark.run.scratch import Scratch
+from meshmark.run.user_gaps import with_gaps
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
-
-SAMPLED_TIME = 10
-"""Time limits that a pass has in which a large model is judged."""
+from meshmark.spec.known_gap import KnownGap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +63,8 @@ class RunOptions:
     time_limit_seconds: float = 120.0
     assess: Assess | None = None
     """None decides by the size of the model."""
+    known_gaps: tuple[tuple[str, KnownGap], ...] = ()
+    """Beside those of adapters: pattern of an adapter's name, and gap."""
 
 
 Announce = Callable[[str, Case, Record | None], None]
@@ -226,7 +227,7 @@ class Runner:
             task=task,
             device=options.device,
             backend=self._backend(case),
-            time_limit_seconds=options.time_limit_seconds * (SAMPLED_TIME if sample else 1),
+            time_limit_seconds=options.time_limit_seconds * (TIME_LIMITS if sample else 1),
             steps=options.timed_steps if task is Task.TIME else observed,
             sample=sample,
             warmup=options.warmup if task is Task.TIME else 0,
@@ -267,7 +268,8 @@ class Runner:
     def _record(self, request: Request, outcome: Outcome, launched: LaunchResult | None = None) -> Record:
         remarks, self._remarks = self._remarks, []
         nnodes = self.launcher.cluster.spec.nnodes
-        return assemble(request, self.adapter(request.case), outcome, launched, nnodes=nnodes, remarks=remarks)
+        record = assemble(request, self.adapter(request.case), outcome, launched, nnodes=nnodes, remarks=remarks)
+        return with_gaps(record, self.options.known_gaps)
 
     def yardstick(self, request: Request) -> Yardstick:
         """The yardstick of a request's workload and precision: from this session, from disk, or measured now.

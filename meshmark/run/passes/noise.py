@@ -12,43 +12,37 @@ Runs of several numbers of micro-batches would make a mixture, in whose tail all
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import hashlib
-import itertools
 import json
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from meshmark import rank_progress
 from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
+from meshmark.algorithms.table import build_algorithm, local_optimizer
 from meshmark.environment import machine
-from meshmark.judge.deviation import Tensors
-from meshmark.judge.piecewise import all_cores, assess_pieces
 from meshmark.judge.replicas import num_replicas
 from meshmark.judge.sample import Sample
-from meshmark.judge.stored import stored_copies
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess_replicas
 from meshmark.judge.twin import Twin
 from meshmark.judge.yardstick import Comparisons, noise_run
 from meshmark.reference.data import Batch, data_digest, make_batch
 from meshmark.reference.initial import Block, random_bits, row_blocks
+from meshmark.run.passes.engine_rule import EngineRule, put
 from meshmark.run.passes.observer import MOST_LEFT_OUT
-from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
 from meshmark.serial import decode, encode
+from meshmark.spec.algorithm import AlgorithmSpec
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Dtype
@@ -58,7 +52,7 @@ NUM_RANKS = 2
 """Processes that share the runs."""
 TIME_LIMIT_SECONDS = 600.0
 _PARTIAL = ".partial"
-FORMAT = 9
+FORMAT = 10
 """Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
 
 
@@ -90,8 +84,8 @@ def noise_key(case: Case, steps: int, device: str = "cpu", sample: Sample | None
         num_chunks(case),
         *([case.layout.dp] if case.precision.narrows_reduction else []),
         *([num_replicas(case)] if num_replicas(case) > 1 else []),
+        *(["twin"] if case.precision.is_mixed and sample is None else []),
         *(["sampled"] if sample else []),
-        *(["twin"] if case.precision.is_mixed else []),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -119,14 +113,6 @@ def noise_folder(results: Path) -> Path:
     Meshmark that share them."""
     shared = os.environ.get("MESHMARK_NOISE", "")
     return Path(shared) if shared else results / "noise"
-
-
-def measure_noise(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Noise of `request.case`'s workload and precision over this rank's share of the runs; `adapter` is `single`."""
-    alone = dataclasses.replace(context, rank=0, world_size=1)
-    runs = range(context.rank, request.sample.noise_runs if request.sample else NUM_RUNS, context.world_size)
-    noise_runs = [train_alone(request, adapter, alone, run) for run in runs]
-    return RankReport(rank=context.rank, build_seconds=0.0, run_seconds=time.time() - started, noise_runs=noise_runs)
 
 
 def read_noise(path: Path) -> list[Comparisons] | None:
@@ -163,7 +149,7 @@ def remove_partials(folder: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _backward(engine: SingleEngine, part: Batch, num_ranks: int) -> tuple[float, int]:
+def backward(engine: SingleEngine, part: Batch, num_ranks: int) -> tuple[float, int]:
     """The loss; steps that loss scaling leaves out are tried again, as those of the run are: how often."""
     left_out = 0
     while True:
@@ -176,97 +162,61 @@ def _backward(engine: SingleEngine, part: Batch, num_ranks: int) -> tuple[float,
 
 
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
-    """One noise run; `run` seeds its perturbations and picks its way of casting."""
-    workload = request.case.workload
-    if request.sample is None:
-        traces = _trace(request, adapter, context, run, host_copies)
-        divided = Layout(dp=_num_ranks(request.case), num_micro_batches=num_chunks(request.case))
-        twin = _twin(request.case, run, context.device) if request.case.precision.is_mixed else None
-        deviations = assess_replicas(traces, workload, start=traces[0].parameters[0], layout=divided, twin=twin)
-    else:
-        with _on_disk(context.scratch / f"run-{run}") as copies:
-            traces = _trace(request, adapter, context, run, copies)
-            gc.collect()  # the engine's memory is the truth's from here on
-            with all_cores(share=NUM_RANKS):
-                deviations = assess_pieces(traces[0], workload, traces[0].parameters[0], context.device)
-    return noise_run(deviations, request.case.precision)
-
-
-Copies = Callable[[Mapping[str, Tensor]], Tensors]
-
-
-@contextlib.contextmanager
-def _on_disk(folder: Path) -> Iterator[Copies]:
-    """Copies of tensors in `folder`, until the end."""
-    count = itertools.count()
-    try:
-        yield lambda tensors: stored_copies(tensors, folder / str(next(count)))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _trace(request: Request, adapter: Adapter, context: RankContext, run: int, copies: Copies) -> list[Trace]:
-    """What a noise run computes. Of replicas that may differ, each is trained by an engine of its own, here in turn, on
-    its own rows."""
-    workload, replicas, num_ranks = request.case.workload, num_replicas(request.case), _num_ranks(request.case)
+    """One noise run; `run` seeds its perturbations and picks its way of casting. Of replicas that may differ, each is
+    trained by an engine of its own, here in turn, on its own rows."""
+    workload, replicas, num_ranks = request.case.workload, num_replicas(request.case), ranks_that_round(request.case)
     layout = Layout(num_micro_batches=num_chunks(request.case))
-    case = dataclasses.replace(request.case, adapter="single", layout=layout)
+    alone = dataclasses.replace(workload, optimizer=local_optimizer(workload), algorithm=AlgorithmSpec())
+    case = dataclasses.replace(request.case, adapter="single", layout=layout, workload=alone)
     engines = [cast(SingleEngine, adapter.build(case, context)) for _ in range(replicas)]
     for engine in engines:
         engine.cast_weights = bool(run % num_ways(case))
-        _perturb(engine, case, run)
-    traces = [Trace(parameters=[copies(e.parameters())], buffers=[[host_copies(e.buffers())]]) for e in engines]
-    num_steps = request.sample.steps if request.sample else request.steps
-    rank_progress.begin(rank_progress.Phase.TRAIN, num_steps)
-    for step in range(num_steps):
+        perturb(engine, case, run)
+    rules = [EngineRule(engine) for engine in engines]
+    algorithm = build_algorithm(workload, rules)
+    twin = (
+        _twin(dataclasses.replace(case, workload=workload), run, num_ranks, replicas, engines[0])
+        if case.precision.is_mixed
+        else None
+    )
+    traces = [Trace(parameters=[host_copies(e.parameters())], buffers=[[host_copies(e.buffers())]]) for e in engines]
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
+    for step in range(request.steps):
         batch = make_batch(workload, step)
-        parts = [_permute(batch.shard(replica, replicas), case, run, num_ranks) for replica in range(replicas)]
-        for trace, engine, part in zip(traces, engines, parts, strict=True) if request.sample is None else ():
+        parts = [permute(batch.shard(replica, replicas), case, run, num_ranks) for replica in range(replicas)]
+        for trace, engine, part in zip(traces, engines, parts, strict=True):
             trace.evaluations.append(float(engine.evaluate(part)))
-        losses = [_backward(engine, part, num_ranks) for engine, part in zip(engines, parts, strict=True)]
+        losses = [backward(engine, part, num_ranks) for engine, part in zip(engines, parts, strict=True)]
         for trace, (loss, left_out) in zip(traces, losses, strict=True):
             trace.losses.append(loss)
             trace.left_out.append(left_out)
-        _meet([engine.gradients() for engine in engines], workload.algorithm.reduces_gradients(step), replicas)
+        for trace, own in zip(traces, algorithm.reported([host_copies(e.gradients()) for e in engines]), strict=True):
+            trace.gradients.append(own)
         for trace, engine in zip(traces, engines, strict=True):
             trace.loss_scales.append(engine.loss_scale())
-            trace.gradients.append(copies(engine.gradients()))
-            norm = engine.update()
-            trace.norms.append(None if norm is None else float(norm))
-        _meet([engine.parameters() for engine in engines], workload.algorithm.averages_after(step))
-        for trace, engine in zip(traces, engines, strict=True):
-            trace.parameters.append(copies(engine.parameters()))
+        after = algorithm.transition([t.parameters[-1] for t in traces], [t.gradients[-1] for t in traces])
+        for trace, engine, rule, there in zip(traces, engines, rules, after, strict=True):
+            trace.norms.append(rule.norm)
+            put(engine.parameters(), there)
+            trace.parameters.append(there)
             trace.buffers[0].append(host_copies(engine.buffers()))
         rank_progress.advance()
-    return traces
+    divided = dataclasses.replace(layout, dp=num_ranks)
+    deviations = assess_replicas(traces, workload, start=traces[0].parameters[0], layout=divided, twin=twin)
+    return noise_run(deviations, case.precision)
 
 
-def _twin(case: Case, run: int, device: torch.device) -> Twin:
+def _twin(case: Case, run: int, num_ranks: int, replicas: int, engine: SingleEngine) -> Twin:
     """That of a noise run, which sums what the run sums in another order."""
-    num_ranks, casts_weights = _num_ranks(case), bool(run % num_ways(case))
-    layout = Layout(dp=num_ranks * num_replicas(case), num_micro_batches=num_chunks(case))
-    alone = dataclasses.replace(case, adapter="single", layout=Layout(num_micro_batches=num_chunks(case)))
-    casting = Casting.WEIGHTS if casts_weights else Casting.AUTOCAST
+    layout = dataclasses.replace(case.layout, dp=num_ranks * replicas)
+    casting = Casting.WEIGHTS if engine.cast_weights else Casting.AUTOCAST
     return Twin(
-        case=dataclasses.replace(alone, layout=layout),
-        arithmetic=Arithmetic(casting=casting, averages=False, reduces_each=casts_weights),
-        device=device,
-        arrange=lambda batch: _permute(batch, alone, run, num_ranks),
+        case=dataclasses.replace(case, layout=layout),
+        arithmetic=Arithmetic(casting=casting, averages=False, reduces_each=engine.cast_weights),
+        device=engine.context.device,
+        arrange=lambda batch: permute(batch, case, run, num_ranks),
         order=random_bits(f"ranks/{run}", (num_ranks,), seed=case.workload.seed).argsort().tolist(),
     )
-
-
-@torch.no_grad()
-def _meet(replicas: Sequence[Mapping[str, Tensor]], average: bool, times: int = 1) -> None:
-    """Multiply all replicas' tensors by `times`, and then put their mean in their place if they are to `average`: in
-    the precision that they are kept in."""
-    for name, first in replicas[0].items():
-        tensors = [held[name] for held in replicas]
-        if times > 1:
-            torch._foreach_mul_(tensors, times)
-        if average and len(tensors) > 1:
-            mean = sum((tensor / len(tensors) for tensor in tensors), torch.zeros_like(first))
-            torch._foreach_copy_(tensors, [mean] * len(tensors))
 
 
 def num_ways(case: Case) -> int:
@@ -280,7 +230,7 @@ def variance_ratio(case: Case) -> float:
     return 2.0 if case.precision.is_mixed or case.precision.compute is Dtype.FP64 else 1.0
 
 
-def _num_ranks(case: Case) -> int:
+def ranks_that_round(case: Case) -> int:
     """Whose reductions are rounded as by so many ranks."""
     return case.layout.dp if case.precision.narrows_reduction else 1
 
@@ -288,10 +238,10 @@ def _num_ranks(case: Case) -> int:
 def num_chunks(case: Case) -> int:
     """Micro-batches of all ranks together; of each replica, or rank whose reduction is rounded, its share of them."""
     together = case.layout.dp * case.layout.num_micro_batches
-    return max(together // (num_replicas(case) * _num_ranks(case)), 1)
+    return max(together // (num_replicas(case) * ranks_that_round(case)), 1)
 
 
-def _permute(batch: Batch, case: Case, run: int, num_ranks: int) -> Batch:
+def permute(batch: Batch, case: Case, run: int, num_ranks: int) -> Batch:
     """Other orders of the rows, within what is normalised together."""
     parts = num_ranks * case.layout.num_micro_batches if case.workload.couples_rows else 1
     drawn = random_bits(f"order/{run}", (len(batch),), seed=case.workload.seed).view(parts, -1)
@@ -300,7 +250,7 @@ def _permute(batch: Batch, case: Case, run: int, num_ranks: int) -> Batch:
 
 
 @torch.no_grad()
-def _perturb(engine: Engine, case: Case, run: int) -> None:
+def perturb(engine: Engine, case: Case, run: int) -> None:
     """Change initial values by up to half a unit in the last place of the precision that matrix products run in."""
     ulp = 2.0 ** -(case.precision.compute.mantissa_bits + 1)
     for name, parameter in engine.parameters().items():
