@@ -63,8 +63,11 @@ class Power:
         return [c for c in self.cells if c.finding.result not in unjudged]
 
     @property
-    def good(self) -> bool:
-        return self.caught == self.named == len(self.trials) and not self.num_alarms and self.fits
+    def complaints(self) -> list[str]:
+        """Why the power to fail is not what it should be; empty when it is."""
+        survived = [f"survived: {t.mutant.name}" for t in self.trials if not t.caught]
+        misnamed = [f"misnamed: {t.mutant.name}" for t in self.trials if t.caught and not t.named]
+        return [*survived, *misnamed, *(f"alarmed: {what}" for what in self.alarms), *self.misfits]
 
     @property
     def largest(self) -> dict[str, float]:
@@ -78,14 +81,15 @@ class Power:
         return found
 
     @property
-    def fits(self) -> bool:
-        """Whether no more correct runs are far out than the spreads of their noise runs say: to three times as many,
-        for a few dozen runs do not tell a spread exactly, and three by chance."""
-        return all(
-            beyond <= 3 * probability * tail.compared + 3
-            for tail in self.honest.tails.values()
+    def misfits(self) -> list[str]:
+        """Kinds of which more correct runs are far out than the spreads of their noise runs say: than three times as
+        many, for a few dozen runs do not tell a spread exactly, and three by chance."""
+        return [
+            f"misfit: of {tail.compared:,} comparisons of {kind}, {beyond:,} where {probability:g} of them should be"
+            for kind, tail in self.honest.tails.items()
             for probability, beyond in zip(PROBABILITIES, tail.beyond, strict=True)
-        )
+            if beyond > 3 * probability * tail.compared + 3
+        ]
 
 
 def report(power: Power) -> str:
@@ -110,8 +114,8 @@ def _summary(power: Power) -> Iterable[str]:
         f"{power.honest.num_runs}). A mutant counts as caught when its run goes to the end and is judged wrong; a "
         "crash only where the clause is about errors."
     )
-    if power.alarms:
-        yield f"Alarmed: {', '.join(power.alarms)}"
+    if power.complaints:
+        yield f"Not good: {'; '.join(power.complaints)}"
     yield markdown(list(_by_catcher(power.trials)))
 
 

@@ -20,11 +20,11 @@ from meshmark.errors import MeshmarkError
 from meshmark.measure.readings import Bytes, MemoryReading
 from meshmark.reference.data import make_batch
 from meshmark.reference.objective import build_optimizer
-from meshmark.run import arithmetic
-from meshmark.run.arithmetic import pinned
+from meshmark.run import kernels
 from meshmark.run.assemble import _disagreeing
 from meshmark.run.cluster import ClusterSpec
 from meshmark.run.fork_server import ForkServer
+from meshmark.run.kernels import pinned
 from meshmark.run.launch import process_environment
 from meshmark.run.perform import _kind
 from meshmark.run.rank_report import RankReport
@@ -148,7 +148,7 @@ def test_arithmetic_is_pinned_whatever_an_import_has_set() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.enable_flash_sdp(False)
     with pinned():
-        told = arithmetic.told()
+        told = kernels.told()
     assert told == {
         "float32 products": "highest",
         "tf32": "products False, convolutions False",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -27,6 +28,7 @@ from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.fork_server import LOST_EXIT_CODE, ForkServer
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.launch import Launcher, process_environment
+from meshmark.run.launch_folder import private_folder
 from meshmark.run.launchers import LAUNCHERS
 from meshmark.run.record import Record, Status
 from meshmark.run.request import Request, Task
@@ -98,6 +100,18 @@ def test_every_way_to_end_is_told(server: ForkServer) -> None:
         server.call(signal.raise_signal, signal.SIGTERM): -signal.SIGTERM,
     }
     assert {pid: wait_for_exit(server, pid) for pid in ends} == ends
+
+
+def raise_into_a_full_disk() -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_rank_that_cannot_say_why_it_ended_has_failed_and_takes_nothing_with_it(server: ForkServer) -> None:
+    """It took itself for the server and, since nobody spoke to it, the launcher for gone: and removed its folders."""
+    with private_folder() as folder:
+        assert wait_for_exit(server, server.call(raise_into_a_full_disk)) == 1
+        assert folder.is_dir() and server.serves()
 
 
 def test_a_branch_has_its_environment_and_modules_and_the_trunk_neither(server: ForkServer, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def assemble(
             known_gaps=list(adapter.known_gaps) if request.scenario else [],
         ),
         unmeasured=unmeasured,
-        arithmetic=reports[0].arithmetic if reports else {},
+        kernels=reports[0].kernels if reports else {},
         remarks=[*remarks, *_left_out(training.left_out, request.observed), *_disagreeing(reports)],
     )
     verdicts = [judge_equivalence(draft)] if whole and request.assess and request.task in JUDGED else []

@@ -18,10 +18,10 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.clip import clip, told
 from meshmark.environment import DEFAULT_THREADS
 from meshmark.errors import ClusterError
-from meshmark.run import arithmetic
-from meshmark.run.arithmetic import pinned
+from meshmark.run import kernels
 from meshmark.run.disk import means_no_space
 from meshmark.run.hang_evidence import answer_when_asked
+from meshmark.run.kernels import pinned
 from meshmark.run.passes.dropout import repeat_with_dropout
 from meshmark.run.passes.endure import endure
 from meshmark.run.passes.fail import fail
@@ -66,7 +66,7 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
         rank_progress.begin(rank_progress.Phase.BUILD)
         with pinned():
             report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
-            report = dataclasses.replace(report, arithmetic=arithmetic.told())
+            report = dataclasses.replace(report, kernels=kernels.told())
         torch.distributed.destroy_process_group()
     except BaseException as error:  # whatever it was, it is this rank's outcome
         return RankFailure(
