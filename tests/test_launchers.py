@@ -204,6 +204,28 @@ def test_a_framework_reaches_the_ranks_of_its_own_adapters_alone(launcher: Forks
     assert before[:2] == ([], None)
 
 
+def train_a_little(file: Path) -> None:
+    """In a rank's process: how many modules the first optimizer and the first profile import."""
+    import torch
+    import torch.profiler
+
+    before = set(sys.modules)
+    with torch.profiler.profile():
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.AdamW([weight])
+        weight.sum().backward()
+        optimizer.step()
+    file.write_text(json.dumps([float(weight.detach()), len(set(sys.modules) - before)]))
+
+
+def test_what_every_rank_imports_is_there_before_it_is_forked(launcher: ForkserverLauncher, tmp_path: Path) -> None:
+    """Two hundred modules of `torch._dynamo` would be half of a small rank's time."""
+    server = launcher._server(make_request("ddp"))
+    assert wait_for_exit(server, server.call(train_a_little, tmp_path / "told")) == 0
+    weight, num_imported = json.loads((tmp_path / "told").read_text())
+    assert weight < 1 and num_imported < 20
+
+
 def test_a_launch_leaves_this_process_s_environment_alone(launcher: ForkserverLauncher) -> None:
     before = dict(os.environ)
     sharded = Layout(dp=2, zero_stage=1, num_micro_batches=2)
