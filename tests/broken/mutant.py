@@ -22,6 +22,7 @@ LAYOUTS = {
     "megatron": Layout(tp=2, num_micro_batches=4),
     "gpipe": Layout(pp=2, num_micro_batches=4),
     "post-local-sgd": Layout(dp=2, num_micro_batches=4),
+    "decentralised": Layout(dp=2, num_micro_batches=2),
     "accelerate": Layout(dp=2, num_micro_batches=4),
     "accelerate-fsdp2": Layout(dp=2, zero_stage=3, num_micro_batches=4),
     "deepspeed/1": Layout(dp=2, zero_stage=1, num_micro_batches=4),
@@ -78,6 +79,8 @@ class Mutant:
     @property
     def name(self) -> str:
         plain = f"{self.adapter.replace('-', '_').replace('/', '')}_{self.defect.__name__}"
+        if self.in_bf16:
+            plain += "_in_bf16"
         return f"{plain}_{self.clause.replace(' ', '_')}" if self.clause else plain
 
     def __str__(self) -> str:
@@ -91,6 +94,11 @@ class Mutant:
         if text not in BY_NAME:
             raise ValueError(f"{text!r} is no mutant of this commit")
         return BY_NAME[text]
+
+    @property
+    def in_bf16(self) -> bool:
+        """Whether it must be seen beneath bf16's own rounding."""
+        return self.suite == "equivalence" and self.precision is Precision.BF16
 
     @property
     def catcher(self) -> str:
