@@ -18,6 +18,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.traffic_source import TrafficSource
+from meshmark.errors import TrafficError
 from meshmark.judge.deviation import Deviations
 from meshmark.judge.gradient_faults import low_precisions
 from meshmark.judge.piecewise import all_cores, assess_pieces
@@ -73,7 +74,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         digests=digests(traces),
         num_replicated=num_replicated,
         left_out=seen.left_out,
-        unmeasured={"memory": seen.unheld} if seen.unheld else {},
+        unmeasured=seen.unmeasured,
     )
 
 
@@ -88,7 +89,7 @@ class _Seen:
     traffic: TrafficReading | None
     dtypes: dict[str, str]
     left_out: int
-    unheld: str
+    unmeasured: dict[str, str]
 
 
 def _train(request: Request, adapter: Adapter, context: RankContext, notebook: Notebook | None) -> _Seen:
@@ -108,7 +109,7 @@ def _train(request: Request, adapter: Adapter, context: RankContext, notebook: N
     memory = None
     if watch and not observer.unheld:
         memory = read_memory(watch, WATCHED_STEP, before, after)
-    traffic = read_traffic(observer.sources) if watch else None
+    traffic, untold = _traffic(observer.sources) if watch else (None, "")
     for step in range(WATCHED_STEP + 1, request.steps):
         observer.train(step, None)
     dtypes = _dtypes(observer.holdings()) | _formats(observer.trace, request.case.workload)
@@ -120,7 +121,7 @@ def _train(request: Request, adapter: Adapter, context: RankContext, notebook: N
         traffic=traffic,
         dtypes=dtypes,
         left_out=observer.left_out,
-        unheld=observer.unheld,
+        unmeasured={suite: why for suite, why in (("memory", observer.unheld), ("communication", untold)) if why},
     )
 
 
@@ -137,6 +138,14 @@ def _sources(watch: Watch, engine: Engine) -> list[TrafficSource]:
     """Whatever an engine brings comes on top of what PyTorch sees."""
     own = engine.traffic_source()
     return [TorchTraffic(watch)] + ([own] if own else [])
+
+
+def _traffic(sources: Sequence[TrafficSource]) -> tuple[TrafficReading | None, str]:
+    """Or why it cannot be told, of which nothing else that was measured depends."""
+    try:
+        return read_traffic(sources), ""
+    except TrafficError as error:
+        return None, str(error)
 
 
 def _formats(trace: Trace, workload: Workload) -> dict[str, str]:
