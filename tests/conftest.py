@@ -16,8 +16,10 @@ LONGEST = [
     f"test_{name}.py"
     for name in (
         "cluster",
+        "readme",
         "launchers",
         "suites",
+        "regressed",
         "orphans",
         "broken",
         "conformance",
@@ -28,7 +30,8 @@ LONGEST = [
         "algorithms",
         "precision",
         "scratch",
-        "readme",
+        "resume",
+        "deepspeed",
         "pytest_entry",
         "vision",
         "eager",

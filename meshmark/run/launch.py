@@ -23,6 +23,7 @@ from meshmark.environment import DEFAULT_THREADS
 from meshmark.errors import NodeLostError
 from meshmark.rank_progress import Pace
 from meshmark.run.cluster import LOOPBACK, Cluster, ClusterSpec
+from meshmark.run.kernels import VARIABLES
 from meshmark.run.launch_folder import private_folder
 from meshmark.run.meeting import meet
 from meshmark.run.rank_info import RankInfo
@@ -139,6 +140,7 @@ def process_environment(spec: ClusterSpec) -> dict[str, str]:
     if spec.host in LOOPBACK:
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
     always = {
+        **VARIABLES,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
         "KINETO_LOG_LEVEL": "9",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() must not touch CUDA in a process that forks

@@ -36,8 +36,10 @@ from meshmark.run.request import Request, Task
 from meshmark.run.resume import KEPT, Held
 from meshmark.run.retracing import find_path
 from meshmark.run.scratch import Scratch
+from meshmark.run.user_gaps import with_gaps
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
 
 ASSESSABLE_PARAMETERS = 20_000_000
 """Largest model that is compared with the float64 truth, which takes 24 bytes a parameter on one rank and as long as
@@ -60,6 +62,8 @@ class RunOptions:
     """Of steps that are added to these until the rate is known well."""
     warmup: int = 3
     time_limit_seconds: float = 120.0
+    known_gaps: tuple[tuple[str, KnownGap], ...] = ()
+    """Beside those of adapters: pattern of an adapter's name, and gap."""
 
 
 Announce = Callable[[str, Case, Record | None], None]
@@ -260,7 +264,8 @@ class Runner:
     def _record(self, request: Request, outcome: Outcome, launched: LaunchResult | None = None) -> Record:
         remarks, self._remarks = self._remarks, []
         nnodes = self.launcher.cluster.spec.nnodes
-        return assemble(request, self.adapter(request.case), outcome, launched, nnodes=nnodes, remarks=remarks)
+        record = assemble(request, self.adapter(request.case), outcome, launched, nnodes=nnodes, remarks=remarks)
+        return with_gaps(record, self.options.known_gaps)
 
     def yardstick(self, request: Request) -> Yardstick:
         """The yardstick of a request's workload and precision: from this session, from disk, or measured now.
@@ -298,6 +303,7 @@ class Runner:
             request,
             task=Task.NOISE,
             adapter=builtin_adapters()["single"],
+            backend="gloo",  # they share a GPU, which NCCL refuses; nothing is sent
             time_limit_seconds=max(TIME_LIMIT_SECONDS, request.time_limit_seconds),
         )
         launched = self.launcher.launch(measured, NUM_RANKS, alone=True)
