@@ -23,6 +23,7 @@ from meshmark.run.gpus import num_gpus
 from meshmark.run.launchers import LAUNCHERS
 from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.runner import RunOptions
+from meshmark.run.scheduler import cluster_of
 from meshmark.spec.layout import Layout
 from meshmark.spec.layout_id import GLOSSARY
 from meshmark.spec.model_text import KEYS
@@ -145,7 +146,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--nnodes", type=int, default=None, help="nodes that run this same command (default: from SLURM or torchrun)"
     )
-    group.addoption("--node-rank", type=int, default=0, help="which of them this is")
+    group.addoption("--node-rank", type=int, default=None, help="which of them this is")
     group.addoption("--rdzv", default=None, metavar="HOST:PORT", help="address of node 0 and a free port on it")
 
 
@@ -166,9 +167,8 @@ def _select(config: pytest.Config) -> Selection:
     workloads = [on_corpus(each, corpus) for each in chosen_workloads(option("--workload"), option("--model"), batch)]
     for chosen in workloads:
         check_data(chosen)
-    nnodes, (worlds, layouts) = option("--nnodes"), chosen_layouts(option("--world"), option("--layouts"))
-    given = {"node_rank": option("--node-rank"), "rdzv": option("--rdzv")}
-    cluster = ClusterSpec.detect(os.environ) if nnodes is None else ClusterSpec(nnodes=nnodes, **given)
+    worlds, layouts = chosen_layouts(option("--world"), option("--layouts"))
+    given = {"nnodes": option("--nnodes"), "node_rank": option("--node-rank"), "rdzv": option("--rdzv")}
     return Selection(
         targets=targets,
         adapters={name: load_adapter(target) for name, target in targets.items()},
@@ -180,19 +180,12 @@ def _select(config: pytest.Config) -> Selection:
         precisions=[precision(text) for text in split_values("--precision", option("--precision"))],
         options=_run_options(config),
         results=Path(option("--results")),
-        cluster=cluster,
+        cluster=cluster_of(os.environ, **given),
         launcher=_launcher(option("--launcher")),
-        resume=_resume(config, cluster),
+        resume=option("--resume"),
         max_seconds=None if option("--max-time") is None else duration("--max-time", option("--max-time")),
         gatekeeper=_gatekeeper(config),
     )
-
-
-def _resume(config: pytest.Config, cluster: ClusterSpec) -> bool:
-    asked = bool(config.getoption("--resume"))
-    if asked and cluster.nnodes > 1:
-        raise InputError(f"--resume on {cluster.nnodes} nodes: node 0 alone has the records; it is for one node")
-    return asked
 
 
 def _gatekeeper(config: pytest.Config) -> Gatekeeper | None:

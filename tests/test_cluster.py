@@ -289,29 +289,6 @@ def test_what_landed_is_kept_when_a_node_is_lost(monkeypatch: pytest.MonkeyPatch
     assert outcome_of_launch(ended, 4).status is Status.NODE_LOST
 
 
-def test_the_environment_of_torchrun_and_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torchrun = {
-        "GROUP_RANK": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "a",
-        "MASTER_PORT": "29500",
-    }
-    assert ClusterSpec.detect(torchrun) == ClusterSpec(nnodes=2, node_rank=1, rdzv="a:29501")
-    scontrol = tmp_path / "scontrol"  # SLURM's own tool expands the list of hosts
-    scontrol.write_text("#!/bin/sh\nprintf 'node1\\nnode2\\n'\n")
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    slurm = {
-        "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_NODEID": "1",
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_NODELIST": "node[1-2]",
-    }
-    assert ClusterSpec.detect(slurm) == ClusterSpec(nnodes=2, node_rank=1, rdzv="node1:20007")
-    assert ClusterSpec.detect({}) == ClusterSpec()
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -23,6 +23,7 @@ from meshmark.environment import DEFAULT_THREADS
 from meshmark.errors import NodeLostError
 from meshmark.rank_progress import Pace
 from meshmark.run.cluster import LOOPBACK, Cluster, ClusterSpec
+from meshmark.run.interface import device_towards
 from meshmark.run.launch_folder import private_folder
 from meshmark.run.meeting import meet
 from meshmark.run.rank_info import RankInfo
@@ -130,8 +131,8 @@ def process_environment(spec: ClusterSpec) -> dict[str, str]:
     root = str(Path(meshmark.__file__).parent.parent)  # they import the checkout wherever they were started
     path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     defaults = {"OMP_NUM_THREADS": DEFAULT_THREADS}
-    if spec.host in LOOPBACK:
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    if device := "lo" if spec.host in LOOPBACK else device_towards(spec.host):
+        defaults["GLOO_SOCKET_IFNAME"] = device
     always = {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
         "KINETO_LOG_LEVEL": "9",
@@ -145,8 +146,8 @@ def _ranks(spec: ClusterSpec, world_size: int, prefix: str, folder: Path) -> lis
     return [
         RankInfo(
             rank=spec.node_rank * local + i,
-            local_rank=i,
-            local_world_size=local,
+            local_rank=spec.local_task * local + i,
+            local_world_size=spec.tasks_per_node * local,
             world_size=world_size,
             host=spec.host,
             port=spec.port if spec.nnodes > 1 else 0,

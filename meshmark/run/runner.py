@@ -78,11 +78,11 @@ class Runner:
         announce: Announce | None = None,
         held: Held | None = None,
     ) -> None:
-        """`adapters`: name to "module:Class". What is `held` is not run again. Raises `ResultsError` when `results`
-        cannot be written."""
+        """`adapters`: name to "module:Class". What is `held`, where that was asked for, is not run again. Raises
+        `ResultsError` when `results` cannot be written."""
         self.launcher, self.adapters, self.options = launcher, adapters, options
         self.announce: Announce = announce or (lambda what, case, record: None)
-        self.results, self._held = results, held or Held()
+        self.results, self._held = results, held
         writes = launcher.cluster.spec.node_rank == 0
         self._file = RecordFile(results) if writes else None
         if self._file:  # the folder is this run's alone from here on
@@ -105,9 +105,9 @@ class Runner:
 
     def refusal(self, case: Case, needs: frozenset[Feature] = frozenset()) -> str | None:
         """Why `case` is not run; None when it is. `needs`: what the pass takes beyond the case."""
-        nnodes = self.launcher.cluster.spec.nnodes
-        if case.world_size % nnodes:
-            return f"{case.world_size} ranks cannot be spread evenly over {nnodes} nodes"
+        spec = self.launcher.cluster.spec
+        if case.world_size % spec.nnodes:
+            return f"{case.world_size} ranks cannot be spread evenly over {spec.text}"
         return self.adapter(case).refusal(case, self.options.device, self._backend(case), needs)
 
     def observe(self, case: Case) -> Record:
@@ -142,7 +142,7 @@ class Runner:
         the reason why it does not fit. `needs`: what the pass takes beyond the case."""
         case = request.case
         key = request.task, case, request.scenario  # not the case's id, which says nothing of seed or corpus
-        if key not in self._records and (kept := self._held.of(request, self._here(request.backend))):
+        if key not in self._records and (kept := self._kept(request)):
             self._records[key] = kept
             self.announce(request.scenario or request.task, case, dataclasses.replace(kept, remarks=[KEPT]))
         if key not in self._records:
@@ -159,6 +159,11 @@ class Runner:
             if record.outcome.status is not Status.SKIPPED:
                 self.announce(request.scenario or request.task, case, record)
         return self._records[key]
+
+    def _kept(self, request: Request) -> Record | None:
+        if self._held is None:
+            return None
+        return self._held.on_all_nodes(self.launcher.cluster, request, self._here(request.backend))
 
     def _attempt(self, request: Request, needs: frozenset[Feature], misfit: str | None) -> Record:
         case = request.case
@@ -209,7 +214,7 @@ class Runner:
         )
 
     def _here(self, backend: str) -> Environment:
-        return describe(self.options.device, backend, self.launcher.cluster.spec.nnodes)
+        return describe(self.options.device, backend, self.launcher.cluster.spec.num_hosts)
 
     def request(self, task: Task, case: Case) -> Request:
         """What ranks are asked to do with `case` under this run's options."""
@@ -228,7 +233,8 @@ class Runner:
         )
 
     def _backend(self, case: Case) -> str:
-        local_ranks = case.world_size // self.launcher.cluster.spec.nnodes
+        spec = self.launcher.cluster.spec
+        local_ranks = case.world_size // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
         own_gpus = self.options.device == "cuda" and local_ranks <= self.options.num_gpus
         return self.options.backend or ("nccl" if own_gpus else "gloo")
 
@@ -259,7 +265,7 @@ class Runner:
 
     def _record(self, request: Request, outcome: Outcome, launched: LaunchResult | None = None) -> Record:
         remarks, self._remarks = self._remarks, []
-        nnodes = self.launcher.cluster.spec.nnodes
+        nnodes = self.launcher.cluster.spec.num_hosts
         return assemble(request, self.adapter(request.case), outcome, launched, nnodes=nnodes, remarks=remarks)
 
     def yardstick(self, request: Request) -> Yardstick:

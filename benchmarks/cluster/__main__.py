@@ -1,0 +1,102 @@
+"""`python -m benchmarks.cluster`: real schedulers on this machine, the suites under them, and the page of what became of
+them. For root. Exits with 1 when something was wrong."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.chaos.nodes import two_networks
+from benchmarks.cluster import jobs, shapes
+from benchmarks.cluster.page import Found, page
+from benchmarks.cluster.row import Row
+from benchmarks.cluster.slurm import ROOT, Slurm
+from meshmark.errors import MeshmarkError
+
+ON_LOOPBACK: list[Callable[[Slurm], Row]] = [
+    shapes.one_task_a_node,
+    shapes.shipped_script,
+    jobs.scancel,
+    jobs.requeue,
+    jobs.drain,
+    jobs.node_lost,
+    jobs.time_limit,
+]
+"""Both nodes on this host's loopback device."""
+IN_NETWORKS: list[Callable[[Slurm], Row]] = [shapes.one_task_a_rank]
+"""Each node in a network of its own."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
+    parser.add_argument("-k", default="", metavar="PART", help="of a trial's name: those alone, and no page")
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "reports" / "cluster.md")
+    parsed = parser.parse_args(arguments)
+    try:
+        _expect_ready()
+    except MeshmarkError as error:
+        print(f"cluster-test: {error}", file=sys.stderr)
+        return 2
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _interrupt)
+    started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="mmc-"))
+    rows = list[Row]()
+    rows += _under_slurm(folder / "loopback", [], [trial for trial in ON_LOOPBACK if parsed.k in trial.__name__])
+    if chosen := [trial for trial in IN_NETWORKS if parsed.k in trial.__name__]:
+        with two_networks() as networks:
+            rows += _under_slurm(folder / "networks", networks, chosen)
+    good = not any(row.wrong for row in rows)
+    if not parsed.k:
+        parsed.output.write_text(page(Found(rows=rows, seconds=time.monotonic() - started)))
+    print(f"{len(rows)} trials in {time.monotonic() - started:.0f} s: {'all is well' if good else f'see {folder}'}")
+    if good:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0 if good else 1
+
+
+def _under_slurm(folder: Path, networks: Sequence[int], trials: Sequence[Callable[[Slurm], Row]]) -> list[Row]:
+    rows = list[Row]()
+    if not trials:
+        return rows
+    with Slurm(folder, networks) as slurm:
+        for trial in trials:
+            row = trial(slurm)
+            rows.append(row)
+            _tell(row)
+    if left := slurm.left():
+        rows.append(Row(engine="SLURM", shape="", fault="its end", wrong=[f"left processes {left}"]))
+    return rows
+
+
+def _tell(row: Row) -> None:
+    seconds = "" if row.seconds is None else f", {row.seconds:.1f} s"
+    print(f"{row.engine}, {row.shape}, {row.fault}: {row.told}{seconds}", flush=True)
+    for text in row.wrong:
+        print(f"  WRONG: {' '.join(text.split())[:900]}", flush=True)
+
+
+def _expect_ready() -> None:
+    """Raises `MeshmarkError` where this cannot be done."""
+    if os.geteuid():
+        raise MeshmarkError("it starts daemons and makes networks: run it as root")
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "--untracked-files=no"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    if changed:
+        raise MeshmarkError(f"--resume goes on from a clean commit alone; commit first:\n{changed.rstrip()}")
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
