@@ -1,5 +1,5 @@
-"""`python -m benchmarks.cluster`: real schedulers on this machine, the suites under them, and the page of what became of
-them. For root. Exits with 1 when something was wrong."""
+"""`python -m benchmarks.cluster`: real schedulers on this machine, the suites under them, and the page of what became
+of them. For root. Exits with 1 when something was wrong."""
 
 from __future__ import annotations
 

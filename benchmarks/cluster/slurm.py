@@ -45,6 +45,7 @@ SwitchType=switch/none
 ReturnToService=2
 KillWait={kill}
 MessageTimeout=20
+SlurmdParameters=config_overrides
 SlurmdTimeout=20
 TmpFS={folder}/tmp-%n
 StateSaveLocation={folder}/ctld
