@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,7 +38,7 @@ IN_NETWORKS: list[Callable[[Slurm], Row]] = [shapes.one_task_a_rank]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
-    parser.add_argument("-k", default="", metavar="PART", help="of a trial's name: those alone, and no page")
+    parser.add_argument("-k", default="", metavar="REGEX", help="in a trial's name: those alone, and no page")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "reports" / "cluster.md")
     parsed = parser.parse_args(arguments)
     try:
@@ -49,8 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(ending, _interrupt)
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="mmc-"))
     rows = list[Row]()
-    rows += _under_slurm(folder / "loopback", [], [trial for trial in ON_LOOPBACK if parsed.k in trial.__name__])
-    if chosen := [trial for trial in IN_NETWORKS if parsed.k in trial.__name__]:
+    rows += _under_slurm(
+        folder / "loopback", [], [trial for trial in ON_LOOPBACK if re.search(parsed.k, trial.__name__)]
+    )
+    if chosen := [trial for trial in IN_NETWORKS if re.search(parsed.k, trial.__name__)]:
         with two_networks() as networks:
             rows += _under_slurm(folder / "networks", networks, chosen)
     good = not any(row.wrong for row in rows)
@@ -73,6 +76,7 @@ def _under_slurm(folder: Path, networks: Sequence[int], trials: Sequence[Callabl
             _tell(row)
     if left := slurm.left():
         rows.append(Row(engine="SLURM", shape="", fault="its end", wrong=[f"left processes {left}"]))
+        _tell(rows[-1])
     return rows
 
 

@@ -14,7 +14,7 @@ from meshmark.run.record import Record, Status
 from meshmark.run.record_file import Reading, read_records
 
 _NAMES = ("chaos.adapters:ddp_0", "cluster.adapters:Waits", "chaos.adapters:ddp_1")
-BEGIN_SECONDS = 180.0
+BEGIN_SECONDS = 900.0
 """For pytest on two nodes to collect, and for a server to import PyTorch, on a machine that others use."""
 END_SECONDS = 40.0
 """From a fault to the last process's end: 30 s, and SLURM's own."""
@@ -40,7 +40,7 @@ class Trial:
         """Of pytest."""
         adapters = [part for name in _NAMES for part in ("--adapter", f"benchmarks.{name}")]
         options = ["--world", str(ranks), "--workload", "gpt-mini", "--steps", "3", "-k", "throughput"]
-        return [*adapters, *options, "--timing-budget", "0", "--time-limit", "300", "-p", "no:cacheprovider", "-v"]
+        return [*adapters, *options, "--timing-budget", "0", "--time-limit", "900", "-p", "no:cacheprovider", "-v"]
 
     def await_gate(self, ranks: int = 2) -> bool:
         """Until every rank of the second case waits."""
