@@ -28,7 +28,7 @@ from meshmark.run.throughput import values_of
 from meshmark.selection import Selection, add_options, selection
 from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
 
-pytest_plugins = ["meshmark.session_log", "meshmark.long_run", "meshmark.github"]
+pytest_plugins = ["meshmark.session_log", "meshmark.long_run", "meshmark.shard", "meshmark.github"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

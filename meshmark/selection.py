@@ -13,7 +13,15 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import load_adapter
 from meshmark.environment import describe
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
-from meshmark.options import DEFAULT_WORKLOAD, chosen_adapters, chosen_layouts, chosen_workloads, duration, split_values
+from meshmark.options import (
+    DEFAULT_WORKLOAD,
+    chosen_adapters,
+    chosen_layouts,
+    chosen_workloads,
+    duration,
+    part,
+    split_values,
+)
 from meshmark.reference.data import check_data, on_corpus
 from meshmark.regression.baseline import find_baseline
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
@@ -57,6 +65,8 @@ class Selection:
     """Of `--baseline`."""
     resume: bool = False
     """Whether what `results` holds is not run again."""
+    shard: tuple[int, int] = (1, 1)
+    """Which part of how many is run."""
     max_seconds: float | None = None
     """After which no further test begins."""
 
@@ -126,6 +136,9 @@ def add_options(parser: pytest.Parser) -> None:
         help="run nothing that DIR holds already for the same case, code (a clean commit) and machine",
     )
     group.addoption(
+        "--shard", default=None, metavar="2/4", help="the second of four parts of the cases, for job arrays and CI"
+    )
+    group.addoption(
         "--max-time",
         default=None,
         metavar="30m",
@@ -183,6 +196,7 @@ def _select(config: pytest.Config) -> Selection:
         cluster=cluster_of(os.environ, **given),
         launcher=_launcher(option("--launcher")),
         resume=option("--resume"),
+        shard=part("--shard", option("--shard") or "1/1"),
         max_seconds=None if option("--max-time") is None else duration("--max-time", option("--max-time")),
         gatekeeper=_gatekeeper(config),
     )

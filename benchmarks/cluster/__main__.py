@@ -25,6 +25,7 @@ from meshmark.errors import MeshmarkError
 ON_LOOPBACK: list[Callable[[Slurm], Row]] = [
     shapes.one_task_a_node,
     shapes.shipped_script,
+    shapes.job_array,
     jobs.scancel,
     jobs.requeue,
     jobs.drain,
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if chosen := [trial for trial in IN_NETWORKS if re.search(parsed.k, trial.__name__)]:
         with two_networks() as networks:
-            rows += _under_slurm(folder / "networks", networks, chosen)
+            rows += _under_slurm(folder / "networks", networks, in_networks)
     good = not any(row.wrong for row in rows)
     if not parsed.k:
         parsed.output.write_text(page(Found(rows=rows, seconds=time.monotonic() - started)))

@@ -51,6 +51,7 @@ def struck(slurm: Slurm, fault: str, strike: Strike, *options: str) -> Row:
     strike(slurm, job.number)
     job.leaves("RUNNING", seconds=BEGIN_SECONDS)
     seconds = trial.seconds_to_end(job.daemons)
+    job.leaves("COMPLETING", seconds=END_SECONDS)
     wrong += [f"still there after {seconds:.0f} s: {trial.strays(job.daemons)}"] if seconds > END_SECONDS else []
     kept = [record.case.adapter for record in trial.kept()]
     wrong += [f"kept {kept} of the case before"] if kept != ["ddp_0"] else []
@@ -74,9 +75,11 @@ def struck(slurm: Slurm, fault: str, strike: Strike, *options: str) -> Row:
 def time_limit(slurm: Slurm) -> Row:
     """Shortened to the least that SLURM knows once the job is where it is to be struck: a minute from its start, which
     a slow machine has had by then."""
-    return struck(
-        slurm, "time limit", lambda slurm, job: slurm.ask("scontrol", "update", f"JobId={job}", "TimeLimit=1")
-    )
+
+    def shorten(slurm: Slurm, job: str) -> None:
+        slurm.ask("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+
+    return struck(slurm, "time limit", shorten)
 
 
 def scancel(slurm: Slurm) -> Row:
@@ -123,7 +126,7 @@ def node_lost(slurm: Slurm) -> Row:
     if not last.status.outside or "node 1 of 2" not in last.message:
         wrong.append(f"expected node lost, got {last.status}: {last.message}")
     slurm.ask("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=lost")
-    job.leaves("RUNNING", seconds=BEGIN_SECONDS)
+    job.leaves("RUNNING", "COMPLETING", seconds=BEGIN_SECONDS)
     slurm.start_node("node2")
     with back(slurm):
         trial.open()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from pathlib import Path
 
 from benchmarks.cluster.jobs import Job
 from benchmarks.cluster.row import Row
 from benchmarks.cluster.slurm import Slurm
 from benchmarks.cluster.trial import Trial
 from meshmark.run.record import Record, Status
+from meshmark.run.record_file import read_records
 
 _HOURS = 3600.0
 
@@ -30,11 +32,7 @@ def _all_adapters(slurm: Slurm, tasks: int) -> Row:
     command = ["srun", "--nodes=2", f"--ntasks-per-node={tasks}", "pytest", "suites/test_equivalence.py"]
     chosen = ["--world", "4", "--workload", "gpt-mini", "--results", str(folder), "-p", "no:cacheprovider"]
     began = time.monotonic()
-    running = slurm.start(folder / "output", *command, *chosen)
-    try:
-        code = running.wait(_HOURS)
-    finally:
-        running.terminate()
+    code = _wait(slurm, folder / "output", [*command, *chosen])
     trial = Trial(slurm, f"read-{tasks}-{where.replace(' ', '-')}")
     trial.results, trial.output = folder, folder / "output"
     records = trial.reading().records
@@ -76,3 +74,42 @@ def shipped_script(slurm: Slurm) -> Row:
         told=last,
         wrong=([] if last == "COMPLETED" else [f"it ended as {last}"]) + trial.complaints(),
     )
+
+
+def job_array(slurm: Slurm) -> Row:
+    """`meshmark submit` in two tasks of one node each, and the same command at once: equal but for times."""
+    folder = slurm.folder / "submitted"
+    pytest = ["--adapters", "ddp,gpipe,fsdp2", "--workload", "gpt-mini", "-k", "equivalence", "-p", "no:cacheprovider"]
+    submit = ["meshmark", "submit", "--tasks=2", f"--results={folder}", "--sbatch=--ntasks=1", "--", *pytest]
+    began = time.monotonic()
+    code = _wait(slurm, slurm.folder / "submitted.out", submit)
+    seconds = time.monotonic() - began
+    alone = ["pytest", "--pyargs", "meshmark.suites", *pytest, "--results", str(slurm.folder / "at-once")]
+    wrong = [f"submit ended with {code}: {(slurm.folder / 'submitted.out').read_text()[-800:]}"] if code else []
+    wrong += ["the run at once failed"] if _wait(slurm, slurm.folder / "at-once.out", alone) else []
+    parts, whole = (_computed(slurm.folder / name) for name in ("submitted", "at-once"))
+    wrong += [f"{case}: differs from the run at once" for case in whole if parts.get(case) != whole[case]]
+    wrong += [] if len(whole) > 2 and parts.keys() == whole.keys() else [f"{len(parts)} cases, at once {len(whole)}"]
+    return Row(
+        engine="SLURM, meshmark submit",
+        shape="job array, 2 tasks x 1 node x 2 ranks",
+        seconds=seconds,
+        told=f"{len(parts)} cases gathered, losses and verdicts equal to those of one run",
+        wrong=wrong,
+    )
+
+
+def _wait(slurm: Slurm, output: Path, command: list[str]) -> int:
+    running = slurm.start(output, *command)
+    try:
+        return running.wait(_HOURS)
+    finally:
+        running.terminate()
+
+
+def _computed(folder: Path) -> dict[str, object]:
+    """What a run's cases came to, but for times."""
+    return {
+        record.case.id: (record.outcome.status, record.training.losses, [(v.suite, v.passed) for v in record.verdicts])
+        for record in read_records(folder).records
+    }
