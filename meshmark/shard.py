@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from meshmark.selection import selection
@@ -15,14 +17,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--shard") is None:
         return
     number, parts = selection(config).shard
+    chosen = in_part([_cell(item) for item in items], number, parts)
+    config.hook.pytest_deselected(items=[item for item, mine in zip(items, chosen, strict=True) if not mine])
+    items[:] = [item for item, mine in zip(items, chosen, strict=True) if mine]
+
+
+def in_part(cells: Sequence[str | None], number: int, parts: int) -> list[bool]:
+    """Whether each test, by its case, is in part `number` of `parts`."""
     places: dict[str, int] = {}
-    mine, others = list[pytest.Item](), list[pytest.Item]()
-    for item in items:
-        cell = _cell(item)
-        place = places.setdefault(cell, len(places)) if cell else 0
-        (mine if place % parts == number - 1 else others).append(item)
-    items[:] = mine
-    config.hook.pytest_deselected(items=others)
+    turns = [places.setdefault(cell, len(places)) if cell else 0 for cell in cells]
+    return [turn % parts == number - 1 for turn in turns]
 
 
 def _cell(item: pytest.Item) -> str | None:

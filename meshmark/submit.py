@@ -94,9 +94,7 @@ def add_submit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ntasks-per-node", type=int, default=1, metavar="N", help="1 (default), or one a GPU")
     parser.add_argument("--results", type=Path, default=Path("results"), metavar="DIR", help="which all nodes see")
     parser.add_argument("--sbatch", default="", metavar="OPTIONS", help="of sbatch, such as '--time=2:00:00 -p gpu'")
-    parser.add_argument(
-        "--retries", type=int, default=2, metavar="N", help="of tasks that a lost node or a limit ended"
-    )
+    parser.add_argument("--retries", type=int, default=2, metavar="N", help="of tasks that were cut off (default: 2)")
     parser.add_argument("--dry-run", action="store_true", help="print the script and the command")
     parser.add_argument("pytest", nargs=argparse.REMAINDER, metavar="-- OPTIONS", help="of pytest, for every task")
     parser.set_defaults(run=submit)

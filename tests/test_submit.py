@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,23 +18,27 @@ from meshmark.run.merge import merge
 from meshmark.run.record import Outcome, Status
 from meshmark.run.record_file import RecordFile, read_records
 from meshmark.run.session import Session
+from meshmark.shard import in_part
 from tests.factories import make_case, make_good, make_timed
 
 ROOT = Path(__file__).parent.parent
 
 
-def collected(*arguments: str) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "suites", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return [line for line in done.stdout.splitlines() if "::" in line]
-
-
 def test_parts_are_the_whole_and_a_case_is_in_one() -> None:
-    whole, parts = collected("--world", "2"), [collected("--world", "2", "--shard", f"{i}/3") for i in (1, 2, 3)]
-    assert sorted(test for each in parts for test in each) == sorted(whole)
-    cases = [{test.partition("[")[2] for test in each} for each in parts]
-    assert all(cases) and not cases[0] & cases[1] and not cases[1] & cases[2] and not cases[0] & cases[2]
-    assert max(map(len, cases)) - min(map(len, cases)) <= 1
+    cells = ["a", "a", None, "b", "c", "a", "d", "b", "e"]
+    chosen = [in_part(cells, number, 3) for number in (1, 2, 3)]
+    assert all(sum(each) == 1 for each in zip(*chosen, strict=True)), "each test in one"
+    parts = [{cell for cell, mine in zip(cells, each, strict=True) if mine} for each in chosen]
+    assert parts == [{"a", None, "d"}, {"b", "e"}, {"c"}]
+
+
+def test_a_part_of_the_suites_is_some_of_their_cases() -> None:
+    """All tests of each of its cases."""
+    command = [sys.executable, "-m", "pytest", "suites", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    chosen = ["--adapters", "ddp,fsdp2,gpipe", "--shard", "2/2"]
+    done = subprocess.run([*command, *chosen], cwd=ROOT, capture_output=True, text=True, check=True)
+    cases = [line.partition("[")[2] for line in done.stdout.splitlines() if "::" in line]
+    assert cases and set(Counter(cases).values()) == {4} and "deselected" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "2", "/", "1/0", "a/b", "1/2/3"])

@@ -51,10 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(ending, _interrupt)
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="mmc-"))
     rows = list[Row]()
-    rows += _under_slurm(
-        folder / "loopback", [], [trial for trial in ON_LOOPBACK if re.search(parsed.k, trial.__name__)]
+    on_loopback, in_networks = (
+        [trial for trial in trials if re.search(parsed.k, trial.__name__)] for trials in (ON_LOOPBACK, IN_NETWORKS)
     )
-    if chosen := [trial for trial in IN_NETWORKS if re.search(parsed.k, trial.__name__)]:
+    rows += _under_slurm(folder / "loopback", [], on_loopback)
+    if in_networks:
         with two_networks() as networks:
             rows += _under_slurm(folder / "networks", networks, in_networks)
     good = not any(row.wrong for row in rows)

@@ -113,3 +113,42 @@ def _computed(folder: Path) -> dict[str, object]:
         record.case.id: (record.outcome.status, record.training.losses, [(v.suite, v.passed) for v in record.verdicts])
         for record in read_records(folder).records
     }
+
+
+def job_array(slurm: Slurm) -> Row:
+    """`meshmark submit` in two tasks of one node each, and the same command at once: equal but for times."""
+    folder = slurm.folder / "submitted"
+    pytest = ["--adapters", "ddp,gpipe,fsdp2", "--workload", "gpt-mini", "-k", "equivalence", "-p", "no:cacheprovider"]
+    submit = ["meshmark", "submit", "--tasks=2", f"--results={folder}", "--", *pytest]
+    began = time.monotonic()
+    code = _wait(slurm, slurm.folder / "submitted.out", submit)
+    seconds = time.monotonic() - began
+    alone = ["pytest", "--pyargs", "meshmark.suites", *pytest, "--results", str(slurm.folder / "at-once")]
+    wrong = [f"submit ended with {code}: {(slurm.folder / 'submitted.out').read_text()[-800:]}"] if code else []
+    wrong += ["the run at once failed"] if _wait(slurm, slurm.folder / "at-once.out", alone) else []
+    parts, whole = (_computed(slurm.folder / name) for name in ("submitted", "at-once"))
+    wrong += [f"{case}: differs from the run at once" for case in whole if parts.get(case) != whole[case]]
+    wrong += [] if len(whole) > 2 and parts.keys() == whole.keys() else [f"{len(parts)} cases, at once {len(whole)}"]
+    return Row(
+        engine="SLURM, meshmark submit",
+        shape="job array, 2 tasks x 1 node x 2 ranks",
+        seconds=seconds,
+        told=f"{len(parts)} cases gathered, losses and verdicts equal to those of one run",
+        wrong=wrong,
+    )
+
+
+def _wait(slurm: Slurm, output: Path, command: list[str]) -> int:
+    running = slurm.start(output, *command)
+    try:
+        return running.wait(_HOURS)
+    finally:
+        running.terminate()
+
+
+def _computed(folder: Path) -> dict[str, object]:
+    """What a run's cases came to, but for times."""
+    return {
+        record.case.id: (record.outcome.status, record.training.losses, [(v.suite, v.passed) for v in record.verdicts])
+        for record in read_records(folder).records
+    }

@@ -18,7 +18,7 @@ def merge(folders: Iterable[Path], into: Path) -> Reading:
     complaints, held = list[str](), set[object]()
     with contextlib.suppress(ResultsError):
         there = read_records(into)
-        held = {_name(line) for line in [*there.sessions, *there.records]}
+        held = {*map(_name, there.sessions), *map(_name, there.records)}
     with contextlib.closing(RecordFile(into)) as file:
         for folder in folders:
             try:
@@ -27,7 +27,8 @@ def merge(folders: Iterable[Path], into: Path) -> Reading:
                 complaints.append(str(error))
                 continue
             complaints += [f"{folder.name}: {complaint}" for complaint in reading.complaints]
-            for line in [*reading.sessions, *reading.records]:
+            lines: list[Record | Session] = [*reading.sessions, *reading.records]
+            for line in lines:
                 if (name := _name(line)) not in held:
                     file.append(line)
                     held.add(name)
