@@ -80,7 +80,7 @@ def job_array(slurm: Slurm) -> Row:
     """`meshmark submit` in two tasks of one node each, and the same command at once: equal but for times."""
     folder = slurm.folder / "submitted"
     pytest = ["--adapters", "ddp,gpipe,fsdp2", "--workload", "gpt-mini", "-k", "equivalence", "-p", "no:cacheprovider"]
-    submit = ["meshmark", "submit", "--tasks=2", f"--results={folder}", "--sbatch=--ntasks=1", "--", *pytest]
+    submit = ["meshmark", "submit", "--tasks=2", f"--results={folder}", "--", *pytest]
     began = time.monotonic()
     code = _wait(slurm, slurm.folder / "submitted.out", submit)
     seconds = time.monotonic() - began
