@@ -1,17 +1,19 @@
 """The error rates of `meshmark ab`'s sequential test on real frameworks: A against A, and a planted slow-down.
 
-python -m benchmarks.ab [--pairs 300] [--minutes 20]
+python -m benchmarks.ab [--pairs 300] [--minutes 20] [--keep results/ab-pairs.jsonl]
 
-Pairs of real launches (a fresh process a rank each, in the order AB, BA) of one engine against itself, and against
+Every pair is kept as it is measured, and the same command goes on from there: a quiet hour may come in pieces. Pairs of
+real launches (a fresh process a rank each, in the order AB, BA) of one engine against itself, and against
 itself with a pause of 3 % and of 1 % of every step. Each run of the test draws its pairs from those that were measured,
 in blocks of two as they came, so that any number of runs comes of a limited number of launches; what is printed names
-both numbers.
+both numbers. It ends with 1 where a promise is not kept, and with 5 while pairs are missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import statistics
 import tempfile
@@ -21,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.slowed import HONEST, SLOWED
+from meshmark.environment import describe
 from meshmark.regression.alternate import MARGIN, Trial
 from meshmark.regression.change import Standing
 from meshmark.regression.sequential import LEAST_PAIRS
@@ -35,6 +38,9 @@ from meshmark.spec.workload import workload
 
 RUNS = 300
 MOST_PAIRS = 200
+FOUND = "Slow3"
+LEAST_FOUND = 0.9
+"""Of runs, at a slow-down of 3 %."""
 
 
 def measure(runner: Runner, adapter: str) -> float:
@@ -47,16 +53,37 @@ def measure(runner: Runner, adapter: str) -> float:
     return math.log(statistics.fmean(map(max, zip(*ranks, strict=True))))
 
 
-def pairs(runner: Runner, a: str, b: str, count: int, until: float) -> list[float]:
-    """Differences of logarithms, pair by pair."""
-    found = list[float]()
-    while len(found) < count and time.monotonic() < until:
-        if len(found) % 2 == 0:
-            ours, theirs = measure(runner, a), measure(runner, b)
-        else:
-            theirs, ours = measure(runner, b), measure(runner, a)
-        found.append(theirs - ours)
-    return found
+class Kept:
+    """Differences of logarithms, pair by pair, in a file that the next run reads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        here = describe("cpu", "gloo", 1)
+        self._where = {"machine": here.machine, "torch": here.versions["torch"]}
+        self._lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if elsewhere := [line for line in self._lines if {name: line[name] for name in self._where} != self._where]:
+            raise SystemExit(f"{path}: {len(elsewhere)} pairs are of another machine or torch: --keep another file")
+
+    def of(self, b: str) -> list[float]:
+        """In whole blocks of AB and BA: half a block of an earlier run has no other half of its time."""
+        return [line["difference"] for line in self._lines if line["b"] == b]
+
+    def add(self, b: str, block: tuple[float, float]) -> None:
+        """On disk when this returns, both or (but for a torn line, which the next run refuses) none."""
+        lines = [{"b": b, "difference": difference, **self._where} for difference in block]
+        self._lines += lines
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def pairs(runner: Runner, b: str, kept: Kept, count: int, until: float) -> list[float]:
+    """Differences of logarithms, pair by pair: those kept, and more until there are enough or the time is up."""
+    while len(kept.of(b)) < count and time.monotonic() < until:
+        first, second = (measure(runner, name) for name in (HONEST, b))
+        third, fourth = (measure(runner, name) for name in (b, HONEST))
+        kept.add(b, (second - first, third - fourth))
+    return kept.of(b)
 
 
 def decided(differences: list[float], rng: np.random.Generator, *, equal: bool) -> list[tuple[Standing, int]]:
@@ -75,13 +102,36 @@ def decided(differences: list[float], rng: np.random.Generator, *, equal: bool) 
     return ends
 
 
-def main() -> None:
+def told(b: str, found: list[float], rng: np.random.Generator) -> tuple[str, dict[Standing, float]]:
+    """What is printed of one comparison, and the shares of runs that ended so."""
+    ends = decided(found, rng, equal=b == HONEST)
+    shares = {standing: sum(end is standing for end, _ in ends) / RUNS for standing in Standing}
+    text = (
+        f"{HONEST} against {b}: {len(found)} pairs scatter by {statistics.stdev(found):.1%} around "
+        f"{statistics.fmean(found):+.2%}; of {RUNS} runs "
+        + ", ".join(f"{share:.1%} {standing}" for standing, share in shares.items())
+        + f"; {statistics.median(n for _, n in ends):.0f} pairs in the median"
+    )
+    return text, shares
+
+
+def broken(b: str, shares: dict[Standing, float]) -> bool:
+    """Whether the promise of this comparison is; of a slow-down of 1 % there is none, it is only told."""
+    if b == HONEST:
+        return shares[Standing.WORSE] + shares[Standing.BETTER] > ALPHA
+    return b == FOUND and shares[Standing.WORSE] < LEAST_FOUND
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=300)
     parser.add_argument("--minutes", type=float, default=20.0, help="at most, of each comparison")
+    parser.add_argument(
+        "--keep", type=Path, default=Path("results/ab-pairs.jsonl"), help="what the next run goes on from"
+    )
     asked = parser.parse_args()
     targets = {name: f"benchmarks.slowed:{name}" for name in (HONEST, *SLOWED)}
-    rng = np.random.default_rng(0)
+    rng, kept, missing, failed = np.random.default_rng(0), Kept(asked.keep), False, False
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         launcher = ForkserverLauncher(stack.enter_context(Cluster(ClusterSpec())))
@@ -89,18 +139,18 @@ def main() -> None:
         runner = stack.enter_context(contextlib.closing(Runner(launcher, targets, options, Path(folder))))
         measure(runner, HONEST)
         for b in (HONEST, *SLOWED):
-            found = pairs(runner, HONEST, b, asked.pairs, time.monotonic() + 60 * asked.minutes)
-            print(" ".join(f"{difference:.4f}" for difference in found))
-            ends = decided(found, rng, equal=b == HONEST)
-            counts = {s: sum(end is s for end, _ in ends) for s in Standing}
-            print(
-                f"{HONEST} against {b}: {len(found)} pairs scatter by {statistics.stdev(found):.1%} around "
-                f"{statistics.fmean(found):+.2%}; of {RUNS} runs "
-                + ", ".join(f"{share / RUNS:.1%} {standing}" for standing, share in counts.items())
-                + f"; {statistics.median(n for _, n in ends):.0f} pairs in the median",
-                flush=True,
-            )
+            found = pairs(runner, b, kept, asked.pairs, time.monotonic() + 60 * asked.minutes)
+            if len(found) < max(asked.pairs, LEAST_PAIRS):
+                missing = True
+                print(
+                    f"{HONEST} against {b}: {len(found)} of {asked.pairs} pairs; the same command goes on", flush=True
+                )
+            if len(found) >= LEAST_PAIRS:
+                text, shares = told(b, found, rng)
+                failed = failed or broken(b, shares)
+                print(text, flush=True)
+    return 5 if missing else int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -10,6 +10,7 @@ from meshmark.conformance.clauses import Clause
 from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.regression.gatekeeper import Gatekeeper
+from meshmark.report.failure_text import of_changes, of_outcome, of_verdict
 from meshmark.run.record import Record, Status
 from meshmark.spec.case import Case
 
@@ -21,11 +22,7 @@ def expect_ran(record: Record) -> None:
     if outcome.status is Status.SKIPPED:
         pytest.skip(outcome.message)
     if outcome.status is not Status.OK:
-        stacks = "".join(f"\n--- stack of rank {rank}\n{stack}" for rank, stack in outcome.stacks.items())
-        where = "" if outcome.rank is None else f" on rank {outcome.rank}"
-        log = f"--- end of rank {outcome.rank}'s log\n{outcome.log_tail}" if where else ""
-        details = f"\n{outcome.traceback or log}{stacks}".rstrip()
-        pytest.fail(f"{record.case.id}: {outcome.status}{where}: {outcome.message}{details}", pytrace=False)
+        pytest.fail(of_outcome(record), pytrace=False)
 
 
 def expect(record: Record, suite: str, baseline: Gatekeeper | None = None) -> None:
@@ -38,10 +35,7 @@ def expect(record: Record, suite: str, baseline: Gatekeeper | None = None) -> No
         too_many = f"{record.case.workload.model.num_parameters:,} parameters are too many for a float64 truth"
         pytest.skip(too_many if suite == "equivalence" else f"{suite}: not planned")
     if not verdict.passed:
-        facts = dict(verdict.evidence)
-        likely = f"{facts.pop('diagnosis')}\n  " if "diagnosis" in facts else ""
-        evidence = "\n".join(f"  {name}: {value}" for name, value in facts.items())
-        pytest.fail(f"{record.case.id}: {likely}{verdict.summary}\n{evidence}", pytrace=False)
+        pytest.fail(of_verdict(record, verdict), pytrace=False)
     expect_no_worse(record, suite, baseline)
 
 
@@ -59,8 +53,8 @@ def expect_no_worse(record: Record, suite: str, baseline: Gatekeeper | None) -> 
         warnings.warn(NoBaselineWarning(told), stacklevel=2)
         return
     if failing := baseline.failing(record, suite):
-        told = "\n".join(f"  {change.metric} {change.difference}" for change in failing)
-        pytest.fail(f"{record.case.id}: worse than baseline {baseline.folder}\n{told}", pytrace=False)
+        changes = [f"{change.metric} {change.difference}" for change in failing]
+        pytest.fail(of_changes(record, str(baseline.folder), changes), pytrace=False)
 
 
 def expect_not_wrong(observed: Record | None) -> None:

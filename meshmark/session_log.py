@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from meshmark.errors import ResultsError
+from meshmark.report.failure_text import row
 from meshmark.run.record import SCHEMA
 from meshmark.run.record_file import RecordFile
 from meshmark.run.session import Attempt, Ending, Session
@@ -55,17 +56,30 @@ def _planned(item: pytest.Item) -> Attempt | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
     attempts = item.config.stash.get(ATTEMPTS, {})
     before = attempts.get(item.nodeid)
+    told = call.excinfo.exconly() if call.excinfo else ""
+    if before and call.excinfo:
+        _add_command(item, call.excinfo.value, before)
+    report = yield
     if before and report.failed:
-        told = call.excinfo.exconly() if call.excinfo else report.longreprtext
+        told = told or report.longreprtext
         attempts[item.nodeid] = dataclasses.replace(
             before, ending=Ending.FAILED, message=told[:_MESSAGE_CHARACTERS], command=_repeat(item)
         )
     elif before and before.ending is not Ending.FAILED and (report.skipped or report.when == "call"):
         attempts[item.nodeid] = dataclasses.replace(before, ending=Ending(report.outcome))
     return report
+
+
+def _add_command(item: pytest.Item, error: BaseException, attempt: Attempt) -> None:
+    """What a failure of ours ends with, also where the terminal is all that is left of a run."""
+    if isinstance(error, pytest.fail.Exception) and not error.pytrace:
+        lines = [str(error.msg), row("again", _repeat(item))]
+        if not attempt.conforming:  # a clause stands on several records
+            rest = shlex.join(["meshmark", "show", attempt.case, str(selection(item.config).results)])
+            lines.append(row("all of it", rest))
+        error.msg = "\n".join(lines)
 
 
 def _repeat(item: pytest.Item) -> str:

@@ -157,6 +157,10 @@ def test_other_conditions_are_refused() -> None:
     expect_conditions(found, make_environment(backend="", versions={"torch": "2.13.0", "pandas": "9"}))
     with pytest.raises(ResultsError, match=r"machine: Abacus 3000 there, Abacus 4000 here.*--across"):
         expect_conditions(found, make_environment(machine="Abacus 4000"))
+    untimed = dataclasses.replace(found, gate=parse_gate("wrong,bigger:1%"))
+    expect_conditions(untimed, make_environment(machine="Abacus 4000", num_cpus=3))
+    with pytest.raises(ResultsError, match="torch: 2.13.0 there, 2.14.0 here"):
+        expect_conditions(untimed, make_environment(versions={"torch": "2.14.0"}))
 
 
 def test_pytest_refuses_a_baseline_of_other_conditions_or_cases() -> None:

@@ -252,6 +252,24 @@ def test_other_conditions_are_refused_unless_asked_for(change: dict[str, Any], w
     assert not compare([one], [commit]).conditions
 
 
+def test_what_no_machine_changes_is_gated_on_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Verdicts and bytes are; times of another machine are neither compared nor told. Other versions are refused."""
+    elsewhere = make_environment(machine="Abacus 4000")
+    grown = make_memory_evidence(readings=[make_memory(), make_memory(activations=2000)])
+    before = write(tmp_path / "before", [make_good(), timed(0.1)])
+    after = write(
+        tmp_path / "after", [make_good(environment=elsewhere, memory=grown), timed(0.2, environment=elsewhere)]
+    )
+    assert main(["compare", before, after, "--fail-on", "wrong,bigger:1%,slower:3%"]) == 2
+    assert "--fail-on wrong,bigger:1%, without slower" in capsys.readouterr().err
+    assert main(["compare", before, after, "--fail-on", "wrong,bigger:1%"]) == 1
+    said = capsys.readouterr().out
+    assert "FAILED by --fail-on bigger" in said and "conditions differ: machine" in said and "tokens/s" not in said
+    newer = write(tmp_path / "newer", [make_good(environment=make_environment(versions={"torch": "2.14.0"}))])
+    assert main(["compare", before, newer, "--fail-on", "wrong,bigger:1%"]) == 2
+    assert "without slower" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "text, words",
     [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -15,6 +17,7 @@ from meshmark.expect import expect, expect_clause
 from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.report.conformance import columns
+from meshmark.report.failure_text import MOST_LINES
 from meshmark.run.record import Outcome, Record, Status
 from meshmark.run.verdict import judge_equivalence
 from meshmark.spec.case import Case
@@ -45,8 +48,10 @@ def wrong(scenario: str = "plain", diagnosis: Diagnosis = REDUCTION, drifts: Seq
 def test_the_diagnosis_comes_first() -> None:
     lines = failure(lambda: expect(wrong(), "equivalence")).splitlines()
     assert lines[0] == f"{BASE.id}: {REDUCTION.text}"
-    assert "x its noise" in lines[1]
-    assert "worst_quantity" in lines[2] and not any("diagnosis" in line for line in lines)
+    assert lines[1].startswith("  how much") and "x its noise" in lines[1]
+    assert lines[2].startswith("  where") and "gradients/head.norm.bias, step 1" in lines[2]
+    assert re.search(r"off +\d+ of \d+ comparisons", lines[3])
+    assert len(lines) <= MOST_LINES
 
 
 def test_without_a_diagnosis_the_summary_does() -> None:
@@ -54,6 +59,43 @@ def test_without_a_diagnosis_the_summary_does() -> None:
     verdict = dataclasses.replace(record.verdicts[1], passed=False)
     lines = failure(lambda: expect(dataclasses.replace(record, verdicts=[verdict]), "memory")).splitlines()
     assert lines[0] == f"{record.case.id}: {verdict.summary}"
+
+
+def test_bytes_say_where_how_much_and_what_to_mend() -> None:
+    facts = {
+        "category": "activations",
+        "rank": 1,
+        "measured_bytes": 2000.0,
+        "planned_bytes": 1000.0,
+        "declared": "cats",
+    }
+    verdict = make_verdict("memory", passed=False, summary="activations: 2,000 bytes; mend it; or that", evidence=facts)
+    lines = failure(lambda: expect(dataclasses.replace(make_good(), verdicts=[verdict]), "memory")).splitlines()
+    assert lines[0].endswith(": activations: 2,000 bytes")
+    assert [line.split(maxsplit=1)[0] for line in lines[1:]] == ["where", "how", "declared", "mend", "mend"]
+    assert "activations on rank 1" in lines[1] and "+1,000 bytes of 1,000" in lines[2]
+
+
+def test_a_crash_says_where_and_a_hang_where_each_rank_stands() -> None:
+    trace = 'Traceback:\n  File "a.py", line 3, in outer\n  File "b.py", line 7, in inner\n' + "ValueError: no\n" * 50
+    raised = Outcome(status=Status.RAISED, rank=1, message="ValueError: no\nsecond line", traceback=trace)
+    lines = failure(lambda: expect(make_good(outcome=raised, verdicts=[]), "equivalence")).splitlines()
+    assert lines[0].endswith("raised on rank 1: ValueError: no") and "second line" in lines[1]
+    assert "b.py:7 in inner" in lines[2] and len(lines) == 3
+    library = f'File "{json.__file__}", line 5 in wait'
+    stacks = {
+        r: f'Thread 0x1 (most recent call first):\n  {library}\n  File "own{r}.py", line 9 in step' for r in range(9)
+    }
+    hung = Outcome(status=Status.HUNG, message="no end within 8 s", stacks=stacks)
+    lines = failure(lambda: expect(make_good(outcome=hung, verdicts=[]), "equivalence")).splitlines()
+    assert lines[1].endswith("in wait < own0.py:9 in step") and 4 < len(lines) <= MOST_LINES
+
+
+def test_a_failure_is_ten_lines_whatever_it_holds() -> None:
+    long = "\n".join(f"line {i} " + "x" * 10_000 for i in range(1000))
+    outcome = Outcome(status=Status.EXITED, rank=0, message=long, log_tail=long)
+    told = failure(lambda: expect(make_good(outcome=outcome, verdicts=[]), "memory"))
+    assert len(told.splitlines()) <= MOST_LINES and len(told) < 5000
 
 
 def test_too_slow_fails_and_says_so() -> None:

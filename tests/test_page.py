@@ -65,6 +65,10 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.texts).split())
 
 
+GATED = "Failed: ddp: worse than baseline baselines/main: peak memory activations on rank 1: 1,000 -> 2,000"
+"""Which no record tells by itself, beside what its verdicts tell."""
+
+
 def records() -> list[Record | Session]:
     fsdp2 = make_case("fsdp2")
     deviation = Deviation(distance=3.0, scale=1.0, factor=1.0)
@@ -81,7 +85,9 @@ def records() -> list[Record | Session]:
         attempts=[
             Attempt(
                 test="t[fsdp2]", case=fsdp2.id, conforming=False, ending=Ending.FAILED, message="x", command=COMMAND
-            )
+            ),
+            Attempt(test="t[ddp]", case=make_case().id, conforming=False, ending=Ending.FAILED, message=GATED),
+            Attempt(test="u[fsdp2]", case=fsdp2.id, conforming=False, ending=Ending.FAILED, message=GATED),
         ],
     )
     return [
@@ -125,6 +131,7 @@ def test_every_failure_has_its_stack_and_the_command_that_repeats_it(page: Page)
     assert "gpipe-dp2.mb2-mini-fp32: hung, rank 1" in told and "--- stack of rank 1 File a.py, line 7" in told
     assert "pytest suites -k gpipe-dp2.mb2-mini-fp32" in told
     assert "t[fsdp2]" not in told, "its verdict tells of it"
+    assert "t[ddp]" in told and "u[fsdp2]" in told and told.count("activations on rank 1: 1,000 -> 2,000") == 4
 
 
 def test_what_is_drawn_is_what_was_recorded(page: Page) -> None:

@@ -17,12 +17,17 @@ import pytest
 import torch
 
 from meshmark.environment import describe
+from meshmark.options import chosen_workloads
 from meshmark.run.record_file import RecordFile
+from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
+from tests.ci_commands import JOBS, commands_of_job
 from tests.factories import make_case, make_good, make_timed, make_timing
 from tests.test_plan_search import sweep_rows, write_table
 
 ROOT = Path(__file__).parent.parent
+BF16 = Precision.PRESETS["bf16"]
 PAGES = sorted([ROOT / "README.md", ROOT / "baselines" / "README.md", *ROOT.glob("docs/**/*.md")])
 PAGES.remove(ROOT / "docs" / "architecture.md")  # generated, and without commands but the one that generates it
 CORE = ("--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"))
@@ -66,13 +71,21 @@ def prepare(folder: Path) -> None:
     case = make_case(workload=workload("gpt-tiny"))
     about = {"case": case, "environment": describe("cpu", "gloo", 1)}
     timing = make_timing(rank_step_seconds=[[0.5] * 16] * 2)
-    for results in ("results", "results/first", "results/ci", "before", "after"):
+    large = [chosen_workloads("gpt-1.3b", None, 2 * ranks)[0] for ranks in (8, 16)]
+    gated = {
+        f"baselines/{name}": make_case(
+            layout=Layout(dp=w.global_batch // 2, num_micro_batches=2), workload=w, precision=BF16
+        )
+        for name, w in zip(("gpu", "cluster"), large, strict=True)
+    }
+    plain = ("results", "results/first", "results/ci", "results/gpu", "baselines/main", "before", "after")
+    for results, one in {**dict.fromkeys(plain, case), **gated}.items():
         file = RecordFile(folder / results)
-        file.append(make_good(**about))
-        file.append(make_timed(**about, timing=timing))
+        file.append(make_good(**{**about, "case": one}))
+        file.append(make_timed(**{**about, "case": one}, timing=timing))
         file.close()
     write_table(folder / "layouts.csv", sweep_rows(1))
-    (folder / "suite.toml").write_text('[[cases]]\nadapters = ["ddp"]\nsuites = ["equivalence"]\n')
+    (folder / "suite.toml").write_text((ROOT / "examples" / "ci" / "suite.toml").read_text())
     (folder / "path" / "to").mkdir(parents=True)
     for place in (folder, folder / "path" / "to"):
         (place / "mine.py").write_text(OUTSIDE)
@@ -195,7 +208,8 @@ WRONG = [
 def complaint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """By command, of every page and of wrong ones; in their order, for one may read what another wrote."""
     pages = [command for page in PAGES for command in commands_of(page.read_text())]
-    return complaints(list(dict.fromkeys([*pages, *WRONG])), tmp_path_factory.mktemp("reader"))
+    jobs = [command for path in JOBS for command in commands_of_job(path)]
+    return complaints(list(dict.fromkeys([*pages, *jobs, *WRONG])), tmp_path_factory.mktemp("reader"))
 
 
 COMMANDING = [page for page in PAGES if commands_of(page.read_text())]
@@ -210,6 +224,12 @@ def test_pages_that_teach_commands_are_read() -> None:
 def test_every_command_of_a_page_runs(page: Path, complaint: dict[str, str]) -> None:
     commands = commands_of(page.read_text())
     assert not {command: complaint[command] for command in commands if command in complaint}
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
+def test_every_command_of_a_job_runs(path: Path, complaint: dict[str, str]) -> None:
+    commands = commands_of_job(path)
+    assert commands and not {command: complaint[command] for command in commands if command in complaint}
 
 
 @pytest.mark.parametrize("command", WRONG)

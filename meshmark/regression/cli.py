@@ -59,7 +59,8 @@ def add_gate(parser: argparse.ArgumentParser) -> None:
 def _compare(parsed: argparse.Namespace) -> int:
     gate = parse_gate(parsed.fail_on) if parsed.fail_on is not None else None
     before, after = (read_side(path) for path in (parsed.before, parsed.after))
-    found = compare(before, after, across=parsed.across, margin=gate.margin if gate else None)
+    timed, margin = (gate.timed, gate.margin) if gate else (True, None)
+    found = compare(before, after, across=parsed.across, timed=timed, margin=margin)
     if parsed.output:
         titles = str(parsed.before), str(parsed.after)
         write(parsed.output, page(found, titles, shlex.join(["meshmark", "compare", *titles])))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshmark.errors import ResultsError
 from meshmark.regression.change import Change, Kind, Standing
-from meshmark.regression.conditions import differences, expect_alike
+from meshmark.regression.conditions import OF_TIMES, differences, expect_alike
 from meshmark.regression.exact import exact_changes
 from meshmark.regression.runs import CaseRuns, Key, by_case, names
 from meshmark.regression.samples import samples
@@ -35,10 +35,17 @@ class Comparison:
 
 
 def compare(
-    before: Sequence[Record], after: Sequence[Record], *, across: bool = False, margin: float | None = None
+    before: Sequence[Record],
+    after: Sequence[Record],
+    *,
+    across: bool = False,
+    timed: bool = True,
+    margin: float | None = None,
 ) -> Comparison:
-    """Of two readings. Raises `ResultsError` where they have no case in common, or (without `across`) were measured
-    under other conditions."""
+    """Of two readings; without `timed` nobody asks for times, and those of different machines are left out.
+
+    Raises `ResultsError` where they have no case in common, or (without `across`) were measured under other conditions.
+    """
     ours, theirs = by_case(before), by_case(after)
     common = [key for key in ours if key in theirs]
     clauses = list(clause_changes(before, after))
@@ -46,17 +53,19 @@ def compare(
         raise ResultsError(
             f"A and B have no case in common: A holds {_some(ours)}, B {_some(theirs)}; run the same cases into both"
         )
+    different = differences(_records(ours, common), _records(theirs, common))
     if not across:
-        expect_alike(_records(ours, common), _records(theirs, common))
+        expect_alike(different, timed=timed)
     name = names(list(ours | theirs))
     changes = [change for key in common for change in _untimed(name[key], ours[key], theirs[key])]
     changes += [_missing(name[key], ours[key]) for key in ours if key not in theirs and _ran(ours[key])]
+    times = _timed(ours, theirs, name, margin) if timed or not different.keys() & set(OF_TIMES) else []
     return Comparison(
-        changes=[*changes, *clauses, *_timed(ours, theirs, name, margin)],
+        changes=[*changes, *clauses, *times],
         num_cases=len(common),
         only_before=[name[key] for key in ours if key not in theirs],
         only_after=[name[key] for key in theirs if key not in ours],
-        conditions=differences(_records(ours, common), _records(theirs, common)),
+        conditions=different,
     )
 
 

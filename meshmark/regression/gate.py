@@ -30,6 +30,11 @@ class Gate:
         ]
 
     @property
+    def timed(self) -> bool:
+        """Whether times fail."""
+        return Kind.SLOWER in self.limits
+
+    @property
     def margin(self) -> float | None:
         """The slow-down that must be told apart from none."""
         return self.limits.get(Kind.SLOWER) or None

@@ -9,7 +9,7 @@ from pathlib import Path
 from meshmark.environment import Environment
 from meshmark.errors import ResultsError
 from meshmark.regression.change import Change
-from meshmark.regression.conditions import conditions, told
+from meshmark.regression.conditions import conditions, hinders, told, without
 from meshmark.regression.exact import exact_changes
 from meshmark.regression.gate import Gate
 from meshmark.regression.runs import CaseRuns, Key, by_case, key_of
@@ -82,16 +82,17 @@ def expect_conditions(keeper: Gatekeeper, here: Environment) -> None:
             if record.environment.device == here.device:
                 for name, value in conditions(record.environment).items():
                     values.setdefault(name, set()).add(value)
-    ours = {name: value for name, value in conditions(here).items() if value}
-    different = [
-        f"{name}: {told(values[name])} there, {value} here"
+    ours = {n: value for n, value in conditions(here).items() if value and hinders(n, timed=keeper.gate.timed)}
+    different = {
+        name: f"{name}: {told(values[name])} there, {value} here"
         for name, value in ours.items()
         if values.get(name, {""}) - {""} and values[name] != {value}
-    ]
+    }
     if different:
         raise ResultsError(
-            f"baseline {str(keeper.folder)!r} was measured under other conditions ({'; '.join(different)}): accept one "
-            "that was made here, or give --across where the conditions are what you compare"
+            f"baseline {str(keeper.folder)!r} was measured under other conditions ({'; '.join(different.values())}): "
+            "accept one that was made here, or give --across where the conditions are what you compare"
+            f"{without(different)}"
         )
 
 

@@ -20,6 +20,7 @@ from meshmark.report import tables
 from meshmark.report.baseline import Baseline
 from meshmark.report.clause_grid import Clauses, clauses
 from meshmark.report.communication import communication, departures
+from meshmark.report.failure_text import WORSE
 from meshmark.report.grid import Grid, grid
 from meshmark.report.guard import rendered
 from meshmark.report.markdown import one_line, visible
@@ -179,8 +180,10 @@ def _failures(latest: Iterable[Record], reading: Reading) -> Iterator[Failed]:
     left = {kind: failing(reading.sessions, conforming=kind) for kind in (False, True)}
     for record in latest:
         attempts = [attempt for attempt in left[False] if attempt.case == record.case.id]
-        left[False] = [attempt for attempt in left[False] if attempt.case != record.case.id or attempt not in attempts]
-        yield from _of_record(record, _command(record, attempts))
+        found = list(_of_record(record, _command(record, attempts)))
+        told = [attempt for attempt in attempts if found and WORSE not in attempt.message]
+        left[False] = [attempt for attempt in left[False] if attempt not in told]
+        yield from found
     for attempt in (*left[False], *left[True]):
         yield Failed(
             title=attempt.test, told=_first_line(attempt.message), evidence=attempt.message, command=attempt.command

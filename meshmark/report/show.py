@@ -48,6 +48,9 @@ def _lines(record: Record) -> Iterator[str]:
         yield f"  {verdict.suite:<14} {result}: {one_line(verdict.summary)}"
         if "diagnosis" in verdict.evidence:
             yield f"  {'':<14} likely {one_line(str(verdict.evidence['diagnosis']))}"
+        if not verdict.passed:
+            facts = verdict.evidence.items()
+            yield from (f"  {'':<14} {name}: {one_line(str(value))}" for name, value in facts if name != "diagnosis")
     yield from _measured(record)
     for remark in record.remarks:
         yield f"  remark         {one_line(remark)}"

@@ -1,0 +1,101 @@
+"""A failing test in at most ten lines: what, likely why, how much, where; the plugin adds the command that repeats it.
+
+All of it, stacks and logs, is in the record: `meshmark show CASE`.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+
+from meshmark.clip import clip
+from meshmark.report.markdown import visible
+from meshmark.run.record import Outcome, Record, Verdict
+
+MOST_LINES = 8
+"""Of the text here; two more say how to repeat it and where the rest is."""
+WORSE = "worse than baseline"
+"""What no record tells by itself."""
+_CHARACTERS = 400
+_FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+),? in (?P<name>.*)')
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+
+
+def of_outcome(record: Record) -> str:
+    """Of a pass that did not reach its end."""
+    outcome = record.outcome
+    where = "" if outcome.rank is None else f" on rank {outcome.rank}"
+    first, *more = outcome.message.splitlines() or [""]
+    rows = [("", line.strip()) for line in more[:2] if line.strip()]
+    return _text(f"{record.case.id}: {outcome.status}{where}: {first}", [*rows, *_places(outcome)])
+
+
+def _places(outcome: Outcome) -> Iterator[tuple[str, str]]:
+    """Where it was: of an exception its innermost frame, of ranks that stood still each one's; else the log's end."""
+    if found := _frames(outcome.traceback):
+        yield "where", found[-1]
+    for rank, stack in list(outcome.stacks.items())[:4]:
+        yield f"rank {rank}", " < ".join(_innermost(stack)) or "no Python frame"
+    if not outcome.traceback and not outcome.stacks:
+        for line in [line for line in outcome.log_tail.splitlines() if line.strip()][-3:]:
+            yield "log", line
+
+
+def _frames(text: str) -> list[str]:
+    return [f"{each['file']}:{each['line']} in {each['name']}" for each in _FRAME.finditer(text)]
+
+
+def _innermost(stack: str) -> list[str]:
+    """Of a stack, innermost first: where it stands, and the first frame that is no library's."""
+    found = _frames(stack)
+    own = [frame for frame in found[1:] if not frame.startswith(_LIBRARIES)]
+    return [*found[:1], *own[:1]]
+
+
+def of_verdict(record: Record, verdict: Verdict) -> str:
+    """Of a suite's judgement that is not good; what to mend stands behind the summary's semicolons."""
+    facts, (summary, *mend) = verdict.evidence, verdict.summary.split("; ")
+    likely = str(facts.get("diagnosis", ""))
+    rows = [("how much", summary)] if likely else []
+    rows += [*_of_tensors(facts), *_of_bytes(facts), *(("mend", line) for line in mend)]
+    return _text(f"{record.case.id}: {likely or summary}", rows)
+
+
+def _of_tensors(facts: Mapping[str, float | int | str]) -> Iterator[tuple[str, str]]:
+    if "worst_quantity" not in facts:
+        return
+    yield "where", f"{facts['worst_quantity']}, step {facts['worst_step']}: the worst of those that are off"
+    yield "off", f"{facts['failing']} of {facts['compared']} comparisons; {facts['factor']:.3g} x noise is allowed"
+
+
+def _of_bytes(facts: Mapping[str, float | int | str]) -> Iterator[tuple[str, str]]:
+    if "measured_bytes" not in facts or "planned_bytes" not in facts:
+        return
+    measured, planned = float(facts["measured_bytes"]), float(facts["planned_bytes"])
+    group = f" among ranks {facts['ranks']}" if "ranks" in facts else ""
+    yield "where", f"{facts.get('category') or facts.get('kind')} on rank {facts['rank']}{group}"
+    yield "how much", f"{measured - planned:+,.0f} bytes of {planned:,.0f}"
+    if facts.get("declared"):
+        yield "declared", str(facts["declared"])
+
+
+def of_changes(record: Record, folder: str, changes: Sequence[str]) -> str:
+    """Of what is worse than a baseline; each change names its metric, both sides, and where."""
+    first, *others = changes
+    rows = [("also", change) for change in others[: MOST_LINES - 2]]
+    if len(others) > len(rows):
+        rows.append(("also", f"{len(others) - len(rows)} more"))
+    return _text(f"{record.case.id}: {WORSE} {folder}: {first}", rows)
+
+
+def _text(first: str, rows: Sequence[tuple[str, str]]) -> str:
+    lines = [clip(visible(first), _CHARACTERS)]
+    lines += [row(name, text) for name, text in rows[: MOST_LINES - 1]]
+    return "\n".join(lines)
+
+
+def row(name: str, text: str) -> str:
+    """One line under the first; its command is not clipped, for it is pasted."""
+    shown = visible(text)
+    return f"  {name:<10} {shown if name == 'again' else clip(shown, _CHARACTERS)}"
