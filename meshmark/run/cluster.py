@@ -87,6 +87,8 @@ class Cluster:
         self._server: StoreServer | None = None
         self._store: RunStore | None = None
         self._ended = threading.Event()
+        self.clock_ahead = 0.0
+        """By how many seconds node 0's clock is ahead of this node's."""
         self._lost = ""
         """Why the run cannot go on; empty as long as it can."""
 
@@ -100,6 +102,7 @@ class Cluster:
                 self._store = self._connect(secret)
                 threading.Thread(target=self._beat, daemon=True, name="meshmark-heartbeat").start()
                 self.exchange("join", "", seconds=_JOIN_SECONDS)
+                self.clock_ahead = self._store.clock_ahead()
             except BaseException:
                 self._close()
                 raise

@@ -115,6 +115,8 @@ def _run(watchdog: Watchdog, others: Cluster | None, request: Request) -> tuple[
         failures = watchdog.run()
     except NodeLostError as error:
         lost = str(error)
+    if others:  # whose failure was first is told by one clock
+        failures = [dataclasses.replace(f, time=f.time + others.clock_ahead) for f in failures]
     reports = [_read_report(info) for info in watchdog.ranks]
     local = {"reports": encode([r for r in reports if r]), "failures": encode(failures)}
     if others is None or lost:

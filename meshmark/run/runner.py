@@ -122,11 +122,15 @@ class Runner:
         """The record of the instrumented pass, where this session has made one."""
         return self._records.get((Task.OBSERVE, case, ""))
 
+    @property
+    def scratch(self) -> Scratch:
+        """Of this run; a call of all nodes."""
+        self._scratch = self._scratch or Scratch(self.results, self.launcher.cluster)
+        return self._scratch
+
     def checkpoint(self, base: Case) -> Path:
         """A folder of `base`'s own, for all nodes; absolute, for ranks may start elsewhere."""
-        if self._scratch is None:
-            self._scratch = Scratch(self.results, self.launcher.cluster)
-        folder = self._scratch.folder / hashlib.sha256(repr(base).encode()).hexdigest()[:16]
+        folder = self.scratch.folder / hashlib.sha256(repr(base).encode()).hexdigest()[:16]
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:
