@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.chaos.nodes import two_networks
-from benchmarks.cluster import jobs, shapes
+from benchmarks.cluster import harmless, jobs, losses, shapes
 from benchmarks.cluster.page import Found, page
 from benchmarks.cluster.row import Row
 from benchmarks.cluster.slurm import ROOT, Slurm
@@ -33,6 +33,13 @@ ON_LOOPBACK: list[Callable[[Slurm], Row]] = [
     jobs.time_limit,
 ]
 """Both nodes on this host's loopback device."""
+BY_HAND: list[Callable[[Path, Sequence[int]], list[Row]]] = [
+    harmless.harmless,
+    losses.lost,
+    losses.unlike,
+    losses.full_disk,
+]
+"""Without SLURM, in networks."""
 IN_NETWORKS: list[Callable[[Slurm], Row]] = [shapes.one_task_a_rank]
 """Each node in a network of its own."""
 
@@ -51,13 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(ending, _interrupt)
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="mmc-"))
     rows = list[Row]()
-    on_loopback, in_networks = (
-        [trial for trial in trials if re.search(parsed.k, trial.__name__)] for trials in (ON_LOOPBACK, IN_NETWORKS)
-    )
-    rows += _under_slurm(folder / "loopback", [], on_loopback)
-    if in_networks:
-        with two_networks() as networks:
-            rows += _under_slurm(folder / "networks", networks, in_networks)
+    rows += _under_slurm(folder / "loopback", [], [t for t in ON_LOOPBACK if re.search(parsed.k, t.__name__)])
+    with two_networks() as networks:
+        rows += _under_slurm(folder / "slurm", networks, [t for t in IN_NETWORKS if re.search(parsed.k, t.__name__)])
+        (folder / "by-hand").mkdir()
+        for trials in BY_HAND:
+            if re.search(parsed.k, trials.__name__):
+                rows += _told(trials(folder / "by-hand", networks))
     good = not any(row.wrong for row in rows)
     if not parsed.k:
         parsed.output.write_text(page(Found(rows=rows, seconds=time.monotonic() - started)))
@@ -73,20 +80,19 @@ def _under_slurm(folder: Path, networks: Sequence[int], trials: Sequence[Callabl
         return rows
     with Slurm(folder, networks) as slurm:
         for trial in trials:
-            row = trial(slurm)
-            rows.append(row)
-            _tell(row)
+            rows += _told([trial(slurm)])
     if left := slurm.left():
-        rows.append(Row(engine="SLURM", shape="", fault="its end", wrong=[f"left processes {left}"]))
-        _tell(rows[-1])
+        rows += _told([Row(engine="SLURM", shape="", fault="its end", wrong=[f"left processes {left}"])])
     return rows
 
 
-def _tell(row: Row) -> None:
-    seconds = "" if row.seconds is None else f", {row.seconds:.1f} s"
-    print(f"{row.engine}, {row.shape}, {row.fault}: {row.told}{seconds}", flush=True)
-    for text in row.wrong:
-        print(f"  WRONG: {' '.join(text.split())[:900]}", flush=True)
+def _told(rows: list[Row]) -> list[Row]:
+    for row in rows:
+        seconds = "" if row.seconds is None else f", {row.seconds:.1f} s"
+        print(f"{row.engine}, {row.shape}, {row.fault}: {row.told}{seconds}", flush=True)
+        for text in row.wrong:
+            print(f"  WRONG: {' '.join(text.split())[:900]}", flush=True)
+    return rows
 
 
 def _expect_ready() -> None:

@@ -18,8 +18,8 @@ Strike = Callable[[Slurm, str], object]
 class Job:
     """The shipped script, submitted for a trial."""
 
-    def __init__(self, trial: Trial, *options: str) -> None:
-        self.trial, self.slurm, self._options = trial, trial.slurm, options
+    def __init__(self, slurm: Slurm, trial: Trial, *options: str) -> None:
+        self.trial, self.slurm, self._options = trial, slurm, options
         self.daemons = set(self.slurm.left())
         self.number = self._submit()
 
@@ -45,8 +45,8 @@ class Job:
 
 def struck(slurm: Slurm, fault: str, strike: Strike, *options: str) -> Row:
     """A job that is struck while its second case runs, and goes on: requeued by SLURM, or submitted again."""
-    trial = Trial(slurm, fault.split(",")[0].replace(" ", "-"))
-    job = Job(trial, *options)
+    trial = Trial(slurm.folder, fault.split(",")[0].replace(" ", "-"), slurm.mark)
+    job = Job(slurm, trial, *options)
     wrong = [] if trial.await_gate() else [f"did not begin: {job.state()} {trial.text()[-600:]}"]
     strike(slurm, job.number)
     job.leaves("RUNNING", seconds=BEGIN_SECONDS)
@@ -92,8 +92,8 @@ def requeue(slurm: Slurm) -> Row:
 
 def drain(slurm: Slurm) -> Row:
     """The job that runs is let run to its end; none begins there."""
-    trial = Trial(slurm, "drained")
-    job = Job(trial)
+    trial = Trial(slurm.folder, "drained", slurm.mark)
+    job = Job(slurm, trial)
     wrong = [] if trial.await_gate() else [f"did not begin: {trial.text()[-600:]}"]
     slurm.ask("scontrol", "update", "NodeName=node2", "State=DRAIN", "Reason=cluster-test")
     began = time.monotonic()
@@ -116,8 +116,8 @@ def drain(slurm: Slurm) -> Row:
 
 def node_lost(slurm: Slurm) -> Row:
     """Node 2 and all on it gone without a word: seconds until the record on node 1 says so."""
-    trial = Trial(slurm, "node-lost")
-    job = Job(trial)
+    trial = Trial(slurm.folder, "node-lost", slurm.mark)
+    job = Job(slurm, trial)
     wrong = [] if trial.await_gate() else [f"did not begin: {trial.text()[-600:]}"]
     began = time.monotonic()
     slurm.kill_node("node2")

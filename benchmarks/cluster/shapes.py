@@ -33,11 +33,9 @@ def _all_adapters(slurm: Slurm, tasks: int) -> Row:
     chosen = ["--world", "4", "--workload", "gpt-mini", "--results", str(folder), "-p", "no:cacheprovider"]
     began = time.monotonic()
     code = _wait(slurm, folder / "output", [*command, *chosen])
-    trial = Trial(slurm, f"read-{tasks}-{where.replace(' ', '-')}")
-    trial.results, trial.output = folder, folder / "output"
-    records = trial.reading().records
+    records = read_records(folder).records
     ran = [record for record in records if record.outcome.status is not Status.SKIPPED]
-    wrong = [f"srun ended with {code}: {trial.text()[-800:]}"] if code else []
+    wrong = [f"srun ended with {code}: {(folder / 'output').read_text()[-800:]}"] if code else []
     wrong += [f"{record.case.id}: {_why(record)}" for record in ran if not _right(record)]
     wrong += [f"{r.case.id} on {r.environment.nnodes} nodes" for r in ran if r.environment.nnodes != 2]
     wrong += [] if ran else ["nothing ran"]
@@ -63,10 +61,10 @@ def _why(record: Record) -> str:
 
 def shipped_script(slurm: Slurm) -> Row:
     """As examples/slurm has it, unchanged."""
-    trial = Trial(slurm, "shipped")
+    trial = Trial(slurm.folder, "shipped", slurm.mark)
     trial.open()
     began = time.monotonic()
-    last = Job(trial).ends()
+    last = Job(slurm, trial).ends()
     return Row(
         engine="SLURM, sbatch",
         shape="2 nodes x 1 task x 1 rank",

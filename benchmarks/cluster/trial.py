@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
+from benchmarks.chaos import processes
 from benchmarks.chaos.adapters import BEGUN
 from benchmarks.cluster.adapters import GATE
 from benchmarks.cluster.slurm import Slurm
@@ -23,8 +25,9 @@ END_SECONDS = 40.0
 class Trial:
     """Its folder, its gate, and what a job is told."""
 
-    def __init__(self, slurm: Slurm, name: str) -> None:
-        self.slurm, self.folder = slurm, slurm.folder / name
+    def __init__(self, parent: Path, name: str, mark: str) -> None:
+        """`mark`: of the processes that run it, by which those that are left are told."""
+        self.mark, self.folder = mark, parent / name
         self.results, self.output = self.folder / "results", self.folder / "output"
         self.folder.mkdir()
         self.gate = self.folder / "gate"
@@ -73,17 +76,11 @@ class Trial:
     def text(self) -> str:
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
-    def seconds_to_end(self, daemons: set[int]) -> float:
+    def seconds_to_end(self, daemons: Collection[int] = ()) -> float:
         """Until no process but the daemons is left; `END_SECONDS` and more where some are."""
         began = time.monotonic()
         Slurm.wait(lambda: not self.strays(daemons), END_SECONDS)
         return time.monotonic() - began
 
-    def strays(self, daemons: set[int]) -> list[int]:
-        return [pid for pid in self.slurm.left() if pid not in daemons]
-
-
-def outcome_of(folder: Path) -> str:
-    """Of the last record, in words."""
-    last = read_records(folder).records[-1].outcome
-    return f"{last.status}: {last.message}"
+    def strays(self, daemons: Collection[int] = ()) -> list[int]:
+        return [pid for pid in processes.marked(self.mark) if pid not in daemons]
