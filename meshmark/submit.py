@@ -89,11 +89,13 @@ class Submission:
 
 def add_submit(parser: argparse.ArgumentParser) -> None:
     """Arguments of `submit`."""
-    parser.add_argument("--tasks", type=int, required=True, metavar="N", help="tasks of the array, each a part")
+    parser.add_argument("--tasks", type=int, default=1, metavar="N", help="of the array, each a part (default: 1)")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="of each task (default: 1)")
     parser.add_argument("--ntasks-per-node", type=int, default=1, metavar="N", help="1 (default), or one a GPU")
     parser.add_argument("--results", type=Path, default=Path("results"), metavar="DIR", help="which all nodes see")
-    parser.add_argument("--sbatch", default="", metavar="OPTIONS", help="of sbatch, such as '--time=2:00:00 -p gpu'")
+    parser.add_argument(
+        "--sbatch", default="", metavar="OPTIONS", help="of sbatch, such as --sbatch='--time=2:00:00 -p gpu'"
+    )
     parser.add_argument("--retries", type=int, default=2, metavar="N", help="of tasks that were cut off (default: 2)")
     parser.add_argument("--dry-run", action="store_true", help="print the script and the command")
     parser.add_argument("pytest", nargs=argparse.REMAINDER, metavar="-- OPTIONS", help="of pytest, for every task")
