@@ -1,8 +1,12 @@
 # The power to fail: every engine that is broken on purpose must be caught, no correct run may alarm. Leaves
 # reports/power.md; 18 minutes on 2 quiet cores. Included by the Makefile.
-.PHONY: power
+.PHONY: power power-page
 power: install
 	$(BIN)/python -m benchmarks.power
+
+# The page once more, from results/power/measured.json.gz, which the last `make power` has left; in seconds.
+power-page: install
+	$(BIN)/python -m benchmarks.power --page
 
 # How often correct runs fail: adds problems of other seeds to results/false-alarms for an hour on 2 quiet cores (or
 # MINUTES=), as often as it is called, and leaves what every verdict quotes in meshmark/judge/false_alarms.json. A run

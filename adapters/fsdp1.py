@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, initial_model
@@ -93,6 +94,7 @@ class FSDP1(Adapter):
     """FULL_SHARD. Every block is wrapped on its own, and the model with what is left, which FSDP1 keeps whole from
     forward to backward."""
 
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({3}),

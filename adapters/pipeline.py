@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.capabilities import Capabilities
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import AUTOCAST, configure, optimizer_state_tensors, skip_block
@@ -232,6 +233,7 @@ class Pipeline(Adapter):
     """1F1B and interleaved 1F1B, over replicas too."""
 
     preload: ClassVar[tuple[str, ...]] = ("torch.distributed.pipelining",)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST, averages=False)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"pp", "dp"}),
         schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),

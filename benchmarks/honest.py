@@ -17,7 +17,7 @@ from benchmarks.problems import PROBLEMS, varied
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import Single
 from meshmark.judge.deviation import Quantity
-from meshmark.judge.spread import MOST_DEGREES, Spread
+from meshmark.judge.spread import Spread
 from meshmark.judge.yardstick import Comparisons, fit, kind_of, spreads
 from meshmark.run.passes.noise import NUM_RUNS, train_alone, variance_ratio
 from meshmark.run.request import Request, Task
@@ -155,7 +155,8 @@ def _group(how: str, case: Case, runs: Sequence[Comparisons]) -> Group:
         yardstick, found = fit(noise_runs, variance_ratio(case)), spreads(noise_runs)
         distinct = list({bits(run): run for run in correct}.values())
         excesses += [max(yardstick.excesses(run)) for run in distinct]
-        for kind, tail in _tails(found, distinct).items():
+        varying = {q: found[q] for q in found if np.ptp([run[q] for run in noise_runs], axis=0).any()}
+        for kind, tail in _tails(varying, distinct).items():
             tails[kind] = tails[kind] + tail if kind in tails else tail
     _, quantity, step = max(excesses)
     return Group(
@@ -177,8 +178,8 @@ def _tails(found: Mapping[Quantity, Spread], runs: Sequence[Comparisons]) -> dic
     tails: dict[str, Tail] = {}
     for quantity, spread in found.items():
         values = np.array([run[quantity] for run in runs if quantity in run])
-        if not len(values) or not all(spread.level) or spread.degrees >= MOST_DEGREES:
-            continue  # noise that never is above the least it is taken for tells of no tail
+        if not len(values) or not all(spread.level):
+            continue
         multiples = values / np.array(spread.level)
         chances = spread.probability(multiples)
         tail = Tail(

@@ -1,4 +1,5 @@
-"""The power to fail, measured: `python -m benchmarks.power` leaves reports/power.md.
+"""The power to fail, measured: `python -m benchmarks.power` leaves reports/power.md, from what it has written to
+results/power/measured.json.gz before; `--page` writes the page from that file alone.
 
 Every engine of tests/broken that trains on wrongly is run through the launcher and must fail the suite, or the clause
 of conformance, that should catch it, with the right diagnosis; correct runs must not fail. Exits with 1 when a mutant
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gzip
+import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -20,13 +23,16 @@ from benchmarks.sittings import sitting, try_all
 from benchmarks.smallest import correct_case, find, sizes
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.adapters import ADAPTERS
+from meshmark.environment import describe
 from meshmark.run.runner import Runner, RunOptions
+from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from tests.broken.mutant import GPT, LAYOUTS, under
 from tests.broken.mutants import MUTANTS, sized
 
+MEASURED = Path("results/power/measured.json.gz")
 SEEDED = 6
 """Adapters, the first of LAYOUTS, that run under other seeds and numbers of micro-batches too."""
 
@@ -35,11 +41,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.power", description=__doc__.partition("\n")[0])
     parser.add_argument("-k", default="", metavar="TEXT", help="mutants whose name contains TEXT (default: all)")
     parser.add_argument("--groups", type=int, default=17, help="problems of 64 correct runs each (default: 17)")
+    parser.add_argument("--page", action="store_true", help=f"measure nothing: the page of {MEASURED} once more")
     parser.add_argument("-o", "--output", type=Path, default=Path("reports/power.md"))
     parsed = parser.parse_args(arguments)
-    started, names = time.monotonic(), [m.name for m in MUTANTS if parsed.k in m.name]
+    names = [m.name for m in MUTANTS if parsed.k in m.name]
     if not names:
         parser.error(f"no mutant's name contains {parsed.k!r}: nothing would be shown")
+    if not parsed.page:
+        save(measure(names, parsed.groups), MEASURED)
+    found = load(MEASURED)
+    parsed.output.parent.mkdir(parents=True, exist_ok=True)
+    parsed.output.write_text(report(found))
+    write_mutants(found.trials, MEASURED.with_name("mutants.csv"))
+    print(f"{parsed.output}: {'; '.join(found.complaints) or 'every mutant caught, no false alarm'}")
+    return 1 if found.complaints else 0
+
+
+def measure(names: Sequence[str], num_groups: int) -> Power:
+    """Of the mutants called `names`, and of so many groups of correct runs."""
+    started = time.monotonic()
     trials, cells = try_all(names, [key for key in LAYOUTS if key.partition("/")[0] in ADAPTERS])  # others: make roster
     with sitting([sized("ddp", kind, by) for kind, every in sizes().items() for by in every]) as (
         court,
@@ -53,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         suites = Runner(launcher, builtin_adapters(), RunOptions(), folder / "limits")
         limits = [suites.observe(case) for case in limit_cases()]
         suites.close()
-    honest = measure_honest(parsed.groups)
-    found = Power(
+    honest = measure_honest(num_groups)
+    return Power(
         trials=trials,
         smallest=smallest,
         cells=cells,
@@ -62,12 +82,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         limits=limits,
         honest=honest,
         seconds=time.monotonic() - started,
+        environment=describe("cpu", "gloo", 1),
     )
-    parsed.output.parent.mkdir(parents=True, exist_ok=True)
-    parsed.output.write_text(report(found))
-    write_mutants(trials, Path("results/power/mutants.csv"))
-    print(f"{parsed.output}: {'every mutant caught, no false alarm' if found.good else 'NOT GOOD'}")
-    return 0 if found.good else 1
+
+
+def save(found: Power, path: Path) -> None:
+    """Whole, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    with gzip.open(partial, "wt", encoding="utf-8", compresslevel=1) as file:
+        json.dump(encode(found), file)
+    partial.replace(path)
+
+
+def load(path: Path) -> Power:
+    """What `save` wrote."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        found: Power = decode(Power, json.load(file))
+    return found
 
 
 def real_cases() -> Iterable[Case]:

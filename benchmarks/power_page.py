@@ -13,7 +13,7 @@ from benchmarks.smallest import Smallest
 from benchmarks.trials import Cell, Trial
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.finding import ClauseResult
-from meshmark.environment import describe
+from meshmark.environment import Environment
 from meshmark.judge.false_alarms import CLOSE, FalseAlarms, shown
 from meshmark.judge.yardstick import FALSE_ALARMS, SMALLEST_FACTORS, compare, kind_of
 from meshmark.report.tables import markdown
@@ -26,16 +26,17 @@ from tests.broken.sizes import SIZED
 class Power:
     """All that was measured."""
 
-    trials: Sequence[Trial]
-    smallest: Sequence[Smallest]
-    cells: Sequence[Cell]
+    trials: list[Trial]
+    smallest: list[Smallest]
+    cells: list[Cell]
     """Clauses of correct adapters."""
-    real: Sequence[Record]
+    real: list[Record]
     """Correct runs of adapters in the suites' workloads."""
-    limits: Sequence[Record]
+    limits: list[Record]
     """Of them, those whose detection limits are told."""
     honest: Honest
     seconds: float
+    environment: Environment
 
     @property
     def caught(self) -> int:
@@ -63,8 +64,11 @@ class Power:
         return [c for c in self.cells if c.finding.result not in unjudged]
 
     @property
-    def good(self) -> bool:
-        return self.caught == self.named == len(self.trials) and not self.num_alarms and self.fits
+    def complaints(self) -> list[str]:
+        """Why the power to fail is not what it should be; empty when it is."""
+        survived = [f"survived: {t.mutant.name}" for t in self.trials if not t.caught]
+        misnamed = [f"misnamed: {t.mutant.name}" for t in self.trials if t.caught and not t.named]
+        return [*survived, *misnamed, *(f"alarmed: {what}" for what in self.alarms), *self.misfits]
 
     @property
     def largest(self) -> dict[str, float]:
@@ -78,14 +82,15 @@ class Power:
         return found
 
     @property
-    def fits(self) -> bool:
-        """Whether no more correct runs are far out than the spreads of their noise runs say: to three times as many,
-        for a few dozen runs do not tell a spread exactly, and three by chance."""
-        return all(
-            beyond <= 3 * probability * tail.compared + 3
-            for tail in self.honest.tails.values()
+    def misfits(self) -> list[str]:
+        """Kinds of which more correct runs are far out than the spreads of their noise runs say: than three times as
+        many, for a few dozen runs do not tell a spread exactly, and three by chance."""
+        return [
+            f"misfit: of {tail.compared:,} comparisons of {kind}, {beyond:,} where {probability:g} of them should be"
+            for kind, tail in self.honest.tails.items()
             for probability, beyond in zip(PROBABILITIES, tail.beyond, strict=True)
-        )
+            if beyond > 3 * probability * tail.compared + 3
+        ]
 
 
 def report(power: Power) -> str:
@@ -110,8 +115,8 @@ def _summary(power: Power) -> Iterable[str]:
         f"{power.honest.num_runs}). A mutant counts as caught when its run goes to the end and is judged wrong; a "
         "crash only where the clause is about errors."
     )
-    if power.alarms:
-        yield f"Alarmed: {', '.join(power.alarms)}"
+    if power.complaints:
+        yield f"Not good: {'; '.join(power.complaints)}"
     yield markdown(list(_by_catcher(power.trials)))
 
 
@@ -146,7 +151,7 @@ def _smallest(power: Power) -> Iterable[str]:
         [
             {
                 "defect": (SIZED[s.kind].__doc__ or "").rstrip("."),
-                "caught": f"{s.caught:.1e}",
+                "caught": "none" if s.caught is None else f"{s.caught:.1e}",
                 "survived": f"{s.survived:.1e}",
                 "in the loss": "random" if s.loss != s.loss else f"{s.loss:.1e}",
                 "caught by": s.evidence[:160],
@@ -240,7 +245,7 @@ def _mutants(power: Power) -> Iterable[str]:
 
 
 def _origin(power: Power) -> Iterable[str]:
-    environment = describe("cpu", "gloo", 1)
+    environment = power.environment
     yield "## How it was obtained"
     yield (
         f"`make power`: {power.seconds / 60:.0f} minutes on {environment.num_cpus} CPUs ({environment.machine}), "

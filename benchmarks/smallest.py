@@ -27,8 +27,8 @@ class Smallest:
     """Of one kind of defect."""
 
     kind: str
-    caught: float
-    """The smallest size that was; infinite when none was."""
+    caught: float | None
+    """The smallest size that was; None when none was."""
     survived: float
     """The largest that was not."""
     loss: float
@@ -49,7 +49,7 @@ def sizes() -> dict[str, list[float]]:
 def find(court: Court, kind: str, correct: Record) -> Smallest:
     """Between the smallest size of its range, taken to survive, and the largest, taken to be caught."""
     candidates, low, high = sizes()[kind], 0, 2**STEPS_OF_SEARCH
-    best = Smallest(kind=kind, caught=math.inf, survived=candidates[-1], loss=math.nan, evidence="nothing was caught")
+    best = Smallest(kind=kind, caught=None, survived=candidates[-1], loss=math.nan, evidence="nothing was caught")
     while high - low > 1:
         middle = (low + high) // 2
         caught, loss, evidence = _attempt(court, kind, candidates[middle], correct)

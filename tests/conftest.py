@@ -1,9 +1,16 @@
 """What holds of Meshmark's own tests alone: the suites' users bring adapters, frameworks and plugins that may warn."""
 
+from __future__ import annotations
+
+import contextlib
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from meshmark.run.forkserver_launcher import ForkserverLauncher
 
 LONGEST = [
     f"test_{name}.py"
@@ -50,6 +57,16 @@ def noise_is_measured_once(request: pytest.FixtureRequest, tmp_path_factory: pyt
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESHMARK_NOISE", str(shared / "noise"))
         yield
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[ForkserverLauncher]:
+    """One a worker, for PyTorch and frameworks are imported once in it; a test that harms it has one of its own."""
+    from meshmark.run.cluster import Cluster, ClusterSpec
+    from meshmark.run.forkserver_launcher import ForkserverLauncher
+
+    with Cluster(ClusterSpec()) as cluster, contextlib.closing(ForkserverLauncher(cluster)) as started:
+        yield started
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import ExactOptimizer, assess_replicas, exact_gradients, initial_values
 from meshmark.judge.yardstick import fit, noise_run
 from meshmark.reference.data import make_batch
-from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.passes.noise import noise_key
 from meshmark.run.record import Record, Status
@@ -264,13 +263,12 @@ MUTANTS = ["AveragesLate", "NeverAverages", "AveragesGradients", "DoubleRate"]
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known = {name: target(name) for name in BY_NAME} | ADAPTERS
-    with Cluster(ClusterSpec()) as cluster:
-        options = RunOptions(observed_steps=4, time_limit_seconds=400)
-        running = Runner(ForkserverLauncher(cluster), known, options, tmp_path_factory.mktemp("results"))
-        yield running
-        running.close()
+    options = RunOptions(observed_steps=4, time_limit_seconds=400)
+    running = Runner(launcher, known, options, tmp_path_factory.mktemp("results"))
+    yield running
+    running.close()
 
 
 def observe(runner: Runner, spec: AlgorithmSpec, dp: int = 2, precision: Precision = Precision.FP32) -> Record:

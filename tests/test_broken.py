@@ -14,7 +14,6 @@ from benchmarks.trials import Court
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.judge.faults import Fault
 from meshmark.reference.build import parameter_shapes
-from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.passes.noise import NUM_RUNS
 from meshmark.run.record import Record
@@ -52,12 +51,6 @@ OF_CLAUSES = [
     "ddp_HidesMessage_error",
 ]
 """By clauses of conformance."""
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[ForkserverLauncher]:
-    with Cluster(ClusterSpec()) as cluster:
-        yield ForkserverLauncher(cluster)
 
 
 @pytest.fixture(scope="module")

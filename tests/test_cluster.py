@@ -242,9 +242,12 @@ def meet(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> list[LaunchResult | E
 def test_a_node_that_is_late_is_waited_for_and_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """By twice the time limit, which is for ranks: they start when all nodes are there."""
     nodes = Node(asked()), Node(asked(), late=2.0)
+    lasted = set()
     for ended in meet(monkeypatch, *nodes):
         assert isinstance(ended, LaunchResult) and not ended.failures and not ended.lost, ended
         assert [report.rank for report in ended.reports] == [0, 1, 2, 3]
+        lasted.add(ended.seconds)
+    assert len(lasted) == 1, "what the next launch is asked may follow from it, and must be the same on all nodes"
     first, second = (node.ranks.began for node in nodes if node.ranks)
     assert abs(first - second) < 1.0
 

@@ -22,7 +22,6 @@ from meshmark.expect import expect_clause
 from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.measure.readings import Bytes
 from meshmark.report.conformance import columns, write_conformance
-from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.passes.fail import MESSAGE
 from meshmark.run.record import (
@@ -383,11 +382,10 @@ def test_a_scenario_that_does_not_fit_is_skipped_with_its_reason(runner: Runner)
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    with Cluster(ClusterSpec()) as cluster:
-        running = Runner(ForkserverLauncher(cluster), ADAPTERS, RunOptions(), tmp_path_factory.mktemp("results"))
-        yield running
-        running.close()
+def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    running = Runner(launcher, ADAPTERS, RunOptions(), tmp_path_factory.mktemp("results"))
+    yield running
+    running.close()
 
 
 DDP = plain_cells("ddp", load_adapter(ADAPTERS["ddp"]), 2)[0]

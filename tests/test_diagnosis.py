@@ -17,7 +17,7 @@ from meshmark.adapter.single import Single
 from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.faults import Diagnosis, Fault, named_factor
-from meshmark.judge.gradient_faults import nobody_reduced
+from meshmark.judge.owners import nobody_reduced
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients
 from meshmark.judge.yardstick import Yardstick, fit, noise_run

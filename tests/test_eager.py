@@ -17,7 +17,6 @@ from meshmark.measure.readings import Bytes
 from meshmark.reference.data import make_batch
 from meshmark.reference.objective import loss_share
 from meshmark.reference.transformer import Transformer
-from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.record import Record, Verdict
@@ -208,7 +207,7 @@ LLAMA = make_workload(model=make_model(family=Family.LLAMA, hidden=32, ffn_hidde
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known = {name: f"tests.broken.activations:{name}" for name in BROKEN}
     known |= {
         "single": "meshmark.adapter.single:Single",
@@ -218,11 +217,10 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         "accelerate": "meshmark.adapters.accelerate:Accelerate",
         "accelerate-fsdp2": "meshmark.adapters.accelerate:AccelerateFSDP2",
     }
-    with Cluster(ClusterSpec()) as cluster:
-        options = RunOptions(observed_steps=3)
-        running = Runner(ForkserverLauncher(cluster), known, options, tmp_path_factory.mktemp("results"))
-        yield running
-        running.close()
+    options = RunOptions(observed_steps=3)
+    running = Runner(launcher, known, options, tmp_path_factory.mktemp("results"))
+    yield running
+    running.close()
 
 
 @pytest.mark.parametrize("work", [GPT, LLAMA], ids=["gpt", "llama"])

@@ -14,7 +14,6 @@ from meshmark.adapter.single import SingleEngine
 from meshmark.errors import AdapterError
 from meshmark.judge.engine_tensors import host_gradients, host_parameters, local_holdings
 from meshmark.reference.build import parameter_shapes
-from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
@@ -107,13 +106,10 @@ ODD = {name.lower(): f"tests.broken.contract:{name}" for name in (*NAMES, "Depar
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    with Cluster(ClusterSpec()) as cluster:
-        running = Runner(
-            ForkserverLauncher(cluster), ODD, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results")
-        )
-        yield running
-        running.close()
+def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    running = Runner(launcher, ODD, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
+    yield running
+    running.close()
 
 
 def observe(runner: Runner, adapter: str, **layout: Any) -> Record:  # noqa: ANN401

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.false_alarms import Line, counted, read
-from benchmarks.honest import PROBABILITIES, Group, Tail
+from benchmarks.honest import PROBABILITIES, Group, Honest, Tail
+from benchmarks.power_page import Power
 from meshmark.judge.false_alarms import Counted, FalseAlarms, design_effect, shown, upper_limit
 from meshmark.run.passes.noise import FORMAT, noise_key
 from tests.factories import make_case
@@ -87,3 +89,15 @@ def test_noise_is_of_the_machine_and_the_library_that_it_was_measured_on(monkeyp
             patch.setattr(changed, value)
             keys.append(noise_key(make_case(), 3))
     assert len(set(keys)) == len(keys)
+
+
+def test_what_is_not_good_is_said() -> None:
+    """Correct runs that are further out than their noise runs' spread says, here four times as often, are a reason."""
+    tail = Tail(compared=10_000, beyond=[100, 40, 4, 1], largest=2.0)
+    group = Group(
+        what="single, gpt", seed=0, yardsticks=1, excesses=[0.5], worst="loss, step 0", tails={"number": tail}
+    )
+    power = Power(trials=[], smallest=[], cells=[], real=[], limits=[], honest=Honest(groups=[group]), seconds=1.0)
+    assert power.complaints == ["misfit: of 10,000 comparisons of number, 40 where 0.001 of them should be"]
+    alarmed = replace(power, honest=Honest(groups=[replace(group, excesses=[0.5, 1.1], tails={})]))
+    assert alarmed.complaints == ["alarmed: single, gpt seed 0 (loss, step 0)"]

@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
@@ -40,19 +39,18 @@ ACCIDENTS = {
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     options = RunOptions(time_limit_seconds=8, observed_steps=4, timed_steps=4)
-    with Cluster(ClusterSpec()) as cluster:
-        running = Runner(
-            ForkserverLauncher(cluster),
-            ACCIDENTS | {"ddp": "meshmark.adapters.ddp:DDP"},
-            dataclasses.replace(options, time_limit_seconds=120),
-            tmp_path_factory.mktemp("results"),
-        )
-        run(running, "ddp")  # the forkserver is up before we count what is left, and a busy machine takes its time
-        running.options = options
-        yield running
-        running.close()
+    running = Runner(
+        launcher,
+        ACCIDENTS | {"ddp": "meshmark.adapters.ddp:DDP"},
+        dataclasses.replace(options, time_limit_seconds=120),
+        tmp_path_factory.mktemp("results"),
+    )
+    run(running, "ddp")  # the forkserver is up before we count what is left, and a busy machine takes its time
+    running.options = options
+    yield running
+    running.close()
 
 
 def run(runner: Runner, adapter: str) -> Record:

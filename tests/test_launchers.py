@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -28,6 +29,7 @@ from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.fork_server import LOST_EXIT_CODE, ForkServer
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.launch import Launcher, process_environment
+from meshmark.run.launch_folder import private_folder
 from meshmark.run.launchers import LAUNCHERS
 from meshmark.run.record import Record, Status
 from meshmark.run.request import Request, Task
@@ -99,6 +101,18 @@ def test_every_way_to_end_is_told(server: ForkServer) -> None:
         server.call(signal.raise_signal, signal.SIGTERM): -signal.SIGTERM,
     }
     assert {pid: wait_for_exit(server, pid) for pid in ends} == ends
+
+
+def raise_into_a_full_disk() -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_rank_that_cannot_say_why_it_ended_has_failed_and_takes_nothing_with_it(server: ForkServer) -> None:
+    """It took itself for the server and, since nobody spoke to it, the launcher for gone: and removed its folders."""
+    with private_folder() as folder:
+        assert wait_for_exit(server, server.call(raise_into_a_full_disk)) == 1
+        assert folder.is_dir() and server.serves()
 
 
 def test_a_branch_has_its_environment_and_modules_and_the_trunk_neither(server: ForkServer, tmp_path: Path) -> None:
@@ -189,6 +203,28 @@ def test_a_framework_reaches_the_ranks_of_its_own_adapters_alone(launcher: Forks
         assert "torch.optim.AdamW" in changed, "the servers are kept apart for nothing?"
     assert surroundings(launcher, "ddp", tmp_path / "after") == before
     assert before[:2] == ([], None)
+
+
+def train_a_little(file: Path) -> None:
+    """In a rank's process: how many modules the first optimizer and the first profile import."""
+    import torch
+    import torch.profiler
+
+    before = set(sys.modules)
+    with torch.profiler.profile():
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.AdamW([weight])
+        weight.sum().backward()
+        optimizer.step()
+    file.write_text(json.dumps([float(weight.detach()), len(set(sys.modules) - before)]))
+
+
+def test_what_every_rank_imports_is_there_before_it_is_forked(launcher: ForkserverLauncher, tmp_path: Path) -> None:
+    """Two hundred modules of `torch._dynamo` would be half of a small rank's time."""
+    server = launcher._server(make_request("ddp"))
+    assert wait_for_exit(server, server.call(train_a_little, tmp_path / "told")) == 0
+    weight, num_imported = json.loads((tmp_path / "told").read_text())
+    assert weight < 1 and num_imported < 20
 
 
 def test_a_launch_leaves_this_process_s_environment_alone(launcher: ForkserverLauncher) -> None:

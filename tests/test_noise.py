@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -70,17 +69,16 @@ def test_noise_is_that_of_as_many_micro_batches_as_the_case_has_in_all() -> None
 
 
 @pytest.mark.usefixtures("own_noise")
-def test_a_damaged_file_is_measured_anew_and_the_record_says_so(tmp_path: Path) -> None:
+def test_a_damaged_file_is_measured_anew_and_the_record_says_so(launcher: ForkserverLauncher, tmp_path: Path) -> None:
     case, adapters, options = make_case(), {"ddp": "meshmark.adapters.ddp:DDP"}, RunOptions(observed_steps=3)
     runs = []
-    with Cluster(ClusterSpec()) as cluster, contextlib.closing(ForkserverLauncher(cluster)) as launcher:
-        for attempt in range(3):
-            runner = Runner(launcher, adapters, options, tmp_path)
-            runs.append(runner.observe(case))
-            runner.close()
-            (file,) = (tmp_path / "noise").iterdir()
-            if attempt == 1:
-                file.write_text(file.read_text()[:-9])
+    for attempt in range(3):
+        runner = Runner(launcher, adapters, options, tmp_path)
+        runs.append(runner.observe(case))
+        runner.close()
+        (file,) = (tmp_path / "noise").iterdir()
+        if attempt == 1:
+            file.write_text(file.read_text()[:-9])
     first, second, third = runs
     assert first.remarks == second.remarks == []
     assert third.remarks == [f"the noise floor {file} was damaged, and has been measured anew"]

@@ -18,7 +18,6 @@ from meshmark.errors import InputError
 from meshmark.judge.truth import ExactOptimizer
 from meshmark.reference import build
 from meshmark.reference.optimizers import newton_schulz, reference_optimizer
-from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
@@ -220,14 +219,11 @@ def test_adapters_that_part_matrices_refuse_matrix_wise_optimizers_with_a_reason
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known = {name: target(name) for name in MUTANTS} | {name: ADAPTERS[name] for name in ("single", "ddp", "fsdp2")}
-    with Cluster(ClusterSpec()) as cluster:
-        running = Runner(
-            ForkserverLauncher(cluster), known, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results")
-        )
-        yield running
-        running.close()
+    running = Runner(launcher, known, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
+    yield running
+    running.close()
 
 
 @pytest.mark.parametrize(

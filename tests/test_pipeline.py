@@ -16,7 +16,6 @@ from meshmark.conformance.scenario import plain_cells, plain_workload
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.expect import expect, expect_clause
 from meshmark.plan.simulator import task_order
-from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
@@ -46,14 +45,13 @@ SCALARS = 4 * 2 * 8
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known = {"pipeline": "meshmark.adapters.pipeline:Pipeline", "gpipe": "meshmark.adapters.pipeline:GPipe"}
     known |= {name: target(name) for name in MUTANTS}
-    with Cluster(ClusterSpec()) as cluster:
-        options = RunOptions(observed_steps=3)
-        running = Runner(ForkserverLauncher(cluster), known, options, tmp_path_factory.mktemp("results"))
-        yield running
-        running.close()
+    options = RunOptions(observed_steps=3)
+    running = Runner(launcher, known, options, tmp_path_factory.mktemp("results"))
+    yield running
+    running.close()
 
 
 @pytest.mark.parametrize(

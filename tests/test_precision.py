@@ -19,7 +19,6 @@ from meshmark.errors import InputError, UnknownNameError
 from meshmark.judge.gradient_faults import low_precisions
 from meshmark.judge.trace import host_copies
 from meshmark.reference.data import make_batch
-from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.passes.noise import noise_key
 from meshmark.run.record import Record
@@ -139,12 +138,6 @@ def test_noise_depends_on_the_number_of_ranks_only_where_they_round() -> None:
     assert noise_key(two, 3) != noise_key(four, 3)
     wide = [noise_key(dataclasses.replace(case, precision=Precision.BF16), 3) for case in (two, four)]
     assert wide[0] == wide[1] != noise_key(two, 3)
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[ForkserverLauncher]:
-    with Cluster(ClusterSpec()) as cluster:
-        yield ForkserverLauncher(cluster)
 
 
 @pytest.fixture(scope="module")

@@ -39,17 +39,16 @@ def test_a_run_leaves_the_user_s_own_checkpoints_alone(tmp_path: Path) -> None:
     assert own.read_text() == "a week of training"
 
 
-def test_what_is_saved_is_private_and_removed_and_nothing_else_is(tmp_path: Path) -> None:
+def test_what_is_saved_is_private_and_removed_and_nothing_else_is(launcher: ForkserverLauncher, tmp_path: Path) -> None:
     own = users_own(tmp_path)
     (tmp_path / "scratch-old").mkdir()  # of another run, which may still need it
     base = plain_cells("ddp", load_adapter(ADAPTERS["ddp"]), 2)[0]
-    with Cluster(ClusterSpec()) as cluster:
-        runner = Runner(ForkserverLauncher(cluster), ADAPTERS, RunOptions(), tmp_path)
-        assert ScenarioRunner(runner).perform(SCENARIOS["save"], base).outcome.status is Status.OK
-        (scratch,) = (folder for folder in tmp_path.glob("scratch-*") if folder.name != "scratch-old")
-        assert stat.S_IMODE(scratch.stat().st_mode) == 0o700
-        assert [file for file in scratch.rglob("*") if file.is_file()]
-        runner.close()
+    runner = Runner(launcher, ADAPTERS, RunOptions(), tmp_path)
+    assert ScenarioRunner(runner).perform(SCENARIOS["save"], base).outcome.status is Status.OK
+    (scratch,) = (folder for folder in tmp_path.glob("scratch-*") if folder.name != "scratch-old")
+    assert stat.S_IMODE(scratch.stat().st_mode) == 0o700
+    assert [file for file in scratch.rglob("*") if file.is_file()]
+    runner.close()
     assert not scratch.exists()
     assert (tmp_path / "scratch-old").is_dir()
     assert own.read_text() == "a week of training"

@@ -8,7 +8,6 @@ import pytest
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapters.deepspeed import operators
-from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
@@ -21,13 +20,12 @@ def refusal() -> str | None:
     return load_adapter(builtin_adapters()["deepspeed-offload"]).refusal(OFFLOADED, "cpu", "gloo")
 
 
-def test_what_is_offloaded_trains_as_planned(tmp_path: Path) -> None:
+def test_what_is_offloaded_trains_as_planned(launcher: ForkserverLauncher, tmp_path: Path) -> None:
     if reason := refusal():
         pytest.skip(reason)
-    with Cluster(ClusterSpec()) as cluster:
-        runner = Runner(ForkserverLauncher(cluster), builtin_adapters(), RunOptions(observed_steps=3), tmp_path)
-        record = runner.observe(OFFLOADED)
-        runner.close()
+    runner = Runner(launcher, builtin_adapters(), RunOptions(observed_steps=3), tmp_path)
+    record = runner.observe(OFFLOADED)
+    runner.close()
     judged = {v.suite: v.passed for v in record.verdicts}
     assert judged == {"equivalence": True, "memory": True, "communication": True}, record.outcome.message
 

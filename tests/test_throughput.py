@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 
@@ -10,7 +9,6 @@ import pytest
 
 from meshmark.adapters import ADAPTERS
 from meshmark.measure.interval import student_t
-from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.peak_probe import PeakProbe, num_cores
 from meshmark.run.request import Request, Task
@@ -63,27 +61,26 @@ def test_mfu_is_model_operations_over_the_peak_of_all_ranks() -> None:
     assert throughput(make_timed(timing=make_timing(peak_flops_per_second=None))).mfu is None
 
 
-def test_ranks_that_share_cores_share_their_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_cores_share_their_peak(launcher: ForkserverLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks on two cores have two cores' peak, which is measured once, in one process."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert [num_cores(ranks) for ranks in (1, 2, 4)] == [1, 2, 2]
-    with Cluster(ClusterSpec()) as cluster, contextlib.closing(ForkserverLauncher(cluster)) as launcher:
-        probe = PeakProbe(launcher, num_gpus=0)
-        two, four = (
-            probe.of(
-                Request(
-                    case=make_case(layout=Layout(dp=dp)),
-                    adapter=ADAPTERS["ddp"],
-                    task=Task.TIME,
-                    device="cpu",
-                    backend="gloo",
-                    steps=1,
-                    time_limit_seconds=60,
-                )
+    probe = PeakProbe(launcher, num_gpus=0)
+    two, four = (
+        probe.of(
+            Request(
+                case=make_case(layout=Layout(dp=dp)),
+                adapter=ADAPTERS["ddp"],
+                task=Task.TIME,
+                device="cpu",
+                backend="gloo",
+                steps=1,
+                time_limit_seconds=60,
             )
-            for dp in (2, 4)
         )
+        for dp in (2, 4)
+    )
     assert two is not None and two > 1e8
     assert four == two
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import pytest
 
 from meshmark.measure.readings import Collective
-from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
@@ -22,11 +20,10 @@ MODEL = workload("gpt-mini")
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    with Cluster(ClusterSpec()) as cluster, contextlib.closing(ForkserverLauncher(cluster)) as launcher:
-        running = Runner(launcher, ADAPTERS, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
-        yield running
-        running.close()
+def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    running = Runner(launcher, ADAPTERS, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
+    yield running
+    running.close()
 
 
 def observe(runner: Runner, adapter: str) -> Record:

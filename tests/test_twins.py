@@ -15,7 +15,6 @@ from benchmarks.twins import ADAPTERS, TWINS, Bench, write
 from meshmark.errors import InputError, MeshmarkError
 from meshmark.plan.rows import Row, number
 from meshmark.plan.simulator import simulate
-from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
@@ -145,11 +144,10 @@ def test_measured_activations_are_the_plan_s() -> None:
 
 
 @pytest.fixture
-def bench() -> Bench:
-    with Cluster(ClusterSpec()) as cluster:
-        found = Bench(ForkserverLauncher(cluster))
-        found.quiet = Quiet(0.0)
-        yield found  # type: ignore[misc]
+def bench(launcher: ForkserverLauncher) -> Bench:
+    found = Bench(launcher)
+    found.quiet = Quiet(0.0)
+    return found
 
 
 def test_rows_come_from_real_processes(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

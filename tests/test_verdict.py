@@ -362,3 +362,34 @@ def test_what_could_not_be_measured_fails_with_its_reason(judge: Callable[[Recor
     )
     verdict = judge(dataclasses.replace(bare, unmeasured={suite: "Adapter.x raised E: why"}))
     assert (verdict.suite, verdict.passed, verdict.summary) == (suite, False, "Adapter.x raised E: why")
+
+
+def beside_a_twin(distance: float, of_twin: float) -> Record:
+    """A gradient that is `distance` from the twin's, which is `of_twin` from the truth; noise is 1 of the truth's and a
+    thousandth of the twin's."""
+    record = run(1.0)
+    for kind, far, noise in (("twin", distance, 1e-3), ("reference", of_twin, 1.0)):
+        quantity = Quantity.parse(f"{kind}/a.weight")
+        record.equivalence.deviations[quantity] = [dataclasses.replace(FINE, distance=far)] * 2
+        record.equivalence.noise[quantity] = [noise] * 2
+    record.equivalence.factors["twin"] = FACTOR
+    return record
+
+
+def test_beside_a_twin_a_thousandth_of_the_noise_decides() -> None:
+    good, bad = (judge_equivalence(beside_a_twin(distance, 1.0)) for distance in (1e-3, 5e-3))
+    assert good.passed and good.evidence["held_against"] == "float64 and the twin"
+    assert good.evidence["detection_limit_any_direction"] == pytest.approx(FACTOR * 1e-9)
+    assert judge_equivalence(run(1.0)).evidence["detection_limit_any_direction"] == pytest.approx(FACTOR * 1e-6)
+    assert (bad.passed, bad.undecided) == (False, False)
+    assert bad.summary == "twin/a.weight at step 1 is 5 x its noise, 1 x the twin's"
+
+
+def test_a_twin_that_is_wrong_decides_nothing() -> None:
+    verdict = judge_equivalence(beside_a_twin(1e3, 2 * FACTOR))
+    assert (verdict.passed, verdict.undecided) == (False, True)
+    assert verdict.summary == "cannot tell: the twin itself is 2 x as far from the truth as a run may be"
+    wrong = beside_a_twin(1e3, 2 * FACTOR)
+    wrong.equivalence.deviations[LOSS] = [dataclasses.replace(FINE, distance=2 * FACTOR)] * 2
+    assert judge_equivalence(wrong).evidence["worst_quantity"] == "loss", "what is wrong by the truth is wrong"
+    assert not judge_equivalence(wrong).undecided

@@ -26,7 +26,6 @@ from meshmark.reference.build import buffer_shapes, build_model, parameter_shape
 from meshmark.reference.data import IGNORED, check_data, make_batch
 from meshmark.reference.digits import load_digits
 from meshmark.reference.objective import loss_share
-from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.communication import judge_communication
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.memory_verdict import judge_memory
@@ -248,14 +247,11 @@ def test_an_adapter_may_lack_buffers() -> None:
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known = {name: target(name) for name in MUTANTS} | {"ddp": "meshmark.adapters.ddp:DDP"}
-    with Cluster(ClusterSpec()) as cluster:
-        running = Runner(
-            ForkserverLauncher(cluster), known, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results")
-        )
-        yield running
-        running.close()
+    running = Runner(launcher, known, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
+    yield running
+    running.close()
 
 
 def observe(runner: Runner, trained: Workload) -> Record:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine
@@ -108,6 +109,7 @@ class AccelerateDDPEngine(AccelerateEngine):
 
 class Accelerate(Adapter):
     requires: ClassVar = (_ACCELERATE,)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
@@ -167,6 +169,7 @@ class AccelerateFSDP2(Adapter):
     requires: ClassVar = (_ACCELERATE,)
     preload: ClassVar = ("deepspeed",)
     """Accelerate imports it, where it is installed, to see whether a model is DeepSpeed's."""
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),

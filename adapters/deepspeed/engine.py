@@ -128,10 +128,13 @@ class DeepSpeedEngine(DataParallelEngine):
                     full[name] = parameter.detach().clone()
         return full
 
+    def loss_scale(self) -> float:
+        return float(getattr(self.zero, "loss_scale", 1.0))
+
     def gradients(self) -> Mapping[str, Tensor]:
         from deepspeed.utils import safe_get_full_grad
 
-        scale = getattr(self.zero, "loss_scale", 1.0)
+        scale = self.loss_scale()
         trained = ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
         return {name: safe_get_full_grad(parameter) / scale for name, parameter in trained}
 

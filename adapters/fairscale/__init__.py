@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import DataParallelEngine, initial_model, optimizer_state_tensors
@@ -87,6 +88,7 @@ class FairScaleOSS(Adapter):
     """Data parallelism with sharded gradients and optimizer states."""
 
     requires: ClassVar = _FAIRSCALE
+    arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({2}),
@@ -107,8 +109,7 @@ class FairScaleOSS(Adapter):
         for shape in parameter_shapes(case.workload.model).values():
             owned[owned.index(min(owned))] += math.prod(shape)
         beyond = owned[case.layout.coordinates(rank).dp] - sum(owned) / case.layout.dp
-        reason = "whole tensors have one owner, so shares are uneven"
-        moments = cls.recipe(case).states.moment_bytes
+        reason, moments = "whole tensors have one owner, so shares are uneven", cls.recipe(case).states.moment_bytes
         return (
             Remainder(category="gradients", num_bytes=4 * beyond, reason=reason),
             Remainder(category="optimizer_states", num_bytes=moments * beyond, reason=reason),
@@ -126,8 +127,7 @@ class FairScaleOSS(Adapter):
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim import OSS
 
-        model = initial_model(case, context.device)
-        spec = case.workload.optimizer
+        model, spec = initial_model(case, context.device), case.workload.optimizer
         cls, arguments = reference_optimizer(spec).arguments()
         optimizer = OSS(parameter_groups(spec, model.named_parameters()), optim=cls, **arguments)
         module = ShardedDataParallel(
@@ -190,8 +190,7 @@ class FSDPEngine(DataParallelEngine):
     module: Any
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """FSDP casts the weights itself, so no autocast."""
-        logits: Tensor = self.module(inputs)
+        logits: Tensor = self.module(inputs)  # FSDP casts the weights itself, so no autocast
         return logits
 
     def clip(self, max_norm: float) -> Tensor:
@@ -258,6 +257,7 @@ class FairScaleFSDP(Adapter):
     weights are gathered from fp32 shards, and gradients reduced as the precision says."""
 
     requires: ClassVar = _FAIRSCALE
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({3}),

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from enum import StrEnum
 from typing import ClassVar
 
+from meshmark.adapter.arithmetic import Arithmetic
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.spec.case import Case
@@ -36,6 +37,9 @@ class Adapter(ABC):
     requires: ClassVar[tuple[Requirement, ...]] = ()
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that `build` will import besides, slow enough to be worth importing once for all ranks."""
+    arithmetic: ClassVar[Arithmetic | None] = None
+    """How it computes what a mixed precision leaves open, for a twin in one process to do the same; None where none is
+    to, and gradients are held against float64 alone."""
     capabilities: ClassVar[Capabilities]
     known_gaps: ClassVar[tuple[KnownGap, ...]] = ()
 

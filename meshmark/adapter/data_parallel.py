@@ -147,6 +147,9 @@ class DataParallelEngine(Engine):
     def gradients(self) -> Mapping[str, Tensor]:
         return {name: parameter.grad for name, parameter in self.named_parameters() if parameter.grad is not None}
 
+    def loss_scale(self) -> float:
+        return float(self.scaler.get_scale())
+
     def buffers(self) -> Mapping[str, Tensor]:
         return {name: buffer.detach() for name, buffer in self.inner().named_buffers()}
 

@@ -67,6 +67,10 @@ class Engine(ABC):
     def gradients(self) -> Mapping[str, Tensor]:
         """The full reduced, unclipped gradients, like `parameters`; to be called between `backward` and `update`."""
 
+    def loss_scale(self) -> float:
+        """What the loss of this step was multiplied by, lest small gradients vanish; to be called like `gradients`."""
+        return 1.0
+
     def buffers(self) -> Mapping[str, Tensor]:
         """By canonical name, the buffers of the replica that this rank trains, such as a batch norm's running
         statistics; none by default. Nothing is communicated: replicas' buffers may differ."""

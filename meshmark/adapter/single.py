@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, initial_model, skip_block
@@ -74,6 +75,7 @@ def _sum_rounded(parts: list[Tensor], precision: Precision) -> Tensor:
 
 
 class Single(Adapter):
+    arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST)
     capabilities: ClassVar = Capabilities(
         precisions=frozenset(Precision.PRESETS.values()),
         families=frozenset(Family),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from meshmark.conformance.finding import ClauseResult, Finding, all_of, decide, drift_text
 from meshmark.judge.deviation import QuantityKind
 from meshmark.judge.replicas import by_replica, num_replicas
-from meshmark.judge.yardstick import compare, gradient_norms
+from meshmark.judge.yardstick import MULTIPLES, compare, gradient_norms
 from meshmark.reference.data import make_batch
 from meshmark.run.passes.fail import MESSAGE
 from meshmark.run.record import MemoryEvidence, PeerEnd, Record, Status
@@ -40,8 +40,8 @@ def _alone(record: Record, what: str) -> Finding | None:
 
 def _within(record: Record, *kinds: QuantityKind) -> Finding:
     """Every compared quantity of these kinds within its tolerance."""
-    yardstick, run = record.equivalence.yardstick, compare(record.equivalence.deviations)
-    excesses = [e for e in yardstick.excesses(run) if e[1].kind in kinds]
+    yardstick = record.equivalence.yardstick
+    excesses = [e for e in yardstick.judge(record.equivalence.deviations) if e[1].kind in kinds]
     if not excesses:
         return decide(False, f"nothing to compare of {', '.join(kinds)}")
     excess, quantity, step = max(excesses)
@@ -74,11 +74,11 @@ def verdict(suite: str, what: str) -> Judge:
 
 
 def loss(record: Record) -> Finding:
-    return _within(record, QuantityKind.LOSS)
+    return _within(record, QuantityKind.LOSS, QuantityKind.TWIN_LOSS)
 
 
 def gradients(record: Record) -> Finding:
-    return _within(record, QuantityKind.GRADIENTS, QuantityKind.SCALE)
+    return _within(record, *MULTIPLES, *MULTIPLES.values())
 
 
 def parameters(record: Record) -> Finding:

@@ -39,6 +39,14 @@ class QuantityKind(StrEnum):
     """Of the replica that is furthest from its truth."""
     SCALE = "scale"
     """Of a gradient: the multiple of the truth that it is."""
+    TWIN = "twin"
+    """Of a gradient, from the twin's."""
+    TWIN_SCALE = "twin-scale"
+    """Of a gradient: the multiple of the twin's that it is."""
+    TWIN_LOSS = "twin-loss"
+    """From the twin's."""
+    REFERENCE = "reference"
+    """Of the twin's gradient, from the truth."""
 
     def of(self, name: str = "") -> Quantity:
         """That of the parameter or buffer called `name`; a number of the whole model has none."""

@@ -23,24 +23,31 @@ from meshmark.judge.gradient_faults import (
     FailedStep,
     explain_gradients,
     low_precisions,
-    nobody_reduced,
-    own_parts,
 )
+from meshmark.judge.owners import nobody_reduced, own_parts
 from meshmark.judge.trace import Trace
+from meshmark.judge.twin import Twin
 from meshmark.judge.update_faults import explain_norm, explain_updates
-from meshmark.judge.yardstick import Yardstick, compare, zeros
+from meshmark.judge.yardstick import TWINS, Yardstick, zeros
 from meshmark.spec.case import Case
 
+_UNKNOWN = (Fault.UNEXPLAINED, Fault.FORWARD, Fault.BACKWARD)
+"""What is said where no hypothesis fits."""
 RULED = 2
 """Updates that were right before a step vouch for the rule: betas and moments show in the second, not in the first."""
 
 
 def diagnose(
-    case: Case, trace: Trace, deviations: Deviations, drifts: Sequence[Drift], yardstick: Yardstick
+    case: Case,
+    trace: Trace,
+    deviations: Deviations,
+    drifts: Sequence[Drift],
+    yardstick: Yardstick,
+    twin: Twin | None = None,
 ) -> Diagnosis | None:
     """None when nothing is wrong."""
     rank_progress.begin(rank_progress.Phase.EXPLAIN)
-    wrong = {(q, step): excess for excess, q, step in yardstick.excesses(compare(deviations)) if not excess <= 1}
+    wrong = {(q, step): excess for excess, q, step in yardstick.judge(deviations) if not excess <= 1}
     if start := [q.name for q, d in deviations.items() if q.kind is QuantityKind.INITIAL and d[0].distance != 0]:
         return _start(trace, start)
     if drifts_at_start := [d for d in drifts if d.quantity.kind is QuantityKind.PARAMETERS and d.step == 0]:
@@ -53,10 +60,11 @@ def diagnose(
         return None
     here = {q: e for (q, step), e in wrong.items() if step == first}
     drifted = drift is not None and drift.step == first and drift.detail.startswith("gradients")
-    found = _at(case, trace, deviations, yardstick, _WrongStep(step=first, excesses=here, drifted=drifted))
+    at = _WrongStep(step=first, excesses=here, drifted=drifted, twin=twin)
+    found = _at(case, trace, deviations, yardstick, at)
     if not drift or drift.step != first:
         return found
-    if found.fault in (Fault.UNEXPLAINED, Fault.FORWARD, Fault.BACKWARD):
+    if found.fault in _UNKNOWN:
         return dataclasses.replace(drift, detail=f"{drift.detail}, which is wrong too")
     if found.fault is Fault.NOT_REDUCED and drifted and (reported := nobody_reduced(case, trace, first)):
         weights = found.detail.partition("; ")[2]
@@ -71,7 +79,7 @@ def _wrong(wrong: dict[tuple[Quantity, int], float], step: int, drift: Diagnosis
         return True
     return any(
         (kind.of(name), step) in wrong
-        for kind in (QuantityKind.GRADIENTS, QuantityKind.SCALE, QuantityKind.PARAMETERS)
+        for kind in (QuantityKind.GRADIENTS, QuantityKind.SCALE, QuantityKind.PARAMETERS, *TWINS)
         for name in drift.names
     )
 
@@ -112,6 +120,8 @@ class _WrongStep:
     """Of the quantities that exceed their tolerances."""
     drifted: bool
     """Gradients differ between ranks too."""
+    twin: Twin | None
+    """That the run's gradients were held against too."""
 
 
 def _at(case: Case, trace: Trace, deviations: Deviations, yardstick: Yardstick, at: _WrongStep) -> Diagnosis:
@@ -131,15 +141,18 @@ def _at(case: Case, trace: Trace, deviations: Deviations, yardstick: Yardstick, 
             step=step,
             tolerances=tolerances,
             drifted=at.drifted,
-            loss_is_wrong=QuantityKind.LOSS.of() in wrong,
+            loss_is_wrong=not wrong.keys().isdisjoint({QuantityKind.LOSS.of(), QuantityKind.TWIN_LOSS.of()}),
         )
 
     gradients, updates = failed(QuantityKind.GRADIENTS, QuantityKind.SCALE), failed(QuantityKind.PARAMETERS)
     zero = {q.name for q in zeros(deviations)}
     if solid := {name: t for name, t in gradients.tolerances.items() if name not in zero}:
         gradients = dataclasses.replace(gradients, tolerances=solid)  # the others are all rounding
-    if gradients.names:
-        return _explained(gradients, deviations)
+    of_twin = dataclasses.replace(failed(QuantityKind.TWIN, QuantityKind.TWIN_SCALE), twin=at.twin)
+    if of_twin.names and (found := _explained(of_twin, deviations)).fault not in _UNKNOWN:
+        return found
+    if gradients.names or of_twin.names:
+        return _explained(gradients if gradients.names else of_twin, deviations)
     if QuantityKind.NORM.of() in wrong:
         reported = trace.norms[step] or 0.0
         return _diagnosis(explain_norm(reported, trace.gradients[step], gradients), step, updates.names)
@@ -154,10 +167,10 @@ def _at(case: Case, trace: Trace, deviations: Deviations, yardstick: Yardstick, 
     if buffers := failed(QuantityKind.BUFFERS).names:
         explanation, ranks = explain_buffers(gradients, buffers)
         return dataclasses.replace(_diagnosis(explanation, step, buffers), ranks=ranks)
-    if QuantityKind.LOSS.of() not in wrong and QuantityKind.EVALUATION.of() in wrong:
+    if not gradients.loss_is_wrong and QuantityKind.EVALUATION.of() in wrong:
         multiple = deviations[QuantityKind.EVALUATION.of()][step].factor
         return _diagnosis((Fault.EVALUATION, f"its loss is {multiple:.7g} times the truth"), step, [])
-    factor = named_factor(deviations[QuantityKind.LOSS.of()][step].factor, gradients.known_factors())
+    factor = named_factor(_loss_factor(deviations, step), gradients.known_factors())
     return _diagnosis((Fault.LOSS, f"{factor} times the truth, while every gradient is right"), step, [])
 
 
@@ -173,9 +186,15 @@ def _explained(failed: FailedStep, deviations: Deviations) -> Diagnosis:
             return _diagnosis(owned, failed.step, failed.names)
         return _diagnosis((fault, f"{detail} (the worst; the others are wrong otherwise)"), failed.step, failed.names)
     if failed.loss_is_wrong:
-        factor = deviations[QuantityKind.LOSS.of()][failed.step].factor
+        factor = _loss_factor(deviations, failed.step)
         return _diagnosis((Fault.FORWARD, f"the loss is {factor:.6g} times the truth"), failed.step, failed.names)
     return _diagnosis((Fault.BACKWARD, "the loss is right"), failed.step, failed.names)
+
+
+def _loss_factor(deviations: Deviations, step: int) -> float:
+    """By the twin, where there is one: it sees more."""
+    steps = deviations.get(QuantityKind.TWIN_LOSS.of()) or deviations[QuantityKind.LOSS.of()]
+    return steps[step].factor
 
 
 def _diagnosis(finding: Explanation, step: int, names: Sequence[str]) -> Diagnosis:

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from meshmark.judge.buffers import together
 from meshmark.judge.deviation import Tensors, global_norm
-from meshmark.judge.faults import Fault, named_factor
+from meshmark.judge.faults import MOST_NAMES, Fault, named_factor
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import exact_gradients
+from meshmark.judge.twin import Twin
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
 
@@ -26,7 +27,7 @@ LEFT_OVER = 0.05
 """Part of a deviation that may stay unexplained."""
 _ALONG = 0.3
 """Part of a deviation by rounding that lies along the gradient itself."""
-_SAME = 0.02
+SAME = 0.02
 """Weights of sequences that differ by less, relative to the largest, are one weight."""
 
 
@@ -39,6 +40,8 @@ class FailedStep:
     step: int
     tolerances: dict[str, float]
     """By name of the wrong tensors, the worst first."""
+    twin: Twin | None = None
+    """Takes the truth's place, where what is wrong is too small for it."""
     drifted: bool = False
     """Whether ranks that should hold the same gradient do not."""
     loss_is_wrong: bool = False
@@ -52,19 +55,23 @@ class FailedStep:
         return make_batch(self.case.workload, self.step)
 
     def truth(self, step: int, batch: Batch) -> Tensors:
-        """The exact gradients by `batch` at the run's parameters before `step`."""
+        """The right gradients by `batch` at the run's parameters before `step`."""
+        if self.twin:
+            return self.twin.step_of(self.trace, self.trace.parameters[step], batch, self.step).gradients
         return exact_gradients(self.case.workload, self.trace.parameters[step], batch, self.case.layout).gradients
 
     def parts(self, batch: Batch) -> list[Batch]:
         """The smallest whose gradients add up: single rows, or what is normalised together."""
-        workload = self.case.workload
+        workload, layout = self.case.workload, self.case.layout
+        if self.twin:
+            return list(batch.micro_batches(len(batch) * layout.dp * layout.num_micro_batches // workload.global_batch))
         if workload.couples_rows:
-            return together(workload, batch, self.case.layout)
+            return together(workload, batch, layout)
         return [batch.rows(i, i + 1) for i in range(len(batch))]
 
     @property
     def parts_name(self) -> str:
-        if self.case.workload.couples_rows:
+        if self.twin or self.case.workload.couples_rows:
             return "micro-batches"
         return "sequences" if self.case.workload.unit == "tokens" else "images"
 
@@ -104,6 +111,7 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
     hypotheses: Sequence[Callable[[FailedStep, _Fit, Tensors], Explanation | None]] = (
         _scaled,
         _weighed,
+        _weighed_rows,
         _previous,
         _old_weights,
         _other_batch,
@@ -153,6 +161,29 @@ def _weighed(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | Non
     return read_weights(found, failed, batch)
 
 
+def _weighed_rows(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
+    """Of one tensor, in a few rows alone: those of the tokens that only some ranks, or micro-batches, have seen."""
+    (name, *others), batch = failed.names, failed.batch
+    own, right = (np.asarray(t[name], dtype=np.float64) for t in (failed.trace.gradients[failed.step], exact))
+    off = np.linalg.norm((own - right).reshape(len(own), -1), axis=1)
+    rows = np.flatnonzero(off > LEFT_OVER * off.max())
+    if others or own.ndim < 2 or len(rows) > len(own) / 4:
+        return None
+    parts = failed.parts(batch)
+    basis = np.stack([failed.truth(failed.step, part)[name][rows].ravel() for part in parts], axis=1)
+    counted = np.flatnonzero(basis.any(axis=0))
+    found = np.full(len(parts), np.nan)
+    found[counted] = np.linalg.lstsq(basis[:, counted], own[rows].ravel(), rcond=None)[0]
+    left = np.linalg.norm(own[rows].ravel() - basis[:, counted] @ found[counted])
+    if left > max(failed.tolerances[name], LEFT_OVER * float(off.max())):
+        return None
+    where = f"in {len(rows)} of {len(own)} rows, {', '.join(map(str, rows[:MOST_NAMES]))}, alone"
+    if not np.any(np.abs(found[counted]) > LEFT_OVER):
+        return Fault.DROPPED, f"{where}: nothing is in them"
+    fault, detail = read_weights(found, failed, batch)
+    return fault, f"{where}: {detail}"
+
+
 def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch) -> Explanation:
     """What the weights of the batch's parts (sequences) in a gradient, which should all be one, say; those that are no
     number do not count."""
@@ -160,12 +191,12 @@ def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch)
     size = layout.dp * layout.num_micro_batches
     grid = weights.reshape(layout.dp, layout.num_micro_batches, -1)
     masked = np.isnan(grid)
-    nothing = np.abs(grid) < _SAME * np.nanmax(np.abs(weights))
+    nothing = np.abs(grid) < SAME * np.nanmax(np.abs(weights))
     listed = f"weights of the {failed.parts_name}: " + ", ".join(f"{w:.4g}" for w in weights)
     absent = (nothing | masked).all(axis=2) & ~masked.all(axis=2)
     alone = [micro for micro, ranks in enumerate(absent.T) if ranks.any() and not ranks.all()]
     # A rank whose part is dropped leaves the others' as they are, and replicas the same.
-    dropped = not failed.drifted and (failed.loss_is_wrong or np.allclose(grid[~nothing & ~masked], 1, atol=_SAME))
+    dropped = not failed.drifted and (failed.loss_is_wrong or np.allclose(grid[~nothing & ~masked], 1, atol=SAME))
     if alone and not dropped:
         ranks = [int(rank) for rank in np.flatnonzero(~absent[:, alone[0]])]
         which = "" if len(alone) == layout.num_micro_batches else f" in micro-batches {alone}"
@@ -179,54 +210,9 @@ def read_weights(weights: NDArray[np.float64], failed: FailedStep, batch: Batch)
     for parts, name in ((layout.dp, "ranks"), (size, "micro-batches"), (weights.size, failed.parts_name)):
         totals = np.array([float(b.weights.sum()) for b in batch.micro_batches(parts)])
         means = np.array([w[~np.isnan(w)].mean() for w in weights.reshape(parts, -1)[totals > 0]]) * totals[totals > 0]
-        if parts > 1 and np.ptp(means) < _SAME * np.abs(means).max():
+        if parts > 1 and np.ptp(means) < SAME * np.abs(means).max():
             return Fault.UNEVEN, f"a mean of the means of {parts} {name} with unequal numbers of {unit}; {listed}"
     return Fault.UNEVEN, listed
-
-
-def own_parts(failed: FailedStep) -> Explanation | None:
-    """Different tensors are made of different sequences: each shard is the part of the rank that owns it."""
-    batch, own, parts = failed.batch, failed.trace.gradients[failed.step], set()
-    rows = [failed.truth(failed.step, part) for part in failed.parts(batch)]
-    for name in failed.names:
-        basis = np.stack([row[name].ravel() for row in rows], axis=1)
-        gradient = np.asarray(own[name], dtype=np.float64).ravel()
-        weights = np.linalg.lstsq(basis, gradient, rcond=None)[0]
-        if np.linalg.norm(gradient - basis @ weights) < LEFT_OVER * np.linalg.norm(gradient):
-            parts.add(tuple(int(i) for i in np.flatnonzero(np.abs(weights) > _SAME * np.abs(weights).max())))
-    if len(parts) < 2 or sum(map(len, parts)) > len(rows):
-        return None
-    listed = " or ".join(str(list(part)) for part in sorted(parts))
-    return Fault.NOT_REDUCED, f"each tensor is made of its owner's {failed.parts_name} alone: {listed}"
-
-
-def nobody_reduced(case: Case, trace: Trace, step: int) -> str | None:
-    """Whether the gradients of every rank that drifts, and of the lowest, are made of one data-parallel rank's
-    sequences alone; None where some rank's are made of several, or of something else."""
-    names = sorted(set.intersection(*(set(held) for held in trace.drifted.values()))) if trace.drifted else []
-    if not names or step >= len(trace.gradients) or any(name not in trace.gradients[step] for name in names):
-        return None
-    batch = make_batch(case.workload, step)
-    failed = FailedStep(case=case, trace=trace, step=step, tolerances=dict.fromkeys(names, 0.0))
-    rows = [failed.truth(step, part) for part in failed.parts(batch)]
-    held = {0: trace.gradients[step], **trace.drifted}
-    parts = {rank: _whose(held[rank], rows, names, case.layout.dp) for rank in sorted(held)}
-    if any(part is None for part in parts.values()) or len(set(parts.values())) < 2:
-        return None
-    listed = ", ".join(f"rank {rank} that of {part}" for rank, part in parts.items())
-    return f"no rank reduced, each holds the part of one data-parallel rank alone: {listed}"
-
-
-def _whose(own: Tensors, rows: Sequence[Tensors], names: Sequence[str], dp: int) -> int | None:
-    """The data-parallel rank of whose sequences alone all these gradients are made."""
-    basis = np.stack([np.concatenate([row[n].ravel() for n in names]) for row in rows], axis=1)
-    gradient = np.concatenate([np.asarray(own[n], dtype=np.float64).ravel() for n in names])
-    weights = np.linalg.lstsq(basis, gradient, rcond=None)[0]
-    if np.linalg.norm(gradient - basis @ weights) > LEFT_OVER * np.linalg.norm(gradient):
-        return None
-    shares = np.abs(weights.reshape(dp, -1)).max(axis=1)
-    present = np.flatnonzero(shares > _SAME * shares.max())
-    return int(present[0]) if len(present) == 1 else None
 
 
 def _previous(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
@@ -237,7 +223,7 @@ def _previous(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | No
     if weights is None:
         return None
     now, before = (float(w) for w in weights)
-    if abs(now) < _SAME:
+    if abs(now) < SAME:
         return Fault.STALE_GRADIENT, f"{before:.4g} times the gradient of step {failed.step - 1}"
     return Fault.NOT_CLEARED, f"{now:.4g} times the truth plus {before:.4g} times the gradient before"
 
@@ -266,7 +252,7 @@ def _other_batch(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation |
         other = make_batch(failed.case.workload, step)
         parts = [fit.flat(failed.truth(failed.step, b.shard(r, dp))) for b in (other, failed.batch) for r in range(dp)]
         if (weights := fit.weights(*parts)) is not None:
-            ranks = [r for r in range(dp) if abs(weights[r]) > _SAME]
+            ranks = [r for r in range(dp) if abs(weights[r]) > SAME]
             return Fault.OTHER_BATCH, f"the batch of step {step} on data-parallel ranks {ranks}"
     return None
 

@@ -20,8 +20,9 @@ from meshmark.judge.gradient_faults import Explanation
 from meshmark.judge.replicas import by_replica, num_replicas, replica_of
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, exact_gradients
+from meshmark.judge.twin import Twin
 from meshmark.judge.update_rivals import rivals
-from meshmark.judge.yardstick import Yardstick, compare
+from meshmark.judge.yardstick import Yardstick
 from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
 
@@ -54,11 +55,16 @@ class FailedReplicas:
 
 
 def diagnose_replicas(
-    case: Case, traces: Sequence[Trace], deviations: Deviations, drifts: Sequence[Drift], yardstick: Yardstick
+    case: Case,
+    traces: Sequence[Trace],
+    deviations: Deviations,
+    drifts: Sequence[Drift],
+    yardstick: Yardstick,
+    twin: Twin | None = None,
 ) -> Diagnosis | None:
     """None when nothing is wrong. One trace alone is a run whose replicas are all to be the same."""
     if num_replicas(case) == 1:
-        return diagnose(case, traces[0], deviations, drifts, yardstick)
+        return diagnose(case, traces[0], deviations, drifts, yardstick, twin)
     alone = by_replica(deviations, len(traces))
     sticks = yardstick.of_replicas(len(traces))
 
@@ -74,7 +80,9 @@ def diagnose_replicas(
     if failed is None:
         return None
     worst = max(failed.wrong, key=lambda replica: max(failed.wrong[replica].values()))
-    if gradients := failed.names(QuantityKind.GRADIENTS, QuantityKind.SCALE):
+    if gradients := failed.names(
+        QuantityKind.GRADIENTS, QuantityKind.SCALE, QuantityKind.TWIN, QuantityKind.TWIN_SCALE
+    ):
         explained = _parts(failed, gradients) or (Fault.BACKWARD, "of no weighing of the replicas' parts")
         return _diagnosis(failed, explained, gradients)
     updates = failed.names(QuantityKind.PARAMETERS)
@@ -100,7 +108,7 @@ def _first(
     wrong = [
         (step, replica, quantity, excess)
         for replica, (found, stick) in enumerate(zip(alone, sticks, strict=True))
-        for excess, quantity, step in stick.excesses(compare(found))
+        for excess, quantity, step in stick.judge(found)
         if not excess <= 1
     ]
     if not wrong:

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 TAIL_DIRECTIONS = 1 / 7
 """Of the degrees of freedom, those that carry the tail."""
-MOST_DEGREES = 1e6
-"""Of what does not vary at all."""
+MOST_DEGREES = 64.0
+"""That a few dozen draws can show. Roundings take few values: draws that are all the same may be followed by one where
+a single element was rounded the other way, which in a bias of 32 elements changes the square by a tenth. Independent
+roundings of so many have 80 degrees of freedom."""
 ONE_SIDED = 1.645
 """Standard errors below an estimate at which the 95 % limit lies."""
 

@@ -37,6 +37,8 @@ class Trace:
     left_out: list[int] = field(default_factory=list)
     """Attempts at each step that loss scaling left out on all ranks: of them, running statistics alone are left. Empty
     where nobody counted."""
+    loss_scales: list[float] = field(default_factory=list)
+    """What the loss was multiplied by; empty where nobody asked."""
     drifted: dict[int, Tensors] = field(default_factory=dict)
     """Of the first step at which gradients drift: some of those that a rank holds otherwise than the lowest, by rank.
     Of all ranks together only."""
@@ -74,6 +76,7 @@ def gather_replicas(own: Trace, replicas: Sequence[int]) -> tuple[list[Trace], l
         evaluations=own.evaluations,
         buffers=own.buffers,
         left_out=own.left_out,
+        loss_scales=own.loss_scales,
     )
     drifts = [
         drift
@@ -101,6 +104,7 @@ def _union_of(traces: Sequence[Trace]) -> Trace:
         evaluations=[sum(shares) for shares in zip(*(t.evaluations for t in traces), strict=True)],
         buffers=[replica for t in traces for replica in t.buffers],
         left_out=traces[0].left_out,
+        loss_scales=traces[0].loss_scales,
         drifted={rank: held for trace in traces for rank, held in trace.drifted.items()},
     )
 
@@ -111,14 +115,14 @@ def _gather(own: Trace) -> list[Trace] | None:
     kinds = (own.parameters, own.gradients, list(own.drifted.values()), buffers)
     names = [[list(tensors) for tensors in kind] for kind in kinds]
     counts = [len(replica) for replica in own.buffers]
-    numbers = [own.losses, own.norms, own.evaluations, own.left_out]
+    numbers = [own.losses, own.norms, own.evaluations, own.left_out, own.loss_scales]
     headers = all_gather_json([names, numbers, list(own.drifted), counts])
     everyone = gather_arrays([value for kind in kinds for tensors in kind for value in tensors.values()])
     if everyone is None:
         return None
     traces = []
     for (kinds_names, numbers, ranks, counts), arrays in zip(headers, everyone, strict=True):
-        losses, norms, evaluations, left_out = numbers
+        losses, norms, evaluations, left_out, loss_scales = numbers
         values = iter(arrays)
         parameters, gradients, drifted, buffers = (
             [{name: next(values) for name in step} for step in kind] for kind in kinds_names
@@ -132,6 +136,7 @@ def _gather(own: Trace) -> list[Trace] | None:
                 norms=norms,
                 evaluations=evaluations,
                 left_out=left_out,
+                loss_scales=loss_scales,
                 drifted=dict(zip(ranks, drifted, strict=True)),
                 buffers=[[next(steps) for _ in range(count)] for count in counts],
             )

@@ -31,6 +31,7 @@ from meshmark.judge.buffers import (
 )
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, Tensors, deviation, global_norm
 from meshmark.judge.trace import Trace
+from meshmark.judge.twin import Twin
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.initial import initial_value
@@ -41,18 +42,28 @@ from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
 
 
-def assess(trace: Trace, workload: Workload, start: Tensors | None = None, layout: Layout | None = None) -> Deviations:
-    """Every quantity of a (gathered) trace against the truth.
+def assess(
+    trace: Trace,
+    workload: Workload,
+    start: Tensors | None = None,
+    layout: Layout | None = None,
+    twin: Twin | None = None,
+) -> Deviations:
+    """Every quantity of a (gathered) trace against the truth, and its gradients against the `twin` too if there is one.
 
     `start` replaces the workload's initial values. `layout` (by default one rank) counts where the rows of a
     micro-batch enter one another's gradients, for then it decides which do. Raises `AdapterError` for a tensor of an
     unknown name or shape.
     """
-    return assess_replicas([trace], workload, start, layout)
+    return assess_replicas([trace], workload, start, layout, twin)
 
 
 def assess_replicas(
-    traces: Sequence[Trace], workload: Workload, start: Tensors | None = None, layout: Layout | None = None
+    traces: Sequence[Trace],
+    workload: Workload,
+    start: Tensors | None = None,
+    layout: Layout | None = None,
+    twin: Twin | None = None,
 ) -> Deviations:
     """The same of all replicas that may differ by design, one trace each; one alone where none may."""
     for trace in traces:
@@ -83,6 +94,14 @@ def assess_replicas(
             owns.append(own)
             for quantity, value in _assess_gradients(trace, step, replace(e, gradients=gradients), there, own).items():
                 note(replica, quantity, value)
+        if twin:
+            run = zip(traces, here, strict=True)
+            twins = [twin.step_of(trace, p, algorithm.part(batch, r), step) for r, (trace, p) in enumerate(run)]
+            reduced = algorithm.reported([t.gradients for t in twins])
+            for replica, (trace, t) in enumerate(zip(traces, twins, strict=True)):
+                whole = replace(t, gradients=reduced[replica])
+                for quantity, value in whole.deviations(trace, step, right[replica]).items():
+                    note(replica, quantity, value)
         for replica, after in enumerate(algorithm.transition(here, owns)):
             for name, x in after.items():
                 told = traces[replica].parameters[step + 1].get(name)

@@ -25,13 +25,18 @@ from meshmark.spec.precision import Precision
 FALSE_ALARMS = 1e-4
 """Probability that a correct run fails, any of its comparisons, all steps together: what factors aim at. What has been
 shown of it, `false_alarms` tells."""
-SMALLEST_FACTORS = {"number": 8.0, "gradients": 2.4, "parameters": 4.0, "buffers": 4.0}
+SMALLEST_FACTORS = {"number": 8.0, "gradients": 2.4, "parameters": 4.0, "buffers": 4.0, "twin": 4.0}
 """By kind: a framework that computes in another order than `single` has another noise, not only another draw of it. Of
 real adapters the furthest stood at 4.9, 2.1 and 2.9. `make power` tells it again."""
 ZERO = 1e-12
 """Relative to the norm of all gradients."""
 UNMEASURED_FACTOR = 4.0
 """For records older than factors."""
+
+MULTIPLES = {QuantityKind.GRADIENTS: QuantityKind.SCALE, QuantityKind.TWIN: QuantityKind.TWIN_SCALE}
+"""What is told besides of tensors that have a multiple."""
+TWINS = (QuantityKind.TWIN, QuantityKind.TWIN_SCALE, QuantityKind.TWIN_LOSS)
+"""What is compared with the twin."""
 
 Comparisons = Mapping[Quantity, list[float]]
 """One run, by quantity, then step; or the noise, which is the root mean square over runs. Quantities are those of
@@ -42,11 +47,12 @@ def compare(deviations: Deviations) -> Comparisons:
     """What of a run is held against its noise. A gradient that is zero has no multiple, nor one that is no nearer to
     the truth than zero is."""
     zero = zeros(deviations)
-    found = {q: [d.distance for d in steps] for q, steps in deviations.items() if q.kind is not QuantityKind.INITIAL}
+    apart = (QuantityKind.INITIAL, QuantityKind.REFERENCE)
+    found = {q: [d.distance for d in steps] for q, steps in deviations.items() if q.kind not in apart}
     for quantity, steps in deviations.items():
-        is_gradient = quantity.kind is QuantityKind.GRADIENTS
-        if is_gradient and quantity not in zero and all(d.distance < d.scale for d in steps):
-            found[replace(quantity, kind=QuantityKind.SCALE)] = [abs(d.factor - 1) for d in steps]
+        multiple = MULTIPLES.get(quantity.kind)
+        if multiple and quantity not in zero and all(d.distance < d.scale for d in steps):
+            found[replace(quantity, kind=multiple)] = [abs(d.factor - 1) for d in steps]
     return found
 
 
@@ -83,9 +89,8 @@ def noise_run(deviations: Deviations, precision: Precision) -> Comparisons:
 
 
 def kind_of(quantity: Quantity) -> str:
-    """What shares a factor: `number`s (loss, norm and multiples), `gradients`, `parameters` and `buffers`."""
-    tensors = (QuantityKind.GRADIENTS, QuantityKind.PARAMETERS, QuantityKind.BUFFERS)
-    return quantity.kind.value if quantity.kind in tensors else "number"
+    """What shares a factor: `number`s (losses, norm and multiples), and each kind of tensors."""
+    return quantity.kind.value if quantity.kind.value in SMALLEST_FACTORS else "number"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +129,22 @@ class Yardstick:
             if quantity in self.noise:
                 for step, value in enumerate(steps):
                     yield _ratio(value, self.noise_of(quantity, step)), quantity, step
+
+    def judge(self, deviations: Deviations) -> Iterator[tuple[float, Quantity, int]]:
+        """The excesses of a run; a twin that is wrong itself accuses nobody."""
+        run = compare(deviations)
+        if not self.twin_excess(deviations) <= 1:
+            run = {quantity: steps for quantity, steps in run.items() if quantity.kind not in TWINS}
+        return self.excesses(run)
+
+    def twin_excess(self, deviations: Deviations) -> float:
+        """How far the twin is from the truth, as a multiple of what a run may be; zero where there is none."""
+        own = {
+            replace(quantity, kind=QuantityKind.GRADIENTS): steps
+            for quantity, steps in deviations.items()
+            if quantity.kind is QuantityKind.REFERENCE
+        }
+        return max((excess for excess, *_ in self.excesses(compare(own))), default=0.0)
 
     def excesses(self, run: Comparisons) -> Iterator[tuple[float, Quantity, int]]:
         """The same as multiples of the tolerance: above one fails."""

@@ -11,7 +11,6 @@ from typing import Any
 import plotly.graph_objects as go
 
 from meshmark.errors import EvidenceError
-from meshmark.judge.yardstick import compare
 from meshmark.measure.readings import Collective, MemoryReading
 from meshmark.report.markdown import one_line
 from meshmark.report.results import CaseResult
@@ -231,7 +230,7 @@ def _heat(label: str, record: Record) -> dict[str, Any] | None:
     evidence = record.equivalence
     parts: dict[str, dict[int, float]] = {}
     try:
-        for part, quantity, step in evidence.yardstick.excesses(compare(evidence.deviations)):
+        for part, quantity, step in evidence.yardstick.judge(evidence.deviations):
             parts.setdefault(str(quantity), {})[step] = min(part, 1e6)  # an infinite one has no colour
     except EvidenceError:  # a baseline's: the verdict stands in the record
         return None

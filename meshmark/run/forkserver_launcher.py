@@ -22,9 +22,12 @@ _ALWAYS = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.profiler",
+    "torch._dynamo",
+    "torch._inductor",
     "meshmark.run.worker",
 )
-"""Modules of every rank."""
+"""Modules of every rank. Of `torch`, the first optimizer imports `_dynamo` and the first profile `_inductor`: left to
+ranks, that is half of the time of a small model's."""
 _IMPORT_SECONDS = 300.0
 """For PyTorch, on a slow disk; a framework has the case's time limit, if that is longer."""
 KILL_SECONDS = 10.0

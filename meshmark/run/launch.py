@@ -46,7 +46,7 @@ class LaunchResult:
     failures: list[RankFailure]
     """Root cause first."""
     seconds: float
-    """From the call to the last process's end."""
+    """From the call to the last process's end; of several nodes the longest, so that all of them know the same."""
     lost: str = ""
     """Why nothing came home from another node; reports and failures are this node's then."""
 
@@ -98,16 +98,18 @@ def launch_with(
             meet(others, request, trouble)
         if trouble or not watchdog:
             raise trouble or AssertionError("no error and no watchdog")
-        everyone, lost = _run(watchdog, others, request)
+        everyone, lost = _run(watchdog, others, request, started)
     return LaunchResult(
         reports=sorted((decode(RankReport, r) for node in everyone for r in node["reports"]), key=lambda r: r.rank),
         failures=_settle([decode(RankFailure, f) for node in everyone for f in node["failures"]]),
-        seconds=time.monotonic() - started,
+        seconds=max(float(node["seconds"]) for node in everyone),
         lost=lost,
     )
 
 
-def _run(watchdog: Watchdog, others: Cluster | None, request: Request) -> tuple[list[dict[str, Any]], str]:
+def _run(
+    watchdog: Watchdog, others: Cluster | None, request: Request, started: float
+) -> tuple[list[dict[str, Any]], str]:
     """What the ranks of every node left; or of this one alone, and why no other's is there."""
     failures: list[RankFailure] = []
     lost = ""
@@ -118,7 +120,11 @@ def _run(watchdog: Watchdog, others: Cluster | None, request: Request) -> tuple[
     if others:  # whose failure was first is told by one clock
         failures = [dataclasses.replace(f, time=f.time + others.clock_ahead) for f in failures]
     reports = [_read_report(info) for info in watchdog.ranks]
-    local = {"reports": encode([r for r in reports if r]), "failures": encode(failures)}
+    local = {
+        "reports": encode([r for r in reports if r]),
+        "failures": encode(failures),
+        "seconds": time.monotonic() - started,
+    }
     if others is None or lost:
         return [local], lost
     try:

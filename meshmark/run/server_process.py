@@ -132,7 +132,8 @@ def _woken_by_children() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def _act(order: Call | Branch, branch: Connection | None, server: int) -> NoReturn:
-    """What a fork does."""
+    """What a fork does, and never returns from, whatever is raised: not where its output is a full disk either."""
+    code = 1
     try:
         die_with_parent(server)
         if isinstance(order, Branch):
@@ -145,10 +146,11 @@ def _act(order: Call | Branch, branch: Connection | None, server: int) -> NoRetu
         os.chdir(order.folder)
         function, arguments = pickle.loads(order.pickled)
         function(*arguments)
+        code = 0
     except BaseException:
         traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+    finally:
+        os._exit(code)
 
 
 def _ended_children() -> Iterator[Ended]:

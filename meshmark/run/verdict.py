@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from meshmark.judge.deviation import Deviation, Quantity, QuantityKind
+from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
 from meshmark.judge.false_alarms import shown
-from meshmark.judge.yardstick import ZERO, compare, gradient_norms, zeros
+from meshmark.judge.yardstick import MULTIPLES, TWINS, ZERO, Yardstick, compare, gradient_norms, zeros
 from meshmark.run.record import Record, Verdict
 
 BLIND = 0.3
@@ -25,14 +25,18 @@ def judge_equivalence(record: Record) -> Verdict:
     not decided where that noise hides too much, or is no number."""
     found = record.equivalence
     yardstick, run = found.yardstick, compare(found.deviations)
-    excesses = list(yardstick.excesses(run))
+    excesses = list(yardstick.judge(found.deviations))
     told = [e for e in excesses if math.isfinite(yardstick.noise_of(e[1], e[2]))]
     excess, quantity, step = max(told or excesses)
     factor, worst = yardstick.factor_of(quantity), _worst(record, quantity)
     limits = detection_limits(record)
     blindest = max(limits, key=lambda name: limits[name].scaling, default="")
     limit = limits[blindest].scaling if limits else math.inf
+    twin_excess, reference = yardstick.twin_excess(found.deviations), "float64 alone"
+    if any(q.kind in TWINS for q in run):
+        reference = "float64 and the twin" if twin_excess <= 1 else "float64 alone: the twin is too far from it"
     evidence: dict[str, float | int | str] = {
+        "held_against": reference,
         "worst_quantity": str(quantity),
         "worst_step": step,
         "ratio": excess * factor,
@@ -51,9 +55,11 @@ def judge_equivalence(record: Record) -> Verdict:
     if found.diagnosis:
         evidence["diagnosis"] = found.diagnosis.text
     wrong = bool(found.wrong_start or found.drifts or (told and not excess <= 1))
-    undecided = not wrong and (len(told) < len(excesses) or not limit <= BLIND)
+    undecided = not wrong and (len(told) < len(excesses) or not limit <= BLIND or not twin_excess <= 1)
     if wrong:
         summary = _what_is_wrong(record, quantity, step, excess * factor)
+    elif undecided and not twin_excess <= 1:
+        summary = f"cannot tell: the twin itself is {twin_excess:.3g} x as far from the truth as a run may be"
     elif undecided and limit <= BLIND:
         unknown = min(str(q) for _, q, s in excesses if not math.isfinite(yardstick.noise_of(q, s)))
         summary = f"cannot tell: the noise of {unknown} is no number, for `single` itself overflows"
@@ -78,13 +84,14 @@ def _what_is_wrong(record: Record, quantity: Quantity, step: int, ratio: float) 
         first = found.drifts[0]
         return f"replicas differ: {first.quantity} at step {first.step} on ranks {first.ranks}"
     multiple = _worst(record, quantity)[step].factor
-    return f"{quantity} at step {step} is {ratio:.3g} x its noise, {multiple:.6g} x the truth"
+    reference = "the twin's" if quantity.kind in TWINS else "the truth"
+    return f"{quantity} at step {step} is {ratio:.3g} x its noise, {multiple:.9g} x {reference}"
 
 
 def _worst(record: Record, quantity: Quantity) -> list[Deviation]:
     """The deviations behind a compared quantity."""
-    is_scale = quantity.kind is QuantityKind.SCALE
-    return record.equivalence.deviations[replace(quantity, kind=QuantityKind.GRADIENTS) if is_scale else quantity]
+    tensors = {multiple: kind for kind, multiple in MULTIPLES.items()}
+    return record.equivalence.deviations[replace(quantity, kind=tensors.get(quantity.kind, quantity.kind))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,17 +106,30 @@ class Limit:
 
 def detection_limits(record: Record) -> dict[str, Limit]:
     """By parameter, over the steps at which it has a gradient; those whose gradient is zero by mathematics, which have
-    no relative error, are left out."""
-    yardstick, deviations, limits = record.equivalence.yardstick, record.equivalence.deviations, {}
-    zero, norms = zeros(deviations), gradient_norms(deviations)
+    no relative error, are left out. Against the truth or the twin, whichever sees more."""
+    yardstick, deviations = record.equivalence.yardstick, record.equivalence.deviations
+    limits = _limits(yardstick, deviations, QuantityKind.GRADIENTS)
+    if yardstick.twin_excess(deviations) <= 1:
+        for subject, limit in _limits(yardstick, deviations, QuantityKind.TWIN).items():
+            others = limits.get(subject, limit)
+            limits[subject] = Limit(
+                scaling=min(limit.scaling, others.scaling), any_direction=min(limit.any_direction, others.any_direction)
+            )
+    return limits
+
+
+def _limits(yardstick: Yardstick, deviations: Deviations, kind: QuantityKind) -> dict[str, Limit]:
+    """Those by one kind of comparison alone."""
+    limits, norms = {}, gradient_norms(deviations)
+    zero = {replace(quantity, kind=kind) for quantity in zeros(deviations)}
     for quantity, steps in deviations.items():
-        if quantity.kind is not QuantityKind.GRADIENTS or quantity in zero or quantity not in yardstick.noise:
+        if quantity.kind is not kind or quantity in zero or quantity not in yardstick.noise:
             continue
         used = [step for step, d in enumerate(steps) if d.scale >= ZERO * norms[step]]
         if not used:  # at no step, or where nothing is a number
             continue
         any_direction = max(yardstick.tolerance(quantity, step) / steps[step].scale for step in used)
-        multiple, scaling = replace(quantity, kind=QuantityKind.SCALE), any_direction
+        multiple, scaling = replace(quantity, kind=MULTIPLES[kind]), any_direction
         if multiple in yardstick.noise:
             seen = max(yardstick.tolerance(multiple, s) + HIDDEN * yardstick.noise_of(multiple, s) for s in used)
             scaling = min(any_direction, seen)

@@ -53,6 +53,15 @@ class SlightScale(Broken):
                 grad.mul_(1 + self.by)
 
 
+class SlightBlock(Broken):
+    """Every gradient of one block off by three millionths."""
+
+    def after_backward(self) -> None:
+        for name, grad in self.grads():
+            if name.startswith("blocks.1."):
+                grad.mul_(1 + 3e-6)
+
+
 class NotUnscaled(Broken):
     """The loss scale is never divided out."""
 
@@ -210,6 +219,27 @@ class DropsRank(Broken):
 
     def differentiate(self, loss: Tensor) -> None:
         super().differentiate(loss * (self.context.rank != 1))
+
+
+class LosesRareToken(Broken):
+    """The first rank's gradient of one token's embedding is lost: of the rarest that it has seen."""
+
+    def backward(self, batch: Batch) -> Tensor:
+        own = batch.shard(self.dp_rank, self.case.layout.dp)  # type: ignore[attr-defined]
+        tokens, counts = own.inputs.unique(return_counts=True)
+        rarest = int(tokens[counts.argmin()])
+
+        def lose(grad: Tensor) -> Tensor:
+            lost = grad.clone()
+            lost[rarest] = 0
+            return lost
+
+        weight = dict(self.named())["embedding.tokens.weight"]
+        handle = weight.register_hook(lose) if self.context.rank == 0 else None
+        loss = super().backward(batch)
+        if handle:
+            handle.remove()
+        return loss
 
 
 class NextBatch(Broken):

@@ -80,6 +80,18 @@ class Mutant:
         plain = f"{self.adapter.replace('-', '_').replace('/', '')}_{self.defect.__name__}"
         return f"{plain}_{self.clause.replace(' ', '_')}" if self.clause else plain
 
+    def __str__(self) -> str:
+        return self.name
+
+    @classmethod
+    def parse(cls, text: str) -> Mutant:
+        """Of that name, as a file tells it. Raises `ValueError` where there is none."""
+        from tests.broken.mutants import BY_NAME  # which are made of these
+
+        if text not in BY_NAME:
+            raise ValueError(f"{text!r} is no mutant of this commit")
+        return BY_NAME[text]
+
     @property
     def catcher(self) -> str:
         """What must fail, in words."""

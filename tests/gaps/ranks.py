@@ -14,7 +14,8 @@ TIME_LIMIT_SECONDS = 120
 
 def on_two_ranks(function: Callable[[int], Any]) -> Any:  # noqa: ANN401
     """What `function(0)` returns. Raises the text of the first error as `RuntimeError`."""
-    context = multiprocessing.get_context("spawn")  # the forkserver, one a process, is the launcher's to set up
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo"])  # once for all tests; frameworks are the ranks' own
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

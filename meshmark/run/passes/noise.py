@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from meshmark import rank_progress
+from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
@@ -32,6 +33,7 @@ from meshmark.environment import machine
 from meshmark.judge.replicas import num_replicas
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess_replicas
+from meshmark.judge.twin import Twin
 from meshmark.judge.yardstick import Comparisons, noise_run
 from meshmark.reference.data import Batch, data_digest, make_batch
 from meshmark.reference.initial import random_bits
@@ -80,6 +82,7 @@ def noise_key(case: Case, steps: int, device: str = "cpu") -> str:
         num_chunks(case),
         *([case.layout.dp] if case.precision.narrows_reduction else []),
         *([num_replicas(case)] if num_replicas(case) > 1 else []),
+        *(["twin"] if case.precision.is_mixed else []),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -173,6 +176,7 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     for engine in engines:
         engine.cast_weights = bool(run % num_ways(case))
         _perturb(engine, case, run)
+    twin = _twin(case, run, num_ranks, replicas, engines[0]) if case.precision.is_mixed else None
     traces = [Trace(parameters=[host_copies(e.parameters())], buffers=[[host_copies(e.buffers())]]) for e in engines]
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
@@ -186,6 +190,7 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
             trace.left_out.append(left_out)
         _meet([engine.gradients() for engine in engines], workload.algorithm.reduces_gradients(step), replicas)
         for trace, engine in zip(traces, engines, strict=True):
+            trace.loss_scales.append(engine.loss_scale())
             trace.gradients.append(host_copies(engine.gradients()))
             norm = engine.update()
             trace.norms.append(None if norm is None else float(norm))
@@ -195,8 +200,21 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
             trace.buffers[0].append(host_copies(engine.buffers()))
         rank_progress.advance()
     divided = dataclasses.replace(layout, dp=num_ranks)
-    deviations = assess_replicas(traces, workload, start=traces[0].parameters[0], layout=divided)
+    deviations = assess_replicas(traces, workload, start=traces[0].parameters[0], layout=divided, twin=twin)
     return noise_run(deviations, case.precision)
+
+
+def _twin(case: Case, run: int, num_ranks: int, replicas: int, engine: SingleEngine) -> Twin:
+    """That of a noise run, which sums what the run sums in another order."""
+    layout = dataclasses.replace(case.layout, dp=num_ranks * replicas)
+    casting = Casting.WEIGHTS if engine.cast_weights else Casting.AUTOCAST
+    return Twin(
+        case=dataclasses.replace(case, layout=layout),
+        arithmetic=Arithmetic(casting=casting, averages=False, reduces_each=engine.cast_weights),
+        device=engine.context.device,
+        arrange=lambda batch: _permute(batch, case, run, num_ranks),
+        order=random_bits(f"ranks/{run}", (num_ranks,), seed=case.workload.seed).argsort().tolist(),
+    )
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.replicas import replicas_of_ranks
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import assess_replicas
+from meshmark.judge.twin import twin_of
 from meshmark.measure.memory import read_memory
 from meshmark.measure.traffic import TorchTraffic, read_traffic
 from meshmark.measure.watch import Watch
@@ -59,10 +60,11 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     engine.close()
     traces, drifts, num_replicated = gather_replicas(observer.trace, replicas_of_ranks(request.case))
     workload, layout = request.case.workload, request.case.layout
-    deviations = assess_replicas(traces, workload, layout=layout) if traces and request.assess else {}
+    twin = twin_of(request.case, adapter.arithmetic, context.device)
+    deviations = assess_replicas(traces, workload, layout=layout, twin=twin) if traces and request.assess else {}
     diagnosis = None
     if deviations and request.yardstick:
-        diagnosis = diagnose_replicas(request.case, traces, deviations, drifts, request.yardstick)
+        diagnosis = diagnose_replicas(request.case, traces, deviations, drifts, request.yardstick, twin)
     return RankReport(
         rank=context.rank,
         build_seconds=built - started,

@@ -87,6 +87,7 @@ class Observer:
         inputs = (batch.inputs, batch.targets, batch.weights)
         before = Named.of(self.holdings(), inputs)
         gradients = host_gradients(self.engine, workload) if assess else {}
+        loss_scale = self.engine.loss_scale()
         with _window(watch, "update", step, sources):
             norm = self.engine.update()
         if watch:
@@ -97,6 +98,7 @@ class Observer:
             before=before,
             after=Named.of(self.holdings(), inputs),
             gradients=gradients,
+            loss_scale=loss_scale,
             parameters=host_parameters(self.engine, workload) if assess else {},
         )
 
@@ -114,6 +116,7 @@ class Observer:
     def _note(self, attempt: _Attempt) -> None:
         self.trace.losses.append(attempt.loss)
         self.trace.norms.append(attempt.norm)
+        self.trace.loss_scales.append(attempt.loss_scale)
         if self.request.assess:
             self.trace.gradients.append(attempt.gradients)
             self.trace.parameters.append(attempt.parameters)
@@ -132,6 +135,7 @@ class _Attempt:
     after: Named
     gradients: Tensors
     """Empty where nothing is assessed, like `parameters`."""
+    loss_scale: float
     parameters: Tensors
 
 

@@ -97,5 +97,6 @@ def _join(first: Trace, second: Trace) -> Trace:
         norms=first.norms + second.norms,
         buffers=[a[:-1] + b for a, b in zip(first.buffers, second.buffers, strict=True)],
         left_out=first.left_out + second.left_out,
+        loss_scales=first.loss_scales + second.loss_scales,
         drifted=second.drifted,
     )

@@ -1,0 +1,27 @@
+"""How a framework computes what a precision leaves open: what another process must know to compute the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Casting(StrEnum):
+    """Who makes the narrow copies of weights that matrix products read in mixed precision."""
+
+    AUTOCAST = "autocast"
+    """`torch.autocast`, one operation at a time; norms and the residual stream stay wide."""
+    WEIGHTS = "weights"
+    """All weights are cast, and with them the whole residual stream, as sharding frameworks do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """What an adapter declares of a case in mixed precision, besides the precision itself."""
+
+    casting: Casting
+    averages: bool = True
+    """Losses are multiplied by the number of data-parallel ranks and their gradients averaged; else added up."""
+    reduces_each: bool = False
+    """The gradients of every micro-batch are reduced, not their sum once a step: the same where nothing is rounded on
+    the way."""

@@ -1,0 +1,59 @@
+"""Gradients that are of one rank's part of the batch alone: whose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshmark.judge.deviation import Tensors
+from meshmark.judge.faults import Fault
+from meshmark.judge.gradient_faults import LEFT_OVER, SAME, Explanation, FailedStep
+from meshmark.judge.trace import Trace
+from meshmark.reference.data import make_batch
+from meshmark.spec.case import Case
+
+
+def own_parts(failed: FailedStep) -> Explanation | None:
+    """Different tensors are made of different sequences: each shard is the part of the rank that owns it."""
+    batch, own, parts = failed.batch, failed.trace.gradients[failed.step], set()
+    rows = [failed.truth(failed.step, part) for part in failed.parts(batch)]
+    for name in failed.names:
+        basis = np.stack([row[name].ravel() for row in rows], axis=1)
+        gradient = np.asarray(own[name], dtype=np.float64).ravel()
+        weights = np.linalg.lstsq(basis, gradient, rcond=None)[0]
+        if np.linalg.norm(gradient - basis @ weights) < LEFT_OVER * np.linalg.norm(gradient):
+            parts.add(tuple(int(i) for i in np.flatnonzero(np.abs(weights) > SAME * np.abs(weights).max())))
+    if len(parts) < 2 or sum(map(len, parts)) > len(rows):
+        return None
+    listed = " or ".join(str(list(part)) for part in sorted(parts))
+    return Fault.NOT_REDUCED, f"each tensor is made of its owner's {failed.parts_name} alone: {listed}"
+
+
+def nobody_reduced(case: Case, trace: Trace, step: int) -> str | None:
+    """Whether the gradients of every rank that drifts, and of the lowest, are made of one data-parallel rank's
+    sequences alone; None where some rank's are made of several, or of something else."""
+    names = sorted(set.intersection(*(set(held) for held in trace.drifted.values()))) if trace.drifted else []
+    if not names or step >= len(trace.gradients) or any(name not in trace.gradients[step] for name in names):
+        return None
+    batch = make_batch(case.workload, step)
+    failed = FailedStep(case=case, trace=trace, step=step, tolerances=dict.fromkeys(names, 0.0))
+    rows = [failed.truth(step, part) for part in failed.parts(batch)]
+    held = {0: trace.gradients[step], **trace.drifted}
+    parts = {rank: _whose(held[rank], rows, names, case.layout.dp) for rank in sorted(held)}
+    if any(part is None for part in parts.values()) or len(set(parts.values())) < 2:
+        return None
+    listed = ", ".join(f"rank {rank} that of {part}" for rank, part in parts.items())
+    return f"no rank reduced, each holds the part of one data-parallel rank alone: {listed}"
+
+
+def _whose(own: Tensors, rows: Sequence[Tensors], names: Sequence[str], dp: int) -> int | None:
+    """The data-parallel rank of whose sequences alone all these gradients are made."""
+    basis = np.stack([np.concatenate([row[n].ravel() for n in names]) for row in rows], axis=1)
+    gradient = np.concatenate([np.asarray(own[n], dtype=np.float64).ravel() for n in names])
+    weights = np.linalg.lstsq(basis, gradient, rcond=None)[0]
+    if np.linalg.norm(gradient - basis @ weights) > LEFT_OVER * np.linalg.norm(gradient):
+        return None
+    shares = np.abs(weights.reshape(dp, -1)).max(axis=1)
+    present = np.flatnonzero(shares > SAME * shares.max())
+    return int(present[0]) if len(present) == 1 else None

@@ -1,0 +1,140 @@
+"""The twin: what one process computes of a step, on the run's own parameters and micro-batches, in the arithmetic that
+the case and its adapter declare; only the sums over micro-batches and ranks are exact.
+
+Rounding in a narrow format is the same wherever the same operation is done on the same numbers. So a layout that splits
+no matrix product differs from its twin by the order of one sum alone, whatever the precision, where from float64 it is
+away by all that bf16 rounds. A sum that was asked for in a narrow format is rounded as asked.
+
+The twin is judged by the truth as the run is: one that is wrong excuses nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshmark.adapter.arithmetic import Arithmetic, Casting
+from meshmark.adapter.data_parallel import AUTOCAST
+from meshmark.judge.deviation import Deviation, Quantity, QuantityKind, Tensors, deviation
+from meshmark.judge.trace import Trace
+from meshmark.reference.build import build_model
+from meshmark.reference.data import Batch
+from meshmark.reference.objective import loss_share
+from meshmark.spec.case import Case
+
+Gradients = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwinStep:
+    """What the twin computes of a global batch, or some of its micro-batches."""
+
+    loss: float
+    gradients: Tensors
+    """In float64, by every parameter that is trained; zero where unused."""
+
+    def deviations(self, trace: Trace, step: int, exact: Tensors) -> dict[Quantity, Deviation]:
+        """Of a step of a run from this, and of this from the `exact` gradients."""
+        found = {QuantityKind.TWIN_LOSS.of(): deviation(np.array(trace.losses[step]), np.array(self.loss))}
+        for name, own in self.gradients.items():
+            absent = None if own.any() else np.zeros_like(own)
+            found[QuantityKind.TWIN.of(name)] = deviation(trace.gradients[step].get(name, absent), own)
+            found[QuantityKind.REFERENCE.of(name)] = deviation(own, exact[name])
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Twin:
+    """Of one case, on one device."""
+
+    case: Case
+    arithmetic: Arithmetic
+    device: torch.device
+    arrange: Callable[[Batch], Batch] = field(default=lambda batch: batch)
+    """Another order of the rows of a batch: noise runs have one of their own."""
+    order: Sequence[int] = ()
+    """In which ranks are summed, where such sums are rounded; by default from the first on."""
+
+    def step_of(self, trace: Trace, parameters: Tensors, batch: Batch, step: int) -> TwinStep:
+        """That of a step of a run, whose loss scale it shares."""
+        return self.step(parameters, batch, trace.loss_scales[step] if trace.loss_scales else 1.0)
+
+    def step(self, parameters: Tensors, batch: Batch, loss_scale: float = 1.0) -> TwinStep:
+        """Loss and gradients of `batch` at `parameters`. `loss_scale`: what the run multiplied its loss by, lest small
+        gradients vanish."""
+        layout, precision = self.case.layout, self.case.precision
+        rows = self.case.workload.global_batch // (layout.dp * layout.num_micro_batches)
+        weights = self._weights(parameters)
+        micro_batches = self.arrange(batch).micro_batches(len(batch) // rows)
+        parts = [self._part(weights, part, loss_scale) for part in micro_batches]
+        gradients: Sequence[Gradients] = [gradients for _, gradients in parts]
+        if precision.narrows_reduction:
+            gradients = self._reduced(gradients)
+        scale = loss_scale * (layout.dp if self.arithmetic.averages else 1)
+        total = {name: g.div(scale).cpu().numpy() for name, g in _total(gradients, torch.float64).items()}
+        unused = {n: np.zeros(x.shape) for n, x in parameters.items() if self.case.workload.trains(n)}
+        return TwinStep(loss=sum(float(loss) for loss, _ in parts), gradients=unused | total)
+
+    def _weights(self, parameters: Tensors) -> dict[str, Tensor]:
+        """As the products read them, or as autocast finds them."""
+        cast = self.arithmetic.casting is Casting.WEIGHTS
+        kind = getattr(torch, self.case.precision.weights if cast else self.case.precision.master)
+        return {
+            name: torch.from_numpy(value).to(self.device, kind).requires_grad_(self.case.workload.trains(name))
+            for name, value in parameters.items()
+        }
+
+    def _part(self, weights: dict[str, Tensor], part: Batch, loss_scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and gradients of one micro-batch; the latter multiplied as the run's are before they are reduced."""
+        with torch.device("meta"):
+            model = build_model(self.case.workload.model)
+        model.skipped_block = part.skipped_block
+        buffers = {name: torch.zeros_like(b, device=self.device) for name, b in model.named_buffers()}
+        part = part.to(self.device)
+        low = AUTOCAST.get(self.case.precision.compute) if self.arithmetic.casting is Casting.AUTOCAST else None
+        with torch.autocast(self.device.type, dtype=low, enabled=low is not None):
+            outputs = torch.func.functional_call(model, {**weights, **buffers}, (part.inputs,))
+        share = loss_share(outputs, part, self.case.workload.loss)
+        scaled = (share * self.case.layout.dp if self.arithmetic.averages else share) * loss_scale
+        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        found = torch.autograd.grad(scaled, list(trained.values()), allow_unused=True)
+        wide = getattr(torch, self.case.precision.accumulation)
+        return share.detach(), {n: g.to(wide) for n, g in zip(trained, found, strict=True) if g is not None}
+
+    def _reduced(self, parts: Sequence[Gradients]) -> list[Gradients]:
+        """What narrow reductions over ranks make of the gradients of their micro-batches, rank by rank."""
+        count = self.case.layout.num_micro_batches
+        ranks = [parts[i : i + count] for i in range(0, len(parts), count)]
+        if not self.arithmetic.reduces_each:
+            ranks = [[_total(own, getattr(torch, self.case.precision.accumulation))] for own in ranks]
+        order = self.order or range(len(ranks))
+        return [self._sum_rounded([ranks[rank][i] for rank in order]) for i in range(len(ranks[0]))]
+
+    def _sum_rounded(self, parts: Sequence[Gradients]) -> Gradients:
+        """Of one part a rank."""
+        low, num_ranks = getattr(torch, self.case.precision.reduction), len(parts)
+        sent = [{name: g.to(low).div_(num_ranks) for name, g in part.items()} for part in parts]
+        return {name: g.to(torch.float64).mul_(num_ranks) for name, g in _total(sent, low).items()}
+
+
+def twin_of(case: Case, arithmetic: Arithmetic | None, device: torch.device) -> Twin | None:
+    """The twin of a case; None where the truth is as sharp, or no twin can compute the same: where matrix products are
+    split, or where a narrow reduction divides by what is no power of two, before or after it rounds."""
+    layout = case.layout
+    divides = case.precision.narrows_reduction and layout.dp.bit_count() > 1
+    if arithmetic is None or not case.precision.is_mixed or layout.tp > 1 or layout.cp > 1 or divides:
+        return None
+    return Twin(case=case, arithmetic=arithmetic, device=device)
+
+
+def _total(parts: Sequence[Gradients], kind: torch.dtype) -> dict[str, Tensor]:
+    """By name, summed in `kind` and in order."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: functools.reduce(torch.add, [part[name].to(kind) for part in parts if name in part]) for name in names
+    }

@@ -1,0 +1,63 @@
+"""What `make power` has measured outlives whatever happens to its page, which is made of that alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import power
+from benchmarks.honest import PROBABILITIES, Group, Honest, Tail
+from benchmarks.power_page import Power, report
+from benchmarks.smallest import Smallest
+from benchmarks.trials import Cell, Trial
+from meshmark.conformance.finding import decide
+from tests.broken.mutants import BY_NAME
+from tests.factories import make_environment, make_good, make_record
+
+BY_SUITE, BY_CLAUSE = BY_NAME["ddp_NoReduction"], BY_NAME["ddp_HidesMessage_error"]
+
+
+def make_power() -> Power:
+    tail = Tail(compared=100, beyond=[1] * len(PROBABILITIES), largest=3.0)
+    group = Group(what="single, mini", seed=3, yardsticks=2, excesses=[0.5, 0.75], worst="loss", tails={"number": tail})
+    return Power(
+        trials=[
+            Trial(mutant=BY_SUITE, record=make_record(case=BY_SUITE.case)),
+            Trial(mutant=BY_CLAUSE, record=make_record(case=BY_CLAUSE.case), finding=decide(False, "hidden")),
+        ],
+        smallest=[Smallest(kind="WeightDecay", caught=None, survived=0.1, loss=0.0, evidence="nothing was caught")],
+        cells=[Cell(adapter="ddp", clause="error", finding=decide(True, "told"), records=[make_record()])],
+        real=[make_good()],
+        limits=[make_good()],
+        honest=Honest(groups=[group]),
+        seconds=60.0,
+        environment=make_environment(),
+    )
+
+
+def test_what_was_measured_comes_back_from_its_file_and_makes_the_same_page(tmp_path: Path) -> None:
+    found = make_power()
+    power.save(found, tmp_path / "power" / "measured.json.gz")
+    again = power.load(tmp_path / "power" / "measured.json.gz")
+    assert again == found
+    page = report(again)
+    assert page == report(found)
+    for told in ("**1 of 2 mutants caught", "| NoReduction ", "| none ", "1 minutes on 2 CPUs (Abacus 3000)"):
+        assert told in page
+    assert [path.name for path in (tmp_path / "power").iterdir()] == ["measured.json.gz"]
+
+
+def test_a_fault_in_the_page_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, output = tmp_path / "measured.json.gz", tmp_path / "power.md"
+    monkeypatch.setattr(power, "MEASURED", measured)
+    monkeypatch.setattr(power, "measure", lambda names, num_groups: make_power())
+    with monkeypatch.context() as faulty:
+        faulty.setattr(power, "report", lambda found: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            power.main(["-o", str(output)])
+    assert not output.exists()
+    monkeypatch.delattr(power, "measure")
+    assert power.main(["--page", "-o", str(output)]) == 1, "its mutants were not caught"
+    assert output.read_text() == report(make_power())
+    assert "ddp,NoReduction,equivalence" in (tmp_path / "mutants.csv").read_text()

@@ -1,0 +1,160 @@
+"""The twin computes bit by bit what correct engines compute in mixed precision, and is itself judged by the truth."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from meshmark.adapter.arithmetic import Arithmetic, Casting
+from meshmark.adapter.engine import RankContext
+from meshmark.adapter.single import Single, SingleEngine, reduced_backward
+from meshmark.judge.deviation import Deviations, QuantityKind
+from meshmark.judge.diagnosis import diagnose
+from meshmark.judge.faults import Fault
+from meshmark.judge.trace import Trace, host_copies
+from meshmark.judge.truth import assess
+from meshmark.judge.twin import Twin, twin_of
+from meshmark.judge.yardstick import Yardstick, fit, noise_run
+from meshmark.reference.data import make_batch
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
+from tests.factories import make_case, make_workload
+
+STEPS = 2
+CPU = torch.device("cpu")
+SHARP = 1e-6
+"""Relative: of sums in float32 in another order."""
+
+
+def case_in(precision: Precision) -> Case:
+    layout = Layout(dp=2, num_micro_batches=2)
+    return make_case(workload=make_workload(global_batch=8), layout=layout, precision=precision)
+
+
+@cache
+def honest(precision: Precision, casting: Casting) -> Trace:
+    """What two ranks of two micro-batches come to, computed by one engine."""
+    case, narrow = case_in(precision), precision.narrows_reduction
+    alone = dataclasses.replace(case, layout=Layout(num_micro_batches=2 if narrow else 4))
+    context = RankContext(rank=0, world_size=1, device=CPU, backend="gloo", scratch=Path())
+    engine = Single().build(alone, context)
+    assert isinstance(engine, SingleEngine)
+    engine.cast_weights = casting is Casting.WEIGHTS
+    trace = Trace(parameters=[host_copies(engine.parameters())])
+    for step in range(STEPS):
+        batch = make_batch(case.workload, step)
+        trace.losses.append(float(reduced_backward(engine, batch, 2) if narrow else engine.backward(batch)))
+        trace.loss_scales.append(engine.loss_scale())
+        trace.gradients.append(host_copies(engine.gradients()))
+        norm = engine.update()
+        trace.norms.append(None if norm is None else float(norm))
+        trace.parameters.append(host_copies(engine.parameters()))
+    return trace
+
+
+def twin_in(precision: Precision, casting: Casting) -> Twin:
+    arithmetic = Arithmetic(casting=casting, reduces_each=casting is Casting.WEIGHTS)
+    twin = twin_of(case_in(precision), arithmetic, CPU)
+    assert twin is not None
+    return twin
+
+
+def furthest(deviations: Deviations, kind: QuantityKind) -> float:
+    return max(d.distance / d.scale for q, steps in deviations.items() if q.kind is kind for d in steps)
+
+
+@pytest.mark.parametrize("casting", Casting)
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16, Precision.BF16_REDUCE_BF16], ids=str)
+def test_a_correct_run_is_its_twin_but_for_the_order_of_a_sum(precision: Precision, casting: Casting) -> None:
+    trace, case = honest(precision, casting), case_in(precision)
+    found = assess(trace, case.workload, twin=twin_in(precision, casting))
+    assert furthest(found, QuantityKind.TWIN) < SHARP
+    assert furthest(found, QuantityKind.TWIN_LOSS) < SHARP
+    assert furthest(found, QuantityKind.GRADIENTS) > 100 * SHARP, "from float64 it is far"
+    (other,) = set(Casting) - {casting}
+    wrong = assess(trace, case.workload, twin=twin_in(precision, other))
+    assert furthest(wrong, QuantityKind.TWIN) > 100 * SHARP, "one that casts otherwise rounds otherwise"
+
+
+def test_a_reduction_in_bf16_that_nobody_declared_is_far_from_the_twin() -> None:
+    trace = honest(Precision.BF16_REDUCE_BF16, Casting.AUTOCAST)
+    found = assess(trace, case_in(Precision.BF16).workload, twin=twin_in(Precision.BF16, Casting.AUTOCAST))
+    assert furthest(found, QuantityKind.TWIN) > 1e-3
+
+
+def test_no_twin_where_none_can_compute_the_same() -> None:
+    own, case = Arithmetic(casting=Casting.AUTOCAST), case_in(Precision.BF16)
+    assert twin_of(case_in(Precision.FP32), own, CPU) is None, "the truth is as sharp"
+    assert twin_of(case, None, CPU) is None, "nothing is declared"
+    assert twin_of(dataclasses.replace(case, layout=Layout(dp=2, tp=2)), own, CPU) is None, "products are split"
+    of_six, narrow = make_workload(global_batch=6), Precision.BF16_REDUCE_BF16
+    thirds = make_case(workload=of_six, layout=Layout(dp=3), precision=narrow)
+    assert twin_of(thirds, own, CPU) is None, "thirds are rounded before or after"
+
+
+@cache
+def yardstick() -> tuple[Yardstick, Twin]:
+    """On an honest run alone, three times as far."""
+    case, twin = case_in(Precision.BF16), twin_in(Precision.BF16, Casting.AUTOCAST)
+    found = assess(honest(Precision.BF16, Casting.AUTOCAST), case.workload, twin=twin)
+    return fit([noise_run(found, case.precision)] * 2), twin
+
+
+def slight_block(trace: Trace) -> None:
+    trace.gradients[1] = {n: g * np.float32(1 + 3e-6 * n.startswith("blocks.")) for n, g in trace.gradients[1].items()}
+
+
+def rare_token(trace: Trace) -> None:
+    """The second rank's part is lost of a token that it has seen once, and the first rank too."""
+    case, batch = case_in(Precision.BF16), make_batch(case_in(Precision.BF16).workload, 1)
+    first, second = (batch.shard(rank, 2) for rank in range(2))
+    tokens, counts = second.inputs.unique(return_counts=True)
+    seen = first.inputs.unique().tolist()
+    (token, *_) = [int(t) for t, n in zip(tokens, counts, strict=True) if n == 1 and int(t) in seen]
+    name, twin = "embedding.tokens.weight", twin_in(case.precision, Casting.AUTOCAST)
+    lost = trace.gradients[1][name].copy()
+    lost[token] -= twin.step_of(trace, trace.parameters[1], second, 1).gradients[name][token].astype(np.float32)
+    trace.gradients[1] = {**trace.gradients[1], name: lost}
+
+
+def tells_more(trace: Trace) -> None:
+    trace.losses[1] *= 1 + 1e-3
+
+
+@pytest.mark.parametrize(
+    "doctor, fault, detail",
+    [
+        (slight_block, Fault.SCALED, "1.000003"),
+        (rare_token, Fault.DROPPED, "in 1 of 256 rows"),
+        (tells_more, Fault.LOSS, "1.001"),
+    ],
+)
+def test_what_bf16_hides_from_the_truth_the_twin_sees_and_names(
+    doctor: Callable[[Trace], None], fault: Fault, detail: str
+) -> None:
+    (stick, twin), case = yardstick(), case_in(Precision.BF16)
+    trace = copy.deepcopy(honest(Precision.BF16, Casting.AUTOCAST))
+    assert diagnose(case, trace, assess(trace, case.workload, twin=twin), (), stick, twin) is None
+    doctor(trace)
+    trace.norms = [None] * STEPS
+    found = diagnose(case, trace, assess(trace, case.workload, twin=twin), (), stick, twin)
+    assert found is not None and (found.fault, found.step) == (fault, 1), found
+    assert detail in found.detail
+    if doctor is not rare_token:  # which counts for more in so small a batch
+        assert max(stick.judge(assess(trace, case.workload)))[0] < 1, "float64 alone does not see it"
+
+
+def test_a_twin_that_is_wrong_itself_accuses_nobody() -> None:
+    (stick, twin), case = yardstick(), case_in(Precision.BF16)
+    other = dataclasses.replace(twin, arrange=lambda batch: make_batch(case.workload, 7))
+    found = assess(honest(Precision.BF16, Casting.AUTOCAST), case.workload, twin=other)
+    assert stick.twin_excess(found) > 1
+    assert max(stick.judge(found))[0] < 1, "it is as it was from the truth"
