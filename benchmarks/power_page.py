@@ -129,7 +129,8 @@ def _by_catcher(trials: Sequence[Trial]) -> Iterable[dict[str, object]]:
     order = [*SUITES, *CLAUSES]
     counts = Counter(t.mutant.catcher for t in trials)
     for catcher in sorted(counts, key=order.index):
-        own = [t for t in trials if t.mutant.catcher == catcher]
+        every = [t for t in trials if t.mutant.catcher == catcher]
+        own, narrow = ([t for t in every if t.mutant.in_bf16 is low] for low in (False, True))
         yield {
             "suite or clause": catcher,
             "mutants": len(own),
@@ -137,6 +138,9 @@ def _by_catcher(trials: Sequence[Trial]) -> Iterable[dict[str, object]]:
             "caught": sum(t.caught for t in own),
             "with a diagnosis": sum(bool(t.mutant.faults) for t in own),
             "named rightly": sum(t.named for t in own if t.mutant.faults),
+            "in bf16": len(narrow) or "",
+            "caught in bf16": sum(t.caught for t in narrow) if narrow else "",
+            "named rightly in bf16": sum(t.named for t in narrow) if narrow else "",
         }
 
 
@@ -233,7 +237,8 @@ def _adapter_row(cells: Sequence[Cell], adapter: str) -> dict[str, object]:
 def _mutants(power: Power) -> Iterable[str]:
     yield "## Mutants"
     yield (
-        f"{len({t.mutant.defect for t in power.trials})} defects, most in several adapters. The diagnosis was made "
+        f"{len({t.mutant.defect for t in power.trials})} defects, most in several adapters; those that fp32's "
+        "verdicts of equivalence must see are tried in bf16 too, where the twin sees them. The diagnosis was made "
         "with these mutants at hand, and mended where it misnamed them: its score says that it works on them, not "
         "how often it is right on a new defect. What each adapter's run showed, in words, goes to "
         "`results/power/mutants.csv`."
@@ -258,14 +263,21 @@ def _equivalent(record: Record) -> bool:
     return verdict is not None and verdict.passed
 
 
+def _where(trial: Trial) -> str:
+    return f"{trial.mutant.adapter} in bf16" if trial.mutant.in_bf16 else trial.mutant.adapter
+
+
 def _row(defect: str, catcher: str, trials: Sequence[Trial]) -> dict[str, object]:
-    missed = [t.mutant.adapter for t in trials if not t.caught]
-    misnamed = [t.mutant.adapter for t in trials if not t.named]
+    missed = [_where(t) for t in trials if not t.caught]
+    misnamed = [_where(t) for t in trials if not t.named]
+    wide, narrow = ([t for t in trials if t.mutant.in_bf16 is low] for low in (False, True))
     return {
         "defect": defect,
         "must fail": catcher,
-        "adapters": len(trials),
-        "caught": len(trials) - len(missed),
+        "adapters": len(wide),
+        "caught": sum(t.caught for t in wide),
+        "in bf16": len(narrow) or "",
+        "caught in bf16": sum(t.caught for t in narrow) if narrow else "",
         "not in": f"**{', '.join(missed)}**" if missed else "",
         "named rightly": len(trials) - len(misnamed) if any(t.mutant.faults for t in trials) else "",
         "wrongly in": f"**{', '.join(misnamed)}**" if misnamed else "",
@@ -278,10 +290,11 @@ def write_mutants(trials: Sequence[Trial], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["adapter", "defect", "must fail", "caught", "named rightly", "fails", "evidence"])
+        writer.writerow(["adapter", "precision", "defect", "must fail", "caught", "named rightly", "fails", "evidence"])
         for trial in trials:
             mutant = trial.mutant
-            shown = (mutant.adapter, mutant.defect.__name__, mutant.catcher, trial.caught, trial.named)
+            what = (mutant.adapter, str(mutant.precision), mutant.defect.__name__)
+            shown = (*what, mutant.catcher, trial.caught, trial.named)
             writer.writerow([*shown, ", ".join(trial.failed), trial.told])
 
 

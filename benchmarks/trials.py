@@ -12,6 +12,7 @@ from meshmark.conformance.scenario import plain_workload
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.run.launch import Launcher
 from meshmark.run.record import Record, Status
+from meshmark.run.resume import Held
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from tests.broken.mutant import Mutant, base_layout, under
@@ -63,8 +64,9 @@ class Trial:
 class Court:
     """Tries mutants. Those of a clause are run as a conformance pass runs, others as the suites do, only shorter."""
 
-    def __init__(self, launcher: Launcher, adapters: dict[str, str], folder: Path) -> None:
-        self.suites = Runner(launcher, adapters, RunOptions(observed_steps=STEPS), folder)
+    def __init__(self, launcher: Launcher, adapters: dict[str, str], folder: Path, held: Held | None = None) -> None:
+        """What the suites have `held` against mutants is not run again."""
+        self.suites = Runner(launcher, adapters, RunOptions(observed_steps=STEPS), folder, held=held)
         impatient = RunOptions(time_limit_seconds=PATIENCE_SECONDS)
         self.clauses = Runner(launcher, adapters, RunOptions(), folder / "clauses")
         self.errors = Runner(launcher, adapters, impatient, folder / "errors")

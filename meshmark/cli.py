@@ -151,7 +151,7 @@ _COMMANDS: dict[str, tuple[str, AddArguments]] = {
     "compare": ("what became better or worse between two results", _of_regression("compare")),
     "baseline": ("accept results as what `pytest suites --baseline` gates by", _of_regression("baseline")),
     "ab": ("two commits, environments or packages in alternation on this machine", _of_regression("ab")),
-    "bisect": ("the first bad commit between a good and a bad one", _of_regression("bisect")),
+    "bisect": ("the first bad commit, or release, between a good and a bad one", _of_regression("bisect")),
     "history": ("where a series of runs changed, with date and commit", _of_regression("history")),
 }
 
@@ -198,10 +198,10 @@ def _cases(parsed: argparse.Namespace) -> None:
     from meshmark.spec.precision import precision
 
     targets = chosen_adapters(parsed.adapters, parsed.adapter)
+    adapters = {name: load_adapter(target) for name, target in targets.items()}
     worlds, layouts = chosen_layouts(parsed.world, parsed.layouts)
     workloads = chosen_workloads(parsed.workload, parsed.model, None)
     precisions = [precision(text) for text in split_values("--precision", parsed.precision)]
-    adapters = {name: load_adapter(target) for name, target in targets.items()}
     cells = matrix(adapters, worlds, workloads, precisions, layouts)
     expect_fit(cells)
     backend = "nccl" if parsed.device == "cuda" else "gloo"

@@ -11,7 +11,7 @@ from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.regression.gatekeeper import Gatekeeper
 from meshmark.report.failure_text import of_changes, of_outcome, of_verdict
-from meshmark.run.record import Record, Status
+from meshmark.run.record import Record, Status, Verdict
 from meshmark.spec.case import Case
 
 
@@ -34,9 +34,23 @@ def expect(record: Record, suite: str, baseline: Gatekeeper | None = None) -> No
         expect_no_worse(record, suite, baseline)
         too_many = f"{record.case.workload.model.num_parameters:,} parameters are too many for a float64 truth"
         pytest.skip(too_many if suite == "equivalence" else f"{suite}: not planned")
+    expect_no_gap(record, verdict)
     if not verdict.passed:
         pytest.fail(of_verdict(record, verdict), pytrace=False)
     expect_no_worse(record, suite, baseline)
+
+
+def expect_no_gap(record: Record, verdict: Verdict) -> None:
+    """What the user knows to fail is an expected failure while it shows as they say, and a warning when it does not."""
+    __tracebackhide__ = True
+    for gap in record.conformance.known_gaps:
+        if not gap.covers(record.case, verdict.suite):
+            continue
+        told = f"{record.case.id}, {verdict.suite}: {gap.reason}"
+        if verdict.passed:
+            warnings.warn(f"{told}: passes, take the gap out of your file", StaleGapWarning, stacklevel=2)
+        elif gap.symptom in f"{verdict.summary} {verdict.evidence.get('diagnosis', '')}":
+            pytest.xfail(f"{told} ({verdict.summary}) {gap.link}".rstrip())
 
 
 class NoBaselineWarning(UserWarning):
@@ -61,6 +75,8 @@ def expect_not_wrong(observed: Record | None) -> None:
     """Fail where the instrumented pass of the same case, if there is one, has shown that it trains wrongly."""
     __tracebackhide__ = True
     verdict = observed.verdict("equivalence") if observed else None
+    if observed and verdict:
+        expect_no_gap(observed, verdict)
     if observed and verdict and not verdict.passed and not verdict.undecided:
         likely = verdict.evidence.get("diagnosis", verdict.summary)
         pytest.fail(f"{observed.case.id}: trains wrongly, so its speed counts for nothing: {likely}", pytrace=False)

@@ -25,7 +25,7 @@ from meshmark.run.record_file import read_records
 from meshmark.run.resume import Held, is_known
 from meshmark.run.runner import Runner
 from meshmark.run.throughput import values_of
-from meshmark.selection import Selection, add_options, selection
+from meshmark.selection import Selection, add_options, crowding, selection
 from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
 
 pytest_plugins = ["meshmark.session_log", "meshmark.long_run", "meshmark.shard", "meshmark.github"]
@@ -121,7 +121,10 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         held = _held(chosen, progress.say)
         running = Runner(launcher, chosen.targets, chosen.options, chosen.results, progress.announce, held)
         stack.enter_context(contextlib.closing(running))
+        stack.enter_context(contextlib.closing(progress))
         progress.expect(request.session.items, running.refusal)
+        for warning in crowding(chosen):
+            progress.say(warning)
         yield running
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import load_adapter
-from meshmark.environment import describe
+from meshmark.conformance.gap_file import read_gaps
+from meshmark.environment import DEFAULT_THREADS, describe
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
 from meshmark.options import (
     DEFAULT_WORKLOAD,
@@ -157,6 +158,9 @@ def add_options(parser: pytest.Parser) -> None:
         "--across", action="store_true", help="compare with --baseline though machine, versions or settings differ"
     )
     group.addoption(
+        "--known-gaps", default=None, metavar="FILE.toml", help="failures that are known, beside those of the adapters"
+    )
+    group.addoption(
         "--nnodes", type=int, default=None, help="nodes that run this same command (default: from SLURM or torchrun)"
     )
     group.addoption("--node-rank", type=int, default=None, help="which of them this is")
@@ -176,6 +180,7 @@ def selection(config: pytest.Config) -> Selection:
 def _select(config: pytest.Config) -> Selection:
     option = config.getoption
     targets = chosen_adapters(option("--adapters"), option("--adapter"))
+    adapters = {name: load_adapter(target) for name, target in targets.items()}  # whose modules may bring workloads
     corpus, batch = option("--corpus"), option("--global-batch")
     workloads = [on_corpus(each, corpus) for each in chosen_workloads(option("--workload"), option("--model"), batch)]
     for chosen in workloads:
@@ -184,7 +189,7 @@ def _select(config: pytest.Config) -> Selection:
     given = {"nnodes": option("--nnodes"), "node_rank": option("--node-rank"), "rdzv": option("--rdzv")}
     return Selection(
         targets=targets,
-        adapters={name: load_adapter(target) for name, target in targets.items()},
+        adapters=adapters,
         worlds=worlds,
         layouts=layouts,
         workloads=workloads,
@@ -200,6 +205,20 @@ def _select(config: pytest.Config) -> Selection:
         max_seconds=None if option("--max-time") is None else duration("--max-time", option("--max-time")),
         gatekeeper=_gatekeeper(config),
     )
+
+
+def crowding(chosen: Selection) -> list[str]:
+    """What a reader of times should know: ranks that share what each would have for itself."""
+    layouts = chosen.layouts or []
+    ranks = max([*chosen.worlds, *(layout.world_size for layout in layouts)], default=1) // chosen.cluster.num_hosts
+    threads = int(os.environ.get("OMP_NUM_THREADS") or DEFAULT_THREADS)
+    cores, gpus = len(os.sched_getaffinity(0)), chosen.options.num_gpus
+    if chosen.options.device == "cuda" and ranks > gpus:
+        return [f"{ranks} ranks share {gpus} GPU{'s' * (gpus != 1)}: their times are those of sharing"]
+    if chosen.options.device == "cpu" and ranks * threads > cores:
+        each = f" of {threads} threads" if threads > 1 else ""
+        return [f"{ranks} ranks{each} share {cores} core{'s' * (cores != 1)}: their times are those of sharing"]
+    return []
 
 
 def _gatekeeper(config: pytest.Config) -> Gatekeeper | None:
@@ -238,4 +257,6 @@ def _run_options(config: pytest.Config) -> RunOptions:
         raise InputError(f"--timing-budget {budget:g}: expected seconds from 0 to below --time-limit, {limit:g}")
     counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
     chosen = RunOptions(device=device, backend=backend, num_gpus=num_gpus(), time_limit_seconds=limit)
-    return dataclasses.replace(chosen, timing_budget_seconds=budget, **counts)
+    named = config.getoption("--known-gaps")
+    gaps = read_gaps(config.invocation_params.dir / named) if named else ()
+    return dataclasses.replace(chosen, timing_budget_seconds=budget, known_gaps=gaps, **counts)

@@ -30,6 +30,7 @@ OPTIONS = (
     "steps",
     "time-limit",
     "timing-budget",
+    "known-gaps",
 )
 """Of all runs."""
 GATES = ("baseline", "fail-on")

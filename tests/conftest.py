@@ -18,6 +18,7 @@ LONGEST = [
         "cluster",
         "launchers",
         "suites",
+        "regressed",
         "orphans",
         "broken",
         "conformance",

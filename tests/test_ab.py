@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 import subprocess
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,6 +185,44 @@ def test_the_first_bad_commit_is_found(
     assert told.splitlines()[0].endswith(f"commit {first}") and words in told
     listed = subprocess.run(["git", "worktree", "list"], check=True, capture_output=True, text=True).stdout
     assert len(listed.splitlines()) == 1  # nothing is left
+
+
+@pytest.fixture
+def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a package in a folder that pip takes for the index; from 1.10 on they are wrong. Of 1.9 there is nothing that
+    this python could install."""
+    monkeypatch.chdir(tmp_path)
+    for version in ("1.0", "1.2", "1.9", "1.10", "1.11rc1", "1.11"):
+        python = "cp27" if version == "1.9" else "py3"
+        with zipfile.ZipFile(tmp_path / f"planted-{version}-{python}-none-any.whl", "w") as wheel:
+            info = f"planted-{version}.dist-info"
+            wheel.writestr("planted.py", f"correct = {version in ('1.0', '1.2')}")
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: planted\nVersion: {version}\n")
+            wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {python}-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "DISABLE_PIP_VERSION_CHECK": "1"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+
+    def session(side: Side, options: list[str], results: Path) -> list[Record]:
+        correct = "True" in (side.paths[0] / "planted.py").read_text()
+        return [make_good(verdicts=[make_verdict(passed=correct)])]
+
+    monkeypatch.setattr(bisection, "run_suites", session)
+
+
+@pytest.mark.usefixtures("releases")
+def test_the_first_bad_release_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["bisect", "--fail-on", "wrong", "--launches", "1", "--good", "planted==1.0", "--bad"]
+    assert main([*asked, "planted==1.11", "--", "-k", "x"]) == 0
+    said = capsys.readouterr().out
+    assert "first bad: planted==1.10\n" in said and "good: planted==1.2" in said and "1.9" not in said
+    for wrong, words in (
+        ("planted==0.9", "are they the other way round?"),
+        ("other==2", "two releases such as torch==2.12.1 of one package"),
+        ("planted==3", "lists no such release for this python; it has 1.2, 1.10, 1.11"),
+    ):
+        assert main([*asked, wrong, "--", "-k", "x"]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_what_cannot_be_run_is_passed_over_and_told(repository: list[str], capsys: pytest.CaptureFixture[str]) -> None:

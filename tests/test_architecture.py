@@ -31,6 +31,7 @@ FRONT = {
     "cli",
     "expect",
     "github",
+    "live",
     "long_run",
     "options",
     "plan_run",

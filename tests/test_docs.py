@@ -5,16 +5,21 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
 
+from meshmark.cli import main
 from meshmark.plan.frameworks import FRAMEWORKS
 from meshmark.plan.layout_columns import READ
+from meshmark.run.schema import schema
+from meshmark.spec import workload
 from meshmark.spec.hardware import GPUS
 from meshmark.spec.layout_id import GLOSSARY
 from meshmark.suite_file import CASES, GATES, OPTIONS
+from studies import docs_schema
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
@@ -37,10 +42,34 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(there), f"{page.name}: {target}"
 
 
+def test_an_adapter_s_module_brings_workloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As docs/adapter.md shows it."""
+    monkeypatch.setattr(workload, "WORKLOADS", dict(workload.WORKLOADS))
+    page = (ROOT / "docs" / "adapter.md").read_text()
+    (shown,) = re.findall(r"```python\n(  from dataclasses import replace.*?)```", page, re.DOTALL)
+    adapter = (ROOT / "examples" / "first.py").read_text()
+    (tmp_path / "mine.py").write_text(f"{adapter}\n{textwrap.dedent(shown)}")
+    chosen = ["cases", "--adapter", f"{tmp_path}/mine.py:First", "--workload", "gpt-mini-loose"]
+    assert main(chosen) == 0
+    assert "first-dp2.mb2-gpt-mini-loose-fp32" in capsys.readouterr().out
+
+
 def test_every_page_is_in_the_site() -> None:
     said = re.sub(r"!!python/\S+", "''", (ROOT / "mkdocs.yml").read_text())
     listed = set(re.findall(r"[\w-]+\.md", str(yaml.safe_load(said)["nav"])))
     assert listed == {page.name for page in PAGES}
+
+
+def test_the_page_of_records_has_every_field() -> None:
+    text = docs_schema.on_page_markdown((ROOT / "docs" / "records.md").read_text())
+    said = schema()
+    for name, one in said["$defs"].items():
+        (part,) = re.findall(rf"^### {name}\n(.*?)(?=^### |\Z)", text, re.MULTILINE | re.DOTALL)
+        assert not [field for field in one["properties"] if f"\n| `{field}` |" not in part]
+    assert set(re.findall(r"\]\(#(\w+)\)", text)) <= {name.lower() for name in said["$defs"]}
+    assert "[EquivalenceEvidence](#equivalenceevidence)" in text and docs_schema.MARK not in text
 
 
 @pytest.mark.parametrize(

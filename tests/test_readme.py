@@ -84,6 +84,7 @@ def prepare(folder: Path) -> None:
         file.append(make_good(**{**about, "case": one}))
         file.append(make_timed(**{**about, "case": one}, timing=timing))
         file.close()
+    (folder / "baselines" / "main" / "baseline.json").write_text("{}")
     write_table(folder / "layouts.csv", sweep_rows(1))
     (folder / "suite.toml").write_text((ROOT / "examples" / "ci" / "suite.toml").read_text())
     (folder / "path" / "to").mkdir(parents=True)

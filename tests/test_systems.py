@@ -1,4 +1,5 @@
-"""Offload through the launcher, in one tiny case: the rest of the roster is what `make roster` runs."""
+"""Offload, and Megatron's own model, through the launcher, in a tiny case each: the rest of the roster is what
+`make roster` runs."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from tests.broken.mutant import GPT, LAYOUTS
 
+MEGATRON = Case(adapter="megatron-gpt", workload=GPT, layout=LAYOUTS["pipeline"])
 OFFLOADED = Case(adapter="deepspeed-offload", workload=GPT, layout=LAYOUTS["deepspeed-offload/2"])
 
 
@@ -20,11 +22,12 @@ def refusal() -> str | None:
     return load_adapter(builtin_adapters()["deepspeed-offload"]).refusal(OFFLOADED, "cpu", "gloo")
 
 
-def test_what_is_offloaded_trains_as_planned(launcher: ForkserverLauncher, tmp_path: Path) -> None:
-    if reason := refusal():
+@pytest.mark.parametrize("case", [OFFLOADED, MEGATRON], ids=lambda case: case.adapter)
+def test_a_system_trains_as_planned(launcher: ForkserverLauncher, tmp_path: Path, case: Case) -> None:
+    if case is OFFLOADED and (reason := refusal()):
         pytest.skip(reason)
     runner = Runner(launcher, builtin_adapters(), RunOptions(observed_steps=3), tmp_path)
-    record = runner.observe(OFFLOADED)
+    record = runner.observe(case)
     runner.close()
     judged = {v.suite: v.passed for v in record.verdicts}
     assert judged == {"equivalence": True, "memory": True, "communication": True}, record.outcome.message

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import configure
@@ -37,6 +38,7 @@ class Megatron(Adapter):
     the same."""
 
     requires: ClassVar = (Requirement(module="megatron.core", distribution="megatron-core"),)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST, splits_products=True)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"tp", "dp"}),
         families=TEXT_FAMILIES,

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
 class CudaNamesOnCPU(TorchFunctionMode):
-    """megatron-core's clipping works on any device but writes "cuda" into it: scratch tensors are made on "cuda", and
-    gradients must be `torch.cuda.FloatTensor`. Within this mode, "cuda" means the CPU."""
+    """megatron-core works on any device but writes "cuda" into what it does: masks and scratch tensors are made on
+    "cuda", `.cuda()` moves what is there already, and gradients must be `torch.cuda.FloatTensor`. Within this mode,
+    "cuda" means the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
+        if func is Tensor.cuda:
+            return args[0]
         result = func(*args, **kwargs)
         return result.replace("torch.", "torch.cuda.") if func is Tensor.type and isinstance(result, str) else result
 
@@ -33,6 +37,39 @@ def _standing_in(module: ModuleType, **functions: Callable[..., object]) -> Iter
         yield
     finally:
         vars(module).update(kept)
+
+
+@contextlib.contextmanager
+def cuda_is(device: torch.device) -> Iterator[None]:
+    """What megatron-core does within this, it does on `device`."""
+    if device.type == "cuda":
+        yield
+        return
+    cuda = _standing_in(torch.cuda, synchronize=lambda *_: None, current_device=lambda: "cpu")
+    with CudaNamesOnCPU(), cuda:
+        yield
+
+
+class MarkedNorm:
+    """megatron-core's norm by PyTorch's kernels. It refuses sequence parallelism, under which ranks norm other tokens
+    and sum their gradients where a parameter is marked so: its fused norm, which takes CUDA, marks its own."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> nn.Module:  # type: ignore[misc] # noqa: ANN401
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        made: nn.Module = WrappedTorchNorm(plain, hidden_size, eps)
+        for parameter in made.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return made
+
+
+def norms_marked() -> contextlib.AbstractContextManager[object]:
+    """The last norm, which no specification names, is one of these too."""
+    from megatron.core.transformer import transformer_block
+
+    return _standing_in(transformer_block, LayerNormImpl=MarkedNorm)
 
 
 def checkpointing_on(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -25,3 +25,6 @@ class Arithmetic:
     reduces_each: bool = False
     """The gradients of every micro-batch are reduced, not their sum once a step: the same where nothing is rounded on
     the way."""
+    splits_products: bool = False
+    """Linear layers and loss are in parts, one a tensor-parallel rank, as Megatron-LM's: summed over ranks in the
+    narrow format behind products by rows and before the head; and biases are added wide, by one rank alone too."""

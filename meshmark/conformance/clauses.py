@@ -32,7 +32,8 @@ def judge_clause(clause: Clause, records: Mapping[str, Record]) -> Finding:
     if found.result is ClauseResult.FAIL and found.defect is None:
         defects = (defect for record in needed for defect in _defects(record, found.evidence))
         found = replace(found, defect=next(defects, None))
-    gap = next((g for g in needed[0].conformance.known_gaps if g.covers(needed[0].case, clause.name)), None)
+    covering = [g for g in needed[0].conformance.known_gaps if g.covers(needed[0].case, clause.name)]
+    gap = next((g for g in covering if g.symptom in found.evidence), covering[0] if covering else None)
     if gap is None or found.result in (ClauseResult.UNSUPPORTED, ClauseResult.UNDECIDED, ClauseResult.TOLD):
         return found
     if found.result is ClauseResult.FAIL and gap.symptom not in found.evidence:

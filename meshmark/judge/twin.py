@@ -21,10 +21,12 @@ from torch import Tensor
 from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.data_parallel import AUTOCAST
 from meshmark.judge.deviation import Deviation, Quantity, QuantityKind, Tensors, deviation
+from meshmark.judge.split_products import split, split_loss_share
 from meshmark.judge.trace import Trace
 from meshmark.reference.build import build_model
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import loss_share
+from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 
 Gradients = Mapping[str, Tensor]
@@ -93,18 +95,29 @@ class Twin:
         """Loss and gradients of one micro-batch; the latter multiplied as the run's are before they are reduced."""
         with torch.device("meta"):
             model = build_model(self.case.workload.model)
+        if self.arithmetic.splits_products:
+            assert isinstance(model, Transformer)
+            split(model, self.case.layout.tp)
         model.skipped_block = part.skipped_block
         buffers = {name: torch.zeros_like(b, device=self.device) for name, b in model.named_buffers()}
         part = part.to(self.device)
         low = AUTOCAST.get(self.case.precision.compute) if self.arithmetic.casting is Casting.AUTOCAST else None
         with torch.autocast(self.device.type, dtype=low, enabled=low is not None):
             outputs = torch.func.functional_call(model, {**weights, **buffers}, (part.inputs,))
-        share = loss_share(outputs, part, self.case.workload.loss)
+        share = self._loss_share(outputs, part)
         scaled = (share * self.case.layout.dp if self.arithmetic.averages else share) * loss_scale
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
-        found = torch.autograd.grad(scaled, list(trained.values()), allow_unused=True)
+        # Outside autocast, but for products of Megatron-LM's layers, which on a CPU need it in their backward too.
+        inside = low is not None and self.arithmetic.splits_products and self.device.type == "cpu"
+        with torch.autocast(self.device.type, dtype=low, enabled=inside):
+            found = torch.autograd.grad(scaled, list(trained.values()), allow_unused=True)
         wide = getattr(torch, self.case.precision.accumulation)
         return share.detach(), {n: g.to(wide) for n, g in zip(trained, found, strict=True) if g is not None}
+
+    def _loss_share(self, outputs: Tensor, part: Batch) -> Tensor:
+        if self.arithmetic.splits_products:
+            return split_loss_share(outputs, part, self.case.layout.tp)
+        return loss_share(outputs, part, self.case.workload.loss)
 
     def _reduced(self, parts: Sequence[Gradients]) -> list[Gradients]:
         """What narrow reductions over ranks make of the gradients of their micro-batches, rank by rank."""
@@ -123,11 +136,13 @@ class Twin:
 
 
 def twin_of(case: Case, arithmetic: Arithmetic | None, device: torch.device) -> Twin | None:
-    """The twin of a case; None where the truth is as sharp, or no twin can compute the same: where matrix products are
-    split, or where a narrow reduction divides by what is no power of two, before or after it rounds."""
+    """The twin of a case; None where the truth is as sharp, or no twin can compute the same: where products are split
+    in a way that is not declared, or in more than two parts, whose narrow sum depends on its order; or where a narrow
+    reduction divides by what is no power of two, before or after it rounds."""
     layout = case.layout
     divides = case.precision.narrows_reduction and layout.dp.bit_count() > 1
-    if arithmetic is None or not case.precision.is_mixed or layout.tp > 1 or layout.cp > 1 or divides:
+    whole = layout.tp == 1 or (arithmetic is not None and arithmetic.splits_products and layout.tp == 2)
+    if arithmetic is None or not case.precision.is_mixed or not whole or layout.cp > 1 or divides:
         return None
     return Twin(case=case, arithmetic=arithmetic, device=device)
 

@@ -33,8 +33,8 @@ def add_ab(parser: argparse.ArgumentParser) -> None:
 
 
 def add_bisect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--good", required=True, metavar="REF", help="a commit that was as it should be")
-    parser.add_argument("--bad", required=True, metavar="REF", help="a later one that is worse")
+    parser.add_argument("--good", required=True, metavar="REF|REQ", help="a commit or release that was as it should be")
+    parser.add_argument("--bad", required=True, metavar="REF|REQ", help="a later one that is worse")
     parser.add_argument(
         "--launches",
         type=int,

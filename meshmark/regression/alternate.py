@@ -104,7 +104,8 @@ def change_of(case: str, trial: Trial, alpha: float, margin: float) -> Change:
     ends = sorted(math.expm1(min(-end, 700.0)) for end in (mean - width, mean + width))
     standing = trial.standing(alpha, margin)
     scatter = statistics.stdev(differences) if len(differences) > 1 else math.inf
-    told = f"{len(differences)} pairs, which scatter by {scatter:.1%}; evidence {evidence(differences):.3g}, "
+    pairs = f"{len(differences)} pairs, which scatter by {scatter:.1%}" if math.isfinite(scatter) else "1 pair"
+    told = f"{pairs}; evidence {evidence(differences):.3g}, "
     return Change(
         case=case,
         metric=f"{unit}/s",
@@ -112,7 +113,7 @@ def change_of(case: str, trial: Trial, alpha: float, margin: float) -> Change:
         standing=standing,
         before=f"{ours:,.0f}",
         after=f"{theirs:,.0f}",
-        effect=Effect(estimate=math.expm1(-mean), lowest=ends[0], highest=ends[1]),
+        effect=Effect(estimate=math.expm1(-mean), lowest=ends[0], highest=ends[1]) if math.isfinite(width) else None,
         by=max(math.expm1(mean), 0.0),
         evidence=f"{told}{1 / alpha:,.0f} decides{_more(standing, scatter, len(differences), margin, alpha)}",
     )

@@ -10,6 +10,7 @@ from meshmark.errors import InputError, ResultsError
 from meshmark.regression.change import Change
 from meshmark.regression.compare import compare
 from meshmark.regression.gate import Gate
+from meshmark.regression.releases import releases_between
 from meshmark.regression.side import commit_of, git, open_side, run_suites
 from meshmark.run.record import Record
 
@@ -40,10 +41,12 @@ class Found:
 
 
 def steps_between(good: str, bad: str) -> list[str]:
-    """Commits after `good` up to `bad`, oldest first; or versions of `name==1,2,3`.
+    """Commits after `good` up to `bad`, oldest first; or releases, of `name==version`.
 
     Raises `InputError` where there are none.
     """
+    if (releases := releases_between(good, bad)) is not None:
+        return releases
     commits = {text: commit_of(text) for text in (good, bad)}
     if missing := [text for text, commit in commits.items() if commit is None]:
         raise InputError(

@@ -36,8 +36,10 @@ from meshmark.run.request import Request, Task
 from meshmark.run.resume import KEPT, Held
 from meshmark.run.retracing import find_path
 from meshmark.run.scratch import Scratch
+from meshmark.run.user_gaps import with_gaps
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
 
 ASSESSABLE_PARAMETERS = 20_000_000
 """Largest model that is compared with the float64 truth, which takes 24 bytes a parameter on one rank and as long as
@@ -60,6 +62,8 @@ class RunOptions:
     """Of steps that are added to these until the rate is known well."""
     warmup: int = 3
     time_limit_seconds: float = 120.0
+    known_gaps: tuple[tuple[str, KnownGap], ...] = ()
+    """Beside those of adapters: pattern of an adapter's name, and gap."""
 
 
 Announce = Callable[[str, Case, Record | None], None]
@@ -146,7 +150,8 @@ class Runner:
         the reason why it does not fit. `needs`: what the pass takes beyond the case."""
         case = request.case
         key = request.task, case, request.scenario  # not the case's id, which says nothing of seed or corpus
-        if key not in self._records and (kept := self._kept(request)):
+        cluster, here = self.launcher.cluster, self._here(request.backend)
+        if key not in self._records and self._held and (kept := self._held.on_all_nodes(cluster, request, here)):
             self._records[key] = kept
             self.announce(request.scenario or request.task, case, dataclasses.replace(kept, remarks=[KEPT]))
         if key not in self._records:
@@ -163,11 +168,6 @@ class Runner:
             if record.outcome.status is not Status.SKIPPED:
                 self.announce(request.scenario or request.task, case, record)
         return self._records[key]
-
-    def _kept(self, request: Request) -> Record | None:
-        if self._held is None:
-            return None
-        return self._held.on_all_nodes(self.launcher.cluster, request, self._here(request.backend))
 
     def _attempt(self, request: Request, needs: frozenset[Feature], misfit: str | None) -> Record:
         case = request.case
@@ -270,7 +270,8 @@ class Runner:
     def _record(self, request: Request, outcome: Outcome, launched: LaunchResult | None = None) -> Record:
         remarks, self._remarks = self._remarks, []
         nnodes = self.launcher.cluster.spec.num_hosts
-        return assemble(request, self.adapter(request.case), outcome, launched, nnodes=nnodes, remarks=remarks)
+        record = assemble(request, self.adapter(request.case), outcome, launched, nnodes=nnodes, remarks=remarks)
+        return with_gaps(record, self.options.known_gaps)
 
     def yardstick(self, request: Request) -> Yardstick:
         """The yardstick of a request's workload and precision: from this session, from disk, or measured now.

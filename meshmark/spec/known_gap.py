@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from meshmark.spec.case import Case
 
+SUITES = ("equivalence", "memory", "communication", "throughput")
+"""What a user's gap may name in the place of a clause: an adapter of this repository has no such gap."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class KnownGap:

@@ -149,6 +149,10 @@ class TrainingRecipe:
     count."""
     backward: EagerBackward = EagerBackward()
     """Of eager kernels alone."""
+    activations_known: bool = True
+    """Not of a framework that trains a model of its own, of other operations, or runs passes in an order of its own."""
+    receive_buffers: bool = True
+    """What pipeline stages receive is received into buffers made once, as PyTorch's do; else into new tensors."""
     cut: PipelineCut = PipelineCut()
     replicas: int = 1
     """Groups of data-parallel ranks that each hold all shards (HSDP)."""
@@ -166,8 +170,10 @@ _EAGER = TrainingRecipe(
     eager=Widths.of(Precision.FP32, casts_weights=False),
 )
 
-# 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511). A logit is held in bf16, in
-# fp32, as its log-softmax and as that one's gradient. Outside: context and one communicator, as nanotron's below.
+# 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511). A logit: in bf16 while a
+# variable holds it, and in fp32 as log-softmax, as that one's gradient and as its own. tests/test_logit_bytes.py has
+# 14 so, and 12 of a trainer that frees its logits first, as torchtitan's does, whose published peaks (of what its
+# allocator reserved) are 0 to 9 % above the plan with 14. Outside: context and one communicator, as nanotron's below.
 _FSDP2 = TrainingRecipe(
     name="fsdp2",
     states=StateBytes(weight_bytes=4, gradient_bytes=4, master_bytes=0),

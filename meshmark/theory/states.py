@@ -97,8 +97,9 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
         )
     index = layout.coordinates(rank).pp
     held = stage_memory(model, grid, using, Overheads(), index)
-    received = float(received_bytes(model, grid, using, index)[0]) if layout.pp > 1 else 0.0
-    exact = _is_exact(case)
+    buffered = layout.pp > 1 and using.receive_buffers
+    received = float(received_bytes(model, grid, using, index)[0]) if buffered else 0.0
+    exact = _is_exact(case) and using.activations_known
     path = using.backward.gradient_path
     known = _temporaries_are_known(case) and (not case.precision.is_mixed or path not in DEEPSPEED_PATHS)
     known &= path not in (GradientPath.STREAMED, GradientPath.MODULES) and layout.offload is Offload.NONE

@@ -78,6 +78,8 @@ class Mutant:
     @property
     def name(self) -> str:
         plain = f"{self.adapter.replace('-', '_').replace('/', '')}_{self.defect.__name__}"
+        if self.in_bf16:
+            plain += "_in_bf16"
         return f"{plain}_{self.clause.replace(' ', '_')}" if self.clause else plain
 
     def __str__(self) -> str:
@@ -91,6 +93,11 @@ class Mutant:
         if text not in BY_NAME:
             raise ValueError(f"{text!r} is no mutant of this commit")
         return BY_NAME[text]
+
+    @property
+    def in_bf16(self) -> bool:
+        """Whether it must be seen beneath bf16's own rounding."""
+        return self.suite == "equivalence" and self.precision is Precision.BF16
 
     @property
     def catcher(self) -> str:

@@ -9,11 +9,12 @@ from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.spec.case import Case
 from tests.broken.clause_mutants import CLAUSE_MUTANTS
 from tests.broken.engine import Broken, breaks
+from tests.broken.narrow import NARROW_MUTANTS
 from tests.broken.roster import ROSTER_MUTANTS
 from tests.broken.sizes import SIZED
 from tests.broken.suite_mutants import SUITE_MUTANTS
 
-MUTANTS = [*SUITE_MUTANTS, *CLAUSE_MUTANTS]
+MUTANTS = [*SUITE_MUTANTS, *CLAUSE_MUTANTS, *NARROW_MUTANTS]
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 _ALL = BY_NAME | {mutant.name: mutant for mutant in ROSTER_MUTANTS}
 _BY = "_off_by_"

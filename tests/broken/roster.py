@@ -5,21 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.fsdp1 import FSDP1
 from meshmark.adapters.fsdp2 import FSDP2
+from meshmark.adapters.megatron.gpt_model import MegatronGPT
 from meshmark.adapters.tensor_parallel import TensorParallel
 from meshmark.judge.faults import Fault
+from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout
+from meshmark.spec.layout import Layout, Schedule
 from meshmark.theory.sharding import Sharding
 from tests.broken import gradients as g
 from tests.broken.engine import Broken
 from tests.broken.mutant import GPT, Mutant
 
 F = Fault
+PIPELINE = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 
 
@@ -56,6 +62,42 @@ class ReplicasAlone(Broken):
         self.replicas = None
 
 
+class NotUndone(Broken):
+    """Megatron divides the loss by the number of micro-batches, of which shares are sums."""
+
+    def _loss(self, micro: Batch, loss_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, told = super()._loss(micro, loss_BT)  # type: ignore[misc]
+        return loss / self.case.layout.num_micro_batches, told
+
+
+class NormsNotSummed(Broken):
+    """Under sequence parallelism every rank norms other tokens, and nobody sums the norms' gradients."""
+
+    chunks: list[Any]
+
+    def prepare(self) -> None:
+        def finish(chunks: list[Any], *_: object, **__: object) -> None:
+            for chunk in chunks:
+                chunk.finish_grad_sync()
+
+        self.chunks[0].config.finalize_model_grads_func = finish
+
+
+class StatesNotShared(Adapter):
+    """The distributed optimizer was asked for, and every replica keeps all states."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return MegatronGPT().build(replace(case, layout=replace(case.layout, zero_stage=0)), context)
+
+
+class StageNotScaled(Broken):
+    """DeepSpeed divides the loss by the number of micro-batches, of which shares are sums."""
+
+    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        loss: Tensor = super()._loss(logits_BTV, targets_BT)  # type: ignore[misc]
+        return loss / self.case.layout.num_micro_batches
+
+
 class NeverSharded(Adapter):
     """Tensor parallelism over replicas, where FSDP2 was to shard them."""
 
@@ -85,5 +127,10 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("ddp-zero1", g.AveragedTwice, F.SCALED, layout=replace(TWO, zero_stage=1)),
     *_on("tp", g.OverMicroBatches, F.SCALED, layout=Layout(tp=2, num_micro_batches=4)),
     *_on("tp", ReplicasAlone, F.NOT_REDUCED, layout=Layout(dp=2, tp=2, num_micro_batches=4)),
+    *_on("megatron-gpt", NotUndone, F.SCALED, layout=PIPELINE),
+    *_on("megatron-gpt", NotUndone, F.SCALED, layout=Layout(tp=2, num_micro_batches=4)),
+    *_on("megatron-gpt", NormsNotSummed, layout=Layout(tp=2, sequence_parallel=True, num_micro_batches=4)),
+    *_on("megatron-gpt-zero1", StatesNotShared, suite="memory", layout=replace(TWO, zero_stage=1)),
+    *_on("deepspeed-pipeline", StageNotScaled, F.SCALED, layout=replace(PIPELINE, zero_stage=1)),
     *_on("tp-fsdp2", NeverSharded, suite="memory", layout=Layout(dp=2, tp=2, zero_stage=3, num_micro_batches=4)),
 ]

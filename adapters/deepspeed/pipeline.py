@@ -1,0 +1,222 @@
+"""DeepSpeed's PipelineModule, a 1F1B pipeline of its own, over replicas too, with ZeRO's stage 1. Without ZeRO it clips
+by the norm of the first stage's gradients alone (tests/gaps/test_deepspeed.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.data_parallel import configure
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.holdings import Holdings
+from meshmark.adapters.deepspeed import DeepSpeed
+from meshmark.adapters.deepspeed.config import ds_config, prepare
+from meshmark.adapters.deepspeed.departures import zero_departures
+from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
+from meshmark.reference.data import Batch
+from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy
+from meshmark.reference.transformer import Transformer, stage_layers
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Axis, Recompute, Schedule
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
+from meshmark.spec.precision import Precision
+from meshmark.theory.flow import Departure, Flow, Purpose
+from meshmark.theory.parameter_order import reaching_elements
+from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.states import Remainder, micro_batch_tokens
+from meshmark.theory.traffic import step_traffic
+
+
+class EndLayer(Transformer):
+    """Embedding or head; pipelines are cut by the number of `InnerLayer`s."""
+
+    def __init__(self, case: Case, device: torch.device, layer: int) -> None:
+        with device:
+            super().__init__(case.workload.transformer, [layer])
+        self.initialize(case.workload.seed)
+        configure(self, case)
+
+
+class InnerLayer(EndLayer):
+    """A block."""
+
+
+class PipelineModuleEngine(DeepSpeedEngine):
+    """`module` is DeepSpeed's PipelineEngine. Its `train_batch` is one whole step: the last instruction of its
+    schedule, the optimizer's, is put off until `update`."""
+
+    losses: list[Tensor]
+    total_weight: float
+
+    def put_off_the_update(self) -> None:
+        from deepspeed.runtime.pipe.schedule import OptimizerStep
+
+        self.losses, self.total_weight = [], 1.0
+        self._take_step = self.module._INSTRUCTION_MAP[OptimizerStep]
+        self.module._INSTRUCTION_MAP = {**self.module._INSTRUCTION_MAP, OptimizerStep: lambda *_, **__: None}
+        self.module.module.loss_fn = self._loss
+
+    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        """Shares add up to the global mean: undone is that DeepSpeed divides by micro-batches and by replicas."""
+        share = cross_entropy(logits_BTV, targets_BT) / self.total_weight
+        self.losses.append(share.detach())
+        layout = self.case.layout
+        return share * (layout.num_micro_batches * layout.dp)
+
+    def backward(self, batch: Batch) -> Tensor:
+        self.module.train_batch(self._feed(batch))
+        return self._told()
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        self.module.eval_batch(self._feed(batch))
+        self.module.train()
+        return self._told()
+
+    def _feed(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+        layout = self.case.layout
+        shard = batch.shard(self.dp_rank, layout.dp)
+        self.losses, self.total_weight = [], shard.total_weight
+        return ((micro.inputs, micro.targets) for micro in shard.micro_batches(layout.num_micro_batches))
+
+    def _told(self) -> Tensor:
+        return torch.stack(self.losses).sum() if self.losses else torch.zeros(())
+
+    def update(self) -> Tensor | None:
+        self._take_step(self.module)
+        norm = self.module.get_global_grad_norm()
+        return None if norm is None else torch.as_tensor(norm)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of the layers, each of which DeepSpeed names by its place."""
+        for name, parameter in self.inner().named_parameters():
+            yield name.partition(".")[2], parameter
+
+    def holdings(self) -> Holdings:
+        held = super().holdings()
+        received = [getattr(self.module, name) for name in ("pipe_recv_buf", "grad_layer")]
+        return dataclasses.replace(
+            held, communication=[*held.communication, *(t for t in received if isinstance(t, Tensor))]
+        )
+
+
+class DeepSpeedPipeline(DeepSpeed):
+    capabilities: ClassVar = dataclasses.replace(
+        DeepSpeed.capabilities,
+        degrees=frozenset({"pp", "dp"}),
+        schedules=frozenset({Schedule.ONE_F_ONE_B}),
+        zero_stages=frozenset({1}),
+        recomputes=frozenset({Recompute.NONE}),
+        families=TEXT_FAMILIES,
+        precisions=frozenset({Precision.FP32}),
+        lacks={
+            **DeepSpeed.capabilities.lacks,
+            Family.VIT: "its stages pass targets to the loss, and no weights",
+            Precision.BF16: "not tried",
+            Precision.FP16: "not tried",
+            Feature.TIED_EMBEDDINGS: "its TiedLayerSpec is not mapped",
+            Feature.RECOMPUTE: "its interval of checkpoints is not mapped",
+            Feature.UNUSED: "its layers are a chain",
+            Feature.SAVE: "its files by layer are not read back here",
+            Feature.RESHARD: "its files by layer are not read back here",
+        },
+    )
+    known_gaps: ClassVar = ()
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        layout = case.layout
+        if layout.pp == 1:
+            return f"a PipelineModule takes several stages, got {layout.id}"
+        if layout.num_micro_batches < layout.pp:
+            return f"1F1B takes a micro-batch a stage, got {layout.num_micro_batches} on {layout.pp}"
+        return super().supports(case, device, backend)
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """It keeps other inputs and outputs than PyTorch's pipelines, for whose order peaks are planned."""
+        using = eager_recipe(case, "eager-deepspeed-1", casts_weights=True)
+        return dataclasses.replace(using, activations_known=False, receive_buffers=False)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        """Gradients as ZeRO's stage 1 keeps them, of the stage's tensors; buffers to receive into; and on the last
+        stage what hangs on the logits of its two buffers, which it does not let go."""
+        layout, model, stands = case.layout, case.workload.transformer, case.layout.coordinates(rank)
+        sizes = [parameter.numel() for parameter in _meta_stage(case, stands.pp)]
+        kept = reaching_elements(sizes, layout.dp, stands.dp) - sum(sizes) / layout.dp
+        reason = "a rank keeps its partition's gradients alone, and tensors that reach over its ends whole"
+        stream = 4 * micro_batch_tokens(case) * model.hidden
+        ends = (stands.pp > 0) + (stands.pp < layout.pp - 1)
+        steady = [(ends * stream, "a buffer to receive into from either side")]
+        if stands.pp == layout.pp - 1:
+            held = 2 * (4 * micro_batch_tokens(case) * model.vocab_size + 2 * stream)
+            steady.append((held, "the last stage keeps two micro-batches' logits, and their inputs with gradients"))
+        return (
+            Remainder(category="gradients", num_bytes=4 * kept, reason=reason),
+            *(Remainder(category="steady", num_bytes=num_bytes, reason=reason) for num_bytes, reason in steady),
+        )
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        """Every rank is told the loss, by its pipeline's last; the norm is summed along one axis after the other."""
+        layout = case.layout
+
+        def scalar(axis: Axis, purpose: Purpose, kind: str = "all_reduce", num_bytes: int = 4) -> list[Flow]:
+            ranks = layout.group(axis, rank)
+            flow = Flow(kind=kind, axes=axis, ranks=ranks, purpose=purpose, num_bytes=num_bytes, fewest=1, most=1)
+            return [flow] if len(ranks) > 1 else []
+
+        told = scalar("pp", Purpose.LOSS, "broadcast", 8)
+        told += scalar("dp", Purpose.LOSS) if layout.coordinates(rank).pp == layout.pp - 1 else []
+        norms = [flow for flow in step_traffic(case, rank) or () if flow.purpose is Purpose.NORM]
+        summed = (*scalar("dp", Purpose.NORM), *scalar("pp", Purpose.NORM))
+        reduced = (
+            departure
+            for departure in zero_departures(case, rank)
+            if not any(flow.purpose is Purpose.NORM for flow in (*departure.sends, *departure.instead_of))
+        )
+        return (
+            *reduced,
+            Departure(
+                sends=summed, instead_of=tuple(norms), reason="the norm is summed along one axis after the other"
+            ),
+            Departure(sends=tuple(told), reason="the loss is averaged, and told to all stages"),
+        )
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        prepare(context)
+        import deepspeed
+        from deepspeed.pipe import LayerSpec, PipelineModule
+
+        deepspeed.init_distributed(dist_backend=context.backend, auto_mpi_discovery=False)
+        last = case.workload.model.num_layers + 1
+        kinds = [EndLayer, *[InnerLayer] * (last - 1), EndLayer]
+        layers = [LayerSpec(kind, case, context.device, layer) for layer, kind in enumerate(kinds)]
+        model = PipelineModule(
+            layers, num_stages=case.layout.pp, partition_method="type:InnerLayer", loss_fn=cross_entropy
+        )
+        spec = case.workload.optimizer
+        named = [(name.partition(".")[2], parameter) for name, parameter in model.named_parameters()]
+        optimizer = build_optimizer(spec, named)
+        config: dict[str, Any] = ds_config(case)
+        module, _, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=build_schedule(spec, optimizer), config=config
+        )
+        engine = PipelineModuleEngine(case, context, module, optimizer)
+        engine.put_off_the_update()
+        return engine
+
+
+def _meta_stage(case: Case, stage: int) -> list[nn.Parameter]:
+    """The parameters of one stage, without their values."""
+    with torch.device("meta"):
+        return [
+            *Transformer(
+                case.workload.transformer, stage_layers(case.workload.transformer, case.layout.pp, stage)
+            ).parameters()
+        ]

@@ -1,0 +1,141 @@
+"""Trains megatron-core's own GPTModel by its schedules, its DistributedDataParallel and its optimizers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshmark.adapter.data_parallel import optimizer_state_tensors
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.holdings import Holdings
+from meshmark.adapters.megatron.gpt_weights import Fused, fused_of, split
+from meshmark.adapters.megatron.on_cpu import cuda_is
+from meshmark.reference.data import Batch
+from meshmark.reference.objective import build_schedule
+from meshmark.spec.case import Case
+
+
+class GPTModelEngine(Engine):
+    """`chunks` are the rank's virtual stages, each a GPTModel inside Megatron's DistributedDataParallel. Every
+    tensor-parallel rank computes the same loss; the last stage's first one returns it."""
+
+    def __init__(self, case: Case, context: RankContext, chunks: Sequence[Any], optimizer: Any) -> None:  # noqa: ANN401
+        """`optimizer`: Megatron's."""
+        self.case, self.context, self.chunks, self.optimizer = case, context, chunks, optimizer
+        self.stands = case.layout.coordinates(context.rank)
+        self.positions = torch.arange(case.workload.model.seq_len, device=context.device)
+        self.learning_rates = build_schedule(case.workload.optimizer, self.inner_optimizer)
+
+    @property
+    def inner_optimizer(self) -> torch.optim.Optimizer:
+        """PyTorch's, inside Megatron's."""
+        inner: torch.optim.Optimizer = self.optimizer.optimizer
+        return inner
+
+    def backward(self, batch: Batch) -> Tensor:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        return self._run(batch, forward_only=False)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        for chunk in self.chunks:
+            chunk.eval()
+        total = self._run(batch, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        return total
+
+    def _run(self, batch: Batch, *, forward_only: bool) -> Tensor:
+        """This replica's rows through Megatron's schedule; this rank's share of the loss."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        layout, workload = self.case.layout, self.case.workload
+        rows = batch.shard(self.stands.dp, layout.dp).to(self.context.device)
+        feeds = [rows.micro_batches(layout.num_micro_batches) for _ in self.chunks]
+        with cuda_is(self.context.device):
+            told: list[dict[str, Tensor]] = get_forward_backward_func()(
+                forward_step_func=self._forward,
+                data_iterator=feeds if len(feeds) > 1 else feeds[0],
+                model=[*self.chunks],
+                num_microbatches=layout.num_micro_batches,
+                seq_length=workload.model.seq_len,
+                micro_batch_size=len(rows) // layout.num_micro_batches,
+                forward_only=forward_only,
+            )
+        shares = [each["share"] for each in told]
+        return torch.stack(shares).sum() if shares and self.stands.tp == 0 else torch.zeros(())
+
+    def _forward(self, feed: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:  # noqa: ANN401
+        """Megatron's forward step: what a stage makes of one micro-batch, and the loss of what the last one makes."""
+        micro = next(feed)
+        positions = self.positions.expand(len(micro), -1)
+        output: Tensor = model(micro.inputs, positions, None, labels=micro.targets)
+        return output, functools.partial(self._loss, micro)
+
+    def _loss(self, micro: Batch, loss_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Shares add up to the global mean: undone is that Megatron divides by micro-batches and by replicas."""
+        share = (loss_BT * micro.weights).sum() / micro.total_weight
+        layout = self.case.layout
+        return share * (layout.num_micro_batches * layout.dp), {"share": share.detach()}
+
+    def update(self) -> Tensor | None:
+        with cuda_is(self.context.device):
+            _, norm, _ = self.optimizer.step()
+            self.optimizer.zero_grad()
+        if self.learning_rates:
+            self.learning_rates.step()
+        return None if self.case.workload.optimizer.clip_norm is None else torch.as_tensor(norm)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return self._canonical({parameter: parameter.detach() for _, parameter in self._named()})
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Under the distributed optimizer a rank has its part of the reduced buffer alone; the others' are fetched."""
+        found: dict[Tensor, Tensor] = {}
+        for buffer in (buffer for chunk in self.chunks for buffer in chunk.buffers):
+            for bucket in buffer.buckets:
+                whole = bucket.grad_data
+                if self.case.layout.zero_stage:
+                    group = buffer.data_parallel_group
+                    own = whole.view(group.size(), -1)[group.rank()]
+                    whole = torch.empty_like(whole)
+                    torch.distributed.all_gather_into_tensor(whole, own.contiguous(), group=group)
+                for parameter in bucket.params_list:
+                    start, end, _ = buffer.param_index_map[parameter]
+                    found[parameter] = whole[start - bucket.offset : end - bucket.offset].view(parameter.shape)
+        return self._canonical(found)
+
+    def _named(self) -> Iterator[tuple[Fused, Tensor]]:
+        for chunk in self.chunks:
+            model = chunk.module
+            layers = model.decoder.layers
+            first = layers[0].layer_number - 1 if len(layers) else 0
+            for name, parameter in model.named_parameters():
+                yield fused_of(self.case.workload.transformer, name, first, parameter), parameter
+
+    def _canonical(self, values: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+        """By the model's names, joined with what other tensor-parallel ranks have."""
+        from megatron.core import parallel_state
+
+        group, found = parallel_state.get_tensor_model_parallel_group(), dict[str, Tensor]()
+        for fused, parameter in self._named():
+            own = values[parameter].contiguous()
+            shards = [own]
+            if fused.dim is not None and group.size() > 1:
+                shards = [torch.empty_like(own) for _ in range(group.size())]
+                torch.distributed.all_gather(shards, own, group=group)
+            found |= split(self.case.workload.transformer, fused, shards)
+        return found
+
+    def holdings(self) -> Holdings:
+        buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers]
+        return Holdings(
+            parameters=[parameter.detach() for _, parameter in self._named()],
+            gradients=[buffer.grad_data for buffer in buffers],
+            optimizer_states=optimizer_state_tensors(self.inner_optimizer),
+        )

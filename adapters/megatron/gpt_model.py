@@ -1,0 +1,273 @@
+"""megatron-core's own GPTModel (local spec): tensor and sequence parallelism, 1F1B and interleaved pipelines, its
+DistributedDataParallel and its distributed optimizer (arXiv:1909.08053, 2104.04473, 2205.05198)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
+from meshmark.adapters.megatron.gpt_weights import fused_of, initial_values, shard
+from meshmark.adapters.megatron.on_cpu import MarkedNorm, cuda_is, norms_marked, seed
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Recompute, Schedule
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family, ModelSpec
+from meshmark.spec.optimizer import OptimizerKind
+from meshmark.spec.precision import Precision
+from meshmark.theory.flow import Departure, Purpose, besides
+from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.saved_activations import RNG_STATE_BYTES
+from meshmark.theory.states import Remainder
+from meshmark.theory.traffic import step_traffic
+
+_ONE_TENSOR = "query, key and value are one tensor of megatron-core's"
+_NOT_MAPPED = "not mapped to its dist_checkpointing"
+
+
+class MegatronGPT(Adapter):
+    """Trains the same model as all others, in megatron-core's own modules: its weights are mapped by canonical name."""
+
+    requires: ClassVar = (Requirement(module="megatron.core", distribution="megatron-core"),)
+    preload: ClassVar[tuple[str, ...]] = ("megatron.core.models.gpt", "megatron.core.optimizer")
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"tp", "pp", "dp"}),
+        schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),
+        virtual_stages=frozenset({1, 2}),
+        sequence_parallel=True,
+        recomputes=frozenset({Recompute.NONE}),
+        families=TEXT_FAMILIES,
+        precisions=frozenset({Precision.FP32}),
+        lacks={
+            Family.VIT: "GPTModel has an embedding and a loss over a vocabulary",
+            Precision.FP64: "the vocabulary-parallel loss and the gradient norm are float32 whatever they are given",
+            Feature.MATRIX_WISE: "its optimizer is given tensor-parallel parts of the parameters",
+            Feature.FROZEN: _ONE_TENSOR,
+            Feature.UNUSED: "GPTModel runs all of its layers in every step",
+            Feature.TIED_EMBEDDINGS: "not mapped",
+            Feature.DROPOUT: "its random states are those of `megatron`, which shows them",
+            Feature.DECAY_GROUPS: "weight decay by group is left to its own scheduler of rates",
+            Feature.RECOMPUTE: "not asked of it",
+            Feature.SAVE: _NOT_MAPPED,
+            Feature.RESHARD: _NOT_MAPPED,
+        },
+    )
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        """Megatron cuts a pipeline into equal stages, and interleaves multiples of its ranks of micro-batches."""
+        layout, layers = case.layout, case.workload.model.num_layers
+        stages = layout.pp * layout.virtual_stages
+        if layers % stages:
+            return f"GPTModel takes as many layers on every stage, got {layers} on {stages}"
+        if layout.virtual_stages > 1 and (layout.pp == 1 or layout.num_micro_batches % layout.pp):
+            return f"interleaving takes a multiple of pp micro-batches, got {layout.num_micro_batches} on {layout.pp}"
+        return super().supports(case, device, backend)
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """Gradients are in a buffer for life. GPTModel's activations are its own: unfused attention keeps scores."""
+        return dataclasses.replace(eager_recipe(case, "eager-ddp"), activations_known=False, receive_buffers=False)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        """What megatron-core keeps for life beside the states: random states, its buffer for scores, an input."""
+        layout, model = case.layout, case.workload.transformer
+        rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
+        scores = 4 * rows * model.num_heads // layout.tp * model.seq_len**2
+        declared = [
+            (3 * RNG_STATE_BYTES, "on a CPU, the random states of parallel ranks, which are tensors there"),
+            (scores, "a buffer for the scores of attention (`get_global_memory_buffer`)"),
+            (8 * model.seq_len, "positions, which this adapter hands to every micro-batch"),
+        ]
+        if layout.coordinates(rank).pp:
+            received = rows * model.seq_len * model.hidden * 4 // (layout.tp if layout.sequence_parallel else 1)
+            declared.append((2 * received, "the last input that a stage has received, and its gradient"))
+        padding = _padding(case, rank)
+        steady = tuple(Remainder(category="steady", num_bytes=n, reason=reason) for n, reason in declared)
+        padded = (4 * padding, "the distributed optimizer pads tensors to 64 elements, and buckets to 128")
+        both = ("gradients", "parameters", "steady") if padding else ()
+        return (*steady, *(Remainder(category=c, num_bytes=padded[0], reason=padded[1]) for c in both))
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        flows, count = step_traffic(case, rank), sum(_local_sizes(case, rank, range(case.layout.virtual_stages)))
+        share, reason = Fraction(_padding(case, rank), count), "tensors are padded to 64 elements, buckets to 128"
+        return (*besides(flows, Purpose.GRADIENTS, share, reason), *besides(flows, Purpose.WEIGHTS, share, reason))
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        layout, stands = case.layout, case.layout.coordinates(context.rank)
+        parallel_state.initialize_model_parallel(
+            layout.tp,
+            layout.pp,
+            layout.virtual_stages if layout.virtual_stages > 1 else None,
+            create_gloo_process_groups=False,
+        )
+        seed(context.device, case.workload.seed + 10 * stands.dp)
+        how = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=layout.zero_stage > 0, overlap_grad_reduce=False
+        )
+        with cuda_is(context.device), norms_marked():
+            config = _config(case, context)
+            models = [_chunk(case, context, config, chunk) for chunk in range(layout.virtual_stages)]
+            chunks = [DistributedDataParallel(config, how, model) for model in models]
+            optimizer = _optimizer(case, chunks)
+        return GPTModelEngine(case, context, chunks, optimizer)
+
+
+class MegatronGPTDistributedOptimizer(MegatronGPT):
+    """Optimizer states, and the reduction of gradients, shared out over replicas: ZeRO's stage 1 in Megatron's way."""
+
+    capabilities: ClassVar = dataclasses.replace(MegatronGPT.capabilities, zero_stages=frozenset({1}))
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if case.layout.dp == 1:
+            return f"a distributed optimizer takes several replicas, got {case.layout.id}"
+        return super().supports(case, device, backend)
+
+
+def _config(case: Case, context: RankContext) -> Any:  # noqa: ANN401
+    """Megatron's, of the model and of how it is laid over ranks; fusions, which are CUDA's, are off."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.transformer import TransformerConfig
+
+    layout, model = case.layout, case.workload.transformer
+    is_gpt = model.family is Family.GPT
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden,
+        ffn_hidden_size=model.ffn_hidden,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_kv_heads,
+        kv_channels=model.head_dim,
+        add_bias_linear=is_gpt,
+        normalization="LayerNorm" if is_gpt else "RMSNorm",
+        activation_func=functools.partial(F.gelu, approximate="tanh") if is_gpt else F.silu,
+        gated_linear_unit=not is_gpt,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
+        sequence_parallel=layout.sequence_parallel,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=context.device.type == "cpu",
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        batch_p2p_sync=False,
+        # Batched, messages forward and back between two ranks are taken for one another (tests/gaps/test_megatron.py).
+        overlap_p2p_comm=layout.virtual_stages > 1,
+        batch_p2p_comm=layout.virtual_stages == 1,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+
+
+def _chunk(case: Case, context: RankContext, config: Any, chunk: int) -> Any:  # noqa: ANN401
+    """One virtual stage with its initial values."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    layout, spec, stands = case.layout, case.workload.transformer, case.layout.coordinates(context.rank)
+    place = chunk * layout.pp + stands.pp
+    layers = get_gpt_layer_local_spec(normalization=config.normalization)
+    layers.submodules.input_layernorm = layers.submodules.pre_mlp_layernorm = MarkedNorm
+    model = GPTModel(
+        config,
+        layers,
+        vocab_size=spec.vocab_size,
+        max_sequence_length=spec.seq_len,
+        pre_process=place == 0,
+        post_process=place == layout.pp * layout.virtual_stages - 1,
+        position_embedding_type="learned_absolute" if spec.family is Family.GPT else "rope",
+        vp_stage=chunk if layout.virtual_stages > 1 else None,
+    ).to(context.device)
+    values, first = initial_values(spec, case.workload.seed), _first_layer(case, place)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fused = fused_of(spec, name, first, parameter)
+            parameter.copy_(shard(spec, fused, values, stands.tp, layout.tp))
+    return model
+
+
+def _first_layer(case: Case, place: int) -> int:
+    return place * case.workload.model.num_layers // (case.layout.pp * case.layout.virtual_stages)
+
+
+def _optimizer(case: Case, chunks: list[Any]) -> Any:  # noqa: ANN401
+    """Megatron's, over PyTorch's AdamW or SGD; nothing is exempt from weight decay."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    spec = case.workload.optimizer
+    config = OptimizerConfig(
+        optimizer="adam" if spec.kind is OptimizerKind.ADAMW else "sgd",
+        lr=spec.learning_rate,
+        weight_decay=spec.weight_decay,
+        adam_beta1=spec.betas[0],
+        adam_beta2=spec.betas[1],
+        adam_eps=spec.eps,
+        sgd_momentum=spec.momentum,
+        clip_grad=spec.clip_norm or 0.0,
+        use_distributed_optimizer=case.layout.zero_stage > 0,
+    )
+    made = get_megatron_optimizer(config, chunks, config_overrides={}, use_gloo_process_groups=False)
+    chained = getattr(made, "chained_optimizers", [made])
+    return chained[0]
+
+
+def _local_sizes(case: Case, rank: int, chunks: range) -> list[int]:
+    """Elements of this rank's tensors in those of its chunks, in the order of megatron-core's modules."""
+    layout, spec, stands = case.layout, case.workload.transformer, case.layout.coordinates(rank)
+    num_places = layout.pp * layout.virtual_stages
+    found: list[int] = []
+    for place in (chunk * layout.pp + stands.pp for chunk in chunks):
+        vocabulary = spec.vocab_size * spec.hidden // layout.tp
+        is_gpt = spec.family is Family.GPT
+        if place == 0:
+            found += [vocabulary, spec.seq_len * spec.hidden] if is_gpt else [vocabulary]
+        found += _layer_sizes(spec, layout.tp) * (spec.num_layers // num_places)
+        if place == num_places - 1:
+            found += [spec.hidden] * (2 if is_gpt else 1) + [vocabulary]
+    return found
+
+
+def _layer_sizes(spec: ModelSpec, tp: int) -> list[int]:
+    """Of one layer: norm, projection out and in of attention, norm, feed-forward in and out; GPT's with biases."""
+    is_gpt = spec.family is Family.GPT
+    qkv, width = (spec.hidden + 2 * spec.kv_hidden) // tp, spec.hidden
+    inner = spec.ffn_hidden // tp * (1 if is_gpt else 2)
+    norm = [width, width] if is_gpt else [width]
+    out = [width * width // tp, width] if is_gpt else [width * width // tp]
+    into = [qkv * width, qkv] if is_gpt else [qkv * width]
+    up = [inner * width, inner] if is_gpt else [inner * width]
+    down = [spec.ffn_hidden // tp * width, width] if is_gpt else [spec.ffn_hidden // tp * width]
+    return [*norm, *out, *into, *norm, *up, *down]
+
+
+def _padding(case: Case, rank: int) -> int:
+    """Elements that the distributed optimizer adds to a rank's buffers, one a chunk: tensors, last ones first, begin at
+    multiples of 64, and a buffer ends at one of 128 and of the replicas (`_ParamAndGradBuffer`)."""
+    if not case.layout.zero_stage:
+        return 0
+    total = 0
+    for chunk in range(case.layout.virtual_stages):
+        sizes, end = _local_sizes(case, rank, range(chunk, chunk + 1)), 0
+        for size in reversed(sizes):
+            end = math.ceil(end / 64) * 64 + size
+        total += math.ceil(end / (unit := math.lcm(case.layout.dp, 128))) * unit - sum(sizes)
+    return total

@@ -1,0 +1,90 @@
+"""Canonical names and megatron-core's: what is one tensor here and several there, or the other way round.
+
+Shape suffixes: R rows of a weight or a bias, G groups of query heads, D head width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshmark.reference.build import parameter_shapes
+from meshmark.reference.initial import initial_value
+from meshmark.spec.model_spec import Family, ModelSpec
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_OUTSIDE = {
+    "embedding.word_embeddings.weight": "embedding.tokens.weight",
+    "embedding.position_embeddings.weight": "embedding.positions.weight",
+    "decoder.final_layernorm.weight": "head.norm.weight",
+    "decoder.final_layernorm.bias": "head.norm.bias",
+    "output_layer.weight": "head.output.weight",
+}
+_INSIDE = {
+    "input_layernorm": ("attention_norm",),
+    "self_attention.linear_qkv": ("attention.q", "attention.k", "attention.v"),
+    "self_attention.linear_proj": ("attention.out",),
+    "pre_mlp_layernorm": ("feed_forward_norm",),
+    "mlp.linear_fc1": ("feed_forward.up",),
+    "mlp.linear_fc2": ("feed_forward.down",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fused:
+    """One of megatron-core's tensors: which of the model's are in it, and how ranks split it."""
+
+    names: tuple[str, ...]
+    """Canonical."""
+    dim: int | None
+    """That tensor-parallel ranks split it along; None: each has all of it."""
+
+
+def fused_of(spec: ModelSpec, name: str, first_layer: int, parameter: nn.Parameter) -> Fused:
+    """Of the parameter that a chunk beginning with block `first_layer` calls `name`."""
+    dim = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
+    if name in _OUTSIDE:
+        return Fused(names=(_OUTSIDE[name],), dim=dim)
+    found = _LAYER.fullmatch(name)
+    assert found, f"megatron-core has a parameter that is in no layer: {name}"
+    module, _, kind = found[2].rpartition(".")
+    inside = _INSIDE[module]
+    if module == "mlp.linear_fc1" and spec.family is Family.LLAMA:
+        inside = ("feed_forward.gate", *inside)
+    return Fused(names=tuple(f"blocks.{first_layer + int(found[1])}.{part}.{kind}" for part in inside), dim=dim)
+
+
+def split(spec: ModelSpec, fused: Fused, shards: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The model's tensors, by canonical name, of all ranks' parts of one of megatron-core's."""
+    if len(fused.names) == 1:
+        whole = shards[0] if fused.dim is None else torch.cat([*shards], fused.dim)
+        return {fused.names[0]: whole}
+    if len(fused.names) == 2:  # every rank's gates stand before what they gate
+        gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
+        return dict(zip(fused.names, (torch.cat(gates), torch.cat(ups)), strict=True))
+    whole_R = torch.cat([*shards])
+    by_group = whole_R.view(spec.num_kv_heads, -1, spec.head_dim, *whole_R.shape[1:])
+    parts = by_group[:, :-2], by_group[:, -2], by_group[:, -1]
+    return {
+        name: part.reshape(-1, *whole_R.shape[1:]).contiguous() for name, part in zip(fused.names, parts, strict=True)
+    }
+
+
+def shard(spec: ModelSpec, fused: Fused, values: Callable[[str], Tensor], rank: int, num_ranks: int) -> Tensor:
+    """A rank's part of one of megatron-core's tensors, of the model's `values`: what `split` undoes."""
+    parts = [values(name) for name in fused.names]
+    if len(parts) == 3:  # by group of heads that share a key: its queries, then the key, then the value
+        by_group = [part.view(spec.num_kv_heads, -1, spec.head_dim, *part.shape[1:]) for part in parts]
+        parts = [torch.cat(by_group, 1).flatten(0, 2)]
+    own = [part if fused.dim is None else part.chunk(num_ranks, fused.dim)[rank] for part in parts]
+    return torch.cat(own)
+
+
+def initial_values(spec: ModelSpec, seed: int) -> Callable[[str], Tensor]:
+    """The workload's, whole, by canonical name."""
+    shapes: Mapping[str, Sequence[int]] = parameter_shapes(spec)
+    return lambda name: initial_value(spec, name, shapes[name], seed=seed)

@@ -1,0 +1,229 @@
+"""The page of the roster: every adapter beside every capability, from what records hold and nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from benchmarks.trials import Trial
+from meshmark.adapter.contract import Adapter
+from meshmark.conformance.finding import ClauseResult, Finding
+from meshmark.errors import LayoutError
+from meshmark.report.conformance import columns
+from meshmark.report.markdown import Markup, inline, table
+from meshmark.run.record import Record, Status
+from meshmark.run.request import Task
+from meshmark.run.throughput import throughput
+from meshmark.spec.case import Case
+from meshmark.spec.layout import AXES
+from meshmark.spec.precision import Precision
+
+SUITES = {"equivalence": "E", "memory": "M", "communication": "C"}
+"""That judge a cell, with the letters that stand for them."""
+_SEVERAL = re.compile(r", (?![^()]*\))")
+"""Between two reasons of one refusal; not within what is in parentheses."""
+_DEGREE = re.compile(r"(dp|tp|pp|cp)=\d+")
+_RESULTS = {
+    "yes": (ClauseResult.PASS, ClauseResult.TOLD),
+    "gap": (ClauseResult.KNOWN_GAP,),
+    "stale gap": (ClauseResult.STALE_GAP,),
+    "**no**": (ClauseResult.FAIL, ClauseResult.UNDECIDED),
+    "–": (ClauseResult.UNSUPPORTED,),
+}
+_INTRO = """A cell is *yes* where gradients, updates, memory and traffic of every case of that capability are what they
+should be; *yes EM* where the suites of those letters alone decide (Equivalence, Memory, Communication), for theory does
+not plan what the other would hold it to; **no** where one fails; – where the adapter refuses it; *?* where it would run
+and was not. Clauses of the core's adapters are in [conformance.md](conformance.md)."""
+
+Adapters = Mapping[str, type[Adapter]]
+Notes = dict[str, list[str]]
+"""Whom it concerns, by what is said."""
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What is said below the tables, gathered while they are filled."""
+
+    wrong: Notes = field(default_factory=Notes)
+    reasons: Notes = field(default_factory=Notes)
+    gaps: Notes = field(default_factory=Notes)
+
+
+def page(records: Sequence[Record], adapters: Adapters, trials: Sequence[Trial], made_on: str) -> str:
+    """Markdown. Without records of an adapter its cells say that it was not run. `made_on`: the machine."""
+    found, plain = Found(), [record for record in records if not record.conformance.scenario]
+    observed = [record for record in plain if record.task is Task.OBSERVE]
+    tables = [_matrix(title, observed, adapters, found) for title in _PARTS]
+    overview = [_overview(name, adapters[name], plain, records, found) for name in adapters]
+    parts = [
+        "# The roster: system by capability",
+        f"Made by `make roster` on {inline(made_on)}, of {_commits(records)}.\n\n{_INTRO}",
+        table(overview),
+        *[part for part in tables if part],
+        "## What is wrong",
+        _lines(found.wrong, adapters) or "Nothing that was run.",
+        "## Known gaps",
+        _lines(found.gaps, adapters) or "None in what was run.",
+        "## Why not",
+        _lines(found.reasons, adapters),
+        "## Broken on purpose",
+        table([_trial(trial) for trial in trials]) or "Not tried.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _commits(records: Sequence[Record]) -> str:
+    """Of which code: several where a run was gone on with after a commit."""
+    count = Counter(record.environment.commit for record in records)
+    return ", ".join(f"{number} records at {commit}" for commit, number in count.items()) or "no records"
+
+
+def capability(case: Case) -> str:
+    """What a case shows of an adapter, in words of its layout: axes, stage, schedule, and the precision if it is not
+    fp32."""
+    layout = case.layout
+    parts = [" x ".join(axis for axis in AXES if getattr(layout, axis) > 1) or "one rank"]
+    parts += [f"zero{layout.zero_stage}"] if layout.zero_stage else []
+    parts += [str(layout.schedule)] if layout.pp > 1 else []
+    parts += ["sp"] if layout.sequence_parallel else []
+    parts += [f"offload {layout.offload}"] if layout.offload != "none" else []
+    parts += [str(case.precision)] if case.precision is not Precision.FP32 else []
+    return ", ".join(parts)
+
+
+def _part(case: Case) -> str:
+    """The title of the table that it stands in."""
+    if case.precision is not Precision.FP32:
+        return "In other precisions"
+    layout = case.layout
+    return "Over data-parallel ranks" if layout.tp == layout.pp == layout.cp == 1 else "Over axes of the model"
+
+
+_PARTS = ("Over data-parallel ranks", "Over axes of the model", "In other precisions")
+
+
+def _matrix(title: str, observed: Sequence[Record], adapters: Adapters, found: Found) -> str:
+    """Adapters that run none of a part's capabilities are left out of its table."""
+    examples: dict[str, Case] = {}
+    for record in observed:
+        if _ran(record) and _part(record.case) == title and record.case.layout.world_size > 1:
+            examples.setdefault(capability(record.case), record.case)
+    rows = []
+    for name, adapter in adapters.items():
+        row: dict[str, object] = {"adapter": name}
+        for what, example in sorted(examples.items()):
+            own = [r for r in observed if r.case.adapter == name and capability(r.case) == what]
+            row[what] = _cell(own, name, adapter, replace(example, adapter=name), found)
+        if any(mark != "–" for mark in list(row.values())[1:]):
+            rows.append(row)
+    return f"## {title}\n\n{table(rows)}" if rows else ""
+
+
+def _cell(own: Sequence[Record], name: str, adapter: type[Adapter], example: Case, found: Found) -> str:
+    ran = [record for record in own if _ran(record)]
+    if not ran:
+        reasons = _refusal(own, adapter, example)
+        for reason in reasons or [f"not run: {capability(example)}"]:
+            _note(found.reasons, reason, name)
+        return "–" if reasons else "?"
+    failing = [(record, why) for record in ran if (why := wrong(record))]
+    for record, why in failing:
+        _note(found.wrong, why, f"{name} {record.case.layout.id} {record.case.precision}")
+    if failing:
+        return "**no**"
+    judged = {letter for suite, letter in SUITES.items() if all(record.verdict(suite) for record in ran)}
+    return "yes" if len(judged) == len(SUITES) else f"yes {''.join(sorted(judged, key='EMC'.index))}"
+
+
+def _ran(record: Record) -> bool:
+    return record.outcome.status is not Status.SKIPPED
+
+
+def wrong(record: Record) -> str:
+    """What is; nothing where nothing is."""
+    if record.outcome.status not in (Status.OK, Status.SKIPPED):
+        first = record.outcome.message.partition("\n")[0]
+        return f"{record.outcome.status}: {first}"
+    return next((f"{v.suite}: {v.summary}" for v in record.verdicts if v.suite in SUITES and not v.passed), "")
+
+
+def _refusal(own: Sequence[Record], adapter: type[Adapter], example: Case) -> list[str]:
+    """Why it is not run, one reason each, without the numbers of the example; none where it could be. What is missing
+    altogether comes before what an adapter says of this very layout."""
+    try:
+        lacking = adapter.capabilities.refusal(example, "cpu", "gloo")
+        text = lacking or (own[0].outcome.message if own else adapter.refusal(example, "cpu", "gloo"))
+    except LayoutError as error:
+        text = str(error)
+    if not text:
+        return []
+    _, is_list, several = text.partition(" does not support ")
+    if not is_list:
+        return [text.partition(", got ")[0]]
+    return [_DEGREE.sub(r"ranks along \1", reason) for reason in _SEVERAL.split(several)]
+
+
+def _overview(
+    name: str, adapter: type[Adapter], plain: Sequence[Record], records: Sequence[Record], found: Found
+) -> dict[str, object]:
+    """What became of an adapter in all: its cases, its clauses, and how fast it was."""
+    own = [record for record in plain if record.case.adapter == name and _ran(record)]
+    cases = [record for record in own if record.task is Task.OBSERVE]
+    right = sum(not wrong(record) for record in cases)
+    findings = [finding for c in columns(records) if c.base.adapter == name for finding in c.findings.items()]
+    for clause, finding in findings:
+        _tell(name, clause, finding, found)
+    timed = [record for record in own if record.task is Task.TIME and record.outcome.status is Status.OK]
+    fastest = max(timed, key=lambda record: throughput(record).per_second, default=None)
+    return {
+        "adapter": name,
+        "cases right": f"{right} of {len(cases)}" if cases else "not run",
+        "clauses": _counts([finding.result for _, finding in findings]),
+        "fastest": f"{throughput(fastest).per_second:,.0f} tokens/s, {fastest.case.layout.id}" if fastest else "",
+        "track": adapter.track.value,
+    }
+
+
+def _tell(name: str, clause: str, finding: Finding, found: Found) -> None:
+    if finding.result in _RESULTS["gap"]:
+        _note(found.gaps, f"{clause}: {finding.evidence}", name)
+    elif finding.result in (*_RESULTS["**no**"], *_RESULTS["stale gap"]):
+        _note(found.wrong, f"clause {clause}, {finding.result}: {finding.evidence}", name)
+
+
+def _counts(found: Sequence[ClauseResult]) -> str:
+    counts = {mark: sum(result in results for result in found) for mark, results in _RESULTS.items()}
+    return ", ".join(f"{count} {mark}" for mark, count in counts.items() if count) or "not run"
+
+
+def _note(notes: Notes, what: str, whom: str) -> None:
+    concerned = notes.setdefault(what, [])
+    if whom not in concerned:
+        concerned.append(whom)
+
+
+def _lines(notes: Notes, adapters: Adapters) -> str:
+    """One line a reason, those that concern most first."""
+    ordered = sorted(notes.items(), key=lambda item: (-len(item[1]), item[0]))
+    return "\n".join(f"- {inline(what, 300)}: {_those(whom, list(adapters))}" for what, whom in ordered)
+
+
+def _those(named: Sequence[str], everyone: Sequence[str]) -> str:
+    """Or, where that is shorter, all but those that are not."""
+    others = [name for name in everyone if name not in named]
+    if len(others) < len(named) <= len(everyone) and set(named) <= set(everyone):
+        return f"all but {', '.join(others)}" if others else "all"
+    return ", ".join(named)
+
+
+def _trial(trial: Trial) -> dict[str, object]:
+    told: Iterable[str] = trial.told.splitlines()[:1]
+    text = inline("".join(told)[:160])
+    return {
+        "adapter": trial.mutant.adapter,
+        "defect": (trial.mutant.defect.__doc__ or "").partition("\n")[0],
+        "caught by": trial.mutant.catcher if trial.caught else Markup("**not caught**"),
+        "told as": text if trial.named else Markup(f"**{text}**"),
+    }

@@ -1,0 +1,148 @@
+"""The twin's model where tensor parallelism splits products as Megatron-LM does (arXiv:1909.08053): every rank's
+products, one after the other, in the shapes that the ranks have, and the sums over ranks in the formats they have.
+
+Shape suffixes: B sequences, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshmark.reference.data import Batch
+from meshmark.reference.transformer import Attention, FeedForward, Transformer
+
+
+def split(model: Transformer, tp: int) -> None:
+    """Put layers that compute as `tp` ranks do in the place of the model's linear ones."""
+    for module in list(model.modules()):
+        if isinstance(module, Attention):
+            columns, row = ["q", "k", "v"], "out"
+        elif isinstance(module, FeedForward):
+            columns, row = ["up"] if module.gate is None else ["up", "gate"], "down"
+        else:
+            continue
+        region = _Region(tp)
+        module.register_forward_pre_hook(region.enter)
+        for name in columns:
+            setattr(module, name, _ByColumns(getattr(module, name), tp, region))
+        setattr(module, row, _ByRows(getattr(module, row), tp))
+    assert model.head is not None
+    model.head.output = _ByColumns(model.head.output, tp, None)  # type: ignore[assignment]
+
+
+class _Region:
+    """What several layers of a rank read: its gradient is summed over them on every rank, and then over ranks."""
+
+    def __init__(self, tp: int) -> None:
+        self.tp = tp
+        self.copies: tuple[Tensor, ...] = ()
+
+    def enter(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self.copies = _copies(args[0], self.tp, args[0].dtype)
+
+
+def _copies(x: Tensor, tp: int, summed_in: torch.dtype) -> tuple[Tensor, ...]:
+    """One a rank, whose gradients are summed in a format of their own."""
+    copies: tuple[Tensor, ...] = _Copies.apply(x, tp, summed_in)  # type: ignore[no-untyped-call]
+    return copies
+
+
+class _Copies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: int, summed_in: torch.dtype) -> tuple[Tensor, ...]:  # noqa: ANN401
+        ctx.summed_in = summed_in
+        return tuple(x.clone() for _ in range(tp))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        return functools.reduce(torch.add, [g.to(ctx.summed_in) for g in gradients]), None, None
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A rank's linear layer, in megatron-core's order of operations: its bias makes the output wide."""
+    output: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(x, weight)
+        ctx.biased = bias is not None
+        output = torch.matmul(x, weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # noqa: ANN401
+        x, weight = ctx.saved_tensors
+        of_input = gradient.matmul(weight)
+        flat = gradient.contiguous().view(-1, gradient.shape[-1])
+        of_weight = flat.t().matmul(x.contiguous().view(-1, x.shape[-1]))
+        return of_input, of_weight, flat.sum(dim=0) if ctx.biased else None
+
+
+class _Linear(nn.Module):
+    """Holds the parameters of the layer whose place it takes."""
+
+    def __init__(self, layer: nn.Linear, tp: int) -> None:
+        super().__init__()
+        self.tp, self.weight, self.bias = tp, layer.weight, layer.bias
+
+
+class _ByColumns(_Linear):
+    """Each rank has some of the outputs. Without a `region`, the gradient of its input is summed over ranks as the
+    products make it: narrow."""
+
+    def __init__(self, layer: nn.Linear, tp: int, region: _Region | None) -> None:
+        super().__init__(layer, tp)
+        self.region = region
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = torch.get_autocast_dtype(x.device.type)
+        copies = self.region.copies if self.region else _copies(x, self.tp, low)
+        biases = (None,) * self.tp if self.bias is None else self.bias.chunk(self.tp)
+        parts = zip(copies, self.weight.chunk(self.tp), biases, strict=True)
+        return torch.cat([_product(*part) for part in parts], dim=-1)
+
+
+class _ByRows(_Linear):
+    """Each rank has some of the inputs; what they make is summed over ranks, narrow, before the bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = zip(x.chunk(self.tp, dim=-1), self.weight.chunk(self.tp, dim=1), strict=True)
+        products = [_product(own.contiguous(), weight.contiguous()) for own, weight in parts]
+        total: Tensor = functools.reduce(torch.add, products)
+        return total if self.bias is None else total + self.bias
+
+
+def split_loss_share(logits_BTV: Tensor, batch: Batch, tp: int) -> Tensor:
+    """`meshmark.reference.objective.loss_share` of logits whose vocabulary ranks share."""
+    loss_BT: Tensor = _CrossEntropy.apply(logits_BTV, batch.targets, tp)  # type: ignore[no-untyped-call]
+    return (loss_BT * batch.weights).sum() / batch.total_weight
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Sums of exponentials rank by rank, then over ranks. A masked target counts as none."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_BTV: Tensor, targets_BT: Tensor, tp: int) -> Tensor:  # noqa: ANN401
+        wide_BTV = logits_BTV.float()
+        wide_BTV = wide_BTV - wide_BTV.amax(-1, keepdim=True)
+        counted_BT, index_BT1 = targets_BT >= 0, targets_BT.clamp(min=0).unsqueeze(-1)
+        told_BT = wide_BTV.gather(-1, index_BT1).squeeze(-1) * counted_BT
+        exp_BTV = wide_BTV.exp()
+        sum_BT = functools.reduce(torch.add, [own.contiguous().sum(-1) for own in exp_BTV.chunk(tp, -1)])
+        ctx.save_for_backward(exp_BTV / sum_BT.unsqueeze(-1), index_BT1, counted_BT)
+        return sum_BT.log() - told_BT
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BT: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        softmax_BTV, index_BT1, counted_BT = ctx.saved_tensors
+        off_BTV = softmax_BTV.scatter_add(-1, index_BT1, -counted_BT.unsqueeze(-1).to(softmax_BTV.dtype))
+        return off_BTV * gradient_BT.unsqueeze(-1), None, None

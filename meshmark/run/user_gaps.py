@@ -1,0 +1,19 @@
+"""What a user knows to fail, in the records of the adapters that it is about."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Sequence
+
+from meshmark.run.record import Record
+from meshmark.spec.known_gap import KnownGap
+
+
+def with_gaps(record: Record, gaps: Sequence[tuple[str, KnownGap]]) -> Record:
+    """`gaps`: pattern of an adapter's name, and gap. They come before the adapter's own."""
+    known = [gap for pattern, gap in gaps if fnmatch.fnmatchcase(record.case.adapter, pattern)]
+    if not known:
+        return record
+    evidence = dataclasses.replace(record.conformance, known_gaps=[*known, *record.conformance.known_gaps])
+    return dataclasses.replace(record, conformance=evidence)

@@ -1,0 +1,62 @@
+"""The roster's page: what became of every adapter, on a partial run too."""
+
+from __future__ import annotations
+
+from benchmarks.roster_page import page
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.report.markdown import WIDTH
+from meshmark.run.record import Outcome, Record, Status
+from meshmark.spec.layout import Layout
+from tests.factories import make_case, make_environment, make_good, make_timed, make_verdict
+
+NAMES = ("ddp", "fsdp2", "tp", "fsdp2-hsdp")
+ADAPTERS: dict[str, type[Adapter]] = {name: load_adapter(builtin_adapters()[name]) for name in NAMES}
+DP, ZERO, TP = Layout(dp=2), Layout(dp=2, zero_stage=3), Layout(tp=2)
+
+
+def of(adapter: str, layout: Layout, **changes: object) -> Record:
+    return make_good(case=make_case(adapter, layout), **changes)
+
+
+def made(*records: Record) -> str:
+    return page(records, ADAPTERS, (), "an Abacus")
+
+
+def row(text: str, adapter: str, after: str) -> str:
+    """The adapter's line of the table below that heading."""
+    below = text.partition(f"## {after}")[2]
+    return next(line for line in below.splitlines() if line.startswith(f"| {adapter} "))
+
+
+def test_a_cell_says_yes_no_and_not_run_and_which_suites_decide() -> None:
+    unplanned = of("tp", TP, verdicts=[make_verdict("equivalence"), make_verdict("memory")])
+    bad = make_verdict("memory", passed=False, summary="peak on rank 1: 2 bytes, planned 1")
+    text = made(
+        of("ddp", DP), of("fsdp2", ZERO, verdicts=[make_verdict(), bad]), unplanned, of("tp", TP, verdicts=[bad])
+    )
+    assert [cell.strip() for cell in row(text, "ddp", "Over data-parallel").split("|")[2:4]] == ["yes", "–"]
+    assert "**no**" in row(text, "fsdp2", "Over data-parallel")
+    assert "?" in row(text, "tp", "Over data-parallel"), "it could, and was not run"
+    assert "**no**" in row(text, "tp", "Over axes"), "one case of two fails"
+    assert "- memory: peak on rank 1: 2 bytes, planned 1: fsdp2 dp2.zero3 fp32, tp tp2 fp32\n" in text
+    assert "yes EM" in row(made(unplanned), "tp", "Over axes")
+
+
+def test_one_reason_is_one_line_with_the_systems_that_it_concerns() -> None:
+    text = made(of("ddp", DP), of("fsdp2", ZERO), of("tp", TP), of("tp", Layout(tp=2, dp=2)))
+    why = text.partition("## Why not")[2].partition("## Broken")[0]
+    assert "- ranks along tp: all but tp\n" in why
+    assert "- ZeRO stage 0: fsdp2, fsdp2-hsdp\n" in why
+    assert "- 2 replicas take a larger multiple of 2 data-parallel ranks: fsdp2-hsdp\n" in why
+    assert "- not run: dp: tp" in why
+    assert not [line for line in text.splitlines() if line.startswith("|") and len(line) > WIDTH]
+
+
+def test_a_run_that_broke_off_and_was_gone_on_with_says_so() -> None:
+    later = make_environment(commit="fedcba987654")
+    killed = Outcome(status=Status.KILLED, message="by signal 9\nmore")
+    text = made(of("ddp", DP, environment=later), of("fsdp2", ZERO, outcome=killed), make_timed(case=make_case()))
+    assert "1 records at fedcba987654, 2 records at 0123456789ab" in text
+    assert "- killed: by signal 9: fsdp2 dp2.zero3 fp32\n" in text
+    assert "tokens/s, dp2.mb2" in text and "0 of 1" in text and "Not tried." in text
