@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Bytes:
     """A number of bytes, split by what they are for."""
 
@@ -34,7 +34,7 @@ class Bytes:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReading:
     """One rank's memory during one step after warm-up."""
 
@@ -83,7 +83,7 @@ def wire_factor(kind: str, group_size: int) -> float:
     }[kind]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
     """All calls of one kind over one group of ranks within one step."""
 
@@ -100,7 +100,7 @@ class Collective:
         return self.num_bytes * wire_factor(self.kind, self.group_size)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrafficReading:
     """One rank's communication in one step after warm-up."""
 
