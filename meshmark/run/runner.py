@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -96,7 +97,6 @@ class Runner:
         self._peaks = PeakProbe(launcher, options.num_gpus)
         self._remarks: list[str] = []
         """For the next record."""
-        self._scratch: Scratch | None = None
 
     def close(self) -> None:
         """Raises `ResultsError` when the records are not where they are looked for."""
@@ -104,8 +104,8 @@ class Runner:
             if self._file:
                 self._file.close()
         finally:
-            if self._scratch:
-                self._scratch.remove()
+            if "scratch" in vars(self):
+                self.scratch.remove()
 
     def refusal(self, case: Case, needs: frozenset[Feature] = frozenset()) -> str | None:
         """Why `case` is not run; None when it is. `needs`: what the pass takes beyond the case."""
@@ -126,11 +126,10 @@ class Runner:
         """The record of the instrumented pass, where this session has made one."""
         return self._records.get((Task.OBSERVE, case, ""))
 
-    @property
+    @functools.cached_property
     def scratch(self) -> Scratch:
         """Of this run; a call of all nodes."""
-        self._scratch = self._scratch or Scratch(self.results, self.launcher.cluster)
-        return self._scratch
+        return Scratch(self.results, self.launcher.cluster)
 
     def checkpoint(self, base: Case) -> Path:
         """A folder of `base`'s own, for all nodes; absolute, for ranks may start elsewhere."""
