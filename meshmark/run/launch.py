@@ -24,6 +24,7 @@ from meshmark.errors import NodeLostError
 from meshmark.rank_progress import Pace
 from meshmark.run.cluster import LOOPBACK, Cluster, ClusterSpec
 from meshmark.run.interface import device_towards
+from meshmark.run.kernels import VARIABLES
 from meshmark.run.launch_folder import private_folder
 from meshmark.run.meeting import meet
 from meshmark.run.rank_info import RankInfo
@@ -142,6 +143,7 @@ def process_environment(spec: ClusterSpec) -> dict[str, str]:
     if device := "lo" if spec.host in LOOPBACK else device_towards(spec.host):
         defaults["GLOO_SOCKET_IFNAME"] = device
     always = {
+        **VARIABLES,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
         "KINETO_LOG_LEVEL": "9",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() must not touch CUDA in a process that forks

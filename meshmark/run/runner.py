@@ -308,6 +308,7 @@ class Runner:
             request,
             task=Task.NOISE,
             adapter=builtin_adapters()["single"],
+            backend="gloo",  # they share a GPU, which NCCL refuses; nothing is sent
             time_limit_seconds=max(TIME_LIMIT_SECONDS, request.time_limit_seconds),
         )
         launched = self.launcher.launch(measured, NUM_RANKS, alone=True)
