@@ -88,8 +88,7 @@ class Runner:
         self.launcher, self.adapters, self.options = launcher, adapters, options
         self.announce: Announce = announce or (lambda what, case, record: None)
         self.results, self._held = results, held
-        writes = launcher.cluster.spec.node_rank == 0
-        self._file = RecordFile(results) if writes else None
+        self._file = None if launcher.cluster.spec.node_rank else RecordFile(results)
         if self._file:  # the folder is this run's alone from here on
             remove_partials(results / "noise")
         self._records: dict[tuple[Task, Case, str], Record] = {}
