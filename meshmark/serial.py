@@ -150,13 +150,17 @@ def _of_tuple(kind: Any, inner: Sequence[Any]) -> Reader:  # noqa: ANN401
 
 
 def _of_mapping(kind: Any, key: Any, inner: Any) -> Reader:  # noqa: ANN401
+    """Texts by text are one mapping wherever they are equal: versions and dtypes, in thousands of records."""
     of_key, reader, name = _reader(key), _reader(inner), str(kind)
+    texts = functools.lru_cache(maxsize=4096)(dict[str, str])
 
     def read(value: Any) -> Any:  # noqa: ANN401
         if type(value) is not dict:
             if isinstance(value, Mapping):
                 return value
             _expect(dict, value, name)
+        if key is inner is str:
+            return texts(tuple((_str(k), _str(v)) for k, v in value.items()))
         return {of_key(k): reader(v) for k, v in value.items()}
 
     return read

@@ -16,6 +16,7 @@ LONGEST = [
     f"test_{name}.py"
     for name in (
         "cluster",
+        "readme",
         "launchers",
         "suites",
         "regressed",
@@ -29,7 +30,8 @@ LONGEST = [
         "algorithms",
         "precision",
         "scratch",
-        "readme",
+        "resume",
+        "deepspeed",
         "pytest_entry",
         "vision",
         "eager",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -16,7 +17,7 @@ from meshmark.run.record import EquivalenceEvidence, Record
 from meshmark.run.record_file import RecordFile, read_records
 from meshmark.run.verdict import judge_equivalence
 from meshmark.serial import encode
-from tests.factories import make_good, make_record, make_timed
+from tests.factories import make_equivalence, make_good, make_record, make_timed
 
 
 def make_bulky(distance: float = 1e-7) -> Record:
@@ -70,6 +71,16 @@ def test_nothing_is_read_before_it_is_used(tmp_path: Path, monkeypatch: pytest.M
     first, second = read_records(tmp_path).records
     assert not read
     assert len(first.equivalence.noise) == len(second.equivalence.noise) == 0 and len(read) == 2
+
+
+def test_factors_of_many_quantities_stay_in_the_line_until_they_are_used(tmp_path: Path) -> None:
+    factors = {f"gradients/blocks.{i}.weight": 3.0 + i for i in range(20)}
+    told = make_good(equivalence=dataclasses.replace(make_equivalence(), factors=factors))
+    (line,) = write(tmp_path, told)
+    assert line["equivalence"]["factors"] == factors
+    (record,) = read_records(tmp_path).records
+    assert isinstance(record.equivalence.factors, evidence.Stored)
+    assert record == told
 
 
 def test_evidence_in_the_line_of_an_older_record_is_read_from_there(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -242,7 +243,11 @@ def test_variables_of_ranks_are_theirs_unless_the_user_set_them(monkeypatch: pyt
     assert (told["OMP_NUM_THREADS"], told["GLOO_SOCKET_IFNAME"]) == ("1", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert process_environment(ClusterSpec())["OMP_NUM_THREADS"] == "3"
-    assert "GLOO_SOCKET_IFNAME" not in process_environment(ClusterSpec(nnodes=2, rdzv="10.0.0.1:29000"))
+    here = socket.gethostbyname(socket.gethostname())  # gloo takes the device that leads to node 0
+    told = process_environment(ClusterSpec(nnodes=2, rdzv=f"{here}:29000"))
+    assert told["GLOO_SOCKET_IFNAME"] in {name for _, name in socket.if_nameindex()}
+    nowhere = ClusterSpec(nnodes=2, rdzv="no-such-host.invalid:29000")
+    assert "GLOO_SOCKET_IFNAME" not in process_environment(nowhere)
 
 
 def test_a_server_that_was_killed_is_started_anew(launcher: ForkserverLauncher) -> None:
@@ -359,19 +364,6 @@ def descendants() -> set[int]:
     return found
 
 
-@pytest.mark.usefixtures("nothing_left")
-def test_torchrun_s_record_is_the_forkserver_s(
-    launcher: ForkserverLauncher, torchrun: TorchrunLauncher, results: Path
-) -> None:
-    """But for times. The noise floor is measured once, by the first."""
-    first, second = observe(launcher, results), observe(torchrun, results)
-    assert second.outcome.status is Status.OK, second.outcome.message + second.outcome.log_tail
-    for part in ("training", "equivalence", "traffic", "memory", "conformance", "verdicts"):
-        assert getattr(first, part) == getattr(second, part), part
-    assert len(first.training.losses) == 3 and len(first.traffic.readings) == 2
-    assert first.conformance.digests and first.verdicts
-
-
 def run(torchrun: TorchrunLauncher, adapter: str, results: Path, limit: float = 120) -> Record:
     running = Runner(torchrun, ADAPTERS, RunOptions(timed_steps=4, time_limit_seconds=limit), results)
     record = running.time(make_case(adapter))
@@ -421,9 +413,10 @@ def test_torchrun_itself_failing_is_told_with_its_log(
     assert "PET_MAX_RESTARTS" in outcome.log_tail or "many" in outcome.log_tail, outcome.log_tail
 
 
-def test_under_torchrun_nobody_listens_but_gloo(torchrun: TorchrunLauncher, results: Path) -> None:
-    """A rank of gloo listens for its peers, on the loopback device alone; the agent on nothing."""
-    listening: dict[str, set[str]] = {}
+@contextlib.contextmanager
+def listening() -> Iterator[dict[str, set[str]]]:
+    """Addresses that ranks of torchrun, and others that descend from here, listen at meanwhile."""
+    found: dict[str, set[str]] = {}
     over = threading.Event()
 
     def watch() -> None:
@@ -433,17 +426,33 @@ def test_under_torchrun_nobody_listens_but_gloo(torchrun: TorchrunLauncher, resu
                     process = psutil.Process(pid)
                     kind = "rank" if "meshmark.run.torchrun_rank" in process.cmdline()[2:4] else "other"
                     open_ = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-                    listening.setdefault(kind, set()).update(open_)
+                    found.setdefault(kind, set()).update(open_)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        assert run(torchrun, "ddp", results / "listen").outcome.status is Status.OK
+        yield found
     finally:
         over.set()
         watcher.join()
-    assert listening["rank"] and listening["rank"] <= {"127.0.0.1", "::1"}, listening
-    assert listening["other"] == set()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_torchrun_s_record_is_the_forkserver_s_and_nobody_listens_but_gloo(
+    launcher: ForkserverLauncher, torchrun: TorchrunLauncher, results: Path
+) -> None:
+    """But for times. The noise floor is measured once, by the first. A rank of gloo listens for its peers, on the
+    loopback device alone; the agent on nothing."""
+    first = observe(launcher, results)
+    with listening() as listened:
+        second = observe(torchrun, results)
+    assert second.outcome.status is Status.OK, second.outcome.message + second.outcome.log_tail
+    for part in ("training", "equivalence", "traffic", "memory", "conformance", "verdicts"):
+        assert getattr(first, part) == getattr(second, part), part
+    assert len(first.training.losses) == 3 and len(first.traffic.readings) == 2
+    assert first.conformance.digests and first.verdicts
+    assert listened["rank"] and listened["rank"] <= {"127.0.0.1", "::1"}, listened
+    assert listened["other"] == set()
 
 
 def test_torchrun_runs_on_one_node_alone() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from meshmark.environment import Environment
 from meshmark.judge.deviation import Deviation, Drift, Quantity, QuantityKind
 from meshmark.judge.yardstick import Comparisons
 from meshmark.measure.readings import Collective
@@ -19,7 +20,15 @@ from meshmark.run.record import Outcome, PeerEnd, Record, Status, TrainingCurves
 from meshmark.serial import decode, encode
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
-from tests.factories import make_case, make_memory, make_record, make_timed, make_traffic, make_verdict
+from tests.factories import (
+    make_case,
+    make_environment,
+    make_memory,
+    make_record,
+    make_timed,
+    make_traffic,
+    make_verdict,
+)
 
 
 class Colour(StrEnum):
@@ -87,6 +96,7 @@ REPORT = RankReport(
     flops_per_second=1e9,
     state_dtypes={"parameters": "float32"},
     noise_runs=[{Quantity.parse("loss"): [1e-7]}],
+    kernels={"attention": "math"},
 )
 FAILURE = RankFailure(
     rank=3, kind="hung", message="no end\nwithin 8 s", time=1.5, traceback="t", log_tail="l", stack='File "x"'
@@ -246,3 +256,11 @@ def test_equal_neighbours_of_a_list_are_one_and_others_are_not() -> None:
     assert decode(list[list[float]], [[1.0, None], [1.0, 2.0]])[1] == [1.0, 2.0]
     with pytest.raises(ValueError, match="Collective has no field speed"):
         decode(list[Collective], [given[0], given[0] | {"speed": 1}])
+
+
+def test_equal_texts_by_text_are_one_mapping_in_all_records() -> None:
+    """A hundred thousand of them, of one environment, fill no memory."""
+    written = [make_environment(date="a"), make_environment(date="b"), make_environment(versions={"torch": "1"})]
+    first, second, other = (decode(Environment, encode(environment)) for environment in written)
+    assert [first, second, other] == written
+    assert first.versions is second.versions is not other.versions

@@ -47,7 +47,10 @@ from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import Sharding, sharded_recipe
 
 _ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
-_FP16_IS_FP32 = "on a CPU Accelerate drops it without a word and trains in float32"
+_FP16_IS_FP32 = (
+    "on a CPU Accelerate drops it without a word and trains in float32; on a GPU, where it would scale the loss, it "
+    "has never been run here"
+)
 
 
 class _ThroughAccelerate(DataParallelEngine):

@@ -98,7 +98,7 @@ class Yardstick:
     """Noise and the factors on it."""
 
     noise: Comparisons
-    factors: dict[str, float]
+    factors: Mapping[str, float]
     """By kind of quantity, and by quantity, as written, where that asks for more."""
 
     def noise_of(self, quantity: Quantity, step: int) -> float:

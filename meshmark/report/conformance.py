@@ -110,21 +110,19 @@ def write_conformance(reading: Reading, path: Path, command: str) -> list[str]:
     tests = ["## Tests that failed", failed] if failed else []
     lacking = list[str]()
 
-    def page(some: Sequence[tuple[Case, dict[str, Record]]], complaints: Sequence[str]) -> str:
+    def page(some: Sequence[tuple[Case, dict[str, Record]]], complaints: Sequence[str]) -> list[str]:
         found = [_column(base, by_scenario) for base, by_scenario in some]
         lacking[:] = [complaint for column in found for complaint in column.complaints]
         unread = [*reading.complaints, *complaints, *lacking]
         left_out = ["## What could not be read", "\n".join(f"- {inline(c)}" for c in unread)] if unread else []
         if not records:
-            parts = ["# Conformance", "**No scenario left a record.**", *tests, *left_out]
-        elif not found:
-            parts = ["# Conformance", "**No record can be shown.**", *tests, *left_out]
-        else:
-            parts = [*_answer(found), *tests, *left_out, *_evidence(found), *_origin(found, records, command)]
-        return "\n\n".join(parts) + "\n"
+            return ["# Conformance", "**No scenario left a record.**", *tests, *left_out]
+        if not found:
+            return ["# Conformance", "**No record can be shown.**", *tests, *left_out]
+        return [*_answer(found), *tests, *left_out, *_evidence(found), *_origin(found, records, command)]
 
-    text, complaints = rendered(page, _by_base(records), lambda one: one[0].id)
-    write_page(path, text)
+    parts, complaints = rendered(page, _by_base(records), lambda one: one[0].id)
+    write_page(path, parts)
     return [*complaints, *lacking]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,6 +51,11 @@ def _sorted_out(
     return left + right, one + other
 
 
-def write_page(path: Path, page: str) -> None:
-    """A page that any reader takes: what no file can hold stands there as its code point."""
-    path.write_text("\n".join(visible(line) for line in page.split("\n")), encoding="utf-8")
+def write_page(path: Path, parts: Iterable[str]) -> None:
+    """A page that any reader takes, of parts with an empty line between them: what no file can hold stands there as its
+    code point. Part by part, for of a hundred thousand cases a page is large."""
+    with path.open("w", encoding="utf-8") as file:
+        for number, part in enumerate(parts):
+            file.write("\n\n" if number else "")
+            file.write(visible(part))
+        file.write("\n")

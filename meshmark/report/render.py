@@ -34,13 +34,12 @@ def write_report(reading: Reading, path: Path, command: str, baseline: Reading |
     found = results(reading.records)
     drawn, undrawn = _pictures(found, path)
 
-    def page(some: Sequence[CaseResult], complaints: Sequence[str]) -> str:
+    def page(some: Sequence[CaseResult], complaints: Sequence[str]) -> list[str]:
         read = dataclasses.replace(reading, complaints=[*reading.complaints, *undrawn, *complaints])
-        parts = [*_answer(some, read), *drawn, *_evidence(some, read, baseline), *_origin(some, read, command)]
-        return "\n\n".join(parts) + "\n"
+        return [*_answer(some, read), *drawn, *_evidence(some, read, baseline), *_origin(some, read, command)]
 
-    text, complaints = rendered(page, found, lambda result: result.case.id)
-    write_page(path, text)
+    parts, complaints = rendered(page, found, lambda result: result.case.id)
+    write_page(path, parts)
     return [*undrawn, *complaints]
 
 

@@ -27,7 +27,7 @@ from meshmark.judge.yardstick import Comparisons
 from meshmark.run.migration import migrate
 from meshmark.serial import decode
 
-FIELDS: dict[str, Any] = {"deviations": Deviations, "noise": Comparisons}
+FIELDS: dict[str, Any] = {"deviations": Deviations, "noise": Comparisons, "factors": Mapping[str, float]}
 """Of `EquivalenceEvidence`: what may stand beside the record, and what it is."""
 SMALL = 4096
 """Characters that stay in the record's line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -60,7 +61,7 @@ class Status(StrEnum):
         return self is Status.UNFINISHED or self in infrastructure
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PeerEnd:
     """How another rank ended after one has failed."""
 
@@ -76,7 +77,7 @@ class PeerEnd:
         return self.kind not in ("killed", "ended")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """How a pass ended, with the evidence when it did not end well."""
 
@@ -92,7 +93,7 @@ class Outcome:
     """What became of the other ranks when one failed."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """One suite's judgement."""
 
@@ -106,7 +107,7 @@ class Verdict:
     evidence: dict[str, float | int | str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchSeconds:
     """What a launch took."""
 
@@ -116,7 +117,7 @@ class LaunchSeconds:
     """Of the slowest rank: from its first instruction to an engine ready to train."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingCurves:
     """What training itself tells."""
 
@@ -128,7 +129,7 @@ class TrainingCurves:
     """Attempts that dynamic loss scaling left out, as it should where a gradient overflows; each was tried again."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EquivalenceEvidence:
     """What the truth and its noise say of a run."""
 
@@ -136,7 +137,7 @@ class EquivalenceEvidence:
     """From the truth, by quantity, then step."""
     noise: Comparisons = field(default_factory=dict)
     """The root mean square of such distances in runs of `single` under perturbation, and of the scales of gradients."""
-    factors: dict[str, float] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
     """How many times its noise a quantity may stand from the truth: by kind, and by quantity where that is more."""
     drifts: list[Drift] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
@@ -154,7 +155,7 @@ class EquivalenceEvidence:
         return [q for q, steps in self.deviations.items() if q.kind is QuantityKind.INITIAL and steps[0].distance]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEvidence:
     """What ranks held, and what they were to hold; lists are by rank."""
 
@@ -167,7 +168,7 @@ class MemoryEvidence:
     """Of all ranks together; see `RankReport`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrafficEvidence:
     """What ranks sent, and what they were to send; lists are by rank."""
 
@@ -210,7 +211,7 @@ class TimingEvidence:
         return [seconds for lap in self.laps for seconds in lap.step_seconds]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ConformanceEvidence:
     """What a clause's scenario is judged by; empty in the matrix of cases."""
 
@@ -225,7 +226,7 @@ class ConformanceEvidence:
     """What the adapter knows that its framework gets wrong."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """All that a reader needs to know of one pass over one case."""
 
@@ -247,6 +248,8 @@ class Record:
     conformance: ConformanceEvidence = field(default_factory=ConformanceEvidence)
     unmeasured: dict[str, str] = field(default_factory=dict)
     """By suite that cannot be judged: the adapter's method that failed, and how."""
+    kernels: dict[str, str] = field(default_factory=dict)
+    """Formats and kernels that PyTorch was set to compute with on the first rank."""
     verdicts: list[Verdict] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     """What happened on the way that a reader should know."""

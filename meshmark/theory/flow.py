@@ -26,7 +26,7 @@ class Purpose(StrEnum):
     """Whether some gradient did, under loss scaling."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
     """Calls of one kind over one group of ranks."""
 
@@ -45,7 +45,7 @@ class Flow:
     """Calls at most: where tensors are bucketed, one a tensor."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Departure:
     """What a framework really sends in the place of what theory says, or besides, and why."""
 

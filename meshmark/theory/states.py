@@ -22,7 +22,7 @@ from meshmark.theory.partition import uniform_stages
 from meshmark.theory.recipe import StateBytes, TrainingRecipe, eager_recipe
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelStates:
     """Bytes of one rank."""
 
@@ -59,7 +59,7 @@ class ModelStates:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Remainder:
     """Bytes that a framework really holds beyond (or, negative, short of) the closed form, and why."""
 
