@@ -12,17 +12,17 @@ from pathlib import Path
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.adapter.registry import load_adapter
 from meshmark.environment import Environment, describe
-from meshmark.errors import AdapterError, ClusterError, MeshmarkError, NodeLostError, NoSpaceError, ResultsError
+from meshmark.errors import AdapterError, ClusterError, NodeLostError, ResultsError
 from meshmark.judge.sample import OBSERVED_STEPS, TIME_LIMITS, Assess, assess_of, sample_of
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
 from meshmark.run.assemble import JUDGED, assemble
 from meshmark.run.launch import Launcher, LaunchResult
 from meshmark.run.meeting import from_node_0, meet
+from meshmark.run.noise_launch import launch_noise
 from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
 from meshmark.run.passes.noise import (
-    NUM_RANKS,
     TIME_LIMIT_SECONDS,
     noise_folder,
     noise_key,
@@ -307,18 +307,6 @@ class Runner:
         return runs or self._measure_noise(request, path)
 
     def _measure_noise(self, request: Request, path: Path) -> list[Comparisons]:
-        measured = dataclasses.replace(
-            request,
-            task=Task.NOISE,
-            adapter=builtin_adapters()["single"],
-            backend="gloo",  # they share a GPU, which NCCL refuses; nothing is sent
-            time_limit_seconds=max(TIME_LIMIT_SECONDS, request.time_limit_seconds),
-        )
-        launched = self.launcher.launch(measured, NUM_RANKS, alone=True)
-        if launched.failures:
-            failure = launched.failures[0]
-            kind = NoSpaceError if failure.kind == Status.NO_SPACE else MeshmarkError
-            raise kind(f"noise of {request.case.id} could not be measured: {failure.message}\n{failure.log_tail}")
-        runs = [run for report in launched.reports for run in report.noise_runs]
+        runs = launch_noise(self.launcher, request)
         write_noise(path, runs)
         return runs
