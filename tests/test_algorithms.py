@@ -13,12 +13,13 @@ import pytest
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
+from meshmark.algorithms.local_sgd import LocalSGD
+from meshmark.algorithms.replicas import Synchronous
 from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario import SCENARIOS, plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.errors import InputError
-from meshmark.judge.algorithm import LocalSGD, Synchronous
 from meshmark.judge.deviation import Drift, Quantity, QuantityKind, Tensors
 from meshmark.judge.faults import Fault
 from meshmark.judge.replica_diagnosis import diagnose_replicas

@@ -11,7 +11,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.errors import LayoutError
 from meshmark.reference.data import on_corpus
 from meshmark.run.request import Task
-from meshmark.spec.algorithm import AlgorithmKind, local_sgd
+from meshmark.spec.algorithm import EXAMPLES, AlgorithmKind
 from meshmark.spec.case import Case, Misfit, cell
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import ModelSpec
@@ -25,8 +25,6 @@ RESUMED_STEPS = 4
 MICRO_BATCHES = 4
 """Of scenarios that accumulate: more than there are ranks, so that one degree is not taken for the other."""
 ENDURED_STEPS = 50
-LOCAL_PERIOD = 2
-"""Of algorithms that average now and then: three steps do both."""
 DROPOUT_STEPS = 24
 DROPOUT = 0.2
 FROZEN = ("embedding.", "blocks.0.attention.")
@@ -190,10 +188,12 @@ def plain_workload() -> Workload:
 
 
 def _by_algorithm(plain: Workload, adapter: type[Adapter]) -> Workload:
-    """`plain`, renamed and by local SGD under an adapter that does not train synchronously."""
-    if AlgorithmKind.SYNCHRONOUS in adapter.capabilities.algorithms:
+    """`plain`, renamed and by an adapter's first algorithm that takes its optimizer, where it is not synchronous."""
+    algorithms = adapter.capabilities.algorithms
+    if AlgorithmKind.SYNCHRONOUS in algorithms:
         return plain
-    own = replace(plain, algorithm=local_sgd(LOCAL_PERIOD))
+    fitting = (EXAMPLES[kind] for kind in sorted(algorithms) if not EXAMPLES[kind].refusal(plain.optimizer))
+    own = replace(plain, algorithm=next(fitting))
     return replace(own, name=own.id)
 
 

@@ -7,16 +7,16 @@ here: gradients by the parts of which replicas they are made, and parameters by 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from meshmark.judge.algorithm import UpdateRule, averaged
+from meshmark.algorithms.replicas import UpdateRule, averaged
 from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind, Tensors, global_norm
 from meshmark.judge.diagnosis import diagnose
+from meshmark.judge.failed_replicas import LEFT_OVER, SAME, FailedReplicas, flat, listed, misfit
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault
 from meshmark.judge.gradient_faults import Explanation
+from meshmark.judge.mixing_diagnosis import explain_mixing
 from meshmark.judge.replicas import by_replica, num_replicas, replica_of
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, exact_gradients
@@ -25,33 +25,6 @@ from meshmark.judge.update_rivals import rivals
 from meshmark.judge.yardstick import Yardstick
 from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
-
-SAME = 1e-5
-"""Norms that differ by less, relative to either, are one norm."""
-LEFT_OVER = 0.05
-"""Part of a deviation that may stay unexplained."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FailedReplicas:
-    """The first step at which anything is wrong, of all replicas together."""
-
-    case: Case
-    traces: Sequence[Trace]
-    sticks: Sequence[Yardstick]
-    """By replica, as the traces."""
-    step: int
-    wrong: dict[int, dict[Quantity, float]]
-    """By replica, then quantity: how many times its tolerance it is from the truth. No replica without any."""
-
-    def names(self, *kinds: QuantityKind) -> dict[int, list[str]]:
-        """Of the wrong tensors, the worst first."""
-        found = {}
-        for replica, excesses in self.wrong.items():
-            worst = sorted((q for q in excesses if q.kind in kinds), key=lambda q: -excesses[q])
-            if worst:
-                found[replica] = list(dict.fromkeys(q.name for q in worst))
-        return found
 
 
 def diagnose_replicas(
@@ -93,6 +66,8 @@ def diagnose_replicas(
         for replica, names in updates.items():
             if not traces[replica].parameters[failed.step + 1].keys() >= set(names):
                 return of_one(replica)
+        if case.workload.algorithm.graph:
+            return _diagnosis(failed, explain_mixing(failed, updates), updates)
         if averaging := _averaging(failed, updates):
             return _diagnosis(failed, averaging, updates)
         if not case.workload.algorithm.averages_after(failed.step):
@@ -146,31 +121,21 @@ def _parts(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanation |
         exact_gradients(failed.case.workload, trace.parameters[failed.step], batch.shard(r, layout.dp)).gradients
         for r, trace in enumerate(failed.traces)
     ]
-    basis = np.stack([_flat(part, names) for part in parts], axis=1)
-    flat = _flat(own, names)
-    weights = [float(weight) for weight in np.linalg.lstsq(basis, flat, rcond=None)[0]]
-    if np.linalg.norm(flat - basis @ weights) > LEFT_OVER * np.linalg.norm(flat):
+    basis = np.stack([flat(part, names) for part in parts], axis=1)
+    told = flat(own, names)
+    weights = [float(weight) for weight in np.linalg.lstsq(basis, told, rcond=None)[0]]
+    if np.linalg.norm(told - basis @ weights) > LEFT_OVER * np.linalg.norm(told):
         return None
     reduces = failed.case.workload.algorithm.reduces_gradients(failed.step)
     right = [1.0 if reduces else float(layout.dp * (r == replica)) for r in range(layout.dp)]
-    taken = f"replica {replica} steps on {_listed(weights)} times the replicas' parts of the gradient"
-    detail = f"{taken}, where {_listed(right)} is right"
+    taken = f"replica {replica} steps on {listed(weights)} times the replicas' parts of the gradient"
+    detail = f"{taken}, where {listed(right)} is right"
     others = float(np.abs(np.delete(weights, replica)).max()) > LEFT_OVER
     if others and not reduces:
         return Fault.ALGORITHM, f"gradients are reduced in a step that each replica takes alone: {detail}"
     if reduces and not others:
         return Fault.NOT_REDUCED, detail
     return (Fault.UNEVEN if reduces else Fault.SCALED), detail
-
-
-def _flat(tensors: Tensors, names: Sequence[str]) -> NDArray[np.float64]:
-    return np.concatenate([np.asarray(tensors[name], dtype=np.float64).ravel() for name in names])
-
-
-def _listed(weights: Sequence[float]) -> str:
-    """Rounding beside the largest counts as nothing."""
-    largest = max(abs(weight) for weight in weights)
-    return ", ".join(f"{weight if abs(weight) > SAME * largest else 0:.4g}" for weight in weights)
 
 
 def _averaging(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanation | None:
@@ -181,7 +146,7 @@ def _averaging(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanati
     exact = averaged(alone) if due else alone
 
     def fits(there: Sequence[Tensors]) -> bool:
-        return _misfit(failed, wrong, exact, there) <= 1
+        return misfit(failed, wrong, exact, there) <= 1
 
     if due and fits(alone):
         return Fault.ALGORITHM, f"the mean over replicas that is due after this step is not taken{_later(failed)}"
@@ -193,22 +158,6 @@ def _averaging(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanati
     return None
 
 
-def _misfit(
-    failed: FailedReplicas, wrong: dict[int, list[str]], exact: Sequence[Tensors], there: Sequence[Tensors]
-) -> float:
-    """How far the worst of the wrong parameters is from `there`, relative to what explains it: up to one does."""
-    after = [trace.parameters[failed.step + 1] for trace in failed.traces]
-    return max(
-        float(np.linalg.norm(after[r][name] - there[r][name]))
-        / max(
-            failed.sticks[r].tolerance(QuantityKind.PARAMETERS.of(name), failed.step),
-            LEFT_OVER * float(np.linalg.norm(after[r][name] - exact[r][name])),
-        )
-        for r, names in wrong.items()
-        for name in names
-    )
-
-
 def _rule(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanation | None:
     """Another update rule of every replica, before the right averaging: the closest, if it is close enough."""
     spec, own = failed.case.workload.optimizer, [trace.gradients[failed.step] for trace in failed.traces]
@@ -217,16 +166,16 @@ def _rule(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanation | 
     for every in zip(*(rivals(spec, failed.step) for _ in own), strict=True):
         if every[0].gradients is None:
             there = averaged(_replay(failed, own, [rival.optimizer for rival in every]))
-            found.append((_misfit(failed, wrong, exact, there), (every[0].fault, every[0].detail)))
+            found.append((misfit(failed, wrong, exact, there), (every[0].fault, every[0].detail)))
     before = averaged([trace.parameters[failed.step] for trace in failed.traces])
     replica, names = next(iter(wrong.items()))
-    moved = _flat(failed.traces[replica].parameters[failed.step + 1], names) - _flat(before[replica], names)
-    right = _flat(exact[replica], names) - _flat(before[replica], names)
+    moved = flat(failed.traces[replica].parameters[failed.step + 1], names) - flat(before[replica], names)
+    right = flat(exact[replica], names) - flat(before[replica], names)
     factor = float(moved @ right / (right @ right)) if right.any() else 0.0
     there = [{n: before[r][n] + factor * (x - before[r][n]) for n, x in t.items()} for r, t in enumerate(exact)]
-    found.append((_misfit(failed, wrong, exact, there), (Fault.UPDATE, f"{factor:.4g} times the right step")))
-    misfit, explained = min(found, key=lambda pair: pair[0])
-    return explained if misfit <= 1 else None
+    found.append((misfit(failed, wrong, exact, there), (Fault.UPDATE, f"{factor:.4g} times the right step")))
+    closest, explained = min(found, key=lambda pair: pair[0])
+    return explained if closest <= 1 else None
 
 
 def _norm_of_mean(failed: FailedReplicas, replica: int) -> Explanation | None:

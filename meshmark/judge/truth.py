@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from meshmark import rank_progress
+from meshmark.algorithms.table import build_algorithm, local_optimizer
 from meshmark.errors import AdapterError
-from meshmark.judge.algorithm import build_algorithm
 from meshmark.judge.buffers import (
     assess_buffers,
     doubles,
@@ -78,7 +78,7 @@ def assess_replicas(
     for replica, trace in enumerate(traces):
         for name, x in start.items():
             note(replica, QuantityKind.INITIAL.of(name), deviation(trace.parameters[0].get(name), x))
-    algorithm = build_algorithm(workload.algorithm, [ExactOptimizer(workload.optimizer) for _ in traces])
+    algorithm = build_algorithm(workload, [ExactOptimizer(local_optimizer(workload)) for _ in traces])
     num_steps = len(traces[0].gradients)
     rank_progress.begin(rank_progress.Phase.TRUTH, num_steps * len(traces))
     for step in range(num_steps):

@@ -3,5 +3,5 @@ The runner turns a case into requests, the launcher forks a process a rank from 
 frameworks imported, the worker does a pass there and leaves a report, and the gathered reports become a record: one
 self-describing line of a file. A crash or a hang is an outcome in it.
 
-May import: spec, reference, theory, adapter, measure, judge.
+May import: spec, reference, algorithms, theory, adapter, measure, judge.
 """

@@ -2,23 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 from meshmark.errors import InputError
+from meshmark.spec.graph import Graph, GraphKind
+from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 
 
 class AlgorithmKind(StrEnum):
+    """Their equations stand in `meshmark.algorithms`, a file a family."""
+
     SYNCHRONOUS = "synchronous"
     """Every step is made of the whole global batch's gradient: replicas are the same, bit for bit."""
     LOCAL_SGD = "local-sgd"
     """Each replica steps on its own rows' gradient, and now and then parameters are averaged (arXiv:1805.09767); after
     a synchronous warm-up, post-local SGD (arXiv:1808.07217)."""
+    DSGD = "dsgd"
+    """Each replica steps, and then mixes its neighbours' states into its own (adapt, then combine)."""
+    DPSGD = "dpsgd"
+    """The states before the step are mixed, while its gradient is computed (arXiv:1705.09056)."""
+    DMSGD = "dmsgd"
+    """Momenta are mixed as states are (arXiv:1905.03817)."""
+    QUASI_GLOBAL = "quasi-global"
+    """The momentum is of what a step came to after mixing (arXiv:2102.04761)."""
+    GRADIENT_TRACKING = "gradient-tracking"
+    """Each steps on an estimate of all replicas' mean gradient, which is mixed too (arXiv:1607.03218)."""
+    EXACT_DIFFUSION = "exact-diffusion"
+    """DSGD with its bias corrected (arXiv:1702.05122; D2, arXiv:1803.07068)."""
+
+
+DECENTRALISED = frozenset(
+    {
+        AlgorithmKind.DSGD,
+        AlgorithmKind.DPSGD,
+        AlgorithmKind.DMSGD,
+        AlgorithmKind.QUASI_GLOBAL,
+        AlgorithmKind.GRADIENT_TRACKING,
+        AlgorithmKind.EXACT_DIFFUSION,
+    }
+)
+"""Those that mix along a graph."""
+OWN_MOMENTUM = frozenset({AlgorithmKind.DMSGD, AlgorithmKind.QUASI_GLOBAL})
+"""Those that keep the momentum themselves, in the place of the local optimizer."""
+OF_PLAIN_SGD = frozenset({AlgorithmKind.GRADIENT_TRACKING, AlgorithmKind.EXACT_DIFFUSION})
+"""Those that are defined on a gradient step alone."""
+
+
+MIXES_TWO = frozenset({AlgorithmKind.DMSGD, AlgorithmKind.GRADIENT_TRACKING})
+"""Those that mix another vector as they mix parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSpec:
-    """The algorithm, and how often its replicas meet. Raises `InputError` for numbers that mean nothing."""
+    """The algorithm, and how often its replicas meet, and which. Raises `InputError` for what means nothing."""
 
     kind: AlgorithmKind = AlgorithmKind.SYNCHRONOUS
     period: int = 1
@@ -26,23 +64,35 @@ class AlgorithmSpec:
     `PeriodicModelAverager` does."""
     warmup_steps: int = 0
     """Local SGD: steps that are synchronous, before the first local one."""
+    graph: Graph | None = None
+    """Of decentralised algorithms: who mixes whom in."""
 
     def __post_init__(self) -> None:
         if self.period < 1:
             raise InputError(f"algorithm: period is {self.period}, expected at least 1")
         if self.warmup_steps < 0:
             raise InputError(f"algorithm: warmup_steps is {self.warmup_steps}, expected 0 or more")
-        if self.kind is AlgorithmKind.SYNCHRONOUS and (self.period, self.warmup_steps) != (1, 0):
+        if self.kind is not AlgorithmKind.LOCAL_SGD and (self.period, self.warmup_steps) != (1, 0):
             raise InputError(
-                f"algorithm: period {self.period} and warmup_steps {self.warmup_steps} mean nothing in synchronous "
+                f"algorithm: period {self.period} and warmup_steps {self.warmup_steps} mean nothing in {self.kind} "
                 "training; leave them out, or use local_sgd"
+            )
+        if (self.kind in DECENTRALISED) != (self.graph is not None):
+            graph = self.graph.id if self.graph else "none"
+            raise InputError(f"algorithm: graph {graph} for {self.kind}; {', '.join(sorted(DECENTRALISED))} take one")
+        if self.kind is AlgorithmKind.EXACT_DIFFUSION and self.graph and not self.graph.is_static:
+            raise InputError(
+                f"algorithm: {self.kind} corrects the bias of one fixed matrix, and graph {self.graph.id} changes from "
+                "step to step; take ring, grid or exponential"
             )
 
     @property
     def id(self) -> str:
-        """`local-sgd2`, with three steps of warm-up `local-sgd2w3`; nothing for synchronous training."""
+        """`local-sgd2`, with three steps of warm-up `local-sgd2w3`; `dsgd-ring`; nothing for synchronous training."""
         if self.kind is AlgorithmKind.SYNCHRONOUS:
             return ""
+        if self.graph:
+            return f"{self.kind}-{self.graph.id}"
         return f"{self.kind}{self.period}" + (f"w{self.warmup_steps}" if self.warmup_steps else "")
 
     @property
@@ -50,16 +100,48 @@ class AlgorithmSpec:
         """Whether data-parallel replicas may hold other parameters than one another, by design."""
         return self.kind is not AlgorithmKind.SYNCHRONOUS
 
+    @property
+    def vectors_mixed(self) -> int:
+        """Along the graph, each as long as the parameters."""
+        return 2 if self.kind in MIXES_TWO else 1
+
     def reduces_gradients(self, step: int) -> bool:
         """Whether `step` is made of the whole global batch's gradient; steps are counted from 0."""
         return not self.replicas_differ or step < self.warmup_steps
 
     def averages_after(self, step: int) -> bool:
-        """Whether the replicas' parameters are averaged after the update of `step`."""
+        """Whether all replicas' parameters are averaged after the update of `step`."""
         since = step - self.warmup_steps
-        return self.replicas_differ and since >= 0 and since % self.period == 0
+        return self.kind is AlgorithmKind.LOCAL_SGD and since >= 0 and since % self.period == 0
+
+    def refusal(self, optimizer: OptimizerSpec) -> str | None:
+        """Why replicas cannot train by it with `optimizer`; None when they can."""
+        plain = optimizer.kind is OptimizerKind.SGD and not optimizer.weight_decay and optimizer.clip_norm is None
+        if self.kind in OF_PLAIN_SGD and not (plain and not optimizer.momentum):
+            return "is defined on plain SGD; take kind sgd without momentum, weight decay and clipping"
+        if self.kind in OWN_MOMENTUM:
+            if not (plain and optimizer.momentum and not optimizer.nesterov and not optimizer.warmup_steps):
+                return (
+                    "keeps the momentum of SGD itself; take kind sgd with a momentum, and without Nesterov's, a "
+                    "schedule, weight decay and clipping"
+                )
+        return None
 
 
 def local_sgd(period: int, warmup_steps: int = 0) -> AlgorithmSpec:
     """Local SGD: replicas step alone, and are averaged every `period` steps once `warmup_steps` are over."""
     return AlgorithmSpec(kind=AlgorithmKind.LOCAL_SGD, period=period, warmup_steps=warmup_steps)
+
+
+def _presets() -> Iterator[AlgorithmSpec]:
+    yield local_sgd(2)
+    for kind in sorted(DECENTRALISED):
+        for graph in (Graph(kind=graph) for graph in GraphKind if graph is not GraphKind.OWN):
+            if kind is not AlgorithmKind.EXACT_DIFFUSION or graph.is_static:
+                yield AlgorithmSpec(kind=kind, graph=graph)
+
+
+ALGORITHMS = {spec.id: spec for spec in _presets()}
+"""What may follow the name of a workload, after a hyphen."""
+EXAMPLES = {spec.kind: spec for spec in reversed(ALGORITHMS.values())}
+"""One of each kind, the first."""

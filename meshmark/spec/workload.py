@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.spec.algorithm import AlgorithmSpec, local_sgd
+from meshmark.spec.algorithm import ALGORITHMS, AlgorithmSpec
 from meshmark.spec.model_spec import MODELS, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.vision_spec import VISION_MODELS, AnyModelSpec, VisionSpec
@@ -84,11 +84,14 @@ class Workload:
                 f"replicas that step together, but the algorithm is {self.algorithm.kind}; take a model without, or "
                 "the synchronous algorithm"
             )
+        if reason := self.algorithm.refusal(self.optimizer):
+            raise InputError(f"workload {self.name!r}: algorithm {self.algorithm.id} {reason}")
 
     @property
     def id(self) -> str:
         """The name, which tells the algorithm where it is not the synchronous one."""
-        return self.name if self.algorithm.id in self.name else f"{self.name}-{self.algorithm.id}"
+        end = f"-{self.algorithm.id}" if self.algorithm.id else ""
+        return self.name if end in self.name else f"{self.name}{end}"
 
     def trains(self, name: str) -> bool:
         """Whether the parameter with this canonical name is trained."""
@@ -135,6 +138,7 @@ class Workload:
 # every one of the first steps, so that a wrong norm changes the parameters.
 _TINY_OPTIMIZER = OptimizerSpec(clip_norm=0.5)
 _MOMENTUM = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, momentum=0.9, weight_decay=0.01, clip_norm=0.5)
+_PLAIN = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0.0, clip_norm=None)
 _ADAFACTOR = OptimizerSpec(kind=OptimizerKind.ADAFACTOR, learning_rate=1e-2, clip_norm=0.5)
 _MUON = OptimizerSpec(kind=OptimizerKind.MUON, momentum=0.95, nesterov=True, clip_norm=0.5)
 
@@ -155,15 +159,11 @@ WORKLOADS: dict[str, Workload] = {
     for workload in (
         # Half as deep, wide and long: a launch is then mostly the launch.
         Workload(name="gpt-mini", model=MODELS["gpt-mini"], optimizer=_TINY_OPTIMIZER),
-        # Of the first five steps, three average and two do not; the metered one does.
-        Workload(
-            name="gpt-mini-local-sgd2",
-            model=MODELS["gpt-mini"],
-            optimizer=_TINY_OPTIMIZER,
-            algorithm=local_sgd(2),
-        ),
         # The same with each other kind of optimizer.
         Workload(name="gpt-mini-momentum", model=MODELS["gpt-mini"], optimizer=_MOMENTUM),
+        # Of algorithms that are defined on a gradient step, or keep its momentum themselves.
+        Workload(name="gpt-mini-sgd", model=MODELS["gpt-mini"], optimizer=_PLAIN),
+        Workload(name="gpt-mini-heavy-ball", model=MODELS["gpt-mini"], optimizer=replace(_PLAIN, momentum=0.9)),
         Workload(name="gpt-mini-nesterov", model=MODELS["gpt-mini"], optimizer=replace(_MOMENTUM, nesterov=True)),
         Workload(name="gpt-mini-adafactor", model=MODELS["gpt-mini"], optimizer=_ADAFACTOR),
         Workload(name="gpt-mini-muon", model=MODELS["gpt-mini"], optimizer=_MUON),
@@ -178,7 +178,15 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def workload(name: str) -> Workload:
-    """The preset called `name`. Raises `UnknownNameError` when there is none."""
-    if name not in WORKLOADS:
-        raise UnknownNameError("workload", name, WORKLOADS)
-    return WORKLOADS[name]
+    """The preset called `name`, or that of its start by the algorithm that its end names: `gpt-mini-local-sgd2`. Raises
+    `UnknownNameError` when there is none."""
+    if name in WORKLOADS:
+        return WORKLOADS[name]
+    for end, algorithm in ALGORITHMS.items():
+        start = name.removesuffix(f"-{end}")
+        if start != name and start in WORKLOADS:
+            return replace(WORKLOADS[start], name=name, algorithm=algorithm)
+    start = max((known for known in WORKLOADS if name.startswith(f"{known}-")), key=len, default="")
+    if start:
+        raise UnknownNameError(f"algorithm of workload {start!r}", name.removeprefix(f"{start}-"), ALGORITHMS)
+    raise UnknownNameError("workload", name, WORKLOADS)

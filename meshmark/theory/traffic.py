@@ -72,6 +72,28 @@ def _tensors(case: Case, rank: int) -> tuple[int, int]:
     return count, num_tensors(model, layout.pp, layout.coordinates(rank).pp)
 
 
+def decentralised_traffic(case: Case, rank: int) -> list[Flow]:
+    """To whomever the graph tells of this replica, and from whomever it hears: parameters, and as much again where
+    another vector is mixed as they are. As one message, or one a tensor."""
+    layout, algorithm = case.layout, case.workload.algorithm
+    assert algorithm.graph is not None
+    count, tensors = _tensors(case, rank)
+    num_bytes, calls = (
+        algorithm.vectors_mixed * count * case.precision.master.itemsize,
+        algorithm.vectors_mixed * tensors,
+    )
+    line, place = layout.group("dp", rank), layout.coordinates(rank).dp
+    peers = {
+        "send": algorithm.graph.tells(layout.dp, METERED_STEP, place),
+        "recv": algorithm.graph.hears(layout.dp, METERED_STEP, place),
+    }
+    return [
+        _messages("dp", kind, (rank, line[peer]), num_bytes, (1, calls), Purpose.WEIGHTS)
+        for kind, ends in peers.items()
+        for peer in ends
+    ]
+
+
 def local_sgd_traffic(case: Case, rank: int) -> list[Flow]:
     """Replicas that step alone send nothing, but for their gradients in the warm-up and their parameters when these
     are averaged (arXiv:1808.07217)."""
@@ -93,6 +115,8 @@ def data_parallel_traffic(case: Case, rank: int) -> list[Flow]:
     or under ZeRO reduce-scatter and all-gather (arXiv:1910.02054, section 7: 2P elements up to stage 2, 3P at stage 3).
     At stage 3, as FSDP does it, weights are gathered as the products read them, for every micro-batch's forward and
     again for its backward, and gradients reduced after every micro-batch, so that they stay sharded."""
+    if case.workload.algorithm.graph:
+        return decentralised_traffic(case, rank)
     if case.workload.algorithm.replicas_differ:
         return local_sgd_traffic(case, rank)
     precision, stage, replicas = case.precision, case.layout.zero_stage, Group.along(case.layout, rank, REPLICAS)
@@ -150,12 +174,19 @@ def tensor_parallel_traffic(case: Case, rank: int) -> list[Flow]:
     return flows
 
 
-def _messages(axis: Axis, kind: str, ranks: tuple[int, int], num_bytes: int, calls: tuple[int, int]) -> Flow:
+def _messages(
+    axis: Axis,
+    kind: str,
+    ranks: tuple[int, int],
+    num_bytes: int,
+    calls: tuple[int, int],
+    purpose: Purpose = Purpose.ACTIVATIONS,
+) -> Flow:
     return Flow(
         kind=kind,
         axes=axis,
         ranks=(min(ranks), max(ranks)),
-        purpose=Purpose.ACTIVATIONS,
+        purpose=purpose,
         num_bytes=num_bytes,
         fewest=calls[0],
         most=calls[1],

@@ -22,6 +22,7 @@ LAYOUTS = {
     "megatron": Layout(tp=2, num_micro_batches=4),
     "gpipe": Layout(pp=2, num_micro_batches=4),
     "post-local-sgd": Layout(dp=2, num_micro_batches=4),
+    "decentralised": Layout(dp=2, num_micro_batches=2),
     "accelerate": Layout(dp=2, num_micro_batches=4),
     "accelerate-fsdp2": Layout(dp=2, zero_stage=3, num_micro_batches=4),
     "deepspeed/1": Layout(dp=2, zero_stage=1, num_micro_batches=4),

@@ -7,6 +7,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.spec.case import Case
+from tests.broken.algorithm_mutants import ALGORITHM_MUTANTS
 from tests.broken.clause_mutants import CLAUSE_MUTANTS
 from tests.broken.engine import Broken, breaks
 from tests.broken.narrow import NARROW_MUTANTS
@@ -14,7 +15,7 @@ from tests.broken.roster import ROSTER_MUTANTS
 from tests.broken.sizes import SIZED
 from tests.broken.suite_mutants import SUITE_MUTANTS
 
-MUTANTS = [*SUITE_MUTANTS, *CLAUSE_MUTANTS, *NARROW_MUTANTS]
+MUTANTS = [*SUITE_MUTANTS, *ALGORITHM_MUTANTS, *CLAUSE_MUTANTS, *NARROW_MUTANTS]
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 _ALL = BY_NAME | {mutant.name: mutant for mutant in ROSTER_MUTANTS}
 _BY = "_off_by_"

@@ -17,18 +17,18 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from meshmark import rank_progress
 from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
+from meshmark.algorithms.table import build_algorithm, local_optimizer
 from meshmark.environment import machine
 from meshmark.judge.replicas import num_replicas
 from meshmark.judge.trace import Trace, host_copies
@@ -37,10 +37,13 @@ from meshmark.judge.twin import Twin
 from meshmark.judge.yardstick import Comparisons, noise_run
 from meshmark.reference.data import Batch, data_digest, make_batch
 from meshmark.reference.initial import random_bits
+from meshmark.run.kernels import ATTENTION, VARIABLES
+from meshmark.run.passes.engine_rule import EngineRule, put
 from meshmark.run.passes.observer import MOST_LEFT_OUT
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
 from meshmark.serial import decode, encode
+from meshmark.spec.algorithm import AlgorithmSpec
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Dtype
@@ -50,7 +53,7 @@ NUM_RANKS = 2
 """Processes that share the runs."""
 TIME_LIMIT_SECONDS = 600.0
 _PARTIAL = ".partial"
-FORMAT = 9
+FORMAT = 10
 """Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
 
 
@@ -97,9 +100,8 @@ def _arithmetic(device: str) -> list[object]:
         torch.__config__.show(),
         torch.backends.cpu.get_cpu_capability(),
         sorted((name, value) for name, value in os.environ.items() if name.startswith(ARITHMETIC)),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cuda.matmul.allow_tf32,
-        torch.backends.cudnn.allow_tf32,
+        sorted(VARIABLES.items()),
+        [backend.name for backend in ATTENTION],
         torch.backends.mkldnn.enabled,
         torch.are_deterministic_algorithms_enabled(),
     ]
@@ -171,12 +173,19 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     trained by an engine of its own, here in turn, on its own rows."""
     workload, replicas, num_ranks = request.case.workload, num_replicas(request.case), _num_ranks(request.case)
     layout = Layout(num_micro_batches=num_chunks(request.case))
-    case = dataclasses.replace(request.case, adapter="single", layout=layout)
+    alone = dataclasses.replace(workload, optimizer=local_optimizer(workload), algorithm=AlgorithmSpec())
+    case = dataclasses.replace(request.case, adapter="single", layout=layout, workload=alone)
     engines = [cast(SingleEngine, adapter.build(case, context)) for _ in range(replicas)]
     for engine in engines:
         engine.cast_weights = bool(run % num_ways(case))
         _perturb(engine, case, run)
-    twin = _twin(case, run, num_ranks, replicas, engines[0]) if case.precision.is_mixed else None
+    rules = [EngineRule(engine) for engine in engines]
+    algorithm = build_algorithm(workload, rules)
+    twin = (
+        _twin(dataclasses.replace(case, workload=workload), run, num_ranks, replicas, engines[0])
+        if case.precision.is_mixed
+        else None
+    )
     traces = [Trace(parameters=[host_copies(e.parameters())], buffers=[[host_copies(e.buffers())]]) for e in engines]
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
@@ -188,15 +197,15 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
         for trace, (loss, left_out) in zip(traces, losses, strict=True):
             trace.losses.append(loss)
             trace.left_out.append(left_out)
-        _meet([engine.gradients() for engine in engines], workload.algorithm.reduces_gradients(step), replicas)
+        for trace, own in zip(traces, algorithm.reported([host_copies(e.gradients()) for e in engines]), strict=True):
+            trace.gradients.append(own)
         for trace, engine in zip(traces, engines, strict=True):
             trace.loss_scales.append(engine.loss_scale())
-            trace.gradients.append(host_copies(engine.gradients()))
-            norm = engine.update()
-            trace.norms.append(None if norm is None else float(norm))
-        _meet([engine.parameters() for engine in engines], workload.algorithm.averages_after(step))
-        for trace, engine in zip(traces, engines, strict=True):
-            trace.parameters.append(host_copies(engine.parameters()))
+        after = algorithm.transition([t.parameters[-1] for t in traces], [t.gradients[-1] for t in traces])
+        for trace, engine, rule, there in zip(traces, engines, rules, after, strict=True):
+            trace.norms.append(rule.norm)
+            put(engine.parameters(), there)
+            trace.parameters.append(there)
             trace.buffers[0].append(host_copies(engine.buffers()))
         rank_progress.advance()
     divided = dataclasses.replace(layout, dp=num_ranks)
@@ -215,19 +224,6 @@ def _twin(case: Case, run: int, num_ranks: int, replicas: int, engine: SingleEng
         arrange=lambda batch: _permute(batch, case, run, num_ranks),
         order=random_bits(f"ranks/{run}", (num_ranks,), seed=case.workload.seed).argsort().tolist(),
     )
-
-
-@torch.no_grad()
-def _meet(replicas: Sequence[Mapping[str, Tensor]], average: bool, times: int = 1) -> None:
-    """Multiply all replicas' tensors by `times`, and then put their mean in their place if they are to `average`: in
-    the precision that they are kept in."""
-    for name, first in replicas[0].items():
-        tensors = [held[name] for held in replicas]
-        if times > 1:
-            torch._foreach_mul_(tensors, times)
-        if average and len(tensors) > 1:
-            mean = sum((tensor / len(tensors) for tensor in tensors), torch.zeros_like(first))
-            torch._foreach_copy_(tensors, [mean] * len(tensors))
 
 
 def num_ways(case: Case) -> int:

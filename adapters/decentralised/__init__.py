@@ -1,0 +1,56 @@
+"""Decentralised training over point-to-point calls of `torch.distributed`: replicas that tell their neighbours in a
+graph alone. Ours, for no kept library does it: BlueFog's neighbour all-reduce hangs (docs/systems.md)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from meshmark.adapter.arithmetic import Arithmetic, Casting
+from meshmark.adapter.capabilities import Capabilities, Feature
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.data_parallel import initial_model
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.decentralised.memory import held_besides
+from meshmark.algorithms.table import local_optimizer
+from meshmark.reference.objective import build_optimizer
+from meshmark.spec.algorithm import DECENTRALISED
+from meshmark.spec.case import Case
+from meshmark.spec.model_spec import Family
+from meshmark.spec.precision import Precision
+from meshmark.theory.states import Remainder
+
+
+class Decentralised(Adapter):
+    arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST)
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"dp"}),
+        families=frozenset(Family),
+        precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
+        algorithms=DECENTRALISED,
+        lacks={
+            Precision.BF16_REDUCE_BF16: "states are mixed in the precision that they are kept in",
+            Precision.FP16: "a replica that skips an overflowing step would mix states of another step in",
+            Feature.UNUSED: "what is tracked of a parameter that a step leaves out is not specified",
+            Feature.DROPOUT: "its masks are judged by gradients that are reduced over ranks",
+            Feature.RESHARD: "the replicas of another world size are other ones",
+        },
+    )
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        reason, graph = super().supports(case, device, backend), case.workload.algorithm.graph
+        if reason or graph is None:
+            return reason
+        misfit = graph.refusal(case.layout.dp)
+        return f"{case.adapter} does not support {misfit}" if misfit else None
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        return held_besides(case, rank, cls.recipe(case))
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        from meshmark.adapters.decentralised.engines import ENGINES
+
+        module = initial_model(case, context.device)
+        optimizer = build_optimizer(local_optimizer(case.workload), module.named_parameters())
+        return ENGINES[case.workload.algorithm.kind](case, context, module, optimizer)

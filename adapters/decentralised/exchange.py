@@ -1,0 +1,38 @@
+"""What neighbours in a graph tell one another: one message each way, of all that is mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshmark.spec.graph import Graph
+
+
+class Exchange:
+    """One step's messages, on their way from the moment that it is made."""
+
+    def __init__(self, graph: Graph, step: int, tensors: Sequence[Tensor]) -> None:
+        self.rank, count = dist.get_rank(), dist.get_world_size()
+        self.weights = graph.weights(count, step, self.rank)
+        self.shapes = [tensor.shape for tensor in tensors]
+        self.own = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        self.heard = {j: torch.empty_like(self.own) for j in graph.hears(count, step, self.rank)}
+        operations = [dist.P2POp(dist.isend, self.own, peer) for peer in graph.tells(count, step, self.rank)]
+        operations += [dist.P2POp(dist.irecv, there, peer) for peer, there in self.heard.items()]
+        self.works = dist.batch_isend_irecv(operations) if operations else []
+
+    def mixed(self, weights: Mapping[int, float] | None = None) -> list[Tensor]:
+        """The sum over all of weight times what they sent, by tensor, in the place of what was sent; `weights`: other
+        ones than the graph's. To be asked for once."""
+        for work in self.works:
+            work.wait()
+        chosen = weights or self.weights
+        self.own.mul_(chosen[self.rank])
+        for peer, there in self.heard.items():
+            self.own.add_(there, alpha=chosen[peer])
+        self.heard = {}
+        parts = torch.split(self.own, [shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]

@@ -1,0 +1,40 @@
+"""Which transition is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshmark.algorithms.corrected import ExactDiffusion, GradientTracking
+from meshmark.algorithms.decentralised import Decentralised, MixedMomentum, ParallelSGD, QuasiGlobal
+from meshmark.algorithms.local_sgd import LocalSGD
+from meshmark.algorithms.replicas import Algorithm, Synchronous, UpdateRule
+from meshmark.spec.algorithm import OWN_MOMENTUM, AlgorithmKind
+from meshmark.spec.optimizer import OptimizerSpec
+from meshmark.spec.workload import Workload
+
+ALONG_GRAPHS: dict[AlgorithmKind, type[Decentralised]] = {
+    AlgorithmKind.DSGD: Decentralised,
+    AlgorithmKind.DPSGD: ParallelSGD,
+    AlgorithmKind.DMSGD: MixedMomentum,
+    AlgorithmKind.QUASI_GLOBAL: QuasiGlobal,
+    AlgorithmKind.GRADIENT_TRACKING: GradientTracking,
+    AlgorithmKind.EXACT_DIFFUSION: ExactDiffusion,
+}
+
+
+def build_algorithm(workload: Workload, rules: Sequence[UpdateRule]) -> Algorithm:
+    """The workload's, over as many replicas as there are rules, each of its `local_optimizer`."""
+    kind = workload.algorithm.kind
+    if kind is AlgorithmKind.SYNCHRONOUS:
+        return Synchronous(rules[0])
+    if kind is AlgorithmKind.LOCAL_SGD:
+        return LocalSGD(workload.algorithm, rules)
+    return ALONG_GRAPHS[kind](workload, rules)
+
+
+def local_optimizer(workload: Workload) -> OptimizerSpec:
+    """What each replica steps with by itself: without the momentum where the algorithm keeps it."""
+    if workload.algorithm.kind in OWN_MOMENTUM:
+        return replace(workload.optimizer, momentum=0.0)
+    return workload.optimizer

@@ -1,0 +1,67 @@
+"""The first step at which anything is wrong of replicas that may differ, and how well another account of it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmark.judge.deviation import Quantity, QuantityKind, Tensors
+from meshmark.judge.trace import Trace
+from meshmark.judge.yardstick import Yardstick
+from meshmark.spec.case import Case
+
+SAME = 1e-5
+"""Norms that differ by less, relative to either, are one norm."""
+LEFT_OVER = 0.05
+"""Part of a deviation that may stay unexplained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedReplicas:
+    """The first step at which anything is wrong, of all replicas together."""
+
+    case: Case
+    traces: Sequence[Trace]
+    sticks: Sequence[Yardstick]
+    """By replica, as the traces."""
+    step: int
+    wrong: dict[int, dict[Quantity, float]]
+    """By replica, then quantity: how many times its tolerance it is from the truth. No replica without any."""
+
+    def names(self, *kinds: QuantityKind) -> dict[int, list[str]]:
+        """Of the wrong tensors, the worst first."""
+        found = {}
+        for replica, excesses in self.wrong.items():
+            worst = sorted((q for q in excesses if q.kind in kinds), key=lambda q: -excesses[q])
+            if worst:
+                found[replica] = list(dict.fromkeys(q.name for q in worst))
+        return found
+
+
+def misfit(
+    failed: FailedReplicas, wrong: dict[int, list[str]], exact: Sequence[Tensors], there: Sequence[Tensors]
+) -> float:
+    """How far the worst of the wrong parameters is from `there`, relative to what explains it: up to one does."""
+    after = [trace.parameters[failed.step + 1] for trace in failed.traces]
+    return max(
+        float(np.linalg.norm(after[r][name] - there[r][name]))
+        / max(
+            failed.sticks[r].tolerance(QuantityKind.PARAMETERS.of(name), failed.step),
+            LEFT_OVER * float(np.linalg.norm(after[r][name] - exact[r][name])),
+        )
+        for r, names in wrong.items()
+        for name in names
+    )
+
+
+def flat(tensors: Tensors, names: Sequence[str]) -> NDArray[np.float64]:
+    return np.concatenate([np.asarray(tensors[name], dtype=np.float64).ravel() for name in names])
+
+
+def listed(weights: Sequence[float]) -> str:
+    """Rounding beside the largest counts as nothing."""
+    largest = max(abs(weight) for weight in weights)
+    return ", ".join(f"{weight if abs(weight) > SAME * largest else 0:.4g}" for weight in weights)
