@@ -217,7 +217,7 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
     old = {name: value for name, value in today.items() if name not in parts} | {"schema": 1}
     for part in parts:
         old |= {moved.get(name, {}).get(part, name): value for name, value in today[part].items()}
-    lacked = ("rank_starts", "lap_steps", "peak_flops_per_second", "observed", "departures", "left_out")
+    lacked = ("rank_starts", "lap_steps", "peak_flops_per_second", "observed", "departures", "left_out", "sample")
     for name in lacked:
         del old[name]
     old["matmul_flops_per_second"] = [1e9, 1e9]  # which it had
