@@ -9,9 +9,9 @@ power-page: install
 	$(BIN)/python -m benchmarks.power --page
 
 # How often correct runs fail: adds problems of other seeds to results/false-alarms for an hour on 2 quiet cores (or
-# MINUTES=), as often as it is called, and leaves what every verdict quotes in meshmark/judge/false_alarms.json. A run
+# MINUTES=; of bf16 alone: K=bf16), as often as it is called, and leaves what every verdict quotes in meshmark/judge/false_alarms.json. A run
 # takes 15 ms of a core where many are computed at once.
 .PHONY: power-long
 MINUTES ?= 60
 power-long: install
-	$(BIN)/python -m benchmarks.false_alarms --minutes $(MINUTES)
+	$(BIN)/python -m benchmarks.false_alarms --minutes $(MINUTES) $(if $(K),-k $(K))
