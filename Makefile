@@ -9,7 +9,7 @@ REPORT ?= results/report.md
 # Accelerate once more: the report is to take less than four minutes on two cores. Its workload is synchronous.
 REPORTED := not (post-local-sgd or dp4 and (accelerate-deepspeed or deepspeed and (zero1 or zero2)))
 
-.PHONY: help install report conformance test lint types docs bench gpu clean
+.PHONY: help install report conformance test lint types docs bench clean
 
 help:
 	@echo "make report   run the suites on this machine's CPU (world sizes 2 and 4), leave results/report.md (or REPORT=)"
@@ -18,8 +18,9 @@ help:
 	@echo "make tables   published tables beside what the planner computes; make validate: its errors, with goals"
 	@echo "make power    engines broken on purpose must be caught, correct runs must pass: reports/power.md"
 	@echo "make chaos    faults by the hundred while suites run: reports/chaos.md; make fuzz: odd inputs for longer"
+	@echo "make cluster-test   the suites under a real SLURM, and under its faults: reports/cluster.md (root)"
 	@echo "make bench    performance claims: launch, overhead, report scale"
-	@echo "make gpu      run on this machine's GPU with its own python (PYTHON=...), leave GPU_OUT (results/gpu)"
+	@echo "make gpu      run on this machine's GPU with its own python (PYTHON=...), in pieces (gpu.mk), leave GPU_OUT"
 	@echo "make roster   every adapter, variants too, by capability: reports/roster.md"
 	@echo "make lint types docs clean"
 
@@ -61,7 +62,7 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-include plan.mk power.mk chaos.mk roster.mk
+include plan.mk power.mk chaos.mk roster.mk gpu.mk cluster.mk
 
 # The site, of which a warning is an error; mkdocs and its theme are installed for it alone.
 docs: install
@@ -70,17 +71,6 @@ docs: install
 
 bench: install
 	status=0; for name in launch overhead report; do $(BIN)/python -m benchmarks.$$name || status=1; done; exit $$status
-
-# On the machine's own python, with whatever frameworks it has: first a model that fills one GPU, then correctness at
-# world size 1 over NCCL, then two ranks that share the GPU over gloo.
-GPU_OUT ?= results/gpu
-GPU_SUITES = $(PYTHON) -m pytest suites --device cuda --results $(GPU_OUT) --time-limit 90
-gpu:
-	rm -f $(GPU_OUT)/records.jsonl; status=0; \
-	$(GPU_SUITES) --world 1 --workload gpt-1.3b --precision bf16 --steps 8 -k "memory or throughput" || status=$$?; \
-	$(GPU_SUITES) --world 1 --workload gpt-tiny --precision fp32,bf16 || status=$$?; \
-	$(GPU_SUITES) --world 2 --workload gpt-tiny --precision fp32 --backend gloo -k "not throughput" || status=$$?; \
-	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) -m meshmark report $(GPU_OUT) -o $(GPU_OUT)/report.md && exit $$status
 
 clean:
 	rm -rf $(VENV) results build *.egg-info .pytest_cache .mypy_cache .ruff_cache

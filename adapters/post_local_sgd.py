@@ -50,7 +50,7 @@ class PostLocalSGDEngine(DDPEngine):
         torch.distributed.barrier()
 
     def load(self, folder: Path) -> None:
-        state = torch.load(self.file(folder), map_location=self.context.device)
+        state = torch.load(self.file(folder), map_location="cpu")
         self.hook_state.iter = state["reduced_steps"]
         self.load_state(state)
 

@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -115,14 +116,43 @@ def machine(device: str) -> str:
 
 
 def _nvidia_smi() -> str:
-    """Names of the GPUs, asked of the driver: this process must not touch CUDA, for it forks."""
+    """Names of the GPUs that CUDA will see, asked of the driver: this process must not touch CUDA, for it forks."""
     try:
-        names = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True
-        ).stdout.split("\n")
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         import torch  # a record is read without it
 
         return f"{torch.cuda.device_count()} CUDA devices"
-    found = [name.strip() for name in names if name.strip()]
-    return f"{len(found)} x {found[0]}" if found else "no GPU"
+    found = visible_gpus(listed, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return f"{len(found)} x {' and '.join(dict.fromkeys(found))}" if found else "no GPU"
+
+
+_GPU = re.compile(r"GPU (\d+): (.*) \(UUID: (GPU-[^)]*)\)")
+_SLICE = re.compile(r"\s+(MIG \S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]*)\)")
+
+
+def visible_gpus(listed: str, chosen: str | None) -> list[str]:
+    """Names of what CUDA sees of the GPUs that `nvidia-smi -L` lists: those that CUDA_VISIBLE_DEVICES names, up to the
+    first that there is none of, or by default all. A GPU that is divided (MIG) is seen as one of its slices, and is
+    named after it, for a slice has a slice's peak."""
+    names, slices = dict[str, str](), dict[str, list[str]]()  # names by UUID; UUIDs of slices by their GPU's index
+    whole = dict[str, str]()  # UUIDs of GPUs by index
+    for line in listed.splitlines():
+        if found := _GPU.match(line):
+            index, name, uuid = found.groups()
+            names[uuid], whole[index], slices[index] = name, uuid, []
+        elif found := _SLICE.match(line):
+            profile, uuid = found.groups()
+            names[uuid] = f"{name} {profile}"
+            slices[index].append(uuid)
+    first = {index: slices[index][0] if slices[index] else uuid for index, uuid in whole.items()}
+    if chosen is None:
+        undivided = [uuid for index, uuid in whole.items() if not slices[index]]
+        return [names[uuid] for uuid in undivided or list(first.values())[:1]]
+    seen = list[str]()
+    for token in (part.strip() for part in chosen.split(",")):
+        found_uuid = first.get(token) or next((u for u in names if token and u.startswith(token)), None)
+        if found_uuid is None:
+            break
+        seen.append(names[found_uuid])
+    return seen

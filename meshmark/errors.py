@@ -52,6 +52,10 @@ class AdapterError(InputError):
     """An adapter that cannot be imported or does not honour the contract."""
 
 
+class TrafficError(MeshmarkError):
+    """What a rank sent cannot be told: what was asked for and what was issued do not go together."""
+
+
 class NoSpaceError(MeshmarkError):
     """A disk has no room for what a launch writes."""
 

@@ -214,6 +214,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
             known_gaps=[gap],
         ),
         "unmeasured": {"memory": "it is so"},
+        "kernels": {"float32 products": "highest"},
         "verdicts": [make_verdict(suite) for suite in ("equivalence", "memory", "communication")],
         "remarks": ["the noise floor was damaged"],
     }

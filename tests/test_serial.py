@@ -96,6 +96,7 @@ REPORT = RankReport(
     flops_per_second=1e9,
     state_dtypes={"parameters": "float32"},
     noise_runs=[{Quantity.parse("loss"): [1e-7]}],
+    kernels={"attention": "math"},
 )
 FAILURE = RankFailure(
     rank=3, kind="hung", message="no end\nwithin 8 s", time=1.5, traceback="t", log_tail="l", stack='File "x"'

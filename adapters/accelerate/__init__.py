@@ -47,7 +47,10 @@ from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import Sharding, sharded_recipe
 
 _ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
-_FP16_IS_FP32 = "on a CPU Accelerate drops it without a word and trains in float32"
+_FP16_IS_FP32 = (
+    "on a CPU Accelerate drops it without a word and trains in float32; on a GPU, where it would scale the loss, it "
+    "has never been run here"
+)
 
 
 class _ThroughAccelerate(DataParallelEngine):
@@ -109,7 +112,7 @@ class AccelerateDDPEngine(AccelerateEngine):
 
 class Accelerate(Adapter):
     requires: ClassVar = (_ACCELERATE,)
-    arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST, divides=True)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
@@ -169,7 +172,7 @@ class AccelerateFSDP2(Adapter):
     requires: ClassVar = (_ACCELERATE,)
     preload: ClassVar = ("deepspeed",)
     """Accelerate imports it, where it is installed, to see whether a model is DeepSpeed's."""
-    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True, divides=True)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
@@ -246,6 +249,7 @@ class AccelerateDeepSpeed(DeepSpeed):
     """The same configuration as the adapter `deepspeed`, given to Accelerate's plugin."""
 
     requires: ClassVar[tuple[Requirement, ...]] = (_ACCELERATE, *DeepSpeed.requires)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, divides=True)
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeed.capabilities,
         lacks={

@@ -34,7 +34,7 @@ from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import step_traffic
 
 _FAIRSCALE = (Requirement(module="fairscale", distribution="fairscale"),)
-_NO_SCALER = "FairScale's ShardedGradScaler is one of CUDA, and switches itself off without"
+_NO_SCALER = "FairScale's ShardedGradScaler is CUDA's, off on a CPU; on a GPU it has never been run here"
 
 
 class OSSEngine(DataParallelEngine):
@@ -220,7 +220,7 @@ class FSDPEngine(DataParallelEngine):
 
     def load(self, folder: Path) -> None:
         self.module.load_state_dict(torch.load(folder / "model.pt", map_location=self.context.device))
-        state = torch.load(folder / f"optimizer-{self.context.rank}.pt", map_location=self.context.device)
+        state = torch.load(folder / f"optimizer-{self.context.rank}.pt", map_location="cpu")
         self.optimizer.load_state_dict(state["optimizer"])
         self.load_schedule(state["schedule"])
 

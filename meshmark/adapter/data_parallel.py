@@ -160,7 +160,9 @@ class DataParallelEngine(Engine):
         torch.distributed.barrier()
 
     def load(self, folder: Path) -> None:
-        self.load_state(torch.load(folder / "state.pt", map_location=self.context.device))
+        """By way of the host: an optimizer moves its moments to their parameters, but leaves the count of steps where
+        it was loaded to, which on a GPU would be read back for every parameter at every step."""
+        self.load_state(torch.load(folder / "state.pt", map_location="cpu"))
 
     def state(self) -> dict[str, Any]:
         """All that training needs to go on, as PyTorch's own state dicts."""

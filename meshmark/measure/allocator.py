@@ -43,6 +43,7 @@ class CudaPeaks:
 
     def reset(self) -> None:
         if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # blocks of tensors that were gathered to be compared are not the step's
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def read(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -63,10 +64,22 @@ class MemoryReading:
     allocator_reserved_bytes: int | None = None
     """CUDA: `max_memory_reserved` of the step."""
 
+    @property
+    def counted_peak_bytes(self) -> int:
+        """By the meters, what kernels took to work in among it."""
+        return self.peak.total + self.workspace_bytes
+
+    @property
+    def disagreement(self) -> float:
+        """How far the meters' peak is from the allocator's own, relative to that; 0 where it tells none."""
+        told = self.allocator_peak_bytes
+        return abs(self.counted_peak_bytes - told) / told if told else 0.0
+
 
 def wire_factor(kind: str, group_size: int) -> float:
     """Bytes that each rank sends for one byte of a collective's full tensor, under ring algorithms (Thakur et al. 2005,
-    as nccl-tests' bus bandwidth has it). A receive is its sender's traffic."""
+    as nccl-tests' bus bandwidth has it). A receive is its sender's traffic. Not a number of a kind that is not known: a
+    backend may issue what nobody here has heard of."""
     n = group_size
     return {
         "all_reduce": 2 * (n - 1) / n,
@@ -80,7 +93,7 @@ def wire_factor(kind: str, group_size: int) -> float:
         "send": 1.0,
         "recv": 0.0,
         "barrier": 0.0,
-    }[kind]
+    }.get(kind, math.nan)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterable, Sequence
 
 from meshmark.adapter.traffic_source import TrafficSource, Transfer
+from meshmark.errors import TrafficError
+from meshmark.measure.flight_recorder import IssuedOperation
 from meshmark.measure.readings import Collective, TrafficReading
-from meshmark.measure.watch import POINT_TO_POINT, AskedOperation, IssuedOperation, Watch
+from meshmark.measure.watch import POINT_TO_POINT, AskedOperation, Watch
 
 # Which argument of a c10d call holds the tensors that count, and whether these are one rank's part of the whole.
 _ASKED: dict[str, tuple[str, int, bool]] = {
@@ -48,13 +50,17 @@ class TorchTraffic:
         self._stretches.append((self._start_ns, time.time_ns()))
 
     def asked(self) -> list[Transfer]:
-        """Raises `AssertionError` when asked and issued collectives cannot be paired, by order."""
+        """Raises `TrafficError` when asked and issued collectives cannot be paired, by order, or a call or its group is
+        not known: what cannot be told is not told in part."""
         asked, issued = self._seen()
         collectives = [a for a in asked if a.name not in POINT_TO_POINT]
-        assert len(collectives) == len(issued), (
-            f"{len(collectives)} collectives asked for, {len(issued)} in the flight recorder: "
-            f"{[a.name for a in collectives]} against {[i.kind for i in issued]}"
-        )
+        if len(collectives) != len(issued):
+            raise TrafficError(
+                f"{len(collectives)} collectives asked for, {len(issued)} in the flight recorder: "
+                f"{[a.name for a in collectives]} against {[i.kind for i in issued]}"
+            )
+        if gone := [i.kind for i in issued if not i.ranks]:
+            raise TrafficError(f"{', '.join(gone)} went over a process group that is gone when the step is over")
         paired = [
             Transfer(kind=_kind(a), ranks=i.ranks, num_bytes=_full_bytes(a, len(i.ranks)))
             for a, i in zip(collectives, issued, strict=True)
@@ -83,17 +89,25 @@ def read_traffic(sources: Sequence[TrafficSource]) -> TrafficReading:
 
 
 def _point_to_point(asked: Iterable[AskedOperation]) -> list[Transfer]:
-    return [
-        Transfer(kind=_kind(a), ranks=a.ranks, num_bytes=_full_bytes(a, 2)) for a in asked if a.name in POINT_TO_POINT
-    ]
+    messages = [a for a in asked if a.name in POINT_TO_POINT]
+    if any(not a.ranks for a in messages):
+        raise TrafficError(f"{len(messages)} sends and receives, whose ends were not all seen")
+    return [Transfer(kind=_kind(a), ranks=a.ranks, num_bytes=_full_bytes(a, 2)) for a in messages]
 
 
 def _kind(operation: AskedOperation) -> str:
-    return _ASKED[operation.name.removeprefix("c10d::")][0]
+    return _meaning(operation)[0]
+
+
+def _meaning(operation: AskedOperation) -> tuple[str, int, bool]:
+    name = operation.name.removeprefix("c10d::")
+    if name not in _ASKED:
+        raise TrafficError(f"the call {operation.name} is none that Meshmark knows; `_ASKED` is to say what it sends")
+    return _ASKED[name]
 
 
 def _full_bytes(operation: AskedOperation, group_size: int) -> int:
-    kind, argument, partial = _ASKED[operation.name.removeprefix("c10d::")]
+    kind, argument, partial = _meaning(operation)
     if kind == "barrier":
         return 0
     return sum(o.num_bytes for o in operation.operands[argument]) * (group_size if partial else 1)

@@ -7,7 +7,6 @@ asked for; the flight recorder, what the backend issued for it and in which grou
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshmark.measure.allocations import Change
 from meshmark.measure.allocator import CudaPeaks, count_all_threads, settle
 from meshmark.measure.ends import Ends
+from meshmark.measure.flight_recorder import IssuedOperation, dump, issued_operations
 
 _AUTOGRAD_NODE = "autograd::engine::evaluate_function: "
 """What the profiler calls a node of the graph that the backward pass walks, and then the node's name."""
@@ -81,19 +81,6 @@ class AskedOperation:
         return {operand.address for argument in self.operands for operand in argument}
 
 
-@dataclass(frozen=True, kw_only=True)
-class IssuedOperation:
-    """What the backend did."""
-
-    kind: str
-    """As the backend calls it, without its own name: `all_reduce`."""
-    time_ns: int
-    ranks: tuple[int, ...]
-    """Of its group."""
-    num_bytes: int
-    """Of the larger of its input and its output."""
-
-
 class Watch:
     """Context manager: every allocation between its entry and its exit is seen, and every collective after `focus`.
 
@@ -131,7 +118,7 @@ class Watch:
         self._stop()
         self._ends.stop()
         if torch.distributed.is_initialized():
-            self._recorded = _flight_recorder()
+            self._recorded = dump()
 
     def _start(self, *, operands: bool) -> None:
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=operands)
@@ -202,14 +189,12 @@ class Watch:
         return starts
 
     def asked(self) -> list[AskedOperation]:
-        """Every collective and point-to-point call since `focus`, in order.
-
-        Raises `AssertionError` when point-to-point calls cannot be paired with their ends, by order."""
+        """Every collective and point-to-point call since `focus`, in order. Point-to-point calls that cannot be paired
+        with their ends, by order, have none."""
         seen = self._events[self._num_unfocused :]
         events = [event for event in seen if event.name.startswith("c10d::")]
         num_messages = sum(event.name in POINT_TO_POINT for event in events)
-        ends = iter(self._ends.ranks)
-        assert num_messages == len(self._ends.ranks), f"{num_messages} sends and receives, {len(self._ends.ranks)} ends"
+        ends = iter(self._ends.ranks if num_messages == len(self._ends.ranks) else [()] * num_messages)
         done = _when_done(events, [event for event in seen if event.name.startswith(_BACKEND_EVENT)])
         return [
             AskedOperation(
@@ -226,17 +211,8 @@ class Watch:
         """Every collective (not point-to-point) that the backend carried out, in order."""
         # The recorder's own table of groups has no names on gloo.
         names = torch.distributed.distributed_c10d._world.pg_names
-        ranks = {name: tuple(sorted(torch.distributed.get_process_group_ranks(g))) for g, name in names.items()}
-        return [
-            IssuedOperation(
-                kind=entry["profiling_name"].split(":")[-1].lstrip("_"),
-                time_ns=entry["time_created_ns"],
-                ranks=ranks.get(entry["process_group"][0], ()),
-                num_bytes=max(_recorded_bytes(entry, "input"), _recorded_bytes(entry, "output")),
-            )
-            for entry in self._recorded.get("entries", [])
-            if not entry.get("is_p2p")
-        ]
+        ranks = {str(name): tuple(sorted(torch.distributed.get_process_group_ranks(g))) for g, name in names.items()}
+        return list(issued_operations(self._recorded.get("entries", []), ranks))
 
 
 def _when_done(asked: Sequence[Any], backend: Sequence[Any]) -> list[int | None]:
@@ -268,35 +244,3 @@ def _operands(argument: Any) -> Iterator[Operand]:  # noqa: ANN401
         for size in argument.sizes:
             count *= size
         yield Operand(num_bytes=count * argument.dtype.itemsize, address=argument.storage_data_ptr or 0)
-
-
-def _flight_recorder() -> dict[str, Any]:
-    """The flight recorder's dump; TORCH_FR_BUFFER_SIZE must have been set before the first group was made."""
-    c10d = torch._C._distributed_c10d
-    dump = c10d._dump_nccl_trace if torch.distributed.get_backend() == "nccl" else c10d._dump_fr_trace  # type: ignore[attr-defined]
-    recorded: dict[str, Any] = pickle.loads(dump())
-    return recorded
-
-
-_ITEM_BYTES = {
-    "Float": 4,
-    "Double": 8,
-    "Half": 2,
-    "BFloat16": 2,
-    "Long": 8,
-    "Int": 4,
-    "Short": 2,
-    "Char": 1,
-    "Byte": 1,
-    "Bool": 1,
-}
-
-
-def _recorded_bytes(entry: dict[str, Any], side: str) -> int:
-    total = 0
-    for sizes, dtype in zip(entry[f"{side}_sizes"], entry[f"{side}_dtypes"], strict=True):
-        count = _ITEM_BYTES[dtype]
-        for size in sizes:
-            count *= size
-        total += count
-    return total

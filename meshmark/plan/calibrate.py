@@ -147,10 +147,10 @@ def measure(bench: Bench, seconds: float, local_world: int) -> Microbenchmarks:
         return findings
     groups = [dist.new_group(list(range(first, first + local_world))) for first in range(0, bench.world, local_world)]
     own = groups[dist.get_rank() // local_world]
-    sizes = [16 * size for size in _COLLECTIVE_SIZES] if cuda else _COLLECTIVE_SIZES
+    sizes = [16 * size for size in _COLLECTIVE_SIZES] + [1024 * _MIB] if cuda else _COLLECTIVE_SIZES
     inside = m.measure_collectives(bench, sizes, own) if local_world > 1 else []
     across = m.measure_collectives(bench, sizes) if bench.world > local_world else []
-    overlap = m.measure_overlap(bench, main, widths[-2], tokens, sizes[-2])
+    overlap = m.measure_overlap(bench, main, widths[-2], tokens, sizes[3])
     return dataclasses.replace(findings, inside=inside, across=across, overlap=overlap)
 
 

@@ -153,14 +153,15 @@ def measure_copy(bench: Bench, num_bytes: int, budget: float) -> Measurement:
 
 
 def measure_collectives(bench: Bench, sizes: list[int], group: dist.ProcessGroup | None = None) -> list[Measurement]:
-    """Collectives of tensors of `sizes` bytes, whole; `work` is what a rank sends in a ring."""
+    """Collectives of tensors of `sizes` bytes, whole, each into or out of one tensor, as sharding does: lists of parts
+    are copied together first. `work` is what a rank sends in a ring."""
     world, out = dist.get_world_size(group), []
     for size in sizes:
         whole = torch.zeros(size // 4 // world * world, device=bench.device)
         part = torch.zeros(whole.numel() // world, device=bench.device)
         for kind, run, times in (
-            ("all_gather", lambda w=whole, p=part: dist.all_gather(list(w.chunk(world)), p, group=group), 1.0),
-            ("reduce_scatter", lambda w=whole, p=part: dist.reduce_scatter(p, list(w.chunk(world)), group=group), 1.0),
+            ("all_gather", lambda w=whole, p=part: dist.all_gather_into_tensor(w, p, group=group), 1.0),
+            ("reduce_scatter", lambda w=whole, p=part: dist.reduce_scatter_tensor(p, w, group=group), 1.0),
             ("all_reduce", lambda w=whole: dist.all_reduce(w, group=group), 2.0),
         ):
             seconds = bench.collective_seconds(run)

@@ -67,7 +67,12 @@ class Batch:
             yield self.shard(i, count)
 
     def to(self, device: torch.device) -> Batch:
-        return self._each(lambda tensor: tensor.to(device))
+        """Where this is pinned, without waiting for the copy."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Batch:
+        """In host memory that a GPU copies from by itself: copies of any other hold its stream up."""
+        return self._each(Tensor.pin_memory)
 
 
 def standard_text() -> bytes:

@@ -23,6 +23,8 @@ Rows = list[dict[str, object]]
 
 def bytes_text(count: float) -> str:
     """Three significant digits, binary units: `925 KiB`."""
+    if math.isnan(count):
+        return "unknown"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"

@@ -29,6 +29,8 @@ from meshmark.run.request import Request, Task
 from meshmark.run.throughput_verdict import judge_throughput
 from meshmark.run.verdict import judge_equivalence
 
+_METERS_TOLERANCE = 0.01
+
 JUDGED = (Task.OBSERVE, Task.RESUME, Task.OVERFLOW)
 """Passes whose traces are held against the truth."""
 
@@ -92,7 +94,8 @@ def assemble(
             known_gaps=list(adapter.known_gaps) if request.scenario else [],
         ),
         unmeasured=unmeasured,
-        remarks=[*remarks, *_left_out(training.left_out, request.observed)],
+        kernels=reports[0].kernels if reports else {},
+        remarks=[*remarks, *_left_out(training.left_out, request.observed), *_disagreeing(reports)],
     )
     verdicts = [judge_equivalence(draft)] if whole and request.assess and request.task in JUDGED else []
     planned = (judge_memory(draft), judge_communication(draft)) if observed else ()
@@ -113,6 +116,16 @@ def _left_out(count: int, path: ObservedPath | None) -> list[str]:
     timed = "steps, warm-up included, overflowed and were left out, as loss scaling does: they moved nothing"
     found = [f"{count} {told}"] if count else []
     return found + ([f"{path.left_out} of the first {path.num_judged} {timed}"] if path and path.left_out else [])
+
+
+def _disagreeing(reports: list[RankReport]) -> list[str]:
+    """Where the meters did not see what CUDA's allocator counted: then its parts are not to be trusted either."""
+    told = "at the peak the meters saw {:,} bytes and the allocator counted {:,} ({:.1%} apart) on rank {}"
+    return [
+        told.format(r.memory.counted_peak_bytes, r.memory.allocator_peak_bytes, r.memory.disagreement, r.rank)
+        for r in reports
+        if r.memory and r.memory.disagreement > _METERS_TOLERANCE
+    ]
 
 
 def _state_dtypes(reports: list[RankReport]) -> dict[str, str]:

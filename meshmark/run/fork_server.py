@@ -29,7 +29,7 @@ from typing import TypeVar
 
 from meshmark.errors import MeshmarkError
 from meshmark.run.process_state import process_state
-from meshmark.run.server_process import LAUNCHER, LEAVE, STILL_THERE, Branch, Call, Ended
+from meshmark.run.server_process import CUDA_STARTED, LAUNCHER, LEAVE, STILL_THERE, Branch, Call, Ended
 
 _Kind = TypeVar("_Kind")
 
@@ -82,10 +82,14 @@ class ForkServer:
     def await_ready(self, what: str, *, seconds: float) -> None:
         """Until its modules are imported. Raises `MeshmarkError` when that takes too long, and ends it."""
         if self._speaks(seconds):
-            with contextlib.suppress(EOFError, OSError):
-                self._channel.recv()
-                return
             message = f"importing {what} ended the process that ranks are forked from"
+            with contextlib.suppress(EOFError, OSError):
+                if self._channel.recv() != CUDA_STARTED:
+                    return
+                message = (
+                    f"importing {what} started CUDA in the process that ranks are forked from, where it cannot be used "
+                    "then; --launcher torchrun starts every rank afresh"
+                )
         elif process_state(self.pid) == "T":
             message = f"the process that ranks are forked from was stopped while it imported {what}"
         else:

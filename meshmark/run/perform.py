@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
+import re
 import time
 import traceback
 
@@ -16,7 +18,10 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.clip import clip, told
 from meshmark.environment import DEFAULT_THREADS
 from meshmark.errors import ClusterError
+from meshmark.run import kernels
 from meshmark.run.disk import means_no_space
+from meshmark.run.hang_evidence import answer_when_asked
+from meshmark.run.kernels import pinned
 from meshmark.run.passes.dropout import repeat_with_dropout
 from meshmark.run.passes.endure import endure
 from meshmark.run.passes.fail import fail
@@ -56,8 +61,12 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
         timeout = datetime.timedelta(seconds=request.time_limit_seconds + 60)  # the launcher's limit comes first
         store = _store(info, timeout)  # held here: PyTorch keeps no Python store alive
         context = _join(request, info, store, timeout)
+        if request.backend == "nccl":  # gloo's recorder cannot be read while a collective waits
+            answer_when_asked(info)
         rank_progress.begin(rank_progress.Phase.BUILD)
-        report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
+        with pinned():
+            report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
+            report = dataclasses.replace(report, kernels=kernels.told())
         torch.distributed.destroy_process_group()
     except BaseException as error:  # whatever it was, it is this rank's outcome
         return RankFailure(
@@ -80,8 +89,7 @@ def _store(info: RankInfo, timeout: datetime.timedelta) -> Store:
 def _join(request: Request, info: RankInfo, store: Store, timeout: datetime.timedelta) -> RankContext:
     """Bring up the default process group over `store`."""
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", DEFAULT_THREADS)))
-    # The flight recorder, on any backend; elsewhere it would only take time, and memory with every collective.
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "20000" if request.task is Task.OBSERVE and request.metered else "0"
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(_recorded(request))
     torch.manual_seed(request.case.workload.seed + info.rank)
     if request.device == "cuda":
         torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
@@ -100,6 +108,14 @@ def _join(request: Request, info: RankInfo, store: Store, timeout: datetime.time
     )
 
 
+def _recorded(request: Request) -> int:
+    """Entries of the flight recorder: all of a metered step, on any backend. Elsewhere it would only take time, and
+    memory with every collective; but NCCL's is cheap, and all the evidence that there is when a kernel hangs."""
+    if request.task is Task.OBSERVE and request.metered:
+        return 20_000
+    return 2_000 if request.backend == "nccl" else 0
+
+
 def _kind(error: BaseException) -> Status:
     if means_no_space(error):
         return Status.NO_SPACE
@@ -108,5 +124,15 @@ def _kind(error: BaseException) -> Status:
     return Status.OOM if _is_out_of_memory(error) else Status.RAISED
 
 
+_OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory"
+    r"|CUDA error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"
+    r"|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED"
+    r"|NCCL.*(Cuda failure \d*\s*'out of memory'|out of memory)|Failed to CUDA (c|m)alloc",
+    re.DOTALL,
+)
+"""What libraries that do not go through PyTorch's allocator say of a GPU, or a host, that is full."""
+
+
 def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(_OUT_OF_MEMORY.search(str(error)))

@@ -51,6 +51,8 @@ class RankReport:
     values of `gradients` and `masters` make use of: "float32", or several joined by +."""
     noise_runs: list[Comparisons] = field(default_factory=list)
     """NOISE: this rank's share of the runs."""
+    kernels: dict[str, str] = field(default_factory=dict)
+    """Formats and kernels that PyTorch was set to compute with, as read back at the end."""
     samples: dict[str, list[float]] = field(default_factory=dict)
     """What only the passes of the conformance suite measure, by name."""
     digests: list[str] = field(default_factory=list)

@@ -248,6 +248,8 @@ class Record:
     conformance: ConformanceEvidence = field(default_factory=ConformanceEvidence)
     unmeasured: dict[str, str] = field(default_factory=dict)
     """By suite that cannot be judged: the adapter's method that failed, and how."""
+    kernels: dict[str, str] = field(default_factory=dict)
+    """Formats and kernels that PyTorch was set to compute with on the first rank."""
     verdicts: list[Verdict] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     """What happened on the way that a reader should know."""

@@ -24,6 +24,10 @@ LAUNCHER = "MESHMARK_LAUNCHER"
 """Variable with the launcher's process id, by which all that descends from a server is told."""
 STILL_THERE = "still there"
 """Asked and answered."""
+READY = "ready"
+"""What a server says when its modules are imported."""
+CUDA_STARTED = "CUDA was started"
+"""What it says if one of them did that: CUDA cannot be used in a fork of such a process."""
 LEAVE = "leave"
 """What a launcher says that ends a server; one that does not is gone, and has cleaned nothing up."""
 
@@ -80,7 +84,7 @@ def _serve(channel: Connection, modules: Sequence[str]) -> NoReturn:
     die_with_parent(None)  # from here on the server sees by itself that the launcher is gone, and ends its children
     told = False
     with contextlib.suppress(EOFError, OSError):
-        channel.send("ready")
+        channel.send(CUDA_STARTED if _has_started_cuda() else READY)
         _obey(channel)
         told = True
     end_children(os.getpid())
@@ -158,6 +162,11 @@ def _ended_children() -> Iterator[Ended]:
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             yield Ended(pid=found[0], exit_code=os.waitstatus_to_exitcode(found[1]))
+
+
+def _has_started_cuda() -> bool:
+    torch = sys.modules.get("torch")
+    return bool(torch and torch.cuda.is_initialized())
 
 
 def _import(modules: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from meshmark.clip import LIMIT, clip, clip_tail
 from meshmark.rank_progress import Mark, Pace, read_mark
 from meshmark.run.cluster import Cluster
 from meshmark.run.disk import is_full
+from meshmark.run.hang_evidence import ask
 from meshmark.run.process_state import STATES, process_state
 from meshmark.run.rank_info import RankInfo
 from meshmark.run.rank_report import RankFailure, Standing
@@ -151,13 +152,15 @@ class Watchdog:
         return bool(exit_code) or silent
 
     def _dump_stacks(self) -> None:
-        """Have every living rank write its stacks, and wait until they have."""
+        """Have every living rank write its stacks, and what it was communicating, and wait until they have."""
+        awaited = [info.file("collectives") for info in self._alive() if ask(info)]
         for info in self._alive():
             if (pid := self.processes.pid(info)) is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, STACK_SIGNAL)
         deadline = time.monotonic() + _STACK_SECONDS
-        while time.monotonic() < deadline and not all(_size(p.file("stack")) for p in self._alive()):
+        awaited += [info.file("stack") for info in self._alive()]
+        while time.monotonic() < deadline and not all(map(_size, awaited)):
             time.sleep(0.05)
         time.sleep(0.1)
 
@@ -214,7 +217,8 @@ class Watchdog:
             message=message,
             time=time.time() - (time.monotonic() - mark.time),
             log_tail=log_tail,
-            stack=clip(stack) or f"none: the process answered no signal ({self.states.get(info.rank, 'gone')})",
+            stack=(clip(stack) or f"none: the process answered no signal ({self.states.get(info.rank, 'gone')})")
+            + _communicated(info),
             standing=standing(stack),
         )
 
@@ -255,6 +259,11 @@ def tail(log: Path) -> str:
 
 def _read(path: Path) -> str:
     return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def _communicated(info: RankInfo) -> str:
+    text = _read(info.file("collectives"))
+    return f"\n\nThe last collective that ended, and those under way:\n{clip(text)}" if text else ""
 
 
 def _size(path: Path) -> int:

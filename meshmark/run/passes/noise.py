@@ -37,6 +37,7 @@ from meshmark.judge.twin import Twin
 from meshmark.judge.yardstick import Comparisons, noise_run
 from meshmark.reference.data import Batch, data_digest, make_batch
 from meshmark.reference.initial import random_bits
+from meshmark.run.kernels import ATTENTION, VARIABLES
 from meshmark.run.passes.engine_rule import EngineRule, put
 from meshmark.run.passes.observer import MOST_LEFT_OUT
 from meshmark.run.rank_report import RankReport
@@ -99,9 +100,8 @@ def _arithmetic(device: str) -> list[object]:
         torch.__config__.show(),
         torch.backends.cpu.get_cpu_capability(),
         sorted((name, value) for name, value in os.environ.items() if name.startswith(ARITHMETIC)),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cuda.matmul.allow_tf32,
-        torch.backends.cudnn.allow_tf32,
+        sorted(VARIABLES.items()),
+        [backend.name for backend in ATTENTION],
         torch.backends.mkldnn.enabled,
         torch.are_deterministic_algorithms_enabled(),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.traffic_source import TrafficSource
+from meshmark.errors import TrafficError
 from meshmark.judge.gradient_faults import low_precisions
 from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.replicas import replicas_of_ranks
@@ -21,6 +23,7 @@ from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import assess_replicas
 from meshmark.judge.twin import twin_of
 from meshmark.measure.memory import read_memory
+from meshmark.measure.readings import TrafficReading
 from meshmark.measure.traffic import TorchTraffic, read_traffic
 from meshmark.measure.watch import Watch
 from meshmark.reference.data import make_batch
@@ -53,7 +56,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     memory = None
     if watch and not observer.unheld:
         memory = read_memory(watch, WATCHED_STEP, before, after)
-    traffic = read_traffic(observer.sources) if watch else None
+    traffic, untold = _traffic(observer.sources) if watch else (None, "")
     for step in range(WATCHED_STEP + 1, request.steps):
         observer.train(step, None)
     dtypes = _dtypes(observer.holdings()) | _formats(observer.trace, request.case.workload)
@@ -80,7 +83,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         digests=digests(traces),
         num_replicated=num_replicated,
         left_out=observer.left_out,
-        unmeasured={"memory": observer.unheld} if observer.unheld else {},
+        unmeasured={suite: why for suite, why in (("memory", observer.unheld), ("communication", untold)) if why},
     )
 
 
@@ -88,6 +91,14 @@ def _sources(watch: Watch, engine: Engine) -> list[TrafficSource]:
     """Whatever an engine brings comes on top of what PyTorch sees."""
     own = engine.traffic_source()
     return [TorchTraffic(watch)] + ([own] if own else [])
+
+
+def _traffic(sources: Sequence[TrafficSource]) -> tuple[TrafficReading | None, str]:
+    """Or why it cannot be told, of which nothing else that was measured depends."""
+    try:
+        return read_traffic(sources), ""
+    except TrafficError as error:
+        return None, str(error)
 
 
 def _formats(trace: Trace, workload: Workload) -> dict[str, str]:

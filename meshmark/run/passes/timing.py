@@ -105,7 +105,8 @@ class Stopwatch:
 
     def _batches(self, num_steps: int) -> list[Batch]:
         done = len(self.losses)
-        return [make_batch(self.request.case.workload, step) for step in range(done, done + num_steps)]
+        made = [make_batch(self.request.case.workload, step) for step in range(done, done + num_steps)]
+        return [batch.pinned() for batch in made] if self.request.device == "cuda" else made
 
 
 def _node() -> str:

@@ -1,0 +1,136 @@
+"""What a backend's flight recorder says that it did: entries of a dump, folded to one operation a call.
+
+NCCL's recorder writes an entry for every part of a coalesced group and one more, without sizes, for the group itself:
+an all-gather of unequal parts, for one, is as many `_broadcast_oop` as there are ranks and an `ALLGATHER_coalesced`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_PARTS = {"_broadcast_oop": "all_gather", "_reduce_oop": "reduce_scatter"}
+"""What NCCL makes a call of unequal parts from: a part by title, and the whole."""
+_ENDINGS = ("_coalesced", "_into_tensor", "_tensor", "_v_single", "_single", "_v", "_base", "_oop")
+"""Of titles: which form of a call it was. They are taken off in this order, as often as they are there."""
+_KINDS = {
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+    "all_reduce_barrier": "barrier",
+    "sparse_all_reduce": "all_reduce",
+    "alltoall": "all_to_all",
+}
+"""What is left of a title where it is no kind by itself."""
+_ITEM_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}
+"""By the scalar type's name; every other one (Char, Byte, Bool, the Float8s) has one byte an element."""
+_COMPLEX = {"ComplexHalf": 4, "ComplexFloat": 8, "ComplexDouble": 16}
+
+
+_MOST_TOLD = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class IssuedOperation:
+    """What the backend did."""
+
+    kind: str
+    """In the words of `wire_factor` where it knows such a thing, else as the backend calls it."""
+    time_ns: int
+    ranks: tuple[int, ...]
+    """Of its group; empty where the group is gone."""
+    num_bytes: int
+    """Of the larger of its input and its output, and of all parts together."""
+
+
+def dump() -> dict[str, Any]:
+    """Of the default group's backend; TORCH_FR_BUFFER_SIZE must have been set before the first group was made."""
+    c10d = torch._C._distributed_c10d
+    dumped = c10d._dump_nccl_trace if torch.distributed.get_backend() == "nccl" else c10d._dump_fr_trace  # type: ignore[attr-defined]
+    recorded: dict[str, Any] = pickle.loads(dumped())
+    return recorded
+
+
+def under_way(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What had not ended when the dump was made, in words, oldest first; and before it the last call that had."""
+    open_ones = [entry for entry in entries if not _ended(entry)]
+    done = [entry for entry in entries if _ended(entry)]
+    return [_told(entry) for entry in [*done[-1:], *open_ones[:_MOST_TOLD]]]
+
+
+def _ended(entry: Mapping[str, Any]) -> bool:
+    return entry.get("state") == "completed"
+
+
+def _told(entry: Mapping[str, Any]) -> str:
+    number = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
+    tensors = ", ".join(
+        f"{dtype} {list(sizes)}" for sizes, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=True)
+    )
+    group = " ".join(str(part) for part in entry["process_group"] if part)
+    return f"{entry['profiling_name']}, number {number} of group {group}, of {tensors or 'nothing'}: {entry['state']}"
+
+
+def kind_of(title: str) -> str:
+    """`nccl:_all_gather_base` is an `all_gather`."""
+    name = title.rpartition(":")[2].strip("_").lower()
+    while ending := next((e for e in _ENDINGS if name.endswith(e)), None):
+        name = name.removesuffix(ending)
+    return _KINDS.get(name, name)
+
+
+def issued_operations(
+    entries: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]
+) -> Iterator[IssuedOperation]:
+    """Collectives (not point-to-point) of a dump, in order. `groups`: the ranks of a group, by its name."""
+    parts = list[Mapping[str, Any]]()
+    for entry in entries:
+        title = entry["profiling_name"].rpartition(":")[2]
+        if entry.get("is_p2p"):
+            continue
+        if title in _PARTS:
+            parts.append(entry)
+            continue
+        if _marks_a_group(title, entry):
+            own = [part for part in parts if _call(part) == _call(entry)]
+            parts = [part for part in parts if _call(part) != _call(entry)]
+            if own:
+                yield _operation(own, _PARTS[own[0]["profiling_name"].rpartition(":")[2]], groups)
+            continue
+        yield _operation([entry], kind_of(title), groups)
+    for part in parts:  # whose group never ended
+        yield _operation([part], kind_of(part["profiling_name"]), groups)
+
+
+def _marks_a_group(title: str, entry: Mapping[str, Any]) -> bool:
+    """Whether it stands for the calls before it: it has no tensors of its own."""
+    return title.endswith("coalesced") and not entry["input_sizes"] and not entry["output_sizes"]
+
+
+def _call(entry: Mapping[str, Any]) -> tuple[object, ...]:
+    """Which call of which group an entry belongs to."""
+    return entry["process_group"][0], entry.get("collective_seq_id")
+
+
+def _operation(
+    entries: Sequence[Mapping[str, Any]], kind: str, groups: Mapping[str, tuple[int, ...]]
+) -> IssuedOperation:
+    return IssuedOperation(
+        kind=kind,
+        time_ns=entries[0]["time_created_ns"],
+        ranks=groups.get(entries[0]["process_group"][0], ()),
+        num_bytes=sum(max(_num_bytes(entry, "input"), _num_bytes(entry, "output")) for entry in entries),
+    )
+
+
+def _num_bytes(entry: Mapping[str, Any], side: str) -> int:
+    total = 0
+    for sizes, dtype in zip(entry[f"{side}_sizes"], entry[f"{side}_dtypes"], strict=True):
+        count = {**_ITEM_BYTES, **_COMPLEX}.get(dtype, 1)
+        for size in sizes:
+            count *= size
+        total += count
+    return total

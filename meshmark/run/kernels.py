@@ -1,0 +1,59 @@
+"""Formats and kernels that a rank computes with, where PyTorch leaves them to the machine's environment: pinned before
+anything is built, the same for every framework, and told in the record."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+VARIABLES = {
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",  # some container images export 1, which makes "fp32" TF32
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # one that cuBLAS is deterministic with; read when CUDA starts
+}
+"""Of every rank's process. Deterministic algorithms are not asked for: attention has others then, and a timed pass must
+compute bit for bit what was judged."""
+
+ATTENTION = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.CUDNN_ATTENTION,
+)
+"""The first that can serves: PyTorch's own order, which an import may change."""
+
+
+@contextlib.contextmanager
+def pinned() -> Iterator[None]:
+    """PyTorch's documented defaults, whatever an environment or an import has made of them."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
+    with sdpa_kernel(list(ATTENTION), set_priority=True):
+        yield
+
+
+def told() -> dict[str, str]:
+    """What is set now, read back: an adapter's imports come after `pinned`."""
+    order = torch._C._get_sdp_priority_order()
+    enabled = {
+        SDPBackend.FLASH_ATTENTION: torch._C._get_flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: torch._C._get_mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: torch._C._get_math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: torch._C._get_cudnn_sdp_enabled(),
+    }
+    names = [backend.name.lower() for n in order if enabled.get(backend := SDPBackend(n))]
+    reduced = (
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+    )
+    return {
+        "float32 products": torch.get_float32_matmul_precision(),
+        "tf32": f"products {torch.backends.cuda.matmul.allow_tf32}, convolutions {torch.backends.cudnn.allow_tf32}",
+        "16-bit sums of split products": f"bf16 {reduced[0]}, fp16 {reduced[1]}",
+        "attention": ", ".join(names),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+    }
