@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cluster.page import page
+from benchmarks.cluster.row import Row, keep, kept
 from meshmark.cli import main
 from meshmark.errors import InputError
 from meshmark.options import part
@@ -141,3 +143,16 @@ def test_a_dry_run_prints_what_would_be_submitted(tmp_path: Path, capsys: pytest
     subprocess.run(["bash", "-n", tmp_path / "script"], check=True)
     assert main([*options, "--", "--results", "elsewhere"]) == 2
     assert "--results is what `meshmark submit` itself gives" in capsys.readouterr().err
+
+
+def test_trials_of_clusters_are_kept_in_pieces_and_a_wrong_one_is_told(tmp_path: Path) -> None:
+    """What `make cluster-test` writes; a trial that is repeated replaces itself."""
+    rows = tmp_path / "cluster" / "rows.json"
+    good = Row(engine="SLURM, sbatch", shape="2 x 1 x 1", fault="scancel", seconds=4.26, told="gone on", commit="abc")
+    keep(dataclasses.replace(good, wrong=["kept [] of the case before"], lost="the case before"), rows)
+    assert "| **wrong**" in page(kept(rows)) and "- SLURM, sbatch, 2 x 1 x 1, scancel: kept []" in page(kept(rows))
+    keep(dataclasses.replace(good, lost="nothing"), rows)
+    keep(dataclasses.replace(good, fault="requeued"), rows)
+    assert [row.fault for row in kept(rows)] == ["scancel", "requeued"]
+    assert "2 trials" in page(kept(rows)) and "2 went as they should" in page(kept(rows))
+    assert "4.3" in page(kept(rows)) and "wrong" not in page(kept(rows))

@@ -4,6 +4,7 @@ of them. For root. Exits with 1 when something was wrong."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import shutil
@@ -12,16 +13,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.chaos.nodes import two_networks
 from benchmarks.cluster import harmless, jobs, losses, shapes
-from benchmarks.cluster.page import Found, page
-from benchmarks.cluster.row import Row
+from benchmarks.cluster.page import page
+from benchmarks.cluster.row import Row, keep, kept
 from benchmarks.cluster.slurm import ROOT, Slurm
+from meshmark.environment import describe
 from meshmark.errors import MeshmarkError
 
+_KEPT = ROOT / "results" / "cluster" / "rows.json"
 ON_LOOPBACK: list[Callable[[Slurm], Row]] = [
     shapes.one_task_a_node,
     shapes.shipped_script,
@@ -33,7 +36,7 @@ ON_LOOPBACK: list[Callable[[Slurm], Row]] = [
     jobs.time_limit,
 ]
 """Both nodes on this host's loopback device."""
-BY_HAND: list[Callable[[Path, Sequence[int]], list[Row]]] = [
+BY_HAND: list[Callable[[Path, Sequence[int]], Iterable[Row]]] = [
     harmless.harmless,
     losses.lost,
     losses.unlike,
@@ -46,7 +49,7 @@ IN_NETWORKS: list[Callable[[Slurm], Row]] = [shapes.one_task_a_rank]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
-    parser.add_argument("-k", default="", metavar="REGEX", help="in a trial's name: those alone, and no page")
+    parser.add_argument("-k", default="", metavar="REGEX", help="in a trial's name: those alone, beside what is known")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "reports" / "cluster.md")
     parsed = parser.parse_args(arguments)
     try:
@@ -66,8 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if re.search(parsed.k, trials.__name__):
                 rows += _told(trials(folder / "by-hand", networks))
     good = not any(row.wrong for row in rows)
-    if not parsed.k:
-        parsed.output.write_text(page(Found(rows=rows, seconds=time.monotonic() - started)))
+    parsed.output.write_text(page(kept(_KEPT)))
     print(f"{len(rows)} trials in {time.monotonic() - started:.0f} s: {'all is well' if good else f'see {folder}'}")
     if good:
         shutil.rmtree(folder, ignore_errors=True)
@@ -86,13 +88,17 @@ def _under_slurm(folder: Path, networks: Sequence[int], trials: Sequence[Callabl
     return rows
 
 
-def _told(rows: list[Row]) -> list[Row]:
+def _told(rows: Iterable[Row]) -> list[Row]:
+    commit = describe("cpu", "gloo", 1).commit
+    told = list[Row]()
     for row in rows:
+        told.append(row)
+        keep(dataclasses.replace(row, commit=commit), _KEPT)
         seconds = "" if row.seconds is None else f", {row.seconds:.1f} s"
         print(f"{row.engine}, {row.shape}, {row.fault}: {row.told}{seconds}", flush=True)
         for text in row.wrong:
             print(f"  WRONG: {' '.join(text.split())[:900]}", flush=True)
-    return rows
+    return told
 
 
 def _expect_ready() -> None:

@@ -16,7 +16,7 @@ _C10D = ("--rdzv-backend=c10d", "--rdzv-id=cluster-test", f"--rdzv-endpoint={HOS
 Start = Callable[[Nodes], object]
 
 
-def harmless(folder: Path, networks: Sequence[int]) -> list[Row]:
+def harmless(folder: Path, networks: Sequence[int]) -> Iterator[Row]:
     """Every case must be correct."""
 
     def hand(nodes: Nodes, late: float = 0.0) -> None:
@@ -32,19 +32,16 @@ def harmless(folder: Path, networks: Sequence[int]) -> list[Row]:
         for node in (0, 1):
             nodes.by_torchrun(node, 1, f"--node-rank={node}", f"--master-addr={HOSTS[0]}", "--master-port=29600")
 
-    rows = [
-        _whole(Nodes(folder, networks, "plain"), hand, "none"),
-        _whole(Nodes(folder, networks, "late"), lambda nodes: hand(nodes, _LATE_SECONDS), "node 1 a minute late"),
-        _whole(Nodes(folder, networks, "c10d"), c10d, "none", "torchrun, c10d"),
-        _whole(Nodes(folder, networks, "static"), static, "none", "torchrun, static"),
-    ]
+    yield _whole(Nodes(folder, networks, "plain"), hand, "none")
+    yield _whole(Nodes(folder, networks, "late"), lambda nodes: hand(nodes, _LATE_SECONDS), "node 1 a minute late")
+    yield _whole(Nodes(folder, networks, "c10d"), c10d, "none", "torchrun, c10d")
+    yield _whole(Nodes(folder, networks, "static"), static, "none", "torchrun, static")
     slow = "tc qdisc {} dev LINK root tbf rate 20mbit burst 32kbit latency 400ms"
     with _shaped(networks, slow.format("add"), slow.format("del")):
-        rows.append(_whole(Nodes(folder, networks, "slow"), hand, "link of 20 Mbit/s"))
+        yield _whole(Nodes(folder, networks, "slow"), hand, "link of 20 Mbit/s")
     lossy = "iptables {} INPUT -i LINK -m statistic --mode random --probability 0.01 -j DROP"
     with _shaped(networks, lossy.format("-A"), lossy.format("-D")):
-        rows.append(_whole(Nodes(folder, networks, "lossy"), hand, "link that loses 1 % of packets"))
-    return rows
+        yield _whole(Nodes(folder, networks, "lossy"), hand, "link that loses 1 % of packets")
 
 
 @contextmanager

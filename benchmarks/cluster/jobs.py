@@ -64,10 +64,11 @@ def struck(slurm: Slurm, fault: str, strike: Strike, *options: str) -> Row:
     how = "submitted again" if ended in _ENDED else "requeued"
     return Row(
         engine="SLURM, sbatch",
-        shape="2 nodes x 1 task x 1 rank",
+        shape="2 x 1 x 1, loopback",
         fault=fault,
         seconds=seconds,
         told=f"{ended}; {how}: {last}",
+        lost="nothing" if kept == ["ddp_0"] else "the case before",
         wrong=wrong + trial.complaints(repeated=1),
     )
 
@@ -106,10 +107,11 @@ def drain(slurm: Slurm) -> Row:
     wrong += [f"it went on to {last}"] if last != "COMPLETED" else []
     return Row(
         engine="SLURM, sbatch",
-        shape="2 nodes x 1 task x 1 rank",
+        shape="2 x 1 x 1, loopback",
         fault="node drained in mid-run",
         seconds=time.monotonic() - began,
         told=f"node2 {seen[-1]}; {last} in one go",
+        lost="" if wrong else "nothing",
         wrong=wrong + trial.complaints(),
     )
 
@@ -123,6 +125,7 @@ def node_lost(slurm: Slurm) -> Row:
     slurm.kill_node("node2")
     Slurm.wait(lambda: len(trial.reading().records) > 1, END_SECONDS)
     seconds, last = time.monotonic() - began, trial.reading().records[-1].outcome
+    kept = [record.case.adapter for record in trial.kept()]
     if not last.status.outside or "node 1 of 2" not in last.message:
         wrong.append(f"expected node lost, got {last.status}: {last.message}")
     slurm.ask("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=lost")
@@ -137,10 +140,11 @@ def node_lost(slurm: Slurm) -> Row:
     wrong += [f"it went on to {end}"] if end != "COMPLETED" else []
     return Row(
         engine="SLURM, sbatch",
-        shape="2 nodes x 1 task x 1 rank",
+        shape="2 x 1 x 1, loopback",
         fault="node 2 killed, daemon and all",
         seconds=seconds,
         told=f"{last.status}, {last.message.partition(' has')[0]}; {ended}, then {end}",
+        lost="nothing" if kept == ["ddp_0"] else "the case before",
         wrong=wrong + trial.complaints(repeated=1),
     )
 

@@ -15,7 +15,7 @@ from benchmarks.chaos.nodes import HOSTS, enter
 from benchmarks.cluster.slurm import ROOT, Slurm
 from benchmarks.cluster.trial import BEGIN_SECONDS, Trial
 
-SHAPE = "2 nodes x 1 rank, in networks"
+SHAPE = "2 x 1 x 1, networks"
 _RDZV = f"{HOSTS[0]}:29500"
 
 
