@@ -9,6 +9,7 @@ from meshmark.environment import Environment
 from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.judge.observed_path import ObservedPath
+from meshmark.judge.sample import Sample
 from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
 from meshmark.run.record import (
     ConformanceEvidence,
@@ -202,7 +203,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "outcome": Outcome(status=Status.OK),
         "launch": LaunchSeconds(seconds=3.5, build_seconds=1.25),
         "training": TrainingCurves(losses=[5.5, 5.25], norms=[2.0, None], left_out=2),
-        "equivalence": make_equivalence(drifts=[drift], diagnosis=diagnosis, num_replicated=3),
+        "equivalence": make_equivalence(drifts=[drift], diagnosis=diagnosis, num_replicated=3, sample=Sample()),
         "memory": make_memory_evidence(),
         "traffic": make_traffic_evidence(),
         "timing": make_timing(digests={1: "abc"}, observed=ObservedPath(losses=[5.5], digests=["abc"], repeats=True)),
