@@ -17,9 +17,12 @@ def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[C
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Conformance, at 26 clauses an adapter, is asked for: by its option or its file."""
-    if collection_path.name != "test_conformance.py" or config.getoption("--conformance"):
+    """Conformance, at 26 clauses an adapter, is asked for: by its option or its file. Convergence, which is of no
+    adapter, by its file."""
+    asked = {"test_conformance.py": config.getoption("--conformance"), "test_convergence.py": False}
+    if asked.get(collection_path.name, True):
         return None
     named = [argument.partition("::")[0] for argument in config.args]
     files = {(config.invocation_params.dir / name).resolve() for name in named}
-    return None if "meshmark.suites.test_conformance" in named or collection_path.resolve() in files else True
+    module = f"meshmark.suites.{collection_path.stem}"
+    return None if module in named or collection_path.resolve() in files else True
