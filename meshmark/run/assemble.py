@@ -86,6 +86,7 @@ def assemble(
             digests=reports[0].timed_digests if whole else {},
             observed=request.observed,
         ),
+        profiles=[r.profile for r in reports if r.profile],
         conformance=ConformanceEvidence(
             scenario=request.scenario,
             base=request.base,

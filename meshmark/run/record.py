@@ -13,6 +13,7 @@ from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.yardstick import Comparisons, Yardstick
 from meshmark.measure.interval import Interval, mean_interval
 from meshmark.measure.laps import Lap, laps_of
+from meshmark.measure.profile import Profile
 from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
@@ -244,6 +245,8 @@ class Record:
     memory: MemoryEvidence = field(default_factory=MemoryEvidence)
     traffic: TrafficEvidence = field(default_factory=TrafficEvidence)
     timing: TimingEvidence = field(default_factory=TimingEvidence)
+    profiles: list[Profile] = field(default_factory=list)
+    """By rank, of the profiled pass."""
     conformance: ConformanceEvidence = field(default_factory=ConformanceEvidence)
     unmeasured: dict[str, str] = field(default_factory=dict)
     """By suite that cannot be judged: the adapter's method that failed, and how."""
