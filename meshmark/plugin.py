@@ -208,6 +208,13 @@ def timed(runner: Runner, case: Case, record_property: Callable[[str, object], N
     return record
 
 
+@pytest.fixture
+def profiled(runner: Runner, case: Case) -> Record:
+    """The record of the case's profiled pass."""
+    with _ending_the_run():
+        return runner.profile(case)
+
+
 def _tell(record: Record, tell: Callable[[str, object], None]) -> None:
     for name, value in values_of(record).items():
         tell(name, value)

@@ -107,6 +107,11 @@ def add_options(parser: pytest.Parser) -> None:
         action="store_true",
         help="collect suites/test_conformance.py too, as naming it does; it trains gpt-mini, in precisions of its own",
     )
+    group.addoption(
+        "--profile",
+        action="store_true",
+        help="collect suites/test_profile.py too: where a step's time goes, with a Chrome trace in DIR/traces",
+    )
     steps = "optimizer steps of a pass (default: 5 observed, at least 10 timed)"
     group.addoption("--steps", type=int, default=None, metavar="N", help=steps)
     budget = "seconds of timed steps a case, until its rate is known to within 2 %% (default: 1.5; 0: --steps alone)"

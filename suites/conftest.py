@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.matrix import matrix
-from meshmark.plugin import baseline, observed, runner, scenarios, timed  # noqa: F401
+from meshmark.plugin import baseline, observed, profiled, runner, scenarios, timed  # noqa: F401
 from meshmark.selection import Selection
 from meshmark.spec.case import Case, Misfit
+
+_ASKED_FOR = {"test_conformance": "--conformance", "test_profile": "--profile"}
 
 
 def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[Case | Misfit]:
@@ -17,9 +19,10 @@ def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[C
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Conformance, at 26 clauses an adapter, is asked for: by its option or its file."""
-    if collection_path.name != "test_conformance.py" or config.getoption("--conformance"):
+    """Conformance, at 26 clauses an adapter, and profiles are asked for: by their option or their file."""
+    stem = collection_path.stem
+    if stem not in _ASKED_FOR or config.getoption(_ASKED_FOR[stem]):
         return None
     named = [argument.partition("::")[0] for argument in config.args]
     files = {(config.invocation_params.dir / name).resolve() for name in named}
-    return None if "meshmark.suites.test_conformance" in named or collection_path.resolve() in files else True
+    return None if f"meshmark.suites.{stem}" in named or collection_path.resolve() in files else True

@@ -116,6 +116,8 @@ def results(records: Iterable[Record]) -> list[CaseResult]:
     latest: dict[tuple[Key, Task], Record] = {}
     cases: dict[Key, Case] = {}
     for record in records:
+        if record.task is Task.PROFILE:  # a section of its own
+            continue
         latest[_key(record), record.task] = record
         cases.setdefault(_key(record), record.case)
     judged: dict[tuple[str, str, str], Record] = {}  # of several, one that failed decides

@@ -81,11 +81,13 @@ def assemble(
         timing=TimingEvidence(
             rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
             rank_starts=[r.lap_starts for r in reports if r.lap_starts],
+            device_memory=[r.device_memory for r in reports if r.device_memory],
             lap_steps=reports[0].lap_steps if whole else [],
             peak_flops_per_second=request.peak_flops_per_second,
             digests=reports[0].timed_digests if whole else {},
             observed=request.observed,
         ),
+        profiles=[r.profile for r in reports if r.profile],
         conformance=ConformanceEvidence(
             scenario=request.scenario,
             base=request.base,

@@ -4,6 +4,7 @@ anything is built, the same for every framework, and told in the record."""
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +16,9 @@ VARIABLES = {
 }
 """Of every rank's process. Deterministic algorithms are not asked for: attention has others then, and a timed pass must
 compute bit for bit what was judged."""
+
+_NCCL = ("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
+"""Starts of the names of variables that choose how GPUs communicate."""
 
 ATTENTION = (
     SDPBackend.FLASH_ATTENTION,
@@ -50,10 +54,24 @@ def told() -> dict[str, str]:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
     )
-    return {
+    return _libraries() | {
         "float32 products": torch.get_float32_matmul_precision(),
         "tf32": f"products {torch.backends.cuda.matmul.allow_tf32}, convolutions {torch.backends.cudnn.allow_tf32}",
         "16-bit sums of split products": f"bf16 {reduced[0]}, fp16 {reduced[1]}",
         "attention": ", ".join(names),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+    }
+
+
+def _libraries() -> dict[str, str]:
+    """Of the GPU that this rank computes on, and how NCCL was told to communicate; nothing on a CPU."""
+    chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_NCCL)}
+    if not torch.cuda.is_initialized():
+        return chosen
+    return chosen | {
+        "CUDA": str(torch.version.cuda),
+        "driver's CUDA": str(torch._C._cuda_getDriverVersion()),
+        "cuDNN": str(torch.backends.cudnn.version()),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+        "GPU": str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid),
     }

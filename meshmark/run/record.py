@@ -12,8 +12,10 @@ from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.yardstick import Comparisons, Yardstick
+from meshmark.measure.device_memory import DeviceMemory
 from meshmark.measure.interval import Interval, mean_interval
 from meshmark.measure.laps import Lap, laps_of
+from meshmark.measure.profile import Profile
 from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
@@ -189,6 +191,8 @@ class TimingEvidence:
     """By rank, then lap: seconds after the first rank of the same node; empty: together."""
     lap_steps: list[int] = field(default_factory=list)
     """Steps of each lap; empty: one lap."""
+    device_memory: list[DeviceMemory] = field(default_factory=list)
+    """By rank, on GPUs."""
     peak_flops_per_second: float | None = None
     """Measured, of all cores or GPUs that the ranks can use; None where nobody measured."""
     digests: dict[int, str] = field(default_factory=dict)
@@ -245,6 +249,8 @@ class Record:
     memory: MemoryEvidence = field(default_factory=MemoryEvidence)
     traffic: TrafficEvidence = field(default_factory=TrafficEvidence)
     timing: TimingEvidence = field(default_factory=TimingEvidence)
+    profiles: list[Profile] = field(default_factory=list)
+    """By rank, of the profiled pass."""
     conformance: ConformanceEvidence = field(default_factory=ConformanceEvidence)
     unmeasured: dict[str, str] = field(default_factory=dict)
     """By suite that cannot be judged: the adapter's method that failed, and how."""

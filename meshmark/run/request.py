@@ -17,6 +17,8 @@ class Task(StrEnum):
     """Instrumented: losses, gradients, parameters, memory, traffic."""
     TIME = "time"
     """Untouched: seconds per step."""
+    PROFILE = "profile"
+    """Under PyTorch's profiler: where a step's time goes."""
     PEAK = "peak"
     """What the cores or the GPU that a timed pass will use can compute at best, in one process."""
     RETRACE = "retrace"
@@ -75,4 +77,6 @@ class Request:
     """OBSERVE: evaluate every batch before it is trained on."""
     checkpoint: str = ""
     """SAVE and RESUME: folder that all ranks share."""
+    traces: str = ""
+    """PROFILE: the file that the first rank's trace is left in."""
     time_limit_seconds: float

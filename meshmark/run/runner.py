@@ -46,6 +46,11 @@ ASSESSABLE_PARAMETERS = 20_000_000
 the whole run takes in float64."""
 
 
+PROFILED_STEPS = 3
+_LONGEST_STEM = 150
+"""Of a file's name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """How cases are run; what they are is the case's business."""
@@ -121,6 +126,21 @@ class Runner:
     def time(self, case: Case) -> Record:
         """The untouched pass."""
         return self.once(self.request(Task.TIME, case))
+
+    def profile(self, case: Case) -> Record:
+        """The profiled pass, whose trace is left beside the records."""
+        folder = (self.results / "traces").absolute()
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ResultsError(f"{str(folder)!r} cannot be made: {error.strerror}") from error
+        name = f"{case.id[:_LONGEST_STEM]}-{hashlib.sha256(repr(case).encode()).hexdigest()[:8]}.json.gz"
+        asked = self.request(Task.PROFILE, case)
+        return self.once(
+            dataclasses.replace(
+                asked, steps=PROFILED_STEPS, warmup=self.options.warmup, assess=False, traces=str(folder / name)
+            )
+        )
 
     def observed(self, case: Case) -> Record | None:
         """The record of the instrumented pass, where this session has made one."""
