@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -64,14 +64,19 @@ def told() -> dict[str, str]:
 
 
 def _libraries() -> dict[str, str]:
-    """Of the GPU that this rank computes on, and how NCCL was told to communicate; nothing on a CPU."""
-    chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_NCCL)}
-    if not torch.cuda.is_initialized():
-        return chosen
-    return chosen | {
-        "CUDA": str(torch.version.cuda),
-        "driver's CUDA": str(torch._C._cuda_getDriverVersion()),
-        "cuDNN": str(torch.backends.cudnn.version()),
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
-        "GPU": str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid),
+    """How NCCL was told to communicate, and of the GPU that this rank computes on, if any: what cannot be asked of this
+    build is left out, for no pass is to fail for the sake of a version."""
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_NCCL)}
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return found
+    asked: dict[str, Callable[[], object]] = {
+        "CUDA": lambda: torch.version.cuda,
+        "driver's CUDA": lambda: torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
+        "cuDNN": lambda: torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "NCCL": lambda: torch.cuda.nccl.version(),  # type: ignore[no-untyped-call]
+        "GPU": lambda: torch.cuda.get_device_properties(torch.cuda.current_device()).uuid,
     }
+    for name, ask in asked.items():
+        with contextlib.suppress(Exception):
+            found[name] = str(ask())
+    return found
