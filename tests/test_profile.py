@@ -58,6 +58,13 @@ def test_a_step_is_split_into_computing_exposed_communication_and_idling() -> No
     ]
 
 
+def test_what_an_operator_called_is_not_its_own() -> None:
+    outer = Activity(name="addmm", kind=ActivityKind.COMPUTE, start_ns=0, stop_ns=50, called=((10, 15), (20, 30)))
+    found = read_profile([outer, computes("copy", 10, 15), computes("copy", 20, 30)], [(0, 100)])
+    assert found.compute_seconds == pytest.approx(50e-9)
+    assert [(kernel.name, kernel.seconds) for kernel in found.kernels] == [("addmm", 35e-9), ("copy", 15e-9)]
+
+
 def test_spans_that_touch_are_one() -> None:
     assert union([(5, 9), (0, 3), (3, 4), (6, 7), (9, 9)]) == [(0, 4), (5, 9)]
 

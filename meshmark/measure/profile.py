@@ -1,7 +1,7 @@
 """Where the time of profiled steps went: computing, communicating beside it or alone, and neither.
 
-On a GPU what counts is what its streams did: kernels, copies. On a CPU it is PyTorch's operators, those that call no
-other, and the backend's own events of collectives; gloo tells of no messages between two ranks, so that waiting for
+On a GPU what counts is what its streams did: kernels, copies. On a CPU it is PyTorch's operators and the backend's own
+events of collectives; gloo tells of no messages between two ranks, so that waiting for
 them is idle.
 """
 
@@ -36,6 +36,8 @@ class Activity:
     kind: ActivityKind
     start_ns: int
     stop_ns: int
+    called: tuple[Span, ...] = ()
+    """When activities ran that it called itself: what it takes is without them."""
 
     @property
     def span(self) -> Span:
@@ -161,7 +163,8 @@ def curve(points: Sequence[tuple[int, int]], start_ns: int) -> list[tuple[float,
 def _kernels(activities: Sequence[Activity], steps: Sequence[Span]) -> list[Kernel]:
     totals = dict[tuple[str, ActivityKind], tuple[int, int]]()
     for activity in activities:
-        if within := sum(length(clip([activity.span], step)) for step in steps):
+        within = sum(length(clip([activity.span], step)) - length(clip(activity.called, step)) for step in steps)
+        if within:
             spent, count = totals.get((activity.name, activity.kind), (0, 0))
             totals[activity.name, activity.kind] = spent + within, count + 1
     longest = sorted(totals.items(), key=lambda item: -item[1][0])[:MOST_KERNELS]

@@ -62,15 +62,27 @@ def _walk(roots: Sequence[Any]) -> Iterator[Any]:
 
 
 def _on_cpu(events: Sequence[Any]) -> Iterator[Activity]:
-    """Operators that call no other, and collectives."""
+    """Operators and collectives."""
+    kinds = {_COLLECTIVES: ActivityKind.COMMUNICATION, **dict.fromkeys(_OPERATORS, ActivityKind.COMPUTE)}
     for event in events:
-        if event.name.startswith(_COLLECTIVES):
-            kind = ActivityKind.COMMUNICATION
-        elif event.name.startswith(_OPERATORS) and not any(c.name.startswith(_OPERATORS) for c in event.children):
-            kind = ActivityKind.COMPUTE
+        kind = next((kind for start, kind in kinds.items() if event.name.startswith(start)), None)
+        if kind:
+            yield Activity(
+                name=event.name,
+                kind=kind,
+                start_ns=event.start_time_ns,
+                stop_ns=event.end_time_ns,
+                called=tuple((c.start_time_ns, c.end_time_ns) for c in _called(event)),
+            )
+
+
+def _called(event: Any) -> Iterator[Any]:  # noqa: ANN401
+    """The operators nearest below one."""
+    for child in event.children:
+        if child.name.startswith(_OPERATORS):
+            yield child
         else:
-            continue
-        yield Activity(name=event.name, kind=kind, start_ns=event.start_time_ns, stop_ns=event.end_time_ns)
+            yield from _called(child)
 
 
 def _on_gpu(events: Sequence[Any]) -> Iterator[Activity]:
