@@ -10,6 +10,7 @@ from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.measure.device_memory import DeviceMemory
+from meshmark.measure.gpu_power import GpuPower
 from meshmark.measure.profile import ActivityKind, Bandwidth, Kernel, Profile
 from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
 from meshmark.run.record import (
@@ -182,6 +183,11 @@ def make_timing(**changes: Any) -> TimingEvidence:  # noqa: ANN401
     defaults: dict[str, Any] = {
         "rank_step_seconds": [[0.5, 0.25], [0.25, 0.75]],
         "peak_flops_per_second": 3e9,
+        "power": [
+            GpuPower(
+                gpu="a", num_samples=9, joules=7.0, lowest_mhz=1, highest_mhz=2, highest_celsius=3, num_processes=1
+            )
+        ],
         "device_memory": [
             DeviceMemory(
                 allocated_peak_bytes=5, reserved_peak_bytes=8, fragmented_bytes=1, num_retries=2, outside_bytes=3
@@ -229,7 +235,11 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "equivalence": make_equivalence(drifts=[drift], diagnosis=diagnosis, num_replicated=3),
         "memory": make_memory_evidence(),
         "traffic": make_traffic_evidence(),
-        "timing": make_timing(digests={1: "abc"}, observed=ObservedPath(losses=[5.5], digests=["abc"], repeats=True)),
+        "timing": make_timing(
+            digests={1: "abc"},
+            observed=ObservedPath(losses=[5.5], digests=["abc"], repeats=True),
+            spoilt=["GPU a: hot"],
+        ),
         "conformance": ConformanceEvidence(
             scenario="plain",
             base=make_case(),

@@ -83,6 +83,11 @@ class CaseResult:
         return verdict is None or verdict.passed
 
     @property
+    def undisturbed(self) -> bool:
+        """Whether nothing was seen that makes its rate none of this machine."""
+        return not (self.timed and self.timed.timing.spoilt)
+
+    @property
     def comparable(self) -> bool:
         """Whether its memory and speed may be held against others': it trains correctly, with states as precise, and
         the same steps on the clock."""

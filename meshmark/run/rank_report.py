@@ -55,6 +55,8 @@ class RankReport:
     """NOISE: this rank's share of the runs."""
     kernels: dict[str, str] = field(default_factory=dict)
     """Formats and kernels that PyTorch was set to compute with, as read back at the end."""
+    timed_span: tuple[float, float] | None = None
+    """TIME: of the monotonic clock, from before the first lap to after the last."""
     device_memory: DeviceMemory | None = None
     """TIME, on a GPU: of the timed steps."""
     profile: Profile | None = None

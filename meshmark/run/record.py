@@ -13,6 +13,7 @@ from meshmark.judge.faults import Diagnosis
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.yardstick import Comparisons, Yardstick
 from meshmark.measure.device_memory import DeviceMemory
+from meshmark.measure.gpu_power import GpuPower
 from meshmark.measure.interval import Interval, mean_interval
 from meshmark.measure.laps import Lap, laps_of
 from meshmark.measure.profile import Profile
@@ -193,6 +194,10 @@ class TimingEvidence:
     """Steps of each lap; empty: one lap."""
     device_memory: list[DeviceMemory] = field(default_factory=list)
     """By rank, on GPUs."""
+    power: list[GpuPower] = field(default_factory=list)
+    """Of the GPUs of the node that writes, where NVML tells."""
+    spoilt: list[str] = field(default_factory=list)
+    """Why the rate is none of this machine: a GPU that was throttled, or shared."""
     peak_flops_per_second: float | None = None
     """Measured, of all cores or GPUs that the ranks can use; None where nobody measured."""
     digests: dict[int, str] = field(default_factory=dict)

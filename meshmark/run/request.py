@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.yardstick import Yardstick
+from meshmark.measure.gpu_power import GpuPower
 from meshmark.spec.case import Case
 
 
@@ -59,6 +60,8 @@ class Request:
     """TIME: how long steps may be added to the first `steps`, until the rate is known well."""
     num_threads: int = 1
     """PEAK: on a CPU."""
+    power: list[GpuPower] = field(default_factory=list)
+    """TIME, on GPUs: what was seen of them meanwhile."""
     peak_flops_per_second: float | None = None
     """TIME: what was measured of all cores or GPUs that the ranks can use."""
     observed: ObservedPath | None = None

@@ -30,6 +30,8 @@ from meshmark.run.passes.noise import (
     write_noise,
 )
 from meshmark.run.peak_probe import PeakProbe
+from meshmark.run.power import launch_watched
+from meshmark.run.profiling import profiling
 from meshmark.run.record import ConformanceEvidence, Outcome, Record, Status
 from meshmark.run.record_file import RecordFile, line_of
 from meshmark.run.request import Request, Task
@@ -44,11 +46,6 @@ from meshmark.spec.known_gap import KnownGap
 ASSESSABLE_PARAMETERS = 20_000_000
 """Largest model that is compared with the float64 truth, which takes 24 bytes a parameter on one rank and as long as
 the whole run takes in float64."""
-
-
-PROFILED_STEPS = 3
-_LONGEST_STEM = 150
-"""Of a file's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,18 +126,7 @@ class Runner:
 
     def profile(self, case: Case) -> Record:
         """The profiled pass, whose trace is left beside the records."""
-        folder = (self.results / "traces").absolute()
-        try:
-            folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise ResultsError(f"{str(folder)!r} cannot be made: {error.strerror}") from error
-        name = f"{case.id[:_LONGEST_STEM]}-{hashlib.sha256(repr(case).encode()).hexdigest()[:8]}.json.gz"
-        asked = self.request(Task.PROFILE, case)
-        return self.once(
-            dataclasses.replace(
-                asked, steps=PROFILED_STEPS, warmup=self.options.warmup, assess=False, traces=str(folder / name)
-            )
-        )
+        return self.once(profiling(self.request(Task.PROFILE, case), self.results))
 
     def observed(self, case: Case) -> Record | None:
         """The record of the instrumented pass, where this session has made one."""
@@ -246,7 +232,7 @@ class Runner:
             backend=self._backend(case),
             time_limit_seconds=options.time_limit_seconds,
             steps=options.timed_steps if task is Task.TIME else options.observed_steps,
-            warmup=options.warmup if task is Task.TIME else 0,
+            warmup=options.warmup if task in (Task.TIME, Task.PROFILE) else 0,
             timing_budget_seconds=options.timing_budget_seconds,
             assess=case.workload.model.num_parameters <= ASSESSABLE_PARAMETERS,
         )
@@ -259,10 +245,10 @@ class Runner:
     def _run(self, request: Request) -> Record:
         if request.task in JUDGED and request.assess:
             request = dataclasses.replace(request, yardstick=self.yardstick(request))
-        launched = self.launcher.launch(request, request.case.world_size)
+        launched, power = launch_watched(self.launcher, request)
         outcome = outcome_of_launch(launched, request.case.world_size)
         if request.task is Task.TIME and outcome.status is Status.OK:
-            request = dataclasses.replace(request, peak_flops_per_second=self._peaks.of(request))
+            request = dataclasses.replace(request, peak_flops_per_second=self._peaks.of(request), power=power)
             request = self._with_path(request, launched) if request.assess else request
         return self._record(request, outcome, launched)
 
@@ -288,10 +274,8 @@ class Runner:
         return with_gaps(record, self.options.known_gaps)
 
     def yardstick(self, request: Request) -> Yardstick:
-        """The yardstick of a request's workload and precision: from this session, from disk, or measured now.
-
-        Raises `MeshmarkError` when the single process fails, for then nothing can be judged.
-        """
+        """The yardstick of a request's workload and precision: from this session, from disk, or measured now. Raises
+        `MeshmarkError` when the single process fails, for then nothing can be judged."""
         key = noise_key(request.case, request.steps, request.device)
         path = noise_folder(self.results) / f"{key}.json"
         if key not in self._yardsticks:

@@ -48,7 +48,9 @@ def time_steps(request: Request, adapter: Adapter, context: RankContext, started
         trace.parameters.append(host_parameters(engine, request.case.workload))
     stopwatch.warm_up(request.warmup - when[0])  # what the look has disturbed is settled again
     start_device_memory(context.device)
+    first = time.monotonic()
     stopwatch.run()
+    span = first, time.monotonic()
     device_memory = read_device_memory(context.device)
     when.append(len(stopwatch.losses))
     if request.assess:
@@ -65,6 +67,7 @@ def time_steps(request: Request, adapter: Adapter, context: RankContext, started
         lap_steps=stopwatch.lap_steps,
         drifts=drifts,
         device_memory=device_memory,
+        timed_span=span,
         timed_digests=dict(zip(when, digests(traces), strict=True)) if traces and request.assess else {},
     )
 
