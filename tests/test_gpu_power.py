@@ -10,7 +10,7 @@ import pytest
 
 from meshmark.measure.gpu_power import GpuPower, GpuSample, GpuWatch, nvml, power_of, spoilt
 from meshmark.report.results import results
-from meshmark.report.tables import speed
+from meshmark.report.tables import answer
 from meshmark.run.power import power_of_ranks
 from meshmark.run.rank_report import RankReport
 from tests.factories import make_timed, make_timing
@@ -60,7 +60,9 @@ def test_a_rate_is_spoilt_by_heat_and_by_company(seen: dict[str, int], ranks: in
 
 
 def test_a_spoilt_rate_is_struck_in_the_report() -> None:
-    told = {spoils: speed(results([make_timed(timing=make_timing(spoilt=spoils))])) for spoils in ((), ("GPU a: hot",))}
+    told = {
+        spoils: answer(results([make_timed(timing=make_timing(spoilt=spoils))])) for spoils in ((), ("GPU a: hot",))
+    }
     assert "~~" not in str(told[()]) and "~~" in str(told[("GPU a: hot",)])
 
 
