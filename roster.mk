@@ -8,9 +8,9 @@ ROSTER_NAMES = $$($(BIN)/python -c 'from meshmark.adapters import ROSTER; print(
 ROSTER_RUN = --results $(ROSTER) --resume
 ROSTER_SUITES = $(BIN)/python -m pytest suites/test_equivalence.py suites/test_memory.py suites/test_communication.py \
 	--adapters '*' --workload gpt-mini $(ROSTER_RUN)
-# What takes eight ranks: tensor parallelism, a pipeline and replicas, with and without shared states.
-CROSSED := megatron-gpt*
-EIGHT := dp2.tp2.pp2.1f1b.mb2,dp2.tp2.pp2.1f1b.zero1.mb2
+# What takes eight ranks: tensor parallelism, a pipeline and replicas, with and without shards.
+CROSSED := megatron-gpt*,pipeline-tp,pipeline-fsdp2
+EIGHT := dp2.tp2.pp2.1f1b.mb2,dp2.tp2.pp2.1f1b.zero1.mb2,dp2.tp2.pp2.1f1b.zero3.mb2
 roster: install
 	status=0; \
 	$(ROSTER_SUITES) --world 2,4 || status=$$?; \

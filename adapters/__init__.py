@@ -29,6 +29,8 @@ ROSTER: dict[str, str] = {
     "ddp-zero1": "meshmark.adapters.zero_redundancy:DDPZero1",
     "tp": "meshmark.adapters.tensor_parallel:TensorParallel",
     "tp-fsdp2": "meshmark.adapters.tensor_parallel:TensorParallelFSDP2",
+    "pipeline-tp": "meshmark.adapters.pipeline_nd:PipelineTensorParallel",
+    "pipeline-fsdp2": "meshmark.adapters.pipeline_nd:PipelineFSDP2",
     "pipeline-looped-bfs": "meshmark.adapters.pipeline_orders:LoopedBFS",
     "pipeline-zero-bubble": "meshmark.adapters.pipeline_orders:InterleavedZeroBubble",
     "fsdp1": "meshmark.adapters.fsdp1:FSDP1",

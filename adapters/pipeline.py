@@ -63,25 +63,28 @@ class PipelineEngine(Engine):
         own = range(self.stands.pp, num_stages, layout.pp)
         self.first, self.last = own[0] == 0, own[-1] == num_stages - 1
         self.chunks = [_chunk(case, stage_layers(spec, num_stages, index), context.device) for index in own]
+        parts = [self.make_part(chunk) for chunk in self.chunks]
         self.model = _joined(self.chunks)
         self.optimizer = build_optimizer(case.workload.optimizer, self.model.named_parameters())
         self.learning_rates = build_schedule(case.workload.optimizer, self.optimizer)
         pipelines = [layout.group("pp", other) for other in range(layout.world_size)]
         replicated = layout.dp > 1
-        self.pipeline = _own_group(pipelines, rank) if replicated else None
+        self.pipeline = _own_group(pipelines, rank) if layout.world_size > layout.pp else None
         self.replicas = (
             _own_group([layout.group("dp", r) for r in range(layout.world_size)], rank) if replicated else None
         )
         split = spec.tied_embeddings and layout.pp > 1
         self.tied_group = _own_group([(ranks[0], ranks[-1]) for ranks in pipelines], rank) if split else None
         self.stages = [
-            PipelineStage(
-                Part(chunk, case.precision, context.device), index, num_stages, context.device, group=self.pipeline
-            )
-            for index, chunk in zip(own, self.chunks, strict=True)
+            PipelineStage(part, index, num_stages, context.device, group=self.pipeline)
+            for index, part in zip(own, parts, strict=True)
         ]
         self.schedule = _schedule(layout, self.stages, self._loss, interleaving)
         self.total_weight = 0.0
+
+    def make_part(self, chunk: Transformer) -> Part:
+        """What is run of a chunk; the place to lay it over further axes."""
+        return Part(chunk, self.case.precision, self.context.device)
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         return cross_entropy(logits_BTV, targets_BT) / self.total_weight

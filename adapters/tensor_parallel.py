@@ -246,8 +246,8 @@ def _unsplit(case: Case) -> int:
 
 
 def parallelize(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """`parallelize_module` of the whole model, in PyTorch's own styles. Between regions the residual stream is whole on
-    every rank or, with sequence parallelism, split by tokens."""
+    """`parallelize_module` of a model, or of a stage's part of it, in PyTorch's own styles. Between regions the
+    residual stream is whole on every rank or, with sequence parallelism, split by tokens."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -259,10 +259,11 @@ def parallelize(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool
     )
 
     stream = Shard(1) if sequence_parallel else Replicate()
-    plan: dict[str, object] = {
-        "embedding.tokens": RowwiseParallel(input_layouts=Replicate()),
-        "head.output": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
-    }
+    plan: dict[str, object] = {}
+    if model.embedding is not None:
+        plan["embedding.tokens"] = RowwiseParallel(input_layouts=Replicate())
+    if model.head is not None:
+        plan["head.output"] = ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
     for block in (f"blocks.{index}" for index in model.blocks):
         for part, outer in (("attention", "out"), ("feed_forward", "down")):
             if sequence_parallel:
@@ -277,8 +278,8 @@ def parallelize(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool
         plan["embedding"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=stream)
         plan["head.norm"] = SequenceParallel()
     parallelize_module(model, mesh, plan)  # type: ignore[arg-type]
-    if model.spec.tied_embeddings:  # which replacing parameters module by module has undone
-        assert model.head is not None and model.embedding is not None
+    if model.spec.tied_embeddings and model.head is not None and model.embedding is not None:
+        # which replacing parameters module by module has undone
         model.head.output.weight = model.embedding.tokens.weight
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,7 @@ class Line:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.false_alarms", description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no group after these (default: 60)")
+    parser.add_argument("-k", default="", metavar="TEXT", help="problems whose case has TEXT in it, such as bf16")
     parser.add_argument("--processes", type=int, default=2, help="at once (default: 2)")
     parser.add_argument("--results", type=Path, default=Path("results/false-alarms"), help="folder that is added to")
     parser.add_argument("-o", "--output", type=Path, default=COUNTED)
@@ -76,7 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = parsed.results / "groups.jsonl"
     path.touch()
     lines = read(path)
-    for line in measure(lines, parsed.minutes * 60, parsed.processes):
+    shares = {how: share for how, share in SHARES.items() if any(parsed.k in case for case in _cases(how))}
+    if not shares:
+        parser.error(f"no problem has {parsed.k!r} in it; there are {', '.join(_cases('single'))}")
+    for line in measure(lines, parsed.minutes * 60, parsed.processes, parsed.k, shares):
         with path.open("a") as file:
             file.write(json.dumps(encode(line)) + "\n")
         lines.append(line)
@@ -122,24 +127,39 @@ def counted(lines: Sequence[Line]) -> FalseAlarms:
     )
 
 
-def measure(lines: Sequence[Line], seconds: float, processes: int) -> Iterator[Line]:
-    """Groups that `lines` lack, as they end; the next is always of what has had least of its share of the time."""
-    spent = {how: sum(line.seconds for line in lines if line.how == how) for how in SHARES}
-    following = {how: 1 + max((line.number for line in lines if line.how == how), default=-1) for how in SHARES}
+def measure(
+    lines: Sequence[Line], seconds: float, processes: int, text: str, shares: Mapping[str, float]
+) -> Iterator[Line]:
+    """Groups that `lines` lack, of problems with `text` in them, as they end; the next is always of what has had least
+    of its share of the time."""
+    spent = {how: sum(line.seconds for line in lines if line.how == how) for how in shares}
+    following = {how: _numbers(lines, how, text) for how in shares}
     deadline, context = time.monotonic() + seconds, multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         running: dict[Future[Line], str] = {}
         while True:
             while len(running) < processes and time.monotonic() < deadline:
-                how = min(SHARES, key=lambda how: (how in running.values(), spent[how] / SHARES[how]))
-                running[pool.submit(_one, how, following[how])] = how
-                following[how] += 1
+                how = min(shares, key=lambda how: (how in running.values(), spent[how] / shares[how]))
+                running[pool.submit(_one, how, next(following[how]))] = how
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 line, how = future.result(), running.pop(future)
                 spent[how] += line.seconds
                 yield line
+
+
+def _cases(how: str) -> list[str]:
+    """The problems of one of SHARES, in words; by number over and over."""
+    if how == "adapters":
+        return [f"{trained.id}-{precision}" for trained, precision in REAL]
+    return [case.id for case in (SMALL if how == "batched" else PROBLEMS)]
+
+
+def _numbers(lines: Sequence[Line], how: str, text: str) -> Iterator[int]:
+    """Of the groups to come."""
+    done, cases = {line.number for line in lines if line.how == how}, _cases(how)
+    return (n for n in itertools.count() if n not in done and text in cases[n % len(cases)])
 
 
 def _one(how: str, number: int) -> Line:

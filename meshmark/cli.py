@@ -116,6 +116,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
 
 
+def _add_submit(parser: argparse.ArgumentParser) -> None:
+    from meshmark.submit import add_submit
+
+    add_submit(parser)
+
+
 def _of_regression(name: str) -> AddArguments:
     def add(parser: argparse.ArgumentParser) -> None:
         from meshmark.regression import ab_cli, cli, history_cli
@@ -135,6 +141,7 @@ _COMMANDS: dict[str, tuple[str, AddArguments]] = {
     "doctor": ("frameworks, devices, and what would be skipped and why", _add_doctor),
     "cases": ("the matrix that `pytest --pyargs meshmark.suites` would run", _add_cases),
     "run": ("the runs and gates of a suite file, for CI", _add_run),
+    "submit": ("the matrix as a job array of SLURM, gathered into one folder", _add_submit),
     "plan": ("the best layout for a model on a cluster", _of_planner("plan")),
     "predict": ("predict every layout of a CSV file", _of_planner("predict")),
     "calibrate": ("measure this machine and what of it is reached", _of_planner("calibrate")),

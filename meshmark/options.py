@@ -87,6 +87,15 @@ def positive(option: str, text: str) -> int:
     return int(text)
 
 
+def part(option: str, text: str) -> tuple[int, int]:
+    """Number and count of `2/4`."""
+    number, slash, count = text.partition("/")
+    found = positive(option, number), positive(option, count if slash else "")
+    if found[0] > found[1]:
+        raise InputError(f"{option} {text!r}: expected a part such as 2/4, from 1 to the number of parts")
+    return found
+
+
 def duration(option: str, text: str) -> float:
     """Seconds of `90`, `90s`, `30m` or `2h`."""
     number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")

@@ -28,7 +28,7 @@ from meshmark.run.throughput import values_of
 from meshmark.selection import Selection, add_options, crowding, selection
 from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
 
-pytest_plugins = ["meshmark.session_log", "meshmark.long_run", "meshmark.github"]
+pytest_plugins = ["meshmark.session_log", "meshmark.long_run", "meshmark.shard", "meshmark.github"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -128,10 +128,12 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         yield running
 
 
-def _held(chosen: Selection, say: Callable[[str], None]) -> Held:
-    """What the results folder holds, where that is asked for."""
+def _held(chosen: Selection, say: Callable[[str], None]) -> Held | None:
+    """What the results folder holds, where that is asked for; node 0's holds all."""
+    if not chosen.resume:
+        return None
     file = chosen.results / "records.jsonl"
-    if not (chosen.resume and file.is_file() and file.stat().st_size):
+    if chosen.cluster.node_rank or not (file.is_file() and file.stat().st_size):
         return Held()
     if not is_known("", describe(chosen.options.device, "", 1)):
         say("--resume: this checkout has changes that no commit holds, so nothing is known to be of the same code")

@@ -109,9 +109,11 @@ class Progress:
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
         """A case's own line says it where there is a bar; pytest still counts, and tells failures at the end."""
-        if self._live is None or report.nodeid not in self._cases or report.when != "call" or not report.passed:
+        if self._live is None or report.nodeid not in self._cases or hasattr(report, "wasxfail"):
             return None
-        return "passed", "", ""
+        if report.passed and report.when != "call":
+            return None
+        return "error" if report.failed and report.when != "call" else report.outcome, "", ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.nodeid in self._cases:

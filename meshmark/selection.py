@@ -14,7 +14,15 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.conformance.gap_file import read_gaps
 from meshmark.environment import DEFAULT_THREADS, describe
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
-from meshmark.options import DEFAULT_WORKLOAD, chosen_adapters, chosen_layouts, chosen_workloads, duration, split_values
+from meshmark.options import (
+    DEFAULT_WORKLOAD,
+    chosen_adapters,
+    chosen_layouts,
+    chosen_workloads,
+    duration,
+    part,
+    split_values,
+)
 from meshmark.reference.data import check_data, on_corpus
 from meshmark.regression.baseline import find_baseline
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
@@ -24,6 +32,7 @@ from meshmark.run.gpus import num_gpus
 from meshmark.run.launchers import LAUNCHERS
 from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.runner import RunOptions
+from meshmark.run.scheduler import cluster_of
 from meshmark.spec.layout import Layout
 from meshmark.spec.layout_id import GLOSSARY
 from meshmark.spec.model_text import KEYS
@@ -57,6 +66,8 @@ class Selection:
     """Of `--baseline`."""
     resume: bool = False
     """Whether what `results` holds is not run again."""
+    shard: tuple[int, int] = (1, 1)
+    """Which part of how many is run."""
     max_seconds: float | None = None
     """After which no further test begins."""
 
@@ -131,6 +142,9 @@ def add_options(parser: pytest.Parser) -> None:
         help="run nothing that DIR holds already for the same case, code (a clean commit) and machine",
     )
     group.addoption(
+        "--shard", default=None, metavar="2/4", help="the second of four parts of the cases, for job arrays and CI"
+    )
+    group.addoption(
         "--max-time",
         default=None,
         metavar="30m",
@@ -154,7 +168,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--nnodes", type=int, default=None, help="nodes that run this same command (default: from SLURM or torchrun)"
     )
-    group.addoption("--node-rank", type=int, default=0, help="which of them this is")
+    group.addoption("--node-rank", type=int, default=None, help="which of them this is")
     group.addoption("--rdzv", default=None, metavar="HOST:PORT", help="address of node 0 and a free port on it")
 
 
@@ -176,9 +190,8 @@ def _select(config: pytest.Config) -> Selection:
     workloads = [on_corpus(each, corpus) for each in chosen_workloads(option("--workload"), option("--model"), batch)]
     for chosen in workloads:
         check_data(chosen)
-    nnodes, (worlds, layouts) = option("--nnodes"), chosen_layouts(option("--world"), option("--layouts"))
-    given = {"node_rank": option("--node-rank"), "rdzv": option("--rdzv")}
-    cluster = ClusterSpec.detect(os.environ) if nnodes is None else ClusterSpec(nnodes=nnodes, **given)
+    worlds, layouts = chosen_layouts(option("--world"), option("--layouts"))
+    given = {"nnodes": option("--nnodes"), "node_rank": option("--node-rank"), "rdzv": option("--rdzv")}
     return Selection(
         targets=targets,
         adapters=adapters,
@@ -190,9 +203,10 @@ def _select(config: pytest.Config) -> Selection:
         precisions=[precision(text) for text in split_values("--precision", option("--precision"))],
         options=_run_options(config),
         results=Path(option("--results")),
-        cluster=cluster,
+        cluster=cluster_of(os.environ, **given),
         launcher=_launcher(option("--launcher")),
-        resume=_resume(config, cluster),
+        resume=option("--resume"),
+        shard=part("--shard", option("--shard") or "1/1"),
         max_seconds=None if option("--max-time") is None else duration("--max-time", option("--max-time")),
         gatekeeper=_gatekeeper(config),
     )
@@ -201,7 +215,7 @@ def _select(config: pytest.Config) -> Selection:
 def crowding(chosen: Selection) -> list[str]:
     """What a reader of times should know: ranks that share what each would have for itself."""
     layouts = chosen.layouts or []
-    ranks = max([*chosen.worlds, *(layout.world_size for layout in layouts)], default=1) // chosen.cluster.nnodes
+    ranks = max([*chosen.worlds, *(layout.world_size for layout in layouts)], default=1) // chosen.cluster.num_hosts
     threads = int(os.environ.get("OMP_NUM_THREADS") or DEFAULT_THREADS)
     cores, gpus = len(os.sched_getaffinity(0)), chosen.options.num_gpus
     if chosen.options.device == "cuda" and ranks > gpus:
@@ -210,13 +224,6 @@ def crowding(chosen: Selection) -> list[str]:
         each = f" of {threads} threads" if threads > 1 else ""
         return [f"{ranks} ranks{each} share {cores} core{'s' * (cores != 1)}: their times are those of sharing"]
     return []
-
-
-def _resume(config: pytest.Config, cluster: ClusterSpec) -> bool:
-    asked = bool(config.getoption("--resume"))
-    if asked and cluster.nnodes > 1:
-        raise InputError(f"--resume on {cluster.nnodes} nodes: node 0 alone has the records; it is for one node")
-    return asked
 
 
 def _gatekeeper(config: pytest.Config) -> Gatekeeper | None:

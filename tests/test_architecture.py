@@ -40,6 +40,8 @@ FRONT = {
     "pytest_entry",
     "selection",
     "session_log",
+    "shard",
+    "submit",
     "suite_file",
 }
 """Modules that bring the folders together: what users call."""

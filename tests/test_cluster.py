@@ -12,9 +12,11 @@ import subprocess
 import sys
 import threading
 import time
+import time as real
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +28,11 @@ from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import LaunchResult, launch_with
 from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
 from meshmark.run.rank_info import RankInfo
-from meshmark.run.rank_report import RankReport
+from meshmark.run.rank_report import RankFailure, RankReport
 from meshmark.run.record import Status
 from meshmark.run.record_file import read_records
 from meshmark.run.request import Request, Task
+from meshmark.run.watchdog import Watchdog
 from meshmark.serial import encode
 from meshmark.spec.layout import Layout
 from tests.factories import make_case, make_workload
@@ -292,27 +295,29 @@ def test_what_landed_is_kept_when_a_node_is_lost(monkeypatch: pytest.MonkeyPatch
     assert outcome_of_launch(ended, 4).status is Status.NODE_LOST
 
 
-def test_the_environment_of_torchrun_and_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torchrun = {
-        "GROUP_RANK": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "a",
-        "MASTER_PORT": "29500",
-    }
-    assert ClusterSpec.detect(torchrun) == ClusterSpec(nnodes=2, node_rank=1, rdzv="a:29501")
-    scontrol = tmp_path / "scontrol"  # SLURM's own tool expands the list of hosts
-    scontrol.write_text("#!/bin/sh\nprintf 'node1\\nnode2\\n'\n")
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    slurm = {
-        "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_NODEID": "1",
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_NODELIST": "node[1-2]",
-    }
-    assert ClusterSpec.detect(slurm) == ClusterSpec(nnodes=2, node_rank=1, rdzv="node1:20007")
-    assert ClusterSpec.detect({}) == ClusterSpec()
+def test_clocks_apart_do_not_change_whose_failure_was_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 1's clock is an hour behind; its ranks failed after node 0's."""
+    here = threading.local()
+    monkeypatch.setattr(store, "time", SimpleNamespace(time=lambda: real.time() - here.__dict__.get("behind", 0.0)))
+    for name in ("monotonic", "sleep"):
+        setattr(store.time, name, getattr(real, name))
+
+    def run(watchdog: Watchdog) -> list[RankFailure]:
+        first = min(info.rank for info in watchdog.ranks)
+        told = real.time() - here.__dict__.get("behind", 0.0) + 0.5 * bool(first)
+        return [RankFailure(rank=first, kind=Status.RAISED, message="", time=told)]
+
+    monkeypatch.setattr(Watchdog, "run", run)
+
+    class Behind(Node):
+        def run(self, spec: ClusterSpec) -> None:
+            here.behind = 3600.0
+            super().run(spec)
+
+    for ended in meet(monkeypatch, Node(asked()), Behind(asked())):
+        assert isinstance(ended, LaunchResult), ended
+        assert [failure.rank for failure in ended.failures] == [0, 2]
+        assert ended.failures[1].time - ended.failures[0].time < 5
 
 
 @pytest.mark.parametrize(

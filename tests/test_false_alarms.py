@@ -14,7 +14,7 @@ from benchmarks.honest import PROBABILITIES, Group, Honest, Tail
 from benchmarks.power_page import Power
 from meshmark.judge.false_alarms import Counted, FalseAlarms, design_effect, shown, upper_limit
 from meshmark.run.passes.noise import FORMAT, noise_key
-from tests.factories import make_case
+from tests.factories import make_case, make_environment
 
 
 def test_the_committed_counts_are_of_this_yardstick() -> None:
@@ -97,7 +97,16 @@ def test_what_is_not_good_is_said() -> None:
     group = Group(
         what="single, gpt", seed=0, yardsticks=1, excesses=[0.5], worst="loss, step 0", tails={"number": tail}
     )
-    power = Power(trials=[], smallest=[], cells=[], real=[], limits=[], honest=Honest(groups=[group]), seconds=1.0)
+    power = Power(
+        trials=[],
+        smallest=[],
+        cells=[],
+        real=[],
+        limits=[],
+        honest=Honest(groups=[group]),
+        seconds=1.0,
+        environment=make_environment(),
+    )
     assert power.complaints == ["misfit: of 10,000 comparisons of number, 40 where 0.001 of them should be"]
     alarmed = replace(power, honest=Honest(groups=[replace(group, excesses=[0.5, 1.1], tails={})]))
     assert alarmed.complaints == ["alarmed: single, gpt seed 0 (loss, step 0)"]

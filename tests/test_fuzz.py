@@ -23,8 +23,8 @@ from meshmark.cli import main
 from meshmark.errors import InputError, ResultsError
 from meshmark.options import chosen_adapters, positive, split_values
 from meshmark.plan.layout_columns import DEGREES, DIMENSIONS
-from meshmark.run.cluster import ClusterSpec
 from meshmark.run.record_file import read_records
+from meshmark.run.scheduler import cluster_of
 from meshmark.spec.workload import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
@@ -160,16 +160,21 @@ SCHEDULER = {
     "WORLD_SIZE": "2",
     "MASTER_PORT": "29500",
     "MASTER_ADDR": "node0",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
     "SLURM_STEP_NUM_NODES": "2",
     "SLURM_JOB_ID": "7",
-    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
     "SLURM_STEP_NODELIST": "node[0-1]",
 }
 
 
 def detected(environment: Mapping[str, str]) -> str:
     try:
-        return f"{ClusterSpec.detect(environment).nnodes} nodes"
+        return f"{cluster_of(environment).nnodes} nodes"
     except InputError as error:
         return str(error)
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -242,7 +243,11 @@ def test_variables_of_ranks_are_theirs_unless_the_user_set_them(monkeypatch: pyt
     assert (told["OMP_NUM_THREADS"], told["GLOO_SOCKET_IFNAME"]) == ("1", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert process_environment(ClusterSpec())["OMP_NUM_THREADS"] == "3"
-    assert "GLOO_SOCKET_IFNAME" not in process_environment(ClusterSpec(nnodes=2, rdzv="10.0.0.1:29000"))
+    here = socket.gethostbyname(socket.gethostname())  # gloo takes the device that leads to node 0
+    told = process_environment(ClusterSpec(nnodes=2, rdzv=f"{here}:29000"))
+    assert told["GLOO_SOCKET_IFNAME"] in {name for _, name in socket.if_nameindex()}
+    nowhere = ClusterSpec(nnodes=2, rdzv="no-such-host.invalid:29000")
+    assert "GLOO_SOCKET_IFNAME" not in process_environment(nowhere)
 
 
 def test_a_server_that_was_killed_is_started_anew(launcher: ForkserverLauncher) -> None:

@@ -11,15 +11,11 @@ from meshmark.report.markdown import WIDTH
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "reports").glob("*.md"))]
 MOST_BYTES = 80_000
-AGAIN = {"conformance.md": "make conformance", "power.md": "make power"}
-"""Pages that take long to make, and were made before tables were narrow: by the command that makes them again."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_page_is_too_wide_or_too_long_for_a_reader(page: Path) -> None:
     text = page.read_text()
     wide = [line for line in text.splitlines() if line.startswith("|") and len(line) > WIDTH]
-    if wide and page.name in AGAIN and len(text) > 2 * MOST_BYTES:
-        pytest.skip(f"made before tables were narrow: {AGAIN[page.name]}")
     assert not wide, wide[0]
     assert len(text.encode()) <= MOST_BYTES

@@ -60,4 +60,4 @@ def test_a_fault_in_the_page_loses_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delattr(power, "measure")
     assert power.main(["--page", "-o", str(output)]) == 1, "its mutants were not caught"
     assert output.read_text() == report(make_power())
-    assert "ddp,NoReduction,equivalence" in (tmp_path / "mutants.csv").read_text()
+    assert "ddp,fp32,NoReduction,equivalence" in (tmp_path / "mutants.csv").read_text()

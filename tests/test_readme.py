@@ -106,12 +106,23 @@ def each_task(words: list[str]) -> list[str]:
     return collect(words[words.index("pytest") + 1 :])
 
 
+def of_script(words: list[str]) -> list[str]:
+    """What a script of examples/slurm starts with what follows its name; nothing where the command is but named."""
+    if not words:
+        return ["true"]
+    (script,) = [i for i, word in enumerate(words) if word.endswith(".sbatch")]
+    assert "pytest --pyargs meshmark.suites --resume" in (ROOT / words[script]).read_text()
+    return collect(["--pyargs", "meshmark.suites", "--resume", *words[script + 1 :]])
+
+
 def meshmark(words: list[str]) -> list[str]:
     """For real; what measures for its time's sake, in less time; what trains, as far as collection; of what runs suites
     of several commits, the suites' side (tests/test_ab.py holds the other)."""
     if words[:1] in (["ab"], ["bisect"]) and "--" in words:
         asked = words[words.index("--") + 1 :]
         return collect(asked if asked[0].startswith("suites") else ["--pyargs", "meshmark.suites", *asked])
+    if words[:1] == ["submit"]:
+        return ["meshmark", "submit", "--dry-run", *words[1:]]
     if "--run" in words:
         words = [*words[:-1], f"{words[-1]} --collect-only"]
     less = {"calibrate": ["--seconds", "1", "--ranks", "1"], "run": ["--collect-only"]}
@@ -132,6 +143,7 @@ RUNS: dict[str, Callable[[list[str]], list[str]]] = {
     ".": activate,
     "pytest": collect,
     "srun": each_task,
+    "sbatch": of_script,
     "meshmark": meshmark,
     "make": make,
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import stat
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -69,6 +71,8 @@ def test_nodes_agree_on_the_name(tmp_path: Path, results: list[str]) -> None:
     assert found[0].folder.name == found[1].folder.name
     folders = {found[rank].folder for rank in range(2)}
     assert folders == {tmp_path / name / found[0].folder.name for name in results}
+    missing = [] if results[0] == results[1] else [1]
+    assert found[0].missing == found[1].missing == missing
     assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in folders)
     found[1].remove()
     assert found[0].folder.is_dir(), "node 1 removed what node 0 made"
@@ -93,6 +97,19 @@ def test_two_nodes_save_and_resume_in_one_folder(tmp_path: Path) -> None:
     kept = ["checkpoints", "evidence", "noise", "records.jsonl"]
     assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == kept
     assert own.read_text() == "a week of training"
+
+
+def test_what_is_saved_for_nodes_that_do_not_see_it_is_skipped_and_no_verdict(tmp_path: Path) -> None:
+    """With the reason; nothing is launched."""
+    asked = list[str]()
+    launcher: Any = SimpleNamespace(cluster=SimpleNamespace(spec=ClusterSpec()), launch=asked.append)
+    base = plain_cells("ddp", load_adapter(ADAPTERS["ddp"]), 2)[0]
+    runner = Runner(launcher, ADAPTERS, RunOptions(), tmp_path)
+    runner.scratch.missing = [1]
+    outcome = ScenarioRunner(runner).perform(SCENARIOS["save"], base).outcome
+    assert outcome.status is Status.SKIPPED and "node 1 does not see node 0's results: --results" in outcome.message
+    assert not asked
+    runner.close()
 
 
 def test_results_that_cannot_be_written_are_refused(tmp_path: Path) -> None:

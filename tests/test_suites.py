@@ -40,7 +40,8 @@ def suites(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_collection_lists_stable_ids_and_imports_no_framework() -> None:
     code = (
         "import sys, pytest; pytest.main(['suites', '--collect-only', '-q', '--world=2,4', '-p', 'no:cacheprovider']);"
-        "print(sorted({m.split('.')[0] for m in sys.modules} & {'deepspeed', 'accelerate', 'fairscale', 'megatron'}))"
+        "print(sorted({m.split('.')[0] for m in sys.modules}"
+        " & {'deepspeed', 'accelerate', 'fairscale', 'megatron', 'scipy'}))"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120).stdout
     assert "suites/test_equivalence.py::test_equivalence[ddp-dp2.mb2-gpt-tiny-fp32]" in out

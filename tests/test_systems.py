@@ -22,12 +22,12 @@ def refusal() -> str | None:
     return load_adapter(builtin_adapters()["deepspeed-offload"]).refusal(OFFLOADED, "cpu", "gloo")
 
 
-@pytest.mark.parametrize("case", [OFFLOADED, MEGATRON], ids=lambda case: case.adapter)
-def test_a_system_trains_as_planned(launcher: ForkserverLauncher, tmp_path: Path, case: Case) -> None:
-    if case is OFFLOADED and (reason := refusal()):
+@pytest.mark.parametrize("system", [OFFLOADED, MEGATRON], ids=lambda case: case.adapter)
+def test_a_system_trains_as_planned(launcher: ForkserverLauncher, tmp_path: Path, system: Case) -> None:
+    if system is OFFLOADED and (reason := refusal()):
         pytest.skip(reason)
     runner = Runner(launcher, builtin_adapters(), RunOptions(observed_steps=3), tmp_path)
-    record = runner.observe(case)
+    record = runner.observe(system)
     runner.close()
     judged = {v.suite: v.passed for v in record.verdicts}
     assert judged == {"equivalence": True, "memory": True, "communication": True}, record.outcome.message

@@ -112,7 +112,7 @@ class AccelerateDDPEngine(AccelerateEngine):
 
 class Accelerate(Adapter):
     requires: ClassVar = (_ACCELERATE,)
-    arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST, divides=True)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
@@ -172,7 +172,7 @@ class AccelerateFSDP2(Adapter):
     requires: ClassVar = (_ACCELERATE,)
     preload: ClassVar = ("deepspeed",)
     """Accelerate imports it, where it is installed, to see whether a model is DeepSpeed's."""
-    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True, divides=True)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
@@ -249,6 +249,7 @@ class AccelerateDeepSpeed(DeepSpeed):
     """The same configuration as the adapter `deepspeed`, given to Accelerate's plugin."""
 
     requires: ClassVar[tuple[Requirement, ...]] = (_ACCELERATE, *DeepSpeed.requires)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, divides=True)
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeed.capabilities,
         lacks={

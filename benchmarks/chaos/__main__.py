@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
     parser.add_argument("--faults", type=int, default=500, help="how many (default: 500)")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn (default: 1)")
-    parser.add_argument("--tracks", type=int, default=2, help="sessions at a time (default: 2)")
+    parser.add_argument("--tracks", type=int, default=4, help="sessions at a time, most of which wait (default: 4)")
     parser.add_argument("--minutes", type=float, default=15.0, help="no session begins after that (default: 15)")
     parser.add_argument("-o", "--output", type=Path, default=Path("reports/chaos.md"))
     parsed = parser.parse_args(arguments)

@@ -18,8 +18,8 @@ from benchmarks.chaos.session import PATIENCE_SECONDS, Session
 from meshmark.run.record import Status
 
 _CASES = 6
-_HOSTS = ("10.213.7.1", "10.213.7.2")
-_LINKS = ("chaos0", "chaos1")
+HOSTS = ("10.213.7.1", "10.213.7.2")
+LINKS = ("chaos0", "chaos1")
 
 
 @dataclass(kw_only=True)
@@ -37,23 +37,32 @@ class NodeStruck(Fault):
 @contextlib.contextmanager
 def two_networks() -> Iterator[list[int]]:
     """Ids of two processes, each in a network that is joined to the other's by one link."""
-    holders = [subprocess.Popen(["unshare", "-n", "sleep", "infinity"]) for _ in _HOSTS]
+    holders = [subprocess.Popen(["unshare", "-n", "sleep", "infinity"]) for _ in HOSTS]
     try:
         time.sleep(0.3)
-        _run("ip", "link", "add", _LINKS[0], "type", "veth", "peer", "name", _LINKS[1])
-        for holder, host, link in zip(holders, _HOSTS, _LINKS, strict=True):
+        _run("ip", "link", "add", LINKS[0], "type", "veth", "peer", "name", LINKS[1])
+        for holder, host, link in zip(holders, HOSTS, LINKS, strict=True):
             _run("ip", "link", "set", link, "netns", str(holder.pid))
             for command in (
                 ["addr", "add", f"{host}/24", "dev", link],
                 ["link", "set", link, "up"],
                 ["link", "set", "lo", "up"],
             ):
-                _inside(holder.pid, "ip", *command)
+                inside(holder.pid, "ip", *command)
         yield [holder.pid for holder in holders]
     finally:
         for holder in holders:
             holder.kill()
             holder.wait()
+
+
+def enter(network: int) -> list[str]:
+    """What a command begins with that is to run there."""
+    return ["nsenter", f"--net=/proc/{network}/ns/net"]
+
+
+def inside(network: int, *command: str) -> None:
+    _run(*enter(network), *command)
 
 
 def run_nodes(folder: Path, fault: NodeStruck, draw: random.Random) -> tuple[float, list[str]]:
@@ -69,10 +78,10 @@ def run_nodes(folder: Path, fault: NodeStruck, draw: random.Random) -> tuple[flo
 
 def _start(folder: Path, networks: Sequence[int]) -> list[Session]:
     secret, nodes = secrets.token_hex(16), []
-    for rank, (network, link) in enumerate(zip(networks, _LINKS, strict=True)):
-        which = ["--nnodes", "2", "--node-rank", str(rank), "--rdzv", f"{_HOSTS[0]}:29500"]
+    for rank, (network, link) in enumerate(zip(networks, LINKS, strict=True)):
+        which = ["--nnodes", "2", "--node-rank", str(rank), "--rdzv", f"{HOSTS[0]}:29500"]
         node = Session(folder / f"node{rank}", [f"ddp_{i}" for i in range(_CASES)], *which)
-        node.start(_enter(network), GLOO_SOCKET_IFNAME=link, MESHMARK_RDZV_SECRET=secret)
+        node.start(enter(network), GLOO_SOCKET_IFNAME=link, MESHMARK_RDZV_SECRET=secret)
         nodes.append(node)
     return nodes
 
@@ -87,7 +96,7 @@ def _strike(
     time.sleep(draw.uniform(0.0, SPREAD_SECONDS))
     fault.struck = time.monotonic()
     if fault.what == "link cut":
-        _inside(networks[1], "ip", "link", "set", _LINKS[1], "down")
+        inside(networks[1], "ip", "link", "set", LINKS[1], "down")
     elif fault.what == "node 1 stopped":
         for pid in processes.marked(nodes[1].mark):
             processes.send(pid, signal.SIGSTOP)
@@ -119,14 +128,6 @@ def _misnamed(nodes: Sequence[Session], fault: NodeStruck, name: str) -> list[st
             wrong.append(f"expected node lost, got {last.status} of rank {last.rank}: {last.message[:300]!r}")
     left = [path.name for node in nodes for path in node.temporary.glob("meshmark-*")]
     return wrong + ([f"left temporary files {left}"] if left else [])
-
-
-def _enter(network: int) -> list[str]:
-    return ["nsenter", f"--net=/proc/{network}/ns/net"]
-
-
-def _inside(network: int, *command: str) -> None:
-    _run(*_enter(network), *command)
 
 
 def _run(*command: str) -> None:

@@ -22,6 +22,8 @@ class Arithmetic:
     casting: Casting
     averages: bool = True
     """Losses are multiplied by the number of data-parallel ranks and their gradients averaged; else added up."""
+    divides: bool = False
+    """Losses are multiplied by the number of micro-batches, for the framework divides by it again."""
     reduces_each: bool = False
     """The gradients of every micro-batch are reduced, not their sum once a step: the same where nothing is rounded on
     the way."""

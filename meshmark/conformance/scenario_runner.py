@@ -36,6 +36,12 @@ class ScenarioRunner:
             if before.outcome.status is not Status.OK:
                 return before
         case, misfit = scenario.varied(base)
+        saves = Feature.SAVE in scenario.needs
+        if saves and (apart := self.runner.scratch.missing):
+            nodes = ", ".join(map(str, apart))
+            misfit = (
+                misfit or f"node {nodes} does not see node 0's results: --results DIR on a file system of all nodes"
+            )
         lacks = self.runner.adapter(case).capabilities.lacks
         request = dataclasses.replace(
             self.runner.request(scenario.task, case),
@@ -44,7 +50,7 @@ class ScenarioRunner:
             base=base,
             metered=scenario.metered,
             evaluate=scenario.evaluate and Feature.EVALUATE not in lacks,
-            checkpoint=str(self.runner.checkpoint(base)) if Feature.SAVE in scenario.needs else "",
+            checkpoint=str(self.runner.checkpoint(base)) if saves else "",
         )
         return self.runner.once(request, scenario.needs, misfit)
 

@@ -10,8 +10,7 @@ The twin is judged by the truth as the run is: one that is wrong excuses nothing
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,18 +68,24 @@ class Twin:
     def step(self, parameters: Tensors, batch: Batch, loss_scale: float = 1.0) -> TwinStep:
         """Loss and gradients of `batch` at `parameters`. `loss_scale`: what the run multiplied its loss by, lest small
         gradients vanish."""
-        layout, precision = self.case.layout, self.case.precision
+        layout = self.case.layout
         rows = self.case.workload.global_batch // (layout.dp * layout.num_micro_batches)
-        weights = self._weights(parameters)
-        micro_batches = self.arrange(batch).micro_batches(len(batch) // rows)
-        parts = [self._part(weights, part, loss_scale) for part in micro_batches]
-        gradients: Sequence[Gradients] = [gradients for _, gradients in parts]
-        if precision.narrows_reduction:
-            gradients = self._reduced(gradients)
+        micro_batches = list(self.arrange(batch).micro_batches(len(batch) // rows))
+        weights, losses, total = self._weights(parameters), list[float](), dict[str, Tensor]()
+
+        def part(index: int) -> Gradients:
+            share, gradients = self._part(weights, micro_batches[index], loss_scale)
+            losses.append(float(share))
+            return gradients
+
+        for gradients in self._reduced(part, len(micro_batches)):
+            for name, gradient in gradients.items():
+                total[name] = total[name] + gradient if name in total else gradient.to(torch.float64)
         scale = loss_scale * (layout.dp if self.arithmetic.averages else 1)
-        total = {name: g.div(scale).cpu().numpy() for name, g in _total(gradients, torch.float64).items()}
         unused = {n: np.zeros(x.shape) for n, x in parameters.items() if self.case.workload.trains(n)}
-        return TwinStep(loss=sum(float(loss) for loss, _ in parts), gradients=unused | total)
+        return TwinStep(
+            loss=sum(losses), gradients=unused | {name: g.div(scale).cpu().numpy() for name, g in total.items()}
+        )
 
     def _weights(self, parameters: Tensors) -> dict[str, Tensor]:
         """As the products read them, or as autocast finds them."""
@@ -106,6 +111,8 @@ class Twin:
             outputs = torch.func.functional_call(model, {**weights, **buffers}, (part.inputs,))
         share = self._loss_share(outputs, part)
         scaled = (share * self.case.layout.dp if self.arithmetic.averages else share) * loss_scale
+        if self.arithmetic.divides:
+            scaled = scaled * self.case.layout.num_micro_batches / self.case.layout.num_micro_batches
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         # Outside autocast, but for products of Megatron-LM's layers, which on a CPU need it in their backward too.
         inside = low is not None and self.arithmetic.splits_products and self.device.type == "cpu"
@@ -119,14 +126,19 @@ class Twin:
             return split_loss_share(outputs, part, self.case.layout.tp)
         return loss_share(outputs, part, self.case.workload.loss)
 
-    def _reduced(self, parts: Sequence[Gradients]) -> list[Gradients]:
-        """What narrow reductions over ranks make of the gradients of their micro-batches, rank by rank."""
-        count = self.case.layout.num_micro_batches
-        ranks = [parts[i : i + count] for i in range(0, len(parts), count)]
-        if not self.arithmetic.reduces_each:
-            ranks = [[_total(own, getattr(torch, self.case.precision.accumulation))] for own in ranks]
-        order = self.order or range(len(ranks))
-        return [self._sum_rounded([ranks[rank][i] for rank in order]) for i in range(len(ranks[0]))]
+    def _reduced(self, part: Callable[[int], Gradients], num_parts: int) -> Iterator[Gradients]:
+        """What is added up, exactly: the gradients of every micro-batch, or what narrow reductions over ranks make of
+        them. No more than one rank's are held at a time, or one of every rank that is reduced with others."""
+        count, wide = self.case.layout.num_micro_batches, getattr(torch, self.case.precision.accumulation)
+        order = self.order or range(num_parts // count)
+        if not self.case.precision.narrows_reduction:
+            yield from map(part, range(num_parts))
+        elif self.arithmetic.reduces_each:
+            for micro in range(count):
+                yield self._sum_rounded([part(rank * count + micro) for rank in order])
+        else:
+            own = [_total((part(rank * count + micro) for micro in range(count)), wide) for rank in order]
+            yield self._sum_rounded(own)
 
     def _sum_rounded(self, parts: Sequence[Gradients]) -> Gradients:
         """Of one part a rank."""
@@ -147,9 +159,10 @@ def twin_of(case: Case, arithmetic: Arithmetic | None, device: torch.device) -> 
     return Twin(case=case, arithmetic=arithmetic, device=device)
 
 
-def _total(parts: Sequence[Gradients], kind: torch.dtype) -> dict[str, Tensor]:
+def _total(parts: Iterable[Gradients], kind: torch.dtype) -> dict[str, Tensor]:
     """By name, summed in `kind` and in order."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {
-        name: functools.reduce(torch.add, [part[name].to(kind) for part in parts if name in part]) for name in names
-    }
+    total: dict[str, Tensor] = {}
+    for part in parts:
+        for name, gradient in part.items():
+            total[name] = total[name] + gradient.to(kind) if name in total else gradient.to(kind)
+    return total

@@ -14,8 +14,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scipy.special import stdtr, stdtrit
-
 from meshmark.measure.laps import PRECISION
 from meshmark.regression.change import Change, Effect, Kind, Standing
 from meshmark.regression.samples import (
@@ -58,6 +56,8 @@ class Test:
         """Chance of so large a difference, up or down, between equals."""
         if not math.isfinite(self.error):
             return 1.0
+        from scipy.special import stdtr  # takes a quarter of a second, and collecting tests needs none of it
+
         return 2 * float(stdtr(self.degrees, -abs(self.difference) / self.error)) if self.error else 0.0
 
     def half_width(self, level: float) -> float:
@@ -67,6 +67,8 @@ class Test:
 
 def reach(degrees: float, level: float) -> float:
     """What Student's t goes beyond, up or down, with chance `level`."""
+    from scipy.special import stdtrit
+
     return -float(stdtrit(degrees, level / 2))
 
 

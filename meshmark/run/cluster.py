@@ -12,10 +12,9 @@ import datetime
 import ipaddress
 import json
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshmark.errors import ClusterError, InputError, NodeLostError, NodesDisagreeError
@@ -34,9 +33,16 @@ class ClusterSpec:
     """Which node this is. Raises `InputError` when the numbers contradict each other."""
 
     nnodes: int = 1
+    """Launchers of the run: one a node, or each of the tasks that a scheduler starts there."""
     node_rank: int = 0
     rdzv: str | None = None
     """HOST:PORT of node 0; needed for more than one node."""
+    tasks_per_node: int = 1
+    """Launchers on one host."""
+    local_task: int = 0
+    """Which of them this is."""
+    gpus_by_task: bool = False
+    """Whether each sees GPUs that are its own."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.node_rank < self.nnodes:
@@ -61,44 +67,14 @@ class ClusterSpec:
         """0 when there is none."""
         return int(self.rdzv.rpartition(":")[2]) if self.rdzv else 0
 
-    @classmethod
-    def detect(cls, environ: Mapping[str, str]) -> ClusterSpec:
-        """From torchrun's or SLURM's environment; a single node when there is neither."""
-        if "GROUP_RANK" in environ and "LOCAL_WORLD_SIZE" in environ:
-            nnodes = _whole(environ, "WORLD_SIZE", 1) // _whole(environ, "LOCAL_WORLD_SIZE", 1)
-            port = _whole(environ, "MASTER_PORT", 1) + 1  # torchrun's own store listens on MASTER_PORT
-            rdzv = f"{_told(environ, 'MASTER_ADDR')}:{port}"
-            return cls(nnodes=nnodes, node_rank=_whole(environ, "GROUP_RANK", 0), rdzv=rdzv)
-        if "SLURM_STEP_NUM_NODES" in environ and (nnodes := _whole(environ, "SLURM_STEP_NUM_NODES", 1)) > 1:
-            port = 20000 + _whole(environ, "SLURM_JOB_ID", 0) % 20000
-            host = _first_host(_told(environ, "SLURM_STEP_NODELIST"))
-            return cls(nnodes=nnodes, node_rank=_whole(environ, "SLURM_NODEID", 0), rdzv=f"{host}:{port}")
-        return cls()
+    @property
+    def num_hosts(self) -> int:
+        return self.nnodes // self.tasks_per_node
 
-
-def _told(environ: Mapping[str, str], name: str) -> str:
-    if not environ.get(name):
-        raise InputError(f"{name} is not set, while others of its scheduler's variables are: give --nnodes and --rdzv")
-    return environ[name]
-
-
-def _whole(environ: Mapping[str, str], name: str, least: int) -> int:
-    text = _told(environ, name)
-    if not text.isdecimal() or len(text) > 18 or int(text) < least:
-        raise InputError(
-            f"{name}={text[:40]!r} in the environment: expected a whole number of at least {least}; unset what "
-            "torchrun or SLURM left, or give --nnodes"
-        )
-    return int(text)
-
-
-def _first_host(nodelist: str) -> str:
-    """First host of SLURM's compressed list, as scontrol expands it."""
-    try:
-        shown = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
-        return shown.stdout.split()[0]
-    except (OSError, ValueError, subprocess.CalledProcessError, IndexError) as error:
-        raise InputError(f"SLURM's node list {nodelist!r} is not known to scontrol ({error}): give --rdzv") from error
+    @property
+    def text(self) -> str:
+        """How many there are, in words."""
+        return f"{self.nnodes} tasks on {self.num_hosts} nodes" if self.tasks_per_node > 1 else f"{self.nnodes} nodes"
 
 
 class Cluster:
@@ -111,6 +87,8 @@ class Cluster:
         self._server: StoreServer | None = None
         self._store: RunStore | None = None
         self._ended = threading.Event()
+        self.clock_ahead = 0.0
+        """By how many seconds node 0's clock is ahead of this node's."""
         self._lost = ""
         """Why the run cannot go on; empty as long as it can."""
 
@@ -124,6 +102,7 @@ class Cluster:
                 self._store = self._connect(secret)
                 threading.Thread(target=self._beat, daemon=True, name="meshmark-heartbeat").start()
                 self.exchange("join", "", seconds=_JOIN_SECONDS)
+                self.clock_ahead = self._store.clock_ahead()
             except BaseException:
                 self._close()
                 raise

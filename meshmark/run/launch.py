@@ -23,6 +23,7 @@ from meshmark.environment import DEFAULT_THREADS
 from meshmark.errors import NodeLostError
 from meshmark.rank_progress import Pace
 from meshmark.run.cluster import LOOPBACK, Cluster, ClusterSpec
+from meshmark.run.interface import device_towards
 from meshmark.run.kernels import VARIABLES
 from meshmark.run.launch_folder import private_folder
 from meshmark.run.meeting import meet
@@ -117,6 +118,8 @@ def _run(
         failures = watchdog.run()
     except NodeLostError as error:
         lost = str(error)
+    if others:  # whose failure was first is told by one clock
+        failures = [dataclasses.replace(f, time=f.time + others.clock_ahead) for f in failures]
     reports = [_read_report(info) for info in watchdog.ranks]
     local = {
         "reports": encode([r for r in reports if r]),
@@ -137,8 +140,8 @@ def process_environment(spec: ClusterSpec) -> dict[str, str]:
     root = str(Path(meshmark.__file__).parent.parent)  # they import the checkout wherever they were started
     path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     defaults = {"OMP_NUM_THREADS": DEFAULT_THREADS}
-    if spec.host in LOOPBACK:
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    if device := "lo" if spec.host in LOOPBACK else device_towards(spec.host):
+        defaults["GLOO_SOCKET_IFNAME"] = device
     always = {
         **VARIABLES,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
@@ -153,8 +156,8 @@ def _ranks(spec: ClusterSpec, world_size: int, prefix: str, folder: Path) -> lis
     return [
         RankInfo(
             rank=spec.node_rank * local + i,
-            local_rank=i,
-            local_world_size=local,
+            local_rank=spec.local_task * local + i,
+            local_world_size=spec.tasks_per_node * local,
             world_size=world_size,
             host=spec.host,
             port=spec.port if spec.nnodes > 1 else 0,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 from meshmark.environment import Environment
+from meshmark.run.cluster import Cluster
+from meshmark.run.meeting import from_node_0
 from meshmark.run.record import Record, Status
 from meshmark.run.request import Request
+from meshmark.serial import decode, encode
 
 KEPT = "kept: the results folder holds this pass, of the same code and machine"
 _AGAIN = (Status.SKIPPED, Status.SLOW)
@@ -19,6 +23,14 @@ class Held:
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self._records = {(r.task, r.case, r.conformance.scenario): r for r in records}
         """The last of each."""
+
+    def on_all_nodes(self, cluster: Cluster, request: Request, here: Environment) -> Record | None:
+        """As `of`, where several nodes run: what node 0 finds, which alone has records; a call of all nodes."""
+        if cluster.spec.nnodes == 1:
+            return self.of(request, here)
+        told = from_node_0(cluster, "held", lambda: json.dumps(encode(self.of(request, here))), seconds=0)
+        found: Record | None = decode(Record | None, json.loads(told))
+        return found
 
     def of(self, request: Request, here: Environment) -> Record | None:
         """What stands for `request` in `here`; None where it is to be run, as scenarios are that leave a checkpoint

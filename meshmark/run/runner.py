@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -84,13 +85,12 @@ class Runner:
         announce: Announce | None = None,
         held: Held | None = None,
     ) -> None:
-        """`adapters`: name to "module:Class". What is `held` is not run again. Raises `ResultsError` when `results`
-        cannot be written."""
+        """`adapters`: name to "module:Class". What is `held`, where that was asked for, is not run again. Raises
+        `ResultsError` when `results` cannot be written."""
         self.launcher, self.adapters, self.options = launcher, adapters, options
         self.announce: Announce = announce or (lambda what, case, record: None)
-        self.results, self._held = results, held or Held()
-        writes = launcher.cluster.spec.node_rank == 0
-        self._file = RecordFile(results) if writes else None
+        self.results, self._held = results, held
+        self._file = None if launcher.cluster.spec.node_rank else RecordFile(results)
         if self._file:  # the folder is this run's alone from here on
             remove_partials(results / "noise")
         self._records: dict[tuple[Task, Case, str], Record] = {}
@@ -98,7 +98,6 @@ class Runner:
         self._peaks = PeakProbe(launcher, options.num_gpus)
         self._remarks: list[str] = []
         """For the next record."""
-        self._scratch: Scratch | None = None
 
     def close(self) -> None:
         """Raises `ResultsError` when the records are not where they are looked for."""
@@ -106,14 +105,14 @@ class Runner:
             if self._file:
                 self._file.close()
         finally:
-            if self._scratch:
-                self._scratch.remove()
+            if "scratch" in vars(self):
+                self.scratch.remove()
 
     def refusal(self, case: Case, needs: frozenset[Feature] = frozenset()) -> str | None:
         """Why `case` is not run; None when it is. `needs`: what the pass takes beyond the case."""
-        nnodes = self.launcher.cluster.spec.nnodes
-        if case.world_size % nnodes:
-            return f"{case.world_size} ranks cannot be spread evenly over {nnodes} nodes"
+        spec = self.launcher.cluster.spec
+        if case.world_size % spec.nnodes:
+            return f"{case.world_size} ranks cannot be spread evenly over {spec.text}"
         return self.adapter(case).refusal(case, self.options.device, self._backend(case), needs)
 
     def observe(self, case: Case) -> Record:
@@ -132,11 +131,14 @@ class Runner:
         """The record of the instrumented pass, where this session has made one."""
         return self._records.get((Task.OBSERVE, case, ""))
 
+    @functools.cached_property
+    def scratch(self) -> Scratch:
+        """Of this run; a call of all nodes."""
+        return Scratch(self.results, self.launcher.cluster)
+
     def checkpoint(self, base: Case) -> Path:
         """A folder of `base`'s own, for all nodes; absolute, for ranks may start elsewhere."""
-        if self._scratch is None:
-            self._scratch = Scratch(self.results, self.launcher.cluster)
-        folder = self._scratch.folder / hashlib.sha256(repr(base).encode()).hexdigest()[:16]
+        folder = self.scratch.folder / hashlib.sha256(repr(base).encode()).hexdigest()[:16]
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:
@@ -152,7 +154,8 @@ class Runner:
         the reason why it does not fit. `needs`: what the pass takes beyond the case."""
         case = request.case
         key = request.task, case, request.scenario  # not the case's id, which says nothing of seed or corpus
-        if key not in self._records and (kept := self._held.of(request, self._here(request.backend))):
+        cluster, here = self.launcher.cluster, self._here(request.backend)
+        if key not in self._records and self._held and (kept := self._held.on_all_nodes(cluster, request, here)):
             self._records[key] = kept
             self.announce(request.scenario or request.task, case, dataclasses.replace(kept, remarks=[KEPT]))
         if key not in self._records:
@@ -219,7 +222,7 @@ class Runner:
         )
 
     def _here(self, backend: str) -> Environment:
-        return describe(self.options.device, backend, self.launcher.cluster.spec.nnodes)
+        return describe(self.options.device, backend, self.launcher.cluster.spec.num_hosts)
 
     def request(self, task: Task, case: Case) -> Request:
         """What ranks are asked to do with `case` under this run's options."""
@@ -238,7 +241,8 @@ class Runner:
         )
 
     def _backend(self, case: Case) -> str:
-        local_ranks = case.world_size // self.launcher.cluster.spec.nnodes
+        spec = self.launcher.cluster.spec
+        local_ranks = case.world_size // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
         own_gpus = self.options.device == "cuda" and local_ranks <= self.options.num_gpus
         return self.options.backend or ("nccl" if own_gpus else "gloo")
 
@@ -269,7 +273,7 @@ class Runner:
 
     def _record(self, request: Request, outcome: Outcome, launched: LaunchResult | None = None) -> Record:
         remarks, self._remarks = self._remarks, []
-        nnodes = self.launcher.cluster.spec.nnodes
+        nnodes = self.launcher.cluster.spec.num_hosts
         record = assemble(request, self.adapter(request.case), outcome, launched, nnodes=nnodes, remarks=remarks)
         return with_gaps(record, self.options.known_gaps)
 

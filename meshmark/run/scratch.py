@@ -27,6 +27,8 @@ class Scratch:
             if spec.nnodes > 1:
                 name = cluster.exchange("scratch", name, seconds=_ANSWER_SECONDS)[0]
             self.folder = results / name
+            self.missing = self._missing(cluster, self.folder.is_dir())
+            """Nodes that do not see what node 0 has made."""
             self._made = bool(own)
             if not own:
                 with contextlib.suppress(FileExistsError):  # as it does where the nodes share their results
@@ -36,6 +38,13 @@ class Scratch:
             raise ResultsError(
                 f"results folder {str(results)!r}: {error.strerror}; name another with --results"
             ) from error
+
+    @staticmethod
+    def _missing(cluster: Cluster, here: bool) -> list[int]:
+        if cluster.spec.nnodes == 1:
+            return []
+        seen = cluster.exchange("scratch seen", "yes" if here else "no", seconds=_ANSWER_SECONDS)
+        return [node for node, answer in enumerate(seen) if answer == "no"]
 
     def remove(self) -> None:
         """On the node that made it."""

@@ -14,6 +14,7 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.fsdp1 import FSDP1
 from meshmark.adapters.fsdp2 import FSDP2
 from meshmark.adapters.megatron.gpt_model import MegatronGPT
+from meshmark.adapters.pipeline_nd import PipelineFSDP2
 from meshmark.adapters.tensor_parallel import TensorParallel
 from meshmark.judge.faults import Fault
 from meshmark.reference.data import Batch
@@ -98,6 +99,13 @@ class StageNotScaled(Broken):
         return loss / self.case.layout.num_micro_batches
 
 
+class StagesNotSharded(Adapter):
+    """A pipeline over replicas, whose stages FSDP2 was to shard."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return PipelineFSDP2().build(replace(case, layout=replace(case.layout, zero_stage=0)), context)
+
+
 class NeverSharded(Adapter):
     """Tensor parallelism over replicas, where FSDP2 was to shard them."""
 
@@ -132,5 +140,7 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("megatron-gpt", NormsNotSummed, layout=Layout(tp=2, sequence_parallel=True, num_micro_batches=4)),
     *_on("megatron-gpt-zero1", StatesNotShared, suite="memory", layout=replace(TWO, zero_stage=1)),
     *_on("deepspeed-pipeline", StageNotScaled, F.SCALED, layout=replace(PIPELINE, zero_stage=1)),
+    *_on("pipeline-tp", g.ScalesGrads, F.SCALED, layout=replace(PIPELINE, tp=2)),
+    *_on("pipeline-fsdp2", StagesNotSharded, suite="memory", layout=replace(PIPELINE, dp=2, zero_stage=3)),
     *_on("tp-fsdp2", NeverSharded, suite="memory", layout=Layout(dp=2, tp=2, zero_stage=3, num_micro_batches=4)),
 ]

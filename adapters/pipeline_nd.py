@@ -1,0 +1,211 @@
+"""Pipelines crossed with PyTorch's other axes: stages of tensor-parallel layers (`parallelize_module`), stages sharded
+by FSDP2 over replicas of the pipeline, or both."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import TYPE_CHECKING, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.pipeline import Part, Pipeline, PipelineEngine
+from meshmark.adapters.tensor_parallel import parallelize
+from meshmark.reference.data import Batch
+from meshmark.reference.transformer import Transformer
+from meshmark.spec.case import Case
+from meshmark.spec.layout import AXES, Axis, Recompute, Schedule
+from meshmark.spec.precision import Precision
+from meshmark.theory.flow import Departure, Flow, Purpose, besides, departing
+from meshmark.theory.parameters import stage_parameters
+from meshmark.theory.partition import uniform_stages
+from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.states import Remainder, local_parameters
+from meshmark.theory.traffic import spanned, step_traffic
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+_WHOLE = "the gradient of an embedding that is split by rows is whole on every rank"
+
+
+class PipelineNDEngine(PipelineEngine):
+    """Every tensor-parallel rank of the last stage computes the same loss; the first one returns it."""
+
+    def __init__(self, case: Case, context: RankContext) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        layout = case.layout
+        sizes = (layout.pp, layout.dp, layout.tp)
+        self.mesh: DeviceMesh = init_device_mesh(context.device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
+        super().__init__(case, context)
+        axes: tuple[Axis, ...] = ("tp", "pp", "dp") if layout.zero_stage else ("tp", "pp")
+        groups = {spanned(layout, rank, axes) for rank in range(layout.world_size)}
+        made = {ranks: dist.new_group([*ranks]) for ranks in sorted(groups)}
+        self.share_holders = made[spanned(layout, context.rank, axes)]
+
+    def make_part(self, chunk: Transformer) -> Part:
+        from torch.distributed.fsdp import fully_shard
+
+        layout = self.case.layout
+        if layout.tp > 1:
+            parallelize(chunk, self.mesh["tp"], sequence_parallel=layout.sequence_parallel)
+        part = super().make_part(chunk)
+        if layout.zero_stage:
+            for block in chunk.blocks.values():
+                fully_shard(block, mesh=self.mesh["dp"])
+            fully_shard(part, mesh=self.mesh["dp"])
+        return part
+
+    def _run(self, pipeline: Callable[..., object], batch: Batch) -> Tensor:
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        layout = self.case.layout
+        with loss_parallel() if layout.tp > 1 else contextlib.nullcontext():
+            total = super()._run(pipeline, batch)
+        total = total / layout.dp if layout.zero_stage else total
+        return total if self.stands.tp == 0 else torch.zeros(())
+
+    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        """FSDP2 takes the mean over replicas of what is to be summed."""
+        share = super()._loss(logits_BTV, targets_BT)
+        share = share.to_local() if hasattr(share, "to_local") else share
+        return share * self.case.layout.dp if self.case.layout.zero_stage else share
+
+    def reduce_over_replicas(self) -> None:
+        for _, gradient in self._local_gradients():
+            if self.replicas is not None and not self.case.layout.zero_stage:
+                dist.all_reduce(gradient, group=self.replicas)
+
+    def _local_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every gradient, and what this rank holds of it."""
+        for parameter in self.model.parameters():
+            if (gradient := parameter.grad) is not None:
+                yield gradient, cast("DTensor", gradient).to_local() if hasattr(gradient, "to_local") else gradient
+
+    def _clip(self, max_norm: float) -> Tensor:
+        """By the norm over all stages and shards, of which PyTorch's own knows one stage's, and one mesh's: squares of
+        what a rank alone has, and of what several have the first one's."""
+        square = torch.zeros(())
+        for gradient, local in self._local_gradients():
+            if self.stands.tp == 0 or "tp" in _split_over(gradient):
+                square += local.float().square().sum()
+        dist.all_reduce(square, group=self.share_holders)
+        norm = square.sqrt()
+        for _, local in self._local_gradients():
+            local.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+
+class PipelineTensorParallel(Pipeline):
+    """A pipeline of tensor-parallel stages, over replicas too."""
+
+    capabilities: ClassVar = dataclasses.replace(
+        Pipeline.capabilities,
+        degrees=frozenset({"tp", "pp", "dp"}),
+        schedules=frozenset({Schedule.ONE_F_ONE_B}),
+        virtual_stages=frozenset({1}),
+        recomputes=frozenset({Recompute.NONE}),
+        precisions=frozenset({Precision.FP32}),
+        lacks={
+            **Pipeline.capabilities.lacks,
+            Precision.BF16: "autocast, whose copies DTensor does not plan; not tried",
+            Precision.FP64: "not tried",
+            Feature.DROPOUT: "ranks draw the same masks for their own heads, which the single process does not",
+            Feature.TIED_EMBEDDINGS: "its gradient is summed over stages that split it; not mapped",
+            Feature.MATRIX_WISE: "its optimizer is given parts of the parameters",
+            Feature.UNUSED: "not tried",
+            Feature.RECOMPUTE: "not tried",
+        },
+    )
+    axes: ClassVar[frozenset[Axis]] = frozenset({"pp", "tp"})
+    """All of which a layout must have; what has fewer is another adapter's."""
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if lacking := [axis for axis in AXES if axis in cls.axes and getattr(case.layout, axis) == 1]:
+            return f"a pipeline crossed with {' and '.join(sorted(cls.axes - {'pp'}))} lacks {', '.join(lacking)}"
+        return super().supports(case, device, backend)
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        return dataclasses.replace(super().recipe(case), activations_known=False)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        more = _unsplit(case, rank) * case.precision.accumulation.itemsize
+        return (Remainder(category="gradients", num_bytes=more, reason=_WHOLE),) if more else ()
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        share = Fraction(_unsplit(case, rank), local_parameters(case.workload.model, case.layout, rank) or 1)
+        return besides(step_traffic(case, rank), Purpose.GRADIENTS, share, _WHOLE)
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return PipelineNDEngine(case, context)
+
+
+class PipelineFSDP2(PipelineTensorParallel):
+    """A pipeline whose stages FSDP2 shards over its replicas, block by block, of tensor-parallel layers or whole ones.
+    PyTorch's schedules gather weights before every pass of a stage, and reduce gradients once, after the last."""
+
+    capabilities: ClassVar = dataclasses.replace(PipelineTensorParallel.capabilities, zero_stages=frozenset({3}))
+    axes: ClassVar[frozenset[Axis]] = frozenset({"pp", "dp"})
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        return ()
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        """One reduction of gradients that were accumulated whole, and fewer gathers."""
+        layout, flows = case.layout, step_traffic(case, rank)
+        model, count, stands = case.workload.transformer, layout.num_micro_batches, layout.coordinates(rank)
+        stage = uniform_stages(model, layout.pp)[stands.pp]
+        ends = int(stage_parameters(model, dataclasses.replace(stage, num_layers=0), layout.tp))
+        blocks = (local_parameters(model, layout, rank) or 0) - ends
+        times = _gathers(layout.pp - stands.pp, count)
+
+        def once(flow: Flow) -> Flow:
+            return dataclasses.replace(flow, num_bytes=flow.num_bytes // count, fewest=1, most=flow.most // count)
+
+        def gathered(flow: Flow) -> Flow:
+            num_bytes = case.precision.weights.itemsize * (ends + times * blocks)
+            calls = 1 + times * stage.num_layers
+            return dataclasses.replace(flow, num_bytes=num_bytes, fewest=calls, most=calls)
+
+        kept = "a block stays whole from its backward pass to its next forward, what is in no block for the step"
+        return (
+            *departing(flows, Purpose.GRADIENTS, "gradients are accumulated whole, and reduced once", once),
+            *departing(flows, Purpose.WEIGHTS, kept, gathered),
+        )
+
+
+def _gathers(stages_left: int, num_micro_batches: int) -> int:
+    """Of a block in a step of 1F1B: before every pass that does not find it whole. A forward pass gives it up."""
+    warm = min(stages_left, num_micro_batches)
+    passes = "F" * warm + "BF" * (num_micro_batches - warm) + "B" * warm
+    return sum(before != "B" for before in "F" + passes[:-1])
+
+
+def _split_over(tensor: Tensor) -> set[str]:
+    """The mesh's axes along which ranks hold other parts of it."""
+    if not hasattr(tensor, "placements"):
+        return set()
+    sharded = cast("DTensor", tensor)
+    names = sharded.device_mesh.mesh_dim_names or ()
+    return {name for name, placement in zip(names, sharded.placements, strict=True) if placement.is_shard()}
+
+
+def _unsplit(case: Case, rank: int) -> int:
+    """Elements of the embedding's gradient beyond a rank's share; the first stage has it."""
+    model, layout = case.workload.transformer, case.layout
+    first = layout.coordinates(rank).pp == 0
+    return model.vocab_size * model.hidden // layout.tp * (layout.tp - 1) if first else 0

@@ -1,0 +1,158 @@
+"""Parts of a matrix: each case in one; and their records in one folder, each once."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cluster.page import page
+from benchmarks.cluster.row import Row, keep, kept
+from meshmark.cli import main
+from meshmark.errors import InputError
+from meshmark.options import part
+from meshmark.run.merge import merge
+from meshmark.run.record import Outcome, Status
+from meshmark.run.record_file import RecordFile, read_records
+from meshmark.run.session import Session
+from meshmark.shard import in_part
+from tests.factories import make_case, make_good, make_timed
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_parts_are_the_whole_and_a_case_is_in_one() -> None:
+    cells = ["a", "a", None, "b", "c", "a", "d", "b", "e"]
+    chosen = [in_part(cells, number, 3) for number in (1, 2, 3)]
+    assert all(sum(each) == 1 for each in zip(*chosen, strict=True)), "each test in one"
+    parts = [{cell for cell, mine in zip(cells, each, strict=True) if mine} for each in chosen]
+    assert parts == [{"a", None, "d"}, {"b", "e"}, {"c"}]
+
+
+def test_a_part_of_the_suites_is_some_of_their_cases() -> None:
+    """All tests of each of its cases."""
+    command = [sys.executable, "-m", "pytest", "suites", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    chosen = ["--adapters", "ddp,fsdp2,gpipe", "--shard", "2/2"]
+    done = subprocess.run([*command, *chosen], cwd=ROOT, capture_output=True, text=True, check=True)
+    cases = [line.partition("[")[2] for line in done.stdout.splitlines() if "::" in line]
+    assert cases and set(Counter(cases).values()) == {4} and "deselected" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "/", "1/0", "a/b", "1/2/3"])
+def test_a_part_that_cannot_be(text: str) -> None:
+    with pytest.raises(InputError, match="--shard"):
+        part("--shard", text)
+
+
+def test_records_of_parts_come_together_once(tmp_path: Path) -> None:
+    """Also when some come later, and with the evidence that stands beside them."""
+    good = make_good(case=make_case("ddp"))
+    told = Session(schema=2, session="one", command="pytest", device="cpu", exit_code=0)
+    for name, lines in {"task-1": [told, good], "task-2": [make_timed()]}.items():
+        file = RecordFile(tmp_path / name)
+        for line in lines:
+            file.append(line)
+        file.close()
+    parts = [tmp_path / "task-1", tmp_path / "task-2"]
+    first = merge(parts[:1], tmp_path)
+    assert [r.case for r in first.records] == [good.case] and first.sessions == [told]
+    assert first.records[0].equivalence.deviations == good.equivalence.deviations
+    again = merge(parts, tmp_path)
+    assert len(again.records) == 2 and len(again.sessions) == 1 and not again.complaints
+    with (tmp_path / "task-2" / "records.jsonl").open("a") as half:
+        half.write('{"schema": 2, "case"')
+    assert len(merge(parts, tmp_path).records) == 2
+    assert "task-2: records.jsonl line 2: not whole JSON" in merge(parts, tmp_path).complaints[0]
+
+
+SBATCH = """#!/bin/sh
+for last; do :; done
+echo "$@" >> $HERE/asked
+tasks=$(echo "$@" | sed 's/.*--array=\\([0-9,]*\\).*/\\1/' | tr ',' ' ')
+for t in $tasks; do cp $HERE/left-$t-$(wc -l < $HERE/asked) $HERE/out/task-$t/records.jsonl; done
+echo 7
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Commands that leave what tasks of SLURM would have; `make cluster-test` has the real ones."""
+    for name, text in {"sbatch": SBATCH, "squeue": "#!/bin/sh\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("HERE", str(tmp_path))
+    monkeypatch.setattr("meshmark.submit._POLL_SECONDS", 0.0)
+    return tmp_path
+
+
+def leave(slurm: Path, task: int, attempt: int, exit_code: int | None, status: Status) -> None:
+    folder = slurm / f"{task}-{attempt}"
+    file = RecordFile(folder)
+    file.append(dataclasses.replace(make_good(case=make_case(f"a{task}")), outcome=Outcome(status=status)))
+    file.append(Session(schema=2, session=f"{task}{attempt}", command="pytest", device="cpu", exit_code=exit_code))
+    file.close()
+    os.rename(folder / "records.jsonl", slurm / f"left-{task}-{attempt}")
+
+
+def test_what_was_cut_off_is_submitted_again_and_all_is_gathered(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave(slurm, 1, 1, 0, Status.OK)
+    leave(slurm, 2, 1, None, Status.NODE_LOST)
+    leave(slurm, 2, 2, 0, Status.OK)
+    assert (
+        main(["submit", "--tasks", "2", "--results", str(slurm / "out"), "--sbatch=-p gpu", "--", "--world", "2"]) == 0
+    )
+    asked = (slurm / "asked").read_text().splitlines()
+    assert [line.split()[1:4] for line in asked] == [["--array=1,2", "-p", "gpu"], ["--array=2", "-p", "gpu"]]
+    said = capsys.readouterr().out
+    assert "submitted again, to go on: tasks 2" in said and "2 records of 2 tasks" in said, said
+    assert {r.case.adapter: r.outcome.status for r in read_records(slurm / "out").records} == {
+        "a1": Status.OK,
+        "a2": Status.OK,
+    }
+
+
+def test_what_never_comes_to_its_end_is_told(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave(slurm, 1, 1, None, Status.OK)
+    (slurm / "out" / "task-1").mkdir(parents=True)
+    (slurm / "out" / "task-1" / "output").write_text("slurmstepd: error: the end\n")
+    assert main(["submit", "--tasks", "1", "--retries", "0", "--results", str(slurm / "out")]) == 2
+    assert "task 1 did not come to its end:\nslurmstepd: error: the end" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_what_would_be_submitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["submit", "--tasks", "3", "--nodes", "2", "--dry-run", "--results", str(tmp_path / "run")]
+    assert main([*options, "--", "--world", "4", "-k", "ddp or fsdp2"]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "#SBATCH --nodes=2",
+        "--world 4 -k 'ddp or fsdp2'",
+        "--shard $SLURM_ARRAY_TASK_ID/3",
+        "--array=1,2,3",
+    ):
+        assert words in said, said
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "script").write_text(said.rpartition("\n\n")[0])
+    subprocess.run(["bash", "-n", tmp_path / "script"], check=True)
+    assert main([*options, "--", "--results", "elsewhere"]) == 2
+    assert "--results is what `meshmark submit` itself gives" in capsys.readouterr().err
+
+
+def test_trials_of_clusters_are_kept_in_pieces_and_a_wrong_one_is_told(tmp_path: Path) -> None:
+    """What `make cluster-test` writes; a trial that is repeated replaces itself."""
+    rows = tmp_path / "cluster" / "rows.json"
+    good = Row(engine="SLURM, sbatch", shape="2 x 1 x 1", fault="scancel", seconds=4.26, told="gone on", commit="abc")
+    keep(dataclasses.replace(good, wrong=["kept [] of the case before"], lost="the case before"), rows)
+    assert "| **wrong**" in page(kept(rows)) and "- SLURM, sbatch, 2 x 1 x 1, scancel: kept []" in page(kept(rows))
+    keep(dataclasses.replace(good, lost="nothing"), rows)
+    keep(dataclasses.replace(good, fault="requeued"), rows)
+    assert [row.fault for row in kept(rows)] == ["scancel", "requeued"]
+    assert "2 trials" in page(kept(rows)) and "2 went as they should" in page(kept(rows))
+    assert "4.3" in page(kept(rows)) and "wrong" not in page(kept(rows))
