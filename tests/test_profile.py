@@ -14,6 +14,7 @@ from meshmark.measure.profile import Activity, ActivityKind, Bandwidth, Kernel, 
 from meshmark.report.profiles import memory_curves, profile_rows
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.profiling import profile
 from meshmark.run.record import Status
 from meshmark.run.record_file import read_records
 from meshmark.run.request import Task
@@ -117,20 +118,20 @@ def test_a_profiled_run_tells_of_every_rank_and_leaves_its_trace(tmp_path: Path)
     adapters = {"ddp": "meshmark.adapters.ddp:DDP"}
     with Cluster(ClusterSpec()) as cluster, contextlib.closing(ForkserverLauncher(cluster)) as launcher:
         runner = Runner(launcher, adapters, RunOptions(), tmp_path)
-        record = runner.profile(case)
+        record = profile(runner, case)
         runner.close()
     assert record.outcome.status is Status.OK, record.outcome.message + record.outcome.traceback
     assert [profile.num_steps for profile in record.profiles] == [3, 3]
-    for profile in record.profiles:
-        parts = profile.compute_seconds + profile.exposed_seconds + profile.idle_seconds
-        assert parts == pytest.approx(profile.step_seconds)
-        assert 0 < profile.exposed_seconds <= profile.communication_seconds < profile.step_seconds
-        assert profile.compute_seconds > 0
-        assert "aten::addmm" in {kernel.name for kernel in profile.kernels}
-        assert [(b.kind, b.group_size) for b in profile.bandwidths] == [("all_reduce", 2)]
-        sent = 4 * case.workload.model.num_parameters * profile.num_steps
-        assert profile.bandwidths[0].num_bytes == sent, "every gradient, once a step"
-        assert len(profile.memory) > 10
+    for told in record.profiles:
+        parts = told.compute_seconds + told.exposed_seconds + told.idle_seconds
+        assert parts == pytest.approx(told.step_seconds)
+        assert 0 < told.exposed_seconds <= told.communication_seconds < told.step_seconds
+        assert told.compute_seconds > 0
+        assert "aten::addmm" in {kernel.name for kernel in told.kernels}
+        assert [(b.kind, b.group_size) for b in told.bandwidths] == [("all_reduce", 2)]
+        sent = 4 * case.workload.model.num_parameters * told.num_steps
+        assert told.bandwidths[0].num_bytes == sent, "every gradient, once a step"
+        assert len(told.memory) > 10
     trace = tmp_path / record.profiles[0].trace
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert sum(event.get("name") == "gloo:all_reduce" for event in events) >= 3

@@ -1,4 +1,4 @@
-"""What ranks are asked for in a profiled pass."""
+"""The profiled pass, from a runner's point of view."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ import hashlib
 from pathlib import Path
 
 from meshmark.errors import ResultsError
-from meshmark.run.request import Request
+from meshmark.run.record import Record
+from meshmark.run.request import Request, Task
+from meshmark.run.runner import Runner
+from meshmark.spec.case import Case
 
 STEPS = 3
 _LONGEST_STEM = 150
 """Of a file's name."""
+
+
+def profile(runner: Runner, case: Case) -> Record:
+    """The profiled pass over `case`, whose trace is left beside the records."""
+    return runner.once(profiling(runner.request(Task.PROFILE, case), runner.results))
 
 
 def profiling(asked: Request, results: Path) -> Request:

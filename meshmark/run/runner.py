@@ -32,7 +32,6 @@ from meshmark.run.passes.noise import (
 )
 from meshmark.run.peak_probe import PeakProbe
 from meshmark.run.power import launch_watched
-from meshmark.run.profiling import profiling
 from meshmark.run.record import ConformanceEvidence, Outcome, Record, Status
 from meshmark.run.record_file import RecordFile, line_of
 from meshmark.run.request import Request, Task
@@ -122,10 +121,6 @@ class Runner:
     def time(self, case: Case) -> Record:
         """The untouched pass."""
         return self.once(self.request(Task.TIME, case))
-
-    def profile(self, case: Case) -> Record:
-        """The profiled pass, whose trace is left beside the records."""
-        return self.once(profiling(self.request(Task.PROFILE, case), self.results))
 
     def observed(self, case: Case) -> Record | None:
         """The record of the instrumented pass, where this session has made one."""
