@@ -14,3 +14,9 @@ twins: install
 # line a goal (NAME VALUE goal GOAL met|missed) and their numbers.
 validate: install
 	$(BIN)/python -m studies.validate
+
+# How algorithms converge where theory is exact: exponents and constants against their formulas; reports/convergence.md.
+.PHONY: convergence
+convergence: install
+	$(BIN)/python -m pytest -q suites/test_convergence.py --results results/convergence; status=$$?; \
+	$(BIN)/python -m studies.convergence && exit $$status

@@ -10,8 +10,6 @@ from meshmark.plugin import baseline, observed, profiled, runner, scenarios, tim
 from meshmark.selection import Selection
 from meshmark.spec.case import Case, Misfit
 
-_ASKED_FOR = {"test_conformance": "--conformance", "test_profile": "--profile"}
-
 
 def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[Case | Misfit]:
     chosen = selection
@@ -19,10 +17,13 @@ def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[C
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Conformance, at 26 clauses an adapter, and profiles are asked for: by their option or their file."""
-    stem = collection_path.stem
-    if stem not in _ASKED_FOR or config.getoption(_ASKED_FOR[stem]):
+    """Conformance, at 26 clauses an adapter, and profiles are asked for: by their option or their file. Convergence,
+    which is of no adapter, by its file."""
+    asked = {f"test_{name}.py": config.getoption(f"--{name}") for name in ("conformance", "profile")}
+    asked["test_convergence.py"] = False
+    if asked.get(collection_path.name, True):
         return None
     named = [argument.partition("::")[0] for argument in config.args]
     files = {(config.invocation_params.dir / name).resolve() for name in named}
-    return None if f"meshmark.suites.{stem}" in named or collection_path.resolve() in files else True
+    module = f"meshmark.suites.{collection_path.stem}"
+    return None if module in named or collection_path.resolve() in files else True

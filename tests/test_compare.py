@@ -268,6 +268,8 @@ def test_what_no_machine_changes_is_gated_on_any(tmp_path: Path, capsys: pytest.
     newer = write(tmp_path / "newer", [make_good(environment=make_environment(versions={"torch": "2.14.0"}))])
     assert main(["compare", before, newer, "--fail-on", "wrong,bigger:1%"]) == 2
     assert "without slower" not in capsys.readouterr().err
+    assert main(["compare", before, before, "--fail-on", "wrong,bigger:1%"]) == 0
+    assert "tokens/s" not in capsys.readouterr().out, "nor on one machine: a busy one would tell of what nobody gates"
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,8 @@ def test_every_matrix_is_doubly_stochastic_and_the_mean_of_all_is_reached(kind: 
 
 
 def test_spectra_are_those_that_the_papers_tell() -> None:
-    """Ring: 1 - 2 (1 - cos(2 pi / n)) / 3. Exponential, of a power of two: 1 - 2 / (1 + log2 n) (arXiv:2110.13363,
-    proposition 1). One-peer: exact averaging after log2 n steps (lemma 1)."""
+    """Ring: 1 - 2 (1 - cos(2 pi / n)) / 3. Exponential, of a power of two: 1 - 2 / (1 + log2 n) (arXiv:2110.13363).
+    One-peer: exact averaging after log2 n steps (the same)."""
 
     def second(graph: GraphKind, count: int) -> float:
         return float(sorted(abs(np.linalg.eigvals(np.array(Graph(kind=graph).matrix(count, 0)))))[-2])

@@ -96,6 +96,9 @@ def test_a_failure_is_ten_lines_whatever_it_holds() -> None:
     outcome = Outcome(status=Status.EXITED, rank=0, message=long, log_tail=long)
     told = failure(lambda: expect(make_good(outcome=outcome, verdicts=[]), "memory"))
     assert len(told.splitlines()) <= MOST_LINES and len(told) < 5000
+    many = make_verdict("memory", passed=False, summary="; ".join(f"mend {i}" for i in range(30)))
+    told = failure(lambda: expect(dataclasses.replace(make_good(), verdicts=[many]), "memory"))
+    assert len(told.splitlines()) == MOST_LINES
 
 
 def test_too_slow_fails_and_says_so() -> None:

@@ -41,8 +41,9 @@ def record(tmp_path: Path, summary: str, passed: bool = False) -> Record:
 def test_a_known_failure_is_expected_and_another_one_fails(tmp_path: Path) -> None:
     with pytest.raises(pytest.xfail.Exception, match="memory: known .activations: 3 bytes"):
         expect(record(tmp_path, "activations: 3 bytes"), "memory")
-    with pytest.raises(pytest.fail.Exception, match="gradients: 3 bytes"):
+    with pytest.raises(pytest.fail.Exception, match="gradients: 3 bytes") as failed:
         expect(record(tmp_path, "gradients: 3 bytes"), "memory")
+    assert failed.type is pytest.fail.Exception  # of which an expected failure is one kind
     with pytest.warns(StaleGapWarning, match="take the gap out"):
         expect(record(tmp_path, "fine", passed=True), "memory")
     others = with_gaps(make_good(case=make_case("fsdp2")), known(tmp_path))

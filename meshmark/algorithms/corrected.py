@@ -1,9 +1,9 @@
 """Decentralised algorithms that end at the optimum whatever each replica's own is, with a constant step r:
 
-- gradient tracking (DIGing; Nedic, Olshevsky and Shi, arXiv:1607.03218, eqs. 4):
+- gradient tracking (DIGing; Nedic, Olshevsky and Shi, arXiv:1607.03218):
   y_i(t) = sum_j W_ij y_j(t-1) + g_i(t) - g_i(t-1), from y(0) = g(0);  x_i <- sum_j W_ij x_j - r y_i.
   The mean of all y is the mean of all g: what is tracked.
-- exact diffusion (Yuan et al., arXiv:1702.05122, algorithm 1; D2, Tang et al., arXiv:1803.07068), with V = (I + W) / 2:
+- exact diffusion (Yuan et al., arXiv:1702.05122; D2, Tang et al., arXiv:1803.07068), with V = (I + W) / 2:
   p_i(t) = x_i(t) - r g_i(t);  x_i <- sum_j V_ij (p_j(t) + x_j(t) - p_j(t-1)), at first sum_j V_ij p_j
 """
 

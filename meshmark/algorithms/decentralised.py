@@ -3,7 +3,7 @@ and makes its next state of that.
 
 - DSGD, adapt then combine (Lopes and Sayed 2008, doi:10.1109/TSP.2008.917383): z = step(x, g), x <- h
 - D-PSGD (Lian et al., arXiv:1705.09056, algorithm 1): z = x, sent before there is a gradient; x <- h + step(x, g) - x
-- DmSGD (Yu et al., arXiv:1905.03817, algorithm 3): v = B u + g, z = (x - r v, v), (x, u) <- h
+- DmSGD (Yu et al., arXiv:1905.03817): v = B u + g, z = (x - r v, v), (x, u) <- h
 - quasi-global momentum (Lin et al., arXiv:2102.04761, algorithm 1): z = x - r (B m + g), and x <- h,
   m <- B m + (1 - B) (x - h) / r
 """

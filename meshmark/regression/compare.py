@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshmark.errors import ResultsError
 from meshmark.regression.change import Change, Kind, Standing
-from meshmark.regression.conditions import OF_TIMES, differences, expect_alike
+from meshmark.regression.conditions import differences, expect_alike
 from meshmark.regression.exact import exact_changes
 from meshmark.regression.runs import CaseRuns, Key, by_case, names
 from meshmark.regression.samples import samples
@@ -42,7 +42,7 @@ def compare(
     timed: bool = True,
     margin: float | None = None,
 ) -> Comparison:
-    """Of two readings; without `timed` nobody asks for times, and those of different machines are left out.
+    """Of two readings; without `timed` nobody asks for times, and they are left out.
 
     Raises `ResultsError` where they have no case in common, or (without `across`) were measured under other conditions.
     """
@@ -59,7 +59,7 @@ def compare(
     name = names(list(ours | theirs))
     changes = [change for key in common for change in _untimed(name[key], ours[key], theirs[key])]
     changes += [_missing(name[key], ours[key]) for key in ours if key not in theirs and _ran(ours[key])]
-    times = _timed(ours, theirs, name, margin) if timed or not different.keys() & set(OF_TIMES) else []
+    times = _timed(ours, theirs, name, margin) if timed else []
     return Comparison(
         changes=[*changes, *clauses, *times],
         num_cases=len(common),

@@ -23,12 +23,12 @@ class GraphKind(StrEnum):
     RING = "ring"
     """Neighbours on a circle, of equal weight with oneself."""
     GRID = "grid"
-    """The most square grid of so many, with the weights of Metropolis and Hastings (Xiao and Boyd 2004, section 4.1):
+    """The most square grid of so many, with the weights of Metropolis and Hastings (Xiao and Boyd 2004):
     1 / (1 + the larger degree), and oneself the rest."""
     EXPONENTIAL = "exponential"
-    """i hears from i - 1, i - 2, i - 4, ... (arXiv:2110.13363, eq. 2), all of equal weight with oneself."""
+    """i hears from i - 1, i - 2, i - 4, ... (arXiv:2110.13363), all of equal weight with oneself."""
     ONE_PEER = "one-peer"
-    """One of these at a time, in turn, half and half (arXiv:2110.13363, eq. 7)."""
+    """One of these at a time, in turn, half and half (arXiv:2110.13363)."""
     MATCHING = "matching"
     """Pairs drawn anew for every step, half and half; of an odd number one stays alone."""
     OWN = "own"

@@ -1,0 +1,223 @@
+"""What the formulas of `quadratics` say, against what the transitions do: exponents, with intervals, and constants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from meshmark.algorithms import quadratics as q
+from meshmark.algorithms.quadratics import Array, Quadratic
+from meshmark.spec.algorithm import AlgorithmKind, AlgorithmSpec, local_sgd
+from meshmark.spec.graph import Graph, GraphKind
+
+GROUPS, PER_GROUP = 10, 40
+"""Seeds, and the coordinates of each: a group of coordinates is a sample."""
+EXACT = 1e-6
+"""By how much an exponent or a constant may be off where nothing is drawn but the problem: what is left of the start,
+and rounding."""
+CONFIDENCE = 0.999
+"""Of an interval. Draws have fixed seeds: a claim that holds goes on to hold."""
+
+Sample = Callable[[float], Array]
+"""From the swept value to what is measured, by coordinate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """That something goes as a formula says when one thing is swept."""
+
+    name: str
+    swept: str
+    values: tuple[float, ...]
+    measured: Sample
+    formula: Sample
+    paper: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Slopes are of logarithm over logarithm."""
+
+    claim: Claim
+    measured: Array
+    """By value, then group: root mean squares over its coordinates."""
+    formula: Array
+
+    def slopes(self, of: Array) -> Array:
+        """By group."""
+        x = np.log(self.claim.values)
+        return np.asarray(np.polyfit(x, np.log(of), 1)[0])
+
+    @property
+    def exponent(self) -> tuple[float, float]:
+        """Measured, and half its interval over groups."""
+        return _interval(self.slopes(self.measured))
+
+    @property
+    def expected(self) -> float:
+        return float(self.slopes(self.formula).mean())
+
+    @property
+    def constant(self) -> tuple[float, float]:
+        """Measured over formula, and half its interval over groups."""
+        return _interval(np.exp(np.log(self.measured / self.formula).mean(axis=0)))
+
+    def __str__(self) -> str:
+        (slope, around), (ratio, within) = self.exponent, self.constant
+        return (
+            f"{self.claim.name}, by {self.claim.swept}: exponent {slope:.4f} ± {around:.1e}, by formula "
+            f"{self.expected:.4f}; measured over formula {ratio:.7f} ± {within:.1e}"
+        )
+
+    @property
+    def holds(self) -> bool:
+        off, half = _interval(self.slopes(self.measured) - self.slopes(self.formula))
+        ratio, around = self.constant
+        return abs(off) <= max(half, EXACT) and abs(ratio - 1) <= max(around, EXACT)
+
+
+def _interval(samples: Array) -> tuple[float, float]:
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, len(samples) - 1) * samples.std(ddof=1) / math.sqrt(len(samples))
+    return float(samples.mean()), float(half)
+
+
+def measure(claim: Claim) -> Result:
+    def grouped(sample: Sample) -> Array:
+        found = np.array([sample(value) for value in claim.values])
+        return np.asarray(np.sqrt(np.mean(np.square(found.reshape(len(claim.values), GROUPS, PER_GROUP)), axis=2)))
+
+    return Result(claim=claim, measured=grouped(claim.measured), formula=grouped(claim.formula))
+
+
+def _along(kind: AlgorithmKind, graph: GraphKind = GraphKind.RING) -> AlgorithmSpec:
+    return AlgorithmSpec(kind=kind, graph=Graph(kind=graph))
+
+
+def _alike(count: int, noise: float = 0.0) -> Quadratic:
+    """Of one curvature, one."""
+    return Quadratic(centres=q.drawn(count, GROUPS * PER_GROUP), curvatures=np.ones(count), noise=noise)
+
+
+def _last(problem: Quadratic, spec: AlgorithmSpec, rate: float, steps: int) -> Array:
+    *_, last = q.states(problem, spec, rate, steps)
+    return last
+
+
+def _apart(problem: Quadratic, spec: AlgorithmSpec, rate: float) -> Array:
+    """By coordinate, how far replicas end from the optimum."""
+    last = _last(problem, spec, rate, math.ceil(20 / rate))
+    return np.asarray(np.sqrt(np.mean(np.square(last - problem.optimum), axis=0)))
+
+
+def _bias(kind: AlgorithmKind, share: Callable[[Array, float], Array], paper: str) -> list[Claim]:
+    spec = _along(kind)
+
+    def formula(rate: float, count: int) -> Array:
+        return q.steady_error(lambda values: share(values, rate), _alike(count), spec)
+
+    return [
+        Claim(
+            name=f"bias of {kind} on a ring of 8",
+            swept="step size",
+            values=(0.02, 0.04, 0.08, 0.16),
+            measured=lambda rate: _apart(_alike(8), spec, rate),
+            formula=lambda rate: formula(rate, 8),
+            paper=paper,
+        ),
+        Claim(
+            name=f"bias of {kind} on rings of 4 to 16, step 0.05",
+            swept="spectral gap",
+            values=tuple(float(1 - q.spectrum(spec, count)[0][1]) for count in (4, 6, 8, 12, 16)),
+            measured=lambda gap: _apart(_alike(_ring_of(gap)), spec, 0.05),
+            formula=lambda gap: formula(0.05, _ring_of(gap)),
+            paper=paper,
+        ),
+    ]
+
+
+def _ring_of(gap: float) -> int:
+    """The number of replicas whose ring has this gap, 2 (1 - cos(2 pi / n)) / 3."""
+    return round(2 * math.pi / math.acos(1 - 1.5 * gap))
+
+
+def _speedup() -> Claim:
+    rate, noise = 0.1, 1.0
+
+    def measured(count: float) -> Array:
+        problem, spec = _alike(round(count), noise), _along(AlgorithmKind.DSGD, GraphKind.EXPONENTIAL)
+        means = [here.mean(axis=0) for here in q.states(problem, spec, rate, 600)]
+        return np.asarray(np.sqrt(np.mean(np.square(np.array(means[200:]) - problem.optimum), axis=0)))
+
+    return Claim(
+        name="noise of the mean under DSGD, exponential graph, step 0.1",
+        swept="replicas",
+        values=(2, 4, 8, 16),
+        measured=measured,
+        formula=lambda count: np.full(GROUPS * PER_GROUP, q.mean_deviation(noise, round(count), rate, 1.0)),
+        paper="arXiv:1705.09056",
+    )
+
+
+def _drift() -> Claim:
+    rate = 0.02
+    problem = Quadratic(centres=q.drawn(4, GROUPS * PER_GROUP), curvatures=np.array([0.5, 0.8, 1.2, 1.5]))
+
+    def measured(less: float) -> Array:
+        period = round(less) + 1
+        steps = period * math.ceil(25 / (rate * period)) + 1
+        return np.asarray(np.abs(_last(problem, local_sgd(period), rate, steps)[0] - problem.optimum))
+
+    return Claim(
+        name="bias of local SGD, curvatures 0.5 to 1.5, step 0.02",
+        swept="local steps less one",
+        values=(1, 2, 4, 8),
+        measured=measured,
+        formula=lambda less: np.abs(q.local_sgd_end(problem, rate, round(less) + 1) - problem.optimum),
+        paper="arXiv:2003.10422",
+    )
+
+
+def _rates(kind: AlgorithmKind, recurrence: Callable[[float, float], tuple[float, float]], paper: str) -> Claim:
+    """Of the steps that a factor of e takes where replicas forget the slowest how far apart they were."""
+    spec, step = _along(kind), 0.05
+
+    def measured(gap: float) -> Array:
+        problem = _alike(_ring_of(gap))
+        _, vectors = q.spectrum(spec, len(problem.centres))
+        series = np.array([vectors[:, 1:].T @ here for here in q.states(problem, spec, step, 24)])
+        roots = [[q.fitted_root(one) for one in along.T] for along in np.moveaxis(series, 1, 0)]
+        return np.asarray(-1 / np.log(np.max(roots, axis=0)))
+
+    def formula(gap: float) -> Array:
+        values, _ = q.spectrum(spec, _ring_of(gap))
+        slowest = max(q.root(recurrence(float(value), step)) for value in values[1:])
+        return np.full(GROUPS * PER_GROUP, -1 / math.log(slowest))
+
+    return Claim(
+        name=f"steps of {kind} on rings of 4 to 12 to be e times less apart, step {step}",
+        swept="spectral gap",
+        values=tuple(float(1 - q.spectrum(spec, count)[0][1]) for count in (4, 6, 8, 12)),
+        measured=measured,
+        formula=formula,
+        paper=paper,
+    )
+
+
+def left_of_bias(kind: AlgorithmKind) -> float:
+    """What is left after 400 steps of size 0.05 on a ring of 8: nothing, of algorithms that correct their bias."""
+    return float(np.max(_apart(_alike(8), _along(kind), 0.05)))
+
+
+UNBIASED = (AlgorithmKind.GRADIENT_TRACKING, AlgorithmKind.EXACT_DIFFUSION)
+CLAIMS = [
+    *_bias(AlgorithmKind.DSGD, q.dsgd_share, "arXiv:1702.05122"),
+    *_bias(AlgorithmKind.DPSGD, q.dpsgd_share, "arXiv:1705.09056"),
+    _speedup(),
+    _drift(),
+    _rates(AlgorithmKind.GRADIENT_TRACKING, q.tracking_recurrence, "arXiv:1607.03218"),
+    _rates(AlgorithmKind.EXACT_DIFFUSION, q.diffusion_recurrence, "arXiv:1702.05123"),
+]

@@ -1,0 +1,77 @@
+"""The suite of convergence holds of what is right, and fails of what is not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from meshmark.algorithms import quadratics, table
+from meshmark.algorithms.convergence import CLAIMS, Claim, measure
+from meshmark.judge.mixing_rivals import NotSubtracted, Stale
+from meshmark.spec.algorithm import AlgorithmKind
+
+BIAS, RATE = (
+    next(claim for claim in CLAIMS if claim.name.startswith(start))
+    for start in ("bias of dsgd on a ring", "steps of gradient-tracking")
+)
+
+
+@pytest.mark.parametrize("claim", [BIAS, RATE], ids=["bias", "rate"])
+def test_a_formula_and_its_algorithm_agree(claim: Claim) -> None:
+    result = measure(claim)
+    assert result.holds, str(result)
+
+
+def test_a_constant_that_is_a_thousandth_off_fails_and_so_does_another_exponent() -> None:
+    off = dataclasses.replace(BIAS, formula=lambda rate: 1.001 * BIAS.formula(rate))
+    assert not measure(off).holds
+    other = dataclasses.replace(BIAS, formula=lambda rate: BIAS.formula(rate) * (rate / 0.06) ** 0.01)
+    assert not measure(other).holds
+
+
+@pytest.mark.parametrize(
+    "claim, kind, rival",
+    [(BIAS, AlgorithmKind.DSGD, Stale), (RATE, AlgorithmKind.GRADIENT_TRACKING, NotSubtracted)],
+    ids=["stale", "not subtracted"],
+)
+def test_another_algorithm_fails(
+    claim: Claim, kind: AlgorithmKind, rival: type[table.Decentralised], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if claim is BIAS:  # which what is heard a step late has none of its own: it is the way there that differs
+        claim = dataclasses.replace(
+            claim, measured=lambda rate: _after(3, rate), formula=lambda rate: _by_hand(3, rate), name="the way there"
+        )
+        assert measure(claim).holds
+    monkeypatch.setitem(table.ALONG_GRAPHS, kind, rival)
+    assert not measure(claim).holds
+
+
+def _after(steps: int, rate: float) -> quadratics.Array:
+    problem, spec = _problem()
+    *_, last = quadratics.states(problem, spec, rate, steps)
+    return np.linalg.norm(last, axis=0)
+
+
+def _by_hand(steps: int, rate: float) -> quadratics.Array:
+    problem, spec = _problem()
+    assert spec.graph is not None
+    here, matrix = np.zeros_like(problem.centres), np.array(spec.graph.matrix(8, 0))
+    for _ in range(steps):
+        here = matrix @ (here - rate * (here - problem.centres))
+    return np.linalg.norm(here, axis=0)
+
+
+def _problem() -> tuple[quadratics.Quadratic, quadratics.AlgorithmSpec]:
+    from meshmark.spec.algorithm import ALGORITHMS
+
+    return quadratics.Quadratic(centres=quadratics.drawn(8, 400), curvatures=np.ones(8)), ALGORITHMS["dsgd-ring"]
+
+
+def test_prony_finds_the_root_of_what_oscillates_too() -> None:
+    for recurrence in ((1.2, -0.9), (1.5, -0.56), (0.3, 0.2)):
+        series = [1.0, 0.4]
+        while len(series) < 20:
+            series.append(recurrence[0] * series[-1] + recurrence[1] * series[-2])
+        assert quadratics.fitted_root(np.array(series)) == pytest.approx(quadratics.root(recurrence), rel=1e-9)
