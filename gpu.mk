@@ -11,12 +11,15 @@ GPU_BIG := --workload gpt-1.3b --precision bf16 --world 1 --time-limit 150
 # Whether it is green or red; the exit code is the piece's.
 GPU_PACK = status=$$?; tar -czf $(GPU_OUT)-$@.tar.gz -C $(GPU_OUT) . && ls -l $(GPU_OUT)-$@.tar.gz; exit $$status
 
-.PHONY: gpu $(GPU_PIECES)
+.PHONY: gpu gpu-report $(GPU_PIECES)
 gpu:
 	rm -f $(GPU_OUT)/records.jsonl
 	$(MAKE) gpu-1-start
 	status=0; for piece in $(filter-out gpu-1-start,$(GPU_PIECES)); do $(MAKE) $$piece || status=1; done; \
-	$(GPU_PYTHON) -m meshmark report $(GPU_OUT) -o $(GPU_OUT)/report.md && exit $$status
+	$(MAKE) gpu-report && exit $$status
+
+gpu-report:
+	$(GPU_PYTHON) -m meshmark report $(GPU_OUT) -o $(GPU_OUT)/report.md
 
 # What the machine is, and whether anything runs at all.
 gpu-1-start:

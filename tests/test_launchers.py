@@ -364,6 +364,48 @@ def descendants() -> set[int]:
     return found
 
 
+@contextlib.contextmanager
+def listening() -> Iterator[dict[str, set[str]]]:
+    """Addresses that ranks of torchrun, and others that descend from here, listen at meanwhile."""
+    found: dict[str, set[str]] = {}
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.2):
+            for pid in descendants():
+                with contextlib.suppress(psutil.Error):
+                    process = psutil.Process(pid)
+                    kind = "rank" if "meshmark.run.torchrun_rank" in process.cmdline()[2:4] else "other"
+                    open_ = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+                    found.setdefault(kind, set()).update(open_)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        watcher.join()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_torchrun_s_record_is_the_forkserver_s_and_nobody_listens_but_gloo(
+    launcher: ForkserverLauncher, torchrun: TorchrunLauncher, results: Path
+) -> None:
+    """But for times. The noise floor is measured once, by the first. A rank of gloo listens for its peers, on the
+    loopback device alone; the agent on nothing."""
+    first = observe(launcher, results)
+    with listening() as listened:
+        second = observe(torchrun, results)
+    assert second.outcome.status is Status.OK, second.outcome.message + second.outcome.log_tail
+    for part in ("training", "equivalence", "traffic", "memory", "conformance", "verdicts"):
+        assert getattr(first, part) == getattr(second, part), part
+    assert len(first.training.losses) == 3 and len(first.traffic.readings) == 2
+    assert first.conformance.digests and first.verdicts
+    assert listened["rank"] and listened["rank"] <= {"127.0.0.1", "::1"}, listened
+    assert listened["other"] == set()
+
+
 def run(torchrun: TorchrunLauncher, adapter: str, results: Path, limit: float = 120) -> Record:
     running = Runner(torchrun, ADAPTERS, RunOptions(timed_steps=4, time_limit_seconds=limit), results)
     record = running.time(make_case(adapter))
@@ -411,48 +453,6 @@ def test_torchrun_itself_failing_is_told_with_its_log(
     outcome = run(torchrun, "ddp", results).outcome
     assert outcome.status is Status.UNFINISHED and "failed before they began" in outcome.message
     assert "PET_MAX_RESTARTS" in outcome.log_tail or "many" in outcome.log_tail, outcome.log_tail
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[dict[str, set[str]]]:
-    """Addresses that ranks of torchrun, and others that descend from here, listen at meanwhile."""
-    found: dict[str, set[str]] = {}
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.2):
-            for pid in descendants():
-                with contextlib.suppress(psutil.Error):
-                    process = psutil.Process(pid)
-                    kind = "rank" if "meshmark.run.torchrun_rank" in process.cmdline()[2:4] else "other"
-                    open_ = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-                    found.setdefault(kind, set()).update(open_)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield found
-    finally:
-        over.set()
-        watcher.join()
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_torchrun_s_record_is_the_forkserver_s_and_nobody_listens_but_gloo(
-    launcher: ForkserverLauncher, torchrun: TorchrunLauncher, results: Path
-) -> None:
-    """But for times. The noise floor is measured once, by the first. A rank of gloo listens for its peers, on the
-    loopback device alone; the agent on nothing."""
-    first = observe(launcher, results)
-    with listening() as listened:
-        second = observe(torchrun, results)
-    assert second.outcome.status is Status.OK, second.outcome.message + second.outcome.log_tail
-    for part in ("training", "equivalence", "traffic", "memory", "conformance", "verdicts"):
-        assert getattr(first, part) == getattr(second, part), part
-    assert len(first.training.losses) == 3 and len(first.traffic.readings) == 2
-    assert first.conformance.digests and first.verdicts
-    assert listened["rank"] and listened["rank"] <= {"127.0.0.1", "::1"}, listened
-    assert listened["other"] == set()
 
 
 def test_torchrun_runs_on_one_node_alone() -> None:
