@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch  # a record is read without it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,8 @@ class DeviceMemory:
 def start_device_memory(device: torch.device) -> None:
     """From here on peaks count."""
     if device.type == "cuda":
+        import torch
+
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.reset_accumulated_memory_stats(device)
 
@@ -37,6 +41,8 @@ def read_device_memory(device: torch.device) -> DeviceMemory | None:
     """Since `start_device_memory`; None on the CPU."""
     if device.type != "cuda":
         return None
+    import torch
+
     return device_memory(torch.cuda.memory_stats(device), torch.cuda.mem_get_info(device))
 
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from meshmark.measure.flight_recorder import IssuedOperation
 from meshmark.measure.readings import wire_factor
+
+if TYPE_CHECKING:
+    from meshmark.measure.flight_recorder import IssuedOperation  # which loads torch; a record is read without it
 
 Span = tuple[int, int]
 """Start and stop, nanoseconds."""
