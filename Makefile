@@ -19,6 +19,7 @@ help:
 	@echo "make power    engines broken on purpose must be caught, correct runs must pass: reports/power.md"
 	@echo "make chaos    faults by the hundred while suites run: reports/chaos.md; make fuzz: odd inputs for longer"
 	@echo "make cluster-test   the suites under a real SLURM, and under its faults: reports/cluster.md (root)"
+	@echo "make size     gpt2-124m is judged within 10 minutes and 12 GiB, under every adapter (SIZED=ddp,fsdp2)"
 	@echo "make bench    performance claims: launch, overhead, report scale"
 	@echo "make gpu      run on this machine's GPU with its own python (PYTHON=...), in pieces (gpu.mk), leave GPU_OUT"
 	@echo "make roster   every adapter, variants too, by capability: reports/roster.md"
@@ -62,7 +63,7 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-include plan.mk power.mk chaos.mk roster.mk gpu.mk cluster.mk
+include plan.mk power.mk chaos.mk roster.mk gpu.mk cluster.mk size.mk
 
 # The site, of which a warning is an error; mkdocs and its theme are installed for it alone.
 docs: install

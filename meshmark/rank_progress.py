@@ -101,6 +101,10 @@ class _Marker:
         self.done, self.longest, self.time = self.done + 1, max(self.longest, now - self.time), now
         self._write()
 
+    def tick(self) -> None:
+        self.time = time.monotonic()
+        self._write()
+
     def _write(self) -> None:
         if self.memory:
             _LAYOUT.pack_into(self.memory, 0, _PHASES.index(self.phase), self.done, self.total, self.time, self.longest)
@@ -123,6 +127,11 @@ def begin(phase: Phase, total: int = 0) -> None:
 def advance() -> None:
     """One more unit is done."""
     _marker.advance()
+
+
+def tick() -> None:
+    """It works still, at what is no unit of its phase."""
+    _marker.tick()
 
 
 def read_mark(path: Path, *, started: float) -> Mark:

@@ -14,6 +14,7 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.conformance.gap_file import read_gaps
 from meshmark.environment import DEFAULT_THREADS, describe
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
+from meshmark.judge.sample import LARGEST_FULL, Assess
 from meshmark.options import (
     DEFAULT_WORKLOAD,
     chosen_adapters,
@@ -123,7 +124,14 @@ def add_options(parser: pytest.Parser) -> None:
         action="store_true",
         help="collect suites/test_profile.py too: where a step's time goes, with a Chrome trace in DIR/traces",
     )
-    steps = "optimizer steps of a pass (default: 5 observed, at least 10 timed)"
+    group.addoption(
+        "--assess",
+        default=None,
+        metavar="HOW",
+        help="what is held against the float64 truth: full, sampled (all tensors of 2 steps, by few noise runs) or off "
+        f"(default: full up to {LARGEST_FULL // 10**6} million parameters, sampled beyond)",
+    )
+    steps = "optimizer steps of a pass (default: 5 observed, 3 where that is sampled, at least 10 timed)"
     group.addoption("--steps", type=int, default=None, metavar="N", help=steps)
     budget = "seconds of timed steps a case, until its rate is known to within 2 %% (default: 1.5; 0: --steps alone)"
     group.addoption("--timing-budget", type=float, default=1.5, metavar="S", help=budget)
@@ -264,4 +272,12 @@ def _run_options(config: pytest.Config) -> RunOptions:
     chosen = RunOptions(device=device, backend=backend, num_gpus=num_gpus(), time_limit_seconds=limit)
     named = config.getoption("--known-gaps")
     gaps = read_gaps(config.invocation_params.dir / named) if named else ()
-    return dataclasses.replace(chosen, timing_budget_seconds=budget, known_gaps=gaps, **counts)
+    chosen = dataclasses.replace(chosen, timing_budget_seconds=budget, known_gaps=gaps, assess=_assess(config))
+    return dataclasses.replace(chosen, **counts)
+
+
+def _assess(config: pytest.Config) -> Assess | None:
+    how = config.getoption("--assess")
+    if how is not None and how not in list(Assess):
+        raise UnknownNameError("--assess", how, list(Assess))
+    return None if how is None else Assess(how)

@@ -9,6 +9,7 @@ from meshmark.environment import Environment
 from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.judge.observed_path import ObservedPath
+from meshmark.judge.sample import Sample
 from meshmark.measure.device_memory import DeviceMemory
 from meshmark.measure.gpu_power import GpuPower
 from meshmark.measure.profile import ActivityKind, Bandwidth, Kernel, Profile
@@ -232,7 +233,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "outcome": Outcome(status=Status.OK),
         "launch": LaunchSeconds(seconds=3.5, build_seconds=1.25),
         "training": TrainingCurves(losses=[5.5, 5.25], norms=[2.0, None], left_out=2),
-        "equivalence": make_equivalence(drifts=[drift], diagnosis=diagnosis, num_replicated=3),
+        "equivalence": make_equivalence(drifts=[drift], diagnosis=diagnosis, num_replicated=3, sample=Sample()),
         "memory": make_memory_evidence(),
         "traffic": make_traffic_evidence(),
         "timing": make_timing(

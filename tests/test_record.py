@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -217,12 +218,13 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
     old = {name: value for name, value in today.items() if name not in parts} | {"schema": 1}
     for part in parts:
         old |= {moved.get(name, {}).get(part, name): value for name, value in today[part].items()}
-    lacked = ("rank_starts", "lap_steps", "peak_flops_per_second", "observed", "departures", "left_out")
+    lacked = ("rank_starts", "lap_steps", "peak_flops_per_second", "observed", "departures", "left_out", "sample")
     for name in lacked:
         del old[name]
     old["matmul_flops_per_second"] = [1e9, 1e9]  # which it had
     old["planned_traffic"] = [{"all_reduce": 400.0}] * 2  # another plan
     lacking = make_record(
+        equivalence=dataclasses.replace(make_record().equivalence, sample=None),
         training=TrainingCurves(losses=[5.5, 5.25], norms=[2.0, None]),
         timing=make_timing(rank_starts=[], lap_steps=[], peak_flops_per_second=None),
         traffic=make_traffic_evidence(planned=[], departures=[]),

@@ -289,11 +289,12 @@ def test_cases_stand_in_order_of_first_appearance() -> None:
 LARGE = make_workload(name="large", model=make_model(name="large"))
 
 
-def test_a_case_too_large_for_the_truth_takes_the_verdict_of_its_small_kin(tmp_path: Path) -> None:
+def test_a_case_that_was_not_judged_is_not_correct_because_its_small_kin_is(tmp_path: Path) -> None:
     """Same adapter, layout and precision."""
     big = make_good(case=make_case("ddp", workload=LARGE), verdicts=[make_verdict("memory")])
     page = render(tmp_path, [make_good(case=DDP), big])
-    assert [row["correct"] for row in rows(page)] == ["yes", "yes (as mini)"]
+    assert [row["correct"] for row in rows(page)] == ["yes", "not judged (as mini: yes)"]
+    assert page.splitlines()[2].startswith("**1 of 1 judged cases train correctly**")
 
 
 def test_a_wrong_small_kin_makes_the_large_case_wrong(tmp_path: Path) -> None:

@@ -67,8 +67,10 @@ def both(first: Tensors, second: Tensors) -> Tensors:
 
 def parted(replicas: Sequence[Tensors]) -> tuple[list[Tensors], list[Tensors]]:
     """The two again."""
-    first = [{n: x for n, x in tensors.items() if not n.startswith(_SECOND)} for tensors in replicas]
-    second = [{n.removeprefix(_SECOND): x for n, x in tensors.items() if n.startswith(_SECOND)} for tensors in replicas]
+    first: list[Tensors] = [{n: x for n, x in tensors.items() if not n.startswith(_SECOND)} for tensors in replicas]
+    second: list[Tensors] = [
+        {n.removeprefix(_SECOND): x for n, x in t.items() if n.startswith(_SECOND)} for t in replicas
+    ]
     return first, second
 
 

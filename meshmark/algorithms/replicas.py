@@ -10,7 +10,7 @@ replicas is the global loss, whatever the number of tokens on each.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from meshmark.reference.data import Batch
 
-Tensors = dict[str, NDArray[np.floating]]
+Tensors = Mapping[str, NDArray[np.floating]]
 """By canonical name."""
 
 

@@ -111,7 +111,7 @@ def deviation(y: NDArray[np.floating] | None, x: NDArray[np.floating]) -> Deviat
     )
 
 
-Tensors = dict[str, NDArray[np.floating]]
+Tensors = Mapping[str, NDArray[np.floating]]
 """Full tensors by canonical name, in host memory that PyTorch's allocator (which is being watched) does not own."""
 
 

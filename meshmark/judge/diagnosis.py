@@ -51,9 +51,9 @@ def diagnose(
     if start := [q.name for q, d in deviations.items() if q.kind is QuantityKind.INITIAL and d[0].distance != 0]:
         return _start(trace, start)
     if drifts_at_start := [d for d in drifts if d.quantity.kind is QuantityKind.PARAMETERS and d.step == 0]:
-        return _first_drift(drifts_at_start)
+        return first_drift(drifts_at_start)
     first = min((step for _, step in wrong), default=None)
-    drift = _first_drift(drifts)
+    drift = first_drift(drifts)
     if drift and (first is None or drift.step < first or (drift.step == first and not _wrong(wrong, first, drift))):
         return drift
     if first is None:
@@ -91,7 +91,8 @@ def _start(trace: Trace, names: list[str]) -> Diagnosis:
     return _diagnosis((Fault.START, detail), 0, names)
 
 
-def _first_drift(drifts: Sequence[Drift]) -> Diagnosis | None:
+def first_drift(drifts: Sequence[Drift]) -> Diagnosis | None:
+    """What ranks that differ say by themselves; None where none do."""
     if not drifts:
         return None
 

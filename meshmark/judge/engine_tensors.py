@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -12,7 +12,7 @@ from meshmark.adapter.engine import Engine
 from meshmark.adapter.holdings import Holdings
 from meshmark.errors import AdapterError
 from meshmark.judge.deviation import Tensors
-from meshmark.judge.trace import host_copies
+from meshmark.judge.trace import host_copy
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.workload import Workload
 
@@ -28,13 +28,27 @@ def host_parameters(engine: Engine, workload: Workload) -> Tensors:
 
     Raises `AdapterError` for what is neither a full tensor under its canonical name nor sharded.
     """
-    return host_copies(_full("parameters()", engine.parameters(), workload))
+    return {name: host_copy(tensor) for name, tensor in full_parameters(engine, workload)[1]}
 
 
 @torch.no_grad()
 def host_gradients(engine: Engine, workload: Workload) -> Tensors:
     """The same of `engine.gradients()`."""
-    return host_copies(_full("gradients()", engine.gradients(), workload))
+    return {name: host_copy(tensor) for name, tensor in full_gradients(engine, workload)[1]}
+
+
+NamedTensors = tuple[list[str], Iterator[tuple[str, Tensor]]]
+"""Names, and for each in order its tensor, brought together when it is asked for: a collective call."""
+
+
+def full_parameters(engine: Engine, workload: Workload) -> NamedTensors:
+    """What `engine.parameters()` tells, one tensor after the other; for `AdapterError` see `host_parameters`."""
+    return _full("parameters()", engine.parameters(), workload)
+
+
+def full_gradients(engine: Engine, workload: Workload) -> NamedTensors:
+    """The same of `engine.gradients()`."""
+    return _full("gradients()", engine.gradients(), workload)
 
 
 @torch.no_grad()
@@ -54,20 +68,28 @@ def local_holdings(engine: Engine) -> Holdings:
     )
 
 
-def _full(method: str, told: object, workload: Workload) -> Mapping[str, Tensor]:
+def _full(method: str, told: object, workload: Workload) -> NamedTensors:
     if not isinstance(told, Mapping):
         raise AdapterError(f"{method} returned {_kind(told)}; expected a mapping of canonical names to tensors")
-    shapes, found = parameter_shapes(workload.model), {}
-    for name, value in told.items():
+    shapes = parameter_shapes(workload.model)
+    for name in told:
         if name not in shapes:
             raise AdapterError(f"{method} returned {name!r}; the canonical names are {', '.join(shapes)}")
+    return list(told), _whole(method, told, shapes)
+
+
+def _whole(
+    method: str, told: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    for name in told:
+        value = told[name]
         # A DTensor's ranks bring it together here, all in the order in which they return it.
         tensor = value.full_tensor() if _is_sharded(value) else value
-        _check(f"{method}: {name}", tensor, f"a plain float tensor of shape {tuple(shapes[name])}")
+        tensor = _check(f"{method}: {name}", tensor, f"a plain float tensor of shape {tuple(shapes[name])}")
         if tensor.shape != shapes[name]:
             raise AdapterError(f"{method}: {name} has shape {tuple(tensor.shape)}; its full shape is {shapes[name]}")
-        found[name] = tensor
-    return found
+        yield name, tensor
+        del value, tensor  # whoever asks for the next has no use for this one
 
 
 def _local(where: str, value: object) -> Tensor:

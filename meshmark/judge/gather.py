@@ -24,7 +24,7 @@ _KINDS = "fiu"
 
 def all_gather_json(value: object) -> list[Any]:
     """Every rank's `value`, by rank. A collective call."""
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(_device())
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device_of_default_group())
     sizes = _all_sizes(len(own))
     padded = _padded(own, max(sizes))
     everyone = [torch.empty_like(padded) for _ in sizes]
@@ -43,7 +43,7 @@ def gather_arrays(arrays: list[NDArray[Any]]) -> list[list[NDArray[Any]]] | None
         offset += _room(array)
     forms = all_gather_json([[array.dtype.str, list(array.shape)] for array in arrays])
     sizes = _all_sizes(len(own))
-    padded = _padded(torch.from_numpy(own).to(_device()), max(sizes))
+    padded = _padded(torch.from_numpy(own).to(device_of_default_group()), max(sizes))
     everyone = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
     dist.gather(padded, everyone)
     if everyone is None:
@@ -76,8 +76,8 @@ def _room(array: NDArray[Any]) -> int:
 
 def _all_sizes(own: int) -> list[int]:
     """Every rank's number of bytes. Raises `ValueError` for one that no trace can have."""
-    sizes = [torch.zeros(1, dtype=torch.int64, device=_device()) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([own], dtype=torch.int64, device=_device()))
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device_of_default_group()) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([own], dtype=torch.int64, device=device_of_default_group()))
     told = [int(size) for size in sizes]
     if not all(0 <= size <= MOST_BYTES for size in told):
         raise ValueError(f"the ranks want to send {told} bytes: expected 0 to {MOST_BYTES} each")
@@ -88,7 +88,7 @@ def _padded(own: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(own, (0, size - len(own)))
 
 
-def _device() -> torch.device:
+def device_of_default_group() -> torch.device:
     """Where the default process group takes its tensors."""
     on_gpu = dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

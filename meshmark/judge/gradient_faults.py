@@ -280,10 +280,14 @@ def _low_precision(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation
 
 
 def low_precisions(tensors: Iterator[NDArray[np.floating]]) -> list[str]:
-    """The formats narrower than float32 that hold every value of all tensors."""
-    flat = np.concatenate([np.asarray(t, dtype=np.float64).ravel() for t in tensors])
-    mantissa = np.frexp(flat)[0]
-    return [name for name, bits in (("bf16", 8), ("fp16", 11)) if np.all(np.mod(mantissa * 2.0**bits, 1) == 0)]
+    """The formats narrower than float32 that hold every value of all tensors; one by one, for they may be large."""
+    kinds = {"bf16": 8, "fp16": 11}
+    for tensor in tensors:
+        mantissa = np.frexp(np.asarray(tensor, dtype=np.float64))[0]
+        kinds = {name: bits for name, bits in kinds.items() if np.all(np.mod(mantissa * 2.0**bits, 1) == 0)}
+        if not kinds:
+            break
+    return list(kinds)
 
 
 def rounding(relative: Sequence[float], what: str) -> Explanation | None:

@@ -64,7 +64,7 @@ def _replayed(failed: FailedReplicas, algorithm: Decentralised) -> list[list[Ten
 
 def _at(failed: FailedReplicas, step: int) -> tuple[list[Tensors], list[Tensors]]:
     uses = failed.case.workload.uses
-    own = [{n: g for n, g in trace.gradients[step].items() if uses(n, step)} for trace in failed.traces]
+    own: list[Tensors] = [{n: g for n, g in trace.gradients[step].items() if uses(n, step)} for trace in failed.traces]
     return [trace.parameters[step] for trace in failed.traces], own
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshmark import rank_progress
@@ -46,11 +47,14 @@ class Trace:
 
 def host_copies(tensors: Mapping[str, Tensor]) -> Tensors:
     """A copy on the host; bf16 and fp16 widen to float32, exactly."""
-    copies = {}
-    for name, tensor in tensors.items():
-        host = tensor.detach().cpu()
-        copies[name] = (host if host.dtype.itemsize >= 4 else host.float()).numpy().copy()
-    return copies
+    return {name: host_copy(tensor) for name, tensor in tensors.items()}
+
+
+def host_copy(tensor: Tensor, *, shared: bool = False) -> NDArray[np.floating]:
+    """The same of one; `shared`: it may be the tensor's own memory, for it is not kept."""
+    host = tensor.detach().cpu()
+    value: NDArray[np.floating] = (host if host.dtype.itemsize >= 4 else host.float()).numpy()
+    return value if shared else value.copy()
 
 
 def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
@@ -82,19 +86,20 @@ def gather_replicas(own: Trace, replicas: Sequence[int]) -> tuple[list[Trace], l
         drift
         for i, kind in enumerate((QuantityKind.PARAMETERS, QuantityKind.GRADIENTS))
         for ranks in peers.values()
-        for drift in _drifts(kind, {rank: everyone[rank][i] for rank in ranks})
+        for drift in drifts_between(kind, {rank: everyone[rank][i] for rank in ranks})
     ]
     mine.drifted = _drifted(own, drifts)
     traces = _gather(mine)
     if traces is None:
         return [], [], 0
-    unions = [_union_of([traces[rank] for rank in ranks]) for _, ranks in sorted(peers.items())]
+    unions = [union_of([traces[rank] for rank in ranks]) for _, ranks in sorted(peers.items())]
     num_told = sum(len(tensors) for kinds in everyone for steps in kinds for tensors in steps)
     num_held = sum(len(tensors) for union in unions for tensors in [*union.parameters, *union.gradients])
     return unions, drifts, num_told - num_held
 
 
-def _union_of(traces: Sequence[Trace]) -> Trace:
+def union_of(traces: Sequence[Trace]) -> Trace:
+    """Of the ranks of one replica, no two of which hold the same tensor."""
     reported = [trace.norms for trace in traces]
     return Trace(
         parameters=[_union(parts) for parts in zip(*(t.parameters for t in traces), strict=True)],
@@ -124,9 +129,8 @@ def _gather(own: Trace) -> list[Trace] | None:
     for (kinds_names, numbers, ranks, counts), arrays in zip(headers, everyone, strict=True):
         losses, norms, evaluations, left_out, loss_scales = numbers
         values = iter(arrays)
-        parameters, gradients, drifted, buffers = (
-            [{name: next(values) for name in step} for step in kind] for kind in kinds_names
-        )
+        every: list[list[Tensors]] = [[{name: next(values) for name in step} for step in kind] for kind in kinds_names]
+        parameters, gradients, drifted, buffers = every
         steps = iter(buffers)
         traces.append(
             Trace(
@@ -154,13 +158,11 @@ def _drifted(own: Trace, drifts: list[Drift]) -> dict[int, Tensors]:
 
 def tensor_digests(steps: list[Tensors]) -> list[dict[str, str]]:
     """A hash of every tensor's bits, by step and name."""
-    return [
-        {
-            name: hashlib.blake2b(np.ascontiguousarray(value).data, digest_size=8).hexdigest()
-            for name, value in s.items()
-        }
-        for s in steps
-    ]
+    return [{name: digest(value) for name, value in s.items()} for s in steps]
+
+
+def digest(value: NDArray[np.floating]) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(value).data, digest_size=8).hexdigest()
 
 
 def _owned(steps: list[Tensors], lower: list[list[dict[str, str]]]) -> list[Tensors]:
@@ -175,7 +177,7 @@ def _union(parts: tuple[Tensors, ...]) -> Tensors:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def _drifts(kind: QuantityKind, everyone: Mapping[int, list[dict[str, str]]]) -> list[Drift]:
+def drifts_between(kind: QuantityKind, everyone: Mapping[int, list[dict[str, str]]]) -> list[Drift]:
     """Between ranks that are to hold the same, by rank."""
     found = []
     for step in range(len(next(iter(everyone.values())))):

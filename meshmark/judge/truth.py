@@ -113,15 +113,15 @@ def _assess_gradients(
     trace: Trace, step: int, exact: Exact, evaluation: float, own: Tensors
 ) -> dict[Quantity, Deviation]:
     """What a step's update is made of, and the losses; `own`: the trace's gradients of what is used."""
-    found = {QuantityKind.LOSS.of(): _scalar(trace.losses[step], exact.loss)}
+    found = {QuantityKind.LOSS.of(): scalar_deviation(trace.losses[step], exact.loss)}
     if trace.evaluations:
-        found[QuantityKind.EVALUATION.of()] = _scalar(trace.evaluations[step], evaluation)
+        found[QuantityKind.EVALUATION.of()] = scalar_deviation(trace.evaluations[step], evaluation)
     for name, x in exact.gradients.items():
         absent = np.zeros_like(x) if name in exact.unused else None
         found[QuantityKind.GRADIENTS.of(name)] = deviation(trace.gradients[step].get(name, absent), x)
     reported = trace.norms[step]
     if reported is not None:
-        found[QuantityKind.NORM.of()] = _scalar(reported, global_norm(own))
+        found[QuantityKind.NORM.of()] = scalar_deviation(reported, global_norm(own))
     return found
 
 
@@ -214,7 +214,7 @@ class ExactOptimizer:
         nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)
 
 
-def _scalar(y: float, x: float) -> Deviation:
+def scalar_deviation(y: float, x: float) -> Deviation:
     return deviation(np.array([y]), np.array([x]))
 
 

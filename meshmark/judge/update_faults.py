@@ -49,7 +49,8 @@ def replay(
 ) -> Tensors:
     """Where `optimizer` puts the run's parameters after the failed step, having seen its gradients from the first on;
     those of parameters that a step does not use are left out, unless `gradients` brings them."""
-    trace, uses, after = failed.trace, failed.case.workload.uses, {}
+    trace, uses = failed.trace, failed.case.workload.uses
+    after: Tensors = {}
     for step in range(failed.step + 1):
         own = {name: g for name, g in trace.gradients[step].items() if uses(name, step)}
         after = optimizer.step(trace.parameters[step], gradients(trace, step) if gradients else own)

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from meshmark.spec.vision_spec import AnyModelSpec
 
+_AT_ONCE = 2**16
+"""Elements that are drawn at once."""
 # The sum of four uniform integers in [0, 65535]: its mean, and its standard deviation sqrt(4 (65536^2 - 1) / 12).
 _MEAN = 2 * 65535
 _STD = math.sqrt((65536**2 - 1) / 3)
@@ -79,6 +81,20 @@ def random_bits(
     return _splitmix64(index * golden + _signed(key))
 
 
+def row_blocks(block: Block) -> list[Block]:
+    """A block by some of its rows at once, few enough that the generator's wide integers stay in the cache."""
+    if not block.shape:
+        return [block]
+    rows = max(_AT_ONCE // max(math.prod(block.shape[1:]), 1), 1)
+    return [
+        Block(
+            shape=[min(rows, block.shape[0] - i), *block.shape[1:]],
+            offset=[block.offset[0] + i, *block.offset[1:]],
+        )
+        for i in range(0, max(block.shape[0], 1), rows)
+    ]
+
+
 def _bell(bits: Tensor) -> Tensor:
     """Random bits (int64) to values of mean 0 and standard deviation 1, bounded by 3.5. float32, same shape."""
     total = (bits & 0xFFFF) + ((bits >> 16) & 0xFFFF) + ((bits >> 32) & 0xFFFF) + ((bits >> 48) & 0xFFFF)
@@ -104,6 +120,9 @@ def initial_value(
         return torch.zeros(size, device=device)
     if "norm." in name:
         return torch.ones(size, device=device)
+    if len(parts := row_blocks(block or Block(shape=size, offset=[0] * len(size)))) > 1:
+        every = [initial_value(model, name, full_shape, seed=seed, block=part, device=device) for part in parts]
+        return torch.cat(every)
     std = model.init_std
     if name.endswith(("attention.out.weight", "feed_forward.down.weight")):
         std /= math.sqrt(2 * model.num_layers)

@@ -40,13 +40,23 @@ class CaseResult:
     @property
     def correct(self) -> bool | None:
         """The equivalence verdict; None when nothing decides, as after a pass that was too slow, or that a full disk
-        ended, or never done."""
+        ended, or never done. A small model's that is wrong is held against the large one; one that is right says of it
+        no more than what it is."""
         if self.observed and _is_defect(self.observed.outcome.status):
             return False
-        for record in (self.observed, self.proxy):
-            if record and (verdict := record.verdict("equivalence")):
-                return None if verdict.undecided else verdict.passed
-        return None
+        if self.observed and (verdict := self.observed.verdict("equivalence")):
+            return None if verdict.undecided else verdict.passed
+        return False if self._of_proxy is False else None
+
+    @property
+    def _of_proxy(self) -> bool | None:
+        verdict = self.proxy.verdict("equivalence") if self.proxy else None
+        return None if verdict is None or verdict.undecided else verdict.passed
+
+    @property
+    def sampled(self) -> bool:
+        """Whether what is known of its correctness is of a sample of its steps and noise."""
+        return self.observed is not None and self.observed.equivalence.sample is not None
 
     @property
     def states(self) -> str:
@@ -103,9 +113,13 @@ class CaseResult:
         if self.failed and not (untimed and self.observed):  # what the instrumented pass found stands
             return f"**{self.failed.outcome.status}**"
         own = self.observed and self.observed.verdict("equivalence")
+        kin = self.proxy.case.workload.name if self.proxy and not own else ""
         if self.correct is None:
-            return "**cannot tell**" if own and own.undecided else "not judged"
-        where = "" if own or not self.proxy else f" (as {self.proxy.case.workload.name})"
+            unjudged = f"not judged (as {kin}: yes)" if self._of_proxy and kin else "not judged"
+            return "**cannot tell**" if own and own.undecided else unjudged
+        where = f" (as {kin})" if kin else ""
+        if own and self.sampled:
+            where = " (sampled)"
         narrow = f", **states in {self.states}**" if self.states_as_asked is False else ""
         timed = f", timed pass **{self.failed.outcome.status}**" if self.failed else ""
         return ("yes" if self.correct else "**no**") + where + narrow + timed

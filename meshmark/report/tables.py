@@ -66,10 +66,17 @@ def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
             "limit": _number(e["factor"]),
             "gradient errors seen from": _number(e["detection_limit"]),
             "compared": e["compared"],
+            **({"judged": judged(result.observed)} if any(r.sampled for r in found) else {}),
             "loss, first to last": f"{losses[0]:.4f} to {losses[-1]:.4f}",
         }
         rows.append(row | ({"baseline's": baseline.verdict(result)} if baseline else {}))
     return rows
+
+
+def judged(record: Record) -> str:
+    """Of a run: all, or which sample."""
+    sample = record.equivalence.sample
+    return f"{record.steps} of {record.steps} steps" if sample is None else f"{sample.text}, of {record.steps} steps"
 
 
 def memory(found: Sequence[CaseResult], baseline: Baseline) -> Rows:

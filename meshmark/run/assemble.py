@@ -7,7 +7,6 @@ import dataclasses
 from meshmark.adapter.contract import Adapter
 from meshmark.environment import describe
 from meshmark.judge.observed_path import ObservedPath
-from meshmark.judge.yardstick import Yardstick
 from meshmark.measure.gpu_power import spoilt
 from meshmark.run.communication import judge_communication
 from meshmark.run.declared import declare
@@ -67,7 +66,7 @@ def assemble(
             build_seconds=max((r.build_seconds for r in reports), default=0.0),
         ),
         training=training,
-        equivalence=_equivalence(reports[0], request.yardstick) if whole else EquivalenceEvidence(),
+        equivalence=_equivalence(reports[0], request) if whole else EquivalenceEvidence(),
         memory=MemoryEvidence(
             readings=[r.memory for r in reports if r.memory],
             planned=declared.states,
@@ -140,8 +139,9 @@ def _state_dtypes(reports: list[RankReport]) -> dict[str, str]:
     return {kind: "+".join(sorted(parts - {""})) for kind, parts in told.items()}
 
 
-def _equivalence(first: RankReport, yardstick: Yardstick | None) -> EquivalenceEvidence:
+def _equivalence(first: RankReport, request: Request) -> EquivalenceEvidence:
     """What rank 0, which gathers, has found."""
+    yardstick = request.yardstick
     return EquivalenceEvidence(
         deviations=first.deviations,
         noise=yardstick.noise if yardstick else {},
@@ -149,4 +149,5 @@ def _equivalence(first: RankReport, yardstick: Yardstick | None) -> EquivalenceE
         drifts=first.drifts,
         diagnosis=first.diagnosis,
         num_replicated=first.num_replicated,
+        sample=request.sample,
     )

@@ -25,7 +25,7 @@ from meshmark.run.kernels import pinned
 from meshmark.run.passes.dropout import repeat_with_dropout
 from meshmark.run.passes.endure import endure
 from meshmark.run.passes.fail import fail
-from meshmark.run.passes.noise import measure_noise
+from meshmark.run.passes.measure_noise import measure_noise
 from meshmark.run.passes.observe import observe
 from meshmark.run.passes.overflow import overflow
 from meshmark.run.passes.peak import measure_peak

@@ -11,6 +11,7 @@ from meshmark.environment import Environment
 from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.observed_path import ObservedPath
+from meshmark.judge.sample import Sample
 from meshmark.judge.yardstick import Comparisons, Yardstick
 from meshmark.measure.device_memory import DeviceMemory
 from meshmark.measure.gpu_power import GpuPower
@@ -147,6 +148,8 @@ class EquivalenceEvidence:
     """Of a run that is not equivalent: the likely defect."""
     num_replicated: int = 0
     """Tensors, of all steps, that several ranks told and that were compared bit for bit."""
+    sample: Sample | None = None
+    """What of a large model was judged; None where all was, or nothing."""
 
     @property
     def yardstick(self) -> Yardstick:

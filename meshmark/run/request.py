@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from meshmark.judge.observed_path import ObservedPath
+from meshmark.judge.sample import Sample
 from meshmark.judge.yardstick import Yardstick
 from meshmark.measure.gpu_power import GpuPower
 from meshmark.spec.case import Case
@@ -68,6 +69,8 @@ class Request:
     """TIME: what its ranks' losses and parameters are held against, in the record."""
     assess: bool = True
     """OBSERVE: compare with the truth; False measures memory and traffic alone."""
+    sample: Sample | None = None
+    """OBSERVE and NOISE: what of a large model is compared, tensor by tensor; None compares all, in memory."""
     metered: bool = True
     """OBSERVE: measure memory and traffic; False compares with the truth alone."""
     yardstick: Yardstick | None = None

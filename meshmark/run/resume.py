@@ -38,8 +38,8 @@ class Held:
         record = self._records.get((request.task, request.case, request.scenario))
         if record is None or request.checkpoint or record.outcome.status in _AGAIN or record.outcome.status.outside:
             return None
-        asked = (request.adapter, request.steps, request.warmup, request.base)
-        made = (record.adapter, record.steps, record.warmup, record.conformance.base)
+        asked = (request.adapter, request.steps, request.warmup, request.base, request.sample)
+        made = (record.adapter, record.steps, record.warmup, record.conformance.base, record.equivalence.sample)
         same = asked == made and _about(here) == _about(record.environment)
         return record if same and is_known(request.adapter, here) else None
 

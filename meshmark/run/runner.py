@@ -12,16 +12,17 @@ from pathlib import Path
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.adapter.registry import load_adapter
 from meshmark.environment import Environment, describe
-from meshmark.errors import AdapterError, ClusterError, MeshmarkError, NodeLostError, NoSpaceError, ResultsError
+from meshmark.errors import AdapterError, ClusterError, NodeLostError, ResultsError
+from meshmark.judge.sample import OBSERVED_STEPS, TIME_LIMITS, Assess, assess_of, sample_of
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
 from meshmark.run.assemble import JUDGED, assemble
 from meshmark.run.launch import Launcher, LaunchResult
 from meshmark.run.meeting import from_node_0, meet
+from meshmark.run.noise_launch import launch_noise
 from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
 from meshmark.run.passes.noise import (
-    NUM_RANKS,
     TIME_LIMIT_SECONDS,
     noise_folder,
     noise_key,
@@ -30,6 +31,7 @@ from meshmark.run.passes.noise import (
     variance_ratio,
     write_noise,
 )
+from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.peak_probe import PeakProbe
 from meshmark.run.power import launch_watched
 from meshmark.run.record import ConformanceEvidence, Outcome, Record, Status
@@ -43,10 +45,6 @@ from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 
-ASSESSABLE_PARAMETERS = 20_000_000
-"""Largest model that is compared with the float64 truth, which takes 24 bytes a parameter on one rank and as long as
-the whole run takes in float64."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -57,13 +55,16 @@ class RunOptions:
     """None takes nccl on cuda where every rank of a node has a GPU of its own, else gloo."""
     num_gpus: int = 0
     """On this node."""
-    observed_steps: int = 5
+    observed_steps: int | None = None
+    """None takes OBSERVED_STEPS, and of a model that is judged by a sample those that memory and traffic take."""
     timed_steps: int = 10
     """At least."""
     timing_budget_seconds: float = 0.0
     """Of steps that are added to these until the rate is known well."""
     warmup: int = 3
     time_limit_seconds: float = 120.0
+    assess: Assess | None = None
+    """None decides by the size of the model."""
     known_gaps: tuple[tuple[str, KnownGap], ...] = ()
     """Beside those of adapters: pattern of an adapter's name, and gap."""
 
@@ -221,18 +222,21 @@ class Runner:
 
     def request(self, task: Task, case: Case) -> Request:
         """What ranks are asked to do with `case` under this run's options."""
-        options = self.options
+        options, assess = self.options, assess_of(case, self.options.assess)
+        sample = sample_of(case) if assess is Assess.SAMPLED and task is Task.OBSERVE else None
+        observed = options.observed_steps or (WATCHED_STEP + 1 if sample else OBSERVED_STEPS)
         return Request(
             case=case,
             adapter=self.adapters[case.adapter],
             task=task,
             device=options.device,
             backend=self._backend(case),
-            time_limit_seconds=options.time_limit_seconds,
-            steps=options.timed_steps if task is Task.TIME else options.observed_steps,
+            time_limit_seconds=options.time_limit_seconds * (TIME_LIMITS if sample else 1),
+            steps=options.timed_steps if task is Task.TIME else observed,
+            sample=sample,
             warmup=options.warmup if task in (Task.TIME, Task.PROFILE) else 0,
             timing_budget_seconds=options.timing_budget_seconds,
-            assess=case.workload.model.num_parameters <= ASSESSABLE_PARAMETERS,
+            assess=assess is Assess.FULL or sample is not None,
         )
 
     def _backend(self, case: Case) -> str:
@@ -273,9 +277,11 @@ class Runner:
         return with_gaps(record, self.options.known_gaps)
 
     def yardstick(self, request: Request) -> Yardstick:
-        """The yardstick of a request's workload and precision: from this session, from disk, or measured now. Raises
-        `MeshmarkError` when the single process fails, for then nothing can be judged."""
-        key = noise_key(request.case, request.steps, request.device)
+        """The yardstick of a request's workload and precision: from this session, from disk, or measured now.
+
+        Raises `MeshmarkError` when the single process fails, for then nothing can be judged.
+        """
+        key = noise_key(request.case, request.steps, request.device, request.sample)
         path = noise_folder(self.results) / f"{key}.json"
         if key not in self._yardsticks:
             self._yardsticks[key] = fit(self._shared_noise_runs(request, path), variance_ratio(request.case))
@@ -302,18 +308,6 @@ class Runner:
         return runs or self._measure_noise(request, path)
 
     def _measure_noise(self, request: Request, path: Path) -> list[Comparisons]:
-        measured = dataclasses.replace(
-            request,
-            task=Task.NOISE,
-            adapter=builtin_adapters()["single"],
-            backend="gloo",  # they share a GPU, which NCCL refuses; nothing is sent
-            time_limit_seconds=max(TIME_LIMIT_SECONDS, request.time_limit_seconds),
-        )
-        launched = self.launcher.launch(measured, NUM_RANKS, alone=True)
-        if launched.failures:
-            failure = launched.failures[0]
-            kind = NoSpaceError if failure.kind == Status.NO_SPACE else MeshmarkError
-            raise kind(f"noise of {request.case.id} could not be measured: {failure.message}\n{failure.log_tail}")
-        runs = [run for report in launched.reports for run in report.noise_runs]
+        runs = launch_noise(self.launcher, request)
         write_noise(path, runs)
         return runs

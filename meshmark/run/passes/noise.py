@@ -31,16 +31,16 @@ from meshmark.adapter.single import SingleEngine, reduced_backward
 from meshmark.algorithms.table import build_algorithm, local_optimizer
 from meshmark.environment import machine
 from meshmark.judge.replicas import num_replicas
+from meshmark.judge.sample import Sample
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess_replicas
 from meshmark.judge.twin import Twin
 from meshmark.judge.yardstick import Comparisons, noise_run
 from meshmark.reference.data import Batch, data_digest, make_batch
-from meshmark.reference.initial import random_bits
+from meshmark.reference.initial import Block, random_bits, row_blocks
 from meshmark.run.kernels import ATTENTION, VARIABLES
 from meshmark.run.passes.engine_rule import EngineRule, put
 from meshmark.run.passes.observer import MOST_LEFT_OUT
-from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
 from meshmark.serial import decode, encode
 from meshmark.spec.algorithm import AlgorithmSpec
@@ -72,20 +72,21 @@ ARITHMETIC = (
 """Starts of the names of environment variables that choose kernels, their threads or their formats."""
 
 
-def noise_key(case: Case, steps: int, device: str = "cpu") -> str:
+def noise_key(case: Case, steps: int, device: str = "cpu", sample: Sample | None = None) -> str:
     """Content hash of everything that the noise of `case` depends on: the problem, and what computes it."""
     content = [
         FORMAT,
         *_arithmetic(device),
-        steps,
-        NUM_RUNS,
+        sample.steps if sample else steps,
+        sample.noise_runs if sample else NUM_RUNS,
         encode(case.precision),
         encode(case.workload),
         data_digest(case.workload),
         num_chunks(case),
         *([case.layout.dp] if case.precision.narrows_reduction else []),
         *([num_replicas(case)] if num_replicas(case) > 1 else []),
-        *(["twin"] if case.precision.is_mixed else []),
+        *(["twin"] if case.precision.is_mixed and sample is None else []),
+        *(["sampled"] if sample else []),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -112,14 +113,6 @@ def noise_folder(results: Path) -> Path:
     Meshmark that share them."""
     shared = os.environ.get("MESHMARK_NOISE", "")
     return Path(shared) if shared else results / "noise"
-
-
-def measure_noise(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Noise of `request.case`'s workload and precision over this rank's share of the runs; `adapter` is `single`."""
-    alone = dataclasses.replace(context, rank=0, world_size=1)
-    runs = range(context.rank, NUM_RUNS, context.world_size)
-    noise_runs = [train_alone(request, adapter, alone, run) for run in runs]
-    return RankReport(rank=context.rank, build_seconds=0.0, run_seconds=time.time() - started, noise_runs=noise_runs)
 
 
 def read_noise(path: Path) -> list[Comparisons] | None:
@@ -156,7 +149,7 @@ def remove_partials(folder: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _backward(engine: SingleEngine, part: Batch, num_ranks: int) -> tuple[float, int]:
+def backward(engine: SingleEngine, part: Batch, num_ranks: int) -> tuple[float, int]:
     """The loss; steps that loss scaling leaves out are tried again, as those of the run are: how often."""
     left_out = 0
     while True:
@@ -171,14 +164,14 @@ def _backward(engine: SingleEngine, part: Batch, num_ranks: int) -> tuple[float,
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
     """One noise run; `run` seeds its perturbations and picks its way of casting. Of replicas that may differ, each is
     trained by an engine of its own, here in turn, on its own rows."""
-    workload, replicas, num_ranks = request.case.workload, num_replicas(request.case), _num_ranks(request.case)
+    workload, replicas, num_ranks = request.case.workload, num_replicas(request.case), ranks_that_round(request.case)
     layout = Layout(num_micro_batches=num_chunks(request.case))
     alone = dataclasses.replace(workload, optimizer=local_optimizer(workload), algorithm=AlgorithmSpec())
     case = dataclasses.replace(request.case, adapter="single", layout=layout, workload=alone)
     engines = [cast(SingleEngine, adapter.build(case, context)) for _ in range(replicas)]
     for engine in engines:
         engine.cast_weights = bool(run % num_ways(case))
-        _perturb(engine, case, run)
+        perturb(engine, case, run)
     rules = [EngineRule(engine) for engine in engines]
     algorithm = build_algorithm(workload, rules)
     twin = (
@@ -190,10 +183,10 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
         batch = make_batch(workload, step)
-        parts = [_permute(batch.shard(replica, replicas), case, run, num_ranks) for replica in range(replicas)]
+        parts = [permute(batch.shard(replica, replicas), case, run, num_ranks) for replica in range(replicas)]
         for trace, engine, part in zip(traces, engines, parts, strict=True):
             trace.evaluations.append(float(engine.evaluate(part)))
-        losses = [_backward(engine, part, num_ranks) for engine, part in zip(engines, parts, strict=True)]
+        losses = [backward(engine, part, num_ranks) for engine, part in zip(engines, parts, strict=True)]
         for trace, (loss, left_out) in zip(traces, losses, strict=True):
             trace.losses.append(loss)
             trace.left_out.append(left_out)
@@ -221,7 +214,7 @@ def _twin(case: Case, run: int, num_ranks: int, replicas: int, engine: SingleEng
         case=dataclasses.replace(case, layout=layout),
         arithmetic=Arithmetic(casting=casting, averages=False, reduces_each=engine.cast_weights),
         device=engine.context.device,
-        arrange=lambda batch: _permute(batch, case, run, num_ranks),
+        arrange=lambda batch: permute(batch, case, run, num_ranks),
         order=random_bits(f"ranks/{run}", (num_ranks,), seed=case.workload.seed).argsort().tolist(),
     )
 
@@ -237,7 +230,7 @@ def variance_ratio(case: Case) -> float:
     return 2.0 if case.precision.is_mixed or case.precision.compute is Dtype.FP64 else 1.0
 
 
-def _num_ranks(case: Case) -> int:
+def ranks_that_round(case: Case) -> int:
     """Whose reductions are rounded as by so many ranks."""
     return case.layout.dp if case.precision.narrows_reduction else 1
 
@@ -245,10 +238,10 @@ def _num_ranks(case: Case) -> int:
 def num_chunks(case: Case) -> int:
     """Micro-batches of all ranks together; of each replica, or rank whose reduction is rounded, its share of them."""
     together = case.layout.dp * case.layout.num_micro_batches
-    return max(together // (num_replicas(case) * _num_ranks(case)), 1)
+    return max(together // (num_replicas(case) * ranks_that_round(case)), 1)
 
 
-def _permute(batch: Batch, case: Case, run: int, num_ranks: int) -> Batch:
+def permute(batch: Batch, case: Case, run: int, num_ranks: int) -> Batch:
     """Other orders of the rows, within what is normalised together."""
     parts = num_ranks * case.layout.num_micro_batches if case.workload.couples_rows else 1
     drawn = random_bits(f"order/{run}", (len(batch),), seed=case.workload.seed).view(parts, -1)
@@ -257,9 +250,12 @@ def _permute(batch: Batch, case: Case, run: int, num_ranks: int) -> Batch:
 
 
 @torch.no_grad()
-def _perturb(engine: Engine, case: Case, run: int) -> None:
+def perturb(engine: Engine, case: Case, run: int) -> None:
     """Change initial values by up to half a unit in the last place of the precision that matrix products run in."""
     ulp = 2.0 ** -(case.precision.compute.mantissa_bits + 1)
     for name, parameter in engine.parameters().items():
-        bits = random_bits(f"perturbation/{run}/{name}", parameter.shape, seed=case.workload.seed)
-        parameter.mul_(1 + (bits & 0xFFFF).to(parameter.device, torch.float64).div(0xFFFF).mul(2).sub(1) * ulp)
+        key, shape = f"perturbation/{run}/{name}", parameter.shape
+        for block in row_blocks(Block(shape=shape, offset=[0] * len(shape))):
+            bits = random_bits(key, shape, seed=case.workload.seed, block=block)
+            rows = parameter[block.offset[0] : block.offset[0] + block.shape[0]]
+            rows.mul_(1 + (bits & 0xFFFF).to(parameter.device, torch.float64).div(0xFFFF).mul(2).sub(1) * ulp)

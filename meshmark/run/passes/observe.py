@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,18 +19,22 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.traffic_source import TrafficSource
 from meshmark.errors import TrafficError
+from meshmark.judge.deviation import Deviations
 from meshmark.judge.gradient_faults import low_precisions
+from meshmark.judge.piecewise import all_cores, assess_pieces
 from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.replicas import replicas_of_ranks
+from meshmark.judge.sample_diagnosis import diagnose_sample
+from meshmark.judge.stored import DiskNotebook
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import assess_replicas
-from meshmark.judge.twin import twin_of
+from meshmark.judge.twin import Twin, twin_of
 from meshmark.measure.memory import read_memory
-from meshmark.measure.readings import TrafficReading
+from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.measure.traffic import TorchTraffic, read_traffic
 from meshmark.measure.watch import Watch
 from meshmark.reference.data import make_batch
-from meshmark.run.passes.observer import Observer, digests
+from meshmark.run.passes.observer import Notebook, Observer, digests
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
 from meshmark.spec.workload import Workload
@@ -40,13 +47,59 @@ WATCHED_STEP = METERED_STEP
 def observe(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
     """Train `request.steps` steps (at least three), the first of them under watch if the pass is metered; then compare
     all that the ranks computed with the truth, on rank 0."""
+    notebook = DiskNotebook(context.scratch / f"trace-{context.rank}") if request.sample else None
+    seen = _train(request, adapter, context, notebook)
+    gc.collect()  # the engine's memory is the truth's from here on
+    replicas = replicas_of_ranks(request.case)
+    traces, drifts, num_replicated = notebook.gather(seen.trace) if notebook else gather_replicas(seen.trace, replicas)
+    twin = None if request.sample else twin_of(request.case, adapter.arithmetic, context.device)
+    deviations = _assess(request, traces, context, twin) if traces and request.assess else {}
+    diagnosis = None
+    if deviations and request.sample and request.yardstick:
+        diagnosis = diagnose_sample(deviations, drifts, request.yardstick)
+    elif deviations and request.yardstick:
+        diagnosis = diagnose_replicas(request.case, traces, deviations, drifts, request.yardstick, twin)
+    return RankReport(
+        rank=context.rank,
+        build_seconds=seen.built - started,
+        run_seconds=time.time() - seen.built,
+        losses=seen.trace.losses,
+        norms=seen.trace.norms,
+        deviations=deviations,
+        drifts=drifts,
+        diagnosis=diagnosis,
+        memory=seen.memory,
+        traffic=seen.traffic,
+        state_dtypes=seen.dtypes,
+        digests=digests(traces),
+        num_replicated=num_replicated,
+        left_out=seen.left_out,
+        unmeasured=seen.unmeasured,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What is left of a run when its engine is gone."""
+
+    trace: Trace
+    built: float
+    """When the engine stood ready."""
+    memory: MemoryReading | None
+    traffic: TrafficReading | None
+    dtypes: dict[str, str]
+    left_out: int
+    unmeasured: dict[str, str]
+
+
+def _train(request: Request, adapter: Adapter, context: RankContext, notebook: Notebook | None) -> _Seen:
     make_batch(request.case.workload, 0)  # reads the data set, which is ours and stays: it is not to count
     watch = Watch(context.device) if request.metered else None
     with watch or contextlib.nullcontext():
         engine = adapter.build(request.case, context)
         built = time.time()
         rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
-        observer = Observer(engine, request)
+        observer = Observer(engine, request, notebook=notebook)
         for step in range(WATCHED_STEP):
             observer.train(step, watch)
         if watch:
@@ -61,30 +114,24 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         observer.train(step, None)
     dtypes = _dtypes(observer.holdings()) | _formats(observer.trace, request.case.workload)
     engine.close()
-    traces, drifts, num_replicated = gather_replicas(observer.trace, replicas_of_ranks(request.case))
-    workload, layout = request.case.workload, request.case.layout
-    twin = twin_of(request.case, adapter.arithmetic, context.device)
-    deviations = assess_replicas(traces, workload, layout=layout, twin=twin) if traces and request.assess else {}
-    diagnosis = None
-    if deviations and request.yardstick:
-        diagnosis = diagnose_replicas(request.case, traces, deviations, drifts, request.yardstick, twin)
-    return RankReport(
-        rank=context.rank,
-        build_seconds=built - started,
-        run_seconds=time.time() - built,
-        losses=observer.trace.losses,
-        norms=observer.trace.norms,
-        deviations=deviations,
-        drifts=drifts,
-        diagnosis=diagnosis,
+    return _Seen(
+        trace=observer.trace,
+        built=built,
         memory=memory,
         traffic=traffic,
-        state_dtypes=dtypes,
-        digests=digests(traces),
-        num_replicated=num_replicated,
+        dtypes=dtypes,
         left_out=observer.left_out,
         unmeasured={suite: why for suite, why in (("memory", observer.unheld), ("communication", untold)) if why},
     )
+
+
+def _assess(request: Request, traces: Sequence[Trace], context: RankContext, twin: Twin | None) -> Deviations:
+    """Of a sample on the run's device, and on all the cores, which the other ranks need no more."""
+    workload = request.case.workload
+    if request.sample is None:
+        return assess_replicas(traces, workload, layout=request.case.layout, twin=twin)
+    with all_cores():
+        return assess_pieces(traces[0], workload, device=context.device)
 
 
 def _sources(watch: Watch, engine: Engine) -> list[TrafficSource]:
@@ -105,15 +152,16 @@ def _formats(trace: Trace, workload: Workload) -> dict[str, str]:
     """The formats that values make use of on this rank, whatever they are kept in: that of all `gradients` together,
     for sums over ranks and sequences take more digits than bf16 has; and of `masters` that of every parameter that
     was trained, which after some small updates is no rounder than what it is kept in."""
-    found = {"gradients": _format([g for tensors in trace.gradients for g in tensors.values()])}
+    found = {"gradients": _format(g for tensors in trace.gradients for g in tensors.values())}
     last = trace.parameters[-1] if trace.parameters else {}
-    trained = {_format([x]) for name, x in last.items() if workload.trains(name) and x.any()}
+    trained = {_format(iter([x])) for name, x in last.items() if workload.trains(name) and x.any()}
     return found | ({"masters": "+".join(sorted(trained))} if trained else {})
 
 
-def _format(values: list[NDArray[np.floating]]) -> str:
+def _format(values: Iterator[NDArray[np.floating]]) -> str:
     """The narrowest that holds every value; float32 stands for any that is no narrower."""
-    kinds = low_precisions(iter(values)) if values else []
+    first = next(values, None)
+    kinds = [] if first is None else low_precisions(itertools.chain([first], values))
     return kinds[0] if kinds else "float32"
 
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,17 +25,42 @@ from meshmark.measure.watch import Watch
 from meshmark.reference.data import Batch, make_batch
 from meshmark.run.request import Request
 from meshmark.spec.precision import LossScaling
+from meshmark.spec.workload import Workload
 
 MOST_LEFT_OUT = 24
 """Attempts at one step, each at half the loss scale: GradScaler's first, 2^16, is then far below one."""
 
 
+class Notebook(Protocol):
+    """Where a rank's tensors are noted."""
+
+    def parameters(self, engine: Engine, workload: Workload, step: int) -> Tensors:
+        """Before `step`; a collective call."""
+
+    def gradients(self, engine: Engine, workload: Workload, step: int) -> Tensors:
+        """Of `step`; a collective call."""
+
+
+class HostNotebook:
+    """This rank's memory, of all that it is told."""
+
+    def parameters(self, engine: Engine, workload: Workload, step: int) -> Tensors:
+        return host_parameters(engine, workload)
+
+    def gradients(self, engine: Engine, workload: Workload, step: int) -> Tensors:
+        return host_gradients(engine, workload)
+
+
 class Observer:
     """One rank's notes of a run."""
 
-    def __init__(self, engine: Engine, request: Request, *, retries: bool = True) -> None:
-        """`retries`: a step that dynamic loss scaling leaves out is tried again."""
+    def __init__(
+        self, engine: Engine, request: Request, *, retries: bool = True, notebook: Notebook | None = None
+    ) -> None:
+        """`retries`: a step that dynamic loss scaling leaves out is tried again. `notebook`: this rank's memory by
+        default."""
         self.engine, self.request, self.retries = engine, request, retries
+        self.notebook: Notebook = notebook or HostNotebook()
         self.trace = Trace()
         self.unheld = ""
         """What went wrong with `holdings()`, of which no loss, gradient or parameter depends."""
@@ -43,7 +69,7 @@ class Observer:
         self.sources: Sequence[TrafficSource] = ()
         """Of the last step: they tell of its traffic."""
         if request.assess:
-            self.trace.parameters.append(host_parameters(engine, request.case.workload))
+            self.trace.parameters.append(self.notebook.parameters(engine, request.case.workload, 0))
         if request.assess and request.case.workload.couples_rows:
             self.trace.buffers.append([host_copies(engine.buffers())])
 
@@ -67,7 +93,7 @@ class Observer:
         if self.request.evaluate:
             self.trace.evaluations.append(float(self.engine.evaluate(batch)))
         attempt, left_out = self._attempt(batch, step, watch, meter()), 0
-        while left_out < MOST_LEFT_OUT and self._is_left_out(attempt):
+        while left_out < MOST_LEFT_OUT and self._judges(step) and self._is_left_out(attempt):
             left_out += 1
             if not self.retries:
                 break
@@ -76,17 +102,21 @@ class Observer:
             attempt = self._attempt(batch, step, watch, meter())
         self.left_out += left_out
         self.trace.left_out.append(left_out)
-        self._note(attempt)
+        self._note(attempt, self._judges(step))
         rank_progress.advance()
         return attempt.before, attempt.after
 
+    def _judges(self, step: int) -> bool:
+        """Whether what `step` computes is to be compared with the truth."""
+        return self.request.assess and (self.request.sample is None or step < self.request.sample.steps)
+
     def _attempt(self, batch: Batch, step: int, watch: Watch | None, sources: Sequence[TrafficSource]) -> _Attempt:
-        assess, workload, self.sources = self.request.assess, self.request.case.workload, sources
+        judges, workload, self.sources = self._judges(step), self.request.case.workload, sources
         with _window(watch, "backward", step, sources):
             loss = self.engine.backward(batch)
         inputs = (batch.inputs, batch.targets, batch.weights)
         before = Named.of(self.holdings(), inputs)
-        gradients = host_gradients(self.engine, workload) if assess else {}
+        gradients = self.notebook.gradients(self.engine, workload, step) if judges else {}
         loss_scale = self.engine.loss_scale()
         with _window(watch, "update", step, sources):
             norm = self.engine.update()
@@ -99,13 +129,13 @@ class Observer:
             after=Named.of(self.holdings(), inputs),
             gradients=gradients,
             loss_scale=loss_scale,
-            parameters=host_parameters(self.engine, workload) if assess else {},
+            parameters=self.notebook.parameters(self.engine, workload, step + 1) if judges else {},
         )
 
     def _is_left_out(self, attempt: _Attempt) -> bool:
         """Whether a gradient overflowed somewhere, in which case no parameter may have moved anywhere. A collective
         call, under loss scaling."""
-        if self.request.case.precision.loss_scaling is not LossScaling.DYNAMIC or not self.request.assess:
+        if self.request.case.precision.loss_scaling is not LossScaling.DYNAMIC:
             return False
         stood = self.trace.parameters[-1]
         overflows = not all(np.isfinite(gradient).all() for gradient in attempt.gradients.values())
@@ -113,11 +143,11 @@ class Observer:
         everyone = all_gather_json([overflows, moved])
         return any(o for o, _ in everyone) and not any(m for _, m in everyone)
 
-    def _note(self, attempt: _Attempt) -> None:
+    def _note(self, attempt: _Attempt, judges: bool) -> None:
         self.trace.losses.append(attempt.loss)
         self.trace.norms.append(attempt.norm)
         self.trace.loss_scales.append(attempt.loss_scale)
-        if self.request.assess:
+        if judges:
             self.trace.gradients.append(attempt.gradients)
             self.trace.parameters.append(attempt.parameters)
             for own in self.trace.buffers:

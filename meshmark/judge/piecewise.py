@@ -1,0 +1,146 @@
+"""A run against the truth, one tensor at a time: what `meshmark.judge.truth` says of a run whose tensors are in memory.
+
+The gradients of a step come layer by layer from `LayeredTruth`, and each is compared and let go. Of an update, in which
+tensors share nothing but the norm that all are clipped by, each tensor is followed alone through all steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshmark import rank_progress
+from meshmark.judge.deviation import Deviation, QuantityKind, Tensors
+from meshmark.judge.deviation import Quantity as Q
+from meshmark.judge.layered import LayeredTruth
+from meshmark.judge.trace import Trace
+from meshmark.judge.truth import ExactOptimizer, scalar_deviation
+from meshmark.reference.build import parameter_shapes
+from meshmark.reference.data import make_batch
+from meshmark.reference.initial import initial_value
+from meshmark.spec.optimizer import OptimizerSpec
+from meshmark.spec.workload import Workload
+
+
+@contextlib.contextmanager
+def all_cores(share: int = 1) -> Iterator[None]:
+    """PyTorch computes on all cores that this process may use, over `share` of such processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(len(os.sched_getaffinity(0)) // share, 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+_CHUNK = 2**22
+"""Elements of a tensor that are compared at once."""
+Found = dict[Q, list[Deviation]]
+
+
+def assess_pieces(
+    trace: Trace, workload: Workload, start: Tensors | None = None, device: torch.device | None = None
+) -> Found:
+    """Every quantity of the steps of which `trace` has gradients, on `device` (by default the CPU); `start` replaces
+    the workload's initial values. The rows of the workload may not be coupled, nor its replicas differ."""
+    device, found, num_steps = device or torch.device("cpu"), Found(), len(trace.gradients)
+    rank_progress.begin(rank_progress.Phase.TRUTH, 2 * num_steps * (workload.model.num_layers + 2))
+    for name, shape in parameter_shapes(workload.model).items():
+        x = torch.from_numpy(start[name]) if start else initial_value(workload.model, name, shape, seed=workload.seed)
+        found[QuantityKind.INITIAL.of(name)] = [tensor_deviation(trace.parameters[0].get(name), x.to(device))]
+        rank_progress.tick()
+    norms = [_assess_gradients(trace, workload, step, device, found) for step in range(num_steps)]
+    for name in parameter_shapes(workload.model):
+        found[QuantityKind.PARAMETERS.of(name)] = _assess_updates(trace, workload, name, norms, device)
+        rank_progress.tick()
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Norm:
+    """Of all gradients that the run itself told at a step."""
+
+    value: float
+    used: frozenset[str]
+    """Parameters that had a part in it."""
+
+
+def _assess_gradients(trace: Trace, workload: Workload, step: int, device: torch.device, found: Found) -> _Norm:
+    truth = LayeredTruth(workload, trace.parameters[step], make_batch(workload, step), device)
+    squares, used = 0.0, set[str]()
+
+    def note(quantity: Q, value: Deviation) -> None:
+        found.setdefault(quantity, []).append(value)
+
+    for piece in truth.pieces():
+        for name, x in piece.items():
+            y = trace.gradients[step].get(name)
+            if x is not None:
+                used.add(name)
+                squares += 0.0 if y is None else _square(y, device)
+            elif y is None:
+                y = torch.zeros(parameter_shapes(workload.model)[name]).numpy()
+            exact = torch.zeros(parameter_shapes(workload.model)[name], device=device) if x is None else x
+            note(QuantityKind.GRADIENTS.of(name), tensor_deviation(y, exact))
+    note(QuantityKind.LOSS.of(), scalar_deviation(trace.losses[step], truth.loss))
+    if trace.evaluations:
+        note(QuantityKind.EVALUATION.of(), scalar_deviation(trace.evaluations[step], truth.loss))
+    norm = _Norm(value=math.sqrt(squares), used=frozenset(used))
+    if (told := trace.norms[step]) is not None:
+        note(QuantityKind.NORM.of(), scalar_deviation(told, norm.value))
+    return norm
+
+
+def _assess_updates(
+    trace: Trace, workload: Workload, name: str, norms: Sequence[_Norm], device: torch.device
+) -> list[Deviation]:
+    """Of one parameter, after each step."""
+    optimizer, shape = _PieceOptimizer(workload.optimizer, [norm.value for norm in norms]), None
+    found = []
+    for step, norm in enumerate(norms):
+        here = trace.parameters[step].get(name)
+        shape = parameter_shapes(workload.model)[name]
+        before = torch.full(shape, math.nan).numpy() if here is None else here
+        own = trace.gradients[step].get(name, torch.zeros(shape).numpy()) if name in norm.used else None
+        after = optimizer.step({name: before}, {} if own is None else {name: own})
+        found.append(tensor_deviation(trace.parameters[step + 1].get(name), torch.from_numpy(after[name]).to(device)))
+    return found
+
+
+class _PieceOptimizer(ExactOptimizer):
+    """Of one parameter, clipped by the norm of all."""
+
+    def __init__(self, spec: OptimizerSpec, norms: Sequence[float]) -> None:
+        super().__init__(spec)
+        self.norms = norms
+
+    def clip(self, max_norm: float) -> None:
+        norm = torch.tensor(self.norms[self.steps], dtype=torch.float64)
+        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
+
+
+def tensor_deviation(y: NDArray | None, x: Tensor) -> Deviation:  # type: ignore[type-arg]
+    """What `deviation` says, where x is on a device, and too large to be widened whole."""
+    exact = torch.split(x.detach().flatten(), _CHUNK)
+    scale = math.sqrt(sum(float(part.double().square().sum()) for part in exact))
+    if y is None:
+        return Deviation(distance=math.inf, scale=scale, factor=0.0)
+    squares, product = 0.0, 0.0
+    for own, part in zip(torch.split(torch.from_numpy(y).flatten(), _CHUNK), exact, strict=True):
+        here, there = own.to(x.device, torch.float64), part.double()
+        squares += float((here - there).square().sum())
+        product += float((here * there).sum())
+    distance = math.sqrt(squares) if math.isfinite(squares) else math.inf
+    return Deviation(distance=distance, scale=scale, factor=product / scale**2 if scale else 0.0)
+
+
+def _square(y: NDArray, device: torch.device) -> float:  # type: ignore[type-arg]
+    parts = torch.split(torch.from_numpy(y).flatten(), _CHUNK)
+    return sum(float(part.to(device, torch.float64).square().sum()) for part in parts)

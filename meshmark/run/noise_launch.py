@@ -1,0 +1,30 @@
+"""The launch that measures a noise floor."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from meshmark.adapter.registry import builtin_adapters
+from meshmark.errors import MeshmarkError, NoSpaceError
+from meshmark.judge.yardstick import Comparisons
+from meshmark.run.launch import Launcher
+from meshmark.run.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS
+from meshmark.run.record import Status
+from meshmark.run.request import Request, Task
+
+
+def launch_noise(launcher: Launcher, request: Request) -> list[Comparisons]:
+    """The noise runs that `request` is judged by. Raises `MeshmarkError` when their processes fail."""
+    measured = dataclasses.replace(
+        request,
+        task=Task.NOISE,
+        adapter=builtin_adapters()["single"],
+        backend="gloo",  # they share a GPU, which NCCL refuses; nothing is sent
+        time_limit_seconds=max(TIME_LIMIT_SECONDS, request.time_limit_seconds),
+    )
+    launched = launcher.launch(measured, NUM_RANKS, alone=True)
+    if launched.failures:
+        failure = launched.failures[0]
+        kind = NoSpaceError if failure.kind == Status.NO_SPACE else MeshmarkError
+        raise kind(f"noise of {request.case.id} could not be measured: {failure.message}\n{failure.log_tail}")
+    return [run for report in launched.reports for run in report.noise_runs]

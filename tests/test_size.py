@@ -1,0 +1,248 @@
+"""Models too large for memory: the truth layer by layer, tensors on disk, and what a sample of a run is worth."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import size
+from meshmark.adapters import ADAPTERS
+from meshmark.expect import expect
+from meshmark.judge import layered
+from meshmark.judge.deviation import Drift, QuantityKind, Tensors, global_norm
+from meshmark.judge.faults import Fault
+from meshmark.judge.layered import LayeredTruth
+from meshmark.judge.piecewise import assess_pieces
+from meshmark.judge.sample import LARGEST_FULL, Assess, Sample, assess_of, sample_of
+from meshmark.judge.sample_diagnosis import diagnose_sample
+from meshmark.judge.stored import StoredTensors
+from meshmark.judge.trace import Trace
+from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients, initial_values
+from meshmark.judge.yardstick import Yardstick, compare, noise_run
+from meshmark.reference.data import make_batch
+from meshmark.report.results import results
+from meshmark.report.tables import equivalence
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.record import Record
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout, Schedule
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import Workload, workload
+from tests.broken.mutant import LAYOUTS
+from tests.broken.mutants import target
+from tests.factories import make_case, make_equivalence, make_good
+
+MINI = workload("gpt-mini")
+TIED = dataclasses.replace(MINI, model=dataclasses.replace(MINI.model, tied_embeddings=True))
+WORKLOADS = {
+    "plain": MINI,
+    "tied": TIED,
+    "skipped": dataclasses.replace(MINI, skipped_block=1),
+    "frozen": dataclasses.replace(TIED, frozen=("embedding",)),
+    "llama": workload("llama-tiny"),
+    "images": workload("vit-digits"),
+    "muon": workload("gpt-mini-muon"),
+}
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_gradients_by_layers_are_those_of_the_whole_bit_for_bit(name: str) -> None:
+    problem, parameters = WORKLOADS[name], initial_values(WORKLOADS[name])
+    batch = make_batch(problem, 1)
+    whole, truth = exact_gradients(problem, parameters, batch), LayeredTruth(problem, parameters, batch, CPU)
+    pieces = [piece for piece in truth.pieces() if piece]
+    found = {name: gradient for piece in pieces for name, gradient in piece.items()}
+    assert truth.loss == whole.loss
+    assert found.keys() == whole.gradients.keys() and len(found) == sum(map(len, pieces)), "each comes once"
+    assert {name for name, gradient in found.items() if gradient is None} == whole.unused
+    told = {name: gradient.numpy() for name, gradient in found.items() if gradient is not None}
+    assert all(np.array_equal(gradient, whole.gradients[name]) for name, gradient in told.items())
+
+
+def test_rows_are_taken_in_turn_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, batch = initial_values(TIED), make_batch(TIED, 0)
+    whole = exact_gradients(TIED, parameters, batch)
+    monkeypatch.setattr(layered, "MOST_BYTES", 1)
+    truth = LayeredTruth(TIED, parameters, batch, CPU)
+    found = {name: gradient for piece in truth.pieces() for name, gradient in piece.items()}
+    assert truth.loss == pytest.approx(whole.loss, rel=1e-14)
+    for name, x in whole.gradients.items():
+        gradient = found[name]
+        assert gradient is not None
+        assert np.linalg.norm(gradient.numpy() - x) <= 1e-13 * global_norm(whole.gradients)
+
+
+def rounded(problem: Workload, seed: int, steps: int = 2) -> Trace:
+    """A run that is right but for its rounding."""
+    random, rule = np.random.default_rng(seed), ExactOptimizer(problem.optimizer)
+
+    def float32(tensors: Tensors) -> Tensors:
+        return {n: np.float32(x * (1 + 2**-24 * random.standard_normal(x.shape))) for n, x in tensors.items()}
+
+    trace = Trace(parameters=[initial_values(problem)])
+    for step in range(steps):
+        exact = exact_gradients(problem, trace.parameters[-1], make_batch(problem, step))
+        trace.gradients.append(float32({name: exact.gradients[name] for name in exact.used}))
+        trace.losses.append(exact.loss * (1 + 2**-24 * random.standard_normal()))
+        trace.norms.append(global_norm(trace.gradients[-1]) * (1 + 2**-24))
+        trace.parameters.append(float32(rule.step(trace.parameters[-1], trace.gradients[-1])))
+    return trace
+
+
+@pytest.mark.parametrize("name", ["plain", "skipped", "frozen", "muon"])
+def test_a_run_stands_as_far_from_the_truth_by_tensors_as_it_does_whole(name: str) -> None:
+    """Every comparison, as a multiple of its noise: what verdicts and their ratios are made of."""
+    problem = WORKLOADS[name]
+    noise, run = rounded(problem, 1), rounded(problem, 2)
+    run.gradients[1] = {n: x * np.float32(1.5) if n.endswith("norm.weight") else x for n, x in run.gradients[1].items()}
+    del run.parameters[2]["head.norm.weight"]
+    stick = Yardstick(noise=noise_run(assess(noise, problem), Precision.FP32), factors={})
+    whole, pieces = assess(run, problem), assess_pieces(run, problem)
+    assert whole.keys() == pieces.keys()
+    before = {(q, step): ratio for ratio, q, step in stick.ratios(compare(whole))}
+    after = {(q, step): ratio for ratio, q, step in stick.ratios(compare(pieces))}
+    # A multiple's distance from one has the rounding of one, which is a millionth of its noise.
+    assert after == pytest.approx(before, rel=1e-6, abs=1e-6)
+    assert max(after.values()) == np.inf, "what is missing is infinitely far"
+
+
+def test_tensors_on_disk_are_those_that_were_written(tmp_path: Path) -> None:
+    stored = StoredTensors(tmp_path / "a")
+    stored.write("blocks.0.x", np.arange(6, dtype=np.float32).reshape(2, 3).T)
+    stored.write("y", np.zeros(1))
+    assert list(stored) == ["blocks.0.x", "y"] and "z" not in stored and stored.get("z") is None
+    assert stored["blocks.0.x"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    stored.remove("y")
+    assert list(stored) == ["blocks.0.x"] and len(list((tmp_path / "a").iterdir())) == 1
+    assert len(StoredTensors(tmp_path / "a")) == 0, "a step that is told again leaves nothing behind"
+
+
+def test_what_is_judged_follows_from_size_unless_it_is_asked_for() -> None:
+    small, large = make_case(), make_case(workload=workload("gpt2-124m"))
+    assert large.workload.model.num_parameters > LARGEST_FULL
+    assert [assess_of(case, None) for case in (small, large)] == [Assess.FULL, Assess.SAMPLED]
+    assert [assess_of(large, asked) for asked in Assess] == list(Assess)
+    coupled = make_case(workload=workload("vit-digits-bn"))
+    replicas = make_case(layout=Layout(dp=2), workload=workload("gpt-mini-local-sgd2"))
+    assert [assess_of(case, Assess.SAMPLED) for case in (coupled, replicas)] == [Assess.FULL] * 2
+    big = dataclasses.replace(replicas.workload, model=large.workload.model)
+    assert assess_of(dataclasses.replace(replicas, workload=big), None) is Assess.OFF
+    assert sample_of(large).steps == 2
+    assert sample_of(make_case(precision=Precision.FP16)).steps == 3, "loss scaling may leave the metered step out"
+
+
+# A sample is told apart from the whole, and from nothing.
+
+
+def test_pages_say_that_a_verdict_is_of_a_sample() -> None:
+    found = results([make_good(equivalence=make_equivalence(sample=Sample(steps=2, noise_runs=6)), steps=3)])
+    assert found[0].correct and found[0].correctness == "yes (sampled)"
+    assert equivalence(found, None)[0]["judged"] == "2 steps, noise of 6 runs, of 3 steps"  # type: ignore[arg-type]
+    assert "judged" not in equivalence(results([make_good()]), None)[0]  # type: ignore[arg-type]
+
+
+def test_what_was_not_judged_is_skipped_with_the_reason() -> None:
+    unjudged = make_good(verdicts=[])
+    assert results([unjudged])[0].correct is None and results([unjudged])[0].correctness == "not judged"
+    with pytest.raises(pytest.skip.Exception, match="not judged: --assess off"):
+        expect(unjudged, "equivalence")
+    coupled = dataclasses.replace(unjudged, case=make_case(workload=workload("vit-digits-bn")))
+    with pytest.raises(pytest.skip.Exception, match="not judged: its rows are normalised together"):
+        expect(coupled, "equivalence")
+
+
+def scaled(trace: Trace) -> None:
+    trace.gradients[1] = {name: np.float32(0.5) * x for name, x in trace.gradients[1].items()}
+
+
+def zeroed(trace: Trace) -> None:
+    trace.gradients[0] = {
+        **trace.gradients[0],
+        "head.norm.weight": np.zeros_like(trace.gradients[0]["head.norm.weight"]),
+    }
+
+
+def elsewhere(trace: Trace) -> None:
+    trace.parameters[0] = {name: x + np.float32(1) for name, x in trace.parameters[0].items()}
+
+
+def louder(trace: Trace) -> None:
+    trace.losses[1] *= 1.5
+
+
+def clipped(trace: Trace) -> None:
+    trace.norms[1] = 2 * (trace.norms[1] or 0.0)
+
+
+def moved(trace: Trace) -> None:
+    trace.parameters[2] = {name: np.float32(1.1) * x for name, x in trace.parameters[2].items()}
+
+
+@pytest.mark.parametrize(
+    ("defect", "fault", "step"),
+    [
+        (scaled, Fault.SCALED, 1),
+        (zeroed, Fault.MISSING, 0),
+        (elsewhere, Fault.START, 0),
+        (louder, Fault.LOSS, 1),
+        (clipped, Fault.CLIPPING, 1),
+        (moved, Fault.UPDATE, 1),
+    ],
+)
+def test_deviations_alone_name_what_is_wrong(defect: Callable[[Trace], None], fault: Fault, step: int) -> None:
+    stick = Yardstick(noise=noise_run(assess(rounded(MINI, 1), MINI), Precision.FP32), factors={})
+    run = rounded(MINI, 2)
+    assert diagnose_sample(assess_pieces(run, MINI), [], stick) is None
+    defect(run)
+    found = diagnose_sample(assess_pieces(run, MINI), [], stick)
+    assert found is not None and (found.fault, found.step) == (fault, step)
+    drift = Drift(quantity=QuantityKind.GRADIENTS.of("head.norm.weight"), step=0, ranks=[1])
+    first = diagnose_sample(assess_pieces(run, MINI), [drift], stick)
+    assert first is not None and (first.fault is Fault.DRIFT or fault in (Fault.START, Fault.MISSING))
+
+
+# Through the launcher.
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    known = {name: ADAPTERS[name] for name in ("pipeline", "ddp")} | {"ddp_AveragedTwice": target("ddp_AveragedTwice")}
+    options = RunOptions(assess=Assess.SAMPLED)
+    with Cluster(ClusterSpec()) as cluster, contextlib.closing(ForkserverLauncher(cluster)) as launcher:
+        running = Runner(launcher, known, options, tmp_path_factory.mktemp("results"))
+        yield running
+        running.close()
+
+
+def test_a_sample_of_a_run_whose_ranks_hold_different_tensors_is_judged(runner: Runner) -> None:
+    layout = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
+    record = runner.observe(Case(adapter="pipeline", workload=MINI, layout=layout))
+    verdict = record.verdict("equivalence")
+    assert verdict is not None and verdict.passed, verdict or record.outcome.message
+    assert [v.suite for v in record.verdicts] == ["equivalence", "memory", "communication"], "of the step that follows"
+    assert record.equivalence.sample == Sample() and record.steps == 3
+    assert {len(steps) for q, steps in record.equivalence.deviations.items() if q.kind is QuantityKind.GRADIENTS} == {2}
+    assert float(verdict.evidence["detection_limit"]) < 1e-4
+
+
+def test_a_sample_of_a_wrong_run_is_not_taken_for_right(runner: Runner) -> None:
+    record = runner.observe(Case(adapter="ddp_AveragedTwice", workload=MINI, layout=LAYOUTS["ddp"]))
+    verdict = record.verdict("equivalence")
+    assert verdict is not None and not verdict.passed and not verdict.undecided
+    assert record.equivalence.diagnosis is not None and record.equivalence.diagnosis.fault is Fault.SCALED
+    assert "0.5" in record.equivalence.diagnosis.detail
+    assert record.equivalence.num_replicated, "each rank of ddp tells all, and all were compared"
+    cost = size.Cost(seconds=1.0, cpu_seconds=1.0, peak_bytes=13 * 2**30)
+    told = size.complaints([record], cost)
+    assert len(told) == 2 and "x its noise" in told[0] and "a peak of 13.0 GiB" in told[1]
+    unjudged: Record = dataclasses.replace(record, verdicts=[])
+    assert "nothing was judged" in size.complaints([unjudged], size.Cost())
