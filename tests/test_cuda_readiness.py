@@ -244,6 +244,7 @@ _FORK_SAFE = """
     torch.cuda._device_count_nvml = lambda: 8
     torch.cuda._lazy_init = touched
     torch._C._cuda_getDeviceCount = touched
+    torch._C._cuda_getCurrentRawStream = touched  # which a CPU's build lacks, and PyTorch's compiler imports
     from meshmark.environment import describe
     from meshmark.run.forkserver_launcher import _ALWAYS
     from meshmark.run.gpus import num_gpus
