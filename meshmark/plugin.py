@@ -20,6 +20,7 @@ from meshmark.pytest_entry import asks_for_suites
 from meshmark.regression.gatekeeper import Gatekeeper, expect_cases
 from meshmark.run.cluster import Cluster
 from meshmark.run.launchers import LAUNCHERS
+from meshmark.run.profiling import profile
 from meshmark.run.record import Record
 from meshmark.run.record_file import read_records
 from meshmark.run.resume import Held, is_known
@@ -208,6 +209,13 @@ def timed(runner: Runner, case: Case, record_property: Callable[[str, object], N
     _tell(record, record_property)
     expect_ran(record)
     return record
+
+
+@pytest.fixture
+def profiled(runner: Runner, case: Case) -> Record:
+    """The record of the case's profiled pass."""
+    with _ending_the_run():
+        return profile(runner, case)
 
 
 def _tell(record: Record, tell: Callable[[str, object], None]) -> None:

@@ -216,7 +216,7 @@ def launches_of(item: pytest.Item) -> Iterator[Launch]:
     fixtures = getattr(item, "fixturenames", [])
     parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     case, base, clause = (parameters.get(name) for name in ("case", "conforming", "clause"))
-    for fixture, task in (("observed", Task.OBSERVE), ("timed", Task.TIME)):
+    for fixture, task in (("observed", Task.OBSERVE), ("timed", Task.TIME), ("profiled", Task.PROFILE)):
         if fixture in fixtures and isinstance(case, Case):
             yield Launch(what=task, case=case)
     if isinstance(base, Case) and isinstance(clause, Clause):

@@ -120,6 +120,11 @@ def add_options(parser: pytest.Parser) -> None:
         help="collect suites/test_conformance.py too, as naming it does; it trains gpt-mini, in precisions of its own",
     )
     group.addoption(
+        "--profile",
+        action="store_true",
+        help="collect suites/test_profile.py too: where a step's time goes, with a Chrome trace in DIR/traces",
+    )
+    group.addoption(
         "--assess",
         default=None,
         metavar="HOW",

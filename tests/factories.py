@@ -10,6 +10,9 @@ from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.sample import Sample
+from meshmark.measure.device_memory import DeviceMemory
+from meshmark.measure.gpu_power import GpuPower
+from meshmark.measure.profile import ActivityKind, Bandwidth, Kernel, Profile
 from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
 from meshmark.run.record import (
     ConformanceEvidence,
@@ -181,11 +184,38 @@ def make_timing(**changes: Any) -> TimingEvidence:  # noqa: ANN401
     defaults: dict[str, Any] = {
         "rank_step_seconds": [[0.5, 0.25], [0.25, 0.75]],
         "peak_flops_per_second": 3e9,
+        "power": [
+            GpuPower(
+                gpu="a", num_samples=9, joules=7.0, lowest_mhz=1, highest_mhz=2, highest_celsius=3, num_processes=1
+            )
+        ],
+        "device_memory": [
+            DeviceMemory(
+                allocated_peak_bytes=5, reserved_peak_bytes=8, fragmented_bytes=1, num_retries=2, outside_bytes=3
+            )
+        ],
     }
     found = {**defaults, **changes}
     ranks = found["rank_step_seconds"]
     one_lap = {"rank_starts": [[0.0] for _ in ranks], "lap_steps": [len(ranks[0])] if ranks else []}
     return TimingEvidence(**{**one_lap, **found})
+
+
+def make_profile(**changes: Any) -> Profile:  # noqa: ANN401
+    """Of one rank: half of a second's step is computing."""
+    defaults: dict[str, Any] = {
+        "num_steps": 3,
+        "step_seconds": 1.0,
+        "compute_seconds": 0.5,
+        "communication_seconds": 0.25,
+        "exposed_seconds": 0.125,
+        "idle_seconds": 0.375,
+        "kernels": [Kernel(name="aten::mm", kind=ActivityKind.COMPUTE, seconds=0.25, count=6)],
+        "bandwidths": [Bandwidth(kind="all_reduce", group_size=2, count=3, num_bytes=3000, seconds=0.75)],
+        "memory": [(0.0, 1), (0.5, 10)],
+        "trace": "traces/a.json.gz",
+    }
+    return Profile(**{**defaults, **changes})
 
 
 def make_record(**changes: Any) -> Record:  # noqa: ANN401
@@ -206,7 +236,11 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "equivalence": make_equivalence(drifts=[drift], diagnosis=diagnosis, num_replicated=3, sample=Sample()),
         "memory": make_memory_evidence(),
         "traffic": make_traffic_evidence(),
-        "timing": make_timing(digests={1: "abc"}, observed=ObservedPath(losses=[5.5], digests=["abc"], repeats=True)),
+        "timing": make_timing(
+            digests={1: "abc"},
+            observed=ObservedPath(losses=[5.5], digests=["abc"], repeats=True),
+            spoilt=["GPU a: hot"],
+        ),
         "conformance": ConformanceEvidence(
             scenario="plain",
             base=make_case(),
@@ -216,6 +250,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         ),
         "unmeasured": {"memory": "it is so"},
         "kernels": {"float32 products": "highest"},
+        "profiles": [make_profile()],
         "verdicts": [make_verdict(suite) for suite in ("equivalence", "memory", "communication")],
         "remarks": ["the noise floor was damaged"],
     }

@@ -17,6 +17,7 @@ from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
 from meshmark.adapter.engine import RankContext
 from meshmark.environment import machine, visible_gpus
 from meshmark.errors import MeshmarkError
+from meshmark.measure.device_memory import DeviceMemory, device_memory, read_device_memory
 from meshmark.measure.readings import Bytes, MemoryReading
 from meshmark.reference.data import make_batch
 from meshmark.reference.objective import build_optimizer
@@ -149,14 +150,42 @@ def test_arithmetic_is_pinned_whatever_an_import_has_set() -> None:
     torch.backends.cuda.enable_flash_sdp(False)
     with pinned():
         told = kernels.told()
-    assert told == {
-        "float32 products": "highest",
-        "tf32": "products False, convolutions False",
-        "16-bit sums of split products": "bf16 True, fp16 True",
-        "attention": "flash_attention, efficient_attention, math, cudnn_attention",
-        "deterministic algorithms": "False",
-    }
+    assert (
+        told.items()
+        >= {
+            "float32 products": "highest",
+            "tf32": "products False, convolutions False",
+            "16-bit sums of split products": "bf16 True, fp16 True",
+            "attention": "flash_attention, efficient_attention, math, cudnn_attention",
+            "deterministic algorithms": "False",
+        }.items()
+    )
     torch.backends.cuda.enable_flash_sdp(True)
+
+
+def test_what_nccl_was_told_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    assert kernels.told()["NCCL_ALGO"] == "Ring"
+
+
+def test_the_allocator_s_statistics_become_bytes_that_are_of_no_use_and_bytes_outside() -> None:
+    """By the names that `torch.cuda.memory_stats` documents: of 80 GB 30 are free, and PyTorch holds 40."""
+    giga = 10**9
+    told = {
+        "allocated_bytes.all.peak": 35 * giga,
+        "reserved_bytes.all.peak": 45 * giga,
+        "reserved_bytes.all.current": 40 * giga,
+        "inactive_split_bytes.all.current": 3 * giga,
+        "num_alloc_retries": 2,
+    }
+    assert device_memory(told, (30 * giga, 80 * giga)) == DeviceMemory(
+        allocated_peak_bytes=35 * giga,
+        reserved_peak_bytes=45 * giga,
+        fragmented_bytes=3 * giga,
+        num_retries=2,
+        outside_bytes=10 * giga,
+    )
+    assert read_device_memory(torch.device("cpu")) is None
 
 
 def test_an_image_that_turns_tf32_on_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,7 @@ def test_conformance_is_collected_when_it_is_asked_for(pytester: pytest.Pytester
     matrix_alone = {"equivalence", "memory", "communication", "throughput"}
     assert collected(str(ROOT / "suites")) == matrix_alone
     assert collected(str(ROOT / "suites"), "--conformance") == matrix_alone | {"conformance"}
+    assert collected(str(ROOT / "suites"), "--profile") == matrix_alone | {"profile"}
     assert collected(str(ROOT / "suites"), file) == matrix_alone | {"conformance"}
     assert collected(file) == {"conformance"}
     assert collected(f"{file}::test_conformance[ddp-dp2-loss]") == {"conformance"}

@@ -44,6 +44,8 @@ class IssuedOperation:
     """Of its group; empty where the group is gone."""
     num_bytes: int
     """Of the larger of its input and its output, and of all parts together."""
+    seconds: float | None = None
+    """Where the backend timed it (NCCL, with TORCH_NCCL_ENABLE_TIMING)."""
 
 
 def dump() -> dict[str, Any]:
@@ -98,7 +100,7 @@ def issued_operations(
             own = [part for part in parts if _call(part) == _call(entry)]
             parts = [part for part in parts if _call(part) != _call(entry)]
             if own:
-                yield _operation(own, _PARTS[own[0]["profiling_name"].rpartition(":")[2]], groups)
+                yield _operation(own, _PARTS[own[0]["profiling_name"].rpartition(":")[2]], groups, entry)
             continue
         yield _operation([entry], kind_of(title), groups)
     for part in parts:  # whose group never ended
@@ -116,13 +118,19 @@ def _call(entry: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _operation(
-    entries: Sequence[Mapping[str, Any]], kind: str, groups: Mapping[str, tuple[int, ...]]
+    entries: Sequence[Mapping[str, Any]],
+    kind: str,
+    groups: Mapping[str, tuple[int, ...]],
+    closing: Mapping[str, Any] | None = None,
 ) -> IssuedOperation:
+    """`closing`: what stands for all of them, and was timed in their place."""
+    timed = (closing or entries[-1]).get("duration_ms")
     return IssuedOperation(
         kind=kind,
         time_ns=entries[0]["time_created_ns"],
         ranks=groups.get(entries[0]["process_group"][0], ()),
         num_bytes=sum(max(_num_bytes(entry, "input"), _num_bytes(entry, "output")) for entry in entries),
+        seconds=None if timed is None else timed / 1000,
     )
 
 

@@ -40,7 +40,7 @@ def by_case(records: Iterable[Record]) -> dict[Key, CaseRuns]:
     """Of the matrix; conformance is judged clause by clause."""
     found: dict[Key, CaseRuns] = {}
     for record in records:
-        if record.conformance.scenario:
+        if record.conformance.scenario or record.task is Task.PROFILE:
             continue
         runs = found.setdefault(key_of(record), CaseRuns(case=record.case))
         runs.case = record.case

@@ -1,8 +1,8 @@
-"""The two pictures of a report, as SVG: memory by category, and throughput with its spread."""
+"""The pictures of a report, as SVG: memory by category and over time, and throughput with its spread."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -96,5 +96,26 @@ def throughput_plot(found: Sequence[CaseResult], path: Path) -> bool:
             "hollow: wrong, or narrower states"
         )
         figure.tight_layout()
+        figure.savefig(path, metadata={"Date": None})
+    return True
+
+
+def curves(lines: Mapping[str, Sequence[tuple[float, int]]], path: Path) -> bool:
+    """Bytes over seconds, a line each. False without any."""
+    if not lines:
+        return False
+    largest = max(num_bytes for points in lines.values() for _, num_bytes in points)
+    unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(9, 3 + 0.2 * len(lines)))
+        axes = figure.subplots()
+        for label, points in lines.items():
+            times, counted = zip(*points, strict=True)
+            axes.step(times, [num_bytes / unit for num_bytes in counted], where="post", label=one_line(label)[:80])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("seconds of profiled steps")
+        axes.set_ylabel(f"{name} on the fullest rank")
+        figure.legend(loc="outside lower left", frameon=False, fontsize=8)
+        figure.tight_layout(rect=(0, 0.2 * (len(lines) + 1) / figure.get_figheight(), 1, 1))
         figure.savefig(path, metadata={"Date": None})
     return True

@@ -17,6 +17,7 @@ from meshmark.report.guard import rendered, write_page
 from meshmark.report.markdown import block, code, inline, table
 from meshmark.report.planned import planned_memory
 from meshmark.report.plots import memory_plot, throughput_plot
+from meshmark.report.profiles import TOLD, memory_curves, profile_rows
 from meshmark.report.results import CaseResult, newest, results
 from meshmark.report.untold import failing, unrecorded, untold
 from meshmark.run.record import Record
@@ -36,7 +37,8 @@ def write_report(reading: Reading, path: Path, command: str, baseline: Reading |
 
     def page(some: Sequence[CaseResult], complaints: Sequence[str]) -> list[str]:
         read = dataclasses.replace(reading, complaints=[*reading.complaints, *undrawn, *complaints])
-        return [*_answer(some, read), *drawn, *_evidence(some, read, baseline), *_origin(some, read, command)]
+        evidence = [*_evidence(some, read, baseline), *_profiles(reading.records, path)]
+        return [*_answer(some, read), *drawn, *evidence, *_origin(some, read, command)]
 
     parts, complaints = rendered(page, found, lambda result: result.case.id)
     write_page(path, parts)
@@ -59,6 +61,16 @@ def _pictures(found: Sequence[CaseResult], path: Path) -> tuple[list[str], list[
     if drawn and len(found) > _DRAWN:
         drawn.append(f"Drawn are the first {_DRAWN} of {len(found):,} cases; the tables hold all.")
     return drawn, undrawn
+
+
+def _profiles(records: Sequence[Record], path: Path) -> list[str]:
+    """The section of profiled passes, where there are any, with its picture beside the page."""
+    if not (rows := profile_rows(records)):
+        return []
+    picture = path.with_name(f"{path.stem}-over-time.svg")
+    drawn = memory_curves(records, picture)
+    shown = [f"![Memory over time]({quote(picture.name)})"] if drawn else []
+    return ["## Profile", TOLD, table(rows), *shown]
 
 
 def headline(found: Sequence[CaseResult], reading: Reading) -> str:

@@ -93,6 +93,11 @@ class CaseResult:
         return verdict is None or verdict.passed
 
     @property
+    def undisturbed(self) -> bool:
+        """Whether nothing was seen that makes its rate none of this machine."""
+        return not (self.timed and self.timed.timing.spoilt)
+
+    @property
     def comparable(self) -> bool:
         """Whether its memory and speed may be held against others': it trains correctly, with states as precise, and
         the same steps on the clock."""
@@ -130,6 +135,8 @@ def results(records: Iterable[Record]) -> list[CaseResult]:
     latest: dict[tuple[Key, Task], Record] = {}
     cases: dict[Key, Case] = {}
     for record in records:
+        if record.task is Task.PROFILE:  # a section of its own
+            continue
         latest[_key(record), record.task] = record
         cases.setdefault(_key(record), record.case)
     judged: dict[tuple[str, str, str], Record] = {}  # of several, one that failed decides

@@ -231,7 +231,9 @@ def _speed(result: CaseResult) -> str:
     text = f"{measured.per_second:,.0f} {interval_text(measured)}"
     if result.states_as_asked is False and result.correct is not False:
         return f"~~{text}~~ other states"
-    return text if result.comparable else f"~~{text}~~ wrong run"
+    if not result.comparable:
+        return f"~~{text}~~ wrong run"
+    return text if result.undisturbed else f"~~{text}~~ {', '.join(result.timed.timing.spoilt)}"
 
 
 def _mfu(result: CaseResult) -> str:

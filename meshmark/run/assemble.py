@@ -7,6 +7,7 @@ import dataclasses
 from meshmark.adapter.contract import Adapter
 from meshmark.environment import describe
 from meshmark.judge.observed_path import ObservedPath
+from meshmark.measure.gpu_power import spoilt
 from meshmark.run.communication import judge_communication
 from meshmark.run.declared import declare
 from meshmark.run.launch import LaunchResult
@@ -80,11 +81,15 @@ def assemble(
         timing=TimingEvidence(
             rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
             rank_starts=[r.lap_starts for r in reports if r.lap_starts],
+            power=request.power,
+            spoilt=spoilt(request.power, -(-case.world_size // (nnodes * max(len(request.power), 1)))),
+            device_memory=[r.device_memory for r in reports if r.device_memory],
             lap_steps=reports[0].lap_steps if whole else [],
             peak_flops_per_second=request.peak_flops_per_second,
             digests=reports[0].timed_digests if whole else {},
             observed=request.observed,
         ),
+        profiles=[r.profile for r in reports if r.profile],
         conformance=ConformanceEvidence(
             scenario=request.scenario,
             base=request.base,

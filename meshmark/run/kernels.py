@@ -4,7 +4,8 @@ anything is built, the same for every framework, and told in the record."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,6 +16,9 @@ VARIABLES = {
 }
 """Of every rank's process. Deterministic algorithms are not asked for: attention has others then, and a timed pass must
 compute bit for bit what was judged."""
+
+_NCCL = ("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
+"""Starts of the names of variables that choose how GPUs communicate."""
 
 ATTENTION = (
     SDPBackend.FLASH_ATTENTION,
@@ -50,10 +54,29 @@ def told() -> dict[str, str]:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
     )
-    return {
+    return _libraries() | {
         "float32 products": torch.get_float32_matmul_precision(),
         "tf32": f"products {torch.backends.cuda.matmul.allow_tf32}, convolutions {torch.backends.cudnn.allow_tf32}",
         "16-bit sums of split products": f"bf16 {reduced[0]}, fp16 {reduced[1]}",
         "attention": ", ".join(names),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
     }
+
+
+def _libraries() -> dict[str, str]:
+    """How NCCL was told to communicate, and of the GPU that this rank computes on, if any: what cannot be asked of this
+    build is left out, for no pass is to fail for the sake of a version."""
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_NCCL)}
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return found
+    asked: dict[str, Callable[[], object]] = {
+        "CUDA": lambda: torch.version.cuda,
+        "driver's CUDA": lambda: torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
+        "cuDNN": lambda: torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "NCCL": lambda: torch.cuda.nccl.version(),  # type: ignore[no-untyped-call]
+        "GPU": lambda: torch.cuda.get_device_properties(torch.cuda.current_device()).uuid,
+    }
+    for name, ask in asked.items():
+        with contextlib.suppress(Exception):
+            found[name] = str(ask())
+    return found

@@ -29,6 +29,7 @@ from meshmark.run.passes.measure_noise import measure_noise
 from meshmark.run.passes.observe import observe
 from meshmark.run.passes.overflow import overflow
 from meshmark.run.passes.peak import measure_peak
+from meshmark.run.passes.profile import profile
 from meshmark.run.passes.resume import resume, save_halfway
 from meshmark.run.passes.retrace import retrace
 from meshmark.run.passes.timing import time_steps
@@ -41,6 +42,7 @@ from meshmark.run.store import RunStore, run_secret
 _TASKS = {
     Task.OBSERVE: observe,
     Task.TIME: time_steps,
+    Task.PROFILE: profile,
     Task.PEAK: measure_peak,
     Task.RETRACE: retrace,
     Task.NOISE: measure_noise,
@@ -90,6 +92,8 @@ def _join(request: Request, info: RankInfo, store: Store, timeout: datetime.time
     """Bring up the default process group over `store`."""
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", DEFAULT_THREADS)))
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(_recorded(request))
+    if request.task is Task.PROFILE:
+        os.environ["TORCH_NCCL_ENABLE_TIMING"] = "1"  # it takes events around every collective
     torch.manual_seed(request.case.workload.seed + info.rank)
     if request.device == "cuda":
         torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
@@ -109,9 +113,9 @@ def _join(request: Request, info: RankInfo, store: Store, timeout: datetime.time
 
 
 def _recorded(request: Request) -> int:
-    """Entries of the flight recorder: all of a metered step, on any backend. Elsewhere it would only take time, and
-    memory with every collective; but NCCL's is cheap, and all the evidence that there is when a kernel hangs."""
-    if request.task is Task.OBSERVE and request.metered:
+    """Entries of the flight recorder: all of a metered or profiled step, on any backend. Elsewhere it would only take
+    time, and memory with every collective; but NCCL's is cheap, and all the evidence that there is of a hang."""
+    if request.task is Task.PROFILE or (request.task is Task.OBSERVE and request.metered):
         return 20_000
     return 2_000 if request.backend == "nccl" else 0
 

@@ -8,6 +8,8 @@ from enum import StrEnum
 from meshmark.judge.deviation import Deviations, Drift
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.yardstick import Comparisons
+from meshmark.measure.device_memory import DeviceMemory
+from meshmark.measure.profile import Profile
 from meshmark.measure.readings import MemoryReading, TrafficReading
 
 
@@ -53,6 +55,12 @@ class RankReport:
     """NOISE: this rank's share of the runs."""
     kernels: dict[str, str] = field(default_factory=dict)
     """Formats and kernels that PyTorch was set to compute with, as read back at the end."""
+    timed_span: tuple[float, float] | None = None
+    """TIME: of the monotonic clock, from before the first lap to after the last."""
+    device_memory: DeviceMemory | None = None
+    """TIME, on a GPU: of the timed steps."""
+    profile: Profile | None = None
+    """PROFILE."""
     samples: dict[str, list[float]] = field(default_factory=dict)
     """What only the passes of the conformance suite measure, by name."""
     digests: list[str] = field(default_factory=list)

@@ -13,8 +13,11 @@ from meshmark.judge.faults import Diagnosis
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.sample import Sample
 from meshmark.judge.yardstick import Comparisons, Yardstick
+from meshmark.measure.device_memory import DeviceMemory
+from meshmark.measure.gpu_power import GpuPower
 from meshmark.measure.interval import Interval, mean_interval
 from meshmark.measure.laps import Lap, laps_of
+from meshmark.measure.profile import Profile
 from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
@@ -192,6 +195,12 @@ class TimingEvidence:
     """By rank, then lap: seconds after the first rank of the same node; empty: together."""
     lap_steps: list[int] = field(default_factory=list)
     """Steps of each lap; empty: one lap."""
+    device_memory: list[DeviceMemory] = field(default_factory=list)
+    """By rank, on GPUs."""
+    power: list[GpuPower] = field(default_factory=list)
+    """Of the GPUs of the node that writes, where NVML tells."""
+    spoilt: list[str] = field(default_factory=list)
+    """Why the rate is none of this machine: a GPU that was throttled, or shared."""
     peak_flops_per_second: float | None = None
     """Measured, of all cores or GPUs that the ranks can use; None where nobody measured."""
     digests: dict[int, str] = field(default_factory=dict)
@@ -248,6 +257,8 @@ class Record:
     memory: MemoryEvidence = field(default_factory=MemoryEvidence)
     traffic: TrafficEvidence = field(default_factory=TrafficEvidence)
     timing: TimingEvidence = field(default_factory=TimingEvidence)
+    profiles: list[Profile] = field(default_factory=list)
+    """By rank, of the profiled pass."""
     conformance: ConformanceEvidence = field(default_factory=ConformanceEvidence)
     unmeasured: dict[str, str] = field(default_factory=dict)
     """By suite that cannot be judged: the adapter's method that failed, and how."""

@@ -8,6 +8,7 @@ from enum import StrEnum
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.sample import Sample
 from meshmark.judge.yardstick import Yardstick
+from meshmark.measure.gpu_power import GpuPower
 from meshmark.spec.case import Case
 
 
@@ -18,6 +19,8 @@ class Task(StrEnum):
     """Instrumented: losses, gradients, parameters, memory, traffic."""
     TIME = "time"
     """Untouched: seconds per step."""
+    PROFILE = "profile"
+    """Under PyTorch's profiler: where a step's time goes."""
     PEAK = "peak"
     """What the cores or the GPU that a timed pass will use can compute at best, in one process."""
     RETRACE = "retrace"
@@ -58,6 +61,8 @@ class Request:
     """TIME: how long steps may be added to the first `steps`, until the rate is known well."""
     num_threads: int = 1
     """PEAK: on a CPU."""
+    power: list[GpuPower] = field(default_factory=list)
+    """TIME, on GPUs: what was seen of them meanwhile."""
     peak_flops_per_second: float | None = None
     """TIME: what was measured of all cores or GPUs that the ranks can use."""
     observed: ObservedPath | None = None
@@ -78,4 +83,6 @@ class Request:
     """OBSERVE: evaluate every batch before it is trained on."""
     checkpoint: str = ""
     """SAVE and RESUME: folder that all ranks share."""
+    traces: str = ""
+    """PROFILE: the file that the first rank's trace is left in."""
     time_limit_seconds: float

@@ -33,6 +33,7 @@ from meshmark.run.passes.noise import (
 )
 from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.peak_probe import PeakProbe
+from meshmark.run.power import launch_watched
 from meshmark.run.record import ConformanceEvidence, Outcome, Record, Status
 from meshmark.run.record_file import RecordFile, line_of
 from meshmark.run.request import Request, Task
@@ -233,7 +234,7 @@ class Runner:
             time_limit_seconds=options.time_limit_seconds * (TIME_LIMITS if sample else 1),
             steps=options.timed_steps if task is Task.TIME else observed,
             sample=sample,
-            warmup=options.warmup if task is Task.TIME else 0,
+            warmup=options.warmup if task in (Task.TIME, Task.PROFILE) else 0,
             timing_budget_seconds=options.timing_budget_seconds,
             assess=assess is Assess.FULL or sample is not None,
         )
@@ -247,10 +248,10 @@ class Runner:
     def _run(self, request: Request) -> Record:
         if request.task in JUDGED and request.assess:
             request = dataclasses.replace(request, yardstick=self.yardstick(request))
-        launched = self.launcher.launch(request, request.case.world_size)
+        launched, power = launch_watched(self.launcher, request)
         outcome = outcome_of_launch(launched, request.case.world_size)
         if request.task is Task.TIME and outcome.status is Status.OK:
-            request = dataclasses.replace(request, peak_flops_per_second=self._peaks.of(request))
+            request = dataclasses.replace(request, peak_flops_per_second=self._peaks.of(request), power=power)
             request = self._with_path(request, launched) if request.assess else request
         return self._record(request, outcome, launched)
 

@@ -26,6 +26,7 @@ from meshmark.judge.engine_tensors import host_parameters
 from meshmark.judge.gather import all_gather_json
 from meshmark.judge.replicas import replicas_of_ranks
 from meshmark.judge.trace import Trace, gather_replicas
+from meshmark.measure.device_memory import read_device_memory, start_device_memory
 from meshmark.measure.laps import Lap, num_steps_to_add
 from meshmark.reference.data import Batch, make_batch
 from meshmark.run.passes.observer import digests
@@ -46,7 +47,11 @@ def time_steps(request: Request, adapter: Adapter, context: RankContext, started
     if request.assess:
         trace.parameters.append(host_parameters(engine, request.case.workload))
     stopwatch.warm_up(request.warmup - when[0])  # what the look has disturbed is settled again
+    start_device_memory(context.device)
+    first = time.monotonic()
     stopwatch.run()
+    span = first, time.monotonic()
+    device_memory = read_device_memory(context.device)
     when.append(len(stopwatch.losses))
     if request.assess:
         trace.parameters.append(host_parameters(engine, request.case.workload))
@@ -61,6 +66,8 @@ def time_steps(request: Request, adapter: Adapter, context: RankContext, started
         lap_starts=stopwatch.lap_starts,
         lap_steps=stopwatch.lap_steps,
         drifts=drifts,
+        device_memory=device_memory,
+        timed_span=span,
         timed_digests=dict(zip(when, digests(traces), strict=True)) if traces and request.assess else {},
     )
 

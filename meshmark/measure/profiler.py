@@ -1,0 +1,116 @@
+"""Steps under PyTorch's profiler, with its Chrome trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity, profile
+
+from meshmark.measure.allocator import count_all_threads
+from meshmark.measure.flight_recorder import IssuedOperation, dump, issued_operations
+from meshmark.measure.profile import Activity, ActivityKind, Profile, Span, read_profile
+
+_OPERATORS = ("aten::", "Torch-Compiled Region", "CompiledFunction")
+"""Starts of the names of what computes on a CPU."""
+_COLLECTIVES = "gloo:"
+
+
+def profile_steps(
+    step: Callable[[int], object], numbers: Sequence[int], device: torch.device, trace: Path | None
+) -> Profile:
+    """Call `step` with every number. `trace`: where the Chrome trace is left."""
+    on_gpu, steps = device.type == "cuda", list[Span]()
+    count_all_threads()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities, profile_memory=True, record_shapes=True) as profiled:
+        for number in numbers:
+            start = time.time_ns()
+            step(number)
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            steps.append((start, time.time_ns()))
+    if trace is not None:
+        profiled.export_chrome_trace(str(trace))
+    results: Any = profiled.profiler.kineto_results
+    events = list(_walk(results.experimental_event_tree()))
+    found = list(_on_gpu(results.events()) if on_gpu else _on_cpu(events))
+    return read_profile(
+        found,
+        steps,
+        issued=_issued(found, steps),
+        memory=sorted(
+            (event.start_time_ns, event.extra_fields.total_allocated)
+            for event in events
+            if event.name == "[memory]" and event.extra_fields.device.type == device.type
+        ),
+        trace=f"{trace.parent.name}/{trace.name}" if trace else "",
+    )
+
+
+def _walk(roots: Sequence[Any]) -> Iterator[Any]:
+    stack = list(roots)
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        yield event
+
+
+def _on_cpu(events: Sequence[Any]) -> Iterator[Activity]:
+    """Operators and collectives."""
+    kinds = {_COLLECTIVES: ActivityKind.COMMUNICATION, **dict.fromkeys(_OPERATORS, ActivityKind.COMPUTE)}
+    for event in events:
+        kind = next((kind for start, kind in kinds.items() if event.name.startswith(start)), None)
+        if kind:
+            yield Activity(
+                name=event.name,
+                kind=kind,
+                start_ns=event.start_time_ns,
+                stop_ns=event.end_time_ns,
+                called=tuple((c.start_time_ns, c.end_time_ns) for c in _called(event)),
+            )
+
+
+def _called(event: Any) -> Iterator[Any]:  # noqa: ANN401
+    """The operators nearest below one."""
+    for child in event.children:
+        if child.name.startswith(_OPERATORS):
+            yield child
+        else:
+            yield from _called(child)
+
+
+def _on_gpu(events: Sequence[Any]) -> Iterator[Activity]:
+    """What its streams did. NCCL's kernels have its name, of every version."""
+    for event in events:
+        if event.device_type() == DeviceType.CUDA:
+            name = event.name()
+            kind = ActivityKind.COMMUNICATION if "nccl" in name.lower() else ActivityKind.COMPUTE
+            yield Activity(name=name, kind=kind, start_ns=event.start_ns(), stop_ns=event.end_ns())
+
+
+def _issued(found: Sequence[Activity], steps: Sequence[Span]) -> list[IssuedOperation]:
+    """Collectives of the profiled steps with their seconds: NCCL's recorder tells them (TORCH_NCCL_ENABLE_TIMING); of
+    gloo it is the profiler that does, one event a collective, in order. Nothing where they do not go together."""
+    if not torch.distributed.is_initialized():
+        return []
+    groups = torch.distributed.distributed_c10d._world.pg_names
+    ranks = {str(name): tuple(sorted(torch.distributed.get_process_group_ranks(g))) for g, name in groups.items()}
+    issued = [
+        one
+        for one in issued_operations(dump().get("entries", []), ranks)
+        if any(start <= one.time_ns < stop for start, stop in steps)
+    ]
+    if torch.distributed.get_backend() == "nccl":
+        return issued
+    told = sorted(a.span for a in found if a.kind is ActivityKind.COMMUNICATION)
+    if len(told) != len(issued):
+        return []
+    return [
+        dataclasses.replace(one, seconds=(stop - start) / 1e9) for one, (start, stop) in zip(issued, told, strict=True)
+    ]
