@@ -219,14 +219,17 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
     for part in parts:
         old |= {moved.get(name, {}).get(part, name): value for name, value in today[part].items()}
     lacked = ("rank_starts", "lap_steps", "peak_flops_per_second", "observed", "departures", "left_out", "sample")
-    for name in lacked:
+    of_gpus = ("device_memory", "power", "spoilt")
+    for name in (*lacked, *of_gpus):
         del old[name]
     old["matmul_flops_per_second"] = [1e9, 1e9]  # which it had
     old["planned_traffic"] = [{"all_reduce": 400.0}] * 2  # another plan
     lacking = make_record(
         equivalence=dataclasses.replace(make_record().equivalence, sample=None),
         training=TrainingCurves(losses=[5.5, 5.25], norms=[2.0, None]),
-        timing=make_timing(rank_starts=[], lap_steps=[], peak_flops_per_second=None),
+        timing=make_timing(
+            rank_starts=[], lap_steps=[], peak_flops_per_second=None, device_memory=[], power=[], spoilt=[]
+        ),
         traffic=make_traffic_evidence(planned=[], departures=[]),
     )
     assert "losses" in old and "equivalence" not in old, "side by side"
