@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from meshmark.reference.initial import Block, initial_value
 from meshmark.reference.model import drawn_name
-from meshmark.reference.transformer import Attention, FeedForward, Transformer
+from meshmark.reference.transformer import Attention, Transformer, products_of
 
 
 def split_dim(parameter: nn.Parameter) -> int | None:
@@ -29,12 +29,9 @@ def parallelize(model: Transformer, config: Any, group: ProcessGroup) -> None:  
         return (copy_to_tensor_model_parallel_region(args[0], group=group),)
 
     for module in list(model.modules()):
-        if isinstance(module, Attention):
-            columns, row = ["q", "k", "v"], "out"
-        elif isinstance(module, FeedForward):
-            columns, row = ["up"] if module.gate is None else ["up", "gate"], "down"
-        else:
+        if (products := products_of(module)) is None:
             continue
+        columns, row = products
         # Several column-parallel layers read one input: its gradient is reduced once for all of them, as it is for
         # Megatron's fused ones, by entering the parallel region before them and by `disable_grad_reduce` inside.
         module.register_forward_pre_hook(enter)

@@ -13,18 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from meshmark.reference.data import Batch
-from meshmark.reference.transformer import Attention, FeedForward, Transformer
+from meshmark.reference.transformer import Transformer, products_of
 
 
 def split(model: Transformer, tp: int) -> None:
     """Put layers that compute as `tp` ranks do in the place of the model's linear ones."""
     for module in list(model.modules()):
-        if isinstance(module, Attention):
-            columns, row = ["q", "k", "v"], "out"
-        elif isinstance(module, FeedForward):
-            columns, row = ["up"] if module.gate is None else ["up", "gate"], "down"
-        else:
+        if (products := products_of(module)) is None:
             continue
+        columns, row = products
         region = _Region(tp)
         module.register_forward_pre_hook(region.enter)
         for name in columns:

@@ -107,6 +107,16 @@ class FeedForward(nn.Module):
         return out
 
 
+def products_of(module: nn.Module) -> tuple[list[str], str] | None:
+    """Of attention or a feed-forward network, the linear layers that Megatron-LM splits by columns, which all read its
+    input, and the one that it splits by rows (arXiv:1909.08053, section 3); None of any other module."""
+    if isinstance(module, Attention):
+        return ["q", "k", "v"], "out"
+    if isinstance(module, FeedForward):
+        return ["up"] if module.gate is None else ["up", "gate"], "down"
+    return None
+
+
 class Embedding(nn.Module):
     """First layer: tokens [B, T] to the residual stream [B, T, C]."""
 

@@ -186,17 +186,8 @@ class WholeWeights(Mixing):
         return exchange
 
 
-class LocalMomentum(Mixing):
+class LocalMomentum(MomentumNotMixed):
     """Each replica's own, in the place of the quasi-global."""
-
-    def train(self) -> Any:  # noqa: ANN401
-        with torch.no_grad():
-            ahead = [p.grad for p in self.trained if p.grad is not None]
-            if self.kept:
-                torch._foreach_add_(ahead, self.kept["momentum"], alpha=self.case.workload.optimizer.momentum)
-            norm = DSGDEngine.train(self)  # type: ignore[arg-type]
-            self.kept["momentum"] = ahead
-        return norm
 
 
 # The same defects by the names of other algorithms: a mutant is known by its defect's name.
