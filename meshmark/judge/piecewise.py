@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,7 @@ def all_cores(share: int = 1) -> Iterator[None]:
 _CHUNK = 2**22
 """Elements of a tensor that are compared at once."""
 Found = dict[Q, list[Deviation]]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def assess_pieces(
@@ -52,13 +53,15 @@ def assess_pieces(
     the workload's initial values. The rows of the workload may not be coupled, nor its replicas differ."""
     device, found, num_steps = device or torch.device("cpu"), Found(), len(trace.gradients)
     rank_progress.begin(rank_progress.Phase.TRUTH, 2 * num_steps * (workload.model.num_layers + 2))
-    for name, shape in parameter_shapes(workload.model).items():
+    shapes = parameter_shapes(workload.model)
+    for name, shape in shapes.items():
         x = torch.from_numpy(start[name]) if start else initial_value(workload.model, name, shape, seed=workload.seed)
         found[QuantityKind.INITIAL.of(name)] = [tensor_deviation(trace.parameters[0].get(name), x.to(device))]
         rank_progress.tick()
-    norms = [_assess_gradients(trace, workload, step, device, found) for step in range(num_steps)]
-    for name in parameter_shapes(workload.model):
-        found[QuantityKind.PARAMETERS.of(name)] = _assess_updates(trace, workload, name, norms, device)
+    norms = [_assess_gradients(trace, workload, step, shapes, device, found) for step in range(num_steps)]
+    spec = workload.optimizer
+    for name, shape in shapes.items():
+        found[QuantityKind.PARAMETERS.of(name)] = _assess_updates(trace, spec, name, shape, norms, device)
         rank_progress.tick()
     return found
 
@@ -72,7 +75,9 @@ class _Norm:
     """Parameters that had a part in it."""
 
 
-def _assess_gradients(trace: Trace, workload: Workload, step: int, device: torch.device, found: Found) -> _Norm:
+def _assess_gradients(
+    trace: Trace, workload: Workload, step: int, shapes: Shapes, device: torch.device, found: Found
+) -> _Norm:
     truth = LayeredTruth(workload, trace.parameters[step], make_batch(workload, step), device)
     squares, used = 0.0, set[str]()
 
@@ -86,8 +91,8 @@ def _assess_gradients(trace: Trace, workload: Workload, step: int, device: torch
                 used.add(name)
                 squares += 0.0 if y is None else _square(y, device)
             elif y is None:
-                y = torch.zeros(parameter_shapes(workload.model)[name]).numpy()
-            exact = torch.zeros(parameter_shapes(workload.model)[name], device=device) if x is None else x
+                y = torch.zeros(shapes[name]).numpy()
+            exact = torch.zeros(shapes[name], device=device) if x is None else x
             note(QuantityKind.GRADIENTS.of(name), tensor_deviation(y, exact))
     note(QuantityKind.LOSS.of(), scalar_deviation(trace.losses[step], truth.loss))
     if trace.evaluations:
@@ -99,14 +104,13 @@ def _assess_gradients(trace: Trace, workload: Workload, step: int, device: torch
 
 
 def _assess_updates(
-    trace: Trace, workload: Workload, name: str, norms: Sequence[_Norm], device: torch.device
+    trace: Trace, spec: OptimizerSpec, name: str, shape: tuple[int, ...], norms: Sequence[_Norm], device: torch.device
 ) -> list[Deviation]:
     """Of one parameter, after each step."""
-    optimizer, shape = _PieceOptimizer(workload.optimizer, [norm.value for norm in norms]), None
+    optimizer = _PieceOptimizer(spec, [norm.value for norm in norms])
     found = []
     for step, norm in enumerate(norms):
         here = trace.parameters[step].get(name)
-        shape = parameter_shapes(workload.model)[name]
         before = torch.full(shape, math.nan).numpy() if here is None else here
         own = trace.gradients[step].get(name, torch.zeros(shape).numpy()) if name in norm.used else None
         after = optimizer.step({name: before}, {} if own is None else {name: own})

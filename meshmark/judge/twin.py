@@ -24,6 +24,7 @@ from meshmark.judge.split_products import split, split_loss_share
 from meshmark.judge.trace import Trace
 from meshmark.reference.build import build_model
 from meshmark.reference.data import Batch
+from meshmark.reference.model import Model
 from meshmark.reference.objective import loss_share
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
@@ -71,10 +72,11 @@ class Twin:
         layout = self.case.layout
         rows = self.case.workload.global_batch // (layout.dp * layout.num_micro_batches)
         micro_batches = list(self.arrange(batch).micro_batches(len(batch) // rows))
-        weights, losses, total = self._weights(parameters), list[float](), dict[str, Tensor]()
+        model, weights = self._model(), self._weights(parameters)
+        losses, total = list[float](), dict[str, Tensor]()
 
         def part(index: int) -> Gradients:
-            share, gradients = self._part(weights, micro_batches[index], loss_scale)
+            share, gradients = self._part(model, weights, micro_batches[index], loss_scale)
             losses.append(float(share))
             return gradients
 
@@ -96,13 +98,19 @@ class Twin:
             for name, value in parameters.items()
         }
 
-    def _part(self, weights: dict[str, Tensor], part: Batch, loss_scale: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and gradients of one micro-batch; the latter multiplied as the run's are before they are reduced."""
+    def _model(self) -> Model:
+        """Without values."""
         with torch.device("meta"):
             model = build_model(self.case.workload.model)
         if self.arithmetic.splits_products:
             assert isinstance(model, Transformer)
             split(model, self.case.layout.tp)
+        return model
+
+    def _part(
+        self, model: Model, weights: dict[str, Tensor], part: Batch, loss_scale: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and gradients of one micro-batch; the latter multiplied as the run's are before they are reduced."""
         model.skipped_block = part.skipped_block
         buffers = {name: torch.zeros_like(b, device=self.device) for name, b in model.named_buffers()}
         part = part.to(self.device)
