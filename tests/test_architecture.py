@@ -29,6 +29,7 @@ FRONT = {
     "__init__",
     "__main__",
     "cli",
+    "cluster_doctor",
     "expect",
     "github",
     "live",

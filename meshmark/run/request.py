@@ -23,6 +23,8 @@ class Task(StrEnum):
     """Under PyTorch's profiler: where a step's time goes."""
     PEAK = "peak"
     """What the cores or the GPU that a timed pass will use can compute at best, in one process."""
+    LINKS = "links"
+    """What the links between nodes carry; no framework is asked."""
     RETRACE = "retrace"
     """The steps of OBSERVE once more, and on to the last of TIME: what its ranks' losses and parameters must be."""
     NOISE = "noise"
