@@ -263,6 +263,7 @@ def make_good(**changes: Any) -> Record:  # noqa: ANN401
     """The same without drifts, as an honest run of the matrix leaves it."""
     honest: dict[str, Any] = {
         "equivalence": make_equivalence(),
+        "timing": make_timing(),
         "conformance": ConformanceEvidence(),
         "unmeasured": {},
     }
