@@ -66,7 +66,7 @@ def assemble(
             build_seconds=max((r.build_seconds for r in reports), default=0.0),
         ),
         training=training,
-        equivalence=_equivalence(reports[0], request) if whole else EquivalenceEvidence(),
+        equivalence=_equivalence(reports, request) if whole else EquivalenceEvidence(),
         memory=MemoryEvidence(
             readings=[r.memory for r in reports if r.memory],
             planned=declared.states,
@@ -139,9 +139,9 @@ def _state_dtypes(reports: list[RankReport]) -> dict[str, str]:
     return {kind: "+".join(sorted(parts - {""})) for kind, parts in told.items()}
 
 
-def _equivalence(first: RankReport, request: Request) -> EquivalenceEvidence:
+def _equivalence(reports: list[RankReport], request: Request) -> EquivalenceEvidence:
     """What rank 0, which gathers, has found."""
-    yardstick = request.yardstick
+    first, yardstick = reports[0], request.yardstick
     return EquivalenceEvidence(
         deviations=first.deviations,
         noise=yardstick.noise if yardstick else {},
@@ -150,4 +150,5 @@ def _equivalence(first: RankReport, request: Request) -> EquivalenceEvidence:
         diagnosis=first.diagnosis,
         num_replicated=first.num_replicated,
         sample=request.sample,
+        gathering_bytes=[report.gathering_bytes for report in reports] if request.sample else [],
     )
