@@ -21,6 +21,7 @@ from meshmark.run.record import (
     MemoryEvidence,
     Outcome,
     Record,
+    Relaunch,
     Status,
     TimingEvidence,
     TrafficEvidence,
@@ -240,6 +241,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
             digests={1: "abc"},
             observed=ObservedPath(losses=[5.5], digests=["abc"], repeats=True),
             spoilt=["GPU a: hot"],
+            relaunches=[Relaunch(rank_step_seconds=[[0.5, 0.5]] * 2, rank_starts=[[0.0]] * 2, digests={1: "abc"})],
         ),
         "conformance": ConformanceEvidence(
             scenario="plain",
@@ -261,6 +263,7 @@ def make_good(**changes: Any) -> Record:  # noqa: ANN401
     """The same without drifts, as an honest run of the matrix leaves it."""
     honest: dict[str, Any] = {
         "equivalence": make_equivalence(),
+        "timing": make_timing(),
         "conformance": ConformanceEvidence(),
         "unmeasured": {},
     }

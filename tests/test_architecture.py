@@ -30,6 +30,7 @@ FRONT = {
     "__main__",
     "asked_files",
     "cli",
+    "cluster_doctor",
     "expect",
     "github",
     "live",

@@ -36,11 +36,11 @@ ON_LOOPBACK: list[Callable[[Slurm], Row]] = [
     jobs.time_limit,
 ]
 """Both nodes on this host's loopback device."""
-BY_HAND: list[Callable[[Path, Sequence[int]], Iterable[Row]]] = [
+BY_HAND: list[Callable[[Path, Sequence[int]], dict[str, Callable[[], Row]]]] = [
     harmless.harmless,
     losses.lost,
     losses.unlike,
-    losses.full_disk,
+    losses.full,
 ]
 """Without SLURM, in networks."""
 IN_NETWORKS: list[Callable[[Slurm], Row]] = [shapes.one_task_a_rank]
@@ -66,8 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += _under_slurm(folder / "slurm", networks, [t for t in IN_NETWORKS if re.search(parsed.k, t.__name__)])
         (folder / "by-hand").mkdir()
         for trials in BY_HAND:
-            if re.search(parsed.k, trials.__name__):
-                rows += _told(trials(folder / "by-hand", networks))
+            for name, trial in trials(folder / "by-hand", networks).items():
+                if re.search(parsed.k, name):
+                    rows += _told([trial()])
     good = not any(row.wrong for row in rows)
     parsed.output.write_text(page(kept(_KEPT)))
     print(f"{len(rows)} trials in {time.monotonic() - started:.0f} s: {'all is well' if good else f'see {folder}'}")

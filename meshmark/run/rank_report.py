@@ -11,6 +11,7 @@ from meshmark.judge.yardstick import Comparisons
 from meshmark.measure.device_memory import DeviceMemory
 from meshmark.measure.profile import Profile
 from meshmark.measure.readings import MemoryReading, TrafficReading
+from meshmark.run.links import Link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,10 @@ class RankReport:
     """PROFILE."""
     samples: dict[str, list[float]] = field(default_factory=dict)
     """What only the passes of the conformance suite measure, by name."""
+    links: list[Link] = field(default_factory=list)
+    """LINKS: from this rank's node to others."""
+    all_reduce_seconds: list[float] = field(default_factory=list)
+    """LINKS: over all ranks."""
     digests: list[str] = field(default_factory=list)
     """On rank 0, for all ranks: a hash of every parameter's bits before the first step and after each."""
     num_replicated: int = 0
