@@ -234,7 +234,9 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "outcome": Outcome(status=Status.OK),
         "launch": LaunchSeconds(seconds=3.5, build_seconds=1.25),
         "training": TrainingCurves(losses=[5.5, 5.25], norms=[2.0, None], left_out=2),
-        "equivalence": make_equivalence(drifts=[drift], diagnosis=diagnosis, num_replicated=3, sample=Sample()),
+        "equivalence": make_equivalence(
+            drifts=[drift], diagnosis=diagnosis, num_replicated=3, sample=Sample(), gathering_bytes=[1000, 2000]
+        ),
         "memory": make_memory_evidence(),
         "traffic": make_traffic_evidence(),
         "timing": make_timing(

@@ -153,4 +153,5 @@ def _equivalence(launches: Sequence[LaunchResult], request: Request) -> Equivale
         diagnosis=first.diagnosis,
         num_replicated=first.num_replicated,
         sample=request.sample,
+        gathering_bytes=[report.gathering_bytes for report in launches[0].reports] if request.sample else [],
     )

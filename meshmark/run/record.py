@@ -150,6 +150,8 @@ class EquivalenceEvidence:
     """Tensors, of all steps, that several ranks told and that were compared bit for bit."""
     sample: Sample | None = None
     """What of a large model was judged; None where all was, or nothing."""
+    gathering_bytes: list[int] = field(default_factory=list)
+    """By rank, of a sample: the most memory that bringing tensors together took beside what the engine holds."""
 
     @property
     def yardstick(self) -> Yardstick:

@@ -222,9 +222,9 @@ class Runner:
     def _here(self, backend: str) -> Environment:
         return describe(self.options.device, backend, self.launcher.cluster.spec.num_hosts)
 
-    def request(self, task: Task, case: Case) -> Request:
-        """What ranks are asked to do with `case` under this run's options."""
-        options, assess = self.options, assess_of(case, self.options.assess)
+    def request(self, task: Task, case: Case, assess: Assess | None = None) -> Request:
+        """What ranks are asked to do with `case` under this run's options; `assess` goes before theirs."""
+        options, assess = self.options, assess_of(case, assess or self.options.assess)
         sample = sample_of(case) if assess is Assess.SAMPLED and task is Task.OBSERVE else None
         observed = options.observed_steps or (WATCHED_STEP + 1 if sample else OBSERVED_STEPS)
         return Request(
