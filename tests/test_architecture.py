@@ -28,6 +28,7 @@ BASE = {"clip", "environment", "errors", "rank_progress", "serial"}
 FRONT = {
     "__init__",
     "__main__",
+    "asked_files",
     "cli",
     "cluster_doctor",
     "expect",

@@ -72,6 +72,8 @@ class RankReport:
     """On rank 0, for all ranks: a hash of every parameter's bits before the first step and after each."""
     num_replicated: int = 0
     """On rank 0, for all ranks: tensors that more than one rank told, and that were compared bit for bit."""
+    gathering_bytes: int = 0
+    """Where tensors are judged one by one: the most memory that bringing them together took beside the engine's."""
 
 
 class Standing(StrEnum):

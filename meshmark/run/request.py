@@ -60,7 +60,7 @@ class Request:
     warmup: int = 0
     """TIME: steps before the first that counts."""
     timing_budget_seconds: float = 0.0
-    """TIME: how long steps may be added to the first `steps`, until the rate is known well."""
+    """TIME: how long steps may be added to the first `steps` in one launch, until the rate is known well."""
     num_threads: int = 1
     """PEAK: on a CPU."""
     power: list[GpuPower] = field(default_factory=list)
