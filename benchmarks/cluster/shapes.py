@@ -16,7 +16,7 @@ _HOURS = 3600.0
 _PATIENT = ("--time-limit", "900", "-p", "no:cacheprovider")
 """On a machine that others use, a case that is correct may take minutes."""
 
-_SMALL = ("--workload", "gpt-mini", "--model", "layers=4")
+_SMALL = ("--workload", "gpt-mini", "--model", "layers=4,hidden=32,heads=4,vocab=256,seq_len=32,init_std=0.15")
 """As many layers as the deepest pipeline of four ranks has stages."""
 _ONE_OF_EACH = "not (deepspeed and (zero1 or zero2))"
 """Of DeepSpeed's stages the deepest: how a case is started is no other for the others."""
