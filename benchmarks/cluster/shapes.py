@@ -18,7 +18,7 @@ _PATIENT = ("--time-limit", "900", "-p", "no:cacheprovider")
 
 _SMALL = ("--workload", "gpt-mini", "--model", "layers=4,hidden=32,heads=4,vocab=256,seq_len=32,init_std=0.15")
 """As many layers as the deepest pipeline of four ranks has stages."""
-_ONE_OF_EACH = "not (deepspeed and (zero1 or zero2) or dp2)"
+_ONE_OF_EACH = "not (deepspeed and (zero1 or zero2) or tp2 or pp2 or interleaved)"
 """One case of each adapter, on all four ranks: how it is started is no other for its other layouts."""
 
 
