@@ -103,7 +103,7 @@ class CompressedDDPEngine(DDPEngine):
         buffer = bucket.buffer()
         state.q_memory_dict[bucket.index()] = torch.cat([buffer.new_empty(0), *drawn])
         state.p_memory_dict[bucket.index()] = buffer.new_empty(outer)
-        state.error_dict[bucket.index()] = torch.zeros_like(buffer)
+        state.error_dict.setdefault(bucket.index(), torch.zeros_like(buffer))
 
     def gradients(self) -> Mapping[str, Tensor]:
         return self.own
