@@ -28,7 +28,9 @@ BASE = {"clip", "environment", "errors", "rank_progress", "serial"}
 FRONT = {
     "__init__",
     "__main__",
+    "asked_files",
     "cli",
+    "cluster_doctor",
     "expect",
     "github",
     "live",
