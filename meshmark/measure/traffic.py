@@ -61,10 +61,7 @@ class TorchTraffic:
             )
         if gone := [i.kind for i in issued if not i.ranks]:
             raise TrafficError(f"{', '.join(gone)} went over a process group that is gone when the step is over")
-        paired = [
-            Transfer(kind=_kind(a), ranks=i.ranks, num_bytes=_full_bytes(a, len(i.ranks)))
-            for a, i in zip(collectives, issued, strict=True)
-        ]
+        paired = [transfer_of(a, i.ranks) for a, i in zip(collectives, issued, strict=True)]
         return paired + _point_to_point(asked)
 
     def issued(self) -> list[Transfer]:
@@ -83,8 +80,8 @@ class TorchTraffic:
 def read_traffic(sources: Sequence[TrafficSource]) -> TrafficReading:
     """All that `sources` tell of."""
     return TrafficReading(
-        asked=_sum(t for source in sources for t in source.asked()),
-        issued=_sum(t for source in sources for t in source.issued()),
+        asked=sum_transfers(t for source in sources for t in source.asked()),
+        issued=sum_transfers(t for source in sources for t in source.issued()),
     )
 
 
@@ -92,11 +89,12 @@ def _point_to_point(asked: Iterable[AskedOperation]) -> list[Transfer]:
     messages = [a for a in asked if a.name in POINT_TO_POINT]
     if any(not a.ranks for a in messages):
         raise TrafficError(f"{len(messages)} sends and receives, whose ends were not all seen")
-    return [Transfer(kind=_kind(a), ranks=a.ranks, num_bytes=_full_bytes(a, 2)) for a in messages]
+    return [transfer_of(a, a.ranks) for a in messages]
 
 
-def _kind(operation: AskedOperation) -> str:
-    return _meaning(operation)[0]
+def transfer_of(operation: AskedOperation, ranks: tuple[int, ...]) -> Transfer:
+    """What `operation` sends among `ranks`. Raises `TrafficError` for a call that is not known."""
+    return Transfer(kind=_meaning(operation)[0], ranks=ranks, num_bytes=_full_bytes(operation, len(ranks)))
 
 
 def _meaning(operation: AskedOperation) -> tuple[str, int, bool]:
@@ -117,7 +115,7 @@ def _issued_bytes(operation: IssuedOperation) -> int:
     return 0 if operation.kind == "barrier" else operation.num_bytes
 
 
-def _sum(transfers: Iterable[Transfer]) -> list[Collective]:
+def sum_transfers(transfers: Iterable[Transfer]) -> list[Collective]:
     """Added up by kind and ranks. A group of one moves nothing and is left out."""
     counts: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
     for transfer in transfers:

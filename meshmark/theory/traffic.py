@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshmark.spec.case import Case
-from meshmark.spec.layout import INNERMOST_FIRST, Axis, Layout, Recompute
+from meshmark.spec.layout import Axis, Layout, Recompute
 from meshmark.spec.precision import LossScaling
 from meshmark.theory.flow import Flow, Purpose
 from meshmark.theory.parameter_order import num_tensors
@@ -19,16 +19,6 @@ from meshmark.theory.states import local_parameters
 
 METERED_STEP = 2
 """Counted from 0: the step that traffic is planned and metered of, where the steps of an algorithm differ."""
-
-
-def spanned(layout: Layout, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """The ranks that differ from `rank` along `axes` alone, in order."""
-    others = [axis for axis in INNERMOST_FIRST if axis not in axes]
-
-    def stands(other: int) -> list[int]:
-        return [getattr(layout.coordinates(other), axis) for axis in others]
-
-    return tuple(other for other in range(layout.world_size) if stands(other) == stands(rank))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +31,8 @@ class Group:
 
     @classmethod
     def along(cls, layout: Layout, rank: int, axes: tuple[Axis, ...]) -> Group:
-        long = tuple(axis for axis in axes if len(layout.group(axis, rank)) > 1)
-        return cls(axes="+".join(long), ranks=spanned(layout, rank, long))
+        long = tuple(axis for axis in axes if getattr(layout, axis) > 1)
+        return cls(axes="+".join(long), ranks=layout.spanned(long, rank))
 
 
 def _collective(group: Group, kind: str, purpose: Purpose, num_bytes: int, calls: tuple[int, int]) -> list[Flow]:
