@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
+from meshmark.asked_files import OPTIONAL, with_asked
 from meshmark.conformance.scenario import plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.environment import describe
@@ -41,8 +42,11 @@ CELLS = pytest.StashKey[list[Case | Misfit]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Check the command line before anything is collected: a mistake is one usage error, not one a test file."""
+    """Check the command line before anything is collected: a mistake is one usage error, not one a test file. What
+    `--conformance` and `--profile` ask for is collected also where single files are named."""
     config = session.config
+    asked_suites = [suite for suite in OPTIONAL if config.getoption(f"--{suite}")]
+    config.args = with_asked(config.args, asked_suites, config.invocation_params.dir)
     # Under --pyargs the suites' conftest, which knows the cases, comes with their collection.
     asked = asks_for_suites(config.args, config.option.pyargs, config.invocation_params.dir)
     if asked or config.hook.pytest_meshmark_cases.get_hookimpls():

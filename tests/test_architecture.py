@@ -28,7 +28,9 @@ BASE = {"clip", "environment", "errors", "rank_progress", "serial"}
 FRONT = {
     "__init__",
     "__main__",
+    "asked_files",
     "cli",
+    "cluster_doctor",
     "expect",
     "github",
     "live",
@@ -43,6 +45,7 @@ FRONT = {
     "shard",
     "submit",
     "suite_file",
+    "suite_gate",
 }
 """Modules that bring the folders together: what users call."""
 SLOW = {

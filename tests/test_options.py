@@ -139,6 +139,10 @@ def test_conformance_is_collected_when_it_is_asked_for(pytester: pytest.Pytester
     assert collected(str(ROOT / "suites")) == matrix_alone
     assert collected(str(ROOT / "suites"), "--conformance") == matrix_alone | {"conformance"}
     assert collected(str(ROOT / "suites"), "--profile") == matrix_alone | {"profile"}
+    one = str(ROOT / "suites" / "test_memory.py")
+    assert collected(one, "--profile", "--conformance") == {"memory", "profile", "conformance"}
+    assert collected(f"{one}::test_memory[ddp-dp2.mb2-gpt-tiny-fp32]", "--profile") == {"memory", "profile"}
+    assert collected("--pyargs", "meshmark.suites.test_memory", "--profile") == {"memory", "profile"}
     assert collected(str(ROOT / "suites"), file) == matrix_alone | {"conformance"}
     assert collected(file) == {"conformance"}
     assert collected(f"{file}::test_conformance[ddp-dp2-loss]") == {"conformance"}

@@ -139,10 +139,11 @@ def speed(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
             "correct": result.correctness,
             f"{measured.unit}/s": f"{measured.per_second:,.0f}",
             "95 % interval": interval_text(measured) + ("" if measured.settled else " (budget)"),
+            "launches": measured.num_launches,
             "steps": len(seconds),
             "p5 / p50 / p95": " / ".join(percentiles) + " ms",
             "rank gap": f"{1000 * np.median(gaps):.2f} ms" if result.case.world_size > 1 else "",
-            "drift": f"{drift(seconds):+.1%}",
+            "drift": f"{drift(result.timed.timing):+.1%}",
             "MFU": _percent(measured.mfu),
         }
         if any(other.case.layout.pp > 1 for other in found):
@@ -160,7 +161,7 @@ def time_spent(found: Sequence[CaseResult]) -> Rows:
             row = rows.setdefault(
                 result.case.adapter, {"launches": 0, "seconds": 0.0, "of these building engines": 0.0}
             )
-            row["launches"] += record.launch.seconds > 0
+            row["launches"] += record.timing.num_launches if record.launch.seconds > 0 else 0
             row["seconds"] += record.launch.seconds
             row["of these building engines"] += record.launch.build_seconds
     total = {
