@@ -47,6 +47,8 @@ ROSTER: dict[str, str] = {
     "megatron-gpt-zero1": "meshmark.adapters.megatron.gpt_model:MegatronGPTDistributedOptimizer",
     "deepspeed-pipeline": "meshmark.adapters.deepspeed.pipeline:DeepSpeedPipeline",
     "fairscale-oss-ddp": "meshmark.adapters.fairscale.under_ddp:FairScaleOSSDDP",
+    "ddp-compressed": "meshmark.adapters.ddp_compressed:DDPCompressed",
+    "compressed": "meshmark.adapters.compressed:Compressed",
     "decentralised": "meshmark.adapters.decentralised:Decentralised",
     "fabric-ddp": "meshmark.adapters.fabric:FabricDDP",
     "fabric-ddp-separate": "meshmark.adapters.fabric:FabricDDPSeparate",

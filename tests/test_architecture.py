@@ -45,6 +45,7 @@ FRONT = {
     "shard",
     "submit",
     "suite_file",
+    "suite_gate",
 }
 """Modules that bring the folders together: what users call."""
 SLOW = {

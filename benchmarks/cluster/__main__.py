@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.chaos.nodes import two_networks
-from benchmarks.cluster import harmless, jobs, losses, shapes
+from benchmarks.cluster import harmless, jobs, losses, mistakes, rays, shapes, switch
 from benchmarks.cluster.page import page
 from benchmarks.cluster.row import Row, keep, kept
 from benchmarks.cluster.slurm import ROOT, Slurm
@@ -26,6 +26,7 @@ from meshmark.errors import MeshmarkError
 
 _KEPT = ROOT / "results" / "cluster" / "rows.json"
 ON_LOOPBACK: list[Callable[[Slurm], Row]] = [
+    shapes.doctor,
     shapes.one_task_a_node,
     shapes.shipped_script,
     shapes.job_array,
@@ -34,6 +35,13 @@ ON_LOOPBACK: list[Callable[[Slurm], Row]] = [
     jobs.drain,
     jobs.node_lost,
     jobs.time_limit,
+    mistakes.contradicted,
+    mistakes.uneven,
+    mistakes.too_many_tasks,
+    mistakes.without_srun,
+    mistakes.nobodys_address,
+    mistakes.port_in_use,
+    mistakes.unknown_nodes,
 ]
 """Both nodes on this host's loopback device."""
 BY_HAND: list[Callable[[Path, Sequence[int]], dict[str, Callable[[], Row]]]] = [
@@ -41,6 +49,8 @@ BY_HAND: list[Callable[[Path, Sequence[int]], dict[str, Callable[[], Row]]]] = [
     losses.lost,
     losses.unlike,
     losses.full,
+    rays.by_ray,
+    switch.doctors,
 ]
 """Without SLURM, in networks."""
 IN_NETWORKS: list[Callable[[Slurm], Row]] = [shapes.one_task_a_rank]

@@ -24,6 +24,10 @@ def harmless(folder: Path, networks: Sequence[int]) -> dict[str, Callable[[], Ro
         time.sleep(late)
         nodes.by_hand(1)
 
+    def behind(nodes: Nodes) -> None:
+        nodes.by_hand(0)
+        nodes.by_hand(1, prefix=["faketime", "-f", "-1h"])
+
     def c10d(nodes: Nodes) -> None:
         for node in (0, 1):
             nodes.by_torchrun(node, 1, *_C10D, f"--rdzv-conf=is_host={'false' if node else 'true'}")
@@ -44,6 +48,7 @@ def harmless(folder: Path, networks: Sequence[int]) -> dict[str, Callable[[], Ro
     return {
         "plain": lambda: whole("plain", hand, "none"),
         "late": lambda: whole("late", lambda nodes: hand(nodes, _LATE_SECONDS), "node 1 a minute late"),
+        "clocks": lambda: whole("clocks", behind, "node 1's clock an hour behind"),
         "c10d": lambda: whole("c10d", c10d, "none", "torchrun, c10d"),
         "static": lambda: whole("static", static, "none", "torchrun, static"),
         "slow_link": lambda: shaped(slow, "add", "del", "slow", "link of 20 Mbit/s"),

@@ -13,7 +13,7 @@ from benchmarks.chaos.nodes import HOSTS, LINKS, inside
 from benchmarks.cluster.nodes import SHAPE, Nodes
 from benchmarks.cluster.row import Row
 from benchmarks.cluster.slurm import ROOT
-from benchmarks.cluster.trial import END_SECONDS
+from benchmarks.cluster.trial import BEGIN_SECONDS, END_SECONDS
 from meshmark.run.record import Status
 
 _NOTICE_SECONDS = 30.0
@@ -123,7 +123,38 @@ def _disagree(
 
 def full(folder: Path, networks: Sequence[int]) -> dict[str, Callable[[], Row]]:
     """By name."""
-    return {"full_disk": lambda: _full_disk(folder, networks)}
+    return {
+        "full_disk": lambda: _full_disk(folder, networks),
+        "unshared_folder": lambda: _unshared(folder, networks),
+    }
+
+
+def _unshared(folder: Path, networks: Sequence[int]) -> Row:
+    """Node 1 does not see node 0's results: what saves and loads is skipped, and says why; all else is judged."""
+    with Nodes(folder, networks, "unshared") as nodes:
+        began = time.monotonic()
+        chosen = ["pytest", "suites/test_conformance.py", "--adapters", "ddp", "-k", "resume or clipping"]
+        common = ["--nnodes", "2", "--rdzv", f"{HOSTS[0]}:29500", "--time-limit", "900", "-p", "no:cacheprovider"]
+        running = [
+            nodes.start(
+                n, nodes.output(n), [*chosen, *common, "--node-rank", str(n), "--results", str(nodes.results(n))]
+            )
+            for n in (0, 1)
+        ]
+        codes = [process.wait(BEGIN_SECONDS) for process in running]
+        seconds = time.monotonic() - began
+        outcomes = {record.conformance.scenario: record.outcome for record in nodes.trial.reading().records}
+        wrong = [f"ended with {codes}: {nodes.text(0)[-500:]}"] if codes != [0, 0] else []
+        skipped = {name: o for name, o in outcomes.items() if o.status is Status.SKIPPED}
+        reasons = {outcome.message for outcome in skipped.values()}
+        if not (reasons and all(reason.startswith("node 1 does not see node 0's results") for reason in reasons)):
+            wrong.append(f"expected what saves to be skipped with its reason: {outcomes}")
+        if not any(outcome.status is Status.OK for outcome in outcomes.values()):
+            wrong.append(f"nothing else was judged: {outcomes}")
+    told = f"{len(skipped)} scenarios skipped, {'; '.join(reasons)}"
+    return Row(
+        engine="by hand", shape=SHAPE, fault="folder that only node 0 sees", seconds=seconds, told=told, wrong=wrong
+    )
 
 
 def _full_disk(folder: Path, networks: Sequence[int]) -> Row:

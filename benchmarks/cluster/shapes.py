@@ -51,6 +51,22 @@ def _all_adapters(slurm: Slurm, tasks: int) -> Row:
     )
 
 
+def doctor(slurm: Slurm) -> Row:
+    """Two tasks a node."""
+    output, began = slurm.folder / "doctor.out", time.monotonic()
+    code = _wait(slurm, output, ["srun", "--nodes=2", "--ntasks-per-node=2", "meshmark", "doctor", "--cluster"])
+    said, seconds = output.read_text(), time.monotonic() - began
+    told = [line for line in said.splitlines() if line.startswith("all-reduce of")]
+    wrong = [] if code == 0 and "2 nodes, alike" in said and told else [f"ended with {code}: {said[-800:]}"]
+    return Row(
+        engine="SLURM, srun meshmark doctor",
+        shape="2 x 2 x 1, loopback",
+        seconds=seconds,
+        told=" ".join(told),
+        wrong=wrong,
+    )
+
+
 def _right(record: Record) -> bool:
     return record.outcome.status is Status.OK and all(verdict.passed for verdict in record.verdicts)
 

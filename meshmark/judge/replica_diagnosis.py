@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from meshmark.algorithms.replicas import UpdateRule, averaged
+from meshmark.judge.compression_diagnosis import explain_compression
 from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind, Tensors, global_norm
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.failed_replicas import LEFT_OVER, SAME, FailedReplicas, flat, listed, misfit
@@ -24,6 +25,7 @@ from meshmark.judge.twin import Twin
 from meshmark.judge.update_rivals import rivals
 from meshmark.judge.yardstick import Yardstick
 from meshmark.reference.data import make_batch
+from meshmark.spec.algorithm import COMPRESSING
 from meshmark.spec.case import Case
 
 
@@ -59,6 +61,8 @@ def diagnose_replicas(
         explained = _parts(failed, gradients) or (Fault.BACKWARD, "of no weighing of the replicas' parts")
         return _diagnosis(failed, explained, gradients)
     updates = failed.names(QuantityKind.PARAMETERS)
+    if updates and case.workload.algorithm.kind in COMPRESSING:  # whose norm is of what all step on
+        return _diagnosis(failed, explain_compression(failed, updates), updates)
     if norms := [replica for replica, excesses in failed.wrong.items() if QuantityKind.NORM.of() in excesses]:
         reduced = _norm_of_mean(failed, norms[0])
         return _diagnosis(failed, reduced, updates) if reduced else of_one(norms[0])

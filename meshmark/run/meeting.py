@@ -16,7 +16,8 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.environment import versions
 from meshmark.errors import MeshmarkError, NodesDisagreeError, NoSpaceError
 from meshmark.reference.data import data_digest
-from meshmark.run.cluster import Cluster
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.gpus import num_gpus
 from meshmark.run.request import Request, Task
 from meshmark.serial import encode
 
@@ -34,7 +35,8 @@ def meet(cluster: Cluster, request: Request, trouble: Exception | None = None) -
     Raises `NodesDisagreeError` when a node has another request, code, packages, data or noise floor.
     """
     compared = not trouble and request.task is not Task.LINKS  # which is measured between unlike nodes too
-    mine = {"facts": _facts(request) if compared else {}, "trouble": _told(trouble)}
+    facts = {**_facts(request), **_gpus(request, cluster.spec)} if compared else {}
+    mine = {"facts": facts, "trouble": _told(trouble)}
     nodes = [json.loads(text) for text in cluster.exchange("launch", json.dumps(mine), seconds=READY_SECONDS)]
     if trouble:
         raise trouble
@@ -81,7 +83,7 @@ def _expect_equal(nodes: Sequence[Mapping[str, str]]) -> None:
             told.append(f"{name} ({', '.join(f'{value} on node {node}' for node, value in enumerate(values))})")
     if told:
         raise NodesDisagreeError(
-            f"the nodes disagree about {'; '.join(told)}: give each the same command, code, packages and data"
+            f"the nodes disagree about {'; '.join(told)}: give each the same command, code, packages, data and GPUs"
         )
 
 
@@ -95,6 +97,14 @@ def _facts(request: Request) -> dict[str, str]:
     facts |= {f"request's {name}": _shown(value) for name, value in asked.items() if name not in _OWN}
     facts |= {f"version of {name}": version for name, version in versions().items()}
     return facts | {"code of Meshmark": code_digest(), "code of the adapter": _source(request.adapter)}
+
+
+def _gpus(request: Request, spec: ClusterSpec) -> dict[str, str]:
+    """Of a node with fewer than the others', ranks would share them, which NCCL refuses and times would hide."""
+    if request.device != "cuda":
+        return {}
+    ranks = request.case.world_size // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
+    return {f"GPUs that {ranks} ranks can use": str(min(ranks, num_gpus()))}
 
 
 def _shown(value: object) -> str:

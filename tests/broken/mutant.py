@@ -23,6 +23,8 @@ LAYOUTS = {
     "gpipe": Layout(pp=2, num_micro_batches=4),
     "post-local-sgd": Layout(dp=2, num_micro_batches=4),
     "decentralised": Layout(dp=2, num_micro_batches=2),
+    "compressed": Layout(dp=2, num_micro_batches=2),
+    "ddp-compressed": Layout(dp=2, num_micro_batches=2),
     "accelerate": Layout(dp=2, num_micro_batches=4),
     "accelerate-fsdp2": Layout(dp=2, zero_stage=3, num_micro_batches=4),
     "deepspeed/1": Layout(dp=2, zero_stage=1, num_micro_batches=4),
