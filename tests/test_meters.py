@@ -16,7 +16,7 @@ from meshmark.adapter.traffic_source import Transfer
 from meshmark.measure.allocations import Allocation, Change, Timeline, timeline
 from meshmark.measure.memory import Named, _classify, read_memory
 from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
-from meshmark.measure.traffic import TorchTraffic, _full_bytes, sum_transfers, read_traffic
+from meshmark.measure.traffic import TorchTraffic, _full_bytes, read_traffic, sum_transfers
 from meshmark.measure.watch import AskedOperation, Operand, Watch, Window
 
 CPU = torch.device("cpu")
