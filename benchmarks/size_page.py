@@ -19,8 +19,9 @@ in largest tensors of the model. **broken** engines are wrong on purpose: *no* i
 
 *Seconds* and *CPU seconds* are of all an adapter's processes, imports among them; *launches* are its cases alone, as
 their records tell. What lies between is above all the noise, measured once for each number of micro-batches.
-*Peak*: of all its processes together, pages that they share counted once. Others' work on the machine lengthens
-seconds, and nothing else."""
+*Peak*: of all its processes together, pages that they share counted once. *Load*: processes that wanted a core at the
+same time, in the mean, where an adapter's own are some two: others' work on the machine lengthens seconds, and nothing
+else."""
 
 
 class Cost(Protocol):
@@ -29,6 +30,7 @@ class Cost(Protocol):
     seconds: float
     cpu_seconds: float
     peak_bytes: int
+    load: float
 
 
 def page(records: Sequence[Record], costs: Mapping[str, Cost], broken: Container[str], made_on: str) -> str:
@@ -85,6 +87,7 @@ def _took(records: Sequence[Record], costs: Mapping[str, Cost]) -> Rows:
             "launches": f"{sum(r.launch.seconds for r in records if r.case.adapter == name):.0f}",
             "CPU seconds": f"{cost.cpu_seconds:.0f}",
             "peak": bytes_text(cost.peak_bytes),
+            "load": f"{cost.load:.1f}" if cost.load else "–",
         }
         for name, cost in costs.items()
     ]
