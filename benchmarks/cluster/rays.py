@@ -31,7 +31,10 @@ def _ray(folder: Path, networks: Sequence[int]) -> Row:
         nodes.trial.open()
         head = ["ray", "start", "--head", f"--port={_PORT}", f"--temp-dir={folder.parent / 'r'}"]
         nodes.start(
-            0, folder / "ray-0", [*head, f"--node-ip-address={HOSTS[0]}", "--include-dashboard=false", *_DAEMON]
+            0,
+            folder / "ray-0",
+            [*head, f"--node-ip-address={HOSTS[0]}", "--include-dashboard=false", *_DAEMON],
+            **_PRIORITY,
         )
         time.sleep(1)
         joins = ["ray", "start", f"--address={HOSTS[0]}:{_PORT}", f"--node-ip-address={HOSTS[1]}", *_DAEMON]
