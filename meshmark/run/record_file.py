@@ -22,6 +22,7 @@ from meshmark.run.evidence import EvidenceFolder, leave_behind
 from meshmark.run.migration import migrate
 from meshmark.run.record import Record
 from meshmark.run.session import Session
+from meshmark.run.sound import expect_sound
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 
@@ -228,4 +229,6 @@ def _parse(line: bytes, place: tuple[Path, int] | None = None, cases: _Cases | N
         if isinstance(about := value.get("conformance"), dict) and about.get("base"):
             about["base"] = cases(about["base"])
     record: Record = decode(Record, value)
+    if place:
+        expect_sound(record)
     return record
