@@ -20,12 +20,11 @@ class SavesMomentsLater(Broken):
         self.folder, self.beside = folder, folder.with_name(f"{folder.name}.beside")
         self.beside.mkdir(exist_ok=True)
         super().save(self.beside)
-        kept = [copy(moment) for moment in self.moments()]
+        kept = [moment.clone() for moment in self.moments()]
         for moment in self.moments():
             moment.zero_()
         super().save(folder)
-        for moment, value in zip(self.moments(), kept, strict=True):
-            moment.copy_(value)
+        copy(self.moments(), kept)
 
     def close(self) -> None:
         dist.barrier()
