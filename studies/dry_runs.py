@@ -34,7 +34,8 @@ Made by `make dry-runs`. One rank of a world of thousands runs its adapter's rea
 group, which answers every collective without a peer; the suites' meters read it and the suites' rules judge it: traffic
 to the byte, by kind and group; states, activations and what is there between two steps within 1 %. Peaks are none of
 this page's: a group that moves nothing holds no buffers, and thousands of shards of so small a model are mostly
-padding, which no peak is planned with; over 16,384 shards alone a rank's step takes gigabytes for it. Each world is seen from its first and from its last rank.
+padding, which no peak is planned with; over 16,384 shards alone a rank's step takes gigabytes for it. Each world is
+seen from its first and from its last rank.
 """
 
 
