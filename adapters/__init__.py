@@ -49,6 +49,7 @@ ROSTER: dict[str, str] = {
     "fairscale-oss-ddp": "meshmark.adapters.fairscale.under_ddp:FairScaleOSSDDP",
     "ddp-compressed": "meshmark.adapters.ddp_compressed:DDPCompressed",
     "compressed": "meshmark.adapters.compressed:Compressed",
+    "diloco": "meshmark.adapters.diloco:DiLoCo",
     "decentralised": "meshmark.adapters.decentralised:Decentralised",
     "fabric-ddp": "meshmark.adapters.fabric:FabricDDP",
     "fabric-ddp-separate": "meshmark.adapters.fabric:FabricDDPSeparate",

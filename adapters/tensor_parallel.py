@@ -3,6 +3,7 @@ vocabulary, with `loss_parallel`; with or without `SequenceParallel`, over repli
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -18,7 +19,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import DataParallelEngine, configure
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.adapters.fsdp2 import fill_shards
+from meshmark.adapters.fsdp2 import ROWS, dealt_rows, fill_shards, mesh_remainder
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch
 from meshmark.reference.initial import initial_value
@@ -36,6 +37,9 @@ from meshmark.theory.traffic import step_traffic
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh  # some seconds, which only ranks should take
 
+_BY_COLUMNS = (".q", ".k", ".v", ".up", ".gate", "embedding.tokens", "head.output")
+"""Ends of the names of modules whose outputs, or vocabulary, are split: the first dimension of what they hold."""
+_BY_ROWS = (".attention.out", ".feed_forward.down")
 _NORMS = "every split tensor's norm is reduced by itself"
 _WHOLE = "the gradient of an embedding that is split by rows is whole on every rank"
 
@@ -141,9 +145,8 @@ class TensorParallel(Adapter):
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         more = _unsplit(case) * case.precision.accumulation.itemsize
-        return tuple(
-            Remainder(category=category, num_bytes=more, reason=_WHOLE) for category in ("gradients", "peak") if more
-        )
+        whole = [Remainder(category=name, num_bytes=more, reason=_WHOLE) for name in ("gradients", "peak") if more]
+        return (*whole, mesh_remainder(case))
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
@@ -200,14 +203,17 @@ class TensorParallelFSDP2(TensorParallel):
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        return ()
+        layout = case.layout
+        shapes = _local_shapes(case)
+        dealt = dealt_rows(shapes, layout.dp, layout.coordinates(rank).dp, cls.recipe(case).states)
+        return (*dealt, mesh_remainder(case))
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
         """Over data-parallel ranks one call for every way in which tensors are split, over tensor-parallel ones for
         those that split by rows and by columns."""
-        layout, tensors = case.layout, len(parameter_shapes(case.workload.model))
-        norms = [flow for flow in step_traffic(case, rank) or () if flow.purpose is Purpose.NORM]
+        layout, shapes, flows = case.layout, _local_shapes(case), step_traffic(case, rank)
+        norms = [flow for flow in flows or () if flow.purpose is Purpose.NORM]
         ways = 4 if case.workload.model.family is Family.GPT else 3  # biases of what is split by columns are whole
         width = case.precision.wide.itemsize
 
@@ -215,14 +221,18 @@ class TensorParallelFSDP2(TensorParallel):
             ranks = layout.group(axis, rank)
             return replace(norm, axes=axis, ranks=ranks, num_bytes=width * count, fewest=calls, most=calls)
 
-        return tuple(
+        padding = sum(-rows % layout.dp * math.prod(row) for rows, *row in shapes.values())
+        share = Fraction(padding, sum(map(math.prod, shapes.values())))
+        by_tensor = tuple(
             Departure(
                 instead_of=(norm,),
-                sends=(along("tp", norm, _num_split(case), 2), along("dp", norm, tensors, ways)),
+                sends=(along("tp", norm, _num_split(case), 2), along("dp", norm, len(shapes), ways)),
                 reason=_NORMS,
             )
             for norm in norms
         )
+        padded = [besides(flows, purpose, share, ROWS) for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS)]
+        return by_tensor + padded[0] + padded[1]
 
     def shard(self, model: Transformer, mesh: DeviceMesh) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -230,6 +240,17 @@ class TensorParallelFSDP2(TensorParallel):
         for block in model.blocks.values():
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
+
+
+def _local_shapes(case: Case) -> dict[str, tuple[int, ...]]:
+    """What a tensor-parallel rank has of every parameter, as `parallelize` splits them."""
+    tp, found = case.layout.tp, dict[str, tuple[int, ...]]()
+    for name, shape in parameter_shapes(case.workload.model).items():
+        module, _, kind = name.rpartition(".")
+        by_columns = module.endswith(_BY_COLUMNS)
+        by_rows = module.endswith(_BY_ROWS) and kind == "weight"
+        found[name] = (shape[0] // tp, *shape[1:]) if by_columns else (shape[0], shape[1] // tp) if by_rows else shape
+    return found
 
 
 def _num_split(case: Case) -> int:

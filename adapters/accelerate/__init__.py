@@ -37,7 +37,7 @@ from meshmark.adapters.accelerate.prepare import (
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
-from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fsdp2_departures
+from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fsdp2_departures, row_remainders
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
@@ -45,8 +45,10 @@ from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import Sharding, sharded_recipe
+from meshmark.theory.states import Remainder
 
 _ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
+_SHARDING = Sharding(reshards_root=False)
 _FP16_IS_FP32 = (
     "on a CPU Accelerate drops it without a word and trains in float32; on a GPU, where it would scale the loss, it "
     "has never been run here"
@@ -184,11 +186,15 @@ class AccelerateFSDP2(Adapter):
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         """Accelerate leaves the root to `fully_shard`, which keeps it whole from forward to backward."""
-        return sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), Sharding(reshards_root=False))
+        return sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), _SHARDING)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        return row_remainders(case, rank, _SHARDING, cls.recipe(case).states)
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
-        return fsdp2_departures(case, rank, Sharding(reshards_root=False))
+        return fsdp2_departures(case, rank, _SHARDING)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         choose_device(context)

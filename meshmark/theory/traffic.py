@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from meshmark.spec.algorithm import COMPRESSING
 from meshmark.spec.case import Case
-from meshmark.spec.layout import INNERMOST_FIRST, Axis, Layout, Recompute
+from meshmark.spec.layout import Axis, Layout, Recompute
 from meshmark.spec.precision import LossScaling
 from meshmark.theory.compression import step_bytes
 from meshmark.theory.flow import Flow, Purpose
@@ -21,16 +21,6 @@ from meshmark.theory.states import local_parameters
 
 METERED_STEP = 2
 """Counted from 0: the step that traffic is planned and metered of, where the steps of an algorithm differ."""
-
-
-def spanned(layout: Layout, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """The ranks that differ from `rank` along `axes` alone, in order."""
-    others = [axis for axis in INNERMOST_FIRST if axis not in axes]
-
-    def stands(other: int) -> list[int]:
-        return [getattr(layout.coordinates(other), axis) for axis in others]
-
-    return tuple(other for other in range(layout.world_size) if stands(other) == stands(rank))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +33,8 @@ class Group:
 
     @classmethod
     def along(cls, layout: Layout, rank: int, axes: tuple[Axis, ...]) -> Group:
-        long = tuple(axis for axis in axes if len(layout.group(axis, rank)) > 1)
-        return cls(axes="+".join(long), ranks=spanned(layout, rank, long))
+        long = tuple(axis for axis in axes if getattr(layout, axis) > 1)
+        return cls(axes="+".join(long), ranks=layout.spanned(long, rank))
 
 
 def _collective(group: Group, kind: str, purpose: Purpose, num_bytes: int, calls: tuple[int, int]) -> list[Flow]:
