@@ -8,17 +8,27 @@ import pytest
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.errors import LayoutError
+from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.model_spec import MODELS
+from meshmark.spec.workload import WORKLOADS, Workload
 from meshmark.theory.flow import Purpose
 from meshmark.theory.partition import held_stage, uniform_stages
 from meshmark.theory.states import local_parameters, model_states
 from meshmark.theory.traffic import pipeline_traffic, stream_bytes
-from tests.factories import make_case
 
 LOOP = Layout(pp=4, schedule=Schedule.INTERLEAVED, virtual_stages=2, num_micro_batches=8)
 V = replace(LOOP, folded=True)
 DEEP = replace(MODELS["gpt-tiny"], num_layers=10)
+
+
+def of(num_layers: int, **changes: bool) -> Workload:
+    model = replace(MODELS["gpt-tiny"], num_layers=num_layers, **changes)
+    return replace(WORKLOADS["gpt-tiny"], model=model, global_batch=8)
+
+
+def zbv(layout: Layout, workload: Workload) -> Case:
+    return Case(adapter="pipeline-zbv", workload=workload, layout=layout)
 
 
 def test_the_first_rank_of_a_v_holds_both_ends() -> None:
@@ -34,24 +44,22 @@ def test_the_first_rank_of_a_v_holds_both_ends() -> None:
 
 
 def test_ranks_of_a_v_hold_the_model_and_hand_over_at_its_point_without_a_message() -> None:
-    case = make_case("pipeline-zbv", V)
-    case = replace(case, workload=replace(case.workload, model=replace(case.workload.transformer, num_layers=8)))
+    case = zbv(V, of(8))
     model = case.workload.transformer
     assert sum(local_parameters(model, V, rank) or 0 for rank in range(4)) == model.num_parameters
     sent = [sum(f.num_bytes for f in pipeline_traffic(case, rank) if f.kind == "send") for rank in range(4)]
     assert sent == [stream_bytes(case) * times for times in (2, 4, 4, 2)]
     assert {f.ranks for f in pipeline_traffic(case, 3)} == {(2, 3)}
-    tied = replace(case, workload=replace(case.workload, model=replace(model, tied_embeddings=True)))
-    assert not [f for f in pipeline_traffic(tied, 0) if f.purpose is Purpose.TIED_WEIGHT], "both are on the first rank"
+    tied = pipeline_traffic(zbv(V, of(8, tied_embeddings=True)), 0)
+    assert not [f for f in tied if f.purpose is Purpose.TIED_WEIGHT], "both are on the first rank"
     states = [model_states(case, rank) for rank in range(4)]
     assert all(s and s.activations is None and s.peak is None for s in states), "of a V states alone are planned"
     message = stream_bytes(case) / V.num_micro_batches
-    assert [s.buffers / message / 8 for s in states if s] == [2, 4, 4, 2]
+    assert [s.buffers / message / 8 for s in states if s] == [2, 4, 4, 2], "what is handed over is not received"
 
 
 def test_a_v_takes_its_micro_batches() -> None:
-    zbv = load_adapter(builtin_adapters()["pipeline-zbv"])
-    case = make_case("pipeline-zbv", replace(V, pp=2, num_micro_batches=2))
-    case = replace(case, workload=replace(case.workload, model=replace(case.workload.transformer, num_layers=4)))
-    assert "twice as many micro-batches" in (zbv.supports(case, "cpu", "gloo") or "")
-    assert "unfolded stages" in (zbv.supports(replace(case, layout=replace(case.layout, folded=False)), "cpu", "gloo") or "")
+    supports = load_adapter(builtin_adapters()["pipeline-zbv"]).supports
+    few = zbv(replace(V, pp=2, num_micro_batches=2), of(4))
+    assert "twice as many micro-batches" in (supports(few, "cpu", "gloo") or "")
+    assert "unfolded stages" in (supports(zbv(LOOP, of(8)), "cpu", "gloo") or "")
