@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +18,7 @@ from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, initial_model
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.gathered import Gathered
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.objective import build_optimizer
@@ -56,24 +58,27 @@ class FSDP1Engine(DataParallelEngine):
     def buffers(self) -> Mapping[str, Tensor]:
         return {_canonical(name): buffer.detach() for name, buffer in self.module.named_buffers()}
 
-    def _full(self, shard_of: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
+    def _full(self, shard_of: Callable[[Any], Tensor | None]) -> Gathered:
         """By canonical name, the pieces of every flat parameter, or of its gradient, gathered from all its shards."""
-        full = {}
-        for path, handle in _handles(self.module):
-            if (shard := shard_of(handle)) is None:
-                continue
-            whole = shard.new_empty(shard.numel() * handle.world_size)
-            dist.all_gather_into_tensor(whole, shard.contiguous(), group=handle.process_group)
-            unpadded = whole[: sum(handle.flat_param._numels_with_padding)]
-            for name, piece in zip(handle.flat_param._fqns, handle._get_unflat_views(unpadded), strict=True):
-                full[_canonical(f"{path}.{name}")] = piece.detach()
-        return full
+        return Gathered(
+            ([_canonical(f"{path}.{name}") for name in handle.flat_param._fqns], partial(_pieces, handle, shard))
+            for path, handle in _handles(self.module)
+            if (shard := shard_of(handle)) is not None
+        )
 
     def save(self, folder: Path) -> None:
         save_sharded(folder, self.module, self.optimizer, self.schedule)
 
     def load(self, folder: Path) -> None:
         load_sharded(folder, self.module, self.optimizer, self.schedule)
+
+
+def _pieces(handle: Any, shard: Tensor) -> list[Tensor]:  # noqa: ANN401
+    """Of one unit, whole."""
+    whole = shard.new_empty(shard.numel() * handle.world_size)
+    dist.all_gather_into_tensor(whole, shard.contiguous(), group=handle.process_group)
+    unpadded = whole[: sum(handle.flat_param._numels_with_padding)]
+    return [piece.detach() for piece in handle._get_unflat_views(unpadded)]
 
 
 def _handles(module: FullyShardedDataParallel) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -26,7 +27,7 @@ from meshmark.spec.layout import Offload
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.flow import Departure, Flow, Purpose, departing
-from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.recipe import StateBytes, TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import (
     Padding,
     Sharding,
@@ -35,12 +36,15 @@ from meshmark.theory.sharding import (
     sharded_recipe,
     sharding_departures,
 )
+from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import step_traffic
 
 if TYPE_CHECKING:  # a second or more, which only ranks should take
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.tensor import DTensor
+
+ROWS = "a tensor's rows are padded to a multiple of the ranks"
 
 
 class FSDP2Engine(DataParallelEngine):
@@ -75,6 +79,10 @@ class FSDP2(Adapter):
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         return sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        return row_remainders(case, rank, cls.sharding, cls.recipe(case).states)
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
@@ -128,6 +136,10 @@ class FSDP2Offload(FSDP2):
     def recipe(cls, case: Case) -> TrainingRecipe:
         return offloaded_recipe(super().recipe(case))
 
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        return row_remainders(case, rank, cls.sharding, super().recipe(case).states)
+
     def build(self, case: Case, context: RankContext) -> Engine:
         """On a CPU nothing that is measured would tell whether the policy was heeded."""
         from torch.distributed.fsdp import FSDPModule
@@ -148,13 +160,44 @@ class FSDP2Recommended(FSDP2):
     sharding: ClassVar = Sharding(reshards_root=False)
 
 
+def row_remainders(case: Case, rank: int, sharding: Sharding, states: StateBytes) -> tuple[Remainder, ...]:
+    """Of shards that `sharding` makes over the data-parallel ranks."""
+    shards = case.layout.dp // sharding.replicas
+    shapes = parameter_shapes(case.workload.model)
+    dealt = dealt_rows(shapes, shards, case.layout.coordinates(rank).dp % shards, states)
+    return (*dealt, mesh_remainder(case))
+
+
+def mesh_remainder(case: Case) -> Remainder:
+    """PyTorch's, which ranks of thousands notice."""
+    return Remainder(category="steady", num_bytes=4.0 * case.world_size, reason="a device mesh lists all ranks")
+
+
+def dealt_rows(
+    shapes: Mapping[str, tuple[int, ...]], shards: int, index: int, states: StateBytes
+) -> tuple[Remainder, ...]:
+    """Beyond an even share: rows are dealt out whole, as many to each shard until there are none left, and parameters
+    and gradients are padded to that many on all. A thousand ranks notice: few tensors have a multiple of their rows."""
+    padded = dealt = 0.0
+    for rows, *row in shapes.values():
+        most = -(-rows // shards)
+        padded += (most - rows / shards) * math.prod(row)
+        dealt += (min(max(rows - index * most, 0), most) - rows / shards) * math.prod(row)
+    found = {
+        "parameters": states.weight_bytes * padded,
+        "gradients": states.gradient_bytes * padded,
+        "optimizer_states": states.moment_bytes * dealt,
+    }
+    return tuple(Remainder(category=name, num_bytes=more, reason=ROWS) for name, more in found.items() if more)
+
+
 def fsdp2_departures(case: Case, rank: int, sharding: Sharding) -> tuple[Departure, ...]:
     flows, shapes = step_traffic(case, rank), parameter_shapes(case.workload.model)
     shards = case.layout.dp // sharding.replicas
     padding = {name: -rows % shards * math.prod(row) for name, (rows, *row) in shapes.items()}
     of_root = sum(elements for name, elements in padding.items() if not name.startswith("blocks."))
     of_blocks = sum(padding.values()) - of_root
-    rows, norms = "a tensor's rows are padded to a multiple of the ranks", "every tensor's norm is reduced by itself"
+    norms = "every tensor's norm is reduced by itself"
 
     def by_tensor(norm: Flow) -> Flow:
         own = neighbours(norm, sharding.replicas, rank)
@@ -162,7 +205,7 @@ def fsdp2_departures(case: Case, rank: int, sharding: Sharding) -> tuple[Departu
 
     return (
         *departing(flows, Purpose.NORM, norms, by_tensor),
-        *sharding_departures(case, rank, sharding, Padding(root=of_root, blocks=of_blocks, reason=rows)),
+        *sharding_departures(case, rank, sharding, Padding(root=of_root, blocks=of_blocks, reason=ROWS)),
     )
 
 

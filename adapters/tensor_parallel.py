@@ -18,7 +18,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import DataParallelEngine, configure
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.adapters.fsdp2 import fill_shards
+from meshmark.adapters.fsdp2 import fill_shards, mesh_remainder
 from meshmark.reference.data import Batch
 from meshmark.reference.initial import initial_value
 from meshmark.reference.objective import build_optimizer
@@ -139,9 +139,8 @@ class TensorParallel(Adapter):
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         more = _unsplit(case) * case.precision.accumulation.itemsize
-        return tuple(
-            Remainder(category=category, num_bytes=more, reason=_WHOLE) for category in ("gradients", "peak") if more
-        )
+        whole = [Remainder(category=name, num_bytes=more, reason=_WHOLE) for name in ("gradients", "peak") if more]
+        return (*whole, mesh_remainder(case))
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:

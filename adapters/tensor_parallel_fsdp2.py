@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
+from meshmark.adapters.fsdp2 import ROWS, dealt_rows, mesh_remainder
 from meshmark.adapters.tensor_parallel import NORMS, TensorParallel, num_split
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.transformer import Transformer
@@ -12,13 +15,17 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Flow, Purpose
+from meshmark.theory.flow import Departure, Flow, Purpose, besides
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import step_traffic
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh  # some seconds, which only ranks should take
+
+_BY_COLUMNS = (".q", ".k", ".v", ".up", ".gate", "embedding.tokens", "head.output")
+"""Ends of the names of modules whose outputs, or vocabulary, are split: the first dimension of what they hold."""
+_BY_ROWS = (".attention.out", ".feed_forward.down")
 
 
 class TensorParallelFSDP2(TensorParallel):
@@ -41,14 +48,17 @@ class TensorParallelFSDP2(TensorParallel):
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        return ()
+        layout = case.layout
+        shapes = _local_shapes(case)
+        dealt = dealt_rows(shapes, layout.dp, layout.coordinates(rank).dp, cls.recipe(case).states)
+        return (*dealt, mesh_remainder(case))
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
         """Over data-parallel ranks one call for every way in which tensors are split, over tensor-parallel ones for
         those that split by rows and by columns."""
-        layout, tensors = case.layout, len(parameter_shapes(case.workload.model))
-        norms = [flow for flow in step_traffic(case, rank) or () if flow.purpose is Purpose.NORM]
+        layout, shapes, flows = case.layout, _local_shapes(case), step_traffic(case, rank)
+        norms = [flow for flow in flows or () if flow.purpose is Purpose.NORM]
         ways = 4 if case.workload.model.family is Family.GPT else 3  # biases of what is split by columns are whole
         width = case.precision.wide.itemsize
 
@@ -56,14 +66,18 @@ class TensorParallelFSDP2(TensorParallel):
             ranks = layout.group(axis, rank)
             return replace(norm, axes=axis, ranks=ranks, num_bytes=width * count, fewest=calls, most=calls)
 
-        return tuple(
+        padding = sum(-rows % layout.dp * math.prod(row) for rows, *row in shapes.values())
+        share = Fraction(padding, sum(map(math.prod, shapes.values())))
+        by_tensor = tuple(
             Departure(
                 instead_of=(norm,),
-                sends=(along("tp", norm, num_split(case), 2), along("dp", norm, tensors, ways)),
+                sends=(along("tp", norm, num_split(case), 2), along("dp", norm, len(shapes), ways)),
                 reason=NORMS,
             )
             for norm in norms
         )
+        padded = [besides(flows, purpose, share, ROWS) for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS)]
+        return by_tensor + padded[0] + padded[1]
 
     def shard(self, model: Transformer, mesh: DeviceMesh) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -71,3 +85,14 @@ class TensorParallelFSDP2(TensorParallel):
         for block in model.blocks.values():
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def _local_shapes(case: Case) -> dict[str, tuple[int, ...]]:
+    """What a tensor-parallel rank has of every parameter, as `parallelize` splits them."""
+    tp, found = case.layout.tp, dict[str, tuple[int, ...]]()
+    for name, shape in parameter_shapes(case.workload.model).items():
+        module, _, kind = name.rpartition(".")
+        by_columns = module.endswith(_BY_COLUMNS)
+        by_rows = module.endswith(_BY_ROWS) and kind == "weight"
+        found[name] = (shape[0] // tp, *shape[1:]) if by_columns else (shape[0], shape[1] // tp) if by_rows else shape
+    return found

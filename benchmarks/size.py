@@ -1,34 +1,50 @@
-"""What it takes to judge a model of the size that people run: wall time, CPU time and memory of the whole equivalence
-suite, with all of its processes. `make size` holds gpt2-124m on two CPU ranks to what is claimed of it.
+"""What it takes to judge a model of the size that people run: wall time, CPU time and memory of the equivalence suite
+with all of its processes, adapter by adapter. `make size` holds gpt2-124m on two CPU ranks to what is claimed of it,
+and mutants, which must fail there too.
 
-    python -m benchmarks.size --adapters ddp,fsdp2
+    python -m benchmarks.size --adapters ddp,fsdp2,ddp_normgradient_off_by_0p001
 
-Memory is the sum of proportional set sizes (a page that processes share is counted once) over this process's children,
-sampled while they run. Time is the machine's own: on one that does other work too, CPU seconds say more.
+Memory is the sum of proportional set sizes (a page that processes share is counted once) over an adapter's processes,
+sampled while they run. Time is the machine's own: on one that does other work too, CPU seconds say more. Results are
+kept, so that the page can be made in pieces.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.size_page import page
+from meshmark.adapter.registry import outside_name
+from meshmark.environment import machine
+from meshmark.options import chosen_adapters
 from meshmark.run.record import Record, Status
 from meshmark.run.record_file import read_records
 from meshmark.run.request import Task
+from tests.broken.mutants import sized, target
 
 MOST_SECONDS = 600.0
-"""Of one adapter's launch, on a quiet machine; and of the noise that all are judged by."""
+"""Of one case's launch, on a quiet machine; and of the noise that several are judged by."""
 MOST_BYTES = 12 * 2**30
+_WRONG = (target(sized("ddp", "NormGradient", 1e-3)), target(sized("ddp", "AllGradients", 1e-4)))
+MUTANTS = {outside_name(mutant): mutant for mutant in _WRONG}
+"""By a factor on one norm's gradient, and on every gradient."""
 _SUITE = ["-m", "pytest", "suites/test_equivalence.py", "-p", "no:cacheprovider", "-q", "-rs"]
 _WORKLOAD = ["--workload", "gpt2-124m", "--global-batch", "4"]
 _MODEL = "layers=12,hidden=768,heads=12,vocab=50257,seq_len=128,tied_embeddings=true"
+_COSTS = "costs.json"
 _EVERY = 2.0
 """Seconds between looks at memory."""
+_NO_TESTS = 5
+"""pytest's exit code where an adapter has no case of so many ranks."""
 
 
 @dataclass(kw_only=True)
@@ -38,18 +54,23 @@ class Cost:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     peak_bytes: int = 0
+    load: float = 0.0
+    """Processes that wanted a core at the same time, in the mean; its own are some two of them."""
 
 
 def measured(command: list[str]) -> tuple[int, Cost]:
     """The exit code of a command, and what it took."""
-    cost, started, before = Cost(), time.monotonic(), os.times()
-    process = subprocess.Popen(command)
+    cost, started, cpu_seconds = Cost(), time.monotonic(), dict[int, float]()
+    loads, process = list[float](), subprocess.Popen(command)
     while process.poll() is None:
-        cost.peak_bytes = max(cost.peak_bytes, sum(map(_pss, _family(process.pid))))
+        family = _family(process.pid)
+        cost.peak_bytes = max(cost.peak_bytes, sum(map(_pss, family)))
+        cpu_seconds |= {pid: told for pid in family if (told := _cpu_seconds(pid)) is not None}
+        loads.append(os.getloadavg()[0])
         time.sleep(_EVERY)
-    after = os.times()
+    cost.load = sum(loads) / max(len(loads), 1)
     cost.seconds = time.monotonic() - started
-    cost.cpu_seconds = after.children_user + after.children_system - before.children_user - before.children_system
+    cost.cpu_seconds = sum(cpu_seconds.values())  # a parent that nobody waits for hands no child's on
     return process.returncode, cost
 
 
@@ -69,6 +90,15 @@ def _family(pid: int) -> list[int]:
     return found
 
 
+def _cpu_seconds(pid: int) -> float | None:
+    """Of a process without its children; None when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _pss(pid: int) -> int:
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
@@ -77,45 +107,61 @@ def _pss(pid: int) -> int:
     return 1024 * sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
 
 
-def complaints(records: list[Record], cost: Cost) -> list[str]:
+def complaints(records: Sequence[Record], costs: dict[str, Cost]) -> list[str]:
     """What was claimed and does not hold."""
     found = []
     for record in records:
-        verdict = record.verdict("equivalence")
+        verdict, broken = record.verdict("equivalence"), record.case.adapter in MUTANTS
         if record.outcome.status is Status.SKIPPED:
             continue
-        if verdict is None or not verdict.passed:
+        if verdict is None or verdict.undecided or (not verdict.passed and not broken):
             why = verdict.summary if verdict else f"{record.outcome.status}: {record.outcome.message}"
             found.append(f"{record.case.id}: {why}")
+        elif verdict.passed and broken:
+            found.append(f"{record.case.id}: a defect was taken for right: {verdict.summary}")
         if record.launch.seconds > MOST_SECONDS:
             found.append(f"{record.case.id} took {record.launch.seconds:.0f} s, where {MOST_SECONDS:.0f} are claimed")
     if not any(record.verdict("equivalence") for record in records):
         found.append("nothing was judged")
-    if cost.peak_bytes > MOST_BYTES:
-        found.append(f"a peak of {cost.peak_bytes / 2**30:.1f} GiB, where {MOST_BYTES / 2**30:.0f} are claimed")
-    return found
+    most = f"where {MOST_BYTES / 2**30:.0f} are claimed"
+    large = {name: cost.peak_bytes / 2**30 for name, cost in costs.items() if cost.peak_bytes > MOST_BYTES}
+    return found + [f"{name}: a peak of {peak:.1f} GiB, {most}" for name, peak in large.items()]
+
+
+def _kept(results: Path) -> dict[str, Cost]:
+    path = results / _COSTS
+    return {name: Cost(**cost) for name, cost in json.loads(path.read_text()).items()} if path.exists() else {}
+
+
+def _observed(results: Path) -> list[Record]:
+    """The last of each case."""
+    records = read_records(results, latest=True).records if (results / "records.jsonl").exists() else []
+    return [r for r in records if r.task is Task.OBSERVE and r.outcome.status is not Status.SKIPPED]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--adapters", help="names or patterns, as the suites take them (default: the report's)")
+    parser.add_argument("--adapters", help="names, or mutants' (default: the report's, and the mutants)")
     parser.add_argument("--world", default="2")
     parser.add_argument("--time-limit", default="180", help="as the suites take it; ten times that where it is sampled")
     parser.add_argument("--results", default="results/size", type=Path)
+    parser.add_argument("--output", default="results/size/size.md", type=Path)
     asked = parser.parse_args()
-    adapters = ["--adapters", asked.adapters] if asked.adapters else []
-    chosen = [*adapters, "--world", asked.world, "--time-limit", asked.time_limit]
-    command = [sys.executable, *_SUITE, *_WORKLOAD, "--model", _MODEL, *chosen, "--results", str(asked.results)]
-    code, cost = measured(command)
-    records = [r for r in read_records(asked.results, latest=True).records if r.task is Task.OBSERVE]
-    for record in records:
-        verdict, e = record.verdict("equivalence"), record.equivalence
-        told = f"{verdict.summary}, sees from {verdict.evidence['detection_limit']:.3g}" if verdict else "not judged"
-        print(f"{record.case.id}: {record.launch.seconds:.0f} s, {e.sample.text if e.sample else 'in full'}: {told}")
-    print(f"{cost.seconds:.0f} s, {cost.cpu_seconds:.0f} CPU seconds, peak {cost.peak_bytes / 2**30:.2f} GiB in all")
-    wrong = complaints(records, cost)
-    print("\n".join(wrong))
-    return code or bool(wrong)
+    names = asked.adapters.split(",") if asked.adapters else [*chosen_adapters(None, []), *MUTANTS]
+    limits = ["--world", asked.world, "--time-limit", asked.time_limit, "--results", str(asked.results)]
+    failed = False
+    for name in names:
+        adapter = ["--adapter", MUTANTS[name]] if name in MUTANTS else ["--adapters", name]
+        code, cost = measured([sys.executable, *_SUITE, *_WORKLOAD, "--model", _MODEL, *adapter, *limits])
+        failed |= code not in (0, _NO_TESTS) and name not in MUTANTS
+        costs = _kept(asked.results) | ({name: cost} if code != _NO_TESTS else {})
+        asked.results.mkdir(parents=True, exist_ok=True)
+        (asked.results / _COSTS).write_text(json.dumps({n: dataclasses.asdict(c) for n, c in costs.items()}))
+    records, costs = _observed(asked.results), _kept(asked.results)
+    asked.output.write_text(page(records, costs, MUTANTS, f"{os.cpu_count()} x {machine('cpu')}"))
+    wrong = complaints([r for r in records if r.case.adapter in names], {n: costs[n] for n in names if n in costs})
+    print("\n".join(wrong) or f"all as claimed: {asked.output}")
+    return failed or bool(wrong)
 
 
 if __name__ == "__main__":

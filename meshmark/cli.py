@@ -11,6 +11,7 @@ from meshmark.errors import MeshmarkError
 
 EPILOG = """examples:
   meshmark doctor                       what can run here, and what would be skipped
+  srun -N8 meshmark doctor --cluster    what differs between nodes, and which link is slow
   pytest --pyargs meshmark.suites       run every adapter on two CPU ranks, append to results/records.jsonl
   pytest --pyargs meshmark.suites --adapters ddp,fsdp2 --world 2,4 -k equivalence
   meshmark report results -o report.md  render what was recorded
@@ -63,7 +64,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_doctor(doctor: argparse.ArgumentParser) -> None:
-    doctor.set_defaults(run=_doctor)
+    from meshmark.cluster_doctor import add_cluster, examine
+
+    add_cluster(doctor)
+    doctor.set_defaults(run=lambda parsed: examine(parsed) if parsed.cluster else _doctor())
 
 
 def _add_cases(cases: argparse.ArgumentParser) -> None:
@@ -156,7 +160,7 @@ _COMMANDS: dict[str, tuple[str, AddArguments]] = {
 }
 
 
-def _doctor(_: argparse.Namespace) -> None:
+def _doctor() -> None:
     import torch
 
     from meshmark.adapter.registry import known_adapters, load_adapter

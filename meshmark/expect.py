@@ -69,7 +69,7 @@ def expect_no_worse(record: Record, suite: str, baseline: Gatekeeper | None) -> 
         return
     if failing := baseline.failing(record, suite):
         changes = [f"{change.metric} {change.difference}" for change in failing]
-        pytest.fail(of_changes(record, str(baseline.folder), changes), pytrace=False)
+        pytest.fail(of_changes(record.case.id, str(baseline.folder), changes), pytrace=False)
 
 
 def expect_not_wrong(observed: Record | None) -> None:

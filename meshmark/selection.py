@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -219,6 +220,17 @@ def _select(config: pytest.Config) -> Selection:
         max_seconds=None if option("--max-time") is None else duration("--max-time", option("--max-time")),
         gatekeeper=_gatekeeper(config),
     )
+
+
+def expect_spread(chosen: Selection, worlds: Collection[int]) -> None:
+    """Raises `InputError` where the nodes can run none of the cases that there are: skips alone would pass."""
+    spec = chosen.cluster
+    if worlds and all(world % spec.nnodes for world in worlds):
+        raise InputError(
+            f"{' or '.join(map(str, sorted(worlds)))} ranks cannot be spread evenly over {spec.text}: --world takes "
+            f"multiples of {spec.nnodes} here; or start one task a node (srun --ntasks-per-node=1), which has all of "
+            "its ranks"
+        )
 
 
 def crowding(chosen: Selection) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.matrix import matrix
+from meshmark.asked_files import OPTIONAL
 from meshmark.plugin import baseline, observed, profiled, runner, scenarios, timed  # noqa: F401
 from meshmark.selection import Selection
 from meshmark.spec.case import Case, Misfit
@@ -19,7 +20,7 @@ def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[C
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Conformance, at 26 clauses an adapter, and profiles are asked for: by their option or their file. Convergence,
     which is of no adapter, by its file."""
-    asked = {f"test_{name}.py": config.getoption(f"--{name}") for name in ("conformance", "profile")}
+    asked = {f"test_{name}.py": config.getoption(f"--{name}") for name in OPTIONAL}
     asked["test_convergence.py"] = False
     if asked.get(collection_path.name, True):
         return None

@@ -21,6 +21,7 @@ from meshmark.run.record import (
     MemoryEvidence,
     Outcome,
     Record,
+    Relaunch,
     Status,
     TimingEvidence,
     TrafficEvidence,
@@ -233,13 +234,16 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "outcome": Outcome(status=Status.OK),
         "launch": LaunchSeconds(seconds=3.5, build_seconds=1.25),
         "training": TrainingCurves(losses=[5.5, 5.25], norms=[2.0, None], left_out=2),
-        "equivalence": make_equivalence(drifts=[drift], diagnosis=diagnosis, num_replicated=3, sample=Sample()),
+        "equivalence": make_equivalence(
+            drifts=[drift], diagnosis=diagnosis, num_replicated=3, sample=Sample(), gathering_bytes=[1000, 2000]
+        ),
         "memory": make_memory_evidence(),
         "traffic": make_traffic_evidence(),
         "timing": make_timing(
             digests={1: "abc"},
             observed=ObservedPath(losses=[5.5], digests=["abc"], repeats=True),
             spoilt=["GPU a: hot"],
+            relaunches=[Relaunch(rank_step_seconds=[[0.5, 0.5]] * 2, rank_starts=[[0.0]] * 2, digests={1: "abc"})],
         ),
         "conformance": ConformanceEvidence(
             scenario="plain",
@@ -261,6 +265,7 @@ def make_good(**changes: Any) -> Record:  # noqa: ANN401
     """The same without drifts, as an honest run of the matrix leaves it."""
     honest: dict[str, Any] = {
         "equivalence": make_equivalence(),
+        "timing": make_timing(),
         "conformance": ConformanceEvidence(),
         "unmeasured": {},
     }

@@ -23,7 +23,7 @@ import pytest
 
 from meshmark.errors import ClusterError, InputError, NodesDisagreeError, NoSpaceError
 from meshmark.reference import data
-from meshmark.run import cluster, store
+from meshmark.run import cluster, meeting, store
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import LaunchResult, launch_with
 from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
@@ -272,6 +272,26 @@ def test_nodes_that_were_asked_for_different_things_start_no_rank(
     data.load_corpus.cache_clear()
     for ended in meet(monkeypatch, *(Node(dataclasses.replace(request, steps=2)) for request in requests)):
         assert isinstance(ended, LaunchResult), ended
+
+
+def test_nodes_with_unlike_numbers_of_gpus_start_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks would share the fewer ones; not where all have enough."""
+    here = threading.local()
+    monkeypatch.setattr(meeting, "num_gpus", lambda: here.__dict__.get("gpus", 8))
+
+    class Small(Node):
+        def run(self, spec: ClusterSpec) -> None:
+            here.gpus = 2
+            super().run(spec)
+
+    on_gpus = asked(
+        device="cuda", backend="nccl", case=make_case(layout=Layout(dp=8), workload=make_workload(global_batch=8))
+    )
+    for ended in meet(monkeypatch, Node(on_gpus), Small(on_gpus)):
+        assert isinstance(ended, NodesDisagreeError)
+        assert "about GPUs that 4 ranks can use (4 on node 0, 2 on node 1): " in str(ended)
+    enough = dataclasses.replace(on_gpus, case=make_case(layout=Layout(dp=4)))
+    assert all(isinstance(ended, LaunchResult) for ended in meet(monkeypatch, Node(enough), Small(enough)))
 
 
 def test_what_keeps_one_node_from_starting_is_the_same_outcome_on_all(monkeypatch: pytest.MonkeyPatch) -> None:

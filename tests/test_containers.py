@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "containers" / "Dockerfile").read_text()
 APPTAINER = (ROOT / "containers" / "meshmark.def").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+(PROJECT_BUILD,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
 INSTRUCTIONS = ("ARG", "FROM", "RUN", "COPY", "WORKDIR", "ENTRYPOINT", "ENV")
 SECTIONS = ("files", "post", "runscript", "help", "environment", "labels", "test")
 
@@ -44,6 +45,18 @@ def test_an_apptainer_recipe_is_sections_whose_shell_is_shell() -> None:
     for name in ("post", "runscript"):
         subprocess.run(["bash", "-n"], input=sections()[name], text=True, check=True)
     assert 'pytest --pyargs meshmark.suites "$@"' in sections()["runscript"]
+
+
+@pytest.mark.parametrize("text", [DOCKERFILE, APPTAINER], ids=["docker", "apptainer"])
+def test_packages_go_into_an_environment_over_the_images_own(text: str) -> None:
+    """PyTorch's images since 2.10 are Debian's Python, which pip refuses to change, without ensurepip, and with a
+    setuptools that cannot read pyproject.toml."""
+    (made,) = re.findall(r"python3 -m venv --system-site-packages --without-pip (\S+)", text)
+    assert f"PATH={made}/bin:" in text
+    installs = [match.start() for match in re.finditer(r"pip install", text)]
+    assert installs and text.index("-m venv") < min(installs)
+    assert all(text[:start].endswith("python -m ") for start in installs), "another pip is another Python's"
+    assert text.index(f'"{PROJECT_BUILD}"') < text.index("--no-build-isolation")
 
 
 @pytest.mark.parametrize("text", [DOCKERFILE, APPTAINER], ids=["docker", "apptainer"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshmark.github import annotation_lines, step_summary
+from meshmark.report.github import annotation_lines, step_summary
 from meshmark.run.session import Attempt, Ending
 from tests.hostile_texts import HOSTILE, kinds, texts
 

@@ -103,7 +103,9 @@ def collect(words: list[str]) -> list[str]:
 
 
 def each_task(words: list[str]) -> list[str]:
-    """What srun starts."""
+    """What srun starts; of `doctor`, which compares nodes, this one's part."""
+    if "meshmark" in words:
+        return ["meshmark", *(word for word in words[words.index("meshmark") + 1 :] if word != "--cluster")]
     return collect(words[words.index("pytest") + 1 :])
 
 
@@ -209,6 +211,7 @@ WRONG = [
     "pytest suites --wrold 2",
     "srun -N2 pytest suites --world 2 --precison bf16",
     "pytest suites --world nine",
+    "srun -N2 meshmark doctor --custer",
     "pytest suites/test_nothing.py",
     "meshmark plan --gpus 8 --modle llama-8b",
     "meshmark reprot results",
@@ -255,6 +258,7 @@ def test_a_command_that_is_wrong_is_found(command: str, complaint: dict[str, str
 def test_every_option_of_a_page_is_one(tmp_path: Path) -> None:
     """Also where it is printed without its command."""
     verbs = (
+        "doctor",
         "cases",
         "report",
         "compare",

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import re
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import size
+from benchmarks import size, size_page
+from meshmark.adapter.gathered import Gathered
 from meshmark.adapters import ADAPTERS
+from meshmark.conformance.scenario import SCENARIOS
+from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.expect import expect
 from meshmark.judge import layered
 from meshmark.judge.deviation import Drift, QuantityKind, Tensors, global_norm
@@ -25,12 +32,14 @@ from meshmark.judge.stored import StoredTensors
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients, initial_values
 from meshmark.judge.yardstick import Yardstick, compare, noise_run
+from meshmark.measure.beside import PeakBeside
 from meshmark.reference.data import make_batch
 from meshmark.report.results import results
 from meshmark.report.tables import equivalence
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.record import Record
+from meshmark.run.record import Record, Verdict
+from meshmark.run.request import Request
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
@@ -210,6 +219,39 @@ def test_deviations_alone_name_what_is_wrong(defect: Callable[[Trace], None], fa
     assert first is not None and (first.fault is Fault.DRIFT or fault in (Fault.START, Fault.MISSING))
 
 
+# One at a time.
+
+
+def test_tensors_are_brought_together_one_call_at_a_time() -> None:
+    """The last call's are let go before the next one's come."""
+    alive, calls = list[weakref.ref[torch.Tensor]](), list[str]()
+
+    def gather(kind: str) -> list[torch.Tensor]:
+        calls.append(kind)
+        assert not any(tensor() is not None for tensor in alive), "there is no room for two"
+        found = [torch.zeros(2), torch.ones(3)]
+        alive.extend(weakref.ref(tensor) for tensor in found)
+        return found
+
+    told = Gathered(([f"{kind}.a", f"{kind}.b"], functools.partial(gather, kind)) for kind in "xy")
+    assert list(told) == ["x.a", "x.b", "y.a", "y.b"] and len(told) == 4
+    assert "x.a" in told and "z" not in told and not calls, "to ask for a name is no collective call"
+    assert [told[name].numel() for name in told] == [2, 3, 2, 3] and calls == ["x", "y"]
+
+
+def test_memory_beside_what_was_held_is_measured() -> None:
+    beside, size_bytes = PeakBeside(CPU), 64 * 2**20
+    held = torch.ones(size_bytes, dtype=torch.uint8)
+    for share in (2, 1):
+        with beside:
+            torch.ones(size_bytes // share, dtype=torch.uint8)
+        assert 0.98 < beside.num_bytes * share / size_bytes < 1.1, "Linux counts pages in batches"
+    del held
+    with beside:
+        torch.ones(1)
+    assert beside.num_bytes > 0.98 * size_bytes, "the most of all visits"
+
+
 # Through the launcher.
 
 
@@ -232,6 +274,17 @@ def test_a_sample_of_a_run_whose_ranks_hold_different_tensors_is_judged(runner: 
     assert record.equivalence.sample == Sample() and record.steps == 3
     assert {len(steps) for q, steps in record.equivalence.deviations.items() if q.kind is QuantityKind.GRADIENTS} == {2}
     assert float(verdict.evidence["detection_limit"]) < 1e-4
+    assert len(record.equivalence.gathering_bytes) == 2
+
+
+def test_clauses_are_judged_in_full_whatever_is_asked_of_cases(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Request]()
+    monkeypatch.setattr(runner, "once", lambda request, needs, misfit: asked.append(request))
+    base = make_case()
+    for how in Assess:
+        monkeypatch.setattr(runner, "options", dataclasses.replace(runner.options, assess=how))
+        ScenarioRunner(runner).perform(SCENARIOS["plain"], base)
+    assert [(request.assess, request.sample) for request in asked] == [(True, None)] * 3
 
 
 def test_a_sample_of_a_wrong_run_is_not_taken_for_right(runner: Runner) -> None:
@@ -241,8 +294,40 @@ def test_a_sample_of_a_wrong_run_is_not_taken_for_right(runner: Runner) -> None:
     assert record.equivalence.diagnosis is not None and record.equivalence.diagnosis.fault is Fault.SCALED
     assert "0.5" in record.equivalence.diagnosis.detail
     assert record.equivalence.num_replicated, "each rank of ddp tells all, and all were compared"
-    cost = size.Cost(seconds=1.0, cpu_seconds=1.0, peak_bytes=13 * 2**30)
-    told = size.complaints([record], cost)
-    assert len(told) == 2 and "x its noise" in told[0] and "a peak of 13.0 GiB" in told[1]
+    told = size.complaints([record], {"ddp": size.Cost(peak_bytes=13 * 2**30)})
+    assert len(told) == 2 and "x its noise" in told[0] and "ddp: a peak of 13.0 GiB" in told[1]
     unjudged: Record = dataclasses.replace(record, verdicts=[])
-    assert "nothing was judged" in size.complaints([unjudged], size.Cost())
+    assert "nothing was judged" in size.complaints([unjudged], {})
+    assert "| not judged | –" in re.sub(" +", " ", size_page.page([unjudged], {}, (), "a machine"))
+
+
+_BUSY = """
+import sys, time
+while time.process_time() < 1: pass
+print(flush=True)
+sys.stdin.read()
+"""
+_NOBODY_WAITS = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {_BUSY!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+time.sleep(1)
+"""
+
+
+def test_cpu_seconds_are_of_all_that_descend_from_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a child that its parent never waits for, which `os.times` would not tell of."""
+    monkeypatch.setattr(size, "_EVERY", 0.1)
+    code, cost = size.measured([sys.executable, "-c", _NOBODY_WAITS])
+    assert code == 0 and 1 <= cost.cpu_seconds < 3 and cost.peak_bytes > 2**20
+
+
+def test_a_mutant_that_passes_is_complained_of() -> None:
+    """And one that fails is as it should be; the page tells it from an adapter that is wrong."""
+    name, good = next(iter(size.MUTANTS)), make_good()
+    mutant = dataclasses.replace(good, case=dataclasses.replace(good.case, adapter=name))
+    assert "a defect was taken for right" in size.complaints([mutant], {})[0]
+    caught = dataclasses.replace(mutant, verdicts=[Verdict(suite="equivalence", passed=False, summary="too far")])
+    assert not size.complaints([caught], {}) and size.complaints([dataclasses.replace(caught, case=good.case)], {})
+    page = size_page.page([caught, good], {"ddp": size.Cost(seconds=12.0)}, size.MUTANTS, "a machine")
+    assert f"{name} (**broken**)" in page and "| no " in page and "too far" in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import subprocess
 from pathlib import Path
 
@@ -12,15 +13,18 @@ from meshmark import plan_run, suite_file
 from meshmark.cli import main
 from meshmark.plan.rates import rates
 from meshmark.plan.search import Search, search
-from meshmark.run.record_file import RecordFile
+from meshmark.run.record import SCHEMA, Outcome, Record, Status
+from meshmark.run.record_file import RecordFile, read_records
+from meshmark.run.session import Attempt, Ending, Session
 from meshmark.selection import add_options
 from meshmark.spec.hardware import gpu
 from meshmark.spec.model_spec import MODELS
 from meshmark.spec.model_text import describe, described_model
 from meshmark.suite_file import CASES, OPTIONS, read_suite
+from meshmark.suite_gate import hold
 from meshmark.theory.grid import SearchSpace
 from meshmark.theory.recipe import recipe
-from tests.factories import make_good, make_verdict
+from tests.factories import make_case, make_good, make_memory, make_memory_evidence, make_verdict
 
 ROOT = Path(__file__).parent.parent
 
@@ -129,14 +133,9 @@ def test_a_gate_compares_what_the_runs_left_and_fails_them(
 ) -> None:
     """The runs are not done: their records are there already, those of the second folder with a wrong one."""
     monkeypatch.chdir(tmp_path)
-    for folder, record in (
-        ("baselines/good", make_good()),
-        ("now", make_good()),
-        ("bad", make_good(verdicts=[make_verdict(passed=False)])),
-    ):
-        file = RecordFile(tmp_path / folder)
-        file.append(record)
-        file.close()
+    leave(tmp_path / "baselines" / "good", make_good())
+    leave(tmp_path / "now", make_good())
+    leave(tmp_path / "bad", make_good(verdicts=[make_verdict(passed=False)]))
     monkeypatch.setattr(suite_file, "run_pytest", lambda words: 0)
     text = "[[cases]]\n[options]\nresults = 'now'\n[gates]\nbaseline = 'good'\nfail-on = ['wrong', 'bigger:1%']\n"
     for results, code in (("now", 0), ("bad", 1)):
@@ -145,3 +144,62 @@ def test_a_gate_compares_what_the_runs_left_and_fails_them(
         said = capsys.readouterr().out
         assert f"meshmark compare baselines/good {results} --fail-on wrong,bigger:1%" in said
         assert ("FAILED by --fail-on wrong" in said) is (code == 1)
+
+
+def test_pages_and_github_show_what_the_gate_found_until_it_finds_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No test of the suites fails by it: only the baseline knows that a correct run holds more than it did."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    monkeypatch.setattr(suite_file, "run_pytest", lambda words: 0)
+    good, larger = (
+        make_good(memory=make_memory_evidence(readings=[make_memory(activations=size)])) for size in (1000, 9000)
+    )
+    gone = make_good(case=make_case("fsdp2"))
+    lost = Outcome(status=Status.SKIPPED, message="fsdp2 is not installed")
+    skipped = make_good(case=gone.case, outcome=lost, verdicts=[])
+    leave(tmp_path / "baselines" / "good", good, gone)
+    leave(tmp_path / "now", gone, larger, skipped)
+    Path("suite.toml").write_text(
+        "[[cases]]\n[options]\nresults = 'now'\n[gates]\nbaseline = 'good'\nfail-on = 'bigger:1%,missing'\n"
+    )
+    assert main(["run", "suite.toml"]) == 1
+    told = [f"gate[{good.case.id}]", "worse than baseline baselines/good: peak memory worse", "fsdp2 is not installed"]
+    said = capsys.readouterr().out
+    assert len([line for line in said.splitlines() if line.startswith("::error title=gate[")]) == 2
+    assert main(["compare", "baselines/good", "now", "--fail-on", "bigger:1%"]) == 1
+    assert "::error title=gate[" in capsys.readouterr().out
+    for page in ("page.md", "page.html"):
+        assert main(["report", "now", "-o", page]) == 0
+        assert not [words for words in told if words not in Path(page).read_text()]
+    assert not [words for words in told if words not in Path("summary.md").read_text()]
+    leave(tmp_path / "now", good, gone)
+    assert main(["run", "suite.toml"]) == 0
+    assert main(["report", "now", "-o", "page.md"]) == 0 and "gate[" not in Path("page.md").read_text()
+
+
+def test_a_gate_does_not_repeat_a_test_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong = make_good(verdicts=[make_verdict(passed=False)])
+    failed = Attempt(test="t", case=wrong.case.id, conforming=False, ending=Ending.FAILED, message="by 2", command="x")
+    leave(tmp_path / "baselines" / "good", make_good())
+    leave(tmp_path / "now", wrong, Session(schema=SCHEMA, session="1", command="x", device="cpu", attempts=[failed]))
+    compared = ("compare", "baselines/good", "now", "--fail-on", "wrong")
+    assert [hold(compared), hold(compared)] == [1, 1]
+    assert "FAILED by --fail-on wrong" in capsys.readouterr().out
+    found = read_records(tmp_path / "now", latest=True).sessions
+    assert [(a.test, str(a.ending)) for each in found for a in each.attempts] == [
+        ("t", "failed"),
+        (f"gate[{wrong.case.id}]", "passed"),
+    ]
+
+
+def leave(folder: Path, *lines: Record | Session) -> None:
+    """In a folder's records."""
+    with contextlib.closing(RecordFile(folder)) as file:
+        for line in lines:
+            file.append(line)

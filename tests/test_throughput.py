@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 
@@ -11,6 +12,7 @@ from meshmark.adapters import ADAPTERS
 from meshmark.measure.interval import student_t
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.peak_probe import PeakProbe, num_cores
+from meshmark.run.record import Relaunch
 from meshmark.run.request import Request, Task
 from meshmark.run.throughput import drift, fastest_of, peak_flops_per_second, throughput
 from meshmark.spec.layout import Layout
@@ -33,7 +35,18 @@ def test_the_interval_of_the_rate_is_that_of_the_step_s_time() -> None:
     half = student_t(127) * math.sqrt(128 / 127) / math.sqrt(128)
     assert (found.relative, found.settled) == (pytest.approx(half / 2), False)
     assert (found.lowest, found.highest) == (pytest.approx(TOKENS / (2 + half)), pytest.approx(TOKENS / (2 - half)))
-    assert throughput(make_timed(timing=make_timing(rank_step_seconds=[[1.0] * 64] * 2))).settled
+    one = make_timing(rank_step_seconds=[[1.0] * 64] * 2)
+    four = dataclasses.replace(one, relaunches=[Relaunch(rank_step_seconds=[[1.0] * 64] * 2)] * 3)
+    assert [throughput(make_timed(timing=timing)).settled for timing in (one, four)] == [False, True]
+
+
+def test_launches_that_lie_apart_widen_the_interval_however_many_their_steps() -> None:
+    """Of 3, 4 and 5 seconds a step: their mean is known by three numbers, not by 192."""
+    again = [Relaunch(rank_step_seconds=[[seconds] * 64] * 2, rank_starts=[[0.0], [0.0]]) for seconds in (4.0, 5.0)]
+    timing = dataclasses.replace(make_timing(rank_step_seconds=[[3.0] * 64] * 2), relaunches=again)
+    found = throughput(make_timed(timing=timing))
+    assert found.per_second == pytest.approx(TOKENS / 4) and found.num_launches == 3
+    assert found.relative == pytest.approx(student_t(2) / math.sqrt(3) / 4)
 
 
 def test_few_steps_that_scatter_widely_do_not_bound_the_rate() -> None:
@@ -50,8 +63,11 @@ def test_cases_are_tied_with_the_fastest_where_intervals_meet() -> None:
 
 
 def test_drift_is_how_much_longer_the_second_half_takes() -> None:
-    assert drift([1.0, 1.0, 5.0, 1.5, 1.5]) == pytest.approx(0.5), "the middle one is in neither"
-    assert drift([1.0]) == 0
+    found = make_timing(rank_step_seconds=[[1.0, 1.0, 5.0, 1.5, 1.5]])
+    assert drift(found) == pytest.approx(0.5), "the middle one is in neither"
+    twice = dataclasses.replace(found, relaunches=[Relaunch(rank_step_seconds=[[1.0, 1.0, 5.0, 2.5, 2.5]])])
+    assert drift(twice) == pytest.approx(1.0), "of each launch, not of the one against the other"
+    assert drift(make_timing(rank_step_seconds=[[1.0]])) == 0
 
 
 def test_mfu_is_model_operations_over_the_peak_of_all_ranks() -> None:

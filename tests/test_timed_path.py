@@ -9,7 +9,7 @@ from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.run.launch import LaunchResult
 from meshmark.run.rank_report import RankReport
-from meshmark.run.record import Outcome, Record, Status, TrainingCurves, Verdict
+from meshmark.run.record import Outcome, Record, Relaunch, Status, TrainingCurves, Verdict
 from meshmark.run.retracing import find_path
 from meshmark.run.throughput_verdict import judge_throughput
 from tests.factories import make_equivalence, make_good, make_timed, make_timing
@@ -59,6 +59,21 @@ def test_other_bits_of_an_engine_that_repeats_its_own_are_another_path() -> None
     )
 
 
+def again(losses: list[float], end: str = "d") -> Relaunch:
+    return Relaunch(rank_step_seconds=[[0.5, 0.25, 0.5]] * 2, losses=losses, digests={1: "b", 3: end})
+
+
+def test_every_launch_is_held_to_the_path_and_named() -> None:
+    right = [5.5, 5.25, 5.0]
+    found = judged(relaunches=[again(right), again(right)])
+    assert found.passed and found.summary.endswith("after 1 and 3 steps, in each of 3 launches")
+    for other in (again([5.5, 5.25, 4.0]), again(right, end="x")):
+        found = judged(relaunches=[again(right), other], observed=path(5.25, repeats=True))
+        assert not found.passed and "in launch 3 of 3" in found.summary
+    found = judged(relaunches=[again([5.5, 5.25 + 9e-7, 5.0])], observed=path(5.25, repeats=False))
+    assert not found.passed and "of the tolerance apart at step 1" in found.summary
+
+
 def test_an_engine_that_never_repeats_is_held_to_the_yardstick() -> None:
     """The noise of a loss is 1e-7, its factor 4: each run may stand 4e-7 from the truth."""
     for distance, passed in ((7e-7, True), (9e-7, False)):
@@ -102,13 +117,14 @@ def test_the_path_is_the_judged_steps_and_what_comes_of_them_and_its_bits_are_do
     def retrace() -> LaunchResult:
         return launches.pop(0)
 
+    right, late = [5.5, 5.25, 5.0], [5.5, 5.25, 4.0]
+
     def sought(record: Record | None, losses: list[float], *retraced: list[float]) -> ObservedPath | None:
         launches.extend(launched(again) for again in retraced)
-        found = find_path(record, launched(losses, {1: "b", 3: "d"}), retrace)
+        found = find_path(record, [launched(right), launched(losses, {1: "b", 3: "d"})], retrace)
         assert launches == []
         return found
 
-    right, late = [5.5, 5.25, 5.0], [5.5, 5.25, 4.0]
     assert sought(observed, right, right) == path(5.25, repeats=None)
     assert sought(None, right, right) == path(5.25, repeats=None)
     assert sought(observed, late, right, right) == path(5.25, repeats=True)
@@ -121,5 +137,5 @@ def test_the_path_is_the_judged_steps_and_what_comes_of_them_and_its_bits_are_do
 def test_a_pass_that_tried_again_tells_nothing_of_the_clock_s_bits() -> None:
     """It has trained on other batches since."""
     observed = make_good(training=TrainingCurves(losses=[5.5, 5.0], left_out=1))
-    found = find_path(observed, launched([5.5, 5.25, 5.0]), lambda: launched([5.5, 5.25, 5.0], left_out=1))
+    found = find_path(observed, [launched([5.5, 5.25, 5.0])], lambda: launched([5.5, 5.25, 5.0], left_out=1))
     assert found == dataclasses.replace(path(5.25, repeats=None), left_out=1)

@@ -37,7 +37,7 @@ from meshmark.adapters.accelerate.prepare import (
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
-from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fsdp2_departures
+from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fsdp2_departures, row_remainders
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
@@ -45,6 +45,7 @@ from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import Sharding, sharded_recipe
+from meshmark.theory.states import Remainder
 
 _ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
 _FP16_IS_FP32 = (
@@ -190,6 +191,10 @@ class AccelerateFSDP2(Adapter):
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         return sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        return row_remainders(case, rank, cls.sharding, cls.recipe(case).states)
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmark.adapter.data_parallel import DataParallelEngine, optimizer_state_tensors
+from meshmark.adapter.gathered import Gathered
 from meshmark.adapter.holdings import Holdings
 from meshmark.errors import AdapterError
 from meshmark.reference.initial import initial_value
@@ -51,6 +53,23 @@ def bucket_buffers(zero: Any) -> list[Tensor]:  # noqa: ANN401
     buffers.append(getattr(zero, "param_buffer_of_bit16_for_cpu_offload_groups", None))
     buffers += [getattr(zero, f"temp_grad_buffer_for_{device}_offload", None) for device in ("cpu", "gpu")]
     return [t for b in buffers for t in (b if isinstance(b, list) else [b]) if isinstance(t, Tensor)]
+
+
+def _whole(parameter: nn.Parameter) -> list[Tensor]:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if parameter.requires_grad:
+        return [safe_get_full_fp32_param(parameter)]
+    with deepspeed.zero.GatheredParameters(parameter, enabled=hasattr(parameter, "ds_tensor")):
+        return [parameter.detach().clone()]
+
+
+def _whole_gradient(parameter: nn.Parameter, scale: float) -> list[Tensor]:
+    from deepspeed.utils import safe_get_full_grad
+
+    scaled = safe_get_full_grad(parameter)
+    return [scaled if scale == 1 else scaled / scale]
 
 
 def weight_tensors(parameters: list[nn.Parameter]) -> list[Tensor]:
@@ -116,27 +135,15 @@ class DeepSpeedEngine(DataParallelEngine):
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Masters; of frozen parameters, which have none, the weights."""
-        import deepspeed
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        full = {}
-        for name, parameter in self.named_parameters():
-            if parameter.requires_grad:
-                full[name] = safe_get_full_fp32_param(parameter)
-            else:
-                with deepspeed.zero.GatheredParameters(parameter, enabled=hasattr(parameter, "ds_tensor")):
-                    full[name] = parameter.detach().clone()
-        return full
+        return Gathered(([name], functools.partial(_whole, parameter)) for name, parameter in self.named_parameters())
 
     def loss_scale(self) -> float:
         return float(getattr(self.zero, "loss_scale", 1.0))
 
     def gradients(self) -> Mapping[str, Tensor]:
-        from deepspeed.utils import safe_get_full_grad
-
         scale = self.loss_scale()
         trained = ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
-        return {name: safe_get_full_grad(parameter) / scale for name, parameter in trained}
+        return Gathered(([name], functools.partial(_whole_gradient, parameter, scale)) for name, parameter in trained)
 
     def holdings(self) -> Holdings:
         """On this rank's device: what is offloaded from a GPU is not in its memory."""

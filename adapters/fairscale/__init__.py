@@ -8,6 +8,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import DataParallelEngine, initial_model, optimizer_state_tensors
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.gathered import Gathered
 from meshmark.adapter.holdings import Holdings
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.objective import build_optimizer
@@ -63,17 +65,17 @@ class OSSEngine(DataParallelEngine):
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Each owner sends its gradients to all; unused parameters have none anywhere."""
-        trained = {n: (p, self.optimizer._param_to_rank[p]) for n, p in self.named_parameters() if p.requires_grad}
-        own = self.dp_rank
-        held = [int(owner == own and p.grad is not None) for p, owner in trained.values()]
-        there = torch.tensor(held, device=self.context.device)
-        torch.distributed.all_reduce(there)
-        full = {}
-        for present, (name, (parameter, owner)) in zip(there.tolist(), trained.items(), strict=True):
-            if present:
-                full[name] = parameter.grad.clone() if owner == own else torch.empty_like(parameter)  # type: ignore[union-attr]
-                torch.distributed.broadcast(full[name], owner)
-        return full
+        owners = self.optimizer._param_to_rank
+        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        held = [owners[p] == self.dp_rank and p.grad is not None for p in trained.values()]
+        torch.distributed.all_reduce(there := torch.tensor(held, device=self.context.device).int())
+        told = zip(there.tolist(), trained.items(), strict=True)
+        return Gathered(([name], partial(self._sent, p, owners[p])) for present, (name, p) in told if present)
+
+    def _sent(self, parameter: nn.Parameter, owner: int) -> list[Tensor]:
+        full: Any = parameter.grad if owner == self.dp_rank else torch.empty_like(parameter)
+        torch.distributed.broadcast(full, owner)
+        return [full]
 
     def holdings(self) -> Holdings:
         parameters = list(self.module.parameters())
@@ -224,27 +226,25 @@ class FSDPEngine(DataParallelEngine):
         self.optimizer.load_state_dict(state["optimizer"])
         self.load_schedule(state["schedule"])
 
-    def _full(self, shard_of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    def _full(self, shard_of: Callable[[Any], Tensor]) -> Gathered:
         """By canonical name, the pieces of every flat parameter, or of its gradient, gathered from all ranks."""
-        full = {}
-        for path, wrapper in _wrappers(self.module):
-            flat = wrapper.module.flat_param
-            names, _, numels = flat.metadata()
-            shard = shard_of(flat)
-            whole = shard.new_empty(shard.numel() * wrapper.world_size)
-            torch.distributed.all_gather_into_tensor(whole, shard)
-            for name, piece in zip(names, flat.get_param_views(whole[: sum(numels)]), strict=True):
-                full[_canonical(f"{path}.{name}")] = piece
-        return full
+        flats = [(path, flat, partial(_pieces, flat, shard_of(flat))) for path, flat in _flats(self.module)]
+        return Gathered(([_canonical(f"{path}.{n}") for n in flat.metadata()[0]], whole) for path, flat, whole in flats)
 
 
-def _wrappers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every FSDP wrapper and its path."""
+def _pieces(flat: Any, shard: Tensor) -> list[Tensor]:  # noqa: ANN401
+    whole = shard.new_empty(shard.numel() * torch.distributed.get_world_size())
+    torch.distributed.all_gather_into_tensor(whole, shard)
+    return list(flat.get_param_views(whole[: sum(flat.metadata()[2])]))
+
+
+def _flats(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every FSDP wrapper's path, and its flat parameter."""
     from fairscale.nn.data_parallel import FullyShardedDataParallel
 
     for path, part in module.named_modules():
         if isinstance(part, FullyShardedDataParallel):
-            yield path, part
+            yield path, part.module.flat_param
 
 
 def _canonical(name: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine
 from meshmark.adapter.engine import RankContext
+from meshmark.adapter.gathered import Gathered
 from meshmark.adapters.megatron.layers import split_dim
 from meshmark.adapters.megatron.on_cpu import CudaNamesOnCPU, checkpointing_on
 from meshmark.reference.data import Batch
@@ -88,10 +90,11 @@ class MegatronEngine(DataParallelEngine):
         return self.model
 
     def parameters(self) -> Mapping[str, Tensor]:
-        return {name: self._full(p, p.detach()) for name, p in self.named_parameters()}
+        return Gathered(([name], partial(self._full, p, p.detach())) for name, p in self.named_parameters())
 
     def gradients(self) -> Mapping[str, Tensor]:
-        return {name: self._full(p, p.grad) for name, p in self.named_parameters() if p.grad is not None}
+        trained = ((name, p, p.grad) for name, p in self.named_parameters())
+        return Gathered(([name], partial(self._full, p, grad)) for name, p, grad in trained if grad is not None)
 
     def save(self, folder: Path) -> None:
         from megatron.core import dist_checkpointing
@@ -133,11 +136,11 @@ class MegatronEngine(DataParallelEngine):
         place = (dim, self.tp_rank, self.tp_group.size())
         return ShardedTensor.from_rank_offsets(key, value, place, replica_id=self.dp_rank)
 
-    def _full(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+    def _full(self, parameter: nn.Parameter, shard: Tensor) -> list[Tensor]:
         """`shard`, of `parameter` or its gradient, joined with those of the other tensor-parallel ranks."""
         dim = split_dim(parameter)
         if dim is None:
-            return shard
+            return [shard]
         parts = [torch.empty_like(shard) for _ in range(self.tp_group.size())]
         torch.distributed.all_gather(parts, shard.contiguous(), group=self.tp_group)
-        return torch.cat(parts, dim)
+        return [torch.cat(parts, dim)]

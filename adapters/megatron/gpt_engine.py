@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshmark.adapter.data_parallel import optimizer_state_tensors
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.gathered import Gathered
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.megatron.gpt_weights import Fused, fused_of, split
 from meshmark.adapters.megatron.on_cpu import cuda_is
@@ -92,23 +93,31 @@ class GPTModelEngine(Engine):
         return None if self.case.workload.optimizer.clip_norm is None else torch.as_tensor(norm)
 
     def parameters(self) -> Mapping[str, Tensor]:
-        return self._canonical({parameter: parameter.detach() for _, parameter in self._named()})
+        return self._canonical({parameter: parameter.detach for _, parameter in self._named()})
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Under the distributed optimizer a rank has its part of the reduced buffer alone; the others' are fetched."""
-        found: dict[Tensor, Tensor] = {}
+        found: dict[Tensor, Callable[[], Tensor]] = {}
         for buffer in (buffer for chunk in self.chunks for buffer in chunk.buffers):
             for bucket in buffer.buckets:
-                whole = bucket.grad_data
-                if self.case.layout.zero_stage:
-                    group = buffer.data_parallel_group
-                    own = whole.view(group.size(), -1)[group.rank()]
-                    whole = torch.empty_like(whole)
-                    torch.distributed.all_gather_into_tensor(whole, own.contiguous(), group=group)
                 for parameter in bucket.params_list:
                     start, end, _ = buffer.param_index_map[parameter]
-                    found[parameter] = whole[start - bucket.offset : end - bucket.offset].view(parameter.shape)
+                    place = range(start - bucket.offset, end - bucket.offset)
+                    found[parameter] = functools.partial(self._gradient, buffer, bucket, place, parameter.shape)
         return self._canonical(found)
+
+    def _gradient(self, buffer: Any, bucket: Any, place: range, shape: torch.Size) -> Tensor:  # noqa: ANN401
+        """What lies at `place` of a bucket. Each rank adds what it has of it to zeros, which changes no value."""
+        here: Tensor = bucket.grad_data[place.start : place.stop]
+        if self.case.layout.zero_stage:
+            group, reduced = buffer.data_parallel_group, bucket.grad_data
+            share = reduced.numel() // group.size()
+            own = range(max(place.start, group.rank() * share), min(place.stop, (group.rank() + 1) * share))
+            here = torch.zeros_like(here)
+            if own:
+                here[own.start - place.start : own.stop - place.start] = reduced[own.start : own.stop]
+            torch.distributed.all_reduce(here, group=group)
+        return here.view(shape)
 
     def _named(self) -> Iterator[tuple[Fused, Tensor]]:
         for chunk in self.chunks:
@@ -118,19 +127,20 @@ class GPTModelEngine(Engine):
             for name, parameter in model.named_parameters():
                 yield fused_of(self.case.workload.transformer, name, first, parameter), parameter
 
-    def _canonical(self, values: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+    def _canonical(self, values: Mapping[Tensor, Callable[[], Tensor]]) -> Gathered:
         """By the model's names, joined with what other tensor-parallel ranks have."""
+        return Gathered((f.names, functools.partial(self._joined, f, values[p])) for f, p in self._named())
+
+    def _joined(self, fused: Fused, value: Callable[[], Tensor]) -> list[Tensor]:
+        """Those of the model's tensors that are one here."""
         from megatron.core import parallel_state
 
-        group, found = parallel_state.get_tensor_model_parallel_group(), dict[str, Tensor]()
-        for fused, parameter in self._named():
-            own = values[parameter].contiguous()
-            shards = [own]
-            if fused.dim is not None and group.size() > 1:
-                shards = [torch.empty_like(own) for _ in range(group.size())]
-                torch.distributed.all_gather(shards, own, group=group)
-            found |= split(self.case.workload.transformer, fused, shards)
-        return found
+        group, own = parallel_state.get_tensor_model_parallel_group(), value().contiguous()
+        shards = [own]
+        if fused.dim is not None and group.size() > 1:
+            shards = [torch.empty_like(own) for _ in range(group.size())]
+            torch.distributed.all_gather(shards, own, group=group)
+        return list(split(self.case.workload.transformer, fused, shards).values())
 
     def holdings(self) -> Holdings:
         buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers]

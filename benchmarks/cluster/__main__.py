@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.chaos.nodes import two_networks
-from benchmarks.cluster import harmless, jobs, losses, shapes
+from benchmarks.cluster import harmless, jobs, losses, mistakes, rays, shapes, switch
 from benchmarks.cluster.page import page
 from benchmarks.cluster.row import Row, keep, kept
 from benchmarks.cluster.slurm import ROOT, Slurm
@@ -26,6 +26,7 @@ from meshmark.errors import MeshmarkError
 
 _KEPT = ROOT / "results" / "cluster" / "rows.json"
 ON_LOOPBACK: list[Callable[[Slurm], Row]] = [
+    shapes.doctor,
     shapes.one_task_a_node,
     shapes.shipped_script,
     shapes.job_array,
@@ -34,13 +35,22 @@ ON_LOOPBACK: list[Callable[[Slurm], Row]] = [
     jobs.drain,
     jobs.node_lost,
     jobs.time_limit,
+    mistakes.contradicted,
+    mistakes.uneven,
+    mistakes.too_many_tasks,
+    mistakes.without_srun,
+    mistakes.nobodys_address,
+    mistakes.port_in_use,
+    mistakes.unknown_nodes,
 ]
 """Both nodes on this host's loopback device."""
-BY_HAND: list[Callable[[Path, Sequence[int]], Iterable[Row]]] = [
+BY_HAND: list[Callable[[Path, Sequence[int]], dict[str, Callable[[], Row]]]] = [
     harmless.harmless,
     losses.lost,
     losses.unlike,
-    losses.full_disk,
+    losses.full,
+    rays.by_ray,
+    switch.doctors,
 ]
 """Without SLURM, in networks."""
 IN_NETWORKS: list[Callable[[Slurm], Row]] = [shapes.one_task_a_rank]
@@ -66,8 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += _under_slurm(folder / "slurm", networks, [t for t in IN_NETWORKS if re.search(parsed.k, t.__name__)])
         (folder / "by-hand").mkdir()
         for trials in BY_HAND:
-            if re.search(parsed.k, trials.__name__):
-                rows += _told(trials(folder / "by-hand", networks))
+            for name, trial in trials(folder / "by-hand", networks).items():
+                if re.search(parsed.k, name):
+                    rows += _told([trial()])
     good = not any(row.wrong for row in rows)
     parsed.output.write_text(page(kept(_KEPT)))
     print(f"{len(rows)} trials in {time.monotonic() - started:.0f} s: {'all is well' if good else f'see {folder}'}")
@@ -89,11 +100,11 @@ def _under_slurm(folder: Path, networks: Sequence[int], trials: Sequence[Callabl
 
 
 def _told(rows: Iterable[Row]) -> list[Row]:
-    commit = describe("cpu", "gloo", 1).commit
     told = list[Row]()
     for row in rows:
         told.append(row)
-        keep(dataclasses.replace(row, commit=commit), _KEPT)
+        here = describe("cpu", "gloo", 1)
+        keep(dataclasses.replace(row, commit=here.commit, date=here.date), _KEPT)
         seconds = "" if row.seconds is None else f", {row.seconds:.1f} s"
         print(f"{row.engine}, {row.shape}, {row.fault}: {row.told}{seconds}", flush=True)
         for text in row.wrong:

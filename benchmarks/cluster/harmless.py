@@ -16,13 +16,17 @@ _C10D = ("--rdzv-backend=c10d", "--rdzv-id=cluster-test", f"--rdzv-endpoint={HOS
 Start = Callable[[Nodes], object]
 
 
-def harmless(folder: Path, networks: Sequence[int]) -> Iterator[Row]:
-    """Every case must be correct."""
+def harmless(folder: Path, networks: Sequence[int]) -> dict[str, Callable[[], Row]]:
+    """By name. Every case must be correct."""
 
     def hand(nodes: Nodes, late: float = 0.0) -> None:
         nodes.by_hand(0)
         time.sleep(late)
         nodes.by_hand(1)
+
+    def behind(nodes: Nodes) -> None:
+        nodes.by_hand(0)
+        nodes.by_hand(1, prefix=["faketime", "-f", "-1h"])
 
     def c10d(nodes: Nodes) -> None:
         for node in (0, 1):
@@ -32,16 +36,24 @@ def harmless(folder: Path, networks: Sequence[int]) -> Iterator[Row]:
         for node in (0, 1):
             nodes.by_torchrun(node, 1, f"--node-rank={node}", f"--master-addr={HOSTS[0]}", "--master-port=29600")
 
-    yield _whole(Nodes(folder, networks, "plain"), hand, "none")
-    yield _whole(Nodes(folder, networks, "late"), lambda nodes: hand(nodes, _LATE_SECONDS), "node 1 a minute late")
-    yield _whole(Nodes(folder, networks, "c10d"), c10d, "none", "torchrun, c10d")
-    yield _whole(Nodes(folder, networks, "static"), static, "none", "torchrun, static")
+    def whole(name: str, start: Start, fault: str, engine: str = "by hand") -> Row:
+        return _whole(Nodes(folder, networks, name), start, fault, engine)
+
+    def shaped(command: str, add: str, delete: str, name: str, fault: str) -> Row:
+        with _shaped(networks, command.format(add), command.format(delete)):
+            return whole(name, hand, fault)
+
     slow = "tc qdisc {} dev LINK root tbf rate 20mbit burst 32kbit latency 400ms"
-    with _shaped(networks, slow.format("add"), slow.format("del")):
-        yield _whole(Nodes(folder, networks, "slow"), hand, "link of 20 Mbit/s")
     lossy = "iptables {} INPUT -i LINK -m statistic --mode random --probability 0.01 -j DROP"
-    with _shaped(networks, lossy.format("-A"), lossy.format("-D")):
-        yield _whole(Nodes(folder, networks, "lossy"), hand, "link that loses 1 % of packets")
+    return {
+        "plain": lambda: whole("plain", hand, "none"),
+        "late": lambda: whole("late", lambda nodes: hand(nodes, _LATE_SECONDS), "node 1 a minute late"),
+        "clocks": lambda: whole("clocks", behind, "node 1's clock an hour behind"),
+        "c10d": lambda: whole("c10d", c10d, "none", "torchrun, c10d"),
+        "static": lambda: whole("static", static, "none", "torchrun, static"),
+        "slow_link": lambda: shaped(slow, "add", "del", "slow", "link of 20 Mbit/s"),
+        "lossy_link": lambda: shaped(lossy, "-A", "-D", "lossy", "link that loses 1 % of packets"),
+    }
 
 
 @contextmanager

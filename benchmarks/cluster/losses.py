@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.chaos.nodes import HOSTS, LINKS, inside
 from benchmarks.cluster.nodes import SHAPE, Nodes
 from benchmarks.cluster.row import Row
 from benchmarks.cluster.slurm import ROOT
-from benchmarks.cluster.trial import END_SECONDS
+from benchmarks.cluster.trial import BEGIN_SECONDS, END_SECONDS
 from meshmark.run.record import Status
 
 _NOTICE_SECONDS = 30.0
@@ -20,8 +21,8 @@ _NOWHERE = "02:00:00:00:00:01"
 """A hardware address that nobody has: what is sent there is gone without a word."""
 
 
-def lost(folder: Path, networks: Sequence[int]) -> Iterator[Row]:
-    """One row each."""
+def lost(folder: Path, networks: Sequence[int]) -> dict[str, Callable[[], Row]]:
+    """By name."""
     strikes: dict[str, tuple[Callable[[Nodes], object], tuple[int, ...]]] = {
         "node 1's processes killed": (lambda nodes: nodes.send(1, signal.SIGKILL), (0,)),
         "node 0's processes killed": (lambda nodes: nodes.send(0, signal.SIGKILL), (1,)),
@@ -30,11 +31,14 @@ def lost(folder: Path, networks: Sequence[int]) -> Iterator[Row]:
         "link cut from node 1 to node 0": (lambda nodes: _misdirect(networks, 1), (0, 1)),
         "link cut from node 0 to node 1": (lambda nodes: _misdirect(networks, 0), (0, 1)),
     }
-    for fault, (strike, survivors) in strikes.items():
+
+    def struck(fault: str) -> Row:
         try:
-            yield _struck(folder, networks, fault, strike, survivors)
+            return _struck(folder, networks, fault, *strikes[fault])
         finally:
             _mend(networks)
+
+    return {fault.replace(" ", "_").replace("'", ""): functools.partial(struck, fault) for fault in strikes}
 
 
 def _misdirect(networks: Sequence[int], node: int) -> None:
@@ -81,17 +85,21 @@ def _struck(
     return Row(engine="by hand", shape=SHAPE, fault=fault, seconds=seconds, told=told, lost=kept, wrong=wrong)
 
 
-def unlike(folder: Path, networks: Sequence[int]) -> list[Row]:
-    """Nodes that were given other things: the run ends before a rank starts, and both say why."""
-    fake = folder / "packages" / "accelerate-99.0.dist-info"
-    fake.mkdir(parents=True)
-    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 99.0\n")
-    elsewhere = f"{fake.parent}:{ROOT}"
+def unlike(folder: Path, networks: Sequence[int]) -> dict[str, Callable[[], Row]]:
+    """By name, nodes that were given other things: the run ends before a rank starts, and both say why."""
     steps = "request's steps (3 on node 0, 4 on node 1)"
-    return [
-        _disagree(folder, networks, "other command line on node 1", steps, ["--steps", "4"]),
-        _disagree(folder, networks, "other version on node 1", "99.0 on node 1", [], PYTHONPATH=elsewhere),
-    ]
+
+    def version() -> Row:
+        fake = folder / "packages" / "accelerate-99.0.dist-info"
+        fake.mkdir(parents=True)
+        (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 99.0\n")
+        elsewhere = f"{fake.parent}:{ROOT}"
+        return _disagree(folder, networks, "other version on node 1", "99.0 on node 1", [], PYTHONPATH=elsewhere)
+
+    return {
+        "command_line": lambda: _disagree(folder, networks, "other command line on node 1", steps, ["--steps", "4"]),
+        "version": version,
+    }
 
 
 def _disagree(
@@ -113,7 +121,43 @@ def _disagree(
     return Row(engine="by hand", shape=SHAPE, fault=fault, seconds=seconds, told=told, wrong=wrong)
 
 
-def full_disk(folder: Path, networks: Sequence[int]) -> list[Row]:
+def full(folder: Path, networks: Sequence[int]) -> dict[str, Callable[[], Row]]:
+    """By name."""
+    return {
+        "full_disk": lambda: _full_disk(folder, networks),
+        "unshared_folder": lambda: _unshared(folder, networks),
+    }
+
+
+def _unshared(folder: Path, networks: Sequence[int]) -> Row:
+    """Node 1 does not see node 0's results: what saves and loads is skipped, and says why; all else is judged."""
+    with Nodes(folder, networks, "unshared") as nodes:
+        began = time.monotonic()
+        chosen = ["pytest", "suites/test_conformance.py", "--adapters", "ddp", "-k", "resume or clipping"]
+        common = ["--nnodes", "2", "--rdzv", f"{HOSTS[0]}:29500", "--time-limit", "900", "-p", "no:cacheprovider"]
+        running = [
+            nodes.start(
+                n, nodes.output(n), [*chosen, *common, "--node-rank", str(n), "--results", str(nodes.results(n))]
+            )
+            for n in (0, 1)
+        ]
+        codes = [process.wait(BEGIN_SECONDS) for process in running]
+        seconds = time.monotonic() - began
+        outcomes = {record.conformance.scenario: record.outcome for record in nodes.trial.reading().records}
+        wrong = [f"ended with {codes}: {nodes.text(0)[-500:]}"] if codes != [0, 0] else []
+        skipped = {name: o for name, o in outcomes.items() if o.status is Status.SKIPPED}
+        reasons = {outcome.message for outcome in skipped.values()}
+        if not (reasons and all(reason.startswith("node 1 does not see node 0's results") for reason in reasons)):
+            wrong.append(f"expected what saves to be skipped with its reason: {outcomes}")
+        if not any(outcome.status is Status.OK for outcome in outcomes.values()):
+            wrong.append(f"nothing else was judged: {outcomes}")
+    told = f"{len(skipped)} scenarios skipped, {'; '.join(reasons)}"
+    return Row(
+        engine="by hand", shape=SHAPE, fault="folder that only node 0 sees", seconds=seconds, told=told, wrong=wrong
+    )
+
+
+def _full_disk(folder: Path, networks: Sequence[int]) -> Row:
     """Of node 1's temporary files."""
     disk = folder / "disk"
     disk.mkdir()
@@ -134,4 +178,4 @@ def full_disk(folder: Path, networks: Sequence[int]) -> list[Row]:
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
     told = f"{outcomes[0].status}: {outcomes[0].message}" if outcomes else ""
-    return [Row(engine="by hand", shape=SHAPE, fault="full disk on node 1", seconds=seconds, told=told, wrong=wrong)]
+    return Row(engine="by hand", shape=SHAPE, fault="full disk on node 1", seconds=seconds, told=told, wrong=wrong)

@@ -27,16 +27,18 @@ class Nodes:
         self.networks, self._base = networks, f"{os.getpid()}-{name}"
         self.trial = Trial(folder, name, f"{self._base}-0")
         self._secret = secrets.token_hex(16)
+        self._started: list[subprocess.Popen[bytes]] = []
         self.running: dict[int, subprocess.Popen[bytes]] = {}
+        """The suites, by node."""
 
     def __enter__(self) -> Nodes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for node in (0, 1):
+        for node in range(len(self.networks)):
             for pid in self.left(node):
                 processes.send(pid, signal.SIGKILL)
-        for started in self.running.values():
+        for started in self._started:
             started.wait()
 
     def left(self, node: int) -> list[int]:
@@ -58,20 +60,27 @@ class Nodes:
         self._start(node, [*torchrun, "-m", "pytest", "suites"], [], {})
 
     def _start(self, node: int, command: Sequence[str], options: Sequence[str], environment: dict[str, str]) -> None:
+        told = [*self.trial.arguments(), "--results", str(self.results(node)), *options]
+        own = {**self.trial.environment, **environment}
+        self.running[node] = self.start(node, self.output(node), [*command, *told], **own)
+
+    def start(self, node: int, output: Path, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
+        """Any command there, which ends with this at the latest."""
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         own = {processes.MARK: f"{self._base}-{node}", "MESHMARK_RDZV_SECRET": self._secret, "PATH": path}
         paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        results = ["--results", str(self.results(node))]
-        with open(self.output(node), "wb") as output:
-            self.running[node] = subprocess.Popen(
-                [*enter(self.networks[node]), *command, *self.trial.arguments(), *results, *options],
+        with open(output, "wb") as file:
+            started = subprocess.Popen(
+                [*enter(self.networks[node]), *command],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **paths, **own, **self.trial.environment, **environment},
+                stdout=file,
+                stderr=file,
+                env={**os.environ, **paths, **own, **environment},
                 start_new_session=True,
             )
+        self._started.append(started)
+        return started
 
     def results(self, node: int) -> Path:
         return self.trial.results if node == 0 else self.trial.folder / "results1"

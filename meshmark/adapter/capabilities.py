@@ -8,8 +8,9 @@ from enum import StrEnum
 from importlib.util import find_spec
 
 from meshmark.errors import AdapterError
-from meshmark.spec.algorithm import AlgorithmKind
+from meshmark.spec.algorithm import AlgorithmKind, AlgorithmSpec
 from meshmark.spec.case import Case
+from meshmark.spec.compressor import CompressorKind
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
@@ -72,6 +73,8 @@ class Capabilities:
     families: frozenset[Family] = TEXT_FAMILIES
     """Models that it can train; an adapter takes images only where it says so."""
     algorithms: frozenset[AlgorithmKind] = frozenset({AlgorithmKind.SYNCHRONOUS})
+    compressors: frozenset[CompressorKind] = frozenset()
+    """Of algorithms that compress."""
     lacks: Mapping[Feature | Precision | Family, str] = field(default_factory=dict)
     """Features that are missing, each with its reason, and the reasons of missing precisions and families."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
@@ -117,6 +120,8 @@ class Capabilities:
             unsupported.append(f"precision {case.precision}" + (f" ({reason})" if reason else ""))
         if (kind := case.workload.algorithm.kind) not in self.algorithms:
             unsupported.append(f"algorithm {kind} (it trains by {', '.join(sorted(self.algorithms))} alone)")
+        elif (compressor := case.workload.algorithm.compressor) and compressor.kind not in self.compressors:
+            unsupported.append(f"compressor {compressor.id} (it has {', '.join(sorted(self.compressors))} alone)")
         elif case.workload.algorithm.replicas_differ and case.precision.narrows_reduction:
             unsupported.append(
                 f"algorithm {kind} with reductions in {case.precision.reduction} (its noise is not known)"
@@ -131,6 +136,10 @@ class Capabilities:
             # ProcessGroupGloo::send and recv hand the tensor's address to a socket; collectives go by way of the host.
             unsupported.append("pipelines of CUDA tensors over gloo (its send and recv take host memory alone)")
         return f"{case.adapter} does not support {', '.join(unsupported)}" if unsupported else None
+
+    def trains_by(self, algorithm: AlgorithmSpec) -> bool:
+        compressor = algorithm.compressor
+        return algorithm.kind in self.algorithms and (compressor is None or compressor.kind in self.compressors)
 
     def lacking(self, needs: frozenset[Feature]) -> list[str]:
         """Which of `needs` are missing, each with its reason."""

@@ -11,7 +11,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.errors import LayoutError
 from meshmark.reference.data import on_corpus
 from meshmark.run.request import Task
-from meshmark.spec.algorithm import EXAMPLES, AlgorithmKind
+from meshmark.spec.algorithm import ALGORITHMS, AlgorithmKind
 from meshmark.spec.case import Case, Misfit, cell
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import ModelSpec
@@ -189,10 +189,11 @@ def plain_workload() -> Workload:
 
 def _by_algorithm(plain: Workload, adapter: type[Adapter]) -> Workload:
     """`plain`, renamed and by an adapter's first algorithm that takes its optimizer, where it is not synchronous."""
-    algorithms = adapter.capabilities.algorithms
-    if AlgorithmKind.SYNCHRONOUS in algorithms:
+    can = adapter.capabilities
+    if AlgorithmKind.SYNCHRONOUS in can.algorithms:
         return plain
-    fitting = (EXAMPLES[kind] for kind in sorted(algorithms) if not EXAMPLES[kind].refusal(plain.optimizer))
+    presets = sorted(ALGORITHMS.values(), key=lambda spec: spec.kind)
+    fitting = (spec for spec in presets if can.trains_by(spec) and not spec.refusal(plain.optimizer))
     own = replace(plain, algorithm=next(fitting))
     return replace(own, name=own.id)
 

@@ -8,6 +8,7 @@ from meshmark.adapter.capabilities import Feature
 from meshmark.conformance.clauses import Clause, judge_clause, point_back
 from meshmark.conformance.finding import Finding
 from meshmark.conformance.scenario import SCENARIOS, Scenario
+from meshmark.judge.sample import Assess
 from meshmark.run.record import Record, Status
 from meshmark.run.runner import Runner
 from meshmark.spec.case import Case
@@ -44,7 +45,7 @@ class ScenarioRunner:
             )
         lacks = self.runner.adapter(case).capabilities.lacks
         request = dataclasses.replace(
-            self.runner.request(scenario.task, case),
+            self.runner.request(scenario.task, case, Assess.FULL),  # --assess is of the matrix of cases
             steps=scenario.steps,
             scenario=scenario.name,
             base=base,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -74,17 +75,19 @@ class DiskNotebook:
     """Notes of all ranks together, which hold one state: whole on rank 0, each tensor from the lowest rank that tells
     it. All its methods are collective calls."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder`: this rank's own."""
-        self.folder = folder
+    def __init__(self, folder: Path, around: AbstractContextManager[None] | None = None) -> None:
+        """`folder`: this rank's own; `around`: entered whenever an engine's tensors are brought together."""
+        self.folder, self.around = folder, around or nullcontext()
         self.digests: dict[QuantityKind, list[dict[str, str]]] = {}
         """Of what this rank told, by step and name."""
 
     def parameters(self, engine: Engine, workload: Workload, step: int) -> StoredTensors:
-        return self._take(QuantityKind.PARAMETERS, step, full_parameters(engine, workload))
+        with self.around:
+            return self._take(QuantityKind.PARAMETERS, step, full_parameters(engine, workload))
 
     def gradients(self, engine: Engine, workload: Workload, step: int) -> StoredTensors:
-        return self._take(QuantityKind.GRADIENTS, step, full_gradients(engine, workload))
+        with self.around:
+            return self._take(QuantityKind.GRADIENTS, step, full_gradients(engine, workload))
 
     @torch.no_grad()
     def _take(self, kind: QuantityKind, step: int, named: NamedTensors) -> StoredTensors:
@@ -97,6 +100,7 @@ class DiskNotebook:
             digests[name] = digest(value)
             if owners[name] == rank:
                 found.write(name, value)
+            del tensor, value  # the next takes their room
         noted = self.digests.setdefault(kind, [])
         noted[step:] = [digests]  # a step that loss scaling left out is told again
         _send_to_first(found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -86,6 +87,26 @@ def power_of(samples: Sequence[GpuSample], gpus: Iterable[str], span: tuple[floa
             )
         )
     return found
+
+
+def together(launches: Iterable[Sequence[GpuPower]]) -> list[GpuPower]:
+    """Of several launches, by GPU."""
+    by_gpu: dict[str, list[GpuPower]] = {}
+    for one in itertools.chain.from_iterable(launches):
+        by_gpu.setdefault(one.gpu, []).append(one)
+    return [
+        GpuPower(
+            gpu=gpu,
+            num_samples=sum(one.num_samples for one in own),
+            joules=sum(one.joules for one in own),
+            lowest_mhz=min(one.lowest_mhz for one in own),
+            highest_mhz=max(one.highest_mhz for one in own),
+            highest_celsius=max(one.highest_celsius for one in own),
+            throttles=list(dict.fromkeys(reason for one in own for reason in one.throttles)),
+            num_processes=max(one.num_processes for one in own),
+        )
+        for gpu, own in by_gpu.items()
+    ]
 
 
 def spoilt(power: Sequence[GpuPower], ranks_per_gpu: int) -> list[str]:

@@ -18,6 +18,9 @@ LEAST_SETTLED = 64
 """Steps of which an interval is narrow enough: of fewer, blocks are too short to show how far neighbours are alike. In
 simulations that stop by this rule the interval holds the true rate in 95 to 98 % of runs whose steps scatter
 normally, in 94 % where neighbours correlate by 0.3, in 90 % by 0.6, and in 81 % by 0.8 or with lognormal outliers."""
+LEAST_LAUNCHES = 4
+"""Of which an interval is narrow enough: what a launch's processes met (where they were placed, in which memory) moves
+all its steps alike, by 5 to 15 % on a shared machine, and no number of steps of one launch shows it."""
 LEAST_LAP = 5
 """A shorter one would be its start more than its steps."""
 
@@ -66,9 +69,10 @@ def laps_of(
     ]
 
 
-def is_settled(num_steps: int, interval: Interval) -> bool:
+def is_settled(num_steps: int, interval: Interval, num_launches: int = LEAST_LAUNCHES) -> bool:
     """Whether the rate is known to within PRECISION, from the interval of the mean of so many steps."""
-    return num_steps >= LEAST_SETTLED and interval.relative <= PRECISION
+    enough = num_steps >= LEAST_SETTLED and num_launches >= LEAST_LAUNCHES
+    return enough and interval.relative <= PRECISION
 
 
 def num_steps_to_add(step_seconds: Sequence[float], budget_seconds: float) -> int:

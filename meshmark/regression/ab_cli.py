@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import functools
+import shlex
 import tempfile
 from pathlib import Path
 
 from meshmark.errors import InputError
 from meshmark.regression.alternate import MARGIN, alternate
+from meshmark.regression.attempts import attempts_of
 from meshmark.regression.bisect import Search, bisect, steps_between
 from meshmark.regression.cli import FAILED, add_gate, tell
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
 from meshmark.regression.side import open_side, run_suites
+from meshmark.report.github import tell_github
 
 _SIDE = "a git ref of the repository here, a virtual environment's folder, or a pip requirement such as torch==2.12.1"
 _OPTIONS = "options and tests of pytest, as of `pytest suites`, such as suites/test_throughput.py --adapters ddp"
@@ -58,7 +61,12 @@ def _ab(parsed: argparse.Namespace) -> int:
         with open_side(parsed.a, Path(folder), "A") as a, open_side(parsed.b, Path(folder), "B") as b:
             ours, theirs = (functools.partial(run_suites, side, options) for side in (a, b))
             found = alternate(ours, theirs, kept.absolute(), most_pairs=parsed.pairs, margin=margin)
-    return tell(found, gate)
+    failing = tell(found, gate)
+    if gate:
+        words = ["--a", parsed.a, "--b", parsed.b, "--pairs", str(parsed.pairs), "--fail-on", parsed.fail_on]
+        command = shlex.join(["meshmark", "ab", *words, "--", *options])
+        tell_github(attempts_of(found, failing, parsed.a, command), print)
+    return FAILED if failing else 0
 
 
 def _bisect(parsed: argparse.Namespace) -> int:

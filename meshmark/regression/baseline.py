@@ -12,7 +12,7 @@ from pathlib import Path
 
 from meshmark.errors import InputError, ResultsError
 from meshmark.regression.conditions import conditions
-from meshmark.run.record import EquivalenceEvidence, Outcome, Record, Status, TimingEvidence
+from meshmark.run.record import EquivalenceEvidence, Outcome, Record, Relaunch, Status, TimingEvidence
 from meshmark.run.record_file import Reading, RecordFile, read_records
 from meshmark.run.request import Task
 from meshmark.run.throughput import throughput
@@ -105,19 +105,25 @@ def _write(folder: Path, records: Sequence[Record], reading: Reading) -> None:
 def compact(record: Record) -> Record:
     """Verdicts and numbers; what they were reached from, tensor by tensor, is left out, and so are logs."""
     found, timing = record.equivalence, record.timing
-    seconds = [[round(s, _SECONDS_DIGITS) for s in rank] for rank in timing.rank_step_seconds]
-    starts = [[round(s, _SECONDS_DIGITS) for s in rank] for rank in timing.rank_starts]
     return dataclasses.replace(
         record,
         outcome=Outcome(status=record.outcome.status, rank=record.outcome.rank, message=record.outcome.message),
         equivalence=EquivalenceEvidence(diagnosis=found.diagnosis, num_replicated=found.num_replicated),
         timing=TimingEvidence(
-            rank_step_seconds=seconds,
-            rank_starts=starts,
+            rank_step_seconds=_rounded(timing.rank_step_seconds),
+            rank_starts=_rounded(timing.rank_starts),
             lap_steps=timing.lap_steps,
             peak_flops_per_second=timing.peak_flops_per_second,
+            relaunches=[
+                Relaunch(rank_step_seconds=_rounded(one.rank_step_seconds), rank_starts=_rounded(one.rank_starts))
+                for one in timing.relaunches
+            ],
         ),
     )
+
+
+def _rounded(by_rank: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [[round(seconds, _SECONDS_DIGITS) for seconds in rank] for rank in by_rank]
 
 
 def about(name: str, records: Sequence[Record], reading: Reading) -> dict[str, object]:

@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 from meshmark.errors import ResultsError
+from meshmark.regression.attempts import attempts_of
 from meshmark.regression.baseline import ABOUT, ALLOWED, FOLDER, accept
+from meshmark.regression.change import Change
 from meshmark.regression.compare import Comparison, compare
 from meshmark.regression.gate import DEFAULT_GATE, Gate, parse_gate
 from meshmark.regression.page import lines, page
+from meshmark.report.github import tell_github
 from meshmark.report.markdown import one_line
 from meshmark.run.record import Record
 from meshmark.run.record_file import read_records
@@ -58,13 +61,22 @@ def add_gate(parser: argparse.ArgumentParser) -> None:
 
 def _compare(parsed: argparse.Namespace) -> int:
     gate = parse_gate(parsed.fail_on) if parsed.fail_on is not None else None
-    before, after = (read_side(path) for path in (parsed.before, parsed.after))
-    timed, margin = (gate.timed, gate.margin) if gate else (True, None)
-    found = compare(before, after, across=parsed.across, timed=timed, margin=margin)
+    found = compare_folders(parsed.before, parsed.after, gate, across=parsed.across)
+    titles = str(parsed.before), str(parsed.after)
+    command = shlex.join(["meshmark", "compare", *titles])
     if parsed.output:
-        titles = str(parsed.before), str(parsed.after)
-        write(parsed.output, page(found, titles, shlex.join(["meshmark", "compare", *titles])))
-    return tell(found, gate)
+        write(parsed.output, page(found, titles, command))
+    failing = tell(found, gate)
+    if gate:
+        gated = f"{command} --fail-on {parsed.fail_on}{' --across' if parsed.across else ''}"
+        tell_github(attempts_of(found, failing, titles[0], gated), print)
+    return FAILED if failing else 0
+
+
+def compare_folders(before: Path, after: Path, gate: Gate | None, *, across: bool = False) -> Comparison:
+    """As far as the gate asks for it. Raises `ResultsError` as `compare` does, and for what cannot be read."""
+    timed, margin = (gate.timed, gate.margin) if gate else (True, None)
+    return compare(read_side(before), read_side(after), across=across, timed=timed, margin=margin)
 
 
 def read_side(path: Path) -> list[Record]:
@@ -84,10 +96,10 @@ def write(path: Path, text: str) -> None:
         raise ResultsError(f"{str(path)!r} cannot be written: {error.strerror}") from error
 
 
-def tell(found: Comparison, gate: Gate | None) -> int:
-    """Prints it; returns the exit code."""
+def tell(found: Comparison, gate: Gate | None) -> list[Change]:
+    """Prints it; returns what fails."""
     print("\n".join(lines(found)))
     failing = gate.failing(found.changes) if gate else []
     for change in failing:
         print(one_line(f"FAILED by --fail-on {change.kind}: {change}"))
-    return FAILED if failing else 0
+    return failing

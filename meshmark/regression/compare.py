@@ -58,7 +58,7 @@ def compare(
         expect_alike(different, timed=timed)
     name = names(list(ours | theirs))
     changes = [change for key in common for change in _untimed(name[key], ours[key], theirs[key])]
-    changes += [_missing(name[key], ours[key]) for key in ours if key not in theirs and _ran(ours[key])]
+    changes += [gone for key in ours if (gone := _missing(name[key], ours[key], theirs.get(key)))]
     times = _timed(ours, theirs, name, margin) if timed else []
     return Comparison(
         changes=[*changes, *clauses, *times],
@@ -85,19 +85,21 @@ def _untimed(name: str, before: CaseRuns, after: CaseRuns) -> list[Change]:
     return [*verdict_changes(name, before, after), *exact_changes(name, before, after)]
 
 
-def _ran(runs: CaseRuns) -> bool:
-    return any(r.outcome.status is not Status.SKIPPED for r in (*runs.observed, *runs.timed))
-
-
-def _missing(name: str, runs: CaseRuns) -> Change:
+def _missing(name: str, ours: CaseRuns, theirs: CaseRuns | None) -> Change | None:
+    """What A ran, and B did not, or skipped when it was last asked for."""
+    passes = [(ours.observed, theirs.observed if theirs else []), (ours.timed, theirs.timed if theirs else [])]
+    ran = [after[-1:] for before, after in passes if any(r.outcome.status is not Status.SKIPPED for r in before)]
+    skipped = [record for last in ran for record in last if record.outcome.status is Status.SKIPPED]
+    if not ran or (theirs and not skipped):
+        return None
     return Change(
         case=name,
         metric="case",
         kind=Kind.MISSING,
         standing=Standing.WORSE,
         before="run",
-        after="not run",
-        evidence="it is in A alone",
+        after="skipped" if skipped else "not run",
+        evidence=skipped[0].outcome.message if skipped else "it is in A alone",
     )
 
 

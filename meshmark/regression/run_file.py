@@ -99,12 +99,17 @@ def _values(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _mean_step(timing: Mapping[str, Any]) -> float:
     """As `TimingEvidence.step_seconds` has it: laps last from the first rank's start to the last one's end."""
+    took = _lap_seconds(timing) + sum(_lap_seconds(again) for again in timing.get("relaunches", ()))
+    return took / (len(timing["rank_step_seconds"][0]) * (1 + len(timing.get("relaunches", ()))))
+
+
+def _lap_seconds(timing: Mapping[str, Any]) -> float:
+    """Of all laps of one launch."""
     ranks: list[list[float]] = timing["rank_step_seconds"]
     counts: list[int] = timing.get("lap_steps") or [len(ranks[0])]
     starts: list[list[float]] = timing.get("rank_starts") or [[0.0] * len(counts)] * len(ranks)
     borders = itertools.pairwise(itertools.accumulate(counts, initial=0))
-    took = [
+    return sum(
         max(start[lap] + sum(own[begin:end]) for own, start in zip(ranks, starts, strict=True))
         for lap, (begin, end) in enumerate(borders)
-    ]
-    return sum(took) / len(ranks[0])
+    )

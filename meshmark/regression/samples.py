@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.measure.interval import mean_interval, student_t
+from meshmark.measure.interval import student_t
 from meshmark.regression.runs import CaseRuns
-from meshmark.run.record import Status
+from meshmark.run.record import Status, TimingEvidence
 
 STEP, LAUNCH, BUILD = "step", "launch", "build"
 """Seconds of a step of the timed pass, of the whole instrumented pass, and of the slowest rank's engine in it."""
@@ -40,19 +40,19 @@ def samples(runs: CaseRuns) -> dict[str, list[Sample]]:
     """By metric, in the order of launches."""
     complete = [r for r in runs.observed if r.outcome.status is Status.OK]
     found = {
-        STEP: [_of_steps(record.timing.step_seconds) for record in runs.complete],
+        STEP: [_of_steps(record.timing) for record in runs.complete],
         LAUNCH: [Sample(seconds=r.launch.seconds) for r in complete if r.launch.seconds > 0],
         BUILD: [Sample(seconds=r.launch.build_seconds) for r in complete if r.launch.build_seconds > 0],
     }
     return {metric: each for metric, each in found.items() if each}
 
 
-def _of_steps(seconds: Sequence[float]) -> Sample:
-    """By blocks as long as neighbours are alike: see `mean_interval`."""
-    found = mean_interval(seconds)
-    blocks = len(seconds) // found.block
+def _of_steps(timing: TimingEvidence) -> Sample:
+    """By blocks as long as neighbours are alike, or by launches: see `mean_interval`."""
+    found, steps = timing.interval, len(timing.step_seconds)
+    blocks = steps // found.block
     error = found.relative / student_t(blocks - 1) if blocks > 1 else math.inf
-    return Sample(seconds=found.mean, variance=error**2, steps=len(seconds))
+    return Sample(seconds=found.mean, variance=error**2, steps=steps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,11 @@
 """Whether times differ: Student's t on the logarithms of launches, corrected for the number of tests.
 
-A launch is one sample: its steps share whatever its processes met. The scatter of launches is taken from repeats of the
-case itself, else from those of the other cases, else from what was measured once; within a launch it is never less than
-blocks of its steps show. Verdicts are corrected by Holm's method (Scand. J. Statist. 6, 65, 1979): one false alarm of
-any case fails a CI job, so it is the chance of any that is held, whatever the tests have to do with one another;
-Benjamini and Hochberg's holds the share of false ones among the found, which is for screening.
+A pass is one sample: its steps share whatever its processes met, and its launches, where it has several, the state of
+the machine. Their scatter is taken from repeats of the case itself, else from those of the other cases, else from what
+was measured once; it is never less than the launches of a pass, and blocks of its steps, show. Verdicts are corrected
+by Holm's method (Scand. J. Statist. 6, 65, 1979): one false alarm of any case fails a CI job, so it is the chance of
+any that is held, whatever the tests have to do with one another; Benjamini and Hochberg's holds the share of false ones
+among the found, which is for screening.
 """
 
 from __future__ import annotations

@@ -80,13 +80,13 @@ def _of_bytes(facts: Mapping[str, float | int | str]) -> Iterator[tuple[str, str
         yield "declared", str(facts["declared"])
 
 
-def of_changes(record: Record, folder: str, changes: Sequence[str]) -> str:
+def of_changes(case: str, folder: str, changes: Sequence[str]) -> str:
     """Of what is worse than a baseline; each change names its metric, both sides, and where."""
     first, *others = changes
     rows = [("also", change) for change in others[: MOST_LINES - 2]]
     if len(others) > len(rows):
         rows.append(("also", f"{len(others) - len(rows)} more"))
-    return _text(f"{record.case.id}: {WORSE} {folder}: {first}", rows)
+    return _text(f"{case}: {WORSE} {folder}: {first}", rows)
 
 
 def _text(first: str, rows: Sequence[tuple[str, str]]) -> str:

@@ -179,10 +179,9 @@ def _failures(latest: Iterable[Record], reading: Reading) -> Iterator[Failed]:
     """Every pass and verdict that failed, then every failed test that none of them tells of."""
     left = {kind: failing(reading.sessions, conforming=kind) for kind in (False, True)}
     for record in latest:
-        attempts = [attempt for attempt in left[False] if attempt.case == record.case.id]
-        found = list(_of_record(record, _command(record, attempts)))
-        told = [attempt for attempt in attempts if found and WORSE not in attempt.message]
-        left[False] = [attempt for attempt in left[False] if attempt not in told]
+        told = [a for a in left[False] if a.case == record.case.id and WORSE not in a.message]
+        if found := list(_of_record(record, _command(record, told))):
+            left[False] = [attempt for attempt in left[False] if attempt not in told]
         yield from found
     for attempt in (*left[False], *left[True]):
         yield Failed(

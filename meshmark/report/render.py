@@ -173,11 +173,12 @@ def _peak(result: CaseResult) -> int:
 
 _TIMED = (
     "Untouched pass, after warm-up: all tokens over the time from the ranks' common start to the last rank's end. The "
-    "interval (95 %, by means of blocks of steps) is of this launch; steps were added until it was within ±2 %, or the "
-    "budget of the case ended, and of fewer than 64 steps it takes neighbours for less alike than they may be. Steps "
-    "last from the last rank's end to the next; *rank gap*: from the first rank's end of a step to the last one's, the "
-    "median; *drift*: by how much the second half's steps took longer. MFU counts 6 operations a matrix parameter and "
-    "token, and full attention (PaLM, appendix B)"
+    "interval (95 %) is the wider of what blocks of steps and what launches show, each in fresh processes, one after "
+    "the other; of a single launch it does not say how far another may lie. Steps and launches were added until it was "
+    "within ±2 %, or the budget of the case ended; a machine that changes within minutes moves it further. Steps last "
+    "from the last rank's end to the next; *rank gap*: from the first rank's end of a step to the last one's, the "
+    "median; *drift*: by how much the second half of a launch took longer. MFU counts 6 operations a matrix parameter "
+    "and token, and full attention (PaLM, appendix B)"
 )
 
 

@@ -52,6 +52,7 @@ def answer(found: Sequence[CaseResult]) -> Rows:
 
 def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
     rows: Rows = []
+    with_samples = any(result.sampled for result in found)
     for result in found:
         verdict = result.observed.verdict("equivalence") if result.observed else None
         if result.observed is None or verdict is None:
@@ -66,7 +67,7 @@ def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
             "limit": _number(e["factor"]),
             "gradient errors seen from": _number(e["detection_limit"]),
             "compared": e["compared"],
-            **({"judged": judged(result.observed)} if any(r.sampled for r in found) else {}),
+            **({"judged": judged(result.observed)} if with_samples else {}),
             "loss, first to last": f"{losses[0]:.4f} to {losses[-1]:.4f}",
         }
         rows.append(row | ({"baseline's": baseline.verdict(result)} if baseline else {}))
@@ -128,6 +129,7 @@ def speed(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
     same case's there. With pipelines, how much of a step
     equal stages would wait, each with a processor to itself."""
     rows: Rows = []
+    with_pipelines = any(result.case.layout.pp > 1 for result in found)
     for result in found:
         if not result.timed or not result.timed.timing.rank_step_seconds:
             continue
@@ -139,13 +141,14 @@ def speed(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
             "correct": result.correctness,
             f"{measured.unit}/s": f"{measured.per_second:,.0f}",
             "95 % interval": interval_text(measured) + ("" if measured.settled else " (budget)"),
+            "launches": measured.num_launches,
             "steps": len(seconds),
             "p5 / p50 / p95": " / ".join(percentiles) + " ms",
             "rank gap": f"{1000 * np.median(gaps):.2f} ms" if result.case.world_size > 1 else "",
-            "drift": f"{drift(seconds):+.1%}",
+            "drift": f"{drift(result.timed.timing):+.1%}",
             "MFU": _percent(measured.mfu),
         }
-        if any(other.case.layout.pp > 1 for other in found):
+        if with_pipelines:
             idle = bubble_fraction(result.case.layout)
             row["bubble, planned"] = f"{idle:.1%}" if idle else ""
         rows.append(row | ({"median / baseline's": baseline.time(result)} if baseline else {}))
@@ -160,7 +163,7 @@ def time_spent(found: Sequence[CaseResult]) -> Rows:
             row = rows.setdefault(
                 result.case.adapter, {"launches": 0, "seconds": 0.0, "of these building engines": 0.0}
             )
-            row["launches"] += record.launch.seconds > 0
+            row["launches"] += record.timing.num_launches if record.launch.seconds > 0 else 0
             row["seconds"] += record.launch.seconds
             row["of these building engines"] += record.launch.build_seconds
     total = {

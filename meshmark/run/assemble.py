@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from meshmark.adapter.contract import Adapter
 from meshmark.environment import describe
@@ -27,6 +28,7 @@ from meshmark.run.record import (
 )
 from meshmark.run.request import Request, Task
 from meshmark.run.throughput_verdict import judge_throughput
+from meshmark.run.timed_launches import relaunch_of
 from meshmark.run.verdict import judge_equivalence
 
 _METERS_TOLERANCE = 0.01
@@ -39,13 +41,13 @@ def assemble(
     request: Request,
     adapter: type[Adapter],
     outcome: Outcome,
-    launched: LaunchResult | None,
+    launches: Sequence[LaunchResult],
     *,
     nnodes: int,
     remarks: list[str],
 ) -> Record:
-    """The record of `request`; `launched` is None where nothing was."""
-    case, reports = request.case, launched.reports if launched else []
+    """The record of `request`; `launches` are several of the untouched pass alone, and none where nothing was done."""
+    case, reports = request.case, launches[0].reports if launches else []
     whole = outcome.status in (Status.OK, Status.NAN)
     observed = whole and request.task is Task.OBSERVE and request.metered
     declared = declare(adapter, case, range(case.world_size) if observed else range(0))
@@ -62,11 +64,11 @@ def assemble(
         environment=describe(request.device, request.backend, nnodes),
         outcome=outcome,
         launch=LaunchSeconds(
-            seconds=launched.seconds if launched else 0.0,
+            seconds=sum(launched.seconds for launched in launches),
             build_seconds=max((r.build_seconds for r in reports), default=0.0),
         ),
         training=training,
-        equivalence=_equivalence(reports[0], request) if whole else EquivalenceEvidence(),
+        equivalence=_equivalence(launches, request) if whole else EquivalenceEvidence(),
         memory=MemoryEvidence(
             readings=[r.memory for r in reports if r.memory],
             planned=declared.states,
@@ -88,6 +90,7 @@ def assemble(
             peak_flops_per_second=request.peak_flops_per_second,
             digests=reports[0].timed_digests if whole else {},
             observed=request.observed,
+            relaunches=[relaunch_of(launched) for launched in launches[1:]] if whole else [],
         ),
         profiles=[r.profile for r in reports if r.profile],
         conformance=ConformanceEvidence(
@@ -139,15 +142,16 @@ def _state_dtypes(reports: list[RankReport]) -> dict[str, str]:
     return {kind: "+".join(sorted(parts - {""})) for kind, parts in told.items()}
 
 
-def _equivalence(first: RankReport, request: Request) -> EquivalenceEvidence:
-    """What rank 0, which gathers, has found."""
-    yardstick = request.yardstick
+def _equivalence(launches: Sequence[LaunchResult], request: Request) -> EquivalenceEvidence:
+    """What rank 0, which gathers, has found; of replicas that drift apart, in any launch."""
+    yardstick, first = request.yardstick, launches[0].reports[0]
     return EquivalenceEvidence(
         deviations=first.deviations,
         noise=yardstick.noise if yardstick else {},
         factors=yardstick.factors if yardstick else {},
-        drifts=first.drifts,
+        drifts=[drift for launched in launches for drift in launched.reports[0].drifts],
         diagnosis=first.diagnosis,
         num_replicated=first.num_replicated,
         sample=request.sample,
+        gathering_bytes=[report.gathering_bytes for report in launches[0].reports] if request.sample else [],
     )

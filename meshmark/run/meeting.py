@@ -16,8 +16,9 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.environment import versions
 from meshmark.errors import MeshmarkError, NodesDisagreeError, NoSpaceError
 from meshmark.reference.data import data_digest
-from meshmark.run.cluster import Cluster
-from meshmark.run.request import Request
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.gpus import num_gpus
+from meshmark.run.request import Request, Task
 from meshmark.serial import encode
 
 READY_SECONDS = 300.0
@@ -33,7 +34,9 @@ def meet(cluster: Cluster, request: Request, trouble: Exception | None = None) -
 
     Raises `NodesDisagreeError` when a node has another request, code, packages, data or noise floor.
     """
-    mine = {"facts": {} if trouble else _facts(request), "trouble": _told(trouble)}
+    compared = not trouble and request.task is not Task.LINKS  # which is measured between unlike nodes too
+    facts = {**_facts(request), **_gpus(request, cluster.spec)} if compared else {}
+    mine = {"facts": facts, "trouble": _told(trouble)}
     nodes = [json.loads(text) for text in cluster.exchange("launch", json.dumps(mine), seconds=READY_SECONDS)]
     if trouble:
         raise trouble
@@ -80,7 +83,7 @@ def _expect_equal(nodes: Sequence[Mapping[str, str]]) -> None:
             told.append(f"{name} ({', '.join(f'{value} on node {node}' for node, value in enumerate(values))})")
     if told:
         raise NodesDisagreeError(
-            f"the nodes disagree about {'; '.join(told)}: give each the same command, code, packages and data"
+            f"the nodes disagree about {'; '.join(told)}: give each the same command, code, packages, data and GPUs"
         )
 
 
@@ -93,7 +96,15 @@ def _facts(request: Request) -> dict[str, str]:
     facts = {"case": request.case.id, "data": _digest(data_digest(request.case.workload))}
     facts |= {f"request's {name}": _shown(value) for name, value in asked.items() if name not in _OWN}
     facts |= {f"version of {name}": version for name, version in versions().items()}
-    return facts | {"code of Meshmark": _code(), "code of the adapter": _source(request.adapter)}
+    return facts | {"code of Meshmark": code_digest(), "code of the adapter": _source(request.adapter)}
+
+
+def _gpus(request: Request, spec: ClusterSpec) -> dict[str, str]:
+    """Of a node with fewer than the others', ranks would share them, which NCCL refuses and times would hide."""
+    if request.device != "cuda":
+        return {}
+    ranks = request.case.world_size // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
+    return {f"GPUs that {ranks} ranks can use": str(min(ranks, num_gpus()))}
 
 
 def _shown(value: object) -> str:
@@ -106,7 +117,7 @@ def _digest(text: str) -> str:
 
 
 @functools.cache
-def _code() -> str:
+def code_digest() -> str:
     package = Path(meshmark.__file__).parent
     files = sorted(package.rglob("*.py"))
     return _digest("".join(f"{file.relative_to(package)}\n{file.read_text()}" for file in files))

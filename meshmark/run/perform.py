@@ -25,6 +25,7 @@ from meshmark.run.kernels import pinned
 from meshmark.run.passes.dropout import repeat_with_dropout
 from meshmark.run.passes.endure import endure
 from meshmark.run.passes.fail import fail
+from meshmark.run.passes.links import measure_links
 from meshmark.run.passes.measure_noise import measure_noise
 from meshmark.run.passes.observe import observe
 from meshmark.run.passes.overflow import overflow
@@ -44,6 +45,7 @@ _TASKS = {
     Task.TIME: time_steps,
     Task.PROFILE: profile,
     Task.PEAK: measure_peak,
+    Task.LINKS: measure_links,
     Task.RETRACE: retrace,
     Task.NOISE: measure_noise,
     Task.SAVE: save_halfway,

@@ -11,6 +11,7 @@ from meshmark.judge.yardstick import Comparisons
 from meshmark.measure.device_memory import DeviceMemory
 from meshmark.measure.profile import Profile
 from meshmark.measure.readings import MemoryReading, TrafficReading
+from meshmark.run.links import Link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +64,16 @@ class RankReport:
     """PROFILE."""
     samples: dict[str, list[float]] = field(default_factory=dict)
     """What only the passes of the conformance suite measure, by name."""
+    links: list[Link] = field(default_factory=list)
+    """LINKS: from this rank's node to others."""
+    all_reduce_seconds: list[float] = field(default_factory=list)
+    """LINKS: over all ranks."""
     digests: list[str] = field(default_factory=list)
     """On rank 0, for all ranks: a hash of every parameter's bits before the first step and after each."""
     num_replicated: int = 0
     """On rank 0, for all ranks: tensors that more than one rank told, and that were compared bit for bit."""
+    gathering_bytes: int = 0
+    """Where tensors are judged one by one: the most memory that bringing them together took beside the engine's."""
 
 
 class Standing(StrEnum):

@@ -150,6 +150,8 @@ class EquivalenceEvidence:
     """Tensors, of all steps, that several ranks told and that were compared bit for bit."""
     sample: Sample | None = None
     """What of a large model was judged; None where all was, or nothing."""
+    gathering_bytes: list[int] = field(default_factory=list)
+    """By rank, of a sample: the most memory that bringing tensors together took beside what the engine holds."""
 
     @property
     def yardstick(self) -> Yardstick:
@@ -185,6 +187,19 @@ class TrafficEvidence:
     """From theory, as the adapter declares them."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relaunch:
+    """Another launch of the untouched pass, of as many steps, in one lap."""
+
+    rank_step_seconds: list[list[float]]
+    """By rank, then step: raw."""
+    rank_starts: list[list[float]] = field(default_factory=list)
+    """By rank: seconds after the first rank of the same node, alone in a list; empty: together."""
+    losses: list[float] = field(default_factory=list)
+    digests: dict[int, str] = field(default_factory=dict)
+    """As those of the first launch."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TimingEvidence:
     """What the untouched pass took."""
@@ -207,15 +222,25 @@ class TimingEvidence:
     """A hash of every parameter's bits, by steps done: amid warm-up, and after the last step."""
     observed: ObservedPath | None = None
     """What these, and the losses, were held against."""
+    relaunches: list[Relaunch] = field(default_factory=list)
+    """The same steps in fresh processes, one launch after the other."""
 
     @functools.cached_property
     def interval(self) -> Interval:
         """Of the mean of `step_seconds`: every table of a report asks for it."""
-        return mean_interval(self.step_seconds)
+        return mean_interval(self.step_seconds, repeat=len(self.rank_step_seconds[0]) if self.relaunches else 0)
+
+    @property
+    def num_launches(self) -> int:
+        return 1 + len(self.relaunches)
 
     @property
     def laps(self) -> list[Lap]:
-        return laps_of(self.rank_step_seconds, self.rank_starts, self.lap_steps) if self.rank_step_seconds else []
+        """Of all launches."""
+        if not self.rank_step_seconds:
+            return []
+        again = [lap for one in self.relaunches for lap in laps_of(one.rank_step_seconds, one.rank_starts)]
+        return laps_of(self.rank_step_seconds, self.rank_starts, self.lap_steps) + again
 
     @property
     def step_seconds(self) -> list[float]:

@@ -23,6 +23,8 @@ class Task(StrEnum):
     """Under PyTorch's profiler: where a step's time goes."""
     PEAK = "peak"
     """What the cores or the GPU that a timed pass will use can compute at best, in one process."""
+    LINKS = "links"
+    """What the links between nodes carry; no framework is asked."""
     RETRACE = "retrace"
     """The steps of OBSERVE once more, and on to the last of TIME: what its ranks' losses and parameters must be."""
     NOISE = "noise"
@@ -58,7 +60,7 @@ class Request:
     warmup: int = 0
     """TIME: steps before the first that counts."""
     timing_budget_seconds: float = 0.0
-    """TIME: how long steps may be added to the first `steps`, until the rate is known well."""
+    """TIME: how long steps may be added to the first `steps` in one launch, until the rate is known well."""
     num_threads: int = 1
     """PEAK: on a CPU."""
     power: list[GpuPower] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from meshmark.judge.observed_path import ObservedPath
@@ -10,11 +10,13 @@ from meshmark.run.launch import LaunchResult
 from meshmark.run.record import Record, Status
 
 
-def find_path(observed: Record | None, timed: LaunchResult, retrace: Callable[[], LaunchResult]) -> ObservedPath | None:
+def find_path(
+    observed: Record | None, timed: Sequence[LaunchResult], retrace: Callable[[], LaunchResult]
+) -> ObservedPath | None:
     """What `retrace` makes, which runs the instrumented pass's steps once more and goes on to the last that was timed;
-    its first steps are those of the session's instrumented pass, where there is one. Where the timed ranks computed
-    other bits it is run again, to see whether this engine's bits tell anything. None where no such pass came to its
-    end.
+    its first steps are those of the session's instrumented pass, where there is one. Where any of the `timed` launches
+    computed other bits it is run again, to see whether this engine's bits tell anything. None where no such pass came
+    to its end.
 
     A pass that tried a step again, which loss scaling had left out, has trained on other batches since: it tells
     nothing of bits.
@@ -23,7 +25,7 @@ def find_path(observed: Record | None, timed: LaunchResult, retrace: Callable[[]
         return None
     again = _path_of(retrace())
     path = again if observed is None or observed.training.left_out else _judged_first(observed, again)
-    if path is None or not path.differences(timed.losses, timed.reports[0].timed_digests):
+    if path is None or not any(path.differences(each.losses, each.reports[0].timed_digests) for each in timed):
         return path
     return replace(path, repeats=path == again == _path_of(retrace()))
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from meshmark.environment import Environment, describe
 from meshmark.errors import AdapterError, ClusterError, NodeLostError, ResultsError
 from meshmark.judge.sample import OBSERVED_STEPS, TIME_LIMITS, Assess, assess_of, sample_of
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
+from meshmark.measure.laps import LEAST_LAUNCHES
 from meshmark.run.assemble import JUDGED, assemble
 from meshmark.run.launch import Launcher, LaunchResult
 from meshmark.run.meeting import from_node_0, meet
@@ -40,6 +41,7 @@ from meshmark.run.request import Request, Task
 from meshmark.run.resume import KEPT, Held
 from meshmark.run.retracing import find_path
 from meshmark.run.scratch import Scratch
+from meshmark.run.timed_launches import time_again
 from meshmark.run.user_gaps import with_gaps
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
@@ -60,7 +62,7 @@ class RunOptions:
     timed_steps: int = 10
     """At least."""
     timing_budget_seconds: float = 0.0
-    """Of steps that are added to these until the rate is known well."""
+    """Of steps that are added to these, launch by launch, until the rate is known well."""
     warmup: int = 3
     time_limit_seconds: float = 120.0
     assess: Assess | None = None
@@ -220,9 +222,9 @@ class Runner:
     def _here(self, backend: str) -> Environment:
         return describe(self.options.device, backend, self.launcher.cluster.spec.num_hosts)
 
-    def request(self, task: Task, case: Case) -> Request:
-        """What ranks are asked to do with `case` under this run's options."""
-        options, assess = self.options, assess_of(case, self.options.assess)
+    def request(self, task: Task, case: Case, assess: Assess | None = None) -> Request:
+        """What ranks are asked to do with `case` under this run's options; `assess` goes before theirs."""
+        options, assess = self.options, assess_of(case, assess or self.options.assess)
         sample = sample_of(case) if assess is Assess.SAMPLED and task is Task.OBSERVE else None
         observed = options.observed_steps or (WATCHED_STEP + 1 if sample else OBSERVED_STEPS)
         return Request(
@@ -235,7 +237,7 @@ class Runner:
             steps=options.timed_steps if task is Task.TIME else observed,
             sample=sample,
             warmup=options.warmup if task in (Task.TIME, Task.PROFILE) else 0,
-            timing_budget_seconds=options.timing_budget_seconds,
+            timing_budget_seconds=options.timing_budget_seconds / LEAST_LAUNCHES,
             assess=assess is Assess.FULL or sample is not None,
         )
 
@@ -248,32 +250,36 @@ class Runner:
     def _run(self, request: Request) -> Record:
         if request.task in JUDGED and request.assess:
             request = dataclasses.replace(request, yardstick=self.yardstick(request))
-        launched, power = launch_watched(self.launcher, request)
-        outcome = outcome_of_launch(launched, request.case.world_size)
+        first, power = launch_watched(self.launcher, request)
+        launches, outcome = [first], outcome_of_launch(first, request.case.world_size)
         if request.task is Task.TIME and outcome.status is Status.OK:
-            request = dataclasses.replace(request, peak_flops_per_second=self._peaks.of(request), power=power)
-            request = self._with_path(request, launched) if request.assess else request
-        return self._record(request, outcome, launched)
+            launches, power = time_again(self.launcher, request, first, power)
+            outcome = outcome_of_launch(launches[-1], request.case.world_size)
+            request = dataclasses.replace(request, power=power)
+        if request.task is Task.TIME and outcome.status is Status.OK:
+            request = dataclasses.replace(request, peak_flops_per_second=self._peaks.of(request))
+            request = self._with_path(request, launches) if request.assess else request
+        return self._record(request, outcome, launches)
 
-    def _with_path(self, timed: Request, launched: LaunchResult) -> Request:
+    def _with_path(self, timed: Request, launches: Sequence[LaunchResult]) -> Request:
         """What became of `timed` is held against the verified path; where their bits differ and bits tell nothing of
         this engine, by the yardstick."""
         observing = dataclasses.replace(self.request(Task.OBSERVE, timed.case), adapter=timed.adapter)
         retracing = dataclasses.replace(
             observing,
             task=Task.RETRACE,
-            marks=sorted(launched.reports[0].timed_digests),
-            time_limit_seconds=max(timed.time_limit_seconds, 3 * launched.seconds),  # which also reads what it computes
+            marks=sorted(launches[0].reports[0].timed_digests),
+            time_limit_seconds=max(timed.time_limit_seconds, 3 * launches[0].seconds),  # it also reads what it computes
         )
         observed = self._records.get((Task.OBSERVE, timed.case, ""))
-        path = find_path(observed, launched, lambda: self.launcher.launch(retracing, timed.case.world_size))
+        path = find_path(observed, launches, lambda: self.launcher.launch(retracing, timed.case.world_size))
         yardstick = self.yardstick(observing) if path and path.repeats is False else None
         return dataclasses.replace(timed, observed=path, yardstick=yardstick)
 
-    def _record(self, request: Request, outcome: Outcome, launched: LaunchResult | None = None) -> Record:
+    def _record(self, request: Request, outcome: Outcome, launches: Sequence[LaunchResult] = ()) -> Record:
         remarks, self._remarks = self._remarks, []
         nnodes = self.launcher.cluster.spec.num_hosts
-        record = assemble(request, self.adapter(request.case), outcome, launched, nnodes=nnodes, remarks=remarks)
+        record = assemble(request, self.adapter(request.case), outcome, launches, nnodes=nnodes, remarks=remarks)
         return with_gaps(record, self.options.known_gaps)
 
     def yardstick(self, request: Request) -> Yardstick:

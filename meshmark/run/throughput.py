@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshmark.measure.laps import is_settled
-from meshmark.run.record import Record
+from meshmark.run.record import Record, TimingEvidence
 from meshmark.spec.hardware import gpu_of_device
 from meshmark.theory.flops import flops_per_unit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """What a timed pass amounts to. The interval is of this launch: another may differ by more."""
+    """What a timed pass amounts to. The interval is of these launches, made within seconds of one another."""
 
     per_second: float
     """All tokens or images over the time from the ranks' common start to the last one's end."""
@@ -26,6 +26,8 @@ class Throughput:
     """Half of the interval of the time that a step takes, of that time; infinite of a single step."""
     settled: bool
     """Whether the interval is as narrow as it was to be; else the budget ended first."""
+    num_launches: int
+    """Of one launch the interval says nothing of how far another may lie."""
     unit: str
     """tokens or images."""
     mfu: float | None
@@ -49,7 +51,8 @@ def throughput(record: Record) -> Throughput:
         lowest=workload.units_per_step / longest,
         highest=workload.units_per_step / shortest if shortest > 0 else float("inf"),
         relative=interval.relative,
-        settled=is_settled(len(record.timing.rank_step_seconds[0]), interval),
+        settled=is_settled(len(record.timing.step_seconds), interval, record.timing.num_launches),
+        num_launches=record.timing.num_launches,
         unit=workload.unit,
         mfu=rate * flops_per_unit(workload) / peak if peak else None,
         peak_source=source,
@@ -75,12 +78,15 @@ def peak_flops_per_second(record: Record) -> tuple[float | None, str]:
     return record.timing.peak_flops_per_second, "products of matrices on the cores or GPUs that the ranks share"
 
 
-def drift(step_seconds: Sequence[float]) -> float:
-    """By how much the second half's steps take longer than the first half's, in the mean."""
-    half = len(step_seconds) // 2
-    if not half:
+def drift(timing: TimingEvidence) -> float:
+    """By how much the second halves of launches take longer than the first, in the mean."""
+    seconds = timing.step_seconds
+    steps = len(seconds) // timing.num_launches
+    if not (half := steps // 2):
         return 0.0
-    return statistics.fmean(step_seconds[-half:]) / statistics.fmean(step_seconds[:half]) - 1
+    starts = range(0, len(seconds), steps)
+    later = statistics.fmean(each for start in starts for each in seconds[start + steps - half : start + steps])
+    return later / statistics.fmean(each for start in starts for each in seconds[start : start + half]) - 1
 
 
 def values_of(record: Record) -> dict[str, object]:

@@ -9,9 +9,9 @@ _MEND = "`step` must do what `backward` and `update` do, however little of it is
 
 
 def judge_throughput(record: Record) -> Verdict | None:
-    """The losses of all steps, and the parameters after the last, are bit for bit those of the verified path: the steps
-    that were judged, and as many more by the same `backward` and `update`; and ranks that hold the same hold the same
-    after the last timed step. None where nothing was told of either.
+    """The losses of all steps, and the parameters after the last, are in every launch bit for bit those of the verified
+    path: the steps that were judged, and as many more by the same `backward` and `update`; and ranks that hold the same
+    hold the same after the last timed step. None where nothing was told of either.
 
     Where bits differ, another such pass has told whether this engine ever computes the same bits twice. If it does, the
     timed path is another one. If it does not (atomic additions, threads), bits say nothing, and the losses of the steps
@@ -25,11 +25,17 @@ def judge_throughput(record: Record) -> Verdict | None:
         return _verdict(f"replicas differ after timed steps: {first.quantity} on ranks {first.ranks}; {_MEND}", record)
     if path is None or not timing.digests:
         return None
-    differences = path.differences(losses, timing.digests)
+    launches = [(losses, timing.digests), *((one.losses, one.digests) for one in timing.relaunches)]
+    differences = [
+        f"{told} in launch {number} of {len(launches)}" if len(launches) > 1 else told
+        for number, told_of_launch in enumerate((path.differences(*launch) for launch in launches), 1)
+        for told in told_of_launch
+    ]
     if not differences:
         compared = min(len(losses), len(path.losses))
         marks = " and ".join(str(done) for done in _compared(record))
-        summary = f"bit for bit what was judged: {compared} losses, parameters after {marks} steps"
+        each = f", in each of {len(launches)} launches" if len(launches) > 1 else ""
+        summary = f"bit for bit what was judged: {compared} losses, parameters after {marks} steps{each}"
         return _verdict(summary, record, passed=True)
     if path.repeats is not False:
         return _verdict(f"not what was judged: {differences[0]}; {_MEND}", record)
@@ -39,7 +45,8 @@ def judge_throughput(record: Record) -> Verdict | None:
     tolerances = [2 * max(yardstick.tolerance(quantity, step) for quantity in of_loss) for step in range(num_steps)]
     excess, step = max(
         (abs(own - other) / tolerance, i)
-        for i, (own, other, tolerance) in enumerate(zip(losses, path.losses, tolerances, strict=False))
+        for launch, _ in launches
+        for i, (own, other, tolerance) in enumerate(zip(launch, path.losses, tolerances, strict=False))
     )
     what = f"losses, no two runs of which agree bit for bit, are {excess:.2f} of the tolerance apart at step {step}"
     return _verdict(what if excess <= 1 else f"not what was judged: {what}; {_MEND}", record, passed=excess <= 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
@@ -150,8 +150,23 @@ class Layout:
         """The ranks that differ from `rank` along `axis` alone, in the order of their indices; `rank` is one of them.
 
         Raises `LayoutError` when there is no such rank."""
-        stands = self.coordinates(rank)
-        return tuple(self.rank_of(replace(stands, **{axis: index})) for index in range(self._degree(axis)))
+        return self.spanned((axis,), rank)
+
+    def spanned(self, axes: tuple[Axis, ...], rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axes` alone, in order; in as many steps as there are such ranks, for
+        a world may have tens of thousands. Raises `LayoutError` when there is no such rank."""
+        stands, found, stride = self.coordinates(rank), [0], 1
+        for axis in INNERMOST_FIRST:
+            degree = self._degree(axis)
+            indices = range(degree) if axis in axes else (getattr(stands, axis),)
+            found = [index * stride + inner for index in indices for inner in found]
+            stride *= degree
+        return tuple(found)
+
+    def all_spanned(self, axes: tuple[Axis, ...]) -> list[tuple[int, ...]]:
+        """Every such group of ranks once, in the order of their first."""
+        others = tuple(axis for axis in AXES if axis not in axes)
+        return [self.spanned(axes, first) for first in self.spanned(others, 0)]
 
     def _degree(self, axis: Axis) -> int:
         degree: int = getattr(self, axis)

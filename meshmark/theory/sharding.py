@@ -108,8 +108,9 @@ def _gradients(case: Case, rank: int, flow: Flow, sharding: Sharding, padding: P
     shards, among = neighbours(flow, sharding.replicas, rank), across(flow, sharding.replicas, rank)
     sent = [_Sent(flow=replace(flow, ranks=shards), padding_bytes=more)]
     if sharding.replicas > 1:
-        shard = replace(flow, kind="all_reduce", ranks=among, num_bytes=flow.num_bytes // len(shards))
-        sent.append(_Sent(flow=shard, padding_bytes=more // len(shards)))
+        own = flow.num_bytes // len(shards)  # what is over to a whole byte is padding's, which makes shards equal
+        shard = replace(flow, kind="all_reduce", ranks=among, num_bytes=own)
+        sent.append(_Sent(flow=shard, padding_bytes=(flow.num_bytes + more) // len(shards) - own))
     return sent
 
 

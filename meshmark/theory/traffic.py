@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshmark.spec.algorithm import COMPRESSING
 from meshmark.spec.case import Case
-from meshmark.spec.layout import INNERMOST_FIRST, Axis, Layout, Recompute
+from meshmark.spec.layout import Axis, Layout, Recompute
 from meshmark.spec.precision import LossScaling
+from meshmark.theory.compression import step_bytes
 from meshmark.theory.flow import Flow, Purpose
 from meshmark.theory.parameter_order import num_tensors
 from meshmark.theory.partition import held_stage
@@ -19,16 +21,6 @@ from meshmark.theory.states import local_parameters
 
 METERED_STEP = 2
 """Counted from 0: the step that traffic is planned and metered of, where the steps of an algorithm differ."""
-
-
-def spanned(layout: Layout, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """The ranks that differ from `rank` along `axes` alone, in order."""
-    others = [axis for axis in INNERMOST_FIRST if axis not in axes]
-
-    def stands(other: int) -> list[int]:
-        return [getattr(layout.coordinates(other), axis) for axis in others]
-
-    return tuple(other for other in range(layout.world_size) if stands(other) == stands(rank))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +33,8 @@ class Group:
 
     @classmethod
     def along(cls, layout: Layout, rank: int, axes: tuple[Axis, ...]) -> Group:
-        long = tuple(axis for axis in axes if len(layout.group(axis, rank)) > 1)
-        return cls(axes="+".join(long), ranks=spanned(layout, rank, long))
+        long = tuple(axis for axis in axes if getattr(layout, axis) > 1)
+        return cls(axes="+".join(long), ranks=layout.spanned(long, rank))
 
 
 def _collective(group: Group, kind: str, purpose: Purpose, num_bytes: int, calls: tuple[int, int]) -> list[Flow]:
@@ -110,6 +102,17 @@ def local_sgd_traffic(case: Case, rank: int) -> list[Flow]:
     return flows
 
 
+def compressed_traffic(case: Case, rank: int) -> list[Flow]:
+    """What compression leaves of gradients, all together or in buckets; whole ones in the warm-up."""
+    replicas = Group.along(case.layout, rank, REPLICAS)
+    count, tensors = _tensors(case, rank)
+    if not case.workload.algorithm.compresses(METERED_STEP):
+        num_bytes = count * case.precision.reduction.itemsize
+        return _collective(replicas, "all_reduce", Purpose.GRADIENTS, num_bytes, (1, tensors))
+    kind, num_bytes, calls = step_bytes(case, rank)
+    return _collective(replicas, kind, Purpose.GRADIENTS, num_bytes, (calls, calls * tensors))
+
+
 def data_parallel_traffic(case: Case, rank: int) -> list[Flow]:
     """Reduction of gradients and gathering of weights over the data- and context-parallel ranks: one all-reduce a step,
     or under ZeRO reduce-scatter and all-gather (arXiv:1910.02054, section 7: 2P elements up to stage 2, 3P at stage 3).
@@ -117,6 +120,8 @@ def data_parallel_traffic(case: Case, rank: int) -> list[Flow]:
     again for its backward, and gradients reduced after every micro-batch, so that they stay sharded."""
     if case.workload.algorithm.graph:
         return decentralised_traffic(case, rank)
+    if case.workload.algorithm.kind in COMPRESSING:
+        return compressed_traffic(case, rank)
     if case.workload.algorithm.replicas_differ:
         return local_sgd_traffic(case, rank)
     precision, stage, replicas = case.precision, case.layout.zero_stage, Group.along(case.layout, rank, REPLICAS)

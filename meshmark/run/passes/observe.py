@@ -29,6 +29,7 @@ from meshmark.judge.stored import DiskNotebook
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import assess_replicas
 from meshmark.judge.twin import Twin, twin_of
+from meshmark.measure.beside import PeakBeside
 from meshmark.measure.memory import read_memory
 from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.measure.traffic import TorchTraffic, read_traffic
@@ -47,11 +48,15 @@ WATCHED_STEP = METERED_STEP
 def observe(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
     """Train `request.steps` steps (at least three), the first of them under watch if the pass is metered; then compare
     all that the ranks computed with the truth, on rank 0."""
-    notebook = DiskNotebook(context.scratch / f"trace-{context.rank}") if request.sample else None
+    beside = PeakBeside(context.device)
+    notebook = DiskNotebook(context.scratch / f"trace-{context.rank}", beside) if request.sample else None
     seen = _train(request, adapter, context, notebook)
     gc.collect()  # the engine's memory is the truth's from here on
     replicas = replicas_of_ranks(request.case)
-    traces, drifts, num_replicated = notebook.gather(seen.trace) if notebook else gather_replicas(seen.trace, replicas)
+    together = request.case.workload.algorithm.stands_together
+    traces, drifts, num_replicated = (
+        notebook.gather(seen.trace) if notebook else gather_replicas(seen.trace, replicas, together)
+    )
     twin = None if request.sample else twin_of(request.case, adapter.arithmetic, context.device)
     deviations = _assess(request, traces, context, twin) if traces and request.assess else {}
     diagnosis = None
@@ -73,6 +78,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         state_dtypes=seen.dtypes,
         digests=digests(traces),
         num_replicated=num_replicated,
+        gathering_bytes=beside.num_bytes,
         left_out=seen.left_out,
         unmeasured=seen.unmeasured,
     )

@@ -40,7 +40,7 @@ def save_halfway(request: Request, adapter: Adapter, context: RankContext, start
     for step in range(halfway(request), request.steps):
         observer.train(step)
     engine.close()
-    traces, drifts, _ = gather_replicas(observer.trace, replicas)
+    traces, drifts, _ = gather_replicas(observer.trace, replicas, request.case.workload.algorithm.stands_together)
     return RankReport(
         rank=context.rank,
         build_seconds=built - started,
@@ -62,7 +62,8 @@ def resume(request: Request, adapter: Adapter, context: RankContext, started: fl
     for step in range(half, request.steps):
         observer.train(step)
     engine.close()
-    second, drifts, _ = gather_replicas(observer.trace, replicas_of_ranks(request.case))
+    together = request.case.workload.algorithm.stands_together
+    second, drifts, _ = gather_replicas(observer.trace, replicas_of_ranks(request.case), together)
     dist.barrier()
     report = RankReport(
         rank=context.rank,

@@ -1,0 +1,93 @@
+"""The page of a model of the size that people run: its verdicts, and what each took."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from typing import Protocol
+
+from meshmark.reference.build import parameter_shapes
+from meshmark.report.markdown import inline, table
+from meshmark.report.tables import Rows, bytes_text
+from meshmark.run.record import Record
+
+_NOTES = """Every case is judged by a sample ([reading.md](../docs/reading.md)): every tensor of the steps that *judged*
+names, by the noise of so many runs. *sees from*: the smallest relative error of a gradient that this verdict would have
+caught. *beside*: the most memory that bringing tensors together took on any rank beside what the engine held, told also
+in largest tensors of the model. **broken** engines are wrong on purpose: *no* is right.
+
+*Seconds* and *CPU seconds* are of all an adapter's processes, imports among them; *launches* are its cases alone, as
+their records tell. What lies between is above all the noise, measured once for each number of micro-batches.
+*Peak*: of all its processes together, pages that they share counted once. *Load*: processes that wanted a core at the
+same time, in the mean, where an adapter's own are some two: others' work on the machine lengthens seconds, and nothing
+else."""
+
+
+class Cost(Protocol):
+    """What an adapter's run took."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+    load: float
+
+
+def page(records: Sequence[Record], costs: Mapping[str, Cost], broken: Container[str], made_on: str) -> str:
+    """Markdown; `broken` names adapters that are wrong on purpose, `made_on` the machine."""
+    count = Counter(record.environment.commit for record in records)
+    commits = ", ".join(f"{number} records at {commit}" for commit, number in count.items()) or "no records"
+    models = sorted({_model(record) for record in records})
+    parts = [
+        "# At the size that people run",
+        f"Made by `make size` on {inline(made_on)}, of {commits}: {'; '.join(models)}.",
+        table([_verdict(record, record.case.adapter in broken) for record in records]) or "Nothing was run.",
+        table(_took(records, costs)),
+        _NOTES,
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _model(record: Record) -> str:
+    workload = record.case.workload
+    size = f"{workload.model.num_parameters / 1e6:.0f} million parameters"
+    return f"{inline(workload.name)}, {size}, {workload.global_batch} x {workload.model.seq_len} tokens a step"
+
+
+def _verdict(record: Record, broken: bool) -> dict[str, object]:
+    found, verdict = record.equivalence, record.verdict("equivalence")
+    correct = "not judged" if verdict is None else "cannot tell" if verdict.undecided else "no"
+    correct = "yes (sampled)" if verdict and verdict.passed else correct
+    why = verdict.summary if verdict else f"{record.outcome.status}: {record.outcome.message}"
+    limit = verdict.evidence.get("detection_limit") if verdict else None
+    most = max(found.gathering_bytes, default=None)
+    return {
+        "adapter": f"{inline(record.case.adapter)}{' (**broken**)' if broken else ''}",
+        "layout": record.case.layout.id,
+        "correct": correct,
+        "judged": found.sample.text if verdict and found.sample else "–",
+        "sees from": f"{limit:.2g}" if isinstance(limit, float) else "–",
+        "seconds": f"{record.launch.seconds:.0f}",
+        "beside": "–" if most is None else f"{bytes_text(most)} ({most / _largest_bytes(record):.1f})",
+        "why": inline(f"{found.diagnosis.fault}: {why}" if found.diagnosis else why, 160),
+    }
+
+
+def _largest_bytes(record: Record) -> int:
+    """Of the model's largest tensor, in the precision of its masters."""
+    shapes = parameter_shapes(record.case.workload.model).values()
+    return max(map(math.prod, shapes)) * record.case.precision.master.itemsize
+
+
+def _took(records: Sequence[Record], costs: Mapping[str, Cost]) -> Rows:
+    return [
+        {
+            "adapter": inline(name),
+            "seconds": f"{cost.seconds:.0f}",
+            "launches": f"{sum(r.launch.seconds for r in records if r.case.adapter == name):.0f}",
+            "CPU seconds": f"{cost.cpu_seconds:.0f}",
+            "peak": bytes_text(cost.peak_bytes),
+            "load": f"{cost.load:.1f}" if cost.load else "–",
+        }
+        for name, cost in costs.items()
+    ]
