@@ -54,18 +54,23 @@ class Cost:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     peak_bytes: int = 0
+    load: float = 0.0
+    """Processes that wanted a core at the same time, in the mean; its own are some two of them."""
 
 
 def measured(command: list[str]) -> tuple[int, Cost]:
     """The exit code of a command, and what it took."""
-    cost, started, before = Cost(), time.monotonic(), os.times()
-    process = subprocess.Popen(command)
+    cost, started, cpu_seconds = Cost(), time.monotonic(), dict[int, float]()
+    loads, process = list[float](), subprocess.Popen(command)
     while process.poll() is None:
-        cost.peak_bytes = max(cost.peak_bytes, sum(map(_pss, _family(process.pid))))
+        family = _family(process.pid)
+        cost.peak_bytes = max(cost.peak_bytes, sum(map(_pss, family)))
+        cpu_seconds |= {pid: told for pid in family if (told := _cpu_seconds(pid)) is not None}
+        loads.append(os.getloadavg()[0])
         time.sleep(_EVERY)
-    after = os.times()
+    cost.load = sum(loads) / max(len(loads), 1)
     cost.seconds = time.monotonic() - started
-    cost.cpu_seconds = after.children_user + after.children_system - before.children_user - before.children_system
+    cost.cpu_seconds = sum(cpu_seconds.values())  # a parent that nobody waits for hands no child's on
     return process.returncode, cost
 
 
@@ -83,6 +88,15 @@ def _family(pid: int) -> list[int]:
     for each in found:
         found += parents.get(each, [])
     return found
+
+
+def _cpu_seconds(pid: int) -> float | None:
+    """Of a process without its children; None when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _pss(pid: int) -> int:

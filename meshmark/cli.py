@@ -86,7 +86,7 @@ def _add_cases(cases: argparse.ArgumentParser) -> None:
         "--adapter", action="append", default=[], metavar="FILE.py:CLASS", help="an adapter from outside the repo"
     )
     cases.add_argument("--world", metavar="N,M", help="world sizes (default: 2)")
-    cases.add_argument("--layouts", metavar="ID,ID", help="these in the place of the matrix's, such as dp2.tp2.mb4")
+    cases.add_argument("--layouts", metavar="ID,ID", help="these, such as dp2.tp2.mb4; auto: a covering set")
     cases.add_argument("--model", metavar="KEY=N,...", help="the workload's model in another size, or a FILE.json")
     cases.add_argument(
         "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
@@ -198,7 +198,7 @@ def _doctor() -> None:
 
 
 def _cases(parsed: argparse.Namespace) -> None:
-    from meshmark.adapter.matrix import matrix
+    from meshmark.adapter.matrix import counts, matrix
     from meshmark.adapter.registry import load_adapter
     from meshmark.options import chosen_adapters, chosen_layouts, chosen_workloads, split_values
     from meshmark.spec.case import Case, expect_fit
@@ -218,4 +218,5 @@ def _cases(parsed: argparse.Namespace) -> None:
         else:
             reason = cell.reason
         print(f"{cell.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())
+    print(counts(adapters, worlds, cells))
     print(f"{len(cells)} cases")

@@ -142,6 +142,15 @@ def test_a_step_over_nccl_is_told_in_the_words_of_theory() -> None:
     assert reading.issued == [gathers, send]
 
 
+def test_what_a_callback_asked_for_where_nobody_saw_is_told_as_it_was_issued() -> None:
+    """PowerSGD's hook: the second and the third all-reduce follow from the first one's future."""
+    entries = [entry("all_reduce", [[size]], collective_seq_id=size) for size in (3, 4, 5)]
+    seen = read_traffic([traffic([asked("allreduce_", 16)], *entries)])
+    assert [(c.count, c.num_bytes) for c in seen.asked] == [(3, 48)] and seen.issued == seen.asked
+    with pytest.raises(TrafficError, match="1 collectives asked for, 3 in the flight recorder"):
+        read_traffic([traffic([asked("allreduce_", 24)], *entries)])
+
+
 @pytest.mark.parametrize(
     "source, reason",
     [

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -298,6 +299,27 @@ def test_a_sample_of_a_wrong_run_is_not_taken_for_right(runner: Runner) -> None:
     unjudged: Record = dataclasses.replace(record, verdicts=[])
     assert "nothing was judged" in size.complaints([unjudged], {})
     assert "| not judged | –" in re.sub(" +", " ", size_page.page([unjudged], {}, (), "a machine"))
+
+
+_BUSY = """
+import sys, time
+while time.process_time() < 1: pass
+print(flush=True)
+sys.stdin.read()
+"""
+_NOBODY_WAITS = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {_BUSY!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+time.sleep(1)
+"""
+
+
+def test_cpu_seconds_are_of_all_that_descend_from_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a child that its parent never waits for, which `os.times` would not tell of."""
+    monkeypatch.setattr(size, "_EVERY", 0.1)
+    code, cost = size.measured([sys.executable, "-c", _NOBODY_WAITS])
+    assert code == 0 and 1 <= cost.cpu_seconds < 3 and cost.peak_bytes > 2**20
 
 
 def test_a_mutant_that_passes_is_complained_of() -> None:

@@ -8,8 +8,9 @@ from enum import StrEnum
 from importlib.util import find_spec
 
 from meshmark.errors import AdapterError
-from meshmark.spec.algorithm import AlgorithmKind
+from meshmark.spec.algorithm import AlgorithmKind, AlgorithmSpec
 from meshmark.spec.case import Case
+from meshmark.spec.compressor import CompressorKind
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
@@ -62,6 +63,8 @@ class Capabilities:
     """Of a pipeline, if `pp` is among the degrees."""
     virtual_stages: frozenset[int] = frozenset({1})
     """Chunks of layers that a pipeline rank may hold."""
+    folded: bool = False
+    """Whether virtual stages lie as a V, and no other way; see `Layout.folded`."""
     sequence_parallel: bool = False
     recomputes: frozenset[Recompute] = frozenset({Recompute.NONE, Recompute.FULL})
     """What may be computed again in the backward pass; see also `Feature.RECOMPUTE`."""
@@ -70,6 +73,8 @@ class Capabilities:
     families: frozenset[Family] = TEXT_FAMILIES
     """Models that it can train; an adapter takes images only where it says so."""
     algorithms: frozenset[AlgorithmKind] = frozenset({AlgorithmKind.SYNCHRONOUS})
+    compressors: frozenset[CompressorKind] = frozenset()
+    """Of algorithms that compress."""
     lacks: Mapping[Feature | Precision | Family, str] = field(default_factory=dict)
     """Features that are missing, each with its reason, and the reasons of missing precisions and families."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
@@ -99,6 +104,8 @@ class Capabilities:
             f"ZeRO stage {layout.zero_stage}": layout.zero_stage in self.zero_stages,
             f"schedule {layout.schedule}": layout.pp == 1 or layout.schedule in self.schedules,
             f"{layout.virtual_stages} virtual stages": layout.virtual_stages in self.virtual_stages,
+            f"{'folded' if layout.folded else 'unfolded'} stages": layout.virtual_stages == 1
+            or layout.folded == self.folded,
             "sequence parallelism": self.sequence_parallel or not layout.sequence_parallel,
             f"{layout.recompute} recomputation": layout.recompute in self.recomputes,
             f"offload to {layout.offload}": layout.offload in self.offloads,
@@ -113,6 +120,8 @@ class Capabilities:
             unsupported.append(f"precision {case.precision}" + (f" ({reason})" if reason else ""))
         if (kind := case.workload.algorithm.kind) not in self.algorithms:
             unsupported.append(f"algorithm {kind} (it trains by {', '.join(sorted(self.algorithms))} alone)")
+        elif (compressor := case.workload.algorithm.compressor) and compressor.kind not in self.compressors:
+            unsupported.append(f"compressor {compressor.id} (it has {', '.join(sorted(self.compressors))} alone)")
         elif case.workload.algorithm.replicas_differ and case.precision.narrows_reduction:
             unsupported.append(
                 f"algorithm {kind} with reductions in {case.precision.reduction} (its noise is not known)"
@@ -127,6 +136,10 @@ class Capabilities:
             # ProcessGroupGloo::send and recv hand the tensor's address to a socket; collectives go by way of the host.
             unsupported.append("pipelines of CUDA tensors over gloo (its send and recv take host memory alone)")
         return f"{case.adapter} does not support {', '.join(unsupported)}" if unsupported else None
+
+    def trains_by(self, algorithm: AlgorithmSpec) -> bool:
+        compressor = algorithm.compressor
+        return algorithm.kind in self.algorithms and (compressor is None or compressor.kind in self.compressors)
 
     def lacking(self, needs: frozenset[Feature]) -> list[str]:
         """Which of `needs` are missing, each with its reason."""

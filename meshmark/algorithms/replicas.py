@@ -40,6 +40,9 @@ class Algorithm(Protocol):
     def transition(self, parameters: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:
         """What one step, the next, makes of `parameters` by the gradients that each replica reported."""
 
+    def stepped_on(self, gradients: Sequence[Tensors]) -> Sequence[Tensors]:
+        """What each replica's optimizer was given in the last transition, which was of `gradients`."""
+
 
 class Synchronous:
     """All ranks hold one state: the whole batch's gradient, one update."""
@@ -56,6 +59,9 @@ class Synchronous:
     def transition(self, parameters: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:
         return [self.rule.step(here, own) for here, own in zip(parameters, gradients, strict=True)]
 
+    def stepped_on(self, gradients: Sequence[Tensors]) -> Sequence[Tensors]:
+        return gradients
+
 
 class Replicas:
     """Each trains on its own part, with an optimizer of its own."""
@@ -71,6 +77,9 @@ class Replicas:
 
     def reported(self, own: Sequence[Tensors]) -> list[Tensors]:
         return [{name: len(own) * g for name, g in gradients.items()} for gradients in own]
+
+    def stepped_on(self, gradients: Sequence[Tensors]) -> Sequence[Tensors]:
+        return gradients
 
     def alone(self, parameters: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:
         """Where each comes by its own optimizer."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from meshmark.algorithms.compressing import compressing_class
 from meshmark.algorithms.corrected import ExactDiffusion, GradientTracking
 from meshmark.algorithms.decentralised import Decentralised, MixedMomentum, ParallelSGD, QuasiGlobal
-from meshmark.algorithms.local_sgd import LocalSGD
+from meshmark.algorithms.local_sgd import DiLoCo, LocalSGD
 from meshmark.algorithms.replicas import Algorithm, Synchronous, UpdateRule
-from meshmark.spec.algorithm import OWN_MOMENTUM, AlgorithmKind
+from meshmark.spec.algorithm import COMPRESSING, OWN_MOMENTUM, AlgorithmKind
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
 
@@ -23,13 +24,18 @@ ALONG_GRAPHS: dict[AlgorithmKind, type[Decentralised]] = {
 }
 
 
-def build_algorithm(workload: Workload, rules: Sequence[UpdateRule]) -> Algorithm:
-    """The workload's, over as many replicas as there are rules, each of its `local_optimizer`."""
+def build_algorithm(workload: Workload, rules: Sequence[UpdateRule], exact: bool = True) -> Algorithm:
+    """The workload's, over as many replicas as there are rules, each of its `local_optimizer`. `exact`: sums are in
+    float64 whatever is summed."""
     kind = workload.algorithm.kind
     if kind is AlgorithmKind.SYNCHRONOUS:
         return Synchronous(rules[0])
     if kind is AlgorithmKind.LOCAL_SGD:
         return LocalSGD(workload.algorithm, rules)
+    if kind is AlgorithmKind.DILOCO:
+        return DiLoCo(workload.algorithm, rules)
+    if kind in COMPRESSING:
+        return compressing_class(workload)(workload, rules, exact)
     return ALONG_GRAPHS[kind](workload, rules)
 
 

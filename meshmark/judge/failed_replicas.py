@@ -40,6 +40,14 @@ class FailedReplicas:
                 found[replica] = list(dict.fromkeys(q.name for q in worst))
         return found
 
+    def at(self, step: int) -> tuple[list[Tensors], list[Tensors]]:
+        """Where each replica was, and the gradients that it had."""
+        uses = self.case.workload.uses
+        own: list[Tensors] = [
+            {n: g for n, g in trace.gradients[step].items() if uses(n, step)} for trace in self.traces
+        ]
+        return [trace.parameters[step] for trace in self.traces], own
+
 
 def misfit(
     failed: FailedReplicas, wrong: dict[int, list[str]], exact: Sequence[Tensors], there: Sequence[Tensors]

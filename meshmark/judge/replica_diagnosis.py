@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from meshmark.algorithms.replicas import UpdateRule, averaged
+from meshmark.judge.compression_diagnosis import explain_compression
 from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind, Tensors, global_norm
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.failed_replicas import LEFT_OVER, SAME, FailedReplicas, flat, listed, misfit
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault
 from meshmark.judge.gradient_faults import Explanation
 from meshmark.judge.mixing_diagnosis import explain_mixing
+from meshmark.judge.outer_diagnosis import explain_outer
 from meshmark.judge.replicas import by_replica, num_replicas, replica_of
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, exact_gradients
@@ -24,6 +26,7 @@ from meshmark.judge.twin import Twin
 from meshmark.judge.update_rivals import rivals
 from meshmark.judge.yardstick import Yardstick
 from meshmark.reference.data import make_batch
+from meshmark.spec.algorithm import COMPRESSING, AlgorithmKind
 from meshmark.spec.case import Case
 
 
@@ -59,6 +62,8 @@ def diagnose_replicas(
         explained = _parts(failed, gradients) or (Fault.BACKWARD, "of no weighing of the replicas' parts")
         return _diagnosis(failed, explained, gradients)
     updates = failed.names(QuantityKind.PARAMETERS)
+    if updates and case.workload.algorithm.kind in COMPRESSING:  # whose norm is of what all step on
+        return _diagnosis(failed, explain_compression(failed, updates), updates)
     if norms := [replica for replica, excesses in failed.wrong.items() if QuantityKind.NORM.of() in excesses]:
         reduced = _norm_of_mean(failed, norms[0])
         return _diagnosis(failed, reduced, updates) if reduced else of_one(norms[0])
@@ -68,6 +73,8 @@ def diagnose_replicas(
                 return of_one(replica)
         if case.workload.algorithm.graph:
             return _diagnosis(failed, explain_mixing(failed, updates), updates)
+        if case.workload.algorithm.kind is AlgorithmKind.DILOCO:
+            return _diagnosis(failed, explain_outer(failed, updates), updates)
         if averaging := _averaging(failed, updates):
             return _diagnosis(failed, averaging, updates)
         if not case.workload.algorithm.averages_after(failed.step):

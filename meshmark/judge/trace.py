@@ -64,13 +64,17 @@ def gather_trace(own: Trace) -> tuple[Trace | None, list[Drift], int]:
     return (traces[0] if traces else None), drifts, num_replicated
 
 
-def gather_replicas(own: Trace, replicas: Sequence[int]) -> tuple[list[Trace], list[Drift], int]:
+def gather_replicas(
+    own: Trace, replicas: Sequence[int], together: bool = False
+) -> tuple[list[Trace], list[Drift], int]:
     """The same for every replica, of whose ranks `replicas` tells by rank: one trace a replica on rank 0 (none
-    elsewhere), and where ranks of one replica drifted apart. A collective call."""
+    elsewhere), and where ranks of one replica drifted apart; `together`: where parameters of any did. A collective
+    call."""
     rank_progress.begin(rank_progress.Phase.GATHER)
     digests = [tensor_digests(own.parameters), tensor_digests(own.gradients)]
     everyone: list[list[list[dict[str, str]]]] = all_gather_json(digests)
     peers = {r: [rank for rank, its in enumerate(replicas) if its == r] for r in dict.fromkeys(replicas)}
+    alike = [list(range(len(replicas)))] if together else list(peers.values())
     lower = [rank for rank in peers[replicas[dist.get_rank()]] if rank < dist.get_rank()]
     mine = Trace(
         parameters=_owned(own.parameters, [everyone[rank][0] for rank in lower]),
@@ -85,7 +89,7 @@ def gather_replicas(own: Trace, replicas: Sequence[int]) -> tuple[list[Trace], l
     drifts = [
         drift
         for i, kind in enumerate((QuantityKind.PARAMETERS, QuantityKind.GRADIENTS))
-        for ranks in peers.values()
+        for ranks in (alike if kind is QuantityKind.PARAMETERS else peers.values())
         for drift in drifts_between(kind, {rank: everyone[rank][i] for rank in ranks})
     ]
     mine.drifted = _drifted(own, drifts)

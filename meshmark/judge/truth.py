@@ -92,7 +92,7 @@ def assess_replicas(
                 there = exact_evaluation(workload, here[replica], batch, trace, step)
             own = {name: trace.gradients[step].get(name, np.zeros_like(gradients[name])) for name in e.used}
             owns.append(own)
-            for quantity, value in _assess_gradients(trace, step, replace(e, gradients=gradients), there, own).items():
+            for quantity, value in _assess_gradients(trace, step, replace(e, gradients=gradients), there).items():
                 note(replica, quantity, value)
         if twin:
             run = zip(traces, here, strict=True)
@@ -102,26 +102,25 @@ def assess_replicas(
                 whole = replace(t, gradients=reduced[replica])
                 for quantity, value in whole.deviations(trace, step, right[replica]).items():
                     note(replica, quantity, value)
-        for replica, after in enumerate(algorithm.transition(here, owns)):
+        afters = algorithm.transition(here, owns)
+        for replica, (trace, after, given) in enumerate(zip(traces, afters, algorithm.stepped_on(owns), strict=True)):
+            norm = trace.norms[step]
+            if norm is not None:
+                note(replica, QuantityKind.NORM.of(), scalar_deviation(norm, global_norm(given)))
             for name, x in after.items():
-                told = traces[replica].parameters[step + 1].get(name)
+                told = trace.parameters[step + 1].get(name)
                 note(replica, QuantityKind.PARAMETERS.of(name), deviation(told, x))
     return {**found, **assess_buffers(traces[0], workload, layout)}
 
 
-def _assess_gradients(
-    trace: Trace, step: int, exact: Exact, evaluation: float, own: Tensors
-) -> dict[Quantity, Deviation]:
-    """What a step's update is made of, and the losses; `own`: the trace's gradients of what is used."""
+def _assess_gradients(trace: Trace, step: int, exact: Exact, evaluation: float) -> dict[Quantity, Deviation]:
+    """What a step's update is made of, and the losses."""
     found = {QuantityKind.LOSS.of(): scalar_deviation(trace.losses[step], exact.loss)}
     if trace.evaluations:
         found[QuantityKind.EVALUATION.of()] = scalar_deviation(trace.evaluations[step], evaluation)
     for name, x in exact.gradients.items():
         absent = np.zeros_like(x) if name in exact.unused else None
         found[QuantityKind.GRADIENTS.of(name)] = deviation(trace.gradients[step].get(name, absent), x)
-    reported = trace.norms[step]
-    if reported is not None:
-        found[QuantityKind.NORM.of()] = scalar_deviation(reported, global_norm(own))
     return found
 
 

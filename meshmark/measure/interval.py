@@ -54,7 +54,9 @@ def _block_means(samples: Sequence[float], length: int) -> list[float]:
 def _half_width(means: Sequence[float]) -> float:
     if len(means) < 2:
         return math.inf
-    return student_t(len(means) - 1) * statistics.stdev(means) / math.sqrt(len(means))
+    middle, degrees = statistics.fmean(means), len(means) - 1
+    variance = math.fsum((mean - middle) ** 2 for mean in means) / degrees  # statistics.stdev takes ten times as long
+    return student_t(degrees) * math.sqrt(variance / len(means))
 
 
 @functools.cache

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import ruptures
 import scipy.ndimage
 from scipy.special import stdtr
 
+from meshmark.errors import MeshmarkError
 from meshmark.regression.run_file import TIMES, Run
 from meshmark.regression.times import holm
 
@@ -145,6 +145,12 @@ def cuts(values: np.ndarray) -> list[int]:
     """Where the mean changes: first indices of segments behind the first."""
     if len(values) < 2 * LEAST_RUNS:
         return []
+    try:
+        import ruptures  # of all commands this one needs it, and a machine lent for a day may lack it
+    except ImportError as error:
+        raise MeshmarkError(
+            "changes of times are found by ruptures, which is not installed: pip install ruptures"
+        ) from error
     scatter = max(_scatter(values), _RESOLUTION)
     found = ruptures.KernelCPD(kernel="linear", min_size=LEAST_RUNS).fit(values.reshape(-1, 1) / scatter)
     return [int(cut) for cut in found.predict(pen=_STRICT * math.log(len(values)))[:-1]]

@@ -52,6 +52,7 @@ def answer(found: Sequence[CaseResult]) -> Rows:
 
 def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
     rows: Rows = []
+    with_samples = any(result.sampled for result in found)
     for result in found:
         verdict = result.observed.verdict("equivalence") if result.observed else None
         if result.observed is None or verdict is None:
@@ -66,7 +67,7 @@ def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
             "limit": _number(e["factor"]),
             "gradient errors seen from": _number(e["detection_limit"]),
             "compared": e["compared"],
-            **({"judged": judged(result.observed)} if any(r.sampled for r in found) else {}),
+            **({"judged": judged(result.observed)} if with_samples else {}),
             "loss, first to last": f"{losses[0]:.4f} to {losses[-1]:.4f}",
         }
         rows.append(row | ({"baseline's": baseline.verdict(result)} if baseline else {}))
@@ -128,6 +129,7 @@ def speed(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
     same case's there. With pipelines, how much of a step
     equal stages would wait, each with a processor to itself."""
     rows: Rows = []
+    with_pipelines = any(result.case.layout.pp > 1 for result in found)
     for result in found:
         if not result.timed or not result.timed.timing.rank_step_seconds:
             continue
@@ -146,7 +148,7 @@ def speed(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
             "drift": f"{drift(result.timed.timing):+.1%}",
             "MFU": _percent(measured.mfu),
         }
-        if any(other.case.layout.pp > 1 for other in found):
+        if with_pipelines:
             idle = bubble_fraction(result.case.layout)
             row["bubble, planned"] = f"{idle:.1%}" if idle else ""
         rows.append(row | ({"median / baseline's": baseline.time(result)} if baseline else {}))

@@ -4,6 +4,7 @@ anything is built, the same for every framework, and told in the record."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 
@@ -63,6 +64,14 @@ def told() -> dict[str, str]:
     }
 
 
+def drivers_cuda(library: str = "libcuda.so.1") -> str:
+    """The newest CUDA that the driver runs, asked of itself: PyTorch 2.11 has no binding for it any more."""
+    version = ctypes.c_int()
+    if status := ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(version)):
+        raise OSError(f"cuDriverGetVersion answers {status}")
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
 def _libraries() -> dict[str, str]:
     """How NCCL was told to communicate, and of the GPU that this rank computes on, if any: what cannot be asked of this
     build is left out, for no pass is to fail for the sake of a version."""
@@ -71,7 +80,7 @@ def _libraries() -> dict[str, str]:
         return found
     asked: dict[str, Callable[[], object]] = {
         "CUDA": lambda: torch.version.cuda,
-        "driver's CUDA": lambda: torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
+        "driver's CUDA": drivers_cuda,
         "cuDNN": lambda: torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "NCCL": lambda: torch.cuda.nccl.version(),  # type: ignore[no-untyped-call]
         "GPU": lambda: torch.cuda.get_device_properties(torch.cuda.current_device()).uuid,

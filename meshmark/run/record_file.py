@@ -17,16 +17,34 @@ from pathlib import Path
 from typing import Any
 
 from meshmark.clip import clip, told
+from meshmark.environment import Environment
 from meshmark.errors import ResultsError
 from meshmark.run.evidence import EvidenceFolder, leave_behind
 from meshmark.run.migration import migrate
-from meshmark.run.record import Record
+from meshmark.run.record import (
+    ConformanceEvidence,
+    MemoryEvidence,
+    Outcome,
+    Record,
+    TimingEvidence,
+    TrafficEvidence,
+)
 from meshmark.run.session import Session
 from meshmark.run.sound import expect_sound
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 
 _COMPLAINT_CHARACTERS = 500
+_SHARED: dict[str, type] = {
+    "case": Case,
+    "environment": Environment,
+    "outcome": Outcome,
+    "memory": MemoryEvidence,
+    "traffic": TrafficEvidence,
+    "timing": TimingEvidence,
+    "conformance": ConformanceEvidence,
+}
+"""Parts of a record of which equal ones are read as one."""
 
 
 def line_of(record: Record | Session, evidence: EvidenceFolder | None = None) -> bytes:
@@ -148,12 +166,12 @@ def read_records(folder: Path, *, latest: bool = False) -> Reading:
     """
     path = folder / "records.jsonl" if folder.is_dir() else folder
     records, sessions, complaints = dict[object, Record](), dict[object, Session](), list[str]()
-    cases, offset = _Cases(), 0
+    shared, offset = _Shared(), 0
     try:
         with path.open("rb") as file, _without_collections():
             for number, line in enumerate(file, start=1):
                 try:
-                    parsed = _parse(line, (path, offset), cases) if line.strip() else None
+                    parsed = _parse(line, (path, offset), shared) if line.strip() else None
                 except Exception as error:  # whatever a line holds, the others are kept
                     complaints.append(f"{path.name} line {number}: {_reason(error)}")
                     parsed = None
@@ -188,16 +206,20 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-class _Cases:
-    """Cases that have been read: equal ones are one, whose many records share it."""
+class _Shared:
+    """Parts of records that have been read: equal ones are one, which many records share. A case has several, and bytes
+    are exact: of a hundred thousand cases that differ in their seeds or names they are few."""
 
     def __init__(self) -> None:
-        self._read: dict[bytes, Case] = {}
+        self._read: dict[tuple[type, bytes], Any] = {}
 
-    def __call__(self, value: Any) -> Case:  # noqa: ANN401
-        key = hashlib.blake2b(marshal.dumps(value), digest_size=16).digest()
+    def __call__(self, kind: type, value: Any) -> Any:  # noqa: ANN401
+        form = marshal.dumps(value, 2)  # later forms depend on who else holds its parts
+        key = kind, hashlib.blake2b(form, digest_size=16).digest()
         if key not in self._read:
-            self._read[key] = decode(Case, value)
+            if kind is ConformanceEvidence and isinstance(value, dict) and value.get("base"):
+                value |= {"base": self(Case, value["base"])}
+            self._read[key] = decode(kind, value)
         return self._read[key]
 
 
@@ -212,7 +234,7 @@ def _reason(error: Exception) -> str:
     return clip(str(error) if sentence else told(error), _COMPLAINT_CHARACTERS)
 
 
-def _parse(line: bytes, place: tuple[Path, int] | None = None, cases: _Cases | None = None) -> Record | Session:
+def _parse(line: bytes, place: tuple[Path, int] | None = None, shared: _Shared | None = None) -> Record | Session:
     """With its `place`, a file and where in it the line begins, what is bulky is read when it is used."""
     try:
         value = json.loads(line.decode(errors="replace"))
@@ -224,10 +246,8 @@ def _parse(line: bytes, place: tuple[Path, int] | None = None, cases: _Cases | N
         return session
     if place:
         leave_behind(value, *place)
-    if cases and "case" in value:
-        value["case"] = cases(value["case"])
-        if isinstance(about := value.get("conformance"), dict) and about.get("base"):
-            about["base"] = cases(about["base"])
+    if shared:
+        value |= {name: shared(kind, value[name]) for name, kind in _SHARED.items() if name in value}
     record: Record = decode(Record, value)
     if place:
         expect_sound(record)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from meshmark.errors import InputError
+from meshmark.spec.compressor import SPARSE, Compressor, CompressorKind
 from meshmark.spec.graph import Graph, GraphKind
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 
@@ -19,6 +20,8 @@ class AlgorithmKind(StrEnum):
     LOCAL_SGD = "local-sgd"
     """Each replica steps on its own rows' gradient, and now and then parameters are averaged (arXiv:1805.09767); after
     a synchronous warm-up, post-local SGD (arXiv:1808.07217)."""
+    DILOCO = "diloco"
+    """Local SGD whose averages are taken for a gradient, on which Nesterov's momentum steps (arXiv:2311.08105)."""
     DSGD = "dsgd"
     """Each replica steps, and then mixes its neighbours' states into its own (adapt, then combine)."""
     DPSGD = "dpsgd"
@@ -31,6 +34,14 @@ class AlgorithmKind(StrEnum):
     """Each steps on an estimate of all replicas' mean gradient, which is mixed too (arXiv:1607.03218)."""
     EXACT_DIFFUSION = "exact-diffusion"
     """DSGD with its bias corrected (arXiv:1702.05122; D2, arXiv:1803.07068)."""
+    COMPRESSED = "compressed"
+    """All step on the mean of compressed gradients; what compression loses is lost."""
+    ERROR_FEEDBACK = "error-feedback"
+    """The same, and what is lost is added to the next step's gradient (arXiv:1809.07599, 1901.09847)."""
+    EF21 = "ef21"
+    """What is compressed is the change since what was last told of the gradient (arXiv:2106.05203)."""
+    MAJORITY_VOTE = "majority-vote"
+    """All step on the sign that most replicas' gradients have, element by element (arXiv:1810.05291)."""
 
 
 DECENTRALISED = frozenset(
@@ -44,11 +55,27 @@ DECENTRALISED = frozenset(
     }
 )
 """Those that mix along a graph."""
+PERIODIC = frozenset({AlgorithmKind.LOCAL_SGD, AlgorithmKind.DILOCO})
+"""Those whose replicas step alone, and meet now and then."""
 OWN_MOMENTUM = frozenset({AlgorithmKind.DMSGD, AlgorithmKind.QUASI_GLOBAL})
 """Those that keep the momentum themselves, in the place of the local optimizer."""
 OF_PLAIN_SGD = frozenset({AlgorithmKind.GRADIENT_TRACKING, AlgorithmKind.EXACT_DIFFUSION})
 """Those that are defined on a gradient step alone."""
 
+
+COMPRESSING = frozenset(
+    {AlgorithmKind.COMPRESSED, AlgorithmKind.ERROR_FEEDBACK, AlgorithmKind.EF21, AlgorithmKind.MAJORITY_VOTE}
+)
+"""Those that send less than gradients, and whose replicas are yet to stand together."""
+_FOR = {
+    AlgorithmKind.COMPRESSED: frozenset(CompressorKind) - {CompressorKind.POWER_SGD, CompressorKind.RANDOM_K},
+    AlgorithmKind.ERROR_FEEDBACK: SPARSE | {CompressorKind.SIGN, CompressorKind.POWER_SGD},
+    AlgorithmKind.EF21: frozenset({CompressorKind.TOP_K, CompressorKind.SIGN}),
+}
+"""Compressors by algorithm. Random-k and PowerSGD without feedback never send some of the gradient; what a format
+rounds off, and what is right in the mean, needs none; EF21 is for contractions that know nothing of the step."""
+POWER_SGD_WARMUP = 2
+"""PyTorch's hook remembers by bucket, and buckets are built anew after the first step."""
 
 MIXES_TWO = frozenset({AlgorithmKind.DMSGD, AlgorithmKind.GRADIENT_TRACKING})
 """Those that mix another vector as they mix parameters."""
@@ -60,19 +87,26 @@ class AlgorithmSpec:
 
     kind: AlgorithmKind = AlgorithmKind.SYNCHRONOUS
     period: int = 1
-    """Local SGD: steps from one averaging to the next. The first step after the warm-up averages, as PyTorch's
-    `PeriodicModelAverager` does."""
+    """Local SGD and DiLoCo: steps from one averaging to the next. The first step after the warm-up averages, as
+    PyTorch's `PeriodicModelAverager` does."""
     warmup_steps: int = 0
-    """Local SGD: steps that are synchronous, before the first local one."""
+    """Local SGD, and PowerSGD: steps that are synchronous, before the first other one."""
     graph: Graph | None = None
     """Of decentralised algorithms: who mixes whom in."""
+    compressor: Compressor | None = None
+    """Of compressing ones."""
+    outer_rate: float = 0.7
+    """DiLoCo's learning rate on averages; the default is the paper's."""
+    outer_momentum: float = 0.9
+    """The same of its momentum."""
 
     def __post_init__(self) -> None:
         if self.period < 1:
             raise InputError(f"algorithm: period is {self.period}, expected at least 1")
         if self.warmup_steps < 0:
             raise InputError(f"algorithm: warmup_steps is {self.warmup_steps}, expected 0 or more")
-        if self.kind is not AlgorithmKind.LOCAL_SGD and (self.period, self.warmup_steps) != (1, 0):
+        may_warm = self.kind is AlgorithmKind.LOCAL_SGD or self.is_power_sgd
+        if (self.period > 1 and self.kind not in PERIODIC) or (self.warmup_steps and not may_warm):
             raise InputError(
                 f"algorithm: period {self.period} and warmup_steps {self.warmup_steps} mean nothing in {self.kind} "
                 "training; leave them out, or use local_sgd"
@@ -85,6 +119,27 @@ class AlgorithmSpec:
                 f"algorithm: {self.kind} corrects the bias of one fixed matrix, and graph {self.graph.id} changes from "
                 "step to step; take ring, grid or exponential"
             )
+        if self.outer_rate <= 0 or not 0 <= self.outer_momentum < 1:
+            raise InputError(
+                f"algorithm: outer_rate {self.outer_rate} and outer_momentum {self.outer_momentum}; expected a rate "
+                "above 0, and a momentum of at least 0 and less than 1"
+            )
+        self._check_compressor()
+
+    def _check_compressor(self) -> None:
+        needed, got = _FOR.get(self.kind, frozenset()), self.compressor
+        if bool(needed) != (got is not None) or got and got.kind not in needed:
+            takes = f"takes one of {', '.join(sorted(needed))}" if needed else "takes none"
+            raise InputError(f"algorithm: compressor {got.id if got else 'none'} for {self.kind}, which {takes}")
+        if self.is_power_sgd and self.warmup_steps < POWER_SGD_WARMUP:
+            raise InputError(
+                f"algorithm: warmup_steps is {self.warmup_steps}, expected at least {POWER_SGD_WARMUP} with power-sgd: "
+                "PyTorch's hook remembers by bucket, and buckets are built anew after the first step"
+            )
+
+    @property
+    def is_power_sgd(self) -> bool:
+        return self.compressor is not None and self.compressor.kind is CompressorKind.POWER_SGD
 
     @property
     def id(self) -> str:
@@ -93,12 +148,20 @@ class AlgorithmSpec:
             return ""
         if self.graph:
             return f"{self.kind}-{self.graph.id}"
-        return f"{self.kind}{self.period}" + (f"w{self.warmup_steps}" if self.warmup_steps else "")
+        warmup = f"w{self.warmup_steps}" if self.warmup_steps else ""
+        if self.kind in COMPRESSING:
+            return f"{self.kind}-{self.compressor.id}{warmup}" if self.compressor else str(self.kind)
+        return f"{self.kind}{self.period}{warmup}"
 
     @property
     def replicas_differ(self) -> bool:
-        """Whether data-parallel replicas may hold other parameters than one another, by design."""
+        """Whether data-parallel replicas may hold other gradients or parameters than one another, by design."""
         return self.kind is not AlgorithmKind.SYNCHRONOUS
+
+    @property
+    def stands_together(self) -> bool:
+        """Whether all replicas are to hold the same parameters after every step, bit for bit."""
+        return self.kind is AlgorithmKind.SYNCHRONOUS or self.kind in COMPRESSING
 
     @property
     def vectors_mixed(self) -> int:
@@ -107,12 +170,16 @@ class AlgorithmSpec:
 
     def reduces_gradients(self, step: int) -> bool:
         """Whether `step` is made of the whole global batch's gradient; steps are counted from 0."""
-        return not self.replicas_differ or step < self.warmup_steps
+        return not self.replicas_differ or self.kind is AlgorithmKind.LOCAL_SGD and step < self.warmup_steps
+
+    def compresses(self, step: int) -> bool:
+        """Whether less than gradients is sent in `step`."""
+        return self.kind in COMPRESSING and step >= self.warmup_steps
 
     def averages_after(self, step: int) -> bool:
         """Whether all replicas' parameters are averaged after the update of `step`."""
         since = step - self.warmup_steps
-        return self.kind is AlgorithmKind.LOCAL_SGD and since >= 0 and since % self.period == 0
+        return self.kind in PERIODIC and since >= 0 and since % self.period == 0
 
     def refusal(self, optimizer: OptimizerSpec) -> str | None:
         """Why replicas cannot train by it with `optimizer`; None when they can."""
@@ -135,10 +202,16 @@ def local_sgd(period: int, warmup_steps: int = 0) -> AlgorithmSpec:
 
 def _presets() -> Iterator[AlgorithmSpec]:
     yield local_sgd(2)
+    yield AlgorithmSpec(kind=AlgorithmKind.DILOCO, period=2)
     for kind in sorted(DECENTRALISED):
         for graph in (Graph(kind=graph) for graph in GraphKind if graph is not GraphKind.OWN):
             if kind is not AlgorithmKind.EXACT_DIFFUSION or graph.is_static:
                 yield AlgorithmSpec(kind=kind, graph=graph)
+    for kind, compressors in _FOR.items():
+        for of_kind in sorted(compressors):
+            warmup = POWER_SGD_WARMUP if of_kind is CompressorKind.POWER_SGD else 0
+            yield AlgorithmSpec(kind=kind, compressor=Compressor(kind=of_kind), warmup_steps=warmup)
+    yield AlgorithmSpec(kind=AlgorithmKind.MAJORITY_VOTE)
 
 
 ALGORITHMS = {spec.id: spec for spec in _presets()}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from meshmark.judge.faults import Fault
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
+from tests.broken import compressing as c
 from tests.broken import mixing as m
+from tests.broken import outer as o
+from tests.broken.engine import Broken
 from tests.broken.mutant import Mutant, on
 
 _ALONG = "decentralised"
@@ -15,6 +20,13 @@ _DMSGD, _QUASI = workload("gpt-mini-heavy-ball-dmsgd-ring"), workload("gpt-mini-
 _TRACKING, _DIFFUSION = workload("gpt-mini-sgd-gradient-tracking-ring"), workload("gpt-mini-sgd-exact-diffusion-ring")
 _FOUR = Layout(dp=4)
 """Where two average all that they have, a momentum that is mixed is one that is not."""
+
+
+def _compressing(adapter: str, algorithm: str, *defects: type[Broken]) -> Iterator[Mutant]:
+    """Plain SGD's, whose step is as long as what it is made of."""
+    for defect in defects:
+        yield from on(adapter, defect, Fault.ALGORITHM, workload=workload(f"gpt-mini-sgd-{algorithm}"))
+
 
 ALGORITHM_MUTANTS: list[Mutant] = [
     *on(_ALONG, m.NeverMixes, Fault.ALGORITHM, workload=_DSGD),
@@ -42,4 +54,22 @@ ALGORITHM_MUTANTS: list[Mutant] = [
     *on(_ALONG, m.WholeWeights, Fault.ALGORITHM, workload=_DIFFUSION),
     *on(_ALONG, m.StaleDiffusion, Fault.ALGORITHM, workload=_DIFFUSION),
     *on(_ALONG, m.SelfWeightOfDiffusion, Fault.ALGORITHM, workload=_DIFFUSION),
+    *(
+        mutant
+        for defect in (o.OuterMomentumReset, o.NoOuterStep, o.OuterHeavyBall, o.MeetsLate, o.OuterAlone)
+        for mutant in on("diloco", defect, Fault.ALGORITHM, workload=workload("gpt-mini-sgd-diloco2"))
+    ),
+    *_compressing("compressed", "compressed-top-k10", c.LargestSigned, c.SendsWhole, c.SumsReplicas, c.SendsHalf),
+    *_compressing("compressed", "compressed-qsgd64", c.DrawsAlike, c.DrawsOnce, c.RoundsToNearest, c.DividesTwice),
+    *_compressing("compressed", "error-feedback-top-k10", c.ForgetsLeft, c.AddsLeftTwice, c.AddsLeftLate),
+    *_compressing("compressed", "error-feedback-random-k10", c.SameElements, c.LeavesWhatWasSent),
+    *_compressing("compressed", "error-feedback-sign", c.ScalesByNorm, c.NeverScales, c.ScalesByRow),
+    *_compressing("compressed", "ef21-top-k10", c.ForgetsKnown, c.StepsOnChanges, c.ChangeOfMean, c.StepsOnFirst),
+    *_compressing("compressed", "majority-vote", c.SignOfMean, c.MeanOfSigns, c.TiesArePlus, c.FirstVotes),
+    *_compressing("ddp-compressed", "compressed-bf16", c.OtherFormat, c.InNoFormat, c.HookSums, c.HookDividesTwice),
+    *_compressing(
+        "ddp-compressed",
+        "error-feedback-power-sgd1w2",
+        *(c.PowerForgets, c.PowerAddsTwice, c.PowerIsCold, c.WarmsUpLonger),
+    ),
 ]

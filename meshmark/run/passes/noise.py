@@ -173,7 +173,7 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
         engine.cast_weights = bool(run % num_ways(case))
         perturb(engine, case, run)
     rules = [EngineRule(engine) for engine in engines]
-    algorithm = build_algorithm(workload, rules)
+    algorithm = build_algorithm(workload, rules, exact=False)
     twin = (
         _twin(dataclasses.replace(case, workload=workload), run, num_ranks, replicas, engines[0])
         if case.precision.is_mixed

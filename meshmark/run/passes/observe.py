@@ -53,7 +53,10 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     seen = _train(request, adapter, context, notebook)
     gc.collect()  # the engine's memory is the truth's from here on
     replicas = replicas_of_ranks(request.case)
-    traces, drifts, num_replicated = notebook.gather(seen.trace) if notebook else gather_replicas(seen.trace, replicas)
+    together = request.case.workload.algorithm.stands_together
+    traces, drifts, num_replicated = (
+        notebook.gather(seen.trace) if notebook else gather_replicas(seen.trace, replicas, together)
+    )
     twin = None if request.sample else twin_of(request.case, adapter.arithmetic, context.device)
     deviations = _assess(request, traces, context, twin) if traces and request.assess else {}
     diagnosis = None

@@ -1,0 +1,127 @@
+"""What of a tensor travels, as tensors that are joined into one message; and what all make of it again."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshmark.algorithms.compressors import Draw
+from meshmark.errors import InputError
+from meshmark.spec.compressor import Compressor, CompressorKind
+
+_PLACES = (128, 64, 32, 16, 8, 4, 2, 1)
+"""Of eight signs in a byte."""
+
+
+class Codec(ABC):
+    def __init__(self, compressor: Compressor | None) -> None:
+        self.compressor = compressor
+
+    @abstractmethod
+    def pack(self, x: Tensor, draw: Draw) -> list[Tensor]:
+        """`x` is flat."""
+
+    @abstractmethod
+    def unpack(self, message: Message, size: int, dtype: torch.dtype) -> Tensor:
+        """What is left of a flat tensor, read off the message where it stands."""
+
+
+class Message:
+    """One replica's bytes, read from the first to the last."""
+
+    def __init__(self, content: Tensor) -> None:
+        self.content, self.place = content, 0
+
+    def read(self, count: int, dtype: torch.dtype) -> Tensor:
+        end = self.place + count * dtype.itemsize
+        part = self.content[self.place : end].clone().view(dtype)
+        self.place = end
+        return part
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.contiguous().view(torch.uint8).reshape(-1) for part in parts])
+
+
+def check(name: str, x: Tensor) -> None:
+    """Raises `InputError` for what has nothing to compress."""
+    if not x.numel():
+        raise InputError(f"{name!r} is empty, and of no elements none is the largest; leave it out of the optimizer")
+    if not x.is_floating_point():
+        raise InputError(f"{name!r} holds {x.dtype}; gradients are compressed as floating-point numbers")
+
+
+class TopK(Codec):
+    """Values, and where they stand."""
+
+    def pack(self, x: Tensor, draw: Draw) -> list[Tensor]:
+        assert self.compressor is not None
+        count = self.compressor.kept(x.numel())
+        # Not torch.topk, which takes any of equal ones.
+        places = torch.sort(x.abs(), descending=True, stable=True).indices[:count]
+        return [x[places], places.int()]
+
+    def unpack(self, message: Message, size: int, dtype: torch.dtype) -> Tensor:
+        assert self.compressor is not None
+        count = self.compressor.kept(size)
+        values, places = message.read(count, dtype), message.read(count, torch.int32)
+        return torch.zeros(size, dtype=dtype, device=values.device).scatter_(0, places.long(), values)
+
+
+class Votes(Codec):
+    """A bit an element."""
+
+    def pack(self, x: Tensor, draw: Draw) -> list[Tensor]:
+        bits = torch.nn.functional.pad((x >= 0).to(torch.uint8), (0, -x.numel() % 8)).view(-1, 8)
+        return [(bits * torch.tensor(_PLACES, dtype=torch.uint8, device=x.device)).sum(1, dtype=torch.uint8)]
+
+    def unpack(self, message: Message, size: int, dtype: torch.dtype) -> Tensor:
+        packed = message.read(-(-size // 8), torch.uint8)
+        places = torch.tensor(_PLACES, dtype=torch.uint8, device=packed.device)
+        bits = (packed[:, None] & places) != 0
+        return bits.reshape(-1)[:size].to(dtype) * 2 - 1
+
+
+class Sign(Votes):
+    """And the mean magnitude."""
+
+    def pack(self, x: Tensor, draw: Draw) -> list[Tensor]:
+        return [*super().pack(x, draw), self.scale(x)]
+
+    def scale(self, x: Tensor) -> Tensor:
+        return x.abs().mean(dtype=torch.float64).float().reshape(1)
+
+    def unpack(self, message: Message, size: int, dtype: torch.dtype) -> Tensor:
+        return super().unpack(message, size, dtype) * message.read(1, torch.float32).to(dtype)
+
+
+class QSGD(Codec):
+    """A signed level an element, and the norm."""
+
+    def pack(self, x: Tensor, draw: Draw) -> list[Tensor]:
+        assert self.compressor is not None
+        levels, norm = self.compressor.levels, torch.linalg.vector_norm(x, dtype=torch.float64).float().reshape(1)
+        if not norm:
+            return [torch.zeros_like(x, dtype=torch.int8), norm]
+        places = x.abs().div_(norm.to(x.dtype)).mul_(levels)
+        below = places.floor()
+        up = self.drawn(draw, x.numel()).to(x.device) < places.sub_(below)
+        return [below.add_(up).clamp_(max=levels).copysign_(x).to(torch.int8), norm]
+
+    def drawn(self, draw: Draw, size: int) -> Tensor:
+        return torch.from_numpy(draw.uniform(size))
+
+    def unpack(self, message: Message, size: int, dtype: torch.dtype) -> Tensor:
+        assert self.compressor is not None
+        levels, norm = message.read(size, torch.int8), message.read(1, torch.float32)
+        return levels.to(dtype) * (norm.to(dtype) / self.compressor.levels)
+
+
+CODECS: dict[CompressorKind, type[Codec]] = {
+    CompressorKind.TOP_K: TopK,
+    CompressorKind.SIGN: Sign,
+    CompressorKind.QSGD: QSGD,
+}

@@ -1,0 +1,29 @@
+"""What compressing engines hold beyond parameters, gradients and the optimizer's states."""
+
+from __future__ import annotations
+
+import math
+
+from meshmark.spec.case import Case
+from meshmark.theory.compression import KEPT, step_bytes, trained_shapes
+from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.states import Remainder, model_states
+
+
+def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[Remainder, ...]:
+    """What is kept; and in the update the replica's own gradients, all replicas' messages and what they say together,
+    where that is more than the backward pass held."""
+    kind, plan = case.workload.algorithm.kind, model_states(case, rank, recipe)
+    if plan is None:
+        return ()
+    vector = case.precision.accumulation.itemsize * sum(map(math.prod, trained_shapes(case, rank)))
+    kept = KEPT.get(kind, 0) * vector
+    found = [Remainder(category="optimizer_states", num_bytes=kept, reason=f"what {kind} keeps")] if kept else []
+    if plan.peak is None:
+        return tuple(found)
+    _, messages, _ = step_bytes(case, rank)
+    updating = plan.parameters + plan.optimizer_states + kept + 2 * vector + messages
+    besides = max(plan.peak + kept, updating) - plan.peak - kept
+    if besides:
+        found.append(Remainder(category="peak", num_bytes=besides, reason="messages, and what they say together"))
+    return tuple(found)

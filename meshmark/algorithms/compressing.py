@@ -1,0 +1,167 @@
+"""Algorithms that send less than gradients. All replicas step on one direction d and so stand together; C is one of
+`compressors`, of every tensor alone.
+
+- compressed: d = mean_i C(g_i); a format: of parts that are cast, divided by n, and summed in that format
+- error feedback (Seide et al. 2014; Mem-SGD, arXiv:1809.07599; EF-SGD, arXiv:1901.09847):
+  p_i = g_i + e_i, d = mean_i C(p_i), e_i <- p_i - C(p_i). What is sent and what is left add up to what was to be sent
+- PowerSGD (arXiv:1905.13727, algorithms 1 and 2): p_i as before, P = orthonormal(mean_i p_i Q), Q <- mean_i p_i^T P,
+  d = P Q^T, e_i <- p_i - d; the first Q is drawn. Tensors that this would hardly make smaller go as they are
+- EF21 (arXiv:2106.05203, algorithm 2), from h_i = 0:  h_i <- h_i + C(g_i - h_i), d = mean_i h_i
+- majority vote (arXiv:1810.05291, algorithm 1): d = sign(sum_i sign(g_i)), 0 where as many say the one as the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from meshmark.algorithms.compressors import Array, Draw, compressed, signs
+from meshmark.algorithms.replicas import Replicas, Tensors, UpdateRule, averaged
+from meshmark.spec.algorithm import AlgorithmKind
+from meshmark.spec.compressor import Compressor, CompressorKind
+from meshmark.spec.workload import Workload
+
+FORMATS = {CompressorKind.FP16: torch.float16, CompressorKind.BF16: torch.bfloat16}
+
+
+class Compressing(Replicas):
+    """Each tells its own gradients, before they are compressed."""
+
+    def __init__(self, workload: Workload, rules: Sequence[UpdateRule], exact: bool = True) -> None:
+        """`exact`: sums are taken in float64, not in the format of what is summed."""
+        super().__init__(rules)
+        self.spec, self.seed, self.exact = workload.algorithm, workload.seed, exact
+
+    def transition(self, parameters: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:
+        compresses = self.spec.compresses(self.steps)
+        self.taken = self.directions(gradients) if compresses else averaged(self.widened(gradients))
+        self.steps += 1
+        return self.alone(parameters, self.taken)
+
+    def stepped_on(self, gradients: Sequence[Tensors]) -> Sequence[Tensors]:
+        return self.taken
+
+    def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
+        """What each steps on."""
+        told = [{name: self.told(x, self.draw(i, name)) for name, x in g.items()} for i, g in enumerate(gradients)]
+        return averaged(self.widened(told))
+
+    def told(self, x: Array, draw: Draw) -> Array:
+        """What all know of a replica's `x`."""
+        return compressed(self.compressor, x, draw)
+
+    @property
+    def compressor(self) -> Compressor:
+        assert self.spec.compressor is not None, f"{self.spec.kind} compresses"
+        return self.spec.compressor
+
+    def draw(self, replica: int, name: str) -> Draw:
+        return Draw(seed=self.seed, step=self.steps, replica=replica, name=name)
+
+    def widened(self, replicas: Sequence[Tensors]) -> list[Tensors]:
+        if not self.exact:
+            return list(replicas)
+        return [{name: x.astype(np.float64) for name, x in tensors.items()} for tensors in replicas]
+
+
+class InFormat(Compressing):
+    """Rounded once on each replica; and by the sum, which is noise."""
+
+    def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
+        found = {name: self.summed([own[name] for own in gradients]) for name in gradients[0]}
+        return [found for _ in gradients]
+
+    def summed(self, parts: Sequence[Array]) -> Array:
+        dtype, count = FORMATS[self.compressor.kind], len(parts)
+        narrow = [torch.from_numpy(np.ascontiguousarray(x)).to(dtype).div_(count) for x in parts]
+        if self.exact:
+            return np.asarray(torch.stack(narrow).double().sum(0).numpy())
+        total = narrow[0]
+        for part in narrow[1:]:
+            total = total + part
+        return total.float().numpy().astype(parts[0].dtype)
+
+
+class ErrorFeedback(Compressing):
+    left: list[Tensors] | None = None
+    """By replica: what was not sent."""
+
+    def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
+        wanted = self.wanted(gradients)
+        told = [{name: self.told(x, self.draw(i, name)) for name, x in p.items()} for i, p in enumerate(wanted)]
+        pairs = zip(wanted, told, strict=True)
+        self.left = [{name: x - c[name] for name, x in p.items()} for p, c in pairs]
+        return averaged(self.widened(told))
+
+    def wanted(self, gradients: Sequence[Tensors]) -> list[Tensors]:
+        """p."""
+        if self.left is None:
+            return list(gradients)
+        return [{n: x + e[n] for n, x in g.items()} for g, e in zip(gradients, self.left, strict=True)]
+
+
+class PowerSGD(ErrorFeedback):
+    factors: dict[str, Array]
+    """Q, by tensor."""
+
+    def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
+        if self.left is None:
+            self.factors = {}
+        wanted = self.wanted(self.widened(gradients))
+        found = {name: self.approximated(name, [p[name] for p in wanted]) for name in wanted[0]}
+        self.left = [{name: x - found[name] for name, x in p.items()} for p in wanted]
+        return [found for _ in wanted]
+
+    def approximated(self, name: str, parts: Sequence[Array]) -> Array:
+        mean: Array = np.mean(parts, axis=0)
+        shape = self.compressor.factors(mean.shape)
+        if shape is None:
+            return mean
+        rows, columns, rank = shape
+        matrix = mean.reshape(rows, columns)
+        if name not in self.factors:
+            self.factors[name] = self.first_factor(name, columns, rank).astype(mean.dtype)
+        outer = np.linalg.qr(matrix @ np.linalg.qr(self.factors[name])[0])[0]
+        self.factors[name] = matrix.T @ outer
+        return (outer @ self.factors[name].T).reshape(mean.shape)
+
+    def first_factor(self, name: str, columns: int, rank: int) -> Array:
+        drawn = Draw(seed=self.seed, step=0, replica=0, name=name).uniform(columns * rank)
+        return drawn.reshape(columns, rank) - np.float32(0.5)
+
+
+class EF21(Compressing):
+    known: list[Tensors] | None = None
+    """h, by replica."""
+
+    def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
+        before = self.known or [{name: np.zeros_like(x) for name, x in own.items()} for own in gradients]
+        self.known = [
+            {name: h[name] + self.told(x - h[name], self.draw(i, name)) for name, x in own.items()}
+            for i, (own, h) in enumerate(zip(gradients, before, strict=True))
+        ]
+        return averaged(self.widened(self.known))
+
+
+class MajorityVote(Compressing):
+    def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
+        votes = {name: np.sum([signs(own[name]) for own in gradients], axis=0) for name in gradients[0]}
+        return [{name: np.sign(count) for name, count in votes.items()} for _ in gradients]
+
+
+COMPRESSED: dict[AlgorithmKind, type[Compressing]] = {
+    AlgorithmKind.COMPRESSED: Compressing,
+    AlgorithmKind.ERROR_FEEDBACK: ErrorFeedback,
+    AlgorithmKind.EF21: EF21,
+    AlgorithmKind.MAJORITY_VOTE: MajorityVote,
+}
+
+
+def compressing_class(workload: Workload) -> type[Compressing]:
+    """Whose transition is the workload's."""
+    compressor = workload.algorithm.compressor
+    if compressor and compressor.kind in FORMATS:
+        return InFormat
+    return PowerSGD if workload.algorithm.is_power_sgd else COMPRESSED[workload.algorithm.kind]

@@ -1,0 +1,304 @@
+"""Compressed data parallelism that sends, keeps or draws something else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.futures import Future
+
+from meshmark.adapters.compressed.codecs import QSGD, Codec, Sign, TopK
+from meshmark.algorithms.compressors import Draw
+from meshmark.spec.compressor import CompressorKind
+from tests.broken.engine import Broken
+
+Named = dict[str, Tensor]
+
+
+class Compressing(Broken):
+    """Puts another direction, or another codec, in the place of the engine's."""
+
+    exchange: Any
+    kept: dict[str, Named]
+    steps_done: int
+    codec: type[Codec] | None = None
+
+    def prepare(self) -> None:
+        if self.codec:
+            self.exchange.codec = self.codec(self.case.workload.algorithm.compressor)
+
+    def honest(self, own: Named) -> Named:
+        found: Named = super().direction(own)  # type: ignore[misc]
+        return found
+
+
+class SendsWhole(Compressing):
+    """Nothing is compressed."""
+
+    def direction(self, own: Named) -> Named:
+        for gradient in own.values():
+            dist.all_reduce(gradient)
+            gradient.div_(dist.get_world_size())
+        return own
+
+
+class SumsReplicas(Compressing):
+    def direction(self, own: Named) -> Named:
+        return {name: x.mul_(dist.get_world_size()) for name, x in self.honest(own).items()}
+
+
+class DividesTwice(Compressing):
+    def direction(self, own: Named) -> Named:
+        return {name: x.div_(dist.get_world_size()) for name, x in self.honest(own).items()}
+
+
+class StepsOnFirst(Compressing):
+    """On the first replica's gradient."""
+
+    def direction(self, own: Named) -> Named:
+        for gradient in own.values():
+            dist.broadcast(gradient, 0)
+        return self.honest(own)
+
+
+class ForgetsLeft(Compressing):
+    def direction(self, own: Named) -> Named:
+        self.kept = {}
+        return self.honest(own)
+
+
+class AddsLeftTwice(Compressing):
+    def direction(self, own: Named) -> Named:
+        for name, x in self.kept.get("left", {}).items():
+            own[name].add_(x)
+        return self.honest(own)
+
+
+class AddsLeftLate(Compressing):
+    before: Named
+
+    def direction(self, own: Named) -> Named:
+        now, before = self.kept, getattr(self, "before", None)
+        self.kept = {"left": before} if before else {}
+        self.before = {name: x.clone() for name, x in now.get("left", {}).items()}
+        return self.honest(own)
+
+
+class LeavesWhatWasSent(Compressing):
+    """It is not taken off."""
+
+    def direction(self, own: Named) -> Named:
+        wanted = {name: x + self.kept["left"][name] if self.kept else x.clone() for name, x in own.items()}
+        found = self.honest(own)
+        self.kept = {"left": wanted}
+        return found
+
+
+class _Signed(TopK):
+    def pack(self, x: Tensor, draw: Draw) -> list[Tensor]:
+        assert self.compressor is not None
+        places = torch.sort(x, descending=True, stable=True).indices[: self.compressor.kept(x.numel())]
+        return [x[places], places.int()]
+
+
+class LargestSigned(Compressing):
+    """Not of magnitudes."""
+
+    codec = _Signed
+
+
+class _Half(TopK):
+    def pack(self, x: Tensor, draw: Draw) -> list[Tensor]:
+        assert self.compressor is not None
+        fewer = replace(self.compressor, percent=self.compressor.percent // 2).kept(x.numel())
+        values, places = super().pack(x, draw)
+        values[fewer:] = 0
+        return [values, places]
+
+
+class SendsHalf(Compressing):
+    codec = _Half
+
+
+class _ByNorm(Sign):
+    def scale(self, x: Tensor) -> Tensor:
+        return x.square().mean(dtype=torch.float64).sqrt().float().reshape(1)
+
+
+class ScalesByNorm(Compressing):
+    codec = _ByNorm
+
+
+class _Unscaled(Sign):
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.ones(1)
+
+
+class NeverScales(Compressing):
+    codec = _Unscaled
+
+
+class ScalesByRow(Compressing):
+    """Rounds each row's gradient to its own scale before all of it is sent by the tensor's."""
+
+    def direction(self, own: Named) -> Named:
+        shape = {name: x.reshape(-1, x.shape[-1]) for name, x in own.items()}
+        scaled = {n: x.sign().add(x == 0) * x.abs().mean(1, keepdim=True) for n, x in shape.items()}
+        found = {name: scaled[name].view_as(x).clone() for name, x in own.items()}
+        for x in found.values():
+            dist.all_reduce(x)
+            x.div_(dist.get_world_size())
+        return found
+
+
+class _Alike(QSGD):
+    def drawn(self, draw: Draw, size: int) -> Tensor:
+        return super().drawn(replace(draw, replica=0), size)
+
+
+class DrawsAlike(Compressing):
+    """The same randomness on all ranks."""
+
+    codec = _Alike
+
+
+class _Once(QSGD):
+    def drawn(self, draw: Draw, size: int) -> Tensor:
+        return super().drawn(replace(draw, step=0), size)
+
+
+class DrawsOnce(Compressing):
+    codec = _Once
+
+
+class _Nearest(QSGD):
+    def drawn(self, draw: Draw, size: int) -> Tensor:
+        return torch.full((size,), 0.5)
+
+
+class RoundsToNearest(Compressing):
+    codec = _Nearest
+
+
+class SameElements(Compressing):
+    """Of random-k, in every step."""
+
+    def direction(self, own: Named) -> Named:
+        now, self.steps_done = self.steps_done, 0
+        found = self.honest(own)
+        self.steps_done = now
+        return found
+
+
+class ForgetsKnown(Compressing):
+    def direction(self, own: Named) -> Named:
+        self.kept = {}
+        return self.honest(own)
+
+
+class StepsOnChanges(Compressing):
+    def direction(self, own: Named) -> Named:
+        before = {name: x.clone() for name, x in self.kept.get("mean", {}).items()}
+        found = self.honest(own)
+        return {name: x - before[name] if before else x for name, x in found.items()}
+
+
+class ChangeOfMean(Compressing):
+    """What is known of the mean is taken for what is known of the replica."""
+
+    def direction(self, own: Named) -> Named:
+        if self.kept:
+            self.kept["own"] = {name: x.clone() for name, x in self.kept["mean"].items()}
+        return self.honest(own)
+
+
+class SignOfMean(Compressing):
+    def direction(self, own: Named) -> Named:
+        return {name: torch.where(x >= 0, 1.0, -1.0).to(x) for name, x in SendsWhole.direction(self, own).items()}
+
+
+class MeanOfSigns(Compressing):
+    def direction(self, own: Named) -> Named:
+        total: Named = self.exchange.meet(own, self.steps_done).mean()
+        return total
+
+
+class TiesArePlus(Compressing):
+    def direction(self, own: Named) -> Named:
+        return {name: torch.where(x >= 0, 1.0, -1.0).to(x) for name, x in self.honest(own).items()}
+
+
+class FirstVotes(StepsOnFirst): ...
+
+
+# PyTorch's hooks
+
+
+class Hooked(Broken):
+    """Puts another hook in the place of the engine's, before it is called at all."""
+
+    factors: Any
+    own: Named
+    names: dict[Tensor, str]
+
+    def noting(self, hook: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # noqa: ANN401
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self.own[self.names[parameter]] = gradient.clone()
+        return self.hooked(hook, bucket)
+
+    def hooked(self, hook: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # noqa: ANN401
+        found: Future[Tensor] = hook(bucket)
+        return found
+
+
+class OtherFormat(Hooked):
+    def hooked(self, hook: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # noqa: ANN401
+        compressor = self.case.workload.algorithm.compressor
+        assert compressor is not None
+        other = bf16_compress_hook if compressor.kind is CompressorKind.FP16 else fp16_compress_hook
+        found: Future[Tensor] = other(dist.group.WORLD, bucket)
+        return found
+
+
+class InNoFormat(Hooked):
+    def hooked(self, hook: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # noqa: ANN401
+        buffer = bucket.buffer().div_(dist.get_world_size())
+        return dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+class HookSums(Hooked):
+    def hooked(self, hook: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # noqa: ANN401
+        bucket.buffer().mul_(dist.get_world_size())
+        return super().hooked(hook, bucket)
+
+
+class HookDividesTwice(Hooked):
+    def hooked(self, hook: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # noqa: ANN401
+        bucket.buffer().div_(dist.get_world_size())
+        return super().hooked(hook, bucket)
+
+
+class PowerForgets(Hooked):
+    def after_backward(self) -> None:
+        self.factors.error_dict.clear()
+
+
+class PowerAddsTwice(Hooked):
+    def after_backward(self) -> None:
+        for left in self.factors.error_dict.values():
+            left.mul_(2)
+
+
+class PowerIsCold(Hooked):
+    def after_backward(self) -> None:
+        self.factors.p_memory_dict.clear()
+        self.factors.q_memory_dict.clear()
+
+
+class WarmsUpLonger(Hooked):
+    def prepare(self) -> None:
+        self.factors.start_powerSGD_iter += 1
