@@ -17,21 +17,32 @@ from meshmark.adapter.contract import Adapter, Track
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, configure
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
+from meshmark.errors import AdapterError
 from meshmark.reference.build import build_model, parameter_shapes
 from meshmark.reference.initial import Block, initial_value
 from meshmark.reference.model import Model
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
+from meshmark.spec.layout import Offload
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.flow import Departure, Flow, Purpose, departing
 from meshmark.theory.recipe import StateBytes, TrainingRecipe, eager_recipe
-from meshmark.theory.sharding import Padding, Sharding, neighbours, sharded_recipe, sharding_departures
+from meshmark.theory.sharding import (
+    Padding,
+    Sharding,
+    neighbours,
+    offloaded_recipe,
+    sharded_recipe,
+    sharding_departures,
+)
 from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import step_traffic
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor  # a second, which only ranks should take
+if TYPE_CHECKING:  # a second or more, which only ranks should take
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.tensor import DTensor
 
 ROWS = "a tensor's rows are padded to a multiple of the ranks"
 
@@ -111,6 +122,36 @@ class FSDP2HSDP(FSDP2):
     sharding: ClassVar = Sharding(replicas=2)
 
 
+class FSDP2Offload(FSDP2):
+    """`CPUOffloadPolicy`: shards of weights, gradients and moments are in the host's memory, and the host updates them;
+    the device has gathered weights and activations alone."""
+
+    capabilities: ClassVar = dataclasses.replace(
+        FSDP2.capabilities,
+        offloads=frozenset({Offload.CPU}),
+        devices=frozenset({"cpu"}),  # of a GPU not tried
+    )
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        return offloaded_recipe(super().recipe(case))
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        return row_remainders(case, rank, cls.sharding, super().recipe(case).states)
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        """On a CPU nothing that is measured would tell whether the policy was heeded."""
+        from torch.distributed.fsdp import FSDPModule
+
+        engine = super().build(case, context)
+        assert isinstance(engine, FSDP2Engine)
+        units = [part for part in engine.module.modules() if isinstance(part, FSDPModule)]
+        if not units or not all(p.offload_to_cpu for unit in units for p in _sharded_parameters(unit)):
+            raise AdapterError(f"rank {context.rank}: fully_shard offloads not everything, which it was asked for")
+        return engine
+
+
 class FSDP2Recommended(FSDP2):
     """As PyTorch's tutorial has it: `fully_shard(block)` and `fully_shard(model)` with nothing else said, which keeps
     what is in no block whole from forward to backward."""
@@ -171,7 +212,7 @@ def fsdp2_departures(case: Case, rank: int, sharding: Sharding) -> tuple[Departu
 def shard(model: Model, case: Case, context: RankContext, sharding: Sharding) -> None:
     """Shard a model on the meta device over all ranks, block by block, and fill the shards with initial values."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     shards = case.layout.dp // sharding.replicas
     sizes, names = ((sharding.replicas, shards), ("replicas", "shards")) if sharding.replicas > 1 else ((shards,), None)
@@ -179,14 +220,20 @@ def shard(model: Model, case: Case, context: RankContext, sharding: Sharding) ->
     low = AUTOCAST.get(case.precision.compute)
     reduced = getattr(torch, case.precision.reduction)
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else MixedPrecisionPolicy()
+    home = CPUOffloadPolicy(pin_memory=False) if case.layout.offload is Offload.CPU else OffloadPolicy()
     after = sharding.resharded_over or sharding.reshards_blocks
     for block in model.blocks.values():
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=after)
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=home, reshard_after_forward=after)
     # PyTorch's default leaves the root whole between forward and backward, which is not quite ZeRO-3.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.reshards_root)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=home, reshard_after_forward=sharding.reshards_root)
     model.to_empty(device=context.device)
     fill_shards(model, case)
     model.initialize_buffers()
+
+
+def _sharded_parameters(unit: FSDPModule) -> list[FSDPParam]:
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return group.fsdp_params if group else []
 
 
 @torch.no_grad()

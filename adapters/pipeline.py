@@ -60,7 +60,7 @@ class PipelineEngine(Engine):
         layout, spec, rank = case.layout, case.workload.transformer, context.rank
         self.stands = layout.coordinates(rank)
         num_stages = layout.pp * layout.virtual_stages
-        own = range(self.stands.pp, num_stages, layout.pp)
+        own = layout.stages_of(self.stands.pp)
         self.first, self.last = own[0] == 0, own[-1] == num_stages - 1
         self.chunks = [_chunk(case, stage_layers(spec, num_stages, index), context.device) for index in own]
         parts = [self.make_part(chunk) for chunk in self.chunks]

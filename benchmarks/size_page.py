@@ -15,7 +15,8 @@ from meshmark.run.record import Record
 _NOTES = """Every case is judged by a sample ([reading.md](../docs/reading.md)): every tensor of the steps that *judged*
 names, by the noise of so many runs. *sees from*: the smallest relative error of a gradient that this verdict would have
 caught. *beside*: the most memory that bringing tensors together took on any rank beside what the engine held, told also
-in largest tensors of the model. **broken** engines are wrong on purpose: *no* is right.
+in largest tensors of the model; it is to be two. What is sharded unevenly and gathered by gloo takes half of one more:
+the padded part, the whole, and gloo's copy of it. **broken** engines are wrong on purpose: *no* is right.
 
 *Seconds* and *CPU seconds* are of all an adapter's processes, imports among them; *launches* are its cases alone, as
 their records tell. What lies between is above all the noise, measured once for each number of micro-batches.
@@ -85,7 +86,7 @@ def _took(records: Sequence[Record], costs: Mapping[str, Cost]) -> Rows:
             "adapter": inline(name),
             "seconds": f"{cost.seconds:.0f}",
             "launches": f"{sum(r.launch.seconds for r in records if r.case.adapter == name):.0f}",
-            "CPU seconds": f"{cost.cpu_seconds:.0f}",
+            "CPU seconds": f"{cost.cpu_seconds:.0f}" if cost.cpu_seconds else "–",
             "peak": bytes_text(cost.peak_bytes),
             "load": f"{cost.load:.1f}" if cost.load else "–",
         }

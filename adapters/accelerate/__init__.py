@@ -48,7 +48,6 @@ from meshmark.theory.sharding import Sharding, sharded_recipe
 from meshmark.theory.states import Remainder
 
 _ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
-_SHARDING = Sharding(reshards_root=False)
 _FP16_IS_FP32 = (
     "on a CPU Accelerate drops it without a word and trains in float32; on a GPU, where it would scale the loss, it "
     "has never been run here"
@@ -182,19 +181,28 @@ class AccelerateFSDP2(Adapter):
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16, Precision.BF16_REDUCE_BF16}),
         lacks={**FSDP2.capabilities.lacks, Precision.FP16: _FP16_IS_FP32},
     )
+    sharding: ClassVar = Sharding(reshards_root=False)
+    """Accelerate leaves the root to `fully_shard`, which keeps it whole from forward to backward."""
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return cls.sharding.misfit(case.layout) or super().supports(case, device, backend)
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        """Accelerate leaves the root to `fully_shard`, which keeps it whole from forward to backward."""
-        return sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), _SHARDING)
+        return sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        return row_remainders(case, rank, _SHARDING, cls.recipe(case).states)
+        return row_remainders(case, rank, cls.sharding, cls.recipe(case).states)
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
-        return fsdp2_departures(case, rank, _SHARDING)
+        return fsdp2_departures(case, rank, cls.sharding)
+
+    def arguments(self, case: Case) -> dict[str, Any]:
+        """What a variant gives the `Accelerator` besides."""
+        return {}
 
     def build(self, case: Case, context: RankContext) -> Engine:
         choose_device(context)
@@ -220,10 +228,25 @@ class AccelerateFSDP2(Adapter):
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=case.layout.num_micro_batches, sync_each_batch=True
             ),
+            **self.arguments(case),
         )
         prepared = prepare_parts(accelerator, case, context)
         prove(accelerator, "FSDP", accelerator.is_fsdp2 and isinstance(prepared[0], FSDPModule), prepared[0])
         return AccelerateFSDP2Engine(case, context, accelerator, prepared)
+
+
+class AccelerateHSDP(AccelerateFSDP2):
+    """Its n-dimensional `ParallelismConfig` with two replicas, each sharded over half of the ranks. With an axis of
+    tensor parallelism beside them it wants `transformers`."""
+
+    sharding: ClassVar = Sharding(reshards_root=False, replicas=2)
+
+    def arguments(self, case: Case) -> dict[str, Any]:
+        from accelerate import ParallelismConfig
+
+        replicas = self.sharding.replicas
+        sizes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=case.layout.dp // replicas)
+        return {"parallelism_config": sizes}
 
 
 class _StepLater:

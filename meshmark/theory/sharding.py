@@ -53,6 +53,14 @@ def sharded_recipe(recipe: TrainingRecipe, sharding: Sharding) -> TrainingRecipe
     return replace(recipe, backward=backward, replicas=sharding.replicas)
 
 
+def offloaded_recipe(recipe: TrainingRecipe) -> TrainingRecipe:
+    """`recipe` of a framework whose shards, weights' and gradients' too, are the host's: masters, of which a device
+    gathers copies."""
+    states = recipe.states
+    kept = replace(states, weight_bytes=0.0, gradient_bytes=0.0, master_bytes=states.weight_bytes)
+    return replace(recipe, states=kept)
+
+
 def sharding_departures(case: Case, rank: int, sharding: Sharding, padding: Padding) -> tuple[Departure, ...]:
     """From stage 3 with everything gathered twice a micro-batch from all ranks."""
     flows = [flow for flow in step_traffic(case, rank) or () if flow.purpose in _SENT]
