@@ -1,5 +1,5 @@
-"""Offload, Megatron's own model, and a folded pipeline, through the launcher, in a tiny case each: the rest of the roster
-is what `make roster` runs."""
+"""Offload, Megatron's own model, and a folded pipeline, through the launcher, in a tiny case each: the rest of the
+roster is what `make roster` runs."""
 
 from __future__ import annotations
 
