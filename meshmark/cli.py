@@ -43,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return parsed.run(parsed) or 0
     except MeshmarkError as error:
-        print(f"meshmark: {error}", file=sys.stderr)
+        from meshmark.report.markdown import visible
+
+        told = "\n".join(visible(line) for line in str(error).splitlines())  # records and file names may say anything
+        print(f"meshmark: {told}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read along, as `head` does, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

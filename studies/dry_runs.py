@@ -34,7 +34,8 @@ Made by `make dry-runs`. One rank of a world of thousands runs its adapter's rea
 group, which answers every collective without a peer; the suites' meters read it and the suites' rules judge it: traffic
 to the byte, by kind and group; states, activations and what is there between two steps within 1 %. Peaks are none of
 this page's: a group that moves nothing holds no buffers, and thousands of shards of so small a model are mostly
-padding, which no peak is planned with. Each world is seen from its first and from its last rank.
+padding, which no peak is planned with; over 16,384 shards alone a rank's step takes gigabytes for it. Each world is
+seen from its first and from its last rank.
 """
 
 
@@ -48,6 +49,7 @@ class Family:
     hidden: int = 64
     layers: int = 1
     vocab_size: int = 256
+    worlds: tuple[int, ...] = WORLDS
 
     def case(self, world: int) -> Case:
         layout = replace(self.layout, dp=world // (self.layout.world_size))
@@ -62,8 +64,8 @@ _LOOPED = Layout(pp=8, num_micro_batches=8, schedule=Schedule.INTERLEAVED, virtu
 FAMILIES = (
     Family(adapter="ddp", layout=Layout(num_micro_batches=2)),
     Family(adapter="ddp-zero1", layout=Layout(zero_stage=1)),
-    Family(adapter="fsdp2", layout=Layout(zero_stage=3, num_micro_batches=2), hidden=32),
-    Family(adapter="fsdp2-hsdp", layout=Layout(zero_stage=3), hidden=32),
+    Family(adapter="fsdp2", layout=Layout(zero_stage=3, num_micro_batches=2), worlds=(1024,)),
+    Family(adapter="fsdp2-hsdp", layout=Layout(zero_stage=3), worlds=(1024,)),
     Family(adapter="tp", layout=Layout(tp=8, num_micro_batches=2)),
     Family(adapter="tp-fsdp2", layout=Layout(tp=8, zero_stage=3, num_micro_batches=2), hidden=256),
     Family(adapter="pipeline", layout=_LINE, layers=16),
@@ -83,7 +85,7 @@ FAMILIES = (
 def runs(worlds: Sequence[int], only: str) -> Iterator[tuple[Case, int]]:
     for world in worlds:
         for family in FAMILIES:
-            if only in family.adapter:
+            if only in family.adapter and world in family.worlds:
                 yield from ((family.case(world), rank) for rank in (0, world - 1))
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from meshmark import environment
 from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
 from meshmark.adapter.engine import RankContext
+from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapter.single import Single
 from meshmark.environment import machine, visible_gpus
 from meshmark.errors import MeshmarkError
@@ -294,6 +295,15 @@ def test_a_framework_that_starts_cuda_when_it_is_imported_is_named(tmp_path: Pat
                 server.await_ready("torch", seconds=60)
         finally:
             server.close()
+
+
+@pytest.mark.parametrize("name", ["megatron", "megatron-gpt", "megatron-gpt-zero1"])
+def test_megatron_s_layers_have_the_one_queue_that_they_rely_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = load_adapter(builtin_adapters()[name])
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert adapter.environment("cpu") == {} and adapter.environment("cuda") == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert adapter.environment("cuda") == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "as its user says"
 
 
 # Where engines put things.

@@ -10,6 +10,7 @@ from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.errors import LayoutError
 from meshmark.reference.data import on_corpus
+from meshmark.run.record import Status
 from meshmark.run.request import Task
 from meshmark.spec.algorithm import ALGORITHMS, AlgorithmKind
 from meshmark.spec.case import Case, Misfit, cell
@@ -46,6 +47,8 @@ class Scenario:
     """Measure memory and traffic."""
     after: str | None = None
     """The scenario that must have run before, for what it leaves."""
+    ends: Status = Status.OK
+    """How it is meant to end."""
 
     def varied(self, base: Case) -> tuple[Case, str | None]:
         """The case that is run; `base` itself with a reason where its layout cannot be laid over the variant."""
@@ -176,7 +179,23 @@ SCENARIOS: dict[str, Scenario] = {
             after="save",
             needs=frozenset({Feature.SAVE, Feature.RESHARD}),
         ),
-        Scenario(name="error", task=Task.FAIL),
+        Scenario(
+            name="lost rank",
+            vary=_scheduled,
+            task=Task.LOSE,
+            steps=RESUMED_STEPS,
+            needs=frozenset({Feature.SAVE}),
+            ends=Status.KILLED,
+        ),
+        Scenario(
+            name="recovery",
+            vary=_scheduled,
+            task=Task.RESUME,
+            steps=RESUMED_STEPS,
+            needs=frozenset({Feature.SAVE}),
+            after="lost rank",
+        ),
+        Scenario(name="error", task=Task.FAIL, ends=Status.RAISED),
     )
 }
 
