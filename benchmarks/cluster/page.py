@@ -10,7 +10,8 @@ from benchmarks.cluster.trial import END_SECONDS
 from meshmark.environment import describe
 from meshmark.report.tables import markdown
 
-_WIDTH = 58
+_WIDTH = 50
+"""So that a row stays one."""
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -24,7 +25,8 @@ def page(rows: Sequence[Row]) -> str:
         f"{len(rows)} trials of the suites under real schedulers on one machine; {good} went as they should.",
         markdown([_cells(row) for row in rows]),
         "*Seconds*: without a fault, what the run took; else from the fault until it was noticed: until no process of "
-        "the job was left on either node, or, where a node or a link is gone, until the survivor's record named it. "
+        "the job was left on either node, or, where a node or a link is gone, until the survivor's record named it; "
+        "of a mistake, from the command to its end. "
         "*Lost*: records that were made and are not there. Where a run was ended and went on, every case has one good "
         "record: what was complete was kept, what was in flight ran again, and no process outlived "
         f"{END_SECONDS:.0f} s.",

@@ -64,7 +64,7 @@ def doctor(slurm: Slurm) -> Row:
     told = [line for line in said.splitlines() if line.startswith("all-reduce of")]
     wrong = [] if code == 0 and "2 nodes, alike" in said and told else [f"ended with {code}: {said[-800:]}"]
     return Row(
-        engine="SLURM, srun meshmark doctor",
+        engine="srun meshmark doctor",
         shape="2 x 2 x 1, loopback",
         seconds=seconds,
         told=" ".join(told),
