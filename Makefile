@@ -20,7 +20,7 @@ help:
 	@echo "make chaos    faults by the hundred while suites run: reports/chaos.md; make fuzz: odd inputs for longer"
 	@echo "make cluster-test   the suites under a real SLURM, and under its faults: reports/cluster.md (root)"
 	@echo "make size     gpt2-124m is judged within 10 minutes and 12 GiB, under every adapter (SIZED=ddp,fsdp2)"
-	@echo "make bench    performance claims: launch, overhead, report scale"
+	@echo "make bench    performance claims: launch, overhead, report, plan, growth with ranks"
 	@echo "make gpu      run on this machine's GPU with its own python (PYTHON=...), in pieces (gpu.mk), leave GPU_OUT"
 	@echo "make roster   every adapter, variants too, by capability: reports/roster.md"
 	@echo "make lint types docs clean"
@@ -71,7 +71,7 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: install
-	status=0; for name in launch overhead report; do $(BIN)/python -m benchmarks.$$name || status=1; done; exit $$status
+	status=0; for name in launch overhead report plan scale; do $(BIN)/python -m benchmarks.$$name || status=1; done; exit $$status
 
 clean:
 	rm -rf $(VENV) results build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,5 +1,5 @@
 # The planner's reports; included by the Makefile, whose `install` and `BIN` they use.
-.PHONY: tables twins validate
+.PHONY: tables twins validate dry-runs
 # Fails where a table is further off than studies/tables_goals.py lets it be (TITLE: VALUE bound BOUND held|BROKEN).
 tables: install
 	$(BIN)/python -m studies.tables
@@ -20,3 +20,7 @@ validate: install
 convergence: install
 	$(BIN)/python -m pytest -q suites/test_convergence.py --results results/convergence; status=$$?; \
 	$(BIN)/python -m studies.convergence && exit $$status
+
+# Theory at 1,024 and 16,384 ranks, each seen from single ranks under PyTorch's fake process group; reports/dry-runs.md.
+dry-runs: install
+	$(BIN)/python -m studies.dry_runs

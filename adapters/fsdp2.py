@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -16,20 +17,34 @@ from meshmark.adapter.contract import Adapter, Track
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, configure
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
+from meshmark.errors import AdapterError
 from meshmark.reference.build import build_model, parameter_shapes
 from meshmark.reference.initial import Block, initial_value
 from meshmark.reference.model import Model
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
+from meshmark.spec.layout import Offload
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.flow import Departure, Flow, Purpose, departing
-from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.sharding import Padding, Sharding, neighbours, sharded_recipe, sharding_departures
+from meshmark.theory.recipe import StateBytes, TrainingRecipe, eager_recipe
+from meshmark.theory.sharding import (
+    Padding,
+    Sharding,
+    neighbours,
+    offloaded_recipe,
+    sharded_recipe,
+    sharding_departures,
+)
+from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import step_traffic
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor  # a second, which only ranks should take
+if TYPE_CHECKING:  # a second or more, which only ranks should take
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.tensor import DTensor
+
+ROWS = "a tensor's rows are padded to a multiple of the ranks"
 
 
 class FSDP2Engine(DataParallelEngine):
@@ -64,6 +79,10 @@ class FSDP2(Adapter):
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         return sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        return row_remainders(case, rank, cls.sharding, cls.recipe(case).states)
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
@@ -103,6 +122,36 @@ class FSDP2HSDP(FSDP2):
     sharding: ClassVar = Sharding(replicas=2)
 
 
+class FSDP2Offload(FSDP2):
+    """`CPUOffloadPolicy`: shards of weights, gradients and moments are in the host's memory, and the host updates them;
+    the device has gathered weights and activations alone."""
+
+    capabilities: ClassVar = dataclasses.replace(
+        FSDP2.capabilities,
+        offloads=frozenset({Offload.CPU}),
+        devices=frozenset({"cpu"}),  # of a GPU not tried
+    )
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        return offloaded_recipe(super().recipe(case))
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        return row_remainders(case, rank, cls.sharding, super().recipe(case).states)
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        """On a CPU nothing that is measured would tell whether the policy was heeded."""
+        from torch.distributed.fsdp import FSDPModule
+
+        engine = super().build(case, context)
+        assert isinstance(engine, FSDP2Engine)
+        units = [part for part in engine.module.modules() if isinstance(part, FSDPModule)]
+        if not units or not all(p.offload_to_cpu for unit in units for p in _sharded_parameters(unit)):
+            raise AdapterError(f"rank {context.rank}: fully_shard offloads not everything, which it was asked for")
+        return engine
+
+
 class FSDP2Recommended(FSDP2):
     """As PyTorch's tutorial has it: `fully_shard(block)` and `fully_shard(model)` with nothing else said, which keeps
     what is in no block whole from forward to backward."""
@@ -111,13 +160,44 @@ class FSDP2Recommended(FSDP2):
     sharding: ClassVar = Sharding(reshards_root=False)
 
 
+def row_remainders(case: Case, rank: int, sharding: Sharding, states: StateBytes) -> tuple[Remainder, ...]:
+    """Of shards that `sharding` makes over the data-parallel ranks."""
+    shards = case.layout.dp // sharding.replicas
+    shapes = parameter_shapes(case.workload.model)
+    dealt = dealt_rows(shapes, shards, case.layout.coordinates(rank).dp % shards, states)
+    return (*dealt, mesh_remainder(case))
+
+
+def mesh_remainder(case: Case) -> Remainder:
+    """PyTorch's, which ranks of thousands notice."""
+    return Remainder(category="steady", num_bytes=4.0 * case.world_size, reason="a device mesh lists all ranks")
+
+
+def dealt_rows(
+    shapes: Mapping[str, tuple[int, ...]], shards: int, index: int, states: StateBytes
+) -> tuple[Remainder, ...]:
+    """Beyond an even share: rows are dealt out whole, as many to each shard until there are none left, and parameters
+    and gradients are padded to that many on all. A thousand ranks notice: few tensors have a multiple of their rows."""
+    padded = dealt = 0.0
+    for rows, *row in shapes.values():
+        most = -(-rows // shards)
+        padded += (most - rows / shards) * math.prod(row)
+        dealt += (min(max(rows - index * most, 0), most) - rows / shards) * math.prod(row)
+    found = {
+        "parameters": states.weight_bytes * padded,
+        "gradients": states.gradient_bytes * padded,
+        "optimizer_states": states.moment_bytes * dealt,
+    }
+    return tuple(Remainder(category=name, num_bytes=more, reason=ROWS) for name, more in found.items() if more)
+
+
 def fsdp2_departures(case: Case, rank: int, sharding: Sharding) -> tuple[Departure, ...]:
     flows, shapes = step_traffic(case, rank), parameter_shapes(case.workload.model)
     shards = case.layout.dp // sharding.replicas
     padding = {name: -rows % shards * math.prod(row) for name, (rows, *row) in shapes.items()}
     of_root = sum(elements for name, elements in padding.items() if not name.startswith("blocks."))
     of_blocks = sum(padding.values()) - of_root
-    rows, norms = "a tensor's rows are padded to a multiple of the ranks", "every tensor's norm is reduced by itself"
+    norms = "every tensor's norm is reduced by itself"
 
     def by_tensor(norm: Flow) -> Flow:
         own = neighbours(norm, sharding.replicas, rank)
@@ -125,14 +205,14 @@ def fsdp2_departures(case: Case, rank: int, sharding: Sharding) -> tuple[Departu
 
     return (
         *departing(flows, Purpose.NORM, norms, by_tensor),
-        *sharding_departures(case, rank, sharding, Padding(root=of_root, blocks=of_blocks, reason=rows)),
+        *sharding_departures(case, rank, sharding, Padding(root=of_root, blocks=of_blocks, reason=ROWS)),
     )
 
 
 def shard(model: Model, case: Case, context: RankContext, sharding: Sharding) -> None:
     """Shard a model on the meta device over all ranks, block by block, and fill the shards with initial values."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     shards = case.layout.dp // sharding.replicas
     sizes, names = ((sharding.replicas, shards), ("replicas", "shards")) if sharding.replicas > 1 else ((shards,), None)
@@ -140,14 +220,20 @@ def shard(model: Model, case: Case, context: RankContext, sharding: Sharding) ->
     low = AUTOCAST.get(case.precision.compute)
     reduced = getattr(torch, case.precision.reduction)
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else MixedPrecisionPolicy()
+    home = CPUOffloadPolicy(pin_memory=False) if case.layout.offload is Offload.CPU else OffloadPolicy()
     after = sharding.resharded_over or sharding.reshards_blocks
     for block in model.blocks.values():
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=after)
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=home, reshard_after_forward=after)
     # PyTorch's default leaves the root whole between forward and backward, which is not quite ZeRO-3.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.reshards_root)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=home, reshard_after_forward=sharding.reshards_root)
     model.to_empty(device=context.device)
     fill_shards(model, case)
     model.initialize_buffers()
+
+
+def _sharded_parameters(unit: FSDPModule) -> list[FSDPParam]:
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return group.fsdp_params if group else []
 
 
 @torch.no_grad()

@@ -60,21 +60,19 @@ class PipelineEngine(Engine):
         layout, spec, rank = case.layout, case.workload.transformer, context.rank
         self.stands = layout.coordinates(rank)
         num_stages = layout.pp * layout.virtual_stages
-        own = range(self.stands.pp, num_stages, layout.pp)
+        own = layout.stages_of(self.stands.pp)
         self.first, self.last = own[0] == 0, own[-1] == num_stages - 1
         self.chunks = [_chunk(case, stage_layers(spec, num_stages, index), context.device) for index in own]
         parts = [self.make_part(chunk) for chunk in self.chunks]
         self.model = _joined(self.chunks)
         self.optimizer = build_optimizer(case.workload.optimizer, self.model.named_parameters())
         self.learning_rates = build_schedule(case.workload.optimizer, self.optimizer)
-        pipelines = [layout.group("pp", other) for other in range(layout.world_size)]
+        pipelines = layout.all_spanned(("pp",))
         replicated = layout.dp > 1
-        self.pipeline = _own_group(pipelines, rank) if layout.world_size > layout.pp else None
-        self.replicas = (
-            _own_group([layout.group("dp", r) for r in range(layout.world_size)], rank) if replicated else None
-        )
+        self.pipeline = own_group(pipelines, rank) if layout.world_size > layout.pp else None
+        self.replicas = own_group(layout.all_spanned(("dp",)), rank) if replicated else None
         split = spec.tied_embeddings and layout.pp > 1
-        self.tied_group = _own_group([(ranks[0], ranks[-1]) for ranks in pipelines], rank) if split else None
+        self.tied_group = own_group([(ranks[0], ranks[-1]) for ranks in pipelines], rank) if split else None
         self.stages = [
             PipelineStage(part, index, num_stages, context.device, group=self.pipeline)
             for index, part in zip(own, parts, strict=True)
@@ -193,7 +191,7 @@ def _joined(chunks: Sequence[Transformer]) -> Transformer:
     return joined
 
 
-def _own_group(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
+def own_group(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
     """Of `groups`, each made once, the one that has `rank` in it. Every rank must call this with the same."""
     own: dist.ProcessGroup | None = None
     for ranks in dict.fromkeys(groups):

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapters.pipeline import Part, Pipeline, PipelineEngine
+from meshmark.adapters.fsdp2 import mesh_remainder
+from meshmark.adapters.pipeline import Part, Pipeline, PipelineEngine, own_group
 from meshmark.adapters.tensor_parallel import parallelize
 from meshmark.reference.data import Batch
 from meshmark.reference.transformer import Transformer
@@ -27,7 +28,7 @@ from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import uniform_stages
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder, local_parameters
-from meshmark.theory.traffic import spanned, step_traffic
+from meshmark.theory.traffic import step_traffic
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,9 +48,7 @@ class PipelineNDEngine(PipelineEngine):
         self.mesh: DeviceMesh = init_device_mesh(context.device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
         super().__init__(case, context)
         axes: tuple[Axis, ...] = ("tp", "pp", "dp") if layout.zero_stage else ("tp", "pp")
-        groups = {spanned(layout, rank, axes) for rank in range(layout.world_size)}
-        made = {ranks: dist.new_group([*ranks]) for ranks in sorted(groups)}
-        self.share_holders = made[spanned(layout, context.rank, axes)]
+        self.share_holders = own_group(layout.all_spanned(axes), context.rank)
 
     def make_part(self, chunk: Transformer) -> Part:
         from torch.distributed.fsdp import fully_shard
@@ -141,7 +140,8 @@ class PipelineTensorParallel(Pipeline):
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         more = _unsplit(case, rank) * case.precision.accumulation.itemsize
-        return (Remainder(category="gradients", num_bytes=more, reason=_WHOLE),) if more else ()
+        whole = [Remainder(category="gradients", num_bytes=more, reason=_WHOLE)] if more else []
+        return (*whole, mesh_remainder(case))
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
@@ -161,7 +161,7 @@ class PipelineFSDP2(PipelineTensorParallel):
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        return ()
+        return (mesh_remainder(case),)
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:

@@ -1,17 +1,22 @@
-"""Pipelines of several stages a rank in PyTorch's other orders than interleaved 1F1B: looped breadth-first, and with a
-zero bubble."""
+"""Pipelines of several stages a rank in PyTorch's other orders than interleaved 1F1B: looped breadth-first, with a zero
+bubble, and folded into a V, so that the first rank holds both ends."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import ClassVar
 
+from meshmark.adapter.capabilities import Feature
 from meshmark.adapters.pipeline import Pipeline
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.theory.activations import num_in_flight, passes_in_flight_bytes
 from meshmark.theory.grid import Column, layout_grid
 from meshmark.theory.states import Remainder, micro_batch_tokens
+
+_INPUTS = "gradients of stages' inputs are kept until the next step, for the backward pass is in two parts"
+
+_HANDED = "outputs, and their gradients, that go from one stage to the next on the same rank stay until the next step"
 
 
 class LoopedBFS(Pipeline):
@@ -64,8 +69,7 @@ class InterleavedZeroBubble(LoopedBFS):
         layout, width = case.layout, case.precision.wide.itemsize
         inputs = layout.num_micro_batches * (layout.virtual_stages - (layout.coordinates(rank).pp == 0))
         num_bytes = inputs * micro_batch_tokens(case) * case.workload.model.hidden * width
-        reason = "gradients of stages' inputs are kept until the next step, for the backward pass is in two parts"
-        return (*super().remainders(case, rank), Remainder(category="steady", num_bytes=num_bytes, reason=reason))
+        return (*super().remainders(case, rank), Remainder(category="steady", num_bytes=num_bytes, reason=_INPUTS))
 
     @classmethod
     def in_flight(cls, layout: Layout, index: int, usual: Column) -> Column:
@@ -75,3 +79,59 @@ class InterleavedZeroBubble(LoopedBFS):
     @classmethod
     def logits_held(cls, layout: Layout) -> int:
         return 1
+
+
+class ZeroBubbleV(Pipeline):
+    """ZB-V (arXiv:2401.10241 sec. 6): stages i and 2p - 1 - i lie together, weights' gradients fill the bubble."""
+
+    capabilities: ClassVar = dataclasses.replace(
+        Pipeline.capabilities,
+        schedules=frozenset({Schedule.INTERLEAVED}),
+        virtual_stages=frozenset({2}),
+        folded=True,
+        lacks={
+            **Pipeline.capabilities.lacks,
+            Feature.TIED_EMBEDDINGS: "one rank would hold the weight in both of its stages; not mapped",
+        },
+    )
+    interleaving: ClassVar = "ZBVZeroBubble"
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        layout = case.layout
+        if layout.folded and layout.num_micro_batches < 2 * layout.pp:
+            return f"a V takes twice as many micro-batches as ranks, got {layout.num_micro_batches} for pp {layout.pp}"
+        return super().supports(case, device, backend)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        """The first stage's inputs have no gradients; those of a stage after one on the same rank are handed over."""
+        layout, width = case.layout, case.precision.wide.itemsize
+        index = layout.coordinates(rank).pp
+        first, second = layout.stages_of(index)
+        counts, together = cls.in_two_parts(layout, index), second == first + 1
+        inputs = counts[0] * (first > 0) + counts[1] * (not together)
+        each = micro_batch_tokens(case) * case.workload.model.hidden * width
+        handed = 2 * layout.num_micro_batches * each * together
+        return (
+            Remainder(category="steady", num_bytes=inputs * each, reason=_INPUTS),
+            *([Remainder(category="steady", num_bytes=handed, reason=_HANDED)] if handed else []),
+        )
+
+    @classmethod
+    def in_two_parts(cls, layout: Layout, index: int) -> tuple[int, int]:
+        """Of each of a rank's stages, backward passes whose gradients of weights come later."""
+        return layout.num_micro_batches, layout.num_micro_batches
+
+
+class DualPipeV(ZeroBubbleV):
+    """DualPipe (arXiv:2412.19437 sec. 3.2.1) folded into a V: forward passes of one stage beside backward passes of the
+    other."""
+
+    interleaving: ClassVar = "DualPipeV"
+
+    @classmethod
+    def in_two_parts(cls, layout: Layout, index: int) -> tuple[int, int]:
+        """Where the bubble is: while a rank waits for those after it, and in the second half of its last passes."""
+        after = layout.pp - 1 - index
+        return after + (index + 2) // 2, after + (index + 1) // 2

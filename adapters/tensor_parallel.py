@@ -1,5 +1,5 @@
 """PyTorch's tensor parallelism, `parallelize_module`: linear layers by columns and rows, embedding and head by
-vocabulary, with `loss_parallel`; with or without `SequenceParallel`, over replicas or over FSDP2's shards (2-D)."""
+vocabulary, the loss parallel in it (`loss_parallel`) or not; with or without `SequenceParallel`, over replicas."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import DataParallelEngine, configure
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.adapters.fsdp2 import fill_shards
-from meshmark.reference.build import parameter_shapes
+from meshmark.adapters.fsdp2 import fill_shards, mesh_remainder
 from meshmark.reference.data import Batch
 from meshmark.reference.initial import initial_value
 from meshmark.reference.objective import build_optimizer
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Axis
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.flow import Departure, Flow, Purpose, besides, departing
@@ -36,7 +34,7 @@ from meshmark.theory.traffic import step_traffic
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh  # some seconds, which only ranks should take
 
-_NORMS = "every split tensor's norm is reduced by itself"
+NORMS = "every split tensor's norm is reduced by itself"
 _WHOLE = "the gradient of an embedding that is split by rows is whole on every rank"
 
 
@@ -44,11 +42,11 @@ class TensorParallelEngine(DataParallelEngine):
     """Every tensor-parallel rank computes the same loss of its replica's rows; the first one returns it. Replicas, if
     any, reduce their gradients by an all-reduce of each, once a step."""
 
-    def __init__(
-        self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh
-    ) -> None:
+    replicas: dist.ProcessGroup | None = None
+    """The ranks that hold the same parts."""
+
+    def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(case, context, module, optimizer)
-        self.replicas = mesh["dp"].get_group() if case.layout.dp > 1 and not case.layout.zero_stage else None
         self.first = case.layout.coordinates(context.rank).tp == 0
 
     def backward(self, batch: Batch) -> Tensor:
@@ -141,9 +139,8 @@ class TensorParallel(Adapter):
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         more = _unsplit(case) * case.precision.accumulation.itemsize
-        return tuple(
-            Remainder(category=category, num_bytes=more, reason=_WHOLE) for category in ("gradients", "peak") if more
-        )
+        whole = [Remainder(category=name, num_bytes=more, reason=_WHOLE) for name in ("gradients", "peak") if more]
+        return (*whole, mesh_remainder(case))
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
@@ -153,10 +150,10 @@ class TensorParallel(Adapter):
 
         def by_tensor(norm: Flow) -> Flow:
             whole = 1  # the embedding's gradient
-            return replace(norm, num_bytes=norm.num_bytes * (_num_split(case) - whole), fewest=2, most=2)
+            return replace(norm, num_bytes=norm.num_bytes * (num_split(case) - whole), fewest=2, most=2)
 
         return (
-            *departing(flows, Purpose.NORM, _NORMS, by_tensor),
+            *departing(flows, Purpose.NORM, NORMS, by_tensor),
             *besides(flows, Purpose.GRADIENTS, share, _WHOLE),
         )
 
@@ -169,70 +166,47 @@ class TensorParallel(Adapter):
             model = configure(Transformer(case.workload.transformer), case)
         if case.precision.master is Dtype.FP64:
             model.double()
-        parallelize(model, mesh["tp"], sequence_parallel=layout.sequence_parallel)
-        self.shard(model, mesh)
+        parallelize(
+            model, mesh["tp"], sequence_parallel=layout.sequence_parallel, whole_logits=self.recipe(case).whole_logits
+        )
+        self.shard(model, mesh["dp"])
         model.to_empty(device=context.device)
         fill(model, case)
         optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
-        return TensorParallelEngine(case, context, model, optimizer, mesh)
+        engine = TensorParallelEngine(case, context, model, optimizer)
+        if layout.dp > 1 and not layout.zero_stage:
+            engine.replicas = mesh["dp"].get_group()
+        return engine
 
     def shard(self, model: Transformer, mesh: DeviceMesh) -> None:
-        """Over data-parallel ranks: replicas share nothing."""
+        """Over the mesh of data-parallel ranks: replicas share nothing."""
 
 
-class TensorParallelFSDP2(TensorParallel):
-    """2-D: what tensor parallelism splits, FSDP2 shards again over data-parallel ranks, block by block."""
-
-    capabilities: ClassVar = replace(
-        TensorParallel.capabilities, zero_stages=frozenset({3}), precisions=frozenset({Precision.FP32})
-    )
-
-    @classmethod
-    def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        if min(case.layout.dp, case.layout.tp) < 2:
-            return f"2-D takes two axes, got {case.layout.id}"
-        return super().supports(case, device, backend)
+class TensorParallelWholeLoss(TensorParallel):
+    """Without `loss_parallel`: logits are gathered, and every rank computes the loss over the whole vocabulary."""
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        using = eager_recipe(case, "eager-fsdp2")
-        return replace(using, backward=replace(using.backward, loss_tensors=3.0))
-
-    @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        return ()
+        return replace(eager_recipe(case), whole_logits=True)
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
-        """Over data-parallel ranks one call for every way in which tensors are split, over tensor-parallel ones for
-        those that split by rows and by columns."""
-        layout, tensors = case.layout, len(parameter_shapes(case.workload.model))
-        norms = [flow for flow in step_traffic(case, rank) or () if flow.purpose is Purpose.NORM]
-        ways = 4 if case.workload.model.family is Family.GPT else 3  # biases of what is split by columns are whole
-        width = case.precision.wide.itemsize
+        """One gathering in the place of three scalars a token."""
+        vocab = case.workload.transformer.vocab_size
 
-        def along(axis: Axis, norm: Flow, count: int, calls: int) -> Flow:
-            ranks = layout.group(axis, rank)
-            return replace(norm, axes=axis, ranks=ranks, num_bytes=width * count, fewest=calls, most=calls)
+        def gathered(flow: Flow) -> Flow:
+            calls = flow.most // 3
+            num_bytes = flow.num_bytes // 3 * vocab
+            return replace(flow, kind="all_gather", num_bytes=num_bytes, fewest=calls, most=calls)
 
-        return tuple(
-            Departure(
-                instead_of=(norm,),
-                sends=(along("tp", norm, _num_split(case), 2), along("dp", norm, tensors, ways)),
-                reason=_NORMS,
-            )
-            for norm in norms
+        reason = "logits are gathered for a loss that is not parallel in the vocabulary"
+        return (
+            *super().departures(case, rank),
+            *departing(step_traffic(case, rank), Purpose.LOSS, reason, gathered),
         )
 
-    def shard(self, model: Transformer, mesh: DeviceMesh) -> None:
-        from torch.distributed.fsdp import fully_shard
 
-        for block in model.blocks.values():
-            fully_shard(block, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
-
-
-def _num_split(case: Case) -> int:
+def num_split(case: Case) -> int:
     """Tensors that tensor parallelism splits: embedding and head, products by columns and their biases, and by rows."""
     model = case.workload.transformer
     by_columns = 8 if model.family is Family.GPT else 5
@@ -245,9 +219,10 @@ def _unsplit(case: Case) -> int:
     return model.vocab_size * model.hidden // tp * (tp - 1)
 
 
-def parallelize(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+def parallelize(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, whole_logits: bool = False) -> None:
     """`parallelize_module` of a model, or of a stage's part of it, in PyTorch's own styles. Between regions the
-    residual stream is whole on every rank or, with sequence parallelism, split by tokens."""
+    residual stream is whole on every rank or, with sequence parallelism, split by tokens. `whole_logits`: gathered for
+    a loss that knows of no axis."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -263,7 +238,10 @@ def parallelize(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool
     if model.embedding is not None:
         plan["embedding.tokens"] = RowwiseParallel(input_layouts=Replicate())
     if model.head is not None:
-        plan["head.output"] = ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
+        outputs = Replicate() if whole_logits else Shard(-1)
+        plan["head.output"] = ColwiseParallel(
+            input_layouts=stream, output_layouts=outputs, use_local_output=whole_logits
+        )
     for block in (f"blocks.{index}" for index in model.blocks):
         for part, outer in (("attention", "out"), ("feed_forward", "down")):
             if sequence_parallel:

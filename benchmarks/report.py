@@ -30,13 +30,13 @@ START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 def main() -> int:
     met = []
     for name, command, goal in (("help", ("meshmark", "--help"), 0.3), ("collect", COLLECT, 1.5)):
-        took = min(_seconds(*command)[0] for _ in range(TRIES))
+        took = min(processor_seconds(*command)[0] for _ in range(TRIES))
         met.append(verdict(f"{name}_seconds", took, goal, at_least=False))
     sizes = (("5000_cases", 5_000, 5.0), ("100000_runs", 100_000, 60.0), ("100000_cases", 100_000, 60.0))
     for name, count, seconds in sizes:
         with tempfile.TemporaryDirectory() as folder:
             write_records(Path(folder), count, new_cases=name.endswith("cases"))
-            took, held = _seconds("meshmark", "report", folder)
+            took, held = processor_seconds("meshmark", "report", folder)
         met.append(verdict(f"report_{name}_seconds", took, seconds, at_least=False))
         met.append(verdict(f"report_{name}_gigabytes", held / 1e9, 1.0, at_least=False))
     return 0 if all(met) else 1
@@ -62,7 +62,7 @@ def write_records(folder: Path, count: int, new_cases: bool) -> None:
             file.write(json.dumps(record) + "\n")
 
 
-def _seconds(*arguments: str) -> tuple[float, int]:
+def processor_seconds(*arguments: str) -> tuple[float, int]:
     """Processor seconds and the most bytes of memory that one command takes; bytecode is kept, as it is by default."""
     command = [sys.executable, "-m", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}

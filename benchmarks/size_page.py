@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from meshmark.judge.sample import unsampled
 from meshmark.reference.build import parameter_shapes
 from meshmark.report.markdown import inline, table
 from meshmark.report.tables import Rows, bytes_text
@@ -15,7 +16,8 @@ from meshmark.run.record import Record
 _NOTES = """Every case is judged by a sample ([reading.md](../docs/reading.md)): every tensor of the steps that *judged*
 names, by the noise of so many runs. *sees from*: the smallest relative error of a gradient that this verdict would have
 caught. *beside*: the most memory that bringing tensors together took on any rank beside what the engine held, told also
-in largest tensors of the model. **broken** engines are wrong on purpose: *no* is right.
+in largest tensors of the model; it is to be two. What is sharded unevenly and gathered by gloo takes half of one more:
+the padded part, the whole, and gloo's copy of it. **broken** engines are wrong on purpose: *no* is right.
 
 *Seconds* and *CPU seconds* are of all an adapter's processes, imports among them; *launches* are its cases alone, as
 their records tell. What lies between is above all the noise, measured once for each number of micro-batches.
@@ -33,15 +35,17 @@ class Cost(Protocol):
     load: float
 
 
-def page(records: Sequence[Record], costs: Mapping[str, Cost], broken: Container[str], made_on: str) -> str:
-    """Markdown; `broken` names adapters that are wrong on purpose, `made_on` the machine."""
+def page(records: Sequence[Record], costs: Mapping[str, Cost], adapters: Mapping[str, bool], made_on: str) -> str:
+    """Markdown; `adapters`: those that are to be here, and whether each is wrong on purpose; `made_on`: the machine."""
     count = Counter(record.environment.commit for record in records)
     commits = ", ".join(f"{number} records at {commit}" for commit, number in count.items()) or "no records"
+    missing = [inline(name) for name in adapters if name not in {record.case.adapter for record in records}]
     models = sorted({_model(record) for record in records})
     parts = [
         "# At the size that people run",
         f"Made by `make size` on {inline(made_on)}, of {commits}: {'; '.join(models)}.",
-        table([_verdict(record, record.case.adapter in broken) for record in records]) or "Nothing was run.",
+        table([_verdict(record, adapters.get(record.case.adapter, False)) for record in records]) or "Nothing was run.",
+        f"**Not run, so not judged:** {', '.join(missing)}." if missing else "",
         table(_took(records, costs)),
         _NOTES,
     ]
@@ -58,7 +62,7 @@ def _verdict(record: Record, broken: bool) -> dict[str, object]:
     found, verdict = record.equivalence, record.verdict("equivalence")
     correct = "not judged" if verdict is None else "cannot tell" if verdict.undecided else "no"
     correct = "yes (sampled)" if verdict and verdict.passed else correct
-    why = verdict.summary if verdict else f"{record.outcome.status}: {record.outcome.message}"
+    why = verdict.summary if verdict else f"{record.outcome.status}: {record.outcome.message or unsampled(record.case)}"
     limit = verdict.evidence.get("detection_limit") if verdict else None
     most = max(found.gathering_bytes, default=None)
     return {
@@ -85,7 +89,7 @@ def _took(records: Sequence[Record], costs: Mapping[str, Cost]) -> Rows:
             "adapter": inline(name),
             "seconds": f"{cost.seconds:.0f}",
             "launches": f"{sum(r.launch.seconds for r in records if r.case.adapter == name):.0f}",
-            "CPU seconds": f"{cost.cpu_seconds:.0f}",
+            "CPU seconds": f"{cost.cpu_seconds:.0f}" if cost.cpu_seconds else "–",
             "peak": bytes_text(cost.peak_bytes),
             "load": f"{cost.load:.1f}" if cost.load else "–",
         }

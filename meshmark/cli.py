@@ -43,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return parsed.run(parsed) or 0
     except MeshmarkError as error:
-        print(f"meshmark: {error}", file=sys.stderr)
+        from meshmark.report.markdown import visible
+
+        told = "\n".join(visible(line) for line in str(error).splitlines())  # records and file names may say anything
+        print(f"meshmark: {told}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read along, as `head` does, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -83,7 +86,7 @@ def _add_cases(cases: argparse.ArgumentParser) -> None:
         "--adapter", action="append", default=[], metavar="FILE.py:CLASS", help="an adapter from outside the repo"
     )
     cases.add_argument("--world", metavar="N,M", help="world sizes (default: 2)")
-    cases.add_argument("--layouts", metavar="ID,ID", help="these in the place of the matrix's, such as dp2.tp2.mb4")
+    cases.add_argument("--layouts", metavar="ID,ID", help="these, such as dp2.tp2.mb4; auto: a covering set")
     cases.add_argument("--model", metavar="KEY=N,...", help="the workload's model in another size, or a FILE.json")
     cases.add_argument(
         "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
@@ -195,7 +198,7 @@ def _doctor() -> None:
 
 
 def _cases(parsed: argparse.Namespace) -> None:
-    from meshmark.adapter.matrix import matrix
+    from meshmark.adapter.matrix import counts, matrix
     from meshmark.adapter.registry import load_adapter
     from meshmark.options import chosen_adapters, chosen_layouts, chosen_workloads, split_values
     from meshmark.spec.case import Case, expect_fit
@@ -215,4 +218,5 @@ def _cases(parsed: argparse.Namespace) -> None:
         else:
             reason = cell.reason
         print(f"{cell.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())
+    print(counts(adapters, worlds, cells))
     print(f"{len(cells)} cases")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from meshmark.adapter.matrix import AUTO, LayoutChoice
 from meshmark.adapter.registry import core_adapters, known_adapters, outside_name, select
 from meshmark.errors import InputError
-from meshmark.spec.layout import Layout
 from meshmark.spec.layout_id import parse_layout
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.model_text import described_model, is_description
@@ -47,10 +47,11 @@ def chosen_adapters(patterns: str | None, outside: list[str]) -> dict[str, str]:
     return select(named, known_adapters(), core_adapters()) | own
 
 
-def chosen_layouts(world: str | None, layouts: str | None) -> tuple[list[int], list[Layout] | None]:
-    """World sizes of `--world` (2 by default), and no layouts; or the layouts of `--layouts` with theirs."""
-    if layouts is None:
-        return [positive("--world", text) for text in split_values("--world", "2" if world is None else world)], None
+def chosen_layouts(world: str | None, layouts: str | None) -> tuple[list[int], LayoutChoice]:
+    """World sizes of `--world` (2 by default), and no layouts or `auto`; or the layouts of `--layouts` with theirs."""
+    if layouts is None or layouts.strip() == AUTO:
+        worlds = [positive("--world", text) for text in split_values("--world", "2" if world is None else world)]
+        return worlds, None if layouts is None else AUTO
     if world is not None:
         raise InputError(f"--world {world} and --layouts {layouts!r}: give one of them; layouts say how many ranks")
     parsed = [parse_layout(text) for text in split_values("--layouts", layouts)]

@@ -7,14 +7,11 @@ import os
 import shlex
 from collections.abc import Iterator
 
-from meshmark.adapter.registry import known_adapters, load_adapter
 from meshmark.errors import InputError
-from meshmark.options import DEFAULT_WORKLOAD, chosen_workloads
 from meshmark.plan import cli
 from meshmark.plan.arguments import framework_given
 from meshmark.plan.frameworks import FRAMEWORKS
 from meshmark.plan.search import Search
-from meshmark.run.gpus import num_gpus
 from meshmark.spec.case import Case, cell
 from meshmark.spec.layout_id import parse_layout
 from meshmark.spec.model_text import describe
@@ -60,6 +57,9 @@ def suite_arguments(found: Search, adapter: str) -> list[str]:
 
     Raises `InputError` when it takes none, and when there are more ranks than this machine can run.
     """
+    from meshmark.adapter.registry import known_adapters, load_adapter  # with PyTorch, which no plan takes
+    from meshmark.run.gpus import num_gpus
+
     model, grid = found.prediction.model, found.prediction.grid
     ranks, there = int(grid.num_gpus[0]), num_gpus() or _RANKS_A_CORE * (os.cpu_count() or 1)
     reason = ""
@@ -82,6 +82,8 @@ def suite_arguments(found: Search, adapter: str) -> list[str]:
 
 def _tried(found: Search, adapter: str) -> Iterator[Case]:
     """In the plan's arithmetic first, and in fp32, which every adapter has."""
+    from meshmark.options import DEFAULT_WORKLOAD, chosen_workloads
+
     grid, model = found.prediction.grid, found.prediction.model
     (work,) = chosen_workloads(DEFAULT_WORKLOAD, describe(model), int(grid.global_batch[0]))
     for precision in dict.fromkeys((found.prediction.recipe.arithmetic, "fp32")):

@@ -10,11 +10,12 @@ from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
+from meshmark.adapter.matrix import counts
 from meshmark.asked_files import OPTIONAL, with_asked
 from meshmark.conformance.scenario import plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.environment import describe
-from meshmark.errors import ClusterError, LayoutError, ResultsError
+from meshmark.errors import ClusterError, InputError, ResultsError
 from meshmark.expect import expect_ran
 from meshmark.progress import Progress
 from meshmark.pytest_entry import asks_for_suites
@@ -27,7 +28,7 @@ from meshmark.run.record_file import read_records
 from meshmark.run.resume import Held, is_known
 from meshmark.run.runner import Runner
 from meshmark.run.throughput import values_of
-from meshmark.selection import Selection, add_options, crowding, selection
+from meshmark.selection import SELECTION, Selection, add_options, crowding, expect_spread, selection
 from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
 
 pytest_plugins = ["meshmark.session_log", "meshmark.long_run", "meshmark.shard", "meshmark.github"]
@@ -94,10 +95,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cells = [p[name] for p in parameters for name in ("case", "conforming") if name in p]
     try:
         expect_fit([cell for cell in cells if isinstance(cell, Cell)])
+        expect_spread(selection(config), {cell.world_size for cell in cells if isinstance(cell, Case)})
         if cells and (keeper := selection(config).gatekeeper):
             expect_cases(keeper, {cell.id for cell in cells if isinstance(cell, Case)})
-    except (LayoutError, ResultsError) as error:
+    except InputError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str:
+    """How much of what there is this session tries."""
+    cells, chosen = config.stash.get(CELLS, []), config.stash.get(SELECTION, None)
+    return counts(chosen.adapters, chosen.worlds, cells) if cells and chosen else ""
 
 
 class Hooks:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from meshmark.adapter.contract import Adapter
+from meshmark.adapter.matrix import LayoutChoice
 from meshmark.adapter.registry import load_adapter
 from meshmark.conformance.gap_file import read_gaps
 from meshmark.environment import DEFAULT_THREADS, describe
@@ -34,7 +36,6 @@ from meshmark.run.launchers import LAUNCHERS
 from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.runner import RunOptions
 from meshmark.run.scheduler import cluster_of
-from meshmark.spec.layout import Layout
 from meshmark.spec.layout_id import GLOSSARY
 from meshmark.spec.model_text import KEYS
 from meshmark.spec.precision import Precision, precision
@@ -50,7 +51,7 @@ class Selection:
     adapters: dict[str, type[Adapter]]
     worlds: list[int]
     """Those of `layouts`, where they are given."""
-    layouts: list[Layout] | None
+    layouts: LayoutChoice
     """None takes the matrix's."""
     workloads: list[Workload]
     global_batch: int | None
@@ -95,7 +96,8 @@ def add_options(parser: pytest.Parser) -> None:
         "--layouts",
         default=None,
         metavar="ID,ID",
-        help="these layouts in the place of the matrix's, by the ids that reports print, such as dp2.tp2.mb4; "
+        help="these layouts in the place of the matrix's, by the ids that reports print, such as dp2.tp2.mb4, or auto: "
+        "of each world size, few by which every two choices that an adapter supports come together; "
         + "; ".join(f"{part}: {meaning}" for part, meaning in GLOSSARY.items()),
     )
     group.addoption("--device", default="cpu", help="cpu or cuda (default: cpu)")
@@ -220,10 +222,20 @@ def _select(config: pytest.Config) -> Selection:
     )
 
 
+def expect_spread(chosen: Selection, worlds: Collection[int]) -> None:
+    """Raises `InputError` where the nodes can run none of the cases that there are: skips alone would pass."""
+    spec = chosen.cluster
+    if worlds and all(world % spec.nnodes for world in worlds):
+        raise InputError(
+            f"{' or '.join(map(str, sorted(worlds)))} ranks cannot be spread evenly over {spec.text}: --world takes "
+            f"multiples of {spec.nnodes} here; or start one task a node (srun --ntasks-per-node=1), which has all of "
+            "its ranks"
+        )
+
+
 def crowding(chosen: Selection) -> list[str]:
     """What a reader of times should know: ranks that share what each would have for itself."""
-    layouts = chosen.layouts or []
-    ranks = max([*chosen.worlds, *(layout.world_size for layout in layouts)], default=1) // chosen.cluster.num_hosts
+    ranks = max(chosen.worlds, default=1) // chosen.cluster.num_hosts
     threads = int(os.environ.get("OMP_NUM_THREADS") or DEFAULT_THREADS)
     cores, gpus = len(os.sched_getaffinity(0)), chosen.options.num_gpus
     if chosen.options.device == "cuda" and ranks > gpus:

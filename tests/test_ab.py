@@ -19,6 +19,7 @@ from meshmark.cli import _parser as command_line
 from meshmark.cli import main
 from meshmark.errors import ResultsError
 from meshmark.regression import bisect as bisection
+from meshmark.regression import side as sides
 from meshmark.regression.alternate import alternate
 from meshmark.regression.change import Standing
 from meshmark.regression.sequential import evidence, half_width
@@ -257,3 +258,12 @@ def test_the_commands_of_the_page_are_understood() -> None:
     for words in commands:
         parsed = command_line().parse_args(words)
         assert parsed.options[0] == "--" and len(parsed.options) > 2
+
+
+@pytest.mark.parametrize("text", ["mian", "", "v1.2"])
+def test_a_mistyped_branch_installs_no_package_of_that_name(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sides, "_installed", lambda *_: pytest.fail("asked pip"))
+    assert main(["ab", "--a", text, "--b", text, "--", "-k", "x"]) == 2
+    assert f"{text!r} is no folder with bin/python and no commit" in capsys.readouterr().err

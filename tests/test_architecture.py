@@ -216,7 +216,7 @@ def test_asking_planning_and_reading_records_load_no_torch() -> None:
     what `calibrate` alone loads, when it measures."""
     paths = [p for name in ("spec", "theory", "plan") for p in python_files(f"meshmark/{name}")]
     names = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in paths if p.stem != "microbenchmarks"]
-    names += ["meshmark.run.record", "meshmark.environment"]
+    names += ["meshmark.run.record", "meshmark.environment", "meshmark.plan_run"]
     code = f"import sys, {', '.join(n.removesuffix('.__init__') for n in names)}; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"

@@ -47,6 +47,7 @@ OF_CLAUSES = [
     "ddp_StaysInFp32_bf16_states",
     "ddp_OverflowMovesMoments_fp16_overflow",
     "ddp_ForgetsSecondMoments_resume",
+    "ddp_SavesMomentsLater_recovery",
     "gpipe_PerMicroBatch_schedule",
     "ddp_HidesMessage_error",
 ]

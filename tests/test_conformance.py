@@ -389,7 +389,7 @@ def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactor
 
 
 DDP = plain_cells("ddp", load_adapter(ADAPTERS["ddp"]), 2)[0]
-LAUNCHED = ["schedule", "unused", "dropout", "fp16 overflow", "resume", "reshard", "error"]
+LAUNCHED = ["schedule", "unused", "dropout", "fp16 overflow", "resume", "reshard", "recovery", "error"]
 
 
 @pytest.mark.parametrize("name", LAUNCHED)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from meshmark.algorithms import quadratics, table
-from meshmark.algorithms.convergence import CLAIMS, Claim, measure
+from meshmark.algorithms import convergence_compressed, quadratics, table
+from meshmark.algorithms.claim import PER_GROUP, Claim, measure
+from meshmark.algorithms.convergence import CLAIMS
+from meshmark.judge.compression_rivals import DrawnAlike, NotTakenOff
 from meshmark.judge.mixing_rivals import NotSubtracted, Stale
 from meshmark.spec.algorithm import AlgorithmKind
 
@@ -46,6 +49,26 @@ def test_another_algorithm_fails(
         assert measure(claim).holds
     monkeypatch.setitem(table.ALONG_GRAPHS, kind, rival)
     assert not measure(claim).holds
+
+
+@pytest.mark.parametrize(
+    "start, rival", [("noise of QSGD", DrawnAlike), ("noise of error feedback by random-k, step", NotTakenOff)]
+)
+def test_another_compression_fails(start: str, rival: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = next(claim for claim in CLAIMS if claim.name.startswith(start))
+    claim = dataclasses.replace(whole, values=whole.values[1:3])
+    monkeypatch.setattr(convergence_compressed, "STEPS", 400)
+    result = measure(claim)
+    assert result.holds, str(result)
+    off = dataclasses.replace(claim, formula=lambda value: 1.1 * claim.formula(value))
+    assert not measure(dataclasses.replace(off, measured=_found(claim, result.measured))).holds
+    monkeypatch.setattr(table, "compressing_class", lambda workload: rival)
+    assert not measure(claim).holds
+
+
+def _found(claim: Claim, measured: quadratics.Array) -> Callable[[float], quadratics.Array]:
+    """What was measured, by group, for every coordinate of it."""
+    return lambda value: np.repeat(measured[claim.values.index(value)], PER_GROUP)
 
 
 def _after(steps: int, rate: float) -> quadratics.Array:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshmark import environment
 from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
 from meshmark.adapter.engine import RankContext
+from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.adapter.single import Single
 from meshmark.environment import machine, visible_gpus
 from meshmark.errors import MeshmarkError
 from meshmark.measure.device_memory import DeviceMemory, device_memory, read_device_memory
 from meshmark.measure.readings import Bytes, MemoryReading
-from meshmark.reference.data import make_batch
+from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import build_optimizer
 from meshmark.run import kernels
 from meshmark.run.assemble import _disagreeing
@@ -34,6 +40,7 @@ from meshmark.run.throughput import peak_flops_per_second
 from meshmark.spec.hardware import gpu_of_device
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
+from meshmark.spec.workload import workload
 from tests.factories import make_case, make_environment, make_timed
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -288,3 +295,58 @@ def test_a_framework_that_starts_cuda_when_it_is_imported_is_named(tmp_path: Pat
                 server.await_ready("torch", seconds=60)
         finally:
             server.close()
+
+
+@pytest.mark.parametrize("name", ["megatron", "megatron-gpt", "megatron-gpt-zero1"])
+def test_megatron_s_layers_have_the_one_queue_that_they_rely_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = load_adapter(builtin_adapters()[name])
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert adapter.environment("cpu") == {} and adapter.environment("cuda") == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert adapter.environment("cuda") == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "as its user says"
+
+
+# Where engines put things.
+
+
+class Strays(TorchDispatchMode):
+    """Names the operators that are given tensors of two devices; scalars may come from the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        if len({tensor.device.type for tensor in tensors}) > 1:
+            self.found.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("moved", [True, False])
+@pytest.mark.parametrize("name", ["gpt-mini", "llama-tiny", "vit-digits"])
+def test_everything_of_an_engine_is_on_its_context_s_device(
+    name: str, moved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`meta` stands for a GPU: a build of PyTorch for CPUs makes no tensor of CUDA's, not even a fake one, and of the
+    frameworks only plain PyTorch takes `meta`. What were left on the host would be seen: a batch that is not moved."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # which knows no `meta`
+    if not moved:
+        monkeypatch.setattr(Batch, "to", lambda batch, device: batch)
+    case, device = make_case(workload=workload(name)), torch.device("meta")
+    context = RankContext(rank=0, world_size=1, device=device, backend="gloo", scratch=tmp_path)
+    with Strays() as strays:
+        engine = Single().build(case, context)
+        if not moved:
+            with contextlib.suppress(RuntimeError):
+                engine.backward(make_batch(case.workload, 0))
+            assert strays.found
+            return
+        shares = [engine.evaluate(make_batch(case.workload, 0)), engine.backward(make_batch(case.workload, 0))]
+        gradients = list(engine.gradients().values())
+        engine.update()
+    held = engine.holdings()
+    states = [state for state in held.optimizer_states if state.dim()]
+    placed = [*shares, *gradients, *held.parameters, *engine.parameters().values(), *engine.buffers().values(), *states]
+    assert {tensor.device.type for tensor in placed} == {"meta"} and not strays.found
+    assert len(states) == 2 * len(gradients) > 0

@@ -59,8 +59,9 @@ def driver() -> Any:  # noqa: ANN401
     return module
 
 
-def test_an_actor_s_environment_is_understood(driver: Any) -> None:  # noqa: ANN401
-    """Two nodes of two ranks, the GPUs of each seen by both of its ranks, in one order."""
+def test_an_actor_s_environment_is_understood(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
+    """Two nodes of two ranks, the GPUs of each seen by both of its ranks, in one order; and what the user has set."""
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
     places = [("10.0.0.1", 4000, [3]), ("10.0.0.1", 4001, [2]), ("10.0.0.2", 4002, [0]), ("10.0.0.2", 4003, [1])]
     given = driver.environments(places, 2)
     specs = [cluster_of(environment) for environment in given]
@@ -69,4 +70,5 @@ def test_an_actor_s_environment_is_understood(driver: Any) -> None:  # noqa: ANN
         for rank in range(4)
     ]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in given] == ["2,3", "2,3", "0,1", "0,1"]
+    assert {environment["NCCL_DEBUG"] for environment in given} == {"WARN"}
     assert len({environment["MESHMARK_RDZV_SECRET"] for environment in given}) == 1

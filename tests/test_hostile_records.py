@@ -254,6 +254,36 @@ def test_evidence_that_is_gone_costs_the_clauses_that_need_it(
     assert "cannot be judged: EvidenceError" in capsys.readouterr().err
 
 
+def test_no_other_command_falls_over_an_odd_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is compared, or left out by name."""
+    monkeypatch.chdir(tmp_path)
+    path = leave(tmp_path / "good", make_good(), make_timed())
+    (tmp_path / "odd").mkdir()
+    gate = ("--fail-on", "wrong,bigger:1%,slower:3%,missing", "--across")
+    allowed = ("--allow", "noisy", "--allow", "wrong", "--replace")
+    fell = list[str]()
+    for what, spoil in ODD.items():
+        pair = [encode(make()) for make in (make_good, make_timed)]
+        spoil(*pair)
+        (tmp_path / "odd" / "records.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in pair))
+        for words in (
+            ("compare", "good", "odd", *gate),
+            ("compare", "odd", "good", *gate),
+            ("baseline", "accept", "odd", "--name", "odd", *allowed),
+            ("show", "dp2", "odd"),
+            ("history", "good", "odd"),
+        ):
+            try:
+                assert main(words) in (0, 1, 2)
+            except Exception as error:
+                fell.append(f"{what}: {' '.join(words[:3])}: {error!r:.200}")
+    assert not fell, "\n".join(fell)
+    assert path.read_bytes().count(b"\n") == 2
+    capsys.readouterr()
+
+
 def test_numbers_that_are_none_are_no_reason_to_draw_nothing(tmp_path: Path) -> None:
     odd = make_timed(timing=dataclasses.replace(make_timed().timing, rank_step_seconds=[[math.nan]] * 2))
     leave(tmp_path, make_good(), odd)

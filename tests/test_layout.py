@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,16 @@ def test_the_groups_of_an_axis_part_the_world() -> None:
         assert sorted(rank for group in groups for rank in group) == list(range(120))
         for group in groups:
             assert [getattr(MESH.coordinates(rank), axis) for rank in group] == list(range(len(group)))
+
+
+def test_groups_along_several_axes_part_the_world_and_cost_no_more_than_they_hold() -> None:
+    groups = MESH.all_spanned(("tp", "dp"))
+    assert sorted(rank for group in groups for rank in group) == list(range(120)) and len(groups) == 20
+    assert MESH.spanned(("tp", "dp"), 51) == (50, 51, 58, 59, 66, 67) and (50, 51, 58, 59, 66, 67) in groups
+    started = time.process_time()
+    large = Layout(dp=2**14, tp=2**6)
+    assert large.spanned(("tp",), 2**20 - 1) == tuple(range(2**20 - 2**6, 2**20))
+    assert time.process_time() - started < 0.5, "a walk through a million ranks takes seconds"
 
 
 def test_nobody_else_divides_ranks() -> None:

@@ -25,6 +25,7 @@ LAYOUTS = [
         for dp, tp, cp, schedule, stage in itertools.product((1, 12), (1, 2), (1, 4), Schedule, (0, 3))
     ),
     Layout(pp=4, schedule=Schedule.INTERLEAVED, virtual_stages=2, recompute=Recompute.FULL, offload=Offload.NVME),
+    Layout(pp=2, schedule=Schedule.INTERLEAVED, virtual_stages=2, folded=True, num_micro_batches=4),
     Layout(tp=2, sequence_parallel=True, recompute=Recompute.SELECTIVE, offload=Offload.CPU),
 ]
 
@@ -48,6 +49,7 @@ def test_an_id_is_read_back_as_its_layout(layout: Layout) -> None:
         ("dp0", ["dp is 0"]),
         ("dp2.zero7", ["zero_stage is 7"]),
         ("pp2.v2", ["interleaved"]),
+        ("pp2.folded", ["folded chunks are two", "1 virtual stages"]),
         ("recompute_none", ["at character 1"]),
         ("dp9999999999", ["at character 1"]),
     ],
@@ -73,7 +75,7 @@ def test_cases_of_chosen_layouts_are_listed_with_what_adapters_cannot_do(capsys:
     assert lines[0] == "ddp-dp2-gpt-l3h32a1f128v256s64-fp32"
     assert lines[1].startswith("ddp-pp2.mb4-") and "skipped: ddp does not support" in lines[1]
     assert lines[2].startswith("gpipe-dp2-") and "skipped:" in lines[2]
-    assert lines[3] == "gpipe-pp2.mb4-gpt-l3h32a1f128v256s64-fp32" and lines[4] == "4 cases"
+    assert lines[3] == "gpipe-pp2.mb4-gpt-l3h32a1f128v256s64-fp32" and lines[5] == "4 cases"
 
 
 def test_a_model_by_its_dimensions() -> None:

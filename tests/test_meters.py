@@ -16,7 +16,7 @@ from meshmark.adapter.traffic_source import Transfer
 from meshmark.measure.allocations import Allocation, Change, Timeline, timeline
 from meshmark.measure.memory import Named, _classify, read_memory
 from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
-from meshmark.measure.traffic import TorchTraffic, _full_bytes, _sum, read_traffic
+from meshmark.measure.traffic import TorchTraffic, _full_bytes, read_traffic, sum_transfers
 from meshmark.measure.watch import AskedOperation, Operand, Watch, Window
 
 CPU = torch.device("cpu")
@@ -428,7 +428,7 @@ def test_bytes_are_those_of_the_full_tensor_over_four_ranks(operation: AskedOper
 
 def test_calls_add_up_by_kind_and_ranks_and_groups_of_one_are_left_out() -> None:
     calls = [((0, 2), 10), ((0, 1), 1), ((0, 2), 20), ((0,), 99)]
-    found = _sum(Transfer(kind="all_reduce", ranks=ranks, num_bytes=count) for ranks, count in calls)
+    found = sum_transfers(Transfer(kind="all_reduce", ranks=ranks, num_bytes=count) for ranks, count in calls)
     assert found == [
         Collective(kind="all_reduce", group_size=2, ranks=(0, 1), count=1, num_bytes=1),
         Collective(kind="all_reduce", group_size=2, ranks=(0, 2), count=2, num_bytes=30),

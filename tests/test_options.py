@@ -105,8 +105,12 @@ def test_cuda_where_there_is_none_is_a_usage_error(pytester: pytest.Pytester) ->
     [
         (["--workload", "gpt-tny"], "unknown workload 'gpt-tny': did you mean 'gpt-tiny'"),
         (["--adapters", "ddp", "--world", "3"], "8 sequences is not divisible by dp 3 x 2 micro-batches"),
+        (
+            ["--adapters", "ddp,single", "--world", "2,6", "--nnodes", "4", "--rdzv", "a:1"],
+            "1 or 2 ranks cannot be spread evenly over 4 nodes: --world takes multiples of 4 here; or start one task",
+        ),
     ],
-    ids=["selection", "matrix"],
+    ids=["selection", "matrix", "nodes"],
 )
 def test_a_usage_error_ends_pytest_with_4_and_its_message_once(
     pytester: pytest.Pytester, options: list[str], message: str

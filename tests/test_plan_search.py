@@ -1,11 +1,9 @@
-"""Search, predict, fit, tables, dry run and the command line: right answers, and messages for wrong questions."""
+"""Search, predict, fit, tables and the command line: right answers, and messages for wrong questions."""
 
 from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -377,11 +375,3 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert "cannot write" in capsys.readouterr().err
     assert main(["plan", "--model", "nothing", "--gpus", "8"]) == 2
     assert "unknown model" in capsys.readouterr().err
-
-
-def test_a_dry_run_at_1024_ranks_agrees_with_the_plan() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "studies.dry_run"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "dp1024.zero3" in run.stdout and "dp256.tp4.zero3" in run.stdout

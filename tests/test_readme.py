@@ -103,9 +103,9 @@ def collect(words: list[str]) -> list[str]:
 
 
 def each_task(words: list[str]) -> list[str]:
-    """What srun starts; of `doctor --cluster`, which takes nodes, whether it knows its options."""
+    """What srun starts; of `doctor`, which compares nodes, this one's part."""
     if "meshmark" in words:
-        return ["meshmark", *words[words.index("meshmark") + 1 :], "--help"]
+        return ["meshmark", *(word for word in words[words.index("meshmark") + 1 :] if word != "--cluster")]
     return collect(words[words.index("pytest") + 1 :])
 
 
@@ -271,7 +271,7 @@ def test_every_option_of_a_page_is_one(tmp_path: Path) -> None:
         "calibrate",
         "submit",
     )
-    schedulers = {"--ntasks-per-node", "--requeue"}
+    schedulers = {"--kill-on-bad-exit", "--ntasks-per-node", "--requeue"}
     helps = [
         ["pytest", *CORE, "--help", str(ROOT / "suites")],
         *(["meshmark", *verb.split(), "--help"] for verb in verbs),

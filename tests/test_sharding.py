@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ROSTER
+from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
@@ -89,3 +91,32 @@ def test_two_ranks_are_too_few_for_two_groups(name: str) -> None:
         adapter(name).refusal(case, "cpu", "gloo") or ""
     )
     assert adapter(name).refusal(dataclasses.replace(case, layout=FOUR), "cpu", "gloo") is None
+
+
+def test_rows_that_are_no_multiple_of_the_shards_are_dealt_out_whole() -> None:
+    """As a dry run of 1,024 ranks showed: even shares are right only where rows divide."""
+    case = Case(
+        adapter="fsdp2",
+        workload=dataclasses.replace(GPT, global_batch=6),
+        layout=Layout(dp=6, zero_stage=3),
+    )
+    shapes = parameter_shapes(GPT.model)
+
+    def rows(rank: int) -> dict[str, float]:
+        found = {r.category: r.num_bytes for r in adapter("fsdp2").remainders(case, rank)}
+        return {name: found[name] + share * P / 6 for name, share in (("parameters", 1), ("optimizer_states", 2))}
+
+    padded = sum(-(-first // 6) * math.prod(row) for first, *row in shapes.values())
+    assert all(rows(rank)["parameters"] == pytest.approx(4 * padded) for rank in range(6)), "on every rank the same"
+    assert sum(rows(rank)["optimizer_states"] for rank in range(6)) == pytest.approx(2 * P), "moments are not padded"
+    assert rows(0)["optimizer_states"] > rows(5)["optimizer_states"], "the first ranks have theirs, the last the rest"
+
+
+@pytest.mark.parametrize("shards", [512, 3])
+def test_what_replicas_of_shards_sum_is_a_whole_padded_shard(shards: int) -> None:
+    layout = Layout(dp=2 * shards, zero_stage=3)
+    case = Case(adapter="fsdp2-hsdp", workload=dataclasses.replace(GPT, global_batch=2 * shards), layout=layout)
+    flows = departed(step_traffic(case, 0) or [], adapter("fsdp2-hsdp").departures(case, 0))
+    summed = sum(f.num_bytes for f in flows if f.purpose is Purpose.GRADIENTS and f.kind == "all_reduce")
+    shapes = parameter_shapes(GPT.model).values()
+    assert summed == 4 * sum(-(-rows // shards) * math.prod(row) for rows, *row in shapes)

@@ -298,7 +298,7 @@ def test_a_sample_of_a_wrong_run_is_not_taken_for_right(runner: Runner) -> None:
     assert len(told) == 2 and "x its noise" in told[0] and "ddp: a peak of 13.0 GiB" in told[1]
     unjudged: Record = dataclasses.replace(record, verdicts=[])
     assert "nothing was judged" in size.complaints([unjudged], {})
-    assert "| not judged | –" in re.sub(" +", " ", size_page.page([unjudged], {}, (), "a machine"))
+    assert "| not judged | –" in re.sub(" +", " ", size_page.page([unjudged], {}, {}, "a machine"))
 
 
 _BUSY = """
@@ -322,12 +322,27 @@ def test_cpu_seconds_are_of_all_that_descend_from_a_command(monkeypatch: pytest.
     assert code == 0 and 1 <= cost.cpu_seconds < 3 and cost.peak_bytes > 2**20
 
 
+def test_a_run_that_ends_without_records_is_none_as_claimed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(size, "measured", lambda command: (4, size.Cost(seconds=1.0)))
+    where = ("--results", str(tmp_path), "--output", str(tmp_path / "page.md"))
+    monkeypatch.setattr(sys, "argv", ["size", "--adapters", "gpipe", *where])
+    assert size.main()
+    assert "gpipe: pytest ended with 4" in capsys.readouterr().out
+    page = (tmp_path / "page.md").read_text()
+    assert "Nothing was run." in page and "**Not run, so not judged:** ddp," in page
+
+
 def test_a_mutant_that_passes_is_complained_of() -> None:
     """And one that fails is as it should be; the page tells it from an adapter that is wrong."""
     name, good = next(iter(size.MUTANTS)), make_good()
     mutant = dataclasses.replace(good, case=dataclasses.replace(good.case, adapter=name))
     assert "a defect was taken for right" in size.complaints([mutant], {})[0]
+    coupled = dataclasses.replace(good, case=make_case(workload=workload("vit-digits-bn")), verdicts=[])
+    assert size.complaints([coupled], {}) == ["nothing was judged"], "what no sample can judge is told, and no more"
     caught = dataclasses.replace(mutant, verdicts=[Verdict(suite="equivalence", passed=False, summary="too far")])
     assert not size.complaints([caught], {}) and size.complaints([dataclasses.replace(caught, case=good.case)], {})
-    page = size_page.page([caught, good], {"ddp": size.Cost(seconds=12.0)}, size.MUTANTS, "a machine")
+    page = size_page.page([caught, good], {"ddp": size.Cost(seconds=12.0)}, {name: True, "fsdp2": False}, "a machine")
+    assert "**Not run, so not judged:** fsdp2." in page
     assert f"{name} (**broken**)" in page and "| no " in page and "too far" in page

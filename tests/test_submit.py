@@ -152,7 +152,8 @@ def test_trials_of_clusters_are_kept_in_pieces_and_a_wrong_one_is_told(tmp_path:
     keep(dataclasses.replace(good, wrong=["kept [] of the case before"], lost="the case before"), rows)
     assert "| **wrong**" in page(kept(rows)) and "- SLURM, sbatch, 2 x 1 x 1, scancel: kept []" in page(kept(rows))
     keep(dataclasses.replace(good, lost="nothing"), rows)
-    keep(dataclasses.replace(good, fault="requeued"), rows)
+    keep(dataclasses.replace(good, fault="requeued", commit="def", date="2026-01-02T03:04:05+00:00"), rows)
+    assert "from 2026-01-02 03:04 to 2026-01-02 03:04 UTC, of commits abc, def" in page(kept(rows))
     assert [row.fault for row in kept(rows)] == ["scancel", "requeued"]
     assert "2 trials" in page(kept(rows)) and "2 went as they should" in page(kept(rows))
     assert "4.3" in page(kept(rows)) and "wrong" not in page(kept(rows))

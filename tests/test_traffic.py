@@ -16,7 +16,7 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from meshmark.theory.flow import Departure, Flow, Purpose, besides, by, by_route, bytes_by_kind, departed, departing
 from meshmark.theory.states import local_parameters
-from meshmark.theory.traffic import pipeline_traffic, spanned, step_traffic, tensor_parallel_traffic
+from meshmark.theory.traffic import pipeline_traffic, step_traffic, tensor_parallel_traffic
 from tests.factories import make_case, make_model, make_workload
 
 P = make_model().num_parameters
@@ -133,7 +133,7 @@ def test_groups_are_those_of_the_layout_and_routes_add_up() -> None:
     assert merged.num_bytes == activations.num_bytes + loss.num_bytes and merged.most == activations.most + loss.most
     gradients = 4 * (local_parameters(case.workload.model, case.layout, 5) or 0)
     assert routes["all_reduce", (5, 7)].num_bytes == gradients
-    assert spanned(case.layout, 5, ("dp", "tp")) == (4, 5, 6, 7)
+    assert case.layout.spanned(("dp", "tp"), 5) == (4, 5, 6, 7)
 
 
 def test_scalars_are_one_number_over_the_ranks_that_share_a_replica_s_gradients() -> None:

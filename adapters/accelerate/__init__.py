@@ -37,7 +37,7 @@ from meshmark.adapters.accelerate.prepare import (
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
-from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fsdp2_departures
+from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fsdp2_departures, row_remainders
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
@@ -45,6 +45,7 @@ from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import Sharding, sharded_recipe
+from meshmark.theory.states import Remainder
 
 _ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
 _FP16_IS_FP32 = (
@@ -180,15 +181,28 @@ class AccelerateFSDP2(Adapter):
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16, Precision.BF16_REDUCE_BF16}),
         lacks={**FSDP2.capabilities.lacks, Precision.FP16: _FP16_IS_FP32},
     )
+    sharding: ClassVar = Sharding(reshards_root=False)
+    """Accelerate leaves the root to `fully_shard`, which keeps it whole from forward to backward."""
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return cls.sharding.misfit(case.layout) or super().supports(case, device, backend)
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        """Accelerate leaves the root to `fully_shard`, which keeps it whole from forward to backward."""
-        return sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), Sharding(reshards_root=False))
+        return sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        return row_remainders(case, rank, cls.sharding, cls.recipe(case).states)
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
-        return fsdp2_departures(case, rank, Sharding(reshards_root=False))
+        return fsdp2_departures(case, rank, cls.sharding)
+
+    def arguments(self, case: Case) -> dict[str, Any]:
+        """What a variant gives the `Accelerator` besides."""
+        return {}
 
     def build(self, case: Case, context: RankContext) -> Engine:
         choose_device(context)
@@ -214,10 +228,25 @@ class AccelerateFSDP2(Adapter):
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=case.layout.num_micro_batches, sync_each_batch=True
             ),
+            **self.arguments(case),
         )
         prepared = prepare_parts(accelerator, case, context)
         prove(accelerator, "FSDP", accelerator.is_fsdp2 and isinstance(prepared[0], FSDPModule), prepared[0])
         return AccelerateFSDP2Engine(case, context, accelerator, prepared)
+
+
+class AccelerateHSDP(AccelerateFSDP2):
+    """Its n-dimensional `ParallelismConfig` with two replicas, each sharded over half of the ranks. With an axis of
+    tensor parallelism beside them it wants `transformers`."""
+
+    sharding: ClassVar = Sharding(reshards_root=False, replicas=2)
+
+    def arguments(self, case: Case) -> dict[str, Any]:
+        from accelerate import ParallelismConfig
+
+        replicas = self.sharding.replicas
+        sizes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=case.layout.dp // replicas)
+        return {"parallelism_config": sizes}
 
 
 class _StepLater:

@@ -15,6 +15,7 @@ from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import configure
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.megatron.connections import one_connection
 from meshmark.adapters.megatron.engine import MegatronEngine
 from meshmark.adapters.megatron.layers import initialize, parallelize, recompute
 from meshmark.adapters.megatron.on_cpu import seed
@@ -51,6 +52,10 @@ class Megatron(Adapter):
             Precision.BF16_REDUCE_BF16: "replicas' gradients are reduced as they are, in float32",
         },
     )
+
+    @classmethod
+    def environment(cls, device: str) -> dict[str, str]:
+        return one_connection(device)
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:

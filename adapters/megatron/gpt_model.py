@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.megatron.connections import one_connection
 from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
 from meshmark.adapters.megatron.gpt_weights import fused_of, initial_values, shard
 from meshmark.adapters.megatron.on_cpu import MarkedNorm, cuda_is, norms_marked, seed
@@ -60,6 +61,10 @@ class MegatronGPT(Adapter):
             Feature.RESHARD: _NOT_MAPPED,
         },
     )
+
+    @classmethod
+    def environment(cls, device: str) -> dict[str, str]:
+        return one_connection(device)
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:

@@ -100,11 +100,11 @@ def _under_slurm(folder: Path, networks: Sequence[int], trials: Sequence[Callabl
 
 
 def _told(rows: Iterable[Row]) -> list[Row]:
-    commit = describe("cpu", "gloo", 1).commit
     told = list[Row]()
     for row in rows:
         told.append(row)
-        keep(dataclasses.replace(row, commit=commit), _KEPT)
+        here = describe("cpu", "gloo", 1)
+        keep(dataclasses.replace(row, commit=here.commit, date=here.date), _KEPT)
         seconds = "" if row.seconds is None else f", {row.seconds:.1f} s"
         print(f"{row.engine}, {row.shape}, {row.fault}: {row.told}{seconds}", flush=True)
         for text in row.wrong:

@@ -117,7 +117,7 @@ def _disagree(
                 wrong.append(f"node {node} ended with {nodes.code(node)}: {nodes.text(node)[-500:]}")
         last = nodes.trial.reading().records[-1].outcome
         wrong += [] if last.status is Status.NODES_DISAGREE else [f"got {last.status}: {last.message}"]
-    told = f"{last.status}: {last.message.partition(':')[0]}"
+    told = last.message.partition(":")[0]
     return Row(engine="by hand", shape=SHAPE, fault=fault, seconds=seconds, told=told, wrong=wrong)
 
 

@@ -10,25 +10,30 @@ from benchmarks.cluster.trial import END_SECONDS
 from meshmark.environment import describe
 from meshmark.report.tables import markdown
 
-_WIDTH = 58
+_WIDTH = 50
+"""So that a row stays one."""
 
 
 def page(rows: Sequence[Row]) -> str:
     here = describe("cpu", "gloo", 1, command=["make", "cluster-test"])
     commits = ", ".join(dict.fromkeys(row.commit for row in rows))
+    dates = sorted({row.date[:16].replace("T", " ") for row in rows if row.date})
+    when = f"{dates[0]} to {dates[-1]} UTC" if dates else "no known time"
     good = sum(not row.wrong for row in rows)
     parts = [
         "# Clusters",
         f"{len(rows)} trials of the suites under real schedulers on one machine; {good} went as they should.",
         markdown([_cells(row) for row in rows]),
         "*Seconds*: without a fault, what the run took; else from the fault until it was noticed: until no process of "
-        "the job was left on either node, or, where a node or a link is gone, until the survivor's record named it. "
+        "the job was left on either node, or, where a node or a link is gone, until the survivor's record named it; "
+        "of a mistake, from the command to its end. "
         "*Lost*: records that were made and are not there. Where a run was ended and went on, every case has one good "
         "record: what was complete was kept, what was in flight ran again, and no process outlived "
         f"{END_SECONDS:.0f} s.",
-        f"Made by `make cluster-test` on {here.machine}, {here.num_cpus} CPUs, {here.system}, "
-        f"{here.date[:10]}, commits {commits}. SLURM is the distribution's, its nodes are two "
-        "daemons of this machine: on its loopback device, then each in a network namespace, joined by one link.",
+        "Trials of `make cluster-test`, made in pieces (`python -m benchmarks.cluster -k NAME`) "
+        f"from {when}, of commits {commits}, on {here.machine}, {here.num_cpus} CPUs that others used too, "
+        f"{here.system}. SLURM is the distribution's, its nodes are two daemons of this machine: on its loopback "
+        "device, then each in a network namespace, joined by one link.",
     ]
     if wrong := [f"{row.engine}, {row.shape}, {row.fault}: {text}" for row in rows for text in row.wrong]:
         parts += ["## What was wrong", "\n".join(f"- {' '.join(text.split())[:600]}" for text in wrong)]

@@ -14,6 +14,8 @@ from benchmarks.cluster.slurm import Slurm
 from benchmarks.cluster.trial import BEGIN_SECONDS, END_SECONDS
 
 _PORT = 6399
+_PRIORITY = {"RAY_worker_niceness": "0"}
+"""Of what its daemons start: theirs."""
 _EACH = 2
 """Ranks of a node."""
 _DAEMON = ("--block", "--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats")
@@ -29,7 +31,10 @@ def _ray(folder: Path, networks: Sequence[int]) -> Row:
         nodes.trial.open()
         head = ["ray", "start", "--head", f"--port={_PORT}", f"--temp-dir={folder.parent / 'r'}"]
         nodes.start(
-            0, folder / "ray-0", [*head, f"--node-ip-address={HOSTS[0]}", "--include-dashboard=false", *_DAEMON]
+            0,
+            folder / "ray-0",
+            [*head, f"--node-ip-address={HOSTS[0]}", "--include-dashboard=false", *_DAEMON],
+            **_PRIORITY,
         )
         time.sleep(1)
         joins = ["ray", "start", f"--address={HOSTS[0]}:{_PORT}", f"--node-ip-address={HOSTS[1]}", *_DAEMON]
@@ -55,7 +60,7 @@ def _ray(folder: Path, networks: Sequence[int]) -> Row:
 
 def _joins(nodes: Nodes, folder: Path, command: Sequence[str]) -> bool:
     """Whether its daemon stays: it leaves where the head is not there yet."""
-    daemon = nodes.start(1, folder / "ray-1", command)
+    daemon = nodes.start(1, folder / "ray-1", command, **_PRIORITY)
     try:
         daemon.wait(10)
     except subprocess.TimeoutExpired:

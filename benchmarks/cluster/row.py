@@ -27,6 +27,8 @@ class Row:
     """What should not have been."""
     commit: str = ""
     """Of the checkout that it was tried in."""
+    date: str = ""
+    """When, UTC; empty in older rows."""
 
 
 def keep(row: Row, file: Path) -> None:

@@ -4,7 +4,8 @@
 
 One actor a rank, in a placement group that spreads nodes apart and packs the ranks of one. Each actor gives its command
 the variables that torchrun would give, which Meshmark understands. Ray distributes, starts and ends; nothing else of
-Meshmark knows of it. Records are node 0's. RAY_ADDRESS, or the cluster of this machine.
+Meshmark knows of it. Records are node 0's. RAY_ADDRESS, or the cluster of this machine. Ray runs its workers at a
+lower priority than others; where times count, start its daemons with RAY_worker_niceness=0.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ class Rank:
 
 
 def environments(places: Sequence[tuple[str, int, list[int]]], each: int) -> list[dict[str, str]]:
-    """torchrun's variables, by rank. Ranks of one node see all its GPUs, and take that of their number."""
+    """This process's variables, as srun takes them along, and torchrun's, by rank. Ranks of one node see all its GPUs,
+    and take that of their number."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     address, port, _ = places[0]
     secret, found = secrets.token_hex(32), []
     for rank in range(len(places)):
         node, local = divmod(rank, each)
-        gpus = sorted(gpu for _, _, own in places[node * each : (node + 1) * each] for gpu in own)
+        gpus = sorted(gpu for _, _, some in places[node * each : (node + 1) * each] for gpu in some)
         told = {
             "RANK": rank,
             "LOCAL_RANK": local,
@@ -56,7 +59,7 @@ def environments(places: Sequence[tuple[str, int, list[int]]], each: int) -> lis
             "MESHMARK_RDZV_SECRET": secret,
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
         }
-        found.append({name: str(value) for name, value in told.items()})
+        found.append({**own, **{name: str(value) for name, value in told.items()}})
     return found
 
 

@@ -63,6 +63,8 @@ class Capabilities:
     """Of a pipeline, if `pp` is among the degrees."""
     virtual_stages: frozenset[int] = frozenset({1})
     """Chunks of layers that a pipeline rank may hold."""
+    folded: bool = False
+    """Whether virtual stages lie as a V, and no other way; see `Layout.folded`."""
     sequence_parallel: bool = False
     recomputes: frozenset[Recompute] = frozenset({Recompute.NONE, Recompute.FULL})
     """What may be computed again in the backward pass; see also `Feature.RECOMPUTE`."""
@@ -102,6 +104,8 @@ class Capabilities:
             f"ZeRO stage {layout.zero_stage}": layout.zero_stage in self.zero_stages,
             f"schedule {layout.schedule}": layout.pp == 1 or layout.schedule in self.schedules,
             f"{layout.virtual_stages} virtual stages": layout.virtual_stages in self.virtual_stages,
+            f"{'folded' if layout.folded else 'unfolded'} stages": layout.virtual_stages == 1
+            or layout.folded == self.folded,
             "sequence parallelism": self.sequence_parallel or not layout.sequence_parallel,
             f"{layout.recompute} recomputation": layout.recompute in self.recomputes,
             f"offload to {layout.offload}": layout.offload in self.offloads,

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 from meshmark.adapter.capabilities import Capabilities
 from meshmark.adapter.contract import Adapter
+from meshmark.adapter.covering import NO_ORDER, Order, combinations, covering, laid, supported
 from meshmark.spec.case import Case, Misfit, cell
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
 
-ACCUMULATED = 2
-"""Micro-batches of layouts without a pipeline: enough for accumulation to go wrong."""
-PIPELINED = 4
-"""Micro-batches of pipelines; more where a schedule needs as many as there are stages."""
+AUTO: Literal["auto"] = "auto"
+LayoutChoice = Sequence[Layout] | Literal["auto"] | None
+"""These; a covering set of what each adapter supports; or None, the matrix's own."""
 _MODEL_AXES: tuple[Axis, ...] = ("tp", "cp", "pp")
 
 
@@ -29,24 +30,50 @@ def matrix(
     worlds: Iterable[int],
     workloads: Iterable[Workload],
     precisions: Iterable[Precision],
-    chosen: Sequence[Layout] | None = None,
+    chosen: LayoutChoice = None,
 ) -> list[Case | Misfit]:
     """All cells. What is beyond an adapter's capabilities makes none, but for a precision, so that the report shows the
     gap; a layout that does not fit a workload is a misfit: nothing is dropped silently. An adapter with no parallel
     axis, such as `single`, joins at world size 1. `chosen` layouts come in the place of those that each adapter is
     tried on, and what an adapter cannot do of them is refused when it is run."""
+
+    def tried(name: str, adapter: type[Adapter], workload: Workload, precision: Precision) -> Iterable[Layout]:
+        own = worlds_of(adapter, worlds)
+        if chosen is None:
+            return [layout for world_size in own for layout in layouts(adapter, world_size)]
+        if chosen != AUTO:
+            return chosen
+        return [layout for n in own for layout in covering(supported(name, adapter, [n], workload, precision))]
+
     return [
         cell(adapter=name, workload=workload, layout=layout, precision=precision)
         for workload in workloads
         for precision in precisions
         for name, adapter in adapters.items()
-        for layout in (_tried(adapter, worlds) if chosen is None else chosen)
+        for layout in tried(name, adapter, workload, precision)
     ]
 
 
-def _tried(adapter: type[Adapter], worlds: Iterable[int]) -> Iterator[Layout]:
-    for world_size in worlds if adapter.capabilities.degrees else [1]:
-        yield from layouts(adapter, world_size)
+def counts(adapters: dict[str, type[Adapter]], worlds: Sequence[int], cells: Iterable[Case | Misfit]) -> str:
+    """In words, how many layouts there are at all, how many of them adapters support for the first workload, and how
+    many are among `cells`."""
+    tried: dict[str, dict[Layout, Case | Misfit]] = {}
+    for each in cells:
+        tried.setdefault(each.adapter, {}).setdefault(each.layout, each)
+    exist = able = 0
+    for name, own in tried.items():
+        ranks, example = worlds_of(adapters[name], worlds), next(iter(own.values()))
+        exist += sum(len(list(combinations(n))) for n in ranks)
+        able += len(supported(name, adapters[name], ranks, example.workload, example.precision))
+    return (
+        f"layouts of {len(tried)} adapter{'s' * (len(tried) != 1)}: {exist:,} combinations exist, {able:,} are "
+        f"supported, {sum(map(len, tried.values())):,} are chosen"
+    )
+
+
+def worlds_of(adapter: type[Adapter], worlds: Iterable[int]) -> list[int]:
+    """One rank is what an adapter with no parallel axis runs on."""
+    return list(worlds) if adapter.capabilities.degrees else [1]
 
 
 def layouts(adapter: type[Adapter], world_size: int) -> Iterator[Layout]:
@@ -76,30 +103,20 @@ def _mesh(degrees: dict[Axis, int]) -> Layout:
 
 def variants(can: Capabilities, mesh: Layout) -> Iterator[Layout]:
     """What runs on `mesh`: the plainest layout first, then every value of every other axis by itself."""
-    orders = _orders(can) if mesh.pp > 1 else [(Schedule.GPIPE, 1)]
-    plain = _laid(dataclasses.replace(mesh, zero_stage=min(can.zero_stages)), *orders[0])
+    orders = _orders(can) if mesh.pp > 1 else [NO_ORDER]
+    plain = laid(dataclasses.replace(mesh, zero_stage=min(can.zero_stages)), orders[0])
     tried = [plain]
     if mesh.tp == mesh.cp == mesh.pp == 1:
         tried += [dataclasses.replace(plain, zero_stage=stage) for stage in sorted(can.zero_stages)]
     offloaded = [dataclasses.replace(layout, offload=where) for layout in dict.fromkeys(tried) for where in Offload]
-    tried += [_laid(plain, *order) for order in orders]
+    tried += [laid(plain, order) for order in orders]
     tried += [dataclasses.replace(plain, sequence_parallel=True)] if mesh.tp > 1 else []
     yield from (layout for layout in dict.fromkeys([*tried, *offloaded]) if not can.beyond(layout))
 
 
-def _orders(can: Capabilities) -> list[tuple[Schedule, int]]:
+def _orders(can: Capabilities) -> list[Order]:
     """Schedules of a pipeline, each with its virtual stages; interleaving less than two is another schedule."""
-    found = [(schedule, 1) for schedule in Schedule if schedule in can.schedules - {Schedule.INTERLEAVED}]
+    found = [(schedule, 1, False) for schedule in Schedule if schedule in can.schedules - {Schedule.INTERLEAVED}]
     if Schedule.INTERLEAVED in can.schedules:
-        found += [(Schedule.INTERLEAVED, chunks) for chunks in sorted(can.virtual_stages - {1})]
-    return found or [(Schedule.GPIPE, 1)]
-
-
-def _laid(layout: Layout, schedule: Schedule, virtual_stages: int) -> Layout:
-    """`layout` under a schedule, with micro-batches enough for it: 1F1B takes one a stage, interleaving a multiple."""
-    count = PIPELINED if layout.pp > 1 else ACCUMULATED
-    if schedule is not Schedule.GPIPE:
-        count = max(count, layout.pp)
-    if schedule is Schedule.INTERLEAVED:
-        count += -count % layout.pp
-    return dataclasses.replace(layout, schedule=schedule, virtual_stages=virtual_stages, num_micro_batches=count)
+        found += [(Schedule.INTERLEAVED, chunks, can.folded) for chunks in sorted(can.virtual_stages - {1})]
+    return found or [NO_ORDER]

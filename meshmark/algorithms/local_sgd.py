@@ -1,13 +1,15 @@
-"""Local SGD (Stich, arXiv:1805.09767) and post-local SGD (Lin et al., arXiv:1808.07217).
+"""Replicas that step alone, x_i <- step(x_i, g_i), and meet after every H-th step:
 
-x_i <- step(x_i, g_i);  after every H-th step  x_i <- mean_j x_j
+- local SGD (Stich, arXiv:1805.09767), post-local SGD (Lin et al., arXiv:1808.07217): x_i <- mean_j x_j
+- DiLoCo (Douillard et al., arXiv:2311.08105, algorithm 1), where replicas last met at y: D = y - mean_j x_j,
+  m <- B m + D, y <- y - r (D + B m), x_i <- y
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshmark.algorithms.replicas import Replicas, Tensors, UpdateRule, averaged
+from meshmark.algorithms.replicas import Replicas, Tensors, UpdateRule, averaged, combined
 from meshmark.spec.algorithm import AlgorithmSpec
 
 
@@ -31,3 +33,31 @@ class LocalSGD(Replicas):
         averages = self.spec.averages_after(self.steps)
         self.steps += 1
         return averaged(after) if averages else after
+
+
+class DiLoCo(LocalSGD):
+    met: Tensors | None = None
+    """y: where the run itself says that they met, before the first step since."""
+    momentum: Tensors | None = None
+
+    def transition(self, parameters: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:
+        if self.steps == 0 or self.spec.averages_after(self.steps - 1):
+            self.met = parameters[0]
+        after = self.alone(parameters, gradients)
+        meet = self.spec.averages_after(self.steps)
+        self.steps += 1
+        return self.outer(after) if meet else after
+
+    def outer(self, after: Sequence[Tensors]) -> list[Tensors]:
+        assert self.met is not None
+        drift = combined((1, self.met), (-1, averaged(after)[0]))
+        beta, rate = self.spec.outer_momentum, self.spec.outer_rate
+        self.momentum = self.gathered(drift)
+        there = combined((1, self.met), (-rate, drift), (-rate * beta, self.momentum))
+        return [there for _ in after]
+
+    def gathered(self, drift: Tensors) -> Tensors:
+        """The next momentum."""
+        if self.momentum is None:
+            return drift
+        return combined((self.spec.outer_momentum, self.momentum), (1, drift))

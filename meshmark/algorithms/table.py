@@ -8,7 +8,7 @@ from dataclasses import replace
 from meshmark.algorithms.compressing import compressing_class
 from meshmark.algorithms.corrected import ExactDiffusion, GradientTracking
 from meshmark.algorithms.decentralised import Decentralised, MixedMomentum, ParallelSGD, QuasiGlobal
-from meshmark.algorithms.local_sgd import LocalSGD
+from meshmark.algorithms.local_sgd import DiLoCo, LocalSGD
 from meshmark.algorithms.replicas import Algorithm, Synchronous, UpdateRule
 from meshmark.spec.algorithm import COMPRESSING, OWN_MOMENTUM, AlgorithmKind
 from meshmark.spec.optimizer import OptimizerSpec
@@ -32,6 +32,8 @@ def build_algorithm(workload: Workload, rules: Sequence[UpdateRule], exact: bool
         return Synchronous(rules[0])
     if kind is AlgorithmKind.LOCAL_SGD:
         return LocalSGD(workload.algorithm, rules)
+    if kind is AlgorithmKind.DILOCO:
+        return DiLoCo(workload.algorithm, rules)
     if kind in COMPRESSING:
         return compressing_class(workload)(workload, rules, exact)
     return ALONG_GRAPHS[kind](workload, rules)

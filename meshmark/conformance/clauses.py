@@ -70,7 +70,7 @@ def _obstacle(records: list[Record]) -> Finding | None:
         if outcome.status is Status.SKIPPED:
             return Finding(result=ClauseResult.UNSUPPORTED, evidence=outcome.message)
         slow, timed_out = outcome.status is Status.SLOW, outcome.status in (Status.SLOW, Status.HUNG)
-        if outcome.status is not Status.OK and (slow or SCENARIOS[record.conformance.scenario].name != "error"):
+        if outcome.status is not Status.OK and (slow or SCENARIOS[record.conformance.scenario].ends is Status.OK):
             where = "" if outcome.rank is None else f" on rank {outcome.rank}"
             message = f"{record.conformance.scenario}: {outcome.status}{where}: {outcome.message}"
             kind = outcome.status if timed_out else f"{outcome.status}: {outcome.message}"
@@ -225,6 +225,12 @@ CLAUSES: dict[str, Clause] = {
             statement="The same on another world size.",
             scenarios=("save", "reshard"),
             judge=judges.resumes,
+        ),
+        Clause(
+            name="recovery",
+            statement="A rank is killed, all start again from the last checkpoint: as if none had been.",
+            scenarios=("lost rank", "recovery"),
+            judge=judges.recovers,
         ),
         Clause(
             name="determinism",

@@ -246,6 +246,13 @@ def resumes(never_stopped: Record, resumed: Record) -> Finding:
     return decide(found.result is ClauseResult.PASS, f"{same} a run that never stopped; {found.evidence}")
 
 
+def recovers(lost: Record, recovered: Record) -> Finding:
+    outcome, last = lost.outcome, lost.case.world_size - 1
+    killed = outcome.status is Status.KILLED and outcome.rank == last
+    told = decide(killed, f"rank {outcome.rank} was lost: {outcome.status}")
+    return all_of(told, equivalent(recovered)) if killed else told
+
+
 def ends(record: Record) -> Finding:
     """The error comes home, and no peer has to be ended where it hears of the end: by gloo, whose connections break;
     NCCL's ranks wait until they are killed, and torchrun kills them at once."""

@@ -10,6 +10,7 @@ from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.errors import LayoutError
 from meshmark.reference.data import on_corpus
+from meshmark.run.record import Status
 from meshmark.run.request import Task
 from meshmark.spec.algorithm import ALGORITHMS, AlgorithmKind
 from meshmark.spec.case import Case, Misfit, cell
@@ -46,6 +47,8 @@ class Scenario:
     """Measure memory and traffic."""
     after: str | None = None
     """The scenario that must have run before, for what it leaves."""
+    ends: Status = Status.OK
+    """How it is meant to end."""
 
     def varied(self, base: Case) -> tuple[Case, str | None]:
         """The case that is run; `base` itself with a reason where its layout cannot be laid over the variant."""
@@ -116,7 +119,7 @@ def _scheduled(base: Case) -> Case:
 
 def _shallow(base: Case) -> Case:
     """A layer a stage: what leaks does so whatever the depth, and many steps of ZeRO-3's gathers take their time."""
-    return _modelling(lambda plain: replace(plain, num_layers=base.layout.pp))(base)
+    return _modelling(lambda plain: replace(plain, num_layers=base.layout.pp * base.layout.virtual_stages))(base)
 
 
 def _resharded(base: Case) -> Case:
@@ -126,7 +129,7 @@ def _resharded(base: Case) -> Case:
 
 def _redivided(layout: Layout) -> Layout:
     if layout.pp > 1:
-        return replace(layout, pp=layout.pp // 2, virtual_stages=1)
+        return replace(layout, pp=layout.pp // 2, virtual_stages=1, folded=False)
     if layout.tp > 1:
         return replace(layout, tp=2 * layout.tp)
     return replace(layout, dp=2 * layout.dp, num_micro_batches=max(1, layout.num_micro_batches // 2))
@@ -176,7 +179,23 @@ SCENARIOS: dict[str, Scenario] = {
             after="save",
             needs=frozenset({Feature.SAVE, Feature.RESHARD}),
         ),
-        Scenario(name="error", task=Task.FAIL),
+        Scenario(
+            name="lost rank",
+            vary=_scheduled,
+            task=Task.LOSE,
+            steps=RESUMED_STEPS,
+            needs=frozenset({Feature.SAVE}),
+            ends=Status.KILLED,
+        ),
+        Scenario(
+            name="recovery",
+            vary=_scheduled,
+            task=Task.RESUME,
+            steps=RESUMED_STEPS,
+            needs=frozenset({Feature.SAVE}),
+            after="lost rank",
+        ),
+        Scenario(name="error", task=Task.FAIL, ends=Status.RAISED),
     )
 }
 
@@ -203,7 +222,7 @@ def _grown(plain: Workload, layout: Layout, global_batch: int | None) -> Workloa
     resharding takes), and unless a `global_batch` is given, sequences for every micro-batch of every data-parallel
     rank."""
     model = plain.transformer
-    layers, heads = max(model.num_layers, layout.pp), math.lcm(model.num_heads, 2 * layout.tp)
+    layers, heads = max(model.num_layers, layout.pp * layout.virtual_stages), math.lcm(model.num_heads, 2 * layout.tp)
     batch = global_batch or math.lcm(plain.global_batch, layout.dp * MICRO_BATCHES, layout.num_micro_batches)
     sizes = {"l": (model.num_layers, layers), "h": (model.num_heads, heads), "b": (plain.global_batch, batch)}
     larger = replace(
@@ -229,7 +248,9 @@ def plain_cells(
         layouts = [replace(plain, tp=world_size)]
     elif "pp" in can.degrees:
         schedule = next(schedule for schedule in Schedule if schedule in can.schedules)
-        layouts = [replace(plain, pp=world_size, num_micro_batches=world_size, schedule=schedule)]
+        chunks = min(can.virtual_stages)
+        piped = replace(plain, pp=world_size, num_micro_batches=world_size * chunks, schedule=schedule)
+        layouts = [replace(piped, virtual_stages=chunks, folded=can.folded and world_size > 1)]
     elif "dp" in can.degrees or not can.degrees:
         dp = world_size if can.degrees else 1
         layouts = [replace(plain, dp=dp, zero_stage=stage) for stage in sorted(can.zero_stages)]

@@ -9,7 +9,7 @@ from meshmark.conformance.clauses import Clause, judge_clause, point_back
 from meshmark.conformance.finding import Finding
 from meshmark.conformance.scenario import SCENARIOS, Scenario
 from meshmark.judge.sample import Assess
-from meshmark.run.record import Record, Status
+from meshmark.run.record import Record
 from meshmark.run.runner import Runner
 from meshmark.spec.case import Case
 
@@ -34,7 +34,7 @@ class ScenarioRunner:
     def _perform(self, scenario: Scenario, base: Case) -> Record:
         if scenario.after:
             before = self.perform(SCENARIOS[scenario.after], base)
-            if before.outcome.status is not Status.OK:
+            if before.outcome.status is not SCENARIOS[scenario.after].ends:
                 return before
         case, misfit = scenario.varied(base)
         saves = Feature.SAVE in scenario.needs
@@ -51,7 +51,7 @@ class ScenarioRunner:
             base=base,
             metered=scenario.metered,
             evaluate=scenario.evaluate and Feature.EVALUATE not in lacks,
-            checkpoint=str(self.runner.checkpoint(base)) if saves else "",
+            checkpoint=str(self.runner.checkpoint(base, scenario.after or scenario.name)) if saves else "",
         )
         return self.runner.once(request, scenario.needs, misfit)
 

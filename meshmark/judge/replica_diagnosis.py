@@ -18,6 +18,7 @@ from meshmark.judge.failed_replicas import LEFT_OVER, SAME, FailedReplicas, flat
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault
 from meshmark.judge.gradient_faults import Explanation
 from meshmark.judge.mixing_diagnosis import explain_mixing
+from meshmark.judge.outer_diagnosis import explain_outer
 from meshmark.judge.replicas import by_replica, num_replicas, replica_of
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, exact_gradients
@@ -25,7 +26,7 @@ from meshmark.judge.twin import Twin
 from meshmark.judge.update_rivals import rivals
 from meshmark.judge.yardstick import Yardstick
 from meshmark.reference.data import make_batch
-from meshmark.spec.algorithm import COMPRESSING
+from meshmark.spec.algorithm import COMPRESSING, AlgorithmKind
 from meshmark.spec.case import Case
 
 
@@ -72,6 +73,8 @@ def diagnose_replicas(
                 return of_one(replica)
         if case.workload.algorithm.graph:
             return _diagnosis(failed, explain_mixing(failed, updates), updates)
+        if case.workload.algorithm.kind is AlgorithmKind.DILOCO:
+            return _diagnosis(failed, explain_outer(failed, updates), updates)
         if averaging := _averaging(failed, updates):
             return _diagnosis(failed, averaging, updates)
         if not case.workload.algorithm.averages_after(failed.step):

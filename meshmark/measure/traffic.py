@@ -59,8 +59,7 @@ class TorchTraffic:
 
     def issued(self) -> list[Transfer]:
         asked, issued = self._seen()
-        collectives = [Transfer(kind=i.kind, ranks=i.ranks, num_bytes=_issued_bytes(i)) for i in issued]
-        return collectives + _point_to_point(asked)
+        return [_issued(i) for i in issued] + _point_to_point(asked)
 
     def _seen(self) -> tuple[list[AskedOperation], list[IssuedOperation]]:
         asked = [a for a in self._watch.asked() if self._counts(a.time_ns)]
@@ -73,8 +72,8 @@ class TorchTraffic:
 def read_traffic(sources: Sequence[TrafficSource]) -> TrafficReading:
     """All that `sources` tell of."""
     return TrafficReading(
-        asked=_sum(t for source in sources for t in source.asked()),
-        issued=_sum(t for source in sources for t in source.issued()),
+        asked=sum_transfers(t for source in sources for t in source.asked()),
+        issued=sum_transfers(t for source in sources for t in source.issued()),
     )
 
 
@@ -83,13 +82,12 @@ def _paired(asked: Sequence[AskedOperation], issued: Sequence[IssuedOperation]) 
     backend's, which the profiler does not follow (as PowerSGD's hook does): what was issued tells of that alone."""
     left, found, more = list(asked), list[Transfer](), len(issued) > len(asked)
     for operation in issued:
-        size, own = len(operation.ranks), left[0] if left else None
-        if own and more and (_kind(own), _full_bytes(own, size)) != (operation.kind, operation.num_bytes):
+        own = transfer_of(left[0], operation.ranks) if left else None
+        if own and more and (own.kind, own.num_bytes) != (operation.kind, operation.num_bytes):
             own = None
         if own:
             left.pop(0)
-        kind, num_bytes = (_kind(own), _full_bytes(own, size)) if own else (operation.kind, _issued_bytes(operation))
-        found.append(Transfer(kind=kind, ranks=operation.ranks, num_bytes=num_bytes))
+        found.append(own or _issued(operation))
     if left:
         raise TrafficError(
             f"{len(asked)} collectives asked for, {len(issued)} in the flight recorder: "
@@ -102,11 +100,12 @@ def _point_to_point(asked: Iterable[AskedOperation]) -> list[Transfer]:
     messages = [a for a in asked if a.name in POINT_TO_POINT]
     if any(not a.ranks for a in messages):
         raise TrafficError(f"{len(messages)} sends and receives, whose ends were not all seen")
-    return [Transfer(kind=_kind(a), ranks=a.ranks, num_bytes=_full_bytes(a, 2)) for a in messages]
+    return [transfer_of(a, a.ranks) for a in messages]
 
 
-def _kind(operation: AskedOperation) -> str:
-    return _meaning(operation)[0]
+def transfer_of(operation: AskedOperation, ranks: tuple[int, ...]) -> Transfer:
+    """What `operation` sends among `ranks`. Raises `TrafficError` for a call that is not known."""
+    return Transfer(kind=_meaning(operation)[0], ranks=ranks, num_bytes=_full_bytes(operation, len(ranks)))
 
 
 def _meaning(operation: AskedOperation) -> tuple[str, int, bool]:
@@ -123,11 +122,12 @@ def _full_bytes(operation: AskedOperation, group_size: int) -> int:
     return sum(o.num_bytes for o in operation.operands[argument]) * (group_size if partial else 1)
 
 
-def _issued_bytes(operation: IssuedOperation) -> int:
-    return 0 if operation.kind == "barrier" else operation.num_bytes
+def _issued(operation: IssuedOperation) -> Transfer:
+    num_bytes = 0 if operation.kind == "barrier" else operation.num_bytes
+    return Transfer(kind=operation.kind, ranks=operation.ranks, num_bytes=num_bytes)
 
 
-def _sum(transfers: Iterable[Transfer]) -> list[Collective]:
+def sum_transfers(transfers: Iterable[Transfer]) -> list[Collective]:
     """Added up by kind and ranks. A group of one moves nothing and is left out."""
     counts: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
     for transfer in transfers:

@@ -61,7 +61,7 @@ def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bo
     records = [r for r in matrix if r.outcome.status is not Status.SKIPPED]
     if not records:
         raise ResultsError(f"{str(results)!r} holds no record of a case that was run; run `pytest suites` first")
-    _refuse("wrong", _wrong(records), allow, "mend them first")
+    _refuse("wrong", _wrong(records), allow, "mend them, and run into an empty folder")
     _refuse("noisy", _noisy(records), allow, "use a quieter machine or a longer --timing-budget")
     _write(folder, records, reading)
     return folder
@@ -69,6 +69,7 @@ def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bo
 
 def _refuse(kind: str, found: Sequence[str], allow: Collection[str], mend: str) -> None:
     if found and kind not in allow:
+        found = list(dict.fromkeys(found))
         shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
         raise InputError(f"no baseline of {kind} cases: {shown}: {mend}, or accept them with --allow {kind}")
 

@@ -71,7 +71,7 @@ def compare(
 
 def _some(cases: dict[Key, CaseRuns]) -> str:
     shown = ", ".join(key[0] for key in list(cases)[:3])
-    return f"{shown}{', ...' if len(cases) > 3 else ''}" if cases else "conformance alone"
+    return f"{shown}{', ...' if len(cases) > 3 else ''}" if cases else "none of the matrix"
 
 
 def _records(cases: dict[Key, CaseRuns], keys: Sequence[Key]) -> list[Record]:

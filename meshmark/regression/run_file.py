@@ -47,9 +47,10 @@ def read_run(path: Path) -> Run:
             record = migrate(json.loads(line))
             if "session" in record or record["conformance"].get("scenario"):
                 continue
-            values.setdefault(_case_id(record["case"]), {}).update(_values(record))
+            found = {metric: value for metric, value in _values(record).items() if _drawable(metric, value)}
+            values.setdefault(_case_id(record["case"]), {}).update(found)
             environment = record["environment"]
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             continue
     if not environment:
         raise ResultsError(f"{str(file)!r} holds no record of a case that this Meshmark can read")
@@ -58,12 +59,18 @@ def read_run(path: Path) -> Run:
         name=str(path),
         date=environment["date"],
         commit=environment["commit"],
-        machine=environment["machine"],
+        machine=str(environment["machine"]),
         versions=versions,
         values=values,
     )
 
 
+def _drawable(metric: str, value: float) -> bool:
+    """Times are compared by their logarithms."""
+    return abs(value) < _LARGEST and (value > 0 or metric not in TIMES)
+
+
+_LARGEST = 2**63
 _ids: dict[str, str] = {}
 """By a case as it is written: a history holds few, many times."""
 

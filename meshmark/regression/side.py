@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from meshmark.run.record_file import read_records
 
 _USAGE_ERROR, _NOTHING_COLLECTED = 4, 5
 _SUITES = ("suites", "meshmark.suites")
+_BARE = re.compile(r"[A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,11 @@ def open_side(text: str, scratch: Path, label: str) -> Iterator[Side]:
     elif commit := commit_of(text):
         with checkout(commit, scratch / label) as folder:
             yield Side(name=f"{label} ({text})", folder=folder, paths=(folder,))
+    elif _BARE.fullmatch(text.strip()) and not (text and Path(text).exists()):
+        raise InputError(
+            f"{text!r} is no folder with bin/python and no commit of the repository here; a package is named with its "
+            f"release, such as {text.strip() or 'torch'}==1.0, so that a mistyped branch installs nobody's package"
+        )
     else:
         yield Side(name=f"{label} ({text})", folder=here, paths=(_installed(text, scratch / label),))
 

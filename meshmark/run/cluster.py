@@ -14,7 +14,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meshmark.errors import ClusterError, InputError, NodeLostError, NodesDisagreeError
@@ -132,12 +132,12 @@ class Cluster:
     def _connect(self, secret: bytes) -> RunStore:
         """Node 0's store, as soon as it is there. Raises `ClusterError` when it is not in time."""
         spec = self.spec
-        waiting = _Waiting(self._say, f"waiting for node 0 of {spec.nnodes} at {spec.host}:{spec.port}", _JOIN_SECONDS)
+        waiting = _Waiting(self._say, _JOIN_SECONDS)
         while True:
             try:
                 return RunStore(spec.host, spec.port, secret, datetime.timedelta(seconds=_JOIN_SECONDS))
             except OSError as error:
-                if waiting.over():
+                if waiting.over(f"waiting for node 0 of {spec.nnodes} at {spec.host}:{spec.port}"):
                     raise ClusterError(
                         f"node {spec.node_rank} of {spec.nnodes} found no store at {spec.host}:{spec.port} within "
                         f"{_JOIN_SECONDS} s: is node 0 running, and is the port open? ({error})"
@@ -183,22 +183,29 @@ class Cluster:
         something else.
         """
         self._meetings += 1
+        seats = {self._seat(node): f"node {node} of {self.spec.nnodes}" for node in range(self.spec.nnodes)}
         self._check().set(self._seat(self.spec.node_rank), json.dumps([what, value]))
-        return [self._value_of(node, what, seconds) for node in range(self.spec.nnodes)]
+        self._await(seats, what, seconds)
+        told = self._check().get_all([*seats])  # one question, or as many nodes as there are would ask as many each
+        return [self._expect(name, what, json.loads(text)) for name, text in zip(seats.values(), told, strict=True)]
 
     def _seat(self, node: int) -> str:
         return f"meeting{self._meetings}/{node}"
 
-    def _value_of(self, node: int, what: str, seconds: float) -> str:
-        name = f"node {node} of {self.spec.nnodes}"
-        waiting = _Waiting(self._say, f"waiting for {name} at {what!r}", seconds)
-        while not self._check().check([self._seat(node)]):
-            if waiting.over():
+    def _await(self, seats: Mapping[str, str], what: str, seconds: float) -> None:
+        """Until everyone has come."""
+        waiting = _Waiting(self._say, seconds)
+        while missing := self._check().missing([*seats]):
+            first = seats[missing[0]]
+            if waiting.over(f"waiting for {first} at {what!r}"):
                 self._lost = (
-                    f"{name} did not answer within {seconds:.0f} s at {what!r}: "
+                    f"{first} did not answer within {seconds:.0f} s at {what!r}: "
                     "did its pytest command end, or was it given other options?"
                 )
-        theirs, value = json.loads(self._check().get(self._seat(node)))
+
+    def _expect(self, name: str, what: str, told: tuple[str, str]) -> str:
+        """What a node has brought to the meeting."""
+        theirs, value = told
         if theirs != what and theirs == _END:
             self._lost = f"{name} has ended its run before {what!r}"
             self._check()
@@ -210,18 +217,18 @@ class Cluster:
 class _Waiting:
     """A wait that says so from time to time, and has an end."""
 
-    def __init__(self, say: Callable[[str], None], text: str, seconds: float) -> None:
-        self._say, self._text = say, text
+    def __init__(self, say: Callable[[str], None], seconds: float) -> None:
+        self._say = say
         self._started = self._said = time.monotonic()
         self._seconds = seconds
 
-    def over(self) -> bool:
-        """A moment later: whether the wait has taken too long."""
+    def over(self, text: str) -> bool:
+        """A moment later: whether the wait has taken too long. `text`: what is waited for."""
         time.sleep(_POLL_SECONDS)
         now = time.monotonic()
         if now - self._said > _SAY_SECONDS:
             self._said = now
-            self._say(f"{self._text}, {now - self._started:.0f} s of {self._seconds:.0f}")
+            self._say(f"{text}, {now - self._started:.0f} s of {self._seconds:.0f}")
         return now - self._started > self._seconds
 
 

@@ -31,7 +31,7 @@ from meshmark.run.passes.observe import observe
 from meshmark.run.passes.overflow import overflow
 from meshmark.run.passes.peak import measure_peak
 from meshmark.run.passes.profile import profile
-from meshmark.run.passes.resume import resume, save_halfway
+from meshmark.run.passes.resume import lose_a_rank, resume, save_halfway
 from meshmark.run.passes.retrace import retrace
 from meshmark.run.passes.timing import time_steps
 from meshmark.run.rank_info import RankInfo
@@ -49,6 +49,7 @@ _TASKS = {
     Task.RETRACE: retrace,
     Task.NOISE: measure_noise,
     Task.SAVE: save_halfway,
+    Task.LOSE: lose_a_rank,
     Task.RESUME: resume,
     Task.ENDURE: endure,
     Task.DROPOUT: repeat_with_dropout,

@@ -134,9 +134,9 @@ class Runner:
         """Of this run; a call of all nodes."""
         return Scratch(self.results, self.launcher.cluster)
 
-    def checkpoint(self, base: Case) -> Path:
-        """A folder of `base`'s own, for all nodes; absolute, for ranks may start elsewhere."""
-        folder = self.scratch.folder / hashlib.sha256(repr(base).encode()).hexdigest()[:16]
+    def checkpoint(self, base: Case, scenario: str) -> Path:
+        """A folder of what `scenario` of `base` saves, for all nodes; absolute, for ranks may start elsewhere."""
+        folder = self.scratch.folder / hashlib.sha256(repr((base, scenario)).encode()).hexdigest()[:16]
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:

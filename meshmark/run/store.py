@@ -85,6 +85,10 @@ class StoreServer:
             return int(self._values[key])
         elif what == "check":
             return all(k in self._values for k in question["keys"])
+        elif what == "missing":
+            return [k for k in question["keys"] if k not in self._values]
+        elif what == "get_all":
+            return [_text(self._values[k]) for k in question["keys"]]
         elif what == "delete":
             return self._values.pop(key, None) is not None
         elif what == "compare_set":
@@ -151,6 +155,14 @@ class RunStore(Store):
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._ask("check", keys=keys))
+
+    def missing(self, keys: list[str]) -> list[str]:
+        """Those of `keys` that nobody has written yet."""
+        return [str(key) for key in self._ask("missing", keys=keys)]
+
+    def get_all(self, keys: list[str]) -> list[bytes]:
+        """The values of keys that are there, in one question."""
+        return [_bytes(value) for value in self._ask("get_all", keys=keys)]
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         """Raises `ClusterError` unless all `keys` are there in time. Other threads' calls go on meanwhile."""

@@ -20,6 +20,8 @@ class AlgorithmKind(StrEnum):
     LOCAL_SGD = "local-sgd"
     """Each replica steps on its own rows' gradient, and now and then parameters are averaged (arXiv:1805.09767); after
     a synchronous warm-up, post-local SGD (arXiv:1808.07217)."""
+    DILOCO = "diloco"
+    """Local SGD whose averages are taken for a gradient, on which Nesterov's momentum steps (arXiv:2311.08105)."""
     DSGD = "dsgd"
     """Each replica steps, and then mixes its neighbours' states into its own (adapt, then combine)."""
     DPSGD = "dpsgd"
@@ -53,6 +55,8 @@ DECENTRALISED = frozenset(
     }
 )
 """Those that mix along a graph."""
+PERIODIC = frozenset({AlgorithmKind.LOCAL_SGD, AlgorithmKind.DILOCO})
+"""Those whose replicas step alone, and meet now and then."""
 OWN_MOMENTUM = frozenset({AlgorithmKind.DMSGD, AlgorithmKind.QUASI_GLOBAL})
 """Those that keep the momentum themselves, in the place of the local optimizer."""
 OF_PLAIN_SGD = frozenset({AlgorithmKind.GRADIENT_TRACKING, AlgorithmKind.EXACT_DIFFUSION})
@@ -83,22 +87,26 @@ class AlgorithmSpec:
 
     kind: AlgorithmKind = AlgorithmKind.SYNCHRONOUS
     period: int = 1
-    """Local SGD: steps from one averaging to the next. The first step after the warm-up averages, as PyTorch's
-    `PeriodicModelAverager` does."""
+    """Local SGD and DiLoCo: steps from one averaging to the next. The first step after the warm-up averages, as
+    PyTorch's `PeriodicModelAverager` does."""
     warmup_steps: int = 0
     """Local SGD, and PowerSGD: steps that are synchronous, before the first other one."""
     graph: Graph | None = None
     """Of decentralised algorithms: who mixes whom in."""
     compressor: Compressor | None = None
     """Of compressing ones."""
+    outer_rate: float = 0.7
+    """DiLoCo's learning rate on averages; the default is the paper's."""
+    outer_momentum: float = 0.9
+    """The same of its momentum."""
 
     def __post_init__(self) -> None:
         if self.period < 1:
             raise InputError(f"algorithm: period is {self.period}, expected at least 1")
         if self.warmup_steps < 0:
             raise InputError(f"algorithm: warmup_steps is {self.warmup_steps}, expected 0 or more")
-        may_warm = self.is_power_sgd and self.period == 1
-        if self.kind is not AlgorithmKind.LOCAL_SGD and not may_warm and (self.period, self.warmup_steps) != (1, 0):
+        may_warm = self.kind is AlgorithmKind.LOCAL_SGD or self.is_power_sgd
+        if (self.period > 1 and self.kind not in PERIODIC) or (self.warmup_steps and not may_warm):
             raise InputError(
                 f"algorithm: period {self.period} and warmup_steps {self.warmup_steps} mean nothing in {self.kind} "
                 "training; leave them out, or use local_sgd"
@@ -110,6 +118,11 @@ class AlgorithmSpec:
             raise InputError(
                 f"algorithm: {self.kind} corrects the bias of one fixed matrix, and graph {self.graph.id} changes from "
                 "step to step; take ring, grid or exponential"
+            )
+        if self.outer_rate <= 0 or not 0 <= self.outer_momentum < 1:
+            raise InputError(
+                f"algorithm: outer_rate {self.outer_rate} and outer_momentum {self.outer_momentum}; expected a rate "
+                "above 0, and a momentum of at least 0 and less than 1"
             )
         self._check_compressor()
 
@@ -166,7 +179,7 @@ class AlgorithmSpec:
     def averages_after(self, step: int) -> bool:
         """Whether all replicas' parameters are averaged after the update of `step`."""
         since = step - self.warmup_steps
-        return self.kind is AlgorithmKind.LOCAL_SGD and since >= 0 and since % self.period == 0
+        return self.kind in PERIODIC and since >= 0 and since % self.period == 0
 
     def refusal(self, optimizer: OptimizerSpec) -> str | None:
         """Why replicas cannot train by it with `optimizer`; None when they can."""
@@ -189,6 +202,7 @@ def local_sgd(period: int, warmup_steps: int = 0) -> AlgorithmSpec:
 
 def _presets() -> Iterator[AlgorithmSpec]:
     yield local_sgd(2)
+    yield AlgorithmSpec(kind=AlgorithmKind.DILOCO, period=2)
     for kind in sorted(DECENTRALISED):
         for graph in (Graph(kind=graph) for graph in GraphKind if graph is not GraphKind.OWN):
             if kind is not AlgorithmKind.EXACT_DIFFUSION or graph.is_static:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
@@ -86,6 +86,9 @@ class Layout:
     """Context-parallel degree: ranks that share one sequence."""
     virtual_stages: int = 1
     """Chunks of layers a pipeline rank holds; more than one only in the interleaved schedule."""
+    folded: bool = False
+    """A pipeline rank's two chunks lie as a V: stage i beside stage 2p - 1 - i, so that the first rank holds both ends
+    (arXiv:2401.10241 sec. 6)."""
     sequence_parallel: bool = False
     """Between tensor-parallel regions, activations are split by sequence over the tp ranks (arXiv:2205.05198)."""
     recompute: Recompute = Recompute.NONE
@@ -104,9 +107,25 @@ class Layout:
                 f"layout: {self.virtual_stages} virtual stages need the interleaved schedule, got {self.schedule}"
             )
 
+        if self.folded and (self.pp == 1 or self.virtual_stages != 2):
+            raise LayoutError(
+                f"layout: folded chunks are two on each of several pipeline ranks, got pp {self.pp} and "
+                f"{self.virtual_stages} virtual stages"
+            )
+
     @property
     def world_size(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
+
+    def pipeline_rank(self, stage: int) -> int:
+        """The index along pp of what holds one of the pipeline's stages."""
+        turned = self.folded and stage >= self.pp
+        return 2 * self.pp - 1 - stage if turned else stage % self.pp
+
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
+        """Those that it holds, in order."""
+        stages = range(self.pp * self.virtual_stages)
+        return tuple(stage for stage in stages if self.pipeline_rank(stage) == pipeline_rank)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where `rank` stands. Raises `LayoutError` when there is no such rank."""
@@ -131,8 +150,23 @@ class Layout:
         """The ranks that differ from `rank` along `axis` alone, in the order of their indices; `rank` is one of them.
 
         Raises `LayoutError` when there is no such rank."""
-        stands = self.coordinates(rank)
-        return tuple(self.rank_of(replace(stands, **{axis: index})) for index in range(self._degree(axis)))
+        return self.spanned((axis,), rank)
+
+    def spanned(self, axes: tuple[Axis, ...], rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axes` alone, in order; in as many steps as there are such ranks, for
+        a world may have tens of thousands. Raises `LayoutError` when there is no such rank."""
+        stands, found, stride = self.coordinates(rank), [0], 1
+        for axis in INNERMOST_FIRST:
+            degree = self._degree(axis)
+            indices = range(degree) if axis in axes else (getattr(stands, axis),)
+            found = [index * stride + inner for index in indices for inner in found]
+            stride *= degree
+        return tuple(found)
+
+    def all_spanned(self, axes: tuple[Axis, ...]) -> list[tuple[int, ...]]:
+        """Every such group of ranks once, in the order of their first."""
+        others = tuple(axis for axis in AXES if axis not in axes)
+        return [self.spanned(axes, first) for first in self.spanned(others, 0)]
 
     def _degree(self, axis: Axis) -> int:
         degree: int = getattr(self, axis)
@@ -147,6 +181,8 @@ class Layout:
             parts.append(self.schedule)
         if self.virtual_stages > 1:
             parts.append(f"v{self.virtual_stages}")
+        if self.folded:
+            parts.append("folded")
         if self.sequence_parallel:
             parts.append("sp")
         if self.zero_stage:

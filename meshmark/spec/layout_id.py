@@ -17,6 +17,7 @@ GLOSSARY = {
     "zeroN": "ZeRO stage N over the data-parallel ranks (3: FSDP)",
     "mbN": "N micro-batches a step: accumulation, or what fills a pipeline",
     "vN": "N virtual stages a pipeline rank",
+    "folded": "a rank's two virtual stages lie as a V: the first rank holds both ends",
     "sp": "sequence parallelism between tensor-parallel regions",
     **{str(schedule): "pipeline schedule" for schedule in Schedule},
     **{f"recompute_{what}": "activations computed again" for what in Recompute if what is not Recompute.NONE},
@@ -42,6 +43,7 @@ class _Fields(TypedDict, total=False):
     zero_stage: int
     num_micro_batches: int
     virtual_stages: int
+    folded: bool
     sequence_parallel: bool
     schedule: Schedule
     recompute: Recompute
@@ -74,6 +76,8 @@ def _fields_of(part: str) -> _Fields | None:
     """What one part says; None where it is none."""
     if part == "one":
         return {}
+    if part == "folded":
+        return {"folded": True}
     if part == "sp":
         return {"sequence_parallel": True}
     if part in set(Schedule):

@@ -99,7 +99,7 @@ def passes_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: St
     again = grid.recompute == RECOMPUTES.index(Recompute.FULL)
     more = np.where(again, float(stage.num_layers * RNG_STATE_BYTES), 0.0)
     if stage.has_head:
-        more = more + tokens(model, grid) * head_bytes(model, widths, grid.tp, sp)
+        more = more + tokens(model, grid) * head_bytes(model, widths, vocabulary_shards(grid, recipe), sp)
     if not stage.has_embedding:
         more = more - tokens(model, grid) * widths.stream * model.hidden / sp
     elif model.family is Family.GPT:
@@ -125,6 +125,11 @@ def sequence_shards(grid: Grid) -> Column:
     """Over how many ranks a sequence is split between tensor-parallel regions."""
     shards: Column = np.where(grid.sequence_parallel, grid.tp, 1)
     return shards
+
+
+def vocabulary_shards(grid: Grid, recipe: TrainingRecipe) -> Column:
+    """Over how many ranks the vocabulary is split at the loss."""
+    return np.ones_like(grid.tp) if recipe.whole_logits else grid.tp
 
 
 def boundary_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:

@@ -37,13 +37,15 @@ class Pass:
     sp: Column
     held: Column
     """Bytes that its forward pass leaves."""
+    loss_tp: Column
+    """Ranks that the vocabulary is split over at the loss."""
     kept_weights: Column | float = 0.0
     """Bytes of a block's gathered weights among them, which are there until its backward is over."""
 
     @property
     def logits(self) -> Column:
         """Bytes of one tensor of the loss."""
-        return self.tokens * logit_bytes(self.model, self.widths, self.tp)
+        return self.tokens * logit_bytes(self.model, self.widths, self.loss_tp)
 
     @property
     def stream(self) -> Column:

@@ -23,6 +23,7 @@ from meshmark.theory.activations import (
     passes_bytes,
     sequence_shards,
     tokens,
+    vocabulary_shards,
 )
 from meshmark.theory.backward_pass import Pass
 from meshmark.theory.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid
@@ -162,7 +163,7 @@ def stage_memory(
     logits = _logit_bytes(model, grid, recipe, stage)
     if recipe.eager:
         peak = _eager_peak(model, grid, recipe, stage, index) - states["gradients"]
-        buffers = received_bytes(model, grid, recipe, index)
+        buffers = received_bytes(model, grid, recipe, int(index == 0) + (index == grid.pp - 1))
     else:
         # A peak of the backward pass at its start (all activations, the logits or a block's working set), and one at
         # its end (one micro-batch less, every fresh gradient).
@@ -211,11 +212,11 @@ def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> d
     }
 
 
-def received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: int) -> Column:
+def received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, ends: Column | int) -> Column:
     """Of all micro-batches, the stage inputs that PyTorch's pipeline receives into buffers made once, and the gradients
-    of outputs, which are received into such buffers too."""
-    m, v, last = grid.num_micro_batches, grid.virtual_stages, index == grid.pp - 1
-    found: Column = (m * (v - (index == 0)) + m * (v - last)) * boundary_bytes(model, grid, recipe)
+    of outputs, which are received into such buffers too. `ends`: sides of a rank's stages where none are."""
+    m, v = grid.num_micro_batches, grid.virtual_stages
+    found: Column = (2 * m * v - m * ends) * boundary_bytes(model, grid, recipe)
     return found
 
 
@@ -255,6 +256,7 @@ def _pass(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) ->
         tp=grid.tp,
         sp=sequence_shards(grid),
         held=passes_bytes(model, grid, recipe, stage, np.ones(len(grid))),
+        loss_tp=vocabulary_shards(grid, recipe),
         kept_weights=kept_weight_bytes(model, grid, recipe),
     )
 
@@ -263,7 +265,7 @@ def _logit_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: St
     """Logits at the loss, divided over the tensor-parallel ranks by vocabulary; where the loss is elsewhere, those
     that are sent there and their gradient."""
     if recipe.eager:  # the gradients of the log-softmax and of the logits
-        loss = 2.0 * tokens(model, grid) * logit_bytes(model, recipe.eager, grid.tp)
+        loss = 2.0 * tokens(model, grid) * logit_bytes(model, recipe.eager, vocabulary_shards(grid, recipe))
         return loss if stage.has_loss else np.zeros(len(grid))
     kept = np.where(grid.num_micro_batches > 1, recipe.activations.kept_logit_bytes, 0.0)
     per_logit = (

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Dtype
 from meshmark.spec.vision_spec import AnyModelSpec
 from meshmark.theory.grid import Column
-from meshmark.theory.partition import Stage, uniform_stages
+from meshmark.theory.partition import Stage, held_stage
 
 
 def parameter_sizes(model: ModelSpec, stage: Stage, tp: Column) -> tuple[list[Column], list[Column], list[Column]]:
@@ -71,12 +72,12 @@ def parameter_shapes(model: ModelSpec, stage: Stage) -> Shapes:
     return found
 
 
-def num_tensors(model: AnyModelSpec, num_stages: int, index: int) -> int:
-    """Parameters of one of equal stages, counted as tensors; of a vision transformer, of the whole."""
+def num_tensors(model: AnyModelSpec, layout: Layout, rank: int) -> int:
+    """Parameters that `rank` computes with, counted as tensors; of a vision transformer, of the whole."""
     if not isinstance(model, ModelSpec):
         # Projection, norm (two) and positions; norms, and linear layers of which the keys' has no bias; norm and head.
         return 4 + (2 * 2 + 2 * 6 - 1) * model.num_layers + 3
-    return len(parameter_shapes(model, uniform_stages(model, num_stages)[index]))
+    return len(parameter_shapes(model, held_stage(model, layout, rank)))
 
 
 def optimizer_state_bytes(spec: OptimizerSpec, model: ModelSpec, stage: Stage, dtype: Dtype) -> int:

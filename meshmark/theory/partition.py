@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshmark.errors import LayoutError
+from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import ModelSpec
 
 
@@ -29,6 +30,21 @@ def uniform_stages(model: ModelSpec, num_stages: int) -> tuple[Stage, ...]:
     return tuple(
         Stage(num_layers=share + (i < rest), has_embedding=i == 0, has_head=i == last, has_loss=i == last)
         for i in range(num_stages)
+    )
+
+
+def held_stage(model: ModelSpec, layout: Layout, rank: int) -> Stage:
+    """All that `rank` holds of a pipeline that is cut evenly, as one."""
+    own = layout.coordinates(rank).pp
+    if not layout.folded:  # where chunks are equal, those of a rank are the even cut's
+        return uniform_stages(model, layout.pp)[own]
+    cut = uniform_stages(model, layout.pp * layout.virtual_stages)
+    held = [cut[stage] for stage in layout.stages_of(own)]
+    return Stage(
+        num_layers=sum(stage.num_layers for stage in held),
+        has_embedding=held[0].has_embedding,
+        has_head=held[-1].has_head,
+        has_loss=held[-1].has_loss,
     )
 
 

@@ -151,6 +151,8 @@ class TrainingRecipe:
     """Of eager kernels alone."""
     activations_known: bool = True
     """Not of a framework that trains a model of its own, of other operations, or runs passes in an order of its own."""
+    whole_logits: bool = False
+    """Every tensor-parallel rank has the logits of the whole vocabulary, and computes the loss over it."""
     receive_buffers: bool = True
     """What pipeline stages receive is received into buffers made once, as PyTorch's do; else into new tensors."""
     cut: PipelineCut = PipelineCut()

@@ -53,6 +53,14 @@ def sharded_recipe(recipe: TrainingRecipe, sharding: Sharding) -> TrainingRecipe
     return replace(recipe, backward=backward, replicas=sharding.replicas)
 
 
+def offloaded_recipe(recipe: TrainingRecipe) -> TrainingRecipe:
+    """`recipe` of a framework whose shards, weights' and gradients' too, are the host's: masters, of which a device
+    gathers copies."""
+    states = recipe.states
+    kept = replace(states, weight_bytes=0.0, gradient_bytes=0.0, master_bytes=states.weight_bytes)
+    return replace(recipe, states=kept)
+
+
 def sharding_departures(case: Case, rank: int, sharding: Sharding, padding: Padding) -> tuple[Departure, ...]:
     """From stage 3 with everything gathered twice a micro-batch from all ranks."""
     flows = [flow for flow in step_traffic(case, rank) or () if flow.purpose in _SENT]
@@ -100,8 +108,9 @@ def _gradients(case: Case, rank: int, flow: Flow, sharding: Sharding, padding: P
     shards, among = neighbours(flow, sharding.replicas, rank), across(flow, sharding.replicas, rank)
     sent = [_Sent(flow=replace(flow, ranks=shards), padding_bytes=more)]
     if sharding.replicas > 1:
-        shard = replace(flow, kind="all_reduce", ranks=among, num_bytes=flow.num_bytes // len(shards))
-        sent.append(_Sent(flow=shard, padding_bytes=more // len(shards)))
+        own = flow.num_bytes // len(shards)  # what is over to a whole byte is padding's, which makes shards equal
+        shard = replace(flow, kind="all_reduce", ranks=among, num_bytes=own)
+        sent.append(_Sent(flow=shard, padding_bytes=(flow.num_bytes + more) // len(shards) - own))
     return sent
 
 

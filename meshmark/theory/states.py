@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,8 +19,8 @@ from meshmark.theory.memory import received_bytes, stage_memory, state_bytes
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import bucket_elements
 from meshmark.theory.parameters import stage_parameters
-from meshmark.theory.partition import uniform_stages
-from meshmark.theory.recipe import StateBytes, TrainingRecipe, eager_recipe
+from meshmark.theory.partition import held_stage
+from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +39,10 @@ class ModelStates:
     """Masters that the host keeps in its own memory and updates (ZeRO-Offload, arXiv:2101.06840 sec. 4): on a CPU the
     same memory as all else, on a GPU not its allocator's."""
     host_gradients: float = 0.0
-    """That the host updates those masters with, for life."""
+    """That the host updates those masters with."""
     host_optimizer_states: float = 0.0
+    host_buffers: float = 0.0
+    """Those gradients, where they are there for life."""
     activations: float | None = None
     """When the step's first backward pass begins; None where they are not planned."""
     peak: float | None = None
@@ -55,7 +58,7 @@ class ModelStates:
             parameters=self.parameters + self.host_parameters,
             gradients=self.gradients + self.host_gradients,
             optimizer_states=self.optimizer_states + self.host_optimizer_states,
-            buffers=self.buffers + self.host_gradients,
+            buffers=self.buffers + self.host_buffers,
         )
 
 
@@ -79,12 +82,13 @@ def declared_bytes(declared: Sequence[Remainder], category: str) -> float:
 
 
 def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) -> ModelStates | None:
-    """What `rank` must hold under `case`'s layout. Of models that are no decoder-only transformers, states alone
-    are planned, which follow from the number of parameters; None where that is not known, or not enough."""
+    """What `rank` must hold under `case`'s layout. Of models that are no decoder-only transformers, and of stages that
+    lie as a V, states alone are planned, which follow from the number of parameters; None where that is not known, or
+    not enough."""
     model, layout = case.workload.model, case.layout
     grid = layout_grid(layout, case.workload.global_batch)
     using = recipe or eager_recipe(case)
-    if not isinstance(model, ModelSpec):
+    if layout.folded or not isinstance(model, ModelSpec):
         if using.states.matrix_wise or (count := local_parameters(model, layout, rank)) is None:
             return None
         states = state_bytes(np.array([float(count)]), grid, using)
@@ -92,13 +96,12 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
             parameters=float(states["parameters"][0]),
             gradients=float(states["gradients"][0]),
             optimizer_states=float(states["optimizer"][0]),
-            buffers=_lasting_gradients(case, using, float(states["gradients"][0])),
-            **_host_states(layout, using.states, count),
+            buffers=_received(case, rank, using) + _lasting_gradients(case, using, float(states["gradients"][0])),
+            tables=_rotary_bytes(model, layout, case.precision) if isinstance(model, ModelSpec) else 0.0,
+            **_host_states(layout, using, count),
         )
     index = layout.coordinates(rank).pp
     held = stage_memory(model, grid, using, Overheads(), index)
-    buffered = layout.pp > 1 and using.receive_buffers
-    received = float(received_bytes(model, grid, using, index)[0]) if buffered else 0.0
     exact = _is_exact(case) and using.activations_known
     path = using.backward.gradient_path
     known = _temporaries_are_known(case) and (not case.precision.is_mixed or path not in DEEPSPEED_PATHS)
@@ -108,24 +111,38 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
         parameters=float(held.parameters[0]),
         gradients=float(held.gradients[0]),
         optimizer_states=float(held.optimizer[0]),
-        buffers=received + _lasting_gradients(case, using, float(held.gradients[0])),
+        buffers=_received(case, rank, using) + _lasting_gradients(case, using, float(held.gradients[0])),
         tables=_rotary_bytes(model, layout, case.precision),
-        **_host_states(layout, using.states, local_parameters(model, layout, rank) or 0),
+        **_host_states(layout, using, local_parameters(model, layout, rank) or 0),
         activations=float(held.activations[0]) if exact else None,
         peak=float(held.total_bytes[0]) if exact and known and layout.recompute is Recompute.NONE else None,
     )
 
 
-def _host_states(layout: Layout, states: StateBytes, num_parameters: int) -> dict[str, float]:
+def _received(case: Case, rank: int, using: TrainingRecipe) -> float:
+    """What pipeline stages receive, in buffers made once."""
+    layout, model = case.layout, case.workload.model
+    if layout.pp == 1 or not using.receive_buffers or not isinstance(model, ModelSpec):
+        return 0.0
+    grid = layout_grid(layout, case.workload.global_batch)
+    stages = layout.stages_of(layout.coordinates(rank).pp)
+    ends = (stages[0] == 0) + (stages[-1] == layout.pp * layout.virtual_stages - 1)
+    inside = 2 * sum(after == before + 1 for before, after in itertools.pairwise(stages))  # handed over, both ways
+    return float(received_bytes(model, grid, using, ends + inside)[0])
+
+
+def _host_states(layout: Layout, using: TrainingRecipe, num_parameters: int) -> dict[str, float]:
     """What the host keeps of states that are offloaded to it: masters, fp32 gradients and moments of a rank's share,
     16 bytes a parameter less the weights (arXiv:2101.06840 sec. 3.2, with fp32 gradients); nothing of those on disk."""
     if layout.offload is not Offload.CPU:
         return {}
-    share = num_parameters / (layout.dp * layout.cp if layout.zero_stage else 1)
+    share, states = num_parameters / (layout.dp * layout.cp if layout.zero_stage else 1), using.states
+    for_life = using.backward.lasting or using.backward.gradient_path in DEEPSPEED_PATHS
     return {
         "host_parameters": states.master_bytes * share,
         "host_gradients": states.master_bytes * share,
         "host_optimizer_states": states.moment_bytes * share,
+        "host_buffers": states.master_bytes * share * for_life,
     }
 
 
@@ -177,5 +194,5 @@ def local_parameters(model: AnyModelSpec, layout: Layout, rank: int) -> int | No
     None where it is not planned: how another model than a decoder-only transformer is split."""
     if not isinstance(model, ModelSpec):
         return model.num_parameters if layout.tp == layout.pp == layout.cp == 1 else None
-    stage = uniform_stages(model, layout.pp)[layout.coordinates(rank).pp]
+    stage = held_stage(model, layout, rank)
     return int(stage_parameters(model, stage, layout.tp))

@@ -11,26 +11,16 @@ from dataclasses import dataclass
 
 from meshmark.spec.algorithm import COMPRESSING
 from meshmark.spec.case import Case
-from meshmark.spec.layout import INNERMOST_FIRST, Axis, Layout, Recompute
+from meshmark.spec.layout import Axis, Layout, Recompute
 from meshmark.spec.precision import LossScaling
 from meshmark.theory.compression import step_bytes
 from meshmark.theory.flow import Flow, Purpose
 from meshmark.theory.parameter_order import num_tensors
-from meshmark.theory.partition import uniform_stages
+from meshmark.theory.partition import held_stage
 from meshmark.theory.states import local_parameters
 
 METERED_STEP = 2
 """Counted from 0: the step that traffic is planned and metered of, where the steps of an algorithm differ."""
-
-
-def spanned(layout: Layout, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """The ranks that differ from `rank` along `axes` alone, in order."""
-    others = [axis for axis in INNERMOST_FIRST if axis not in axes]
-
-    def stands(other: int) -> list[int]:
-        return [getattr(layout.coordinates(other), axis) for axis in others]
-
-    return tuple(other for other in range(layout.world_size) if stands(other) == stands(rank))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +33,8 @@ class Group:
 
     @classmethod
     def along(cls, layout: Layout, rank: int, axes: tuple[Axis, ...]) -> Group:
-        long = tuple(axis for axis in axes if len(layout.group(axis, rank)) > 1)
-        return cls(axes="+".join(long), ranks=spanned(layout, rank, long))
+        long = tuple(axis for axis in axes if getattr(layout, axis) > 1)
+        return cls(axes="+".join(long), ranks=layout.spanned(long, rank))
 
 
 def _collective(group: Group, kind: str, purpose: Purpose, num_bytes: int, calls: tuple[int, int]) -> list[Flow]:
@@ -71,7 +61,7 @@ def _tensors(case: Case, rank: int) -> tuple[int, int]:
     model, layout = case.workload.model, case.layout
     count = local_parameters(model, layout, rank)
     assert count is not None, "step_traffic leaves out what is not planned"
-    return count, num_tensors(model, layout.pp, layout.coordinates(rank).pp)
+    return count, num_tensors(model, layout, rank)
 
 
 def decentralised_traffic(case: Case, rank: int) -> list[Flow]:
@@ -176,7 +166,7 @@ def tensor_parallel_traffic(case: Case, rank: int) -> list[Flow]:
     layout, workload = case.layout, case.workload
     if layout.tp == 1:
         return []
-    stage = uniform_stages(workload.transformer, layout.pp)[layout.coordinates(rank).pp]
+    stage = held_stage(workload.transformer, layout, rank)
     blocks = 6 if layout.recompute is Recompute.FULL else 4
     times = blocks * stage.num_layers + stage.has_embedding + stage.has_head
     num_bytes, calls = times * stream_bytes(case), times * layout.num_micro_batches
@@ -218,8 +208,8 @@ def pipeline_traffic(case: Case, rank: int) -> list[Flow]:
     line, stage = layout.group("pp", rank), layout.coordinates(rank).pp
     boundaries: dict[int, int] = {}
     for boundary in range(layout.pp * layout.virtual_stages - 1):
-        ends = {boundary % layout.pp, (boundary + 1) % layout.pp}
-        if stage in ends:
+        ends = {layout.pipeline_rank(boundary), layout.pipeline_rank(boundary + 1)}
+        if stage in ends and len(ends) > 1:
             peer = line[(ends - {stage}).pop()]
             boundaries[peer] = boundaries.get(peer, 0) + 1
     flows = []
@@ -228,7 +218,7 @@ def pipeline_traffic(case: Case, rank: int) -> list[Flow]:
         flows += [
             _messages("pp", kind, (rank, peer), count * stream_bytes(case), (calls, calls)) for kind in ("send", "recv")
         ]
-    if model.tied_embeddings and stage in (0, layout.pp - 1):
+    if model.tied_embeddings and stage in (0, layout.pp - 1) and not layout.folded:
         flows.append(_tied_weight(case, (line[0], line[-1])))
     return flows
 
@@ -253,7 +243,7 @@ def context_parallel_traffic(case: Case, rank: int) -> list[Flow]:
     if layout.cp == 1:
         return []
     ring, index = layout.group("cp", rank), layout.coordinates(rank).cp
-    layers = uniform_stages(case.workload.transformer, layout.pp)[layout.coordinates(rank).pp].num_layers
+    layers = held_stage(case.workload.transformer, layout, rank).num_layers
     hops = (layout.cp - 1) * layers
     sent = 6 * hops * (stream_bytes(case) // model.hidden) * model.kv_hidden // layout.tp
     calls = 2 * hops * layout.num_micro_batches, 6 * hops * layout.num_micro_batches

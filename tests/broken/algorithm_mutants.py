@@ -9,6 +9,7 @@ from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
 from tests.broken import compressing as c
 from tests.broken import mixing as m
+from tests.broken import outer as o
 from tests.broken.engine import Broken
 from tests.broken.mutant import Mutant, on
 
@@ -53,6 +54,11 @@ ALGORITHM_MUTANTS: list[Mutant] = [
     *on(_ALONG, m.WholeWeights, Fault.ALGORITHM, workload=_DIFFUSION),
     *on(_ALONG, m.StaleDiffusion, Fault.ALGORITHM, workload=_DIFFUSION),
     *on(_ALONG, m.SelfWeightOfDiffusion, Fault.ALGORITHM, workload=_DIFFUSION),
+    *(
+        mutant
+        for defect in (o.OuterMomentumReset, o.NoOuterStep, o.OuterHeavyBall, o.MeetsLate, o.OuterAlone)
+        for mutant in on("diloco", defect, Fault.ALGORITHM, workload=workload("gpt-mini-sgd-diloco2"))
+    ),
     *_compressing("compressed", "compressed-top-k10", c.LargestSigned, c.SendsWhole, c.SumsReplicas, c.SendsHalf),
     *_compressing("compressed", "compressed-qsgd64", c.DrawsAlike, c.DrawsOnce, c.RoundsToNearest, c.DividesTwice),
     *_compressing("compressed", "error-feedback-top-k10", c.ForgetsLeft, c.AddsLeftTwice, c.AddsLeftLate),

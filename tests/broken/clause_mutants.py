@@ -125,6 +125,8 @@ CLAUSE_MUTANTS: list[Mutant] = [
     *against("resume", f"fsdp2 fairscale-fsdp {ZERO}", c.FirstShardForAll, F.UPDATE),
     *against("resume", "fsdp2 deepspeed/1", c.MixesShards),
     *against("resume", "ddp accelerate", c.RankForgetsMoments, F.DRIFT),
+    *against("recovery", "ddp fsdp2 gpipe", c.SavesMomentsLater, F.UPDATE),
+    *against("recovery", "ddp fsdp2", c.ForgetsMoments, F.UPDATE),
     *against("reshard", "ddp fsdp2 gpipe megatron accelerate", c.ForgetsMoments, F.UPDATE),
     *against("reshard", "ddp fsdp2 gpipe", c.ForgetsSchedule, F.UPDATE),
     *against("reshard", "fsdp2", c.FirstShardForAll, F.UPDATE),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.accelerate import AccelerateFSDP2
 from meshmark.adapters.fsdp1 import FSDP1
 from meshmark.adapters.fsdp2 import FSDP2
 from meshmark.adapters.megatron.gpt_model import MegatronGPT
@@ -27,6 +28,7 @@ from tests.broken.mutant import GPT, Mutant
 
 F = Fault
 PIPELINE = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
+CROSSED = Layout(dp=2, tp=2, zero_stage=3, num_micro_batches=4)
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 
 
@@ -52,6 +54,20 @@ class FullShard(Adapter):
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return FSDP1().build(case, context)
+
+
+class LossInParallel(Adapter):
+    """Logits stay split, though a loss over the whole vocabulary was asked for."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return TensorParallel().build(case, context)
+
+
+class ShardsOverAll(Adapter):
+    """Accelerate without the `ParallelismConfig` that was asked for: one replica, sharded over all ranks."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return AccelerateFSDP2().build(case, context)
 
 
 class ReplicasAlone(Broken):
@@ -138,11 +154,14 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("ddp-zero1", g.AveragedTwice, F.SCALED, layout=replace(TWO, zero_stage=1)),
     *_on("tp", g.OverMicroBatches, F.SCALED, layout=Layout(tp=2, num_micro_batches=4)),
     *_on("tp", ReplicasAlone, F.NOT_REDUCED, layout=Layout(dp=2, tp=2, num_micro_batches=4)),
+    *_on("tp-whole-loss", LossInParallel, suite="communication", layout=Layout(tp=2, num_micro_batches=4)),
+    *_on("accelerate-hsdp", ShardsOverAll, suite="communication", layout=FOUR),
+    *_on("fabric-tp-fsdp2", g.OverMicroBatches, F.SCALED, layout=CROSSED),
     *_on("megatron-gpt", NotUndone, F.SCALED, layout=PIPELINE),
     *_on("megatron-gpt", NormsNotSummed, layout=Layout(tp=2, sequence_parallel=True, num_micro_batches=4)),
     *_on("megatron-gpt-zero1", StatesNotShared, suite="memory", layout=replace(TWO, zero_stage=1)),
     *_on("deepspeed-pipeline", StageNotScaled, F.SCALED, layout=replace(PIPELINE, zero_stage=1)),
     *_on("pipeline-tp", g.ScalesGrads, F.SCALED, layout=replace(PIPELINE, tp=2)),
     *_on("pipeline-fsdp2", StagesNotSharded, suite="memory", layout=replace(PIPELINE, dp=2, zero_stage=3)),
-    *_on("tp-fsdp2", NeverSharded, suite="memory", layout=Layout(dp=2, tp=2, zero_stage=3, num_micro_batches=4)),
+    *_on("tp-fsdp2", NeverSharded, suite="memory", layout=CROSSED),
 ]

@@ -1,9 +1,11 @@
-"""Save halfway, go on; and in other processes, go on from what was saved."""
+"""Save halfway, and go on or lose a rank; and in other processes, go on from what was saved."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
+import signal
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 from meshmark import rank_progress
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.engine import RankContext
+from meshmark.adapter.engine import Engine, RankContext
 from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.replicas import replicas_of_ranks
 from meshmark.judge.trace import Trace, gather_replicas
@@ -25,22 +27,12 @@ _TRACE = "meshmark-trace.pickle"
 
 def save_halfway(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
     """Train `request.steps` steps, and leave a checkpoint after half of them, with the trace up to there."""
-    folder = Path(request.checkpoint)
-    engine = adapter.build(request.case, context)
-    built, observer = time.time(), Observer(engine, request)
-    rank_progress.begin(rank_progress.Phase.TRAIN, halfway(request))
-    for step in range(halfway(request)):
-        observer.train(step)
-    engine.save(folder)
-    replicas = replicas_of_ranks(request.case)
-    so_far, _, _ = gather_replicas(observer.trace, replicas)
-    if so_far:
-        (folder / _TRACE).write_bytes(pickle.dumps(so_far))
-    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps - halfway(request))
+    engine, observer, built = _first_half(request, adapter, context)
     for step in range(halfway(request), request.steps):
         observer.train(step)
     engine.close()
-    traces, drifts, _ = gather_replicas(observer.trace, replicas, request.case.workload.algorithm.stands_together)
+    together, replicas = request.case.workload.algorithm.stands_together, replicas_of_ranks(request.case)
+    traces, drifts, _ = gather_replicas(observer.trace, replicas, together)
     return RankReport(
         rank=context.rank,
         build_seconds=built - started,
@@ -51,8 +43,36 @@ def save_halfway(request: Request, adapter: Adapter, context: RankContext, start
     )
 
 
+def lose_a_rank(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """The same, but that the last rank is killed when a step more is done, which is lost with it: what is on disk is
+    all that there is to go on from. No rank comes to its end."""
+    _, observer, built = _first_half(request, adapter, context)
+    observer.train(halfway(request))
+    if context.rank == context.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for step in range(halfway(request) + 1, request.steps):
+        observer.train(step)
+    return RankReport(rank=context.rank, build_seconds=built - started, run_seconds=time.time() - built)
+
+
+def _first_half(request: Request, adapter: Adapter, context: RankContext) -> tuple[Engine, Observer, float]:
+    """An engine that has saved where it is, what it did until there, and when it was built."""
+    folder = Path(request.checkpoint)
+    engine = adapter.build(request.case, context)
+    built, observer = time.time(), Observer(engine, request)
+    rank_progress.begin(rank_progress.Phase.TRAIN, halfway(request))
+    for step in range(halfway(request)):
+        observer.train(step)
+    engine.save(folder)
+    so_far, _, _ = gather_replicas(observer.trace, replicas_of_ranks(request.case))
+    if so_far:
+        (folder / _TRACE).write_bytes(pickle.dumps(so_far))
+    rank_progress.begin(rank_progress.Phase.TRAIN, request.steps - halfway(request))
+    return engine, observer, built
+
+
 def resume(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
-    """Load what `save_halfway` left and train the other half; both halves together are one run to be judged."""
+    """Load what the first half left and train the other half; both halves together are one run to be judged."""
     folder, half = Path(request.checkpoint), halfway(request)
     engine = adapter.build(request.case, context)
     built = time.time()

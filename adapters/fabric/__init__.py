@@ -32,13 +32,13 @@ from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 
-_FABRIC = (Requirement(module="lightning_fabric", distribution="lightning-fabric"),)
-_ON_CPU = frozenset({"cpu"})
+FABRIC = (Requirement(module="lightning_fabric", distribution="lightning-fabric"),)
+ON_CPU = frozenset({"cpu"})
 """What the adapters have been tried on."""
 _NO_SCALER = "on a CPU Fabric's 16-mixed makes no gradient scaler"
 
 
-class _ThroughFabric(DataParallelEngine):
+class ThroughFabric(DataParallelEngine):
     """`wrapped` and `prepared`: what Fabric made of module and optimizer. Of the former, `self.module` is the
     strategy's own wrapper; `self.optimizer` is PyTorch's."""
 
@@ -58,10 +58,14 @@ class _ThroughFabric(DataParallelEngine):
 
     def update(self) -> Tensor | None:
         max_norm = self.case.workload.optimizer.clip_norm
-        norm = None if max_norm is None else self.fabric.clip_gradients(self.wrapped, self.prepared, max_norm=max_norm)
+        norm = None if max_norm is None else self.clip(max_norm)
         self.prepared.step()
         self.prepared.zero_grad()
         self.advance_schedule()
+        return norm
+
+    def clip(self, max_norm: float) -> Tensor:
+        norm: Tensor = self.fabric.clip_gradients(self.wrapped, self.prepared, max_norm=max_norm)
         return norm
 
     def save(self, folder: Path) -> None:
@@ -75,18 +79,18 @@ class _ThroughFabric(DataParallelEngine):
         self.load_schedule(state["schedule"])
 
 
-class FabricDDPEngine(_ThroughFabric, DDPEngine):
+class FabricDDPEngine(ThroughFabric, DDPEngine):
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         with self.fabric.no_backward_sync(self.wrapped, enabled=not last):
             yield
 
 
-class FabricFSDPEngine(_ThroughFabric, FSDP1Engine):
+class FabricFSDPEngine(ThroughFabric, FSDP1Engine):
     """Reduces after every micro-batch: `no_backward_sync` would keep whole gradients."""
 
 
-def _launched(context: RankContext, strategy: Any, precision: str) -> Any:  # noqa: ANN401
+def launched(context: RankContext, strategy: Any, precision: str) -> Any:  # noqa: ANN401
     """A `Fabric` in processes that are there already, as under torchrun. Raises `AdapterError` if it made another
     strategy's."""
     from lightning_fabric import Fabric
@@ -107,7 +111,7 @@ def _launched(context: RankContext, strategy: Any, precision: str) -> Any:  # no
     return fabric
 
 
-def _set_up(fabric: Any, case: Case, model: nn.Module, together: bool) -> tuple[Any, Any]:  # noqa: ANN401
+def set_up(fabric: Any, case: Case, model: nn.Module, together: bool) -> tuple[Any, Any]:  # noqa: ANN401
     """What Fabric makes of the model and its optimizer. The names that the optimizer's groups follow are canonical."""
     spec = case.workload.optimizer
     if together:
@@ -118,14 +122,14 @@ def _set_up(fabric: Any, case: Case, model: nn.Module, together: bool) -> tuple[
 
 
 class FabricDDP(Adapter):
-    requires: ClassVar = _FABRIC
+    requires: ClassVar = FABRIC
     together: ClassVar = True
     """`setup(module, optimizer)`, the first of the two documented ways."""
     arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
-        devices=_ON_CPU,
+        devices=ON_CPU,
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         lacks={
             Precision.FP16: _NO_SCALER,
@@ -146,8 +150,8 @@ class FabricDDP(Adapter):
             find_unused_parameters=case.workload.skipped_block is not None,
         )
         precision = {Dtype.FP64: "64-true", Dtype.BF16: "bf16-mixed"}.get(case.precision.compute, "32-true")
-        fabric = _launched(context, strategy, precision)
-        wrapped, prepared = _set_up(fabric, case, initial_model(case, context.device), self.together)
+        fabric = launched(context, strategy, precision)
+        wrapped, prepared = set_up(fabric, case, initial_model(case, context.device), self.together)
         return FabricDDPEngine(case, context, fabric, wrapped, prepared)
 
 
@@ -159,13 +163,13 @@ class FabricFSDP(FSDP1):
     """Blocks by `auto_wrap_policy`, and what is left with the model. Fabric refuses its `FSDPStrategy` on a CPU, but
     not a subclass; that one names the device, which Fabric leaves out where there is no index."""
 
-    requires: ClassVar = _FABRIC
+    requires: ClassVar = FABRIC
     together: ClassVar = True
     capabilities: ClassVar = Capabilities(
         degrees=FSDP1.capabilities.degrees,
         zero_stages=FSDP1.capabilities.zero_stages,
         families=FSDP1.capabilities.families,
-        devices=_ON_CPU,
+        devices=ON_CPU,
         recomputes=frozenset({Recompute.NONE}),
         precisions=frozenset({Precision.FP32, Precision.BF16, Precision.BF16_REDUCE_BF16}),
         lacks={**FSDP1.capabilities.lacks, Precision.FP16: _NO_SCALER},
@@ -193,8 +197,8 @@ class FabricFSDP(FSDP1):
             mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low else None,
             state_dict_type="sharded",
         )
-        fabric = _launched(context, strategy, "32-true")
-        wrapped, prepared = _set_up(fabric, case, initial_model(case, context.device), self.together)
+        fabric = launched(context, strategy, "32-true")
+        wrapped, prepared = set_up(fabric, case, initial_model(case, context.device), self.together)
         return FabricFSDPEngine(case, context, fabric, wrapped, prepared)
 
 

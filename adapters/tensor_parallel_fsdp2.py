@@ -1,0 +1,98 @@
+"""PyTorch's tensor parallelism over FSDP2's shards (2-D)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, ClassVar
+
+from meshmark.adapters.fsdp2 import ROWS, dealt_rows, mesh_remainder
+from meshmark.adapters.tensor_parallel import NORMS, TensorParallel, num_split
+from meshmark.reference.build import parameter_shapes
+from meshmark.reference.transformer import Transformer
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Axis
+from meshmark.spec.model_spec import Family
+from meshmark.spec.precision import Precision
+from meshmark.theory.flow import Departure, Flow, Purpose, besides
+from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.states import Remainder
+from meshmark.theory.traffic import step_traffic
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh  # some seconds, which only ranks should take
+
+_BY_COLUMNS = (".q", ".k", ".v", ".up", ".gate", "embedding.tokens", "head.output")
+"""Ends of the names of modules whose outputs, or vocabulary, are split: the first dimension of what they hold."""
+_BY_ROWS = (".attention.out", ".feed_forward.down")
+
+
+class TensorParallelFSDP2(TensorParallel):
+    """2-D: what tensor parallelism splits, FSDP2 shards again over data-parallel ranks, block by block."""
+
+    capabilities: ClassVar = replace(
+        TensorParallel.capabilities, zero_stages=frozenset({3}), precisions=frozenset({Precision.FP32})
+    )
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if min(case.layout.dp, case.layout.tp) < 2:
+            return f"2-D takes two axes, got {case.layout.id}"
+        return super().supports(case, device, backend)
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        using = eager_recipe(case, "eager-fsdp2")
+        return replace(using, backward=replace(using.backward, loss_tensors=3.0))
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        layout = case.layout
+        shapes = _local_shapes(case)
+        dealt = dealt_rows(shapes, layout.dp, layout.coordinates(rank).dp, cls.recipe(case).states)
+        return (*dealt, mesh_remainder(case))
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        """Over data-parallel ranks one call for every way in which tensors are split, over tensor-parallel ones for
+        those that split by rows and by columns."""
+        layout, shapes, flows = case.layout, _local_shapes(case), step_traffic(case, rank)
+        norms = [flow for flow in flows or () if flow.purpose is Purpose.NORM]
+        ways = 4 if case.workload.model.family is Family.GPT else 3  # biases of what is split by columns are whole
+        width = case.precision.wide.itemsize
+
+        def along(axis: Axis, norm: Flow, count: int, calls: int) -> Flow:
+            ranks = layout.group(axis, rank)
+            return replace(norm, axes=axis, ranks=ranks, num_bytes=width * count, fewest=calls, most=calls)
+
+        padding = sum(-rows % layout.dp * math.prod(row) for rows, *row in shapes.values())
+        share = Fraction(padding, sum(map(math.prod, shapes.values())))
+        by_tensor = tuple(
+            Departure(
+                instead_of=(norm,),
+                sends=(along("tp", norm, num_split(case), 2), along("dp", norm, len(shapes), ways)),
+                reason=NORMS,
+            )
+            for norm in norms
+        )
+        padded = [besides(flows, purpose, share, ROWS) for purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS)]
+        return by_tensor + padded[0] + padded[1]
+
+    def shard(self, model: Transformer, mesh: DeviceMesh) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.blocks.values():
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def _local_shapes(case: Case) -> dict[str, tuple[int, ...]]:
+    """What a tensor-parallel rank has of every parameter, as `parallelize` splits them."""
+    tp, found = case.layout.tp, dict[str, tuple[int, ...]]()
+    for name, shape in parameter_shapes(case.workload.model).items():
+        module, _, kind = name.rpartition(".")
+        by_columns = module.endswith(_BY_COLUMNS)
+        by_rows = module.endswith(_BY_ROWS) and kind == "weight"
+        found[name] = (shape[0] // tp, *shape[1:]) if by_columns else (shape[0], shape[1] // tp) if by_rows else shape
+    return found
