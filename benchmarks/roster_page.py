@@ -87,6 +87,7 @@ def capability(case: Case) -> str:
     parts = [" x ".join(axis for axis in AXES if getattr(layout, axis) > 1) or "one rank"]
     parts += [f"zero{layout.zero_stage}"] if layout.zero_stage else []
     parts += [str(layout.schedule)] if layout.pp > 1 else []
+    parts += ["folded"] if layout.folded else []
     parts += ["sp"] if layout.sequence_parallel else []
     parts += [f"offload {layout.offload}"] if layout.offload != "none" else []
     parts += [str(case.precision)] if case.precision is not Precision.FP32 else []

@@ -37,7 +37,10 @@ MATRIX, VECTOR = "blocks.0.attention.q.weight", "blocks.0.attention.q.bias"
 SPECS = [
     OptimizerSpec(),
     OptimizerSpec(kind=OptimizerKind.SGD),
-    *(WORKLOADS[f"gpt-mini-{kind}"].optimizer for kind in ("momentum", "nesterov", "adafactor", "muon")),
+    *(
+        WORKLOADS[f"gpt-mini-{kind}"].optimizer
+        for kind in ("momentum", "nesterov", "adafactor", "muon", "lars", "lamb")
+    ),
 ]
 MUTANTS = {
     "ddp_ForgetsMomentum": "moments forgotten after every step",
@@ -72,9 +75,10 @@ def test_states_are_those_that_pytorch_keeps(
 @pytest.mark.parametrize(
     "changes, complaint",
     [
-        ({"momentum": 0.9}, "adamw has no momentum, got 0.9; sgd and muon have"),
+        ({"momentum": 0.9}, "adamw has no momentum, got 0.9; sgd, muon and lars have"),
         ({"kind": OptimizerKind.SGD, "momentum": 1.0}, "momentum is 1.0, expected at least 0 and less than 1"),
         ({"kind": OptimizerKind.SGD, "nesterov": True}, "nesterov looks ahead by the momentum, and momentum is 0"),
+        ({"kind": OptimizerKind.LARS, "momentum": 0.9, "nesterov": True}, "lars is defined without nesterov; take sgd"),
         ({"kind": OptimizerKind.ADAFACTOR, "beta2_decay": 0.8}, "beta2_decay is 0.8, expected 0 or less"),
     ],
 )
@@ -129,7 +133,33 @@ def muon(spec: OptimizerSpec, p: NDArray[np.float64], g: NDArray[np.float64], m:
     p -= spec.learning_rate * 0.2 * max(p.shape) ** 0.5 * (u * s) @ v
 
 
-RULES = {"momentum": sgd, "nesterov": sgd, "adafactor": adafactor, "muon": muon}
+def lars(spec: OptimizerSpec, p: NDArray[np.float64], g: NDArray[np.float64], m: Moments, t: int) -> None:
+    norm, decay = np.sqrt(np.sum(p * p)), spec.weight_decay
+    rate = spec.learning_rate * 0.001 * norm / (np.sqrt(np.sum(g * g)) + decay * norm)
+    m["momentum"] = spec.momentum * m.get("momentum", np.zeros_like(p)) + rate * (g + decay * p)
+    p -= m["momentum"]
+
+
+def lamb(spec: OptimizerSpec, p: NDArray[np.float64], g: NDArray[np.float64], m: Moments, t: int) -> None:
+    for name, beta, new in zip(("first", "second"), spec.betas, (g, g * g), strict=True):
+        m[name] = beta * m.get(name, np.zeros_like(p)) + (1 - beta) * new
+    first, second = (m[name] / (1 - beta**t) for name, beta in zip(("first", "second"), spec.betas, strict=True))
+    update = first / (np.sqrt(second) + spec.eps) + spec.weight_decay * p
+    p -= spec.learning_rate * np.sqrt(np.sum(p * p) / np.sum(update * update)) * update
+
+
+RULES = {"momentum": sgd, "nesterov": sgd, "adafactor": adafactor, "muon": muon, "lars": lars, "lamb": lamb}
+
+
+@pytest.mark.parametrize("kind", ["lars", "lamb"])
+def test_a_tensor_that_is_zero_or_has_no_gradient_has_the_rate_of_all(kind: str) -> None:
+    """For there is no ratio of norms: a bias that begins at zero must be able to leave it."""
+    spec = dataclasses.replace(workload(f"gpt-mini-{kind}").optimizer, clip_norm=None, weight_decay=0.0)
+    found = ExactOptimizer(spec).step({"a.bias": np.zeros(3)}, {"a.bias": np.array([1.0, -2.0, 0.5])})["a.bias"]
+    right = np.array([1.0, -2.0, 0.5]) if kind == "lars" else np.array([1.0, -1.0, 1.0])
+    np.testing.assert_allclose(found, -spec.learning_rate * right, rtol=1e-6)
+    still = ExactOptimizer(spec).step({"a.weight": np.ones(3)}, {"a.weight": np.zeros(3)})["a.weight"]
+    assert still.tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("kind", "name"), [*itertools.product(RULES, [MATRIX]), ("adafactor", VECTOR)])
@@ -192,7 +222,7 @@ def test_several_optimizers_as_one_go_on_from_a_checkpoint() -> None:
     assert len(resumed.state) == 2, "both parts write into the state of the whole"
 
 
-@pytest.mark.parametrize("name", ["momentum", "adafactor", "muon"])
+@pytest.mark.parametrize("name", ["momentum", "adafactor", "muon", "lars", "lamb"])
 def test_planned_states_follow_from_the_optimizer(name: str) -> None:
     spec, model = workload(f"gpt-mini-{name}").optimizer, make_model()
     case = make_case(workload=make_workload(optimizer=spec), layout=Layout(pp=2, num_micro_batches=2))
@@ -210,7 +240,7 @@ def test_adapters_that_part_matrices_refuse_matrix_wise_optimizers_with_a_reason
     running = set()
     for name, path in ADAPTERS.items():
         adapter = load_adapter(path)
-        for kind in ("adafactor", "muon"):
+        for kind in ("adafactor", "muon", "lars", "lamb"):
             case = Case(adapter=name, workload=under(name, workload(f"gpt-mini-{kind}")), layout=Layout())
             refusal = adapter.capabilities.refusal(case, "cpu", "gloo") or ""
             assert "whole matrices (" in refusal or not refusal.count("matrices")

@@ -1,5 +1,5 @@
-"""Offload, and Megatron's own model, through the launcher, in a tiny case each: the rest of the roster is what
-`make roster` runs."""
+"""Offload, Megatron's own model, and a folded pipeline, through the launcher, in a tiny case each: the rest of the
+roster is what `make roster` runs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from meshmark.adapters.deepspeed import operators
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
-from tests.broken.mutant import GPT, LAYOUTS
+from meshmark.spec.layout import Layout, Schedule
+from tests.broken.mutant import DEEP, GPT, LAYOUTS
 
 MEGATRON = Case(adapter="megatron-gpt", workload=GPT, layout=LAYOUTS["pipeline"])
 OFFLOADED = Case(adapter="deepspeed-offload", workload=GPT, layout=LAYOUTS["deepspeed-offload/2"])
+FOLDED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2, folded=True)
+A_V = Case(adapter="pipeline-zbv", workload=DEEP, layout=FOLDED)
 
 
 def refusal() -> str | None:
     return load_adapter(builtin_adapters()["deepspeed-offload"]).refusal(OFFLOADED, "cpu", "gloo")
 
 
-@pytest.mark.parametrize("system", [OFFLOADED, MEGATRON], ids=lambda case: case.adapter)
+@pytest.mark.parametrize("system", [OFFLOADED, MEGATRON, A_V], ids=lambda case: case.adapter)
 def test_a_system_trains_as_planned(launcher: ForkserverLauncher, tmp_path: Path, system: Case) -> None:
     if system is OFFLOADED and (reason := refusal()):
         pytest.skip(reason)

@@ -13,7 +13,7 @@ from meshmark.judge.deviation import Tensors
 from meshmark.judge.faults import Fault
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer
-from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
+from meshmark.spec.optimizer import LAYER_WISE, OptimizerKind, OptimizerSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,18 +77,23 @@ def _rivals_of_kind(spec: OptimizerSpec) -> Iterator[Rival]:
     """What is got wrong in one kind of optimizer."""
     if spec.kind is OptimizerKind.ADAMW:
         yield Rival(fault=Fault.UPDATE, detail="weight decay added to the gradient", optimizer=_Coupled(spec))
+    if spec.kind in LAYER_WISE:
+        alike = _Options(spec, {"layer_wise": False})
+        yield Rival(fault=Fault.UPDATE, detail="with one rate for all tensors", optimizer=alike)
+    if spec.kind in (OptimizerKind.ADAMW, OptimizerKind.LAMB):
         yield Rival(fault=Fault.UPDATE, detail="without bias correction", optimizer=_Uncorrected(spec))
         for betas in ((0.9, 0.999), (0.9, 0.99), (0.0, spec.betas[1]), spec.betas[::-1]):
             yield _variant(replace(spec, betas=betas), f"with betas {betas}")
-    if spec.kind in (OptimizerKind.ADAMW, OptimizerKind.ADAFACTOR):
+    if spec.kind in (OptimizerKind.ADAMW, OptimizerKind.ADAFACTOR, OptimizerKind.LAMB):
         for eps in (1e-3, 1e-4, 1e-5, 1e-6, 1e-7):
             yield _variant(replace(spec, eps=eps), f"with eps {eps:g}")
     if spec.kind is OptimizerKind.ADAFACTOR:
         for decay in sorted({-1.0, -0.9, -0.7, -0.5, 0.0} - {spec.beta2_decay}):
             yield _variant(replace(spec, beta2_decay=decay), f"with a beta2_decay of {decay:g}")
-    if spec.momentum:
+    if spec.momentum and spec.kind is not OptimizerKind.LARS:
         without = "without" if spec.nesterov else "with"
         yield _variant(replace(spec, nesterov=not spec.nesterov), f"{without} Nesterov's look-ahead")
+    if spec.momentum:
         for momentum in sorted({0.5, 0.8, 0.9, 0.95, 0.99} - {spec.momentum}):
             yield _variant(replace(spec, momentum=momentum), f"with a momentum of {momentum:g}")
     if spec.kind is OptimizerKind.SGD and spec.momentum and not spec.nesterov:
@@ -101,12 +106,12 @@ def _rivals_of_kind(spec: OptimizerSpec) -> Iterator[Rival]:
 def _rivals_in_memory(spec: OptimizerSpec, step: int) -> Iterator[Rival]:
     """What optimizers forget, at every step or at `step` alone."""
     moments = _MOMENTS[spec.kind]
-    if not moments or (spec.kind is OptimizerKind.SGD and not spec.momentum):
+    if moments == ("momentum_buffer",) and not spec.momentum:
         return
     yield Rival(fault=Fault.UPDATE, detail="moments forgotten after every step", optimizer=_Forgets(spec))
     first, second = moments[:1], moments[1:]
     parts = [("moments", moments)]
-    if spec.kind is OptimizerKind.ADAMW:
+    if moments == ("exp_avg", "exp_avg_sq"):
         parts += [("first moments", first), ("second moments", second)]
     for what, names in parts:
         forgetting = _ForgetsNow(spec, step, names)
@@ -166,6 +171,8 @@ _MOMENTS: dict[OptimizerKind, tuple[str, ...]] = {
     OptimizerKind.SGD: ("momentum_buffer",),
     OptimizerKind.ADAFACTOR: ("row_var", "col_var", "variance"),
     OptimizerKind.MUON: ("momentum_buffer", "exp_avg", "exp_avg_sq"),
+    OptimizerKind.LARS: ("momentum_buffer",),
+    OptimizerKind.LAMB: ("exp_avg", "exp_avg_sq"),
 }
 """What each kind keeps of a parameter, of one or of another."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshmark.reference.layer_wise import LAMB, LARS
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -69,6 +70,15 @@ class Adafactor(ReferenceOptimizer):
         }
 
 
+class LayerWise(ReferenceOptimizer):
+    def arguments(self) -> tuple[type[Optimizer], dict[str, Any]]:
+        spec = self.spec
+        plain = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
+        if spec.kind is OptimizerKind.LARS:
+            return LARS, {**plain, "momentum": spec.momentum}
+        return LAMB, {**plain, "betas": spec.betas, "eps": spec.eps}
+
+
 class Muon(ReferenceOptimizer):
     """Muon for the matrices of blocks and AdamW for all others, as one optimizer."""
 
@@ -103,6 +113,8 @@ _KINDS: dict[OptimizerKind, type[ReferenceOptimizer]] = {
     OptimizerKind.SGD: SGD,
     OptimizerKind.ADAFACTOR: Adafactor,
     OptimizerKind.MUON: Muon,
+    OptimizerKind.LARS: LayerWise,
+    OptimizerKind.LAMB: LayerWise,
 }
 
 

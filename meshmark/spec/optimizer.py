@@ -18,11 +18,17 @@ class OptimizerKind(StrEnum):
     """Second moments of a matrix are kept as a row and a column (arXiv:1804.04235)."""
     MUON = "muon"
     """The update of a block's matrix is its momentum made orthogonal (arXiv:2502.16982); AdamW's for all others."""
+    LARS = "lars"
+    """SGD with a rate for every tensor, by its norm over its gradient's (arXiv:1708.03888)."""
+    LAMB = "lamb"
+    """Adam with a rate for every tensor, by its norm over its update's (arXiv:1904.00962)."""
 
 
-MATRIX_WISE = frozenset({OptimizerKind.ADAFACTOR, OptimizerKind.MUON})
+LAYER_WISE = frozenset({OptimizerKind.LARS, OptimizerKind.LAMB})
+MATRIX_WISE = frozenset({OptimizerKind.ADAFACTOR, OptimizerKind.MUON}) | LAYER_WISE
 """An element's update depends on others of its tensor: a shard cannot be updated alone."""
-_WITH_MOMENTUM = frozenset({OptimizerKind.SGD, OptimizerKind.MUON})
+_WITH_MOMENTUM = frozenset({OptimizerKind.SGD, OptimizerKind.MUON, OptimizerKind.LARS})
+_LIKE_SGD = frozenset({OptimizerKind.SGD, OptimizerKind.LARS})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +53,11 @@ class OptimizerSpec:
     learning_rate: float = 1e-3
     """Of Muon's matrices too, whose updates are scaled to be as large as AdamW's."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates."""
+    """AdamW's and LAMB's decay rates."""
     eps: float = 1e-8
     """AdamW's, and the smallest root of a second moment for Adafactor."""
     weight_decay: float = 0.1
-    """L2 for SGD, decoupled for the others."""
+    """L2 for SGD and LARS, decoupled for the others."""
     clip_norm: float | None = 1.0
     """Largest global L2 norm of the gradients; None leaves them alone."""
     warmup_steps: int = 0
@@ -59,7 +65,7 @@ class OptimizerSpec:
     decay_matrices_only: bool = False
     """Norms and biases form a group of their own, without weight decay."""
     momentum: float = 0.0
-    """SGD's and Muon's."""
+    """SGD's, Muon's and LARS's."""
     nesterov: bool = False
     """The update looks ahead by one step of the momentum."""
     beta2_decay: float = -0.8
@@ -71,9 +77,11 @@ class OptimizerSpec:
         if not 0 <= self.momentum < 1:
             raise InputError(f"optimizer: momentum is {self.momentum}, expected at least 0 and less than 1")
         if self.momentum and self.kind not in _WITH_MOMENTUM:
-            raise InputError(f"optimizer: {self.kind} has no momentum, got {self.momentum}; sgd and muon have")
+            raise InputError(f"optimizer: {self.kind} has no momentum, got {self.momentum}; sgd, muon and lars have")
         if self.nesterov and not self.momentum:
             raise InputError("optimizer: nesterov looks ahead by the momentum, and momentum is 0")
+        if self.nesterov and self.kind is OptimizerKind.LARS:
+            raise InputError("optimizer: lars is defined without nesterov; take sgd, or leave it out")
         if self.beta2_decay > 0:
             raise InputError(f"optimizer: beta2_decay is {self.beta2_decay}, expected 0 or less")
 
@@ -96,9 +104,9 @@ class OptimizerSpec:
     def states(self, name: str, shape: tuple[int, ...], dtype: Dtype) -> tuple[StateTensor, ...]:
         """What is kept of a parameter, from its first update on, with moments in `dtype`; as PyTorch does."""
         step = StateTensor(name="step", shape=(), dtype=Dtype.FP32)
-        if self.kind is OptimizerKind.SGD and not self.momentum:
+        if self.kind in _LIKE_SGD and not self.momentum:
             return ()
-        if self.kind is OptimizerKind.SGD or self.orthogonalizes(name, shape):
+        if self.kind in _LIKE_SGD or self.orthogonalizes(name, shape):
             return (StateTensor(name="momentum_buffer", shape=shape, dtype=dtype),)
         if self.kind is not OptimizerKind.ADAFACTOR:
             return (step, *(StateTensor(name=moment, shape=shape, dtype=dtype) for moment in ("exp_avg", "exp_avg_sq")))

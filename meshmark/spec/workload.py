@@ -142,6 +142,9 @@ _PLAIN = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0
 _ADAFACTOR = OptimizerSpec(kind=OptimizerKind.ADAFACTOR, learning_rate=1e-2, clip_norm=0.5)
 _MUON = OptimizerSpec(kind=OptimizerKind.MUON, momentum=0.95, nesterov=True, clip_norm=0.5)
 
+_LARS = OptimizerSpec(kind=OptimizerKind.LARS, learning_rate=10.0, momentum=0.9, weight_decay=0.01, clip_norm=0.5)
+_LAMB = OptimizerSpec(kind=OptimizerKind.LAMB, learning_rate=1e-2, weight_decay=0.01, clip_norm=0.5)
+
 
 def _digits(name: str, model: VisionSpec) -> Workload:
     return Workload(
@@ -167,6 +170,8 @@ WORKLOADS: dict[str, Workload] = {
         Workload(name="gpt-mini-nesterov", model=MODELS["gpt-mini"], optimizer=replace(_MOMENTUM, nesterov=True)),
         Workload(name="gpt-mini-adafactor", model=MODELS["gpt-mini"], optimizer=_ADAFACTOR),
         Workload(name="gpt-mini-muon", model=MODELS["gpt-mini"], optimizer=_MUON),
+        Workload(name="gpt-mini-lars", model=MODELS["gpt-mini"], optimizer=_LARS),
+        Workload(name="gpt-mini-lamb", model=MODELS["gpt-mini"], optimizer=_LAMB),
         Workload(name="gpt-tiny", model=MODELS["gpt-tiny"], optimizer=_TINY_OPTIMIZER),
         Workload(name="llama-tiny", model=MODELS["llama-tiny"], optimizer=_TINY_OPTIMIZER),
         _digits("vit-digits", VISION_MODELS["vit-mini"]),

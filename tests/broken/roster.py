@@ -24,11 +24,12 @@ from meshmark.spec.layout import Layout, Schedule
 from meshmark.theory.sharding import Sharding
 from tests.broken import gradients as g
 from tests.broken.engine import Broken
-from tests.broken.mutant import GPT, Mutant
+from tests.broken.mutant import DEEP, GPT, Mutant
 
 F = Fault
 PIPELINE = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
 CROSSED = Layout(dp=2, tp=2, zero_stage=3, num_micro_batches=4)
+FOLDED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2, folded=True)
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 
 
@@ -135,8 +136,11 @@ class NeverSharded(Adapter):
 def _on(
     adapters: str, defect: type[Broken] | type[Adapter], *faults: Fault, suite: str = "equivalence", layout: Layout
 ) -> Iterator[Mutant]:
+    trained = DEEP if layout.folded else GPT
     for adapter in adapters.split():
-        yield Mutant(adapter=adapter, defect=defect, suite=suite, faults=frozenset(faults), workload=GPT, layout=layout)
+        yield Mutant(
+            adapter=adapter, defect=defect, suite=suite, faults=frozenset(faults), workload=trained, layout=layout
+        )
 
 
 ROSTER_MUTANTS: list[Mutant] = [
@@ -161,6 +165,7 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("megatron-gpt", NormsNotSummed, layout=Layout(tp=2, sequence_parallel=True, num_micro_batches=4)),
     *_on("megatron-gpt-zero1", StatesNotShared, suite="memory", layout=replace(TWO, zero_stage=1)),
     *_on("deepspeed-pipeline", StageNotScaled, F.SCALED, layout=replace(PIPELINE, zero_stage=1)),
+    *_on("pipeline-zbv pipeline-dualpipev", g.ScalesGrads, F.SCALED, layout=FOLDED),
     *_on("pipeline-tp", g.ScalesGrads, F.SCALED, layout=replace(PIPELINE, tp=2)),
     *_on("pipeline-fsdp2", StagesNotSharded, suite="memory", layout=replace(PIPELINE, dp=2, zero_stage=3)),
     *_on("tp-fsdp2", NeverSharded, suite="memory", layout=CROSSED),

@@ -133,6 +133,15 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", u.NoNesterov, F.UPDATE, workload=workload("gpt-mini-nesterov")),
     *on("ddp gpipe", u.OtherBeta2Decay, F.UPDATE, workload=workload("gpt-mini-adafactor")),
     *on("ddp gpipe", u.NotOrthogonal, F.UPDATE, workload=workload("gpt-mini-muon")),
+    *(
+        mutant
+        for end, defects in {
+            "lars": (u.OneRateForAll, u.ForgetsLarsMomentum, u.LarsWithoutDecay, u.OtherLarsMomentum),
+            "lamb": (u.OneRate, u.ForgetsLambMoments, u.LambWithoutDecay, u.OtherLambBetas),
+        }.items()
+        for defect in defects
+        for mutant in on("ddp", defect, F.UPDATE, workload=workload(f"gpt-mini-{end}"))
+    ),
     # Of DeepSpeed's variants
     *on("deepspeed-zero0", g.SummedOverRanks, F.SCALED),
     *on("deepspeed-zero0", s.KeepsGradientsUnnamed, suite="memory"),

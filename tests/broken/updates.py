@@ -222,6 +222,36 @@ class NotOrthogonal(Option):
     options = {"ns_steps": 0}
 
 
+class OneRateForAll(Option):
+    """LARS or LAMB without what makes it so."""
+
+    options = {"layer_wise": False}
+
+
+class OneRate(OneRateForAll): ...
+
+
+class ForgetsLarsMomentum(ForgetsStates): ...
+
+
+class ForgetsLambMoments(ForgetsStates): ...
+
+
+class LarsWithoutDecay(Option):
+    options = {"weight_decay": 0.0}
+
+
+class LambWithoutDecay(LarsWithoutDecay): ...
+
+
+class OtherLarsMomentum(Option):
+    options = {"momentum": 0.99}
+
+
+class OtherLambBetas(Option):
+    options = {"betas": (0.9, 0.999)}
+
+
 class Bf16Weights(Broken):
     """No master weights."""
 
