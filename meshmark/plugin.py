@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
-from meshmark.adapter.matrix import counts
+from meshmark.adapter.matrix import AUTO, counts
 from meshmark.asked_files import OPTIONAL, with_asked
 from meshmark.conformance.scenario import plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
@@ -103,9 +103,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str:
-    """How much of what there is this session tries."""
+    """How much of what there is this session tries, where layouts are chosen for it: to count takes a moment."""
     cells, chosen = config.stash.get(CELLS, []), config.stash.get(SELECTION, None)
-    return counts(chosen.adapters, chosen.worlds, cells) if cells and chosen else ""
+    return counts(chosen.adapters, chosen.worlds, cells) if cells and chosen and chosen.layouts == AUTO else ""
 
 
 class Hooks:

@@ -31,15 +31,20 @@ PRIVATE = {
     "_dump_nccl_trace": "torch._C._distributed_c10d",
     "_foreach_add_": "torch",
     "_foreach_copy_": "torch",
+    "_foreach_div_": "torch",
     "_foreach_mul_": "torch",
     "_foreach_sub_": "torch",
     "_get_cudnn_sdp_enabled": "torch._C",
     "_get_flash_sdp_enabled": "torch._C",
+    "_get_fsdp_state": "torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule",
     "_get_math_sdp_enabled": "torch._C",
     "_get_mem_efficient_sdp_enabled": "torch._C",
     "_get_sdp_priority_order": "torch._C",
     "_get_unflat_views": "torch.distributed.fsdp._flat_param:FlatParamHandle",
     "_handle": "torch.distributed.fsdp._common_utils:_FSDPState",
+    "_fsdp_param": "torch.distributed.fsdp._fully_shard",
+    "_fsdp_param_group": "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
+    "_fully_shard": "torch.distributed.fsdp",
     "_fqns": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_numels_with_padding": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_utils": "torch.distributed.tensor",
@@ -82,7 +87,7 @@ def _has(place: str, name: str) -> bool:
     owner = importlib.import_module(module)
     if not cls:
         return hasattr(owner, name) or (hasattr(owner, "__path__") and _is_module(f"{module}.{name}"))
-    return bool(re.search(rf"\b{name}\b", inspect.getsource(getattr(owner, cls))))
+    return hasattr(getattr(owner, cls), name) or bool(re.search(rf"\b{name}\b", inspect.getsource(getattr(owner, cls))))
 
 
 def _is_module(name: str) -> bool:

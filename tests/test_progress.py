@@ -15,7 +15,6 @@ from meshmark.progress import Cases, on_terminal
 from meshmark.run.cluster import ClusterSpec
 from meshmark.run.runner import RunOptions
 from meshmark.selection import Selection, crowding
-from meshmark.spec.layout import Layout
 
 
 def drawn(draw: Any) -> str:  # noqa: ANN401
@@ -98,7 +97,7 @@ def test_ranks_that_share_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert told() == []
     assert told(worlds=[2, 4]) == ["4 ranks share 2 cores: their times are those of sharing"]
-    assert told(worlds=[], layouts=[Layout(dp=8)])[0].startswith("8 ranks share 2 cores")
+    assert told(worlds=[8])[0].startswith("8 ranks share 2 cores")
     assert told(worlds=[4], cluster=dataclasses.replace(ClusterSpec(), nnodes=2, rdzv="a:1")) == []
     assert told(options=RunOptions(device="cuda", num_gpus=1))[0].startswith("2 ranks share 1 GPU:")
     assert told(worlds=[1], options=RunOptions(device="cuda", num_gpus=1)) == []

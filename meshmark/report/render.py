@@ -123,7 +123,8 @@ def _fastest(timed: Sequence[Record]) -> str:
     """One case, or all that are tied for it."""
     first, *tied = fastest_of(timed)
     best = throughput(first)
-    speed = f"{best.per_second:,.0f} {best.unit}/s {tables.interval_text(best)}"
+    launches = "" if best.num_launches > 1 else " in one launch"
+    speed = f"{best.per_second:,.0f} {best.unit}/s {tables.interval_text(best)}{launches}"
     if not tied:
         return f"the fastest correct case is {code(first.case.id)} ({speed})"
     *between, last = [code(record.case.id) for record in tied]

@@ -25,8 +25,8 @@ NUM_BYTES = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
 
 def measure_links(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
     """The first rank of each node tells the links from its node."""
-    each = int(os.environ["LOCAL_WORLD_SIZE"])
-    node, is_first = context.rank // each, context.rank % each == 0
+    each, place = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    node, is_first = (context.rank - place) // each, place == 0
     size = NUM_BYTES[context.device.type]
     payload = torch.zeros(size, dtype=torch.uint8, device=context.device)
     played = rounds(context.world_size // each)
