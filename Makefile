@@ -50,11 +50,11 @@ conformance: install
 	$(BIN)/python -m pytest suites/test_conformance.py --results results/conformance; status=$$?; \
 	$(BIN)/meshmark report results/conformance -o reports/conformance.md && exit $$status
 
-# Six files at once, also on two cores: a launch is mostly waiting. The longest come first (tests/conftest.py), which
+# Three files at once, also on two cores: a launch is partly waiting, and more make ranks wait for one another. The longest come first (tests/conftest.py), which
 # xdist would reorder. pytest-benchmark, which no test of Meshmark uses, warns of several at once. A hundred processes
 # that kept no bytecode would each compile Meshmark anew.
 test: install
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 6 --dist loadfile --no-loadscope-reorder -p no:benchmark
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -p no:benchmark
 
 lint: install
 	$(BIN)/ruff check .

@@ -221,7 +221,7 @@ def opened(browser: Any, path: Path, **context: Any) -> tuple[Any, list[str]]:  
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("dialog", lambda dialog: said.append(f"dialog {dialog.message}") or dialog.dismiss())
     page.on("request", lambda request: said.append(request.url))
-    page.goto(path.as_uri())
+    page.goto(path.as_uri(), timeout=120_000)
     page.wait_for_function("document.documentElement.dataset.ready === 'yes'", timeout=60_000)
     return page, [each for each in said if not each.startswith(("blob:", path.as_uri()))]
 

@@ -127,7 +127,7 @@ def test_a_profiled_run_tells_of_every_rank_and_leaves_its_trace(tmp_path: Path)
         assert parts == pytest.approx(told.step_seconds)
         assert 0 < told.exposed_seconds <= told.communication_seconds < told.step_seconds
         assert told.compute_seconds > 0
-        assert "aten::addmm" in {kernel.name for kernel in told.kernels}
+        assert {"aten::addmm", "aten::mm"} & {kernel.name for kernel in told.kernels}, "the longest are told"
         assert [(b.kind, b.group_size) for b in told.bandwidths] == [("all_reduce", 2)]
         sent = 4 * case.workload.model.num_parameters * told.num_steps
         assert told.bandwidths[0].num_bytes == sent, "every gradient, once a step"
