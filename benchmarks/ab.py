@@ -135,7 +135,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         launcher = ForkserverLauncher(stack.enter_context(Cluster(ClusterSpec())))
-        options = RunOptions(timed_steps=16, timing_budget_seconds=0.0)
+        options = RunOptions(timed_steps=64, timing_budget_seconds=0.0)
         runner = stack.enter_context(contextlib.closing(Runner(launcher, targets, options, Path(folder))))
         measure(runner, HONEST)
         for b in (HONEST, *SLOWED):

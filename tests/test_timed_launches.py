@@ -42,9 +42,13 @@ def test_another_launch_is_wanted_until_the_rate_is_known() -> None:
     assert not is_wanted(apart, LONG) and len(apart) == MOST_LAUNCHES
 
 
-@pytest.mark.parametrize(("budget", "wanted"), [(0.0, False), (5.9, False), (6.1, True)])
+@pytest.mark.parametrize(("budget", "wanted"), [(0.0, False), (8.9, False), (9.1, True)])
 def test_no_launch_is_begun_after_the_budget_of_timed_steps(budget: float, wanted: bool) -> None:
-    assert is_wanted([launched([1.0] * 3)] * 2, budget) is wanted
+    assert is_wanted([launched([1.0] * 3)] * 3, budget) is wanted
+
+
+def test_two_launches_bound_no_rate() -> None:
+    assert is_wanted([launched([1.0] * 3)] * 2, 0.1) and not is_wanted([launched([1.0] * 3)] * 2, 0.0)
 
 
 def test_a_launch_that_failed_is_the_last() -> None:

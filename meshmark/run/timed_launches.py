@@ -24,7 +24,8 @@ def time_again(
     """All launches of the timed pass, `first` among them, and what was seen of their GPUs.
 
     Each times as many steps as the first. They end when the rate is known to within PRECISION, when the budget of timed
-    steps is over (a launch's share of it is the request's), or with one in which a rank fails.
+    steps is over (a launch's share of it is the request's; there are never two alone), or with one in which a rank
+    fails.
     """
     launches, watched = [first], [list(power)]
     again = dataclasses.replace(request, steps=len(first.reports[0].step_seconds), timing_budget_seconds=0.0)
@@ -39,6 +40,8 @@ def is_wanted(launches: Sequence[LaunchResult], budget_seconds: float) -> bool:
     """Whether another launch is."""
     if launches[-1].failures or launches[-1].lost or len(launches) >= MOST_LAUNCHES:
         return False
+    if len(launches) == 2:  # of which Student's t makes an interval of thirteen times what they differ by
+        return budget_seconds > 0
     steps = [seconds for launched in launches for seconds in _step_seconds(launched.reports)]
     repeat = len(steps) // len(launches) if len(launches) > 1 else 0
     return sum(steps) < budget_seconds and not is_settled(len(steps), mean_interval(steps, repeat), len(launches))
