@@ -1,11 +1,13 @@
 """Checkpoints by PyTorch's torch.distributed.checkpoint: each rank writes what it holds, under canonical names, and
-reads what it needs, in whatever layout."""
+reads what it needs, in whatever layout. Replicas that differ each write a file of their own."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,6 +17,22 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 # torch.distributed.checkpoint takes a second to import, which only ranks should take.
+
+
+def save_own(folder: Path, state: dict[str, Any]) -> None:
+    """All that this rank holds, which no other does. A collective call."""
+    torch.save(state, _own_file(folder))
+    dist.barrier()
+
+
+def load_own(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What this rank gave `save_own`."""
+    state: dict[str, Any] = torch.load(_own_file(folder), map_location=device)
+    return state
+
+
+def _own_file(folder: Path) -> Path:
+    return folder / f"state-{dist.get_rank()}.pt"
 
 
 def save_sharded(folder: Path, model: nn.Module, optimizer: Optimizer, schedule: Schedule | None) -> None:

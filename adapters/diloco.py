@@ -15,6 +15,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import DataParallelEngine, initial_model, optimizer_state_tensors
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
+from meshmark.adapters.checkpoint import load_own, save_own
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
@@ -64,14 +65,10 @@ class DiLoCoEngine(DataParallelEngine):
 
     def save(self, folder: Path) -> None:
         """Every rank holds a replica of its own."""
-        torch.save(self.state(), self.file(folder))
-        dist.barrier()
+        save_own(folder, self.state())
 
     def load(self, folder: Path) -> None:
-        self.load_state(torch.load(self.file(folder), map_location="cpu"))
-
-    def file(self, folder: Path) -> Path:
-        return folder / f"state-{self.context.rank}.pt"
+        self.load_state(load_own(folder))
 
     def state(self) -> dict[str, Any]:
         outer = {"steps": self.steps_done, "met": self.met, "outer": self.outer.state_dict()}

@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.checkpoint import load_own, save_own
 from meshmark.adapters.ddp import DDP, DDPEngine
 from meshmark.reference.objective import Schedule, build_schedule
 from meshmark.spec.algorithm import AlgorithmKind
@@ -46,16 +46,12 @@ class PostLocalSGDEngine(DDPEngine):
 
     def save(self, folder: Path) -> None:
         """Every rank holds a replica of its own."""
-        torch.save(self.state() | {"reduced_steps": self.hook_state.iter}, self.file(folder))
-        torch.distributed.barrier()
+        save_own(folder, self.state() | {"reduced_steps": self.hook_state.iter})
 
     def load(self, folder: Path) -> None:
-        state = torch.load(self.file(folder), map_location="cpu")
+        state = load_own(folder)
         self.hook_state.iter = state["reduced_steps"]
         self.load_state(state)
-
-    def file(self, folder: Path) -> Path:
-        return folder / f"state-{self.context.rank}.pt"
 
 
 class PostLocalSGD(DDP):

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshmark.adapter.data_parallel import DataParallelEngine
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.holdings import Holdings
+from meshmark.adapters.checkpoint import load_own, save_own
 from meshmark.adapters.compressed.codecs import Votes
 from meshmark.adapters.compressed.exchange import Exchange, Gathered, exchange_of
 from meshmark.spec.algorithm import AlgorithmKind
@@ -56,14 +56,10 @@ class CompressedEngine(DataParallelEngine):
 
     def save(self, folder: Path) -> None:
         """What is yet to be sent is every rank's own."""
-        torch.save(self.state(), self.file(folder))
-        dist.barrier()
+        save_own(folder, self.state())
 
     def load(self, folder: Path) -> None:
-        self.load_state(torch.load(self.file(folder), map_location="cpu"))
-
-    def file(self, folder: Path) -> Path:
-        return folder / f"state-{self.context.rank}.pt"
+        self.load_state(load_own(folder))
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"steps": self.steps_done, "kept": self.kept}

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshmark.adapter.data_parallel import DataParallelEngine
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.holdings import Holdings
+from meshmark.adapters.checkpoint import load_own, save_own
 from meshmark.adapters.decentralised.exchange import Exchange
 from meshmark.reference.data import Batch
 from meshmark.spec.algorithm import AlgorithmKind
@@ -62,14 +62,10 @@ class DSGDEngine(DataParallelEngine):
 
     def save(self, folder: Path) -> None:
         """Every rank holds a replica of its own."""
-        torch.save(self.state(), self.file(folder))
-        dist.barrier()
+        save_own(folder, self.state())
 
     def load(self, folder: Path) -> None:
-        self.load_state(torch.load(self.file(folder), map_location=self.context.device))
-
-    def file(self, folder: Path) -> Path:
-        return folder / f"state-{self.context.rank}.pt"
+        self.load_state(load_own(folder, self.context.device))
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"steps": self.steps_done, "kept": self.kept}
