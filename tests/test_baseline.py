@@ -16,7 +16,7 @@ from meshmark.expect import NoBaselineWarning, expect_no_worse
 from meshmark.regression.baseline import accept, find_baseline
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
 from meshmark.regression.gatekeeper import Gatekeeper, expect_cases, expect_conditions, gatekeeper
-from meshmark.run.record import Outcome, Record, Status
+from meshmark.run.record import Outcome, Record, Relaunch, Status
 from meshmark.run.record_file import RecordFile, read_records
 from tests.factories import (
     make_case,
@@ -57,7 +57,9 @@ def keeper(*records: Record, gate: str = DEFAULT_GATE) -> Gatekeeper:
 
 
 def test_a_baseline_is_compact_and_says_what_it_was_measured_under(capsys: pytest.CaptureFixture[str]) -> None:
-    write(make_good(), timed())
+    alike = [Relaunch(rank_step_seconds=[[factor * s for s in SECONDS]]) for factor in (1.001, 0.999, 1.002)]
+    again = dataclasses.replace(timed().timing, relaunches=alike)
+    write(make_good(), make_timed(timing=again))
     assert main(["baseline", "accept", "results", "--name", "here"]) == 0
     assert "1 cases, 2 records; gate with --baseline here" in capsys.readouterr().out
     about = json.loads(Path("baselines/here/baseline.json").read_text())

@@ -12,6 +12,7 @@ import pytest
 from meshmark.cli import main
 from meshmark.regression.history import Series, change_points, series_of
 from meshmark.regression.run_file import TIMES, Run, read_run
+from meshmark.run.record import Relaunch
 from meshmark.run.record_file import RecordFile
 from tests.factories import (
     make_environment,
@@ -87,12 +88,10 @@ def write(folder: Path, day: int, seconds: float, activations: int = 1000, corre
     ranks = [[seconds * (1 + 0.01 * ((i + day) % 3)) for i in range(8)]] * 2
     file = RecordFile(folder)
     file.append(make_good(environment=about, memory=memory, verdicts=[make_verdict(passed=correct)]))
-    file.append(
-        make_timed(
-            environment=about,
-            timing=make_timing(rank_step_seconds=ranks, lap_steps=[4, 4], rank_starts=[[0.0, 0.1], [0.2, 0.0]]),
-        )
-    )
+    again = Relaunch(rank_step_seconds=[[1.01 * s for s in rank] for rank in ranks], rank_starts=[[0.0], [0.2]])
+    laps = {"lap_steps": [4, 4], "rank_starts": [[0.0, 0.1], [0.2, 0.0]]}
+    timing = make_timing(rank_step_seconds=ranks, relaunches=[again], **laps)
+    file.append(make_timed(environment=about, timing=timing))
     file.close()
     return str(folder)
 
