@@ -67,10 +67,17 @@ class Kept:
     def __init__(self, path: Path) -> None:
         self._path = path
         here = describe("cpu", "gloo", 1)
-        self._where = {"machine": here.machine, "torch": here.versions["torch"]}
+        self._where = {
+            "machine": here.machine,
+            "torch": here.versions["torch"],
+            "batch": WORKLOAD.global_batch,
+            "steps": STEPS,
+        }
         self._lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        if elsewhere := [line for line in self._lines if {name: line[name] for name in self._where} != self._where]:
-            raise SystemExit(f"{path}: {len(elsewhere)} pairs are of another machine or torch: --keep another file")
+        if elsewhere := [
+            line for line in self._lines if any(line.get(name) != value for name, value in self._where.items())
+        ]:
+            raise SystemExit(f"{path}: {len(elsewhere)} pairs are not of {self._where}: --keep another file")
 
     def of(self, b: str) -> list[float]:
         """In whole blocks of AB and BA: half a block of an earlier run has no other half of its time."""
