@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from meshmark.environment import Environment
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.launch import Launcher
+from meshmark.run.orphans import die_with_parent
 from meshmark.serial import decode, encode
 from tests.broken.mutants import BY_NAME, target
 
@@ -88,7 +90,7 @@ def try_all(names: Sequence[str], adapters: Sequence[str], parts: Parts) -> tupl
     """Every mutant of `names`, and every clause of the correct `adapters` (keys of LAYOUTS); told as they come. What
     `parts` holds is not run again."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(NUM_SITTINGS, mp_context=spawn, initializer=_open, initargs=(names,)) as pool:
+    with ProcessPoolExecutor(NUM_SITTINGS, mp_context=spawn, initializer=_open, initargs=(names, os.getpid())) as pool:
 
         def begun(run: Callable[[str, list[str]], Part], name: str, *, cells: bool) -> Future[Part] | Part:
             return parts.get(name, cells=cells) or pool.submit(run, name, parts.code)
@@ -116,8 +118,9 @@ _court: Court
 """Of this process."""
 
 
-def _open(names: Sequence[str]) -> None:
+def _open(names: Sequence[str], parent: int) -> None:
     global _court
+    die_with_parent(parent)  # a pool that loses it would try what is queued for another hour
     stack = contextlib.ExitStack()
     _court = stack.enter_context(sitting(names))[0]
     Finalize(None, stack.close, exitpriority=10)
