@@ -71,7 +71,7 @@ def plot(all_series: Sequence[Series], found: Sequence[ChangePoint], folder: Pat
     import matplotlib.pyplot as plt
 
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
+    paths = list[Path]()
     for case in dict.fromkeys(series.case for series in all_series):
         own = [series for series in all_series if series.case == case]
         figure, axes = plt.subplots(len(own), 1, figsize=(8, 1.8 * len(own)), squeeze=False, sharex=False)
