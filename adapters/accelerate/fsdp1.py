@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine, canonical
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 
 class AccelerateFSDP1Engine(FSDP1Engine, AccelerateEngine):
@@ -63,7 +60,7 @@ class AccelerateFSDP1(FSDP1):
         prepared = accelerator.prepare(optimizer, schedule) if schedule else (accelerator.prepare(optimizer), None)
         return AccelerateFSDP1Engine(case, context, accelerator, (module, *prepared))
 
-    def _accelerator(self, case: Case, context: RankContext) -> Accelerator:
+    def _accelerator(self, case: Case, context: RankContext) -> Any:  # noqa: ANN401
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
         from accelerate.utils import GradientAccumulationPlugin
         from torch.distributed.fsdp import MixedPrecision
@@ -78,7 +75,7 @@ class AccelerateFSDP1(FSDP1):
             transformer_cls_names_to_wrap=["Block"],
             mixed_precision_policy=MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low else None,
         )
-        made = Accelerator(
+        return Accelerator(
             mixed_precision=mixed_precision(case),
             fsdp_plugin=plugin,
             kwargs_handlers=[backend_arguments(context)],
@@ -88,4 +85,3 @@ class AccelerateFSDP1(FSDP1):
                 num_steps=case.layout.num_micro_batches, sync_each_batch=True
             ),
         )
-        return cast("Accelerator", made)
