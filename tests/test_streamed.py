@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
@@ -24,6 +25,7 @@ from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import parameter_shapes
 from meshmark.theory.partition import uniform_stages
 from meshmark.theory.recipe import recipe
+from meshmark.theory.states import model_states
 from meshmark.theory.streamed import Bucket, Parts
 from tests.broken.mutants import BY_NAME, target
 from tests.factories import make_model
@@ -96,6 +98,12 @@ def test_where_no_rank_is_asked_for_the_peak_is_the_fullest_s() -> None:
     grids = [layout_grid(Layout(dp=4, zero_stage=2, num_micro_batches=4), 16, rank) for rank in range(-1, 4)]
     fullest, *ranks = (memory(model, grid, using, Overheads()).total_bytes[0] for grid in grids)
     assert fullest == max(ranks) > min(ranks)
+
+
+def test_with_overlap_two_buckets_of_deepspeed_s_own_size_are_there() -> None:
+    case = Case(adapter="deepspeed-recommended", workload=workload("gpt-mini"), layout=Layout(dp=2, zero_stage=2))
+    plan = model_states(case, 0, load_adapter(builtin_adapters()[case.adapter]).recipe(case))
+    assert plan and plan.peak and 0 < plan.peak - 2 * 4 * 500_000_000 < 2e6
 
 
 MUTANT = BY_NAME["deepspeed2_CopiesWhileItAccumulates"]

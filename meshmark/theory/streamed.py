@@ -32,8 +32,8 @@ class Parts:
     def of(cls, grid: Grid, num_parameters: Column) -> Parts:
         """Of the rank asked for, or of all that may be the fullest."""
         every = np.arange(min(int(grid.dp.max()), _MOST_RANKS) if (grid.dp_rank < 0).any() else 1)[:, None]
-        rank = np.where(grid.dp_rank >= 0, grid.dp_rank, np.minimum(every, grid.dp - 1))
-        return cls(rank=rank, size=2 * np.ceil(num_parameters / (2 * grid.dp)))
+        rank, shards = np.where(grid.dp_rank >= 0, grid.dp_rank, np.minimum(every, grid.dp - 1)), grid.dp * grid.cp
+        return cls(rank=rank, size=2 * np.ceil(num_parameters / (2 * shards)))
 
     def own(self, parameter: Parameter) -> Column:
         """Elements of a parameter that lie in a rank's part."""
@@ -60,8 +60,9 @@ class Bucket:
     """What gradients are copied into until the next would not fit. They are then reduced: of several ranks' parts, in
     one flat copy of all of them. Those that reach into the rank's own part move to a tensor made for all of these."""
 
-    def __init__(self, capacity: int, parts: Parts, part: Column) -> None:
-        self.capacity, self.parts, self.part = capacity, parts, part
+    def __init__(self, capacity: int, parts: Parts, part: Column, number: int = 1) -> None:
+        """`number`: of such buckets, filled by turns."""
+        self.capacity, self.parts, self.part, self.number = capacity, parts, part, number
         self.there, self.made = 0.0 * part, 0.0 * part
         """Elements of the bucket, and of the part, which are there from the first gradient on, or the first of it."""
         self.beside = 0.0 * part
@@ -75,7 +76,7 @@ class Bucket:
 
     def take(self, parameter: Parameter) -> Column:
         """A gradient arrives; returns the most elements that are there meanwhile, itself not counted."""
-        self.there = 0.0 * self.part + self.capacity
+        self.there = 0.0 * self.part + self.number * self.capacity
         most = self.reduce(self.filled + parameter.size > self.capacity)
         self.filled = self.filled + parameter.size
         self.beside = np.where(parameter.size > self.capacity, parameter.size, self.beside)
@@ -99,7 +100,8 @@ def streamed_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters:
     """Within the backward pass. `later`: the part of the micro-batches before is there too."""
     width, parts = recipe.states.gradient_bytes, Parts.of(grid, num_parameters)
     part = parts.whole(parameters(one).values())
-    bucket, found = Bucket(bucket_elements(one.model), parts, part), list[Column]()
+    capacity = recipe.backward.bucket_elements or bucket_elements(one.model)
+    bucket, found = Bucket(capacity, parts, part, recipe.backward.num_buckets), list[Column]()
     for moment in moments(one, recipe.backward.loss_tensors):
         fresh = sum((p.size for p in moment.parameters), start=0.0 * one.tp)
         found.append(moment.during + width * (bucket.elements + fresh))
@@ -123,7 +125,7 @@ def streamed_update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_para
         width * part + _WIDE * own.max(axis=0),
         width * (part + copied),
         width * updating,
-        recipe.wire.gather_bytes * grid.dp * flat,
+        recipe.wire.gather_bytes * grid.dp * grid.cp * flat,
     ]
     most: Column = np.max(found, axis=(0, 1))
     return most
