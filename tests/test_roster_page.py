@@ -85,7 +85,9 @@ def test_the_page_alone_tells_of_mutants_that_were_tried_before(tmp_path: Path) 
 def test_a_name_of_no_mutant_is_an_error_and_not_a_page_that_says_all_were_caught(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    RecordFile(tmp_path).append(of("ddp", DP))
+    file = RecordFile(tmp_path)
+    file.append(of("ddp", DP))
+    file.close()
     with pytest.raises(SystemExit):
         main([str(tmp_path), "-k", "no-such", "-o", str(tmp_path / "page.md")])
     assert "no mutant is called so" in capsys.readouterr().err and not (tmp_path / "page.md").exists()
