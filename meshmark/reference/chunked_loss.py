@@ -22,7 +22,9 @@ ROWS = 256
 def chunked_cross_entropy(outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     """Each target's cross-entropy times its weight, summed, in at least float32; `outputs` has one dim more, the
     classes."""
-    loss: Tensor = ChunkedCrossEntropy.apply(outputs.flatten(0, -2), targets.flatten(), weights.flatten())
+    loss: Tensor = ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        outputs.flatten(0, -2), targets.flatten(), weights.flatten()
+    )
     return loss
 
 
@@ -38,7 +40,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override] # noqa: ANN401
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         """Softmax less one at the target, times what the row counts."""
         outputs_NV, targets_N, weights_N = ctx.saved_tensors
         found_NV = torch.empty_like(outputs_NV)

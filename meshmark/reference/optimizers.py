@@ -34,7 +34,7 @@ class ReferenceOptimizer(ABC):
         """PyTorch's, over named parameters, of which frozen ones are left out; with `more` arguments, where its class
         takes them."""
         cls, arguments = self.arguments()
-        return cls(parameter_groups(self.spec, parameters), **arguments, **more)
+        return cls(parameter_groups(self.spec, parameters), **(arguments | more))
 
     def build_exact(self, parameters: Named) -> Optimizer:
         """One whose step on float64 parameters is exact but for float64's rounding."""

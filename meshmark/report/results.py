@@ -168,5 +168,5 @@ def _key(record: Record) -> Key:
     return record.case.id, record.environment.device, record.case.workload.corpus
 
 
-def _kinship(case: Case) -> tuple[str, ...]:
-    return case.adapter, case.layout.id, *case.computed
+def _kinship(case: Case) -> tuple[str, str, str]:
+    return case.adapter, case.layout.id, " ".join(case.computed)
