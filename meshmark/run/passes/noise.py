@@ -87,6 +87,7 @@ def noise_key(case: Case, steps: int, device: str = "cpu", sample: Sample | None
         *([num_replicas(case)] if num_replicas(case) > 1 else []),
         *(["twin"] if case.precision.is_mixed and sample is None else []),
         *(["sampled"] if sample else []),
+        *([str(case.tuning.arithmetic)] if case.tuning.arithmetic else []),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
