@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from meshmark.spec.case import Case
-from meshmark.theory.compression import KEPT, step_bytes, trained_shapes
+from meshmark.theory.compression import step_bytes, trained_shapes, vectors_kept
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder, model_states
 
@@ -17,11 +17,11 @@ def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[Remaind
     if plan is None:
         return ()
     vector = case.precision.accumulation.itemsize * sum(map(math.prod, trained_shapes(case, rank)))
-    kept = KEPT.get(kind, 0) * vector
+    kept = vectors_kept(case, rank) * vector
     found = [Remainder(category="optimizer_states", num_bytes=kept, reason=f"what {kind} keeps")] if kept else []
     if plan.peak is None:
         return tuple(found)
-    _, messages, _ = step_bytes(case, rank)
+    messages = sum(num_bytes for _, num_bytes, _ in step_bytes(case, rank))
     updating = plan.parameters + plan.optimizer_states + kept + 2 * vector + messages
     besides = max(plan.peak + kept, updating) - plan.peak - kept
     if besides:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from meshmark.errors import InputError
-from meshmark.spec.compressor import SPARSE, Compressor, CompressorKind
+from meshmark.spec.compressor import CONTRACTIONS, SPARSE, Compressor, CompressorKind
 from meshmark.spec.graph import Graph, GraphKind
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 
@@ -40,6 +40,11 @@ class AlgorithmKind(StrEnum):
     """The same, and what is lost is added to the next step's gradient (arXiv:1809.07599, 1901.09847)."""
     EF21 = "ef21"
     """What is compressed is the change since what was last told of the gradient (arXiv:2106.05203)."""
+    DOUBLE_SQUEEZE = "double-squeeze"
+    """A server compresses what it makes of compressed gradients too, and both feed back what is lost
+    (arXiv:1905.05957); in several rounds of compression, NEOLITHIC's (arXiv:2206.03665)."""
+    ONE_BIT_ADAM = "one-bit-adam"
+    """After a warm-up by Adam its variance is frozen, and momenta are squeezed twice so (arXiv:2102.02888)."""
     MAJORITY_VOTE = "majority-vote"
     """All step on the sign that most replicas' gradients have, element by element (arXiv:1810.05291)."""
 
@@ -63,20 +68,29 @@ OF_PLAIN_SGD = frozenset({AlgorithmKind.GRADIENT_TRACKING, AlgorithmKind.EXACT_D
 """Those that are defined on a gradient step alone."""
 
 
-COMPRESSING = frozenset(
-    {AlgorithmKind.COMPRESSED, AlgorithmKind.ERROR_FEEDBACK, AlgorithmKind.EF21, AlgorithmKind.MAJORITY_VOTE}
-)
+SERVED = frozenset({AlgorithmKind.DOUBLE_SQUEEZE, AlgorithmKind.ONE_BIT_ADAM})
+"""Those that compress both ways, to a server and back."""
+COMPRESSING = SERVED | {
+    AlgorithmKind.COMPRESSED,
+    AlgorithmKind.ERROR_FEEDBACK,
+    AlgorithmKind.EF21,
+    AlgorithmKind.MAJORITY_VOTE,
+}
 """Those that send less than gradients, and whose replicas are yet to stand together."""
 _FOR = {
     AlgorithmKind.COMPRESSED: frozenset(CompressorKind) - {CompressorKind.POWER_SGD, CompressorKind.RANDOM_K},
     AlgorithmKind.ERROR_FEEDBACK: SPARSE | {CompressorKind.SIGN, CompressorKind.POWER_SGD},
-    AlgorithmKind.EF21: frozenset({CompressorKind.TOP_K, CompressorKind.SIGN}),
+    AlgorithmKind.EF21: CONTRACTIONS,
+    AlgorithmKind.DOUBLE_SQUEEZE: CONTRACTIONS,
+    AlgorithmKind.ONE_BIT_ADAM: frozenset({CompressorKind.SIGN}),
 }
 """Compressors by algorithm. Random-k and PowerSGD without feedback never send some of the gradient; what a format
 rounds off, and what is right in the mean, needs none; EF21 is for contractions that know nothing of the step."""
 POWER_SGD_WARMUP = 2
 """PyTorch's hook remembers by bucket, and buckets are built anew after the first step."""
 
+WARMED = frozenset({AlgorithmKind.LOCAL_SGD, AlgorithmKind.ONE_BIT_ADAM})
+"""Those whose warm-up is synchronous training."""
 MIXES_TWO = frozenset({AlgorithmKind.DMSGD, AlgorithmKind.GRADIENT_TRACKING})
 """Those that mix another vector as they mix parameters."""
 
@@ -90,7 +104,7 @@ class AlgorithmSpec:
     """Local SGD and DiLoCo: steps from one averaging to the next. The first step after the warm-up averages, as
     PyTorch's `PeriodicModelAverager` does."""
     warmup_steps: int = 0
-    """Local SGD, and PowerSGD: steps that are synchronous, before the first other one."""
+    """Local SGD, PowerSGD and 1-bit Adam: steps that are synchronous, before the first other one."""
     graph: Graph | None = None
     """Of decentralised algorithms: who mixes whom in."""
     compressor: Compressor | None = None
@@ -105,7 +119,7 @@ class AlgorithmSpec:
             raise InputError(f"algorithm: period is {self.period}, expected at least 1")
         if self.warmup_steps < 0:
             raise InputError(f"algorithm: warmup_steps is {self.warmup_steps}, expected 0 or more")
-        may_warm = self.kind is AlgorithmKind.LOCAL_SGD or self.is_power_sgd
+        may_warm = self.kind in WARMED or self.is_power_sgd
         if (self.period > 1 and self.kind not in PERIODIC) or (self.warmup_steps and not may_warm):
             raise InputError(
                 f"algorithm: period {self.period} and warmup_steps {self.warmup_steps} mean nothing in {self.kind} "
@@ -135,6 +149,10 @@ class AlgorithmSpec:
             raise InputError(
                 f"algorithm: warmup_steps is {self.warmup_steps}, expected at least {POWER_SGD_WARMUP} with power-sgd: "
                 "PyTorch's hook remembers by bucket, and buckets are built anew after the first step"
+            )
+        if self.kind is AlgorithmKind.ONE_BIT_ADAM and not self.warmup_steps:
+            raise InputError(
+                f"algorithm: warmup_steps is 0, expected at least 1 with {self.kind}: its variance is the warm-up's"
             )
 
     @property
@@ -170,7 +188,7 @@ class AlgorithmSpec:
 
     def reduces_gradients(self, step: int) -> bool:
         """Whether `step` is made of the whole global batch's gradient; steps are counted from 0."""
-        return not self.replicas_differ or self.kind is AlgorithmKind.LOCAL_SGD and step < self.warmup_steps
+        return not self.replicas_differ or self.kind in WARMED and step < self.warmup_steps
 
     def compresses(self, step: int) -> bool:
         """Whether less than gradients is sent in `step`."""
@@ -186,6 +204,9 @@ class AlgorithmSpec:
         plain = optimizer.kind is OptimizerKind.SGD and not optimizer.weight_decay and optimizer.clip_norm is None
         if self.kind in OF_PLAIN_SGD and not (plain and not optimizer.momentum):
             return "is defined on plain SGD; take kind sgd without momentum, weight decay and clipping"
+        adam = optimizer.kind is OptimizerKind.ADAMW and optimizer.clip_norm is None
+        if self.kind is AlgorithmKind.ONE_BIT_ADAM and not adam:
+            return "is Adam, and no gradient of all replicas is known to clip; take kind adamw without clipping"
         if self.kind in OWN_MOMENTUM:
             if not (plain and optimizer.momentum and not optimizer.nesterov and not optimizer.warmup_steps):
                 return (
@@ -209,8 +230,11 @@ def _presets() -> Iterator[AlgorithmSpec]:
                 yield AlgorithmSpec(kind=kind, graph=graph)
     for kind, compressors in _FOR.items():
         for of_kind in sorted(compressors):
-            warmup = POWER_SGD_WARMUP if of_kind is CompressorKind.POWER_SGD else 0
+            warms = of_kind is CompressorKind.POWER_SGD or kind is AlgorithmKind.ONE_BIT_ADAM
+            warmup = POWER_SGD_WARMUP if warms else 0
             yield AlgorithmSpec(kind=kind, compressor=Compressor(kind=of_kind), warmup_steps=warmup)
+    rounds = Compressor(kind=CompressorKind.SIGN, rounds=3)
+    yield AlgorithmSpec(kind=AlgorithmKind.DOUBLE_SQUEEZE, compressor=rounds)
     yield AlgorithmSpec(kind=AlgorithmKind.MAJORITY_VOTE)
 
 

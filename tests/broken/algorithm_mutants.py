@@ -10,6 +10,7 @@ from meshmark.spec.workload import workload
 from tests.broken import compressing as c
 from tests.broken import mixing as m
 from tests.broken import outer as o
+from tests.broken import serving as s
 from tests.broken.engine import Broken
 from tests.broken.mutant import Mutant, on
 
@@ -18,6 +19,7 @@ _DSGD, _DPSGD = workload("gpt-mini-dsgd-ring"), workload("gpt-mini-dpsgd-ring")
 _ONE_PEER = workload("gpt-mini-dsgd-one-peer")
 _DMSGD, _QUASI = workload("gpt-mini-heavy-ball-dmsgd-ring"), workload("gpt-mini-heavy-ball-quasi-global-ring")
 _TRACKING, _DIFFUSION = workload("gpt-mini-sgd-gradient-tracking-ring"), workload("gpt-mini-sgd-exact-diffusion-ring")
+_ONE_BIT = workload("gpt-mini-adam-one-bit-adam-signw2")
 _FOUR = Layout(dp=4)
 """Where two average all that they have, a momentum that is mixed is one that is not."""
 
@@ -66,6 +68,17 @@ ALGORITHM_MUTANTS: list[Mutant] = [
     *_compressing("compressed", "error-feedback-sign", c.ScalesByNorm, c.NeverScales, c.ScalesByRow),
     *_compressing("compressed", "ef21-top-k10", c.ForgetsKnown, c.StepsOnChanges, c.ChangeOfMean, c.StepsOnFirst),
     *_compressing("compressed", "majority-vote", c.SignOfMean, c.MeanOfSigns, c.TiesArePlus, c.FirstVotes),
+    *_compressing(
+        "compressed",
+        "double-squeeze-top-k10",
+        *(s.ServerForgets, s.ServerAddsTwice, s.ServerSums, s.ServerSendsAll, s.WorkersForget),
+    ),
+    *_compressing("compressed", "double-squeeze-signx3", s.OneRound),
+    *(
+        mutant
+        for defect in (s.VarianceGoesOn, s.MomentumLost, s.BiasCorrected, s.AdaptsLonger)
+        for mutant in on("compressed", defect, Fault.ALGORITHM, workload=_ONE_BIT)
+    ),
     *_compressing("ddp-compressed", "compressed-bf16", c.OtherFormat, c.InNoFormat, c.HookSums, c.HookDividesTwice),
     *_compressing(
         "ddp-compressed",
