@@ -54,6 +54,7 @@ ROSTER: dict[str, str] = {
     "ddp-compressed": "meshmark.adapters.ddp_compressed:DDPCompressed",
     "compressed": "meshmark.adapters.compressed:Compressed",
     "diloco": "meshmark.adapters.diloco:DiLoCo",
+    "pipedream": "meshmark.adapters.pipedream:PipeDream",
     "decentralised": "meshmark.adapters.decentralised:Decentralised",
     "fabric-ddp": "meshmark.adapters.fabric:FabricDDP",
     "fabric-ddp-separate": "meshmark.adapters.fabric:FabricDDPSeparate",

@@ -10,6 +10,11 @@ from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder, model_states
 
 
+def _holders(case: Case, rank: int, kind: str) -> int:
+    """Among how many ranks what a collective of `kind` brings together is divided: the server alone has all."""
+    return case.layout.dp if kind == "gather" and case.layout.coordinates(rank).dp else 1
+
+
 def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[Remainder, ...]:
     """What is kept; and in the update the replica's own gradients, all replicas' messages and what they say together,
     where that is more than the backward pass held."""
@@ -21,7 +26,7 @@ def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[Remaind
     found = [Remainder(category="optimizer_states", num_bytes=kept, reason=f"what {kind} keeps")] if kept else []
     if plan.peak is None:
         return tuple(found)
-    messages = sum(num_bytes for _, num_bytes, _ in step_bytes(case, rank))
+    messages = sum(num_bytes // _holders(case, rank, kind) for kind, num_bytes, _ in step_bytes(case, rank))
     updating = plan.parameters + plan.optimizer_states + kept + 2 * vector + messages
     besides = max(plan.peak + kept, updating) - plan.peak - kept
     if besides:

@@ -19,7 +19,7 @@ from meshmark.algorithms.decentralised import Decentralised, MixedMomentum, Para
 from meshmark.algorithms.local_sgd import DiLoCo, LocalSGD
 from meshmark.algorithms.replicas import Algorithm, Synchronous, UpdateRule
 from meshmark.algorithms.served import DoubleSqueeze, OneBitAdam
-from meshmark.spec.algorithm import COMPRESSING, OWN_MOMENTUM, AlgorithmKind
+from meshmark.spec.algorithm import COMPRESSING, OWN_MOMENTUM, STALE, AlgorithmKind
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.workload import Workload
 
@@ -54,7 +54,7 @@ def build_algorithm(workload: Workload, rules: Sequence[UpdateRule], exact: bool
     """The workload's, over as many replicas as there are rules, each of its `local_optimizer`. `exact`: sums are in
     float64 whatever is summed."""
     kind = workload.algorithm.kind
-    if kind is AlgorithmKind.SYNCHRONOUS:
+    if kind is AlgorithmKind.SYNCHRONOUS or kind in STALE:
         return Synchronous(rules[0])
     if kind is AlgorithmKind.LOCAL_SGD:
         return LocalSGD(workload.algorithm, rules)

@@ -20,13 +20,14 @@ from meshmark.judge.gradient_faults import Explanation
 from meshmark.judge.mixing_diagnosis import explain_mixing
 from meshmark.judge.outer_diagnosis import explain_outer
 from meshmark.judge.replicas import by_replica, num_replicas, replica_of
+from meshmark.judge.stale_diagnosis import diagnose_stale
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, exact_gradients
 from meshmark.judge.twin import Twin
 from meshmark.judge.update_rivals import rivals
 from meshmark.judge.yardstick import Yardstick
 from meshmark.reference.data import make_batch
-from meshmark.spec.algorithm import COMPRESSING, AlgorithmKind
+from meshmark.spec.algorithm import COMPRESSING, STALE, AlgorithmKind
 from meshmark.spec.case import Case
 
 
@@ -40,7 +41,9 @@ def diagnose_replicas(
 ) -> Diagnosis | None:
     """None when nothing is wrong. One trace alone is a run whose replicas are all to be the same."""
     if num_replicas(case) == 1:
-        return diagnose(case, traces[0], deviations, drifts, yardstick, twin)
+        by_versions = case.workload.algorithm.kind in STALE and not drifts
+        explained = diagnose_stale(case, traces[0], deviations, yardstick) if by_versions else None
+        return explained or diagnose(case, traces[0], deviations, drifts, yardstick, twin)
     alone = by_replica(deviations, len(traces))
     sticks = yardstick.of_replicas(len(traces))
 

@@ -45,6 +45,12 @@ class AlgorithmKind(StrEnum):
     (arXiv:1905.05957); in several rounds of compression, NEOLITHIC's (arXiv:2206.03665)."""
     ONE_BIT_ADAM = "one-bit-adam"
     """After a warm-up by Adam its variance is frozen, and momenta are squeezed twice so (arXiv:2102.02888)."""
+    PIPEDREAM = "pipedream"
+    """A pipeline whose micro-batches update weights one by one, each by those that it found (arXiv:1806.03377)."""
+    PIPEDREAM_VERTICAL = "pipedream-vertical"
+    """The same, with the version at all stages that the first stage had."""
+    PIPEDREAM_2BW = "pipedream-2bw"
+    """A pipeline whose every step is of the weights before the last one (arXiv:2006.09503)."""
     MAJORITY_VOTE = "majority-vote"
     """All step on the sign that most replicas' gradients have, element by element (arXiv:1810.05291)."""
 
@@ -64,7 +70,11 @@ PERIODIC = frozenset({AlgorithmKind.LOCAL_SGD, AlgorithmKind.DILOCO})
 """Those whose replicas step alone, and meet now and then."""
 OWN_MOMENTUM = frozenset({AlgorithmKind.DMSGD, AlgorithmKind.QUASI_GLOBAL})
 """Those that keep the momentum themselves, in the place of the local optimizer."""
-OF_PLAIN_SGD = frozenset({AlgorithmKind.GRADIENT_TRACKING, AlgorithmKind.EXACT_DIFFUSION})
+BY_MICRO_BATCH = frozenset({AlgorithmKind.PIPEDREAM, AlgorithmKind.PIPEDREAM_VERTICAL})
+"""Those that make an update a micro-batch."""
+STALE = BY_MICRO_BATCH | {AlgorithmKind.PIPEDREAM_2BW}
+"""Those of pipelines whose gradients are of older weights."""
+OF_PLAIN_SGD = BY_MICRO_BATCH | {AlgorithmKind.GRADIENT_TRACKING, AlgorithmKind.EXACT_DIFFUSION}
 """Those that are defined on a gradient step alone."""
 
 
@@ -167,6 +177,8 @@ class AlgorithmSpec:
         if self.graph:
             return f"{self.kind}-{self.graph.id}"
         warmup = f"w{self.warmup_steps}" if self.warmup_steps else ""
+        if self.kind in STALE:
+            return str(self.kind)
         if self.kind in COMPRESSING:
             return f"{self.kind}-{self.compressor.id}{warmup}" if self.compressor else str(self.kind)
         return f"{self.kind}{self.period}{warmup}"
@@ -174,12 +186,12 @@ class AlgorithmSpec:
     @property
     def replicas_differ(self) -> bool:
         """Whether data-parallel replicas may hold other gradients or parameters than one another, by design."""
-        return self.kind is not AlgorithmKind.SYNCHRONOUS
+        return self.kind is not AlgorithmKind.SYNCHRONOUS and self.kind not in STALE
 
     @property
     def stands_together(self) -> bool:
         """Whether all replicas are to hold the same parameters after every step, bit for bit."""
-        return self.kind is AlgorithmKind.SYNCHRONOUS or self.kind in COMPRESSING
+        return not self.replicas_differ or self.kind in COMPRESSING
 
     @property
     def vectors_mixed(self) -> int:
@@ -204,6 +216,8 @@ class AlgorithmSpec:
         plain = optimizer.kind is OptimizerKind.SGD and not optimizer.weight_decay and optimizer.clip_norm is None
         if self.kind in OF_PLAIN_SGD and not (plain and not optimizer.momentum):
             return "is defined on plain SGD; take kind sgd without momentum, weight decay and clipping"
+        if self.kind in BY_MICRO_BATCH and optimizer.warmup_steps:
+            return "makes several updates a step, all of one rate; take an optimizer without a schedule"
         adam = optimizer.kind is OptimizerKind.ADAMW and optimizer.clip_norm is None
         if self.kind is AlgorithmKind.ONE_BIT_ADAM and not adam:
             return "is Adam, and no gradient of all replicas is known to clip; take kind adamw without clipping"
@@ -236,6 +250,7 @@ def _presets() -> Iterator[AlgorithmSpec]:
     rounds = Compressor(kind=CompressorKind.SIGN, rounds=3)
     yield AlgorithmSpec(kind=AlgorithmKind.DOUBLE_SQUEEZE, compressor=rounds)
     yield AlgorithmSpec(kind=AlgorithmKind.MAJORITY_VOTE)
+    yield from (AlgorithmSpec(kind=kind) for kind in sorted(STALE))
 
 
 ALGORITHMS = {spec.id: spec for spec in _presets()}

@@ -11,6 +11,7 @@ from tests.broken import compressing as c
 from tests.broken import mixing as m
 from tests.broken import outer as o
 from tests.broken import serving as s
+from tests.broken import stale as v
 from tests.broken.engine import Broken
 from tests.broken.mutant import Mutant, on
 
@@ -20,6 +21,8 @@ _ONE_PEER = workload("gpt-mini-dsgd-one-peer")
 _DMSGD, _QUASI = workload("gpt-mini-heavy-ball-dmsgd-ring"), workload("gpt-mini-heavy-ball-quasi-global-ring")
 _TRACKING, _DIFFUSION = workload("gpt-mini-sgd-gradient-tracking-ring"), workload("gpt-mini-sgd-exact-diffusion-ring")
 _ONE_BIT = workload("gpt-mini-adam-one-bit-adam-signw2")
+_PIPEDREAM, _TWO_BUFFERED = workload("gpt-mini-sgd-pipedream"), workload("gpt-mini-sgd-pipedream-2bw")
+_VERTICAL = workload("gpt-mini-sgd-pipedream-vertical")
 _FOUR = Layout(dp=4)
 """Where two average all that they have, a momentum that is mixed is one that is not."""
 
@@ -79,6 +82,19 @@ ALGORITHM_MUTANTS: list[Mutant] = [
         for defect in (s.VarianceGoesOn, s.MomentumLost, s.BiasCorrected, s.AdaptsLonger)
         for mutant in on("compressed", defect, Fault.ALGORITHM, workload=_ONE_BIT)
     ),
+    *on("pipedream", v.StashTooOld, Fault.ALGORITHM, workload=_PIPEDREAM),
+    *on("pipedream", v.NothingInFlight, Fault.ALGORITHM, workload=_PIPEDREAM),
+    *on("pipedream", v.FirstStageTooOld, Fault.ALGORITHM, workload=_PIPEDREAM),
+    *on("pipedream", v.WeightsOfStart, Fault.ALGORITHM, workload=_PIPEDREAM),
+    *on("pipedream", v.NotStashed, Fault.BACKWARD, Fault.FORWARD, Fault.UNEXPLAINED, workload=_PIPEDREAM),
+    *on("pipedream", v.StashTooOld, Fault.ALGORITHM, workload=_VERTICAL),
+    *on("pipedream", v.OwnNewest, Fault.ALGORITHM, workload=_VERTICAL),
+    *on("pipedream", v.WeightsOfStart, Fault.ALGORITHM, workload=_VERTICAL),
+    *on("pipedream", v.LastStageTooOld, Fault.ALGORITHM, workload=_VERTICAL),
+    *on("pipedream", v.NoShadow, Fault.ALGORITHM, workload=_TWO_BUFFERED),
+    *on("pipedream", v.ShadowTooOld, Fault.ALGORITHM, workload=_TWO_BUFFERED),
+    *on("pipedream", v.LastStageFresh, Fault.ALGORITHM, workload=_TWO_BUFFERED),
+    *on("pipedream", v.ShadowIsStepped, Fault.ALGORITHM, workload=_TWO_BUFFERED),
     *_compressing("ddp-compressed", "compressed-bf16", c.OtherFormat, c.InNoFormat, c.HookSums, c.HookDividesTwice),
     *_compressing(
         "ddp-compressed",

@@ -25,6 +25,7 @@ LAYOUTS = {
     "decentralised": Layout(dp=2, num_micro_batches=2),
     "diloco": Layout(dp=2, num_micro_batches=2),
     "compressed": Layout(dp=2, num_micro_batches=2),
+    "pipedream": Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B),
     "ddp-compressed": Layout(dp=2, num_micro_batches=2),
     "accelerate": Layout(dp=2, num_micro_batches=4),
     "accelerate-fsdp2": Layout(dp=2, zero_stage=3, num_micro_batches=4),
