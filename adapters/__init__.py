@@ -53,6 +53,7 @@ ROSTER: dict[str, str] = {
     "fairscale-oss-ddp": "meshmark.adapters.fairscale.under_ddp:FairScaleOSSDDP",
     "ddp-compressed": "meshmark.adapters.ddp_compressed:DDPCompressed",
     "compressed": "meshmark.adapters.compressed:Compressed",
+    "fed-avg": "meshmark.adapters.fed_avg:FedAvg",
     "diloco": "meshmark.adapters.diloco:DiLoCo",
     "pipedream": "meshmark.adapters.pipedream:PipeDream",
     "decentralised": "meshmark.adapters.decentralised:Decentralised",

@@ -42,14 +42,19 @@ class InFlight:
 class PipeDreamEngine(PipelineEngine):
     """`backward` makes an update a micro-batch, and `update` lets go of the versions before the last."""
 
+    def __init__(self, case: Case, context: RankContext) -> None:
+        super().__init__(case, context)
+        self.versions: list[Weights] = []
+        """By the number of updates since the step began. Empty where no micro-batch will find it."""
+        self.flying: dict[int, InFlight] = {}
+        """By micro-batch."""
+        self.sent: list[dist.Work] = []
+        self.losses: list[Tensor] = []
+
     def backward(self, batch: Batch) -> Tensor:
         layout, whole = self.case.layout, batch.to(self.context.device)
         self.total_weight = whole.total_weight
-        self.sent: list[dist.Work] = []
-        self.flying: dict[int, InFlight] = {}
-        self.versions: list[Weights] = [dict(self.part.named_parameters())]
-        """By the number of updates since the step began. Empty where no micro-batch will find it."""
-        self.losses: list[Tensor] = []
+        self.versions, self.sent, self.losses = [dict(self.part.named_parameters())], [], []
         count = layout.num_micro_batches
         parts, ahead = list(whole.micro_batches(count)), min(self.stages_after, count)
         for index in range(count + ahead):

@@ -56,7 +56,7 @@ def test_gradients_are_of_the_composed_versions(kind: AlgorithmKind) -> None:
     problem = make_workload(optimizer=PLAIN, algorithm=ALGORITHMS[kind])
     seen: list[tuple[float, float]] = []
 
-    def compute(p: Tensors, part: Batch) -> tuple[float, Tensors]:
+    def compute(p: Tensors, part: Batch, newest: Tensors) -> tuple[float, Tensors]:
         first, last = p[EMBEDDING], p[HEAD]
         seen.append((float(first), float(last)))
         return float(first * last), {EMBEDDING: last, HEAD: first}
@@ -104,7 +104,7 @@ NAMED = {
     "pipedream-NothingInFlight": "every micro-batch is of the newest weights, as if none were on their way",
     "pipedream-FirstStageTooOld": "weights of stage 0 alone are a version too old",
     "pipedream-WeightsOfStart": "every micro-batch is of the weights that the step began with",
-    "pipedream-NotStashed": "the loss is right",
+    "pipedream-NotStashed": "backward passes take the newest weights, not those of the forward passes",
     "pipedream-vertical-StashTooOld": "weights are a version too old at every stage",
     "pipedream-vertical-OwnNewest": "versions are those of pipedream",
     "pipedream-vertical-WeightsOfStart": "every micro-batch is of the weights that the step began with",

@@ -105,7 +105,9 @@ class ErrorFeedback(Compressing):
     def sent(self, gradients: Sequence[Tensors]) -> list[Tensors]:
         """By replica."""
         wanted = self.wanted(gradients)
-        told = [{name: self.told(x, self.draw(i, name)) for name, x in p.items()} for i, p in enumerate(wanted)]
+        told: list[Tensors] = [
+            {name: self.told(x, self.draw(i, name)) for name, x in p.items()} for i, p in enumerate(wanted)
+        ]
         pairs = zip(wanted, told, strict=True)
         self.left = [{name: x - c[name] for name, x in p.items()} for p, c in pairs]
         return told

@@ -75,8 +75,9 @@ def stale_states(problem: Quadratic, spec: AlgorithmSpec, rate: float, steps: in
     asked = replace(plain, algorithm=spec, optimizer=replace(plain.optimizer, learning_rate=rate))
     past: list[Tensors] = [{"head.x": np.zeros(problem.centres.shape[1])}]
 
-    def compute(parameters: Tensors, part: Batch) -> tuple[float, Tensors]:
-        return 0.0, {name: problem.gradients(x[None], len(past))[0] for name, x in parameters.items()}
+    def compute(parameters: Tensors, part: Batch, newest: Tensors) -> tuple[float, Tensors]:
+        here = np.asarray(parameters["head.x"], dtype=np.float64)
+        return 0.0, {"head.x": problem.gradients(here[None], len(past))[0]}
 
     for step in range(steps):
         found = stale_step(asked, Layout(), past, make_batch(asked, step), compute)

@@ -22,8 +22,9 @@ from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import Workload
 
-Compute = Callable[[Tensors, Batch], tuple[float, Tensors]]
-"""From weights and a part of a batch to its share of the loss, and that's gradients."""
+Compute = Callable[[Tensors, Batch, Tensors], tuple[float, Tensors]]
+"""From weights, a part of a batch, and the newest weights when it is passed back, to its share of the loss and that's
+gradients. Right ones do not depend on the newest."""
 Versions = Callable[[int, int], int]
 """From a stage and a micro-batch to how many updates of the step its weights have seen; under 2BW, to how many steps
 old they are."""
@@ -61,13 +62,13 @@ def stale_step(
     stages = stages_of(workload, layout.pp, history[-1])
     if workload.algorithm.kind is AlgorithmKind.PIPEDREAM_2BW:
         here = {n: history[-1 - min(chosen(stage, 0), len(history) - 1)][n] for n, stage in stages.items()}
-        loss, gradients = compute(here, batch)
+        loss, gradients = compute(here, batch, history[-1])
         return StaleStep(loss=loss, gradients=gradients, after=None)
     rate = workload.optimizer.learning_rate
     made, losses, gradients = [history[-1]], 0.0, None
     for index, part in enumerate(batch.micro_batches(layout.num_micro_batches)):
         here = {name: made[min(chosen(stage, index), index)][name] for name, stage in stages.items()}
-        loss, own = compute(here, part)
+        loss, own = compute(here, part, made[index])
         losses += loss
         gradients = combined((1, gradients), (1, own)) if gradients else own
         made.append({**made[-1], **combined((1, {name: made[-1][name] for name in own}), (-rate, own))})

@@ -16,7 +16,7 @@ from meshmark.algorithms.compressing import (
 )
 from meshmark.algorithms.corrected import ExactDiffusion, GradientTracking
 from meshmark.algorithms.decentralised import Decentralised, MixedMomentum, ParallelSGD, QuasiGlobal
-from meshmark.algorithms.local_sgd import DiLoCo, LocalSGD
+from meshmark.algorithms.local_sgd import DiLoCo, FedAvg, LocalSGD
 from meshmark.algorithms.replicas import Algorithm, Synchronous, UpdateRule
 from meshmark.algorithms.served import DoubleSqueeze, OneBitAdam
 from meshmark.spec.algorithm import COMPRESSING, OWN_MOMENTUM, STALE, AlgorithmKind
@@ -58,6 +58,8 @@ def build_algorithm(workload: Workload, rules: Sequence[UpdateRule], exact: bool
         return Synchronous(rules[0])
     if kind is AlgorithmKind.LOCAL_SGD:
         return LocalSGD(workload.algorithm, rules)
+    if kind is AlgorithmKind.FED_AVG:
+        return FedAvg(workload.algorithm, rules)
     if kind is AlgorithmKind.DILOCO:
         return DiLoCo(workload.algorithm, rules)
     if kind in COMPRESSING:

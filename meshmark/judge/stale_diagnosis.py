@@ -42,12 +42,16 @@ def diagnose_stale(case: Case, trace: Trace, deviations: Deviations, yardstick: 
 def _of_gradients(case: Case, trace: Trace, step: int, names: list[str], yardstick: Yardstick) -> str | None:
     past, batch = trace.parameters[max(0, step + 1 - MOST_PAST) : step + 1], make_batch(case.workload, step)
 
-    def gradients(versions: Versions | None) -> Tensors:
-        return exact_stale_step(case.workload, past, batch, case.layout, versions).gradients
+    def gradients(versions: Versions | None, stashed: bool = True) -> Tensors:
+        return exact_stale_step(case.workload, past, batch, case.layout, versions, stashed).gradients
+
+    def accounts() -> Iterator[tuple[str, Tensors]]:
+        for how, versions in rival_versions(case):
+            yield how, gradients(versions)
+        yield "backward passes take the newest weights, not those of the forward passes", gradients(None, False)
 
     exact, told = gradients(None), trace.gradients[step]
-    for how, versions in rival_versions(case):
-        there = gradients(versions)
+    for how, there in accounts():
         if all(
             np.linalg.norm(told[name] - there[name])
             <= max(

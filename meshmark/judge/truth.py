@@ -168,22 +168,34 @@ def exact_step(workload: Workload, past: Sequence[Tensors], batch: Batch, layout
 
 
 def exact_stale_step(
-    workload: Workload, past: Sequence[Tensors], batch: Batch, layout: Layout, versions: Versions | None = None
+    workload: Workload,
+    past: Sequence[Tensors],
+    batch: Batch,
+    layout: Layout,
+    versions: Versions | None = None,
+    stashed: bool = True,
 ) -> Exact:
-    """By other `versions` than the prescribed ones, if any are given."""
+    """By other `versions` than the prescribed ones, if any are given; without stashes, as a wrong run would have it."""
 
-    def compute(parameters: Tensors, part: Batch) -> tuple[float, Tensors]:
-        found = exact_gradients(workload, parameters, part)
+    def compute(parameters: Tensors, part: Batch, newest: Tensors) -> tuple[float, Tensors]:
+        found = exact_gradients(workload, parameters, part, changed=None if stashed else newest)
         return found.loss, found.gradients
 
     found = stale_step(workload, layout, past, batch, compute, versions)
     return Exact(loss=found.loss, gradients=found.gradients, unused=frozenset())
 
 
-def exact_gradients(workload: Workload, parameters: Tensors, batch: Batch, layout: Layout | None = None) -> Exact:
-    """Loss and gradients of a global batch, or some of its micro-batches, without dropout; `layout`: see `assess`."""
+def exact_gradients(
+    workload: Workload,
+    parameters: Tensors,
+    batch: Batch,
+    layout: Layout | None = None,
+    changed: Tensors | None = None,
+) -> Exact:
+    """Loss and gradients of a global batch, or some of its micro-batches, without dropout; `layout`: see `assess`.
+    `changed`: what parameters are made in place before the backward pass, which is wrong."""
     model = exact_model(workload, batch)
-    values = doubles(parameters)
+    values = doubles({name: x.copy() for name, x in parameters.items()} if changed else parameters)
     trained = {name: value.requires_grad_() for name, value in values.items() if workload.trains(name)}
     shares = [
         loss_share(
@@ -194,6 +206,8 @@ def exact_gradients(workload: Workload, parameters: Tensors, batch: Batch, layou
         for part in together(workload, batch, layout)
     ]
     loss = torch.stack(shares).sum() if len(shares) > 1 else shares[0]
+    for name, value in (changed or {}).items():
+        values[name].data.copy_(torch.from_numpy(value))
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     found = dict(zip(trained, gradients, strict=True))
     rank_progress.advance()

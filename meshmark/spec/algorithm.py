@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction
 
 from meshmark.errors import InputError
 from meshmark.spec.compressor import CONTRACTIONS, SPARSE, Compressor, CompressorKind
@@ -22,6 +23,8 @@ class AlgorithmKind(StrEnum):
     a synchronous warm-up, post-local SGD (arXiv:1808.07217)."""
     DILOCO = "diloco"
     """Local SGD whose averages are taken for a gradient, on which Nesterov's momentum steps (arXiv:2311.08105)."""
+    FED_AVG = "fed-avg"
+    """Local SGD of replicas with more rows and with fewer, whose averages weigh by them (arXiv:1602.05629)."""
     DSGD = "dsgd"
     """Each replica steps, and then mixes its neighbours' states into its own (adapt, then combine)."""
     DPSGD = "dpsgd"
@@ -66,7 +69,7 @@ DECENTRALISED = frozenset(
     }
 )
 """Those that mix along a graph."""
-PERIODIC = frozenset({AlgorithmKind.LOCAL_SGD, AlgorithmKind.DILOCO})
+PERIODIC = frozenset({AlgorithmKind.LOCAL_SGD, AlgorithmKind.DILOCO, AlgorithmKind.FED_AVG})
 """Those whose replicas step alone, and meet now and then."""
 OWN_MOMENTUM = frozenset({AlgorithmKind.DMSGD, AlgorithmKind.QUASI_GLOBAL})
 """Those that keep the momentum themselves, in the place of the local optimizer."""
@@ -111,7 +114,7 @@ class AlgorithmSpec:
 
     kind: AlgorithmKind = AlgorithmKind.SYNCHRONOUS
     period: int = 1
-    """Local SGD and DiLoCo: steps from one averaging to the next. The first step after the warm-up averages, as
+    """Local SGD, DiLoCo and FedAvg: steps from one averaging to the next. The first step after the warm-up averages, as
     PyTorch's `PeriodicModelAverager` does."""
     warmup_steps: int = 0
     """Local SGD, PowerSGD and 1-bit Adam: steps that are synchronous, before the first other one."""
@@ -230,6 +233,12 @@ class AlgorithmSpec:
         return None
 
 
+def client_shares(count: int) -> list[Fraction]:
+    """Of the rows, by replica, under FedAvg: of every two neighbours the second has three times as many."""
+    alone = [Fraction(1, count)] * (count % 2)
+    return [Fraction(1, 2 * count), Fraction(3, 2 * count)] * (count // 2) + alone
+
+
 def local_sgd(period: int, warmup_steps: int = 0) -> AlgorithmSpec:
     """Local SGD: replicas step alone, and are averaged every `period` steps once `warmup_steps` are over."""
     return AlgorithmSpec(kind=AlgorithmKind.LOCAL_SGD, period=period, warmup_steps=warmup_steps)
@@ -238,6 +247,7 @@ def local_sgd(period: int, warmup_steps: int = 0) -> AlgorithmSpec:
 def _presets() -> Iterator[AlgorithmSpec]:
     yield local_sgd(2)
     yield AlgorithmSpec(kind=AlgorithmKind.DILOCO, period=2)
+    yield AlgorithmSpec(kind=AlgorithmKind.FED_AVG, period=2)
     for kind in sorted(DECENTRALISED):
         for graph in (Graph(kind=graph) for graph in GraphKind if graph is not GraphKind.OWN):
             if kind is not AlgorithmKind.EXACT_DIFFUSION or graph.is_static:

@@ -12,6 +12,7 @@ from tests.broken import mixing as m
 from tests.broken import outer as o
 from tests.broken import serving as s
 from tests.broken import stale as v
+from tests.broken import weighing as w
 from tests.broken.engine import Broken
 from tests.broken.mutant import Mutant, on
 
@@ -64,6 +65,12 @@ ALGORITHM_MUTANTS: list[Mutant] = [
         for defect in (o.OuterMomentumReset, o.NoOuterStep, o.OuterHeavyBall, o.MeetsLate, o.OuterAlone)
         for mutant in on("diloco", defect, Fault.ALGORITHM, workload=workload("gpt-mini-sgd-diloco2"))
     ),
+    *(
+        mutant
+        for defect in (w.WeighsAlike, w.WeighsByOthers, w.WeighsTwice, w.NeverMeets, w.MeetsAStepLate)
+        for mutant in on("fed-avg", defect, Fault.ALGORITHM, workload=workload("gpt-mini-sgd-fed-avg2"))
+    ),
+    *on("fed-avg", w.OwnMeanForGlobal, Fault.SCALED, workload=workload("gpt-mini-sgd-fed-avg2")),
     *_compressing("compressed", "compressed-top-k10", c.LargestSigned, c.SendsWhole, c.SumsReplicas, c.SendsHalf),
     *_compressing("compressed", "compressed-qsgd64", c.DrawsAlike, c.DrawsOnce, c.RoundsToNearest, c.DividesTwice),
     *_compressing("compressed", "error-feedback-top-k10", c.ForgetsLeft, c.AddsLeftTwice, c.AddsLeftLate),
@@ -86,7 +93,7 @@ ALGORITHM_MUTANTS: list[Mutant] = [
     *on("pipedream", v.NothingInFlight, Fault.ALGORITHM, workload=_PIPEDREAM),
     *on("pipedream", v.FirstStageTooOld, Fault.ALGORITHM, workload=_PIPEDREAM),
     *on("pipedream", v.WeightsOfStart, Fault.ALGORITHM, workload=_PIPEDREAM),
-    *on("pipedream", v.NotStashed, Fault.BACKWARD, Fault.FORWARD, Fault.UNEXPLAINED, workload=_PIPEDREAM),
+    *on("pipedream", v.NotStashed, Fault.ALGORITHM, workload=_PIPEDREAM),
     *on("pipedream", v.StashTooOld, Fault.ALGORITHM, workload=_VERTICAL),
     *on("pipedream", v.OwnNewest, Fault.ALGORITHM, workload=_VERTICAL),
     *on("pipedream", v.WeightsOfStart, Fault.ALGORITHM, workload=_VERTICAL),

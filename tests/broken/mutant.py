@@ -23,6 +23,7 @@ LAYOUTS = {
     "gpipe": Layout(pp=2, num_micro_batches=4),
     "post-local-sgd": Layout(dp=2, num_micro_batches=4),
     "decentralised": Layout(dp=2, num_micro_batches=2),
+    "fed-avg": Layout(dp=2, num_micro_batches=2),
     "diloco": Layout(dp=2, num_micro_batches=2),
     "compressed": Layout(dp=2, num_micro_batches=2),
     "pipedream": Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B),

@@ -190,7 +190,7 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
             note_stale_step(request.case, traces[0], rules[0], batch, lambda part: permute(part, case, run, num_ranks))
             rank_progress.advance()
             continue
-        parts = [permute(batch.shard(replica, replicas), case, run, num_ranks) for replica in range(replicas)]
+        parts = [permute(algorithm.part(batch, replica), case, run, num_ranks) for replica in range(replicas)]
         for trace, engine, part in zip(traces, engines, parts, strict=True):
             trace.evaluations.append(float(engine.evaluate(part)))
         losses = [backward(engine, part, num_ranks) for engine, part in zip(engines, parts, strict=True)]

@@ -20,7 +20,7 @@ def note_stale_step(
     engine: SingleEngine = rule.engine
     trace.evaluations.append(float(engine.evaluate(arrange(batch))))
 
-    def compute(parameters: Tensors, part: Batch) -> tuple[float, Tensors]:
+    def compute(parameters: Tensors, part: Batch, newest: Tensors) -> tuple[float, Tensors]:
         engine.optimizer.zero_grad()
         put(engine.parameters(), parameters)
         loss = engine.backward(arrange(part))
