@@ -64,7 +64,9 @@ class PipeDreamEngine(PipelineEngine):
                 self.pass_back(index - ahead)
         for work in self.sent:
             work.wait()
-        return torch.stack(self.losses).sum() if self.last else torch.zeros(())
+        loss = torch.stack(self.losses).sum() if self.last else torch.zeros(())
+        self.sent, self.losses = [], []  # works keep what they sent
+        return loss
 
     @property
     def part(self) -> torch.nn.Module:
