@@ -65,15 +65,16 @@ def stale_step(
         loss, gradients = compute(here, batch, history[-1])
         return StaleStep(loss=loss, gradients=gradients, after=None)
     rate = workload.optimizer.learning_rate
-    made, losses, gradients = [history[-1]], 0.0, None
+    total: Tensors | None = None
+    made, losses = [history[-1]], 0.0
     for index, part in enumerate(batch.micro_batches(layout.num_micro_batches)):
         here = {name: made[min(chosen(stage, index), index)][name] for name, stage in stages.items()}
         loss, own = compute(here, part, made[index])
         losses += loss
-        gradients = combined((1, gradients), (1, own)) if gradients else own
+        total = combined((1, total), (1, own)) if total else own
         made.append({**made[-1], **combined((1, {name: made[-1][name] for name in own}), (-rate, own))})
-    assert gradients is not None
-    return StaleStep(loss=losses, gradients=gradients, after=made[-1])
+    assert total is not None
+    return StaleStep(loss=losses, gradients=total, after=made[-1])
 
 
 def stages_of(workload: Workload, num_stages: int, names: Tensors) -> dict[str, int]:
