@@ -68,8 +68,9 @@ class OneBitAdamEngine(DoubleSqueezeEngine):
                 gradient.div_(dist.get_world_size())
 
     def direction(self, own: Tensors) -> Tensors:
-        if not self.kept:
-            self.kept = {what: {n: torch.zeros_like(g) for n, g in own.items()} for what in ("momentum", "variance")}
+        if not self.kept:  # with what is left, which nothing is yet: no step holds more than the one before
+            kept = ["momentum", "variance", "left", *(["left of server"] if self.serves else [])]
+            self.kept = {what: {name: torch.zeros_like(g) for name, g in own.items()} for what in kept}
         moved = self.moved(own)
         if self.case.workload.algorithm.compresses(self.steps_done):
             moved = super().direction(moved)
