@@ -37,11 +37,15 @@ def initial_model(case: Case, device: torch.device) -> Model:
 
 
 def configure(model: AnyModel, case: Case, recompute: Recomputer = PYTORCHS_CHECKPOINT) -> AnyModel:
-    """`model`, with what the case freezes frozen, and with recomputation where it asks for it."""
+    """`model`, with what the case freezes frozen, with recomputation where it asks for it, and its blocks compiled
+    where that is its tuning: whole, with whatever wraps them later."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(case.workload.trains(drawn_name(model.spec, name)))
     if case.layout.recompute is Recompute.FULL:
         model.recompute = recompute
+    if case.tuning.compile:
+        for block in model.blocks.values():
+            block.compile(fullgraph=True)
     return model
 
 
@@ -88,7 +92,7 @@ class DataParallelEngine(Engine):
         return logits
 
     def loss_share(self, outputs: Tensor, batch: Batch) -> Tensor:
-        return loss_share(outputs, batch, self.case.workload.loss)
+        return loss_share(outputs, batch, self.case.workload.loss, chunked=self.case.tuning.chunked_loss)
 
     def part(self, batch: Batch) -> Batch:
         """This replica's rows of a global batch."""

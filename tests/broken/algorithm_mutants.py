@@ -28,10 +28,12 @@ _FOUR = Layout(dp=4)
 """Where two average all that they have, a momentum that is mixed is one that is not."""
 
 
-def _compressing(adapter: str, algorithm: str, *defects: type[Broken]) -> Iterator[Mutant]:
+def _compressing(
+    adapter: str, algorithm: str, *defects: type[Broken], layout: Layout | None = None
+) -> Iterator[Mutant]:
     """Plain SGD's, whose step is as long as what it is made of."""
     for defect in defects:
-        yield from on(adapter, defect, Fault.ALGORITHM, workload=workload(f"gpt-mini-sgd-{algorithm}"))
+        yield from on(adapter, defect, Fault.ALGORITHM, workload=workload(f"gpt-mini-sgd-{algorithm}"), layout=layout)
 
 
 ALGORITHM_MUTANTS: list[Mutant] = [
@@ -77,7 +79,8 @@ ALGORITHM_MUTANTS: list[Mutant] = [
     *_compressing("compressed", "error-feedback-random-k10", c.SameElements, c.LeavesWhatWasSent),
     *_compressing("compressed", "error-feedback-sign", c.ScalesByNorm, c.NeverScales, c.ScalesByRow),
     *_compressing("compressed", "ef21-top-k10", c.ForgetsKnown, c.StepsOnChanges, c.ChangeOfMean, c.StepsOnFirst),
-    *_compressing("compressed", "majority-vote", c.SignOfMean, c.MeanOfSigns, c.TiesArePlus, c.FirstVotes),
+    *_compressing("compressed", "majority-vote", c.SignOfMean, c.TiesArePlus, c.FirstVotes),
+    *_compressing("compressed", "majority-vote", c.MeanOfSigns, layout=_FOUR),  # of two signs, the mean is the vote
     *_compressing(
         "compressed",
         "double-squeeze-top-k10",
@@ -94,15 +97,16 @@ ALGORITHM_MUTANTS: list[Mutant] = [
     *on("pipedream", v.FirstStageTooOld, Fault.ALGORITHM, workload=_PIPEDREAM),
     *on("pipedream", v.WeightsOfStart, Fault.ALGORITHM, workload=_PIPEDREAM),
     *on("pipedream", v.NotStashed, Fault.ALGORITHM, workload=_PIPEDREAM),
-    *on("pipedream", v.StashTooOld, Fault.ALGORITHM, workload=_VERTICAL),
+    *on("pipedream", v.VerticalTooOld, Fault.ALGORITHM, workload=_VERTICAL),
     *on("pipedream", v.OwnNewest, Fault.ALGORITHM, workload=_VERTICAL),
-    *on("pipedream", v.WeightsOfStart, Fault.ALGORITHM, workload=_VERTICAL),
+    *on("pipedream", v.VerticalOfStart, Fault.ALGORITHM, workload=_VERTICAL),
     *on("pipedream", v.LastStageTooOld, Fault.ALGORITHM, workload=_VERTICAL),
     *on("pipedream", v.NoShadow, Fault.ALGORITHM, workload=_TWO_BUFFERED),
     *on("pipedream", v.ShadowTooOld, Fault.ALGORITHM, workload=_TWO_BUFFERED),
     *on("pipedream", v.LastStageFresh, Fault.ALGORITHM, workload=_TWO_BUFFERED),
     *on("pipedream", v.ShadowIsStepped, Fault.ALGORITHM, workload=_TWO_BUFFERED),
-    *_compressing("ddp-compressed", "compressed-bf16", c.OtherFormat, c.InNoFormat, c.HookSums, c.HookDividesTwice),
+    *_compressing("ddp-compressed", "compressed-bf16", c.OtherFormat, c.HookSums, c.HookDividesTwice),
+    *on("ddp-compressed", c.InNoFormat, suite="communication", workload=workload("gpt-mini-sgd-compressed-bf16")),
     *_compressing(
         "ddp-compressed",
         "error-feedback-power-sgd1w2",

@@ -51,6 +51,12 @@ class WeightsOfStart(Stashing):
         return 0
 
 
+class VerticalTooOld(StashTooOld): ...
+
+
+class VerticalOfStart(WeightsOfStart): ...
+
+
 class OwnNewest(Stashing):
     """Without vertical synchronisation."""
 

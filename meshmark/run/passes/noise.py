@@ -89,6 +89,7 @@ def noise_key(case: Case, steps: int, device: str = "cpu", sample: Sample | None
         *([case.layout.pp, case.layout.num_micro_batches] if case.workload.algorithm.kind in STALE else []),
         *(["twin"] if case.precision.is_mixed and sample is None else []),
         *(["sampled"] if sample else []),
+        *([str(case.tuning.arithmetic)] if case.tuning.arithmetic else []),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
