@@ -17,6 +17,7 @@ from meshmark.adapter.covering import NO_ORDER, Order, combinations, covering, l
 from meshmark.spec.case import Case, Misfit, cell
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Schedule
 from meshmark.spec.precision import Precision
+from meshmark.spec.tuning import Tuning
 from meshmark.spec.workload import Workload
 
 AUTO: Literal["auto"] = "auto"
@@ -31,6 +32,7 @@ def matrix(
     workloads: Iterable[Workload],
     precisions: Iterable[Precision],
     chosen: LayoutChoice = None,
+    tunings: Sequence[Tuning] = (Tuning(),),
 ) -> list[Case | Misfit]:
     """All cells. What is beyond an adapter's capabilities makes none, but for a precision, so that the report shows the
     gap; a layout that does not fit a workload is a misfit: nothing is dropped silently. An adapter with no parallel
@@ -46,9 +48,10 @@ def matrix(
         return [layout for n in own for layout in covering(supported(name, adapter, [n], workload, precision))]
 
     return [
-        cell(adapter=name, workload=workload, layout=layout, precision=precision)
+        cell(adapter=name, workload=workload, layout=layout, precision=precision, tuning=tuning)
         for workload in workloads
         for precision in precisions
+        for tuning in tunings
         for name, adapter in adapters.items()
         for layout in tried(name, adapter, workload, precision)
     ]
@@ -106,7 +109,7 @@ def variants(can: Capabilities, mesh: Layout) -> Iterator[Layout]:
     orders = _orders(can) if mesh.pp > 1 else [NO_ORDER]
     plain = laid(dataclasses.replace(mesh, zero_stage=min(can.zero_stages)), orders[0])
     tried = [plain]
-    if mesh.tp == mesh.cp == mesh.pp == 1:
+    if mesh.tp == mesh.pp == 1:  # context-parallel ranks share states as data-parallel ones do
         tried += [dataclasses.replace(plain, zero_stage=stage) for stage in sorted(can.zero_stages)]
     offloaded = [dataclasses.replace(layout, offload=where) for layout in dict.fromkeys(tried) for where in Offload]
     tried += [laid(plain, order) for order in orders]
