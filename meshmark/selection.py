@@ -33,6 +33,7 @@ from meshmark.regression.gatekeeper import Gatekeeper, expect_conditions, gateke
 from meshmark.run.cluster import ClusterSpec
 from meshmark.run.gpus import num_gpus
 from meshmark.run.launchers import LAUNCHERS
+from meshmark.run.node_loss import NodeLoss
 from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.runner import RunOptions
 from meshmark.run.scheduler import cluster_of
@@ -180,6 +181,12 @@ def add_options(parser: pytest.Parser) -> None:
     )
     group.addoption("--node-rank", type=int, default=None, help="which of them this is")
     group.addoption("--rdzv", default=None, metavar="HOST:PORT", help="address of node 0 and a free port on it")
+    group.addoption(
+        "--on-node-loss",
+        default=NodeLoss.END,
+        metavar="end|continue",
+        help="continue: without it, with the cases that fit the nodes that are left (default: end the run)",
+    )
 
 
 def selection(config: pytest.Config) -> Selection:
@@ -281,11 +288,25 @@ def _run_options(config: pytest.Config) -> RunOptions:
     if not 0 <= budget < limit:
         raise InputError(f"--timing-budget {budget:g}: expected seconds from 0 to below --time-limit, {limit:g}")
     counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
-    chosen = RunOptions(device=device, backend=backend, num_gpus=num_gpus(), time_limit_seconds=limit)
+    chosen = RunOptions(
+        device=device,
+        backend=backend,
+        num_gpus=num_gpus(),
+        time_limit_seconds=limit,
+        assess=_assess(config),
+        on_node_loss=_on_node_loss(config),
+    )
     named = config.getoption("--known-gaps")
     gaps = read_gaps(config.invocation_params.dir / named) if named else ()
-    chosen = dataclasses.replace(chosen, timing_budget_seconds=budget, known_gaps=gaps, assess=_assess(config))
+    chosen = dataclasses.replace(chosen, timing_budget_seconds=budget, known_gaps=gaps)
     return dataclasses.replace(chosen, **counts)
+
+
+def _on_node_loss(config: pytest.Config) -> NodeLoss:
+    what = config.getoption("--on-node-loss")
+    if what not in [*NodeLoss]:
+        raise UnknownNameError("--on-node-loss", what, list(NodeLoss))
+    return NodeLoss(what)
 
 
 def _assess(config: pytest.Config) -> Assess | None:

@@ -162,7 +162,9 @@ def test_trials_of_clusters_are_kept_in_pieces_and_a_wrong_one_is_told(tmp_path:
 
 def test_trials_made_in_one_go_are_told_from_those_made_later(tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
-    stale = Row(engine="by hand", shape="2 x 1 x 1", fault="of another day", commit="outdated", date="2026-01-01T00:00:00")
+    stale = Row(
+        engine="by hand", shape="2 x 1 x 1", fault="of another day", commit="outdated", date="2026-01-01T00:00:00"
+    )
     keep(stale, rows)
     begin(rows)
     first = dataclasses.replace(stale, fault="link down", commit="abc", date="2026-01-02T03:04:05")

@@ -54,7 +54,7 @@ class Status(StrEnum):
     NODES_DISAGREE = "nodes disagree"
     """Nodes were given other commands, or hold other data or versions; ends the run."""
     NODE_LOST = "node lost"
-    """Another node, or the link to it, was gone; ends the run."""
+    """Another node, or the link to it, was gone; ends the run, unless the others go on."""
     UNKILLABLE = "could not be killed"
     """A rank outlived SIGKILL, as one does inside a driver that hangs; what it held is held still."""
 
