@@ -41,7 +41,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # The report is written whether or not a case fails; the exit code says which.
 report: install
 	rm -f $(RESULTS)/records.jsonl
-	$(BIN)/python -m pytest suites --world 2,4 -k "$(REPORTED)" --results $(RESULTS); status=$$?; \
+	$(BIN)/python -m pytest suites --world 2,4 --steps 5 -k "$(REPORTED)" --results $(RESULTS); status=$$?; \
 	$(BIN)/meshmark report $(RESULTS) -o $(REPORT) && exit $$status
 
 # Every clause of every adapter, each scenario a launch; written whether or not a clause fails.

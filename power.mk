@@ -1,5 +1,5 @@
 # The power to fail: every engine that is broken on purpose must be caught, no correct run may alarm. Leaves
-# reports/power.md, which says how long it took. Included by the Makefile.
+# reports/power.md, which says how long it took. Cut off, on a clean commit it goes on where it was. Included by the Makefile.
 .PHONY: power power-page
 power: install
 	$(BIN)/python -m benchmarks.power

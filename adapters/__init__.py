@@ -47,6 +47,8 @@ ROSTER: dict[str, str] = {
     "deepspeed-zero0": "meshmark.adapters.deepspeed.replicated:DeepSpeedZero0",
     "deepspeed-offload": "meshmark.adapters.deepspeed.variants:DeepSpeedOffload",
     "deepspeed-offload-params": "meshmark.adapters.deepspeed.variants:DeepSpeedOffloadParams",
+    "deepspeed-recommended": "meshmark.adapters.deepspeed.recommended:DeepSpeedRecommended",
+    "deepspeed-ulysses": "meshmark.adapters.deepspeed.ulysses:DeepSpeedUlysses",
     "megatron-gpt": "meshmark.adapters.megatron.gpt_model:MegatronGPT",
     "megatron-gpt-zero1": "meshmark.adapters.megatron.gpt_model:MegatronGPTDistributedOptimizer",
     "deepspeed-pipeline": "meshmark.adapters.deepspeed.pipeline:DeepSpeedPipeline",
@@ -61,5 +63,6 @@ ROSTER: dict[str, str] = {
     "fabric-fsdp-separate": "meshmark.adapters.fabric:FabricFSDPSeparate",
     "fabric-tp-fsdp2": "meshmark.adapters.fabric.model_parallel:FabricTensorParallelFSDP2",
     "accelerate-hsdp": "meshmark.adapters.accelerate:AccelerateHSDP",
+    "accelerate-fsdp1": "meshmark.adapters.accelerate.fsdp1:AccelerateFSDP1",
 }
 """What runs where it is named, or by `make roster`."""

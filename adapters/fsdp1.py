@@ -56,12 +56,12 @@ class FSDP1Engine(DataParallelEngine):
         return self._full(lambda handle: handle.sharded_grad)
 
     def buffers(self) -> Mapping[str, Tensor]:
-        return {_canonical(name): buffer.detach() for name, buffer in self.module.named_buffers()}
+        return {canonical(name): buffer.detach() for name, buffer in self.module.named_buffers()}
 
     def _full(self, shard_of: Callable[[Any], Tensor | None]) -> Gathered:
         """By canonical name, the pieces of every flat parameter, or of its gradient, gathered from all its shards."""
         return Gathered(
-            ([_canonical(f"{path}.{name}") for name in handle.flat_param._fqns], partial(_pieces, handle, shard))
+            ([canonical(f"{path}.{name}") for name in handle.flat_param._fqns], partial(_pieces, handle, shard))
             for path, handle in _handles(self.module)
             if (shard := shard_of(handle)) is not None
         )
@@ -90,7 +90,7 @@ def _handles(module: FullyShardedDataParallel) -> Iterator[tuple[str, Any]]:
             yield path, part._handle
 
 
-def _canonical(name: str) -> str:
+def canonical(name: str) -> str:
     """A parameter's name without the wrappers on its way."""
     return ".".join(part for part in name.split(".") if part and part != "_fsdp_wrapped_module")
 
@@ -157,7 +157,7 @@ class FSDP1(Adapter):
         for key, block in model.blocks.items():
             model.blocks[key] = FullyShardedDataParallel(block, **arguments)
         module = FullyShardedDataParallel(model, **arguments)
-        named = [(_canonical(name), parameter) for name, parameter in module.named_parameters()]
+        named = [(canonical(name), parameter) for name, parameter in module.named_parameters()]
         engine = FSDP1Engine(case, context, module, build_optimizer(case.workload.optimizer, named))
         if engine.scaler.is_enabled():
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

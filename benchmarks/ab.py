@@ -18,6 +18,7 @@ import math
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +44,16 @@ LEAST_FOUND = 0.9
 """Of runs, at a slow-down of 3 %."""
 
 
+WORKLOAD = replace(workload("gpt-mini"), global_batch=256)
+"""Steps of some 40 ms on two cores. Those of gpt-mini's own batch last 8 ms, of which most is how the scheduler wakes
+two ranks: launches of half a second scatter by 11 % then, and the same promise takes six times the pairs."""
+STEPS = 24
+"""One second a launch."""
+
+
 def measure(runner: Runner, adapter: str) -> float:
     """Seconds a step of one fresh launch, in the mean; the logarithm of it."""
-    case = Case(adapter=adapter, workload=workload("gpt-mini"), layout=Layout(dp=2, num_micro_batches=2))
+    case = Case(adapter=adapter, workload=WORKLOAD, layout=Layout(dp=2, num_micro_batches=2))
     launched = runner.launcher.launch(runner.request(Task.TIME, case), 2)
     if launched.failures:
         raise SystemExit(f"{adapter}: {launched.failures[0].message}")
@@ -59,10 +67,17 @@ class Kept:
     def __init__(self, path: Path) -> None:
         self._path = path
         here = describe("cpu", "gloo", 1)
-        self._where = {"machine": here.machine, "torch": here.versions["torch"]}
+        self._where = {
+            "machine": here.machine,
+            "torch": here.versions["torch"],
+            "batch": WORKLOAD.global_batch,
+            "steps": STEPS,
+        }
         self._lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        if elsewhere := [line for line in self._lines if {name: line[name] for name in self._where} != self._where]:
-            raise SystemExit(f"{path}: {len(elsewhere)} pairs are of another machine or torch: --keep another file")
+        if elsewhere := [
+            line for line in self._lines if any(line.get(name) != value for name, value in self._where.items())
+        ]:
+            raise SystemExit(f"{path}: {len(elsewhere)} pairs are not of {self._where}: --keep another file")
 
     def of(self, b: str) -> list[float]:
         """In whole blocks of AB and BA: half a block of an earlier run has no other half of its time."""
@@ -135,7 +150,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         launcher = ForkserverLauncher(stack.enter_context(Cluster(ClusterSpec())))
-        options = RunOptions(timed_steps=64, timing_budget_seconds=0.0)
+        options = RunOptions(timed_steps=STEPS, timing_budget_seconds=0.0)
         runner = stack.enter_context(contextlib.closing(Runner(launcher, targets, options, Path(folder))))
         measure(runner, HONEST)
         for b in (HONEST, *SLOWED):

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -31,6 +32,7 @@ from meshmark.judge.false_alarms import COUNTED, Counted, FalseAlarms, design_ef
 from meshmark.judge.yardstick import compare
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.orphans import die_with_parent
 from meshmark.run.passes.noise import FORMAT
 from meshmark.run.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
@@ -135,7 +137,7 @@ def measure(
     spent = {how: sum(line.seconds for line in lines if line.how == how) for how in shares}
     following = {how: _numbers(lines, how, text) for how in shares}
     deadline, context = time.monotonic() + seconds, multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(os.getpid(),)) as pool:
         running: dict[Future[Line], str] = {}
         while True:
             while len(running) < processes and time.monotonic() < deadline:
@@ -147,6 +149,11 @@ def measure(
                 line, how = future.result(), running.pop(future)
                 spent[how] += line.seconds
                 yield line
+
+
+def _begin(parent: int) -> None:
+    die_with_parent(parent)
+    torch.set_num_threads(1)
 
 
 def _cases(how: str) -> list[str]:

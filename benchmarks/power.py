@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.honest import measure_honest
 from benchmarks.power_page import Power, report, write_mutants
-from benchmarks.sittings import sitting, try_all
+from benchmarks.sittings import NUM_SITTINGS, Parts, sitting, try_all
 from benchmarks.smallest import correct_case, find, sizes
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.adapters import ADAPTERS
@@ -59,8 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(names: Sequence[str], num_groups: int) -> Power:
     """Of the mutants called `names`, and of so many groups of correct runs."""
-    started = time.monotonic()
-    trials, cells = try_all(names, [key for key in LAYOUTS if key.partition("/")[0] in ADAPTERS])  # others: make roster
+    started, here = time.monotonic(), describe("cpu", "gloo", 1)
+    parts = Parts(MEASURED.with_name("parts.jsonl"), here)
+    # Adapters that are not built in are make roster's.
+    trials, cells = try_all(names, [key for key in LAYOUTS if key.partition("/")[0] in ADAPTERS], parts)
     with sitting([sized("ddp", kind, by) for kind, every in sizes().items() for by in every]) as (
         court,
         launcher,
@@ -81,8 +83,8 @@ def measure(names: Sequence[str], num_groups: int) -> Power:
         real=[*real, *limits],
         limits=limits,
         honest=honest,
-        seconds=time.monotonic() - started,
-        environment=describe("cpu", "gloo", 1),
+        seconds=time.monotonic() - started + parts.seconds / NUM_SITTINGS,
+        environment=here,
     )
 
 

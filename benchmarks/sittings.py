@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
+import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 
 from benchmarks.trials import Cell, Court, Trial, correct_cells
 from meshmark.adapter.registry import builtin_adapters
+from meshmark.environment import Environment
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.launch import Launcher
+from meshmark.run.orphans import die_with_parent
+from meshmark.serial import decode, encode
 from tests.broken.mutants import BY_NAME, target
 
 NUM_SITTINGS = 2
@@ -33,37 +39,100 @@ def sitting(names: Sequence[str]) -> Iterator[tuple[Court, Launcher, Path]]:
             court.close()
 
 
-def try_all(names: Sequence[str], adapters: Sequence[str]) -> tuple[list[Trial], list[Cell]]:
-    """Every mutant of `names`, and every clause of the correct `adapters` (keys of LAYOUTS); told as they come."""
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one task of a sitting came to."""
+
+    code: list[str]
+    """Commit and machine, and versions of packages."""
+    name: str
+    """A mutant's, or a key of LAYOUTS."""
+    seconds: float
+    trial: Trial | None = None
+    cells: list[Cell] | None = None
+
+
+class Parts:
+    """A line each, as they come: an hour's work may come in pieces, on a clean commit."""
+
+    def __init__(self, path: Path, here: Environment) -> None:
+        self._path = path
+        self.code = [here.commit, here.machine, *(f"{name} {version}" for name, version in here.versions.items())]
+        found = [_part(line) for line in path.read_text().splitlines()] if path.exists() else []
+        same = [part for part in found if part and part.code == self.code and not here.commit.endswith("-dirty")]
+        self._held = {(part.name, part.trial is None): part for part in same}
+        self.seconds = sum(part.seconds for part in self._held.values())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(_line(part) for part in self._held.values()))
+
+    def get(self, name: str, *, cells: bool) -> Part | None:
+        return self._held.get((name, cells))
+
+    def add(self, part: Part) -> None:
+        with self._path.open("a") as file:
+            file.write(_line(part))
+
+
+def _line(part: Part) -> str:
+    return json.dumps(encode(part)) + "\n"
+
+
+def _part(line: str) -> Part | None:
+    """None of a line that was cut off, or is of another form."""
+    try:
+        found: Part = decode(Part, json.loads(line))
+    except ValueError:
+        return None
+    return found
+
+
+def try_all(names: Sequence[str], adapters: Sequence[str], parts: Parts) -> tuple[list[Trial], list[Cell]]:
+    """Every mutant of `names`, and every clause of the correct `adapters` (keys of LAYOUTS); told as they come. What
+    `parts` holds is not run again."""
     spawn = multiprocessing.get_context("spawn")
-    trials, cells = [], []
-    with ProcessPoolExecutor(NUM_SITTINGS, mp_context=spawn, initializer=_open, initargs=(names,)) as pool:
-        judged = [pool.submit(_cells, adapter) for adapter in adapters]
-        for trial, seconds in pool.map(_try, names):
-            state, remark = "caught" if trial.caught else "SURVIVED", "" if trial.named else "MISNAMED "
-            print(f"{state:<8} {trial.mutant.name:<50} {seconds:4.1f} s {remark}{trial.told[:300]}", flush=True)
-            trials.append(trial)
-        for cell in (cell for future in judged for cell in future.result()):
-            print(f"{cell.finding.result:<11} {cell.adapter} {cell.clause} {cell.finding.evidence[:200]}", flush=True)
-            cells.append(cell)
-    return trials, cells
+    with ProcessPoolExecutor(NUM_SITTINGS, mp_context=spawn, initializer=_open, initargs=(names, os.getpid())) as pool:
+
+        def begun(run: Callable[[str, list[str]], Part], name: str, *, cells: bool) -> Future[Part] | Part:
+            return parts.get(name, cells=cells) or pool.submit(run, name, parts.code)
+
+        judged = [begun(_cells, adapter, cells=True) for adapter in adapters]
+        tried = [begun(_try, name, cells=False) for name in names]
+        found = [_ended(part, parts) for part in (*judged, *tried)]
+    return [part.trial for part in found if part.trial], [cell for part in found for cell in part.cells or ()]
+
+
+def _ended(begun: Future[Part] | Part, parts: Parts) -> Part:
+    if isinstance(begun, Part):
+        return begun
+    part = begun.result()
+    parts.add(part)
+    if trial := part.trial:
+        state, remark = "caught" if trial.caught else "SURVIVED", "" if trial.named else "MISNAMED "
+        print(f"{state:<8} {part.name:<50} {part.seconds:4.1f} s {remark}{trial.told[:300]}", flush=True)
+    for cell in part.cells or ():
+        print(f"{cell.finding.result:<11} {cell.adapter} {cell.clause} {cell.finding.evidence[:200]}", flush=True)
+    return part
 
 
 _court: Court
 """Of this process."""
 
 
-def _open(names: Sequence[str]) -> None:
+def _open(names: Sequence[str], parent: int) -> None:
     global _court
+    die_with_parent(parent)  # a pool that loses it would try what is queued for another hour
     stack = contextlib.ExitStack()
     _court = stack.enter_context(sitting(names))[0]
     Finalize(None, stack.close, exitpriority=10)
 
 
-def _try(name: str) -> tuple[Trial, float]:
+def _try(name: str, code: list[str]) -> Part:
     started = time.monotonic()
-    return _court.attempt(BY_NAME[name]), time.monotonic() - started
+    trial = _court.attempt(BY_NAME[name])
+    return Part(code=code, name=name, seconds=time.monotonic() - started, trial=trial)
 
 
-def _cells(adapter: str) -> list[Cell]:
-    return list(correct_cells(_court, adapter))
+def _cells(adapter: str, code: list[str]) -> Part:
+    started = time.monotonic()
+    cells = list(correct_cells(_court, adapter))
+    return Part(code=code, name=adapter, seconds=time.monotonic() - started, cells=cells)

@@ -35,6 +35,8 @@ OPTIONS = (
 )
 """Of all runs."""
 GATES = ("baseline", "fail-on")
+_FLAGS = ("conformance",)
+"""Options without a value."""
 _OWN = ("suites", "select")
 _SUITES = ("equivalence", "memory", "communication", "throughput", "conformance")
 _WORST = (3, 4, 2, 1, 5)
@@ -55,7 +57,7 @@ def read_suite(path: Path) -> SuiteFile:
     """Raises `InputError`, with the table and the key, for what cannot be read or is not known."""
     try:
         said = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path}: {error}; docs/ci.md shows a suite file") from error
     _expect(f"{path}", said, ("cases", "options", "gates"))
     cases = said.get("cases")
@@ -65,8 +67,12 @@ def read_suite(path: Path) -> SuiteFile:
     every = _arguments(f"{path}: [options]", options, OPTIONS)
     return SuiteFile(
         runs=tuple(_run(f"{path}: [[cases]] number {i}", one, every) for i, one in enumerate(cases, 1)),
-        gate=_gate(f"{path}: [gates]", _table(path, said, "gates"), str(options.get("results", "results"))),
+        gate=_gate(f"{path}: [gates]", _table(path, said, "gates"), _results(f"{path}: [options]", options)),
     )
+
+
+def _results(where: str, options: Mapping[str, object]) -> str:
+    return _one(where, "results", options.get("results", "results"))
 
 
 def _gate(where: str, said: Mapping[str, object], results: str) -> tuple[str, ...]:
@@ -75,7 +81,7 @@ def _gate(where: str, said: Mapping[str, object], results: str) -> tuple[str, ..
         return ()
     if "baseline" not in said:
         raise InputError(f"{where}: baseline is missing: a results folder, or the name of one in baselines/")
-    (named,) = _texts(where, "baseline", said["baseline"])[:1] or [""]
+    named = _one(where, "baseline", said["baseline"])
     folder = Path(named) if Path(named).exists() else Path("baselines") / named
     limits = ",".join(_texts(where, "fail-on", said.get("fail-on", DEFAULT_GATE)))
     parse_gate(limits)
@@ -105,7 +111,9 @@ def _arguments(where: str, said: Mapping[str, object], known: Sequence[str]) -> 
     _expect(where, said, known)
     found = []
     for key, value in said.items():
-        if isinstance(value, bool):
+        if key in _FLAGS:
+            if not isinstance(value, bool):
+                raise InputError(f"{where}: {key} is {str(value)[:40]!r}, expected true or false")
             found += [f"--{key}"] if value else []
         elif key == "adapter":  # may stand several times, where the others take commas
             found += [f"--adapter={each}" for each in _texts(where, key, value)]
@@ -114,11 +122,22 @@ def _arguments(where: str, said: Mapping[str, object], known: Sequence[str]) -> 
     return found
 
 
+def _one(where: str, key: str, value: object) -> str:
+    texts = _texts(where, key, value)
+    if len(texts) != 1 or not texts[0].strip():
+        raise InputError(f"{where}: {key} is {str(value)[:40]!r}, expected one text")
+    return texts[0]
+
+
 def _texts(where: str, key: str, value: object) -> list[str]:
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in values):
         raise InputError(f"{where}: {key} is {str(value)[:40]!r}, expected a text, a number or a list of them")
-    return [str(one) for one in values]
+    texts = [str(one) for one in values]
+    for text in texts:
+        if "\0" in text:
+            raise InputError(f"{where}: {key} is {text[:40]!r}, expected no NUL in it: no command takes one")
+    return texts
 
 
 def _expect(where: str, said: Mapping[str, object], known: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from meshmark.regression.run_file import TIMES, Run, read_run
 from meshmark.run.record import Relaunch
 from meshmark.run.record_file import RecordFile
 from tests.factories import (
+    make_case,
     make_environment,
     make_good,
     make_memory,
@@ -123,6 +125,31 @@ def test_the_command_tells_and_plots(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "2026-01-12T00:00:00+00:00 commit12" in told.out and "correct 1 -> 0" in told.out
     (plot,) = (tmp_path / "plots").iterdir()
     assert "commit8" in plot.read_text()
+
+
+def test_a_case_of_any_name_is_plotted_and_a_damaged_line_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A formula that is none, names alike but for what no file's name may hold, a name longer than any file's."""
+    names = ["$\\nothing{$", "a/b", "a?b", "\x00" + 300 * "x"]
+    for i in range(2):
+        file = RecordFile(tmp_path / str(i))
+        for name in names:
+            case = make_case(workload=dataclasses.replace(make_case().workload, name=name))
+            memory = make_memory_evidence(readings=[make_memory(activations=1000 * i)])
+            file.append(make_good(case=case, memory=memory, environment=make_environment(commit="$\\no{$")))
+        file.close()
+        good = (tmp_path / str(i) / "records.jsonl").read_text()
+        damaged = [json.loads(line) for line in good.splitlines()[:2]]
+        damaged[0]["environment"]["versions"], damaged[1]["environment"]["date"] = [], 3
+        with (tmp_path / str(i) / "records.jsonl").open("a") as more:
+            more.writelines(json.dumps(line) + "\n" for line in damaged)
+    folders = [str(tmp_path / str(i)) for i in range(2)]
+    assert main(["history", *folders, "-o", str(tmp_path / "plots")]) == 0
+    assert len(list((tmp_path / "plots").iterdir())) == len(names)
+    capsys.readouterr()
+    assert main(["history", *folders, "-o", str(tmp_path / "0" / "records.jsonl")]) == 2
+    assert "-o takes a folder" in capsys.readouterr().err
 
 
 def test_one_run_is_no_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,10 +46,11 @@ def test_an_id_is_read_back_as_its_layout(layout: Layout) -> None:
         ("", ["'' at character 1"]),
         ("DP2", ["'DP2' at character 1"]),
         ("dp٢", ["at character 1"]),
-        ("dp0", ["dp is 0"]),
-        ("dp2.zero7", ["zero_stage is 7"]),
-        ("pp2.v2", ["interleaved"]),
-        ("pp2.folded", ["folded chunks are two", "1 virtual stages"]),
+        ("dp0", ["'dp0' at character 1: expected at least 1"]),
+        ("dp2.mb00", ["'mb00' at character 5: expected at least 1"]),
+        ("dp2.zero7", ["'zero7' at character 5: expected a stage from 0 to 3"]),
+        ("pp2.v2", ["'pp2.v2'", "interleaved"]),
+        ("pp2.folded", ["'pp2.folded'", "folded chunks are two", "1 virtual stages"]),
         ("recompute_none", ["at character 1"]),
         ("dp9999999999", ["at character 1"]),
     ],
@@ -85,6 +86,8 @@ def test_a_model_by_its_dimensions() -> None:
     llama = described_model("family=llama,layers=2,hidden=64,heads=8,kv_heads=2")
     assert (llama.family, llama.num_kv_heads, llama.ffn_hidden) == (Family.LLAMA, 2, 176)
     assert plan_model("layers=6,hidden=96,heads=6").num_layers == 6, "the planner reads the same"
+    heads = {hidden: described_model(f"layers=1,hidden={hidden}").num_heads for hidden in (33, 96, 128, 200, 768)}
+    assert heads == {33: 1, 96: 1, 128: 2, 200: 2, 768: 12}, "those that a user leaves out divide any width"
 
 
 def test_different_models_have_different_names() -> None:
@@ -109,6 +112,9 @@ def test_different_models_have_different_names() -> None:
         ("layers=2,hidden=32,tied_embeddings=maybe", ["true or false"]),
         ("layers=2,hidden=32,dropout=x", ["expected a number"]),
         ("layers=2,hidden=32,dropout=nan", ["dropout is nan"]),
+        ("layers=2,hidden=32,init_std=nan", ["init_std is nan, expected a number above 0"]),
+        ("layers=2,hidden=32,init_std=inf", ["init_std is inf"]),
+        ("layers=2,hidden=32,init_std=0", ["init_std is 0.0"]),
         ("nowhere/config.json", ["No such file", "config.json"]),
     ],
 )
@@ -162,6 +168,7 @@ def test_what_a_config_s_model_has_besides_is_told(tmp_path: Path) -> None:
         (LLAMA_CONFIG | {"vocab_size": 10**12}, "vocab_size is 1000000000000"),
         (LLAMA_CONFIG | {"num_hidden_layers": True}, "num_hidden_layers is True"),
         (LLAMA_CONFIG | {"tie_word_embeddings": 3}, "expected true or false"),
+        (LLAMA_CONFIG | {"initializer_range": float("inf")}, "init_std is inf, expected a number above 0"),
         (LLAMA_CONFIG | {"head_dim": 256}, "head_dim is 256; expected hidden_size / num_attention_heads, 128"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from benchmarks import power
 from benchmarks.honest import PROBABILITIES, Group, Honest, Tail
 from benchmarks.power_page import Power, report
+from benchmarks.sittings import Part, Parts
 from benchmarks.smallest import Smallest
 from benchmarks.trials import Cell, Trial
 from meshmark.conformance.finding import decide
@@ -61,3 +63,25 @@ def test_a_fault_in_the_page_loses_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert power.main(["--page", "-o", str(output)]) == 1, "its mutants were not caught"
     assert output.read_text() == report(make_power())
     assert "ddp,fp32,NoReduction,equivalence" in (tmp_path / "mutants.csv").read_text()
+
+
+def test_what_one_sitting_has_tried_is_not_tried_again_by_the_same_code(tmp_path: Path) -> None:
+    here, path = make_environment(), tmp_path / "power" / "parts.jsonl"
+    first = Parts(path, here)
+    trial, cells = make_power().trials[0], make_power().cells
+    tried = Part(code=first.code, name="ddp_NoReduction", seconds=2.0, trial=trial)
+    judged = Part(code=first.code, name="ddp", seconds=3.0, cells=cells)
+    for part in (tried, judged):
+        first.add(part)
+    with path.open("a") as file:
+        file.write('{"code": ["cut o')
+    again = Parts(path, here)
+    assert again.get("ddp_NoReduction", cells=False) == tried and again.get("ddp", cells=True) == judged
+    assert again.get("ddp", cells=False) is None and again.seconds == 5.0
+    assert len(path.read_text().splitlines()) == 2, (
+        "the line that was cut off is gone, or the next would be joined to it"
+    )
+    dirty = dataclasses.replace(here, commit=f"{here.commit}-dirty")
+    Parts(path, dirty).add(dataclasses.replace(tried, code=Parts(path, dirty).code))
+    assert Parts(path, dirty).get("ddp_NoReduction", cells=False) is None, "changes that no commit holds have no name"
+    assert Parts(path, here).get("ddp_NoReduction", cells=False) is None

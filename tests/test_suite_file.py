@@ -68,6 +68,14 @@ def test_every_key_is_an_option_of_the_suites() -> None:
         ("[[cases]]\n[gates]\nfail-on = 'wrong'", "[gates]: baseline is missing"),
         ("[[cases]]\n[gates]\nbaseline = 'x'\nfail-on = 'slow:3%'", "--fail-on 'slow:3%', at 'slow:3%'"),
         ("options = 1\n[[cases]]", "options is '1', expected a table [options]"),
+        ('[[cases]]\ncorpus = "a\\u0000b"', "[[cases]] number 1: corpus is 'a\\x00b', expected no NUL in it"),
+        ('[[cases]]\nselect = ["ok", "\\u0000"]', "[[cases]] number 1: select is '\\x00', expected no NUL"),
+        ('[[cases]]\n[gates]\nbaseline = "\\u0000"', "[gates]: baseline is '\\x00', expected no NUL"),
+        ("[[cases]]\n[gates]\nbaseline = ['a', 'b']", "[gates]: baseline is \"['a', 'b']\", expected one text"),
+        ("[[cases]]\n[gates]\nbaseline = []", "[gates]: baseline is '[]', expected one text"),
+        ("[[cases]]\n[options]\nresults = ''", "[options]: results is '', expected one text"),
+        ("[[cases]]\nworld = true", "[[cases]] number 1: world is 'True', expected a text, a number or a list"),
+        ("[[cases]]\nconformance = 3", "[[cases]] number 1: conformance is '3', expected true or false"),
     ],
 )
 def test_what_a_suite_file_may_not_say(

@@ -72,6 +72,7 @@ def test_a_run_leaves_records_junit_and_benchmark_data(tmp_path: Path) -> None:
     assert int(told["peak_bytes"] or 0) == max(reading.peak.total for reading in observed.memory.readings)
     assert float(told["tokens_per_second"] or 0) == benchmark["extra_info"]["tokens_per_second"]
     assert "[1/2] observe ddp-dp2.mb2-gpt-mini-fp32" in done.stdout
+    assert "record_property is incompatible" not in done.stdout
 
 
 def test_a_warning_is_an_error_here() -> None:

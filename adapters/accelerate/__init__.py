@@ -47,8 +47,8 @@ from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import Sharding, sharded_recipe
 from meshmark.theory.states import Remainder
 
-_ACCELERATE = Requirement(module="accelerate", distribution="accelerate")
-_FP16_IS_FP32 = (
+REQUIREMENT = Requirement(module="accelerate", distribution="accelerate")
+FP16_IS_FP32 = (
     "on a CPU Accelerate drops it without a word and trains in float32; on a GPU, where it would scale the loss, it "
     "has never been run here"
 )
@@ -112,14 +112,14 @@ class AccelerateDDPEngine(AccelerateEngine):
 
 
 class Accelerate(Adapter):
-    requires: ClassVar = (_ACCELERATE,)
+    requires: ClassVar = (REQUIREMENT,)
     arithmetic: ClassVar = Arithmetic(casting=Casting.AUTOCAST, divides=True)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         lacks={
-            Precision.FP16: _FP16_IS_FP32,
+            Precision.FP16: FP16_IS_FP32,
             Precision.BF16_REDUCE_BF16: "its comm_hook is PyTorch's own function, which DDP lets run on NCCL alone",
         },
     )
@@ -170,7 +170,7 @@ class AccelerateFSDP2(Adapter):
     """Blocks are sharded each on its own, the rest with the model; bf16 as by `adapters.fsdp2`: bf16 weights are
     gathered from fp32 shards, and gradients reduced as the precision says (Accelerate's own choice would be bf16)."""
 
-    requires: ClassVar = (_ACCELERATE,)
+    requires: ClassVar = (REQUIREMENT,)
     preload: ClassVar = ("deepspeed",)
     """Accelerate imports it, where it is installed, to see whether a model is DeepSpeed's."""
     arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True, divides=True)
@@ -179,7 +179,7 @@ class AccelerateFSDP2(Adapter):
         families=frozenset(Family),
         zero_stages=frozenset({3}),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16, Precision.BF16_REDUCE_BF16}),
-        lacks={**FSDP2.capabilities.lacks, Precision.FP16: _FP16_IS_FP32},
+        lacks={**FSDP2.capabilities.lacks, Precision.FP16: FP16_IS_FP32},
     )
     sharding: ClassVar = Sharding(reshards_root=False)
     """Accelerate leaves the root to `fully_shard`, which keeps it whole from forward to backward."""
@@ -277,7 +277,7 @@ class AccelerateDeepSpeedEngine(_ThroughAccelerate, DeepSpeedEngine):
 class AccelerateDeepSpeed(DeepSpeed):
     """The same configuration as the adapter `deepspeed`, given to Accelerate's plugin."""
 
-    requires: ClassVar[tuple[Requirement, ...]] = (_ACCELERATE, *DeepSpeed.requires)
+    requires: ClassVar[tuple[Requirement, ...]] = (REQUIREMENT, *DeepSpeed.requires)
     arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, divides=True)
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeed.capabilities,

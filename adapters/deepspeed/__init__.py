@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -18,10 +19,11 @@ from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapters.deepspeed.config import ds_config, prepare
-from meshmark.adapters.deepspeed.departures import keeps_whole_gradients, zero_departures
+from meshmark.adapters.deepspeed.config import as_theory_says, ds_config, prepare
+from meshmark.adapters.deepspeed.departures import keeps_whole_gradients, state_shards, zero_departures
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.reference.build import parameter_shapes
+from meshmark.reference.model import Model
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
@@ -97,13 +99,14 @@ class DeepSpeed(Adapter):
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         """Beyond ZeRO's closed form, or short of it: stage 1 does not keep reduced gradients of other ranks either."""
         layout, count = case.layout, case.workload.model.num_parameters
-        planned = count / layout.dp
+        shards, own = state_shards(layout, rank)
+        planned = count / shards
         if layout.zero_stage < 3 and not case.precision.is_mixed:
             sizes = [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
-            kept = float(reaching_elements(sizes, layout.dp, layout.coordinates(rank).dp))
+            kept = float(reaching_elements(sizes, shards, own))
             reason = "a rank keeps its partition's gradients alone, and tensors that reach over its ends whole"
         elif layout.zero_stage == 1 and case.precision.compute is Dtype.FP16:
-            kept = count / layout.dp + bucket_elements(case.workload.model)
+            kept = count / shards + bucket_elements(case.workload.model)
             reason = "a rank keeps its partition's gradients alone, and the bucket that was reduced last"
         elif layout.zero_stage == 1 and case.precision.compute is Dtype.BF16:
             reason = "BF16_Optimizer keeps the whole float32 gradient for life"
@@ -120,7 +123,7 @@ class DeepSpeed(Adapter):
         prepare(context)
         import deepspeed
 
-        model = initial_model(case, context.device)
+        model = self.model(case, context)
         spec = case.workload.optimizer
         optimizer = self.optimizer(case, model)
         module, _, _, _ = deepspeed.initialize(
@@ -128,14 +131,23 @@ class DeepSpeed(Adapter):
             optimizer=optimizer,
             lr_scheduler=build_schedule(spec, optimizer),
             config=ds_config(case, self.zero_options(case, context)),
+            mpu=self.groups(case, context),
         )
         engine = self.engine(case, context, module, optimizer)
         engine.restore_masters()
         return engine
 
+    def model(self, case: Case, context: RankContext) -> Model:
+        """What DeepSpeed is given, with its initial values."""
+        return initial_model(case, context.device)
+
+    def groups(self, case: Case, context: RankContext) -> ModuleType | None:
+        """What tells DeepSpeed of groups other than all ranks."""
+        return None
+
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
-        """What a variant chooses besides, of `zero_optimization`."""
-        return {}
+        """Its choices of `zero_optimization`."""
+        return as_theory_says(case)
 
     def optimizer(self, case: Case, model: nn.Module) -> torch.optim.Optimizer:
         """What DeepSpeed wraps."""

@@ -13,9 +13,23 @@ from meshmark.spec.precision import Dtype
 from meshmark.theory.parameter_order import bucket_elements
 
 
+def as_theory_says(case: Case) -> dict[str, Any]:
+    """The choices of `zero_optimization` that make it ZeRO's closed form, and its buckets fit small models."""
+    return {
+        # Stage 3 allocates the bucket whole, 2 GB by default.
+        "reduce_bucket_size": bucket_elements(case.workload.model),
+        "stage3_param_persistence_threshold": 0,  # 1e5 by default: smaller parameters are not sharded
+        # The defaults keep gathered what is used again within 1e9 elements, or comes up in a look-ahead of 5e7 that
+        # skips what is there already: all of a small model, from forward to backward. Off, stage 3 is ZeRO's: every
+        # layer is gathered when it is used. (Without look-ahead gathers do not overlap with computation.)
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 0,
+    }
+
+
 def ds_config(case: Case, zero: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """DeepSpeed's configuration for `case`, every choice that changes memory, traffic or arithmetic made explicit.
-    `zero`: what an adapter chooses besides, of `zero_optimization`."""
+    """DeepSpeed's configuration for `case`. `zero`: its choices of `zero_optimization`; None: every one that changes
+    memory, traffic or arithmetic made explicit, as theory says."""
     layout, clip_norm = case.layout, case.workload.optimizer.clip_norm
     micro_batch = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
     return {
@@ -23,18 +37,7 @@ def ds_config(case: Case, zero: Mapping[str, Any] | None = None) -> dict[str, An
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": layout.num_micro_batches,
         "gradient_clipping": 0.0 if clip_norm is None else clip_norm,  # left out, it would be 1.0
-        "zero_optimization": {
-            "stage": layout.zero_stage,
-            # Stage 3 allocates the bucket whole, 2 GB by default.
-            "reduce_bucket_size": bucket_elements(case.workload.model),
-            "stage3_param_persistence_threshold": 0,  # 1e5 by default: smaller parameters are not sharded
-            # The defaults keep gathered what is used again within 1e9 elements, or comes up in a look-ahead of 5e7 that
-            # skips what is there already: all of a small model, from forward to backward. Off, stage 3 is ZeRO's: every
-            # layer is gathered when it is used. (Without look-ahead gathers do not overlap with computation.)
-            "stage3_max_reuse_distance": 0,
-            "stage3_prefetch_bucket_size": 0,
-            **(zero or {}),
-        },
+        "zero_optimization": {"stage": layout.zero_stage, **(as_theory_says(case) if zero is None else zero)},
         "zero_allow_untested_optimizer": True,  # SGD is none of the "tested"
         "zero_force_ds_cpu_optimizer": False,  # its own CPU optimizers are Adam and Lion alone
         "bf16": {"enabled": case.precision.compute is Dtype.BF16},

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Offload
+from meshmark.spec.layout import Layout, Offload
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.precision import Dtype
 from meshmark.theory.flow import Departure, Flow, Purpose, besides, departing
@@ -21,17 +21,24 @@ def keeps_whole_gradients(case: Case) -> bool:
     return case.precision.compute is Dtype.BF16 and layout.zero_stage == 1 and layout.offload is Offload.NONE
 
 
+def state_shards(layout: Layout, rank: int) -> tuple[int, int]:
+    """Over how many ranks states are sharded, those of a sequence too, and which shard is this rank's."""
+    ranks = layout.spanned(("dp", "cp"), rank)
+    return len(ranks), ranks.index(rank)
+
+
 def zero_departures(case: Case, rank: int) -> tuple[Departure, ...]:
     flows = step_traffic(case, rank) or []
-    sent = _sharded(case, flows) if case.layout.zero_stage == 3 else _partitioned(case, flows)
+    shards, _ = state_shards(case.layout, rank)
+    sent = _sharded(case, flows, shards) if case.layout.zero_stage == 3 else _partitioned(case, flows, shards)
     return (*sent, *_norm(case, rank, flows), *_overflow(case, rank, flows))
 
 
-def _partitioned(case: Case, flows: list[Flow]) -> tuple[Departure, ...]:
+def _partitioned(case: Case, flows: list[Flow], shards: int) -> tuple[Departure, ...]:
     """Stages 1 and 2."""
     layout, whole = case.layout, case.workload.model.num_parameters
     rounds = layout.num_micro_batches if layout.zero_stage == 2 else 1
-    padding = Fraction(-whole % (2 * layout.dp), whole)
+    padding = Fraction(-whole % (2 * shards), whole)
     times = 1 + padding if keeps_whole_gradients(case) else rounds  # flat, with the padding of its partitions
 
     def reduced(flow: Flow) -> Flow:
@@ -57,13 +64,13 @@ def _partitioned(case: Case, flows: list[Flow]) -> tuple[Departure, ...]:
     )
 
 
-def _sharded(case: Case, flows: list[Flow]) -> tuple[Departure, ...]:
+def _sharded(case: Case, flows: list[Flow], shards: int) -> tuple[Departure, ...]:
     """Stage 3 gathers a tied weight for the embedding and again for the head."""
-    model, dp = case.workload.model, case.layout.dp
+    model = case.workload.model
     sizes = [math.prod(shape) for shape in parameter_shapes(model).values()]
-    padding = Fraction(sum(-size % dp for size in sizes), sum(sizes))
+    padding = Fraction(sum(-size % shards for size in sizes), sum(sizes))
     size = model.vocab_size * model.hidden if isinstance(model, ModelSpec) and model.tied_embeddings else 0
-    again = Fraction(size + -size % dp, sum(sizes))
+    again = Fraction(size + -size % shards, sum(sizes))
     reason = "parameters are padded to a multiple of the ranks"
     return (
         *besides(flows, Purpose.GRADIENTS, padding, reason),

@@ -56,7 +56,8 @@ class DeepSpeedOffload(DeepSpeed):
         return (*_kept_gradients(case, rank), Remainder(category="steady", num_bytes=between, reason=passing))
 
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
-        return {"offload_optimizer": {"device": "cpu", "pin_memory": context.device.type == "cuda"}}
+        home = {"device": "cpu", "pin_memory": context.device.type == "cuda"}
+        return {**super().zero_options(case, context), "offload_optimizer": home}
 
     def optimizer(self, case: Case, model: nn.Module) -> torch.optim.Optimizer:
         spec = case.workload.optimizer

@@ -106,7 +106,7 @@ def variants(can: Capabilities, mesh: Layout) -> Iterator[Layout]:
     orders = _orders(can) if mesh.pp > 1 else [NO_ORDER]
     plain = laid(dataclasses.replace(mesh, zero_stage=min(can.zero_stages)), orders[0])
     tried = [plain]
-    if mesh.tp == mesh.cp == mesh.pp == 1:
+    if mesh.tp == mesh.pp == 1:  # context-parallel ranks share states as data-parallel ones do
         tried += [dataclasses.replace(plain, zero_stage=stage) for stage in sorted(can.zero_stages)]
     offloaded = [dataclasses.replace(layout, offload=where) for layout in dict.fromkeys(tried) for where in Offload]
     tried += [laid(plain, order) for order in orders]

@@ -19,7 +19,7 @@ def read_gaps(path: Path) -> tuple[tuple[str, KnownGap], ...]:
     """Pattern of adapters' names, and gap, of every table [[gap]]. Raises `InputError` with the table and the key."""
     try:
         said = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"--known-gaps: cannot read {path}: {error}; docs/ci.md shows such a file") from error
     for key in said:
         if key != "gap":

@@ -77,7 +77,7 @@ def read_gpu(path: Path) -> WrittenGpu:
     """The GPU of such a file. Raises `InputError`, with the key, for what is missing, unknown or cannot be."""
     try:
         said = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path}: {error}; `meshmark plan --gpu-template` prints such a file") from error
     host, own = said.pop("host", None), said.pop("rates", None)
     if own is not None and own not in _SHIPPED:

@@ -76,9 +76,15 @@ class Attention(nn.Module):
         q_BHTD = self.q(x_BTC).view(B, T, -1, self.head_dim).transpose(1, 2)
         k_BKTD = self.k(x_BTC).view(B, T, -1, self.head_dim).transpose(1, 2)
         v_BKTD = self.v(x_BTC).view(B, T, -1, self.head_dim).transpose(1, 2)
+        y_BHTD = self.attend(q_BHTD, k_BKTD, v_BKTD)
+        out: Tensor = self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))
+        return out
+
+    def attend(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
+        """Over whole sequences, of any of the heads."""
         if self.rotary:
             q_BHTD, k_BKTD = rotate(q_BHTD), rotate(k_BKTD)
-        y_BHTD = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             q_BHTD,
             k_BKTD,
             v_BKTD,
@@ -86,8 +92,6 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=q_BHTD.shape[1] != k_BKTD.shape[1],
         )
-        out: Tensor = self.out(y_BHTD.transpose(1, 2).reshape(B, T, -1))
-        return out
 
 
 class FeedForward(nn.Module):

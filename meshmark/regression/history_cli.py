@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from meshmark.errors import MeshmarkError, ResultsError
+from meshmark.errors import InputError, MeshmarkError, ResultsError
 from meshmark.regression.history import ChangePoint, Series, change_points, series_of
 from meshmark.regression.run_file import Run, read_run
-from meshmark.report.markdown import one_line
+from meshmark.report.markdown import one_line, visible
+
+if TYPE_CHECKING:
+    from matplotlib.text import Text  # takes half a second, and no plot is usual
+
+_LONGEST = 150
+"""Characters of a case in a plot's title and file name."""
 
 
 def add_history(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +42,11 @@ def _history(parsed: argparse.Namespace) -> None:
         print(one_line(str(point)))
     print(f"{len(found)} changes")
     if parsed.output:
-        for path in plot(all_series, found, parsed.output):
+        try:
+            paths = plot(all_series, found, parsed.output)
+        except OSError as error:
+            raise InputError(f"cannot write {str(parsed.output)!r}: {error.strerror}; -o takes a folder") from error
+        for path in paths:
             print(path)
 
 
@@ -59,7 +71,7 @@ def plot(all_series: Sequence[Series], found: Sequence[ChangePoint], folder: Pat
     import matplotlib.pyplot as plt
 
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
+    paths = list[Path]()
     for case in dict.fromkeys(series.case for series in all_series):
         own = [series for series in all_series if series.case == case]
         figure, axes = plt.subplots(len(own), 1, figsize=(8, 1.8 * len(own)), squeeze=False, sharex=False)
@@ -69,11 +81,20 @@ def plot(all_series: Sequence[Series], found: Sequence[ChangePoint], folder: Pat
             for point in found:
                 if point.series is series:
                     panel.axvline(point.index - 0.5, color="tab:red", linewidth=0.8)
-                    panel.annotate(point.run.commit[:10], (point.index, panel.get_ylim()[1]), fontsize=6, va="top")
-        figure.suptitle(case, fontsize=8)
+                    text = panel.annotate("", (point.index, panel.get_ylim()[1]), fontsize=6, va="top")
+                    _say(text, point.run.commit[:10])
+        _say(figure.suptitle("", fontsize=8), case[:_LONGEST])
         figure.tight_layout()
-        path = folder / f"{''.join(c if c.isalnum() or c in '._-' else '_' for c in case)}.svg"
+        path = folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', case)[:_LONGEST]}.svg"
+        if path in paths:  # of ids that differ in what no file's name may hold, or far behind
+            path = path.with_stem(f"{path.stem}-{len(paths) + 1}")
         figure.savefig(path)
         plt.close(figure)
         paths.append(path)
     return paths
+
+
+def _say(place: Text, text: str) -> None:
+    """Names come from records: no formula, and nothing that no file can hold."""
+    place.set_parse_math(False)
+    place.set_text(visible(text))

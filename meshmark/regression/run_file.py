@@ -37,7 +37,7 @@ def read_run(path: Path) -> Run:
     """Lines that cannot be read are passed over. Raises `ResultsError` where none can."""
     file = path / "records.jsonl" if path.is_dir() else path
     values: dict[str, dict[str, float]] = {}
-    environment: dict[str, Any] = {}
+    about: dict[str, Any] = {}
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError as error:
@@ -48,21 +48,20 @@ def read_run(path: Path) -> Run:
             if "session" in record or record["conformance"].get("scenario"):
                 continue
             found = {metric: value for metric, value in _values(record).items() if _drawable(metric, value)}
-            values.setdefault(_case_id(record["case"]), {}).update(found)
-            environment = record["environment"]
+            case, told = _case_id(record["case"]), _about(record["environment"])
+            values.setdefault(case, {}).update(found)
+            about = told
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             continue
-    if not environment:
+    if not about:
         raise ResultsError(f"{str(file)!r} holds no record of a case that this Meshmark can read")
-    versions = {name: told for name, told in environment["versions"].items() if name not in READERS}
-    return Run(
-        name=str(path),
-        date=environment["date"],
-        commit=environment["commit"],
-        machine=str(environment["machine"]),
-        versions=versions,
-        values=values,
-    )
+    return Run(name=str(path), values=values, **about)
+
+
+def _about(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """As texts, whatever a record of a stranger's holds in their place."""
+    versions = {name: str(told) for name, told in environment["versions"].items() if name not in READERS}
+    return {name: str(environment[name]) for name in ("date", "commit", "machine")} | {"versions": versions}
 
 
 def _drawable(metric: str, value: float) -> bool:

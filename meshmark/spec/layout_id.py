@@ -50,6 +50,7 @@ class _Fields(TypedDict, total=False):
     offload: Offload
 
 
+_COUNT = re.compile(r"(dp|tp|pp|cp|zero|mb|v)([0-9]{1,9})")
 _COUNTED = {"zero": "zero_stage", "mb": "num_micro_batches", "v": "virtual_stages"}
 
 
@@ -61,15 +62,20 @@ def parse_layout(text: str) -> Layout:
     fields: _Fields = {}
     position = 1
     for part in text.split("."):
+        where = f"layout {text!r}: {part!r} at character {position}"
         found = _fields_of(part)
         if found is None:
-            known = ", ".join(GLOSSARY)
-            raise LayoutError(f"layout {text!r}: {part!r} at character {position} is no part of one; parts are {known}")
+            raise LayoutError(f"{where} is no part of one; parts are {', '.join(GLOSSARY)}")
+        if expected := _misfit(part):
+            raise LayoutError(f"{where}: expected {expected}")
         if twice := fields.keys() & found.keys():
-            raise LayoutError(f"layout {text!r}: {part!r} at character {position} says {', '.join(twice)} once more")
+            raise LayoutError(f"{where} says {', '.join(twice)} once more")
         fields |= found
         position += len(part) + 1
-    return Layout(**fields)
+    try:
+        return Layout(**fields)
+    except LayoutError as error:  # its parts contradict one another
+        raise LayoutError(f"{text!r}: {error}") from error
 
 
 def _fields_of(part: str) -> _Fields | None:
@@ -86,7 +92,17 @@ def _fields_of(part: str) -> _Fields | None:
         return {"recompute": Recompute(part.removeprefix("recompute_"))}
     if part in GLOSSARY and part.startswith("offload_"):
         return {"offload": Offload(part.removeprefix("offload_"))}
-    if not (match := re.fullmatch(r"(dp|tp|pp|cp|zero|mb|v)([0-9]{1,9})", part)):
+    if not (match := _COUNT.fullmatch(part)):
         return None
     counted: _Fields = {_COUNTED.get(match[1], match[1]): int(match[2])}  # type: ignore[misc]
     return counted
+
+
+def _misfit(part: str) -> str:
+    """What the number of one part is to be, where it is not that."""
+    match = _COUNT.fullmatch(part)
+    if match is None:
+        return ""
+    if match[1] == "zero":
+        return "a stage from 0 to 3" if int(match[2]) > 3 else ""
+    return "" if int(match[2]) else "at least 1"

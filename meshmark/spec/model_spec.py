@@ -30,6 +30,8 @@ _MOST = {
     "seq_len": 2**27,
 }
 """Well beyond every published model; with larger ones the planner would leave 64-bit integers, or take minutes."""
+_WIDEST = 100.0
+"""Of initial values; beyond, the first softmax is one element."""
 TEXT_FAMILIES = frozenset({Family.GPT, Family.LLAMA})
 """Decoder-only transformers."""
 
@@ -78,6 +80,10 @@ class ModelSpec:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise InputError(f"model {self.name!r}: dropout is {self.dropout}, expected 0 <= dropout < 1")
+        if not 0.0 < self.init_std <= _WIDEST:  # which nan is not
+            raise InputError(
+                f"model {self.name!r}: init_std is {self.init_std}, expected a number above 0, at most {_WIDEST:g}"
+            )
         if self.family is Family.LLAMA and self.head_dim % 2:
             raise InputError(f"model {self.name!r}: rotary positions need an even head_dim, got {self.head_dim}")
 

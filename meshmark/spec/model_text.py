@@ -166,12 +166,18 @@ def _model(text: str, fields: Fields) -> ModelSpec:
     if missing := [key for key in ("layers", "hidden") if KEYS[key] not in fields]:
         raise InputError(f"--model {text!r}: {' and '.join(missing)} missing; expected at least layers=N,hidden=N")
     hidden, family = cast(int, fields["hidden"]), fields.get("family", Family.GPT)
-    heads = fields.get("num_heads", max(1, hidden // 64))
+    heads = fields.get("num_heads", _usual_heads(hidden))
     # A SwiGLU of two thirds of a GPT's width has as many parameters; in sixteens, as kernels like it.
     wide = 4 * hidden if family is Family.GPT else -(-8 * hidden // 48) * 16
     usual: Fields = {"num_heads": heads, "num_kv_heads": heads, "ffn_hidden": wide, "vocab_size": 256, "seq_len": 64}
     described = ModelSpec(name=text, **{"family": family, **usual, **fields})  # type: ignore[arg-type]
     return dataclasses.replace(described, name=_name(described))
+
+
+def _usual_heads(hidden: int) -> int:
+    """Of 64 dimensions, or as few more as divide the width evenly."""
+    most = max(1, hidden // 64)
+    return next((n for n in range(most, 1, -1) if hidden % (2 * n) == 0), 1)
 
 
 def _name(model: ModelSpec) -> str:

@@ -12,6 +12,8 @@ from torch import Tensor
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.accelerate import AccelerateFSDP2
+from meshmark.adapters.deepspeed import DeepSpeed
+from meshmark.adapters.deepspeed.ulysses import UlyssesAttention
 from meshmark.adapters.fsdp1 import FSDP1
 from meshmark.adapters.fsdp2 import FSDP2
 from meshmark.adapters.megatron.gpt_model import MegatronGPT
@@ -30,6 +32,7 @@ F = Fault
 PIPELINE = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
 CROSSED = Layout(dp=2, tp=2, zero_stage=3, num_micro_batches=4)
 FOLDED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2, folded=True)
+SHARED = Layout(cp=2, zero_stage=3, num_micro_batches=4)
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 
 
@@ -126,6 +129,36 @@ class StagesNotSharded(Adapter):
         return PipelineFSDP2().build(replace(case, layout=replace(case.layout, zero_stage=0)), context)
 
 
+class AsTheorySays(Adapter):
+    """DeepSpeed without its authors' defaults: all is sharded, and gathered twice a micro-batch."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return DeepSpeed().build(case, context)
+
+
+class AveragedOverTokens(Broken):
+    """The ranks that share a sequence average their gradients, of losses that add up."""
+
+    def differentiate(self, loss: Tensor) -> None:
+        super().differentiate(loss / self.case.layout.cp)
+
+
+class PositionsFromZero(Broken):
+    """Every rank counts its tokens from the first of its own, not of the sequence."""
+
+    def prepare(self) -> None:
+        self.inner().embedding.positions._forward_pre_hooks.clear()  # type: ignore[attr-defined]
+
+
+class TokensOfItsOwn(Broken):
+    """Every rank attends to its own tokens alone: nothing is exchanged."""
+
+    def prepare(self) -> None:
+        for part in self.inner().modules():  # type: ignore[attr-defined]
+            if isinstance(part, UlyssesAttention):
+                part.exchanged = part.of_heads
+
+
 class NeverSharded(Adapter):
     """Tensor parallelism over replicas, where FSDP2 was to shard them."""
 
@@ -168,5 +201,11 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("pipeline-zbv pipeline-dualpipev", g.ScalesGrads, F.SCALED, layout=FOLDED),
     *_on("pipeline-tp", g.ScalesGrads, F.SCALED, layout=replace(PIPELINE, tp=2)),
     *_on("pipeline-fsdp2", StagesNotSharded, suite="memory", layout=replace(PIPELINE, dp=2, zero_stage=3)),
+    *_on("deepspeed-recommended", AsTheorySays, suite="communication", layout=TWO),
+    *_on("deepspeed-recommended", g.OverMicroBatches, F.SCALED, layout=TWO),
+    *_on("deepspeed-ulysses", AveragedOverTokens, F.SCALED, layout=SHARED),
+    *_on("deepspeed-ulysses", PositionsFromZero, layout=SHARED),
+    *_on("deepspeed-ulysses", TokensOfItsOwn, layout=replace(SHARED, zero_stage=1)),
+    *_on("accelerate-fsdp1", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("tp-fsdp2", NeverSharded, suite="memory", layout=CROSSED),
 ]

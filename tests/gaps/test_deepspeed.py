@@ -1,8 +1,10 @@
-"""DeepSpeed 0.19.8: parameters that a step does not use, and the norm of a pipeline's gradients."""
+"""DeepSpeed 0.19.8: parameters that a step does not use, the norm of a pipeline's gradients, and what becomes of
+gradients over the ranks that share a sequence."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -85,11 +87,62 @@ def norm_of_two_stages(rank: int) -> float:
     return float(clip_grad_norm_(model.parameters(), max_norm=100.0, mpu=model._grid))
 
 
-Found = tuple[dict[str, list[float]], float]
+def sequence_parallel(rank: int) -> dict[str, float]:
+    """By ZeRO stage, what a step of plain SGD takes off a weight whose gradient is 1 on one of the two ranks that share
+    a sequence, and 2 on the other; and at stage 2 when the configuration asks for these ranks."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.utils import groups
+
+    asked = {"sequence_parallel_size": 2, "data_parallel_size": 1}
+    found = {"configured": taken_off(rank, 2, asked, None)}
+    groups.mesh_device = None
+    parallel_state_sp.initialize_sequence_parallel(2)
+    return {**found, **{f"stage {stage}": taken_off(rank, stage, {}, parallel_state_sp) for stage in (1, 2, 3)}}
+
+
+def taken_off(rank: int, stage: int, options: dict[str, int], mpu: ModuleType | None) -> float:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    config = {
+        "train_batch_size": 1,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        **options,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
+    engine.backward(engine(torch.full((1, 1), 1.0 + rank)).sum())
+    engine.step()
+    return -float(safe_get_full_fp32_param(model.weight))
+
+
+Found = tuple[dict[str, list[float]], float, dict[str, float]]
 
 
 def both(rank: int) -> Found:
-    return moves(rank), norm_of_two_stages(rank)
+    return moves(rank), norm_of_two_stages(rank), sequence_parallel(rank)
+
+
+def test_gradients_are_summed_over_the_ranks_of_a_sequence(found: Found) -> None:
+    """Each has other tokens of it, whose losses add up."""
+    assert (found[2]["stage 1"], found[2]["stage 2"]) == (3.0, 3.0)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="stage 3 averages where stages 1 and 2 sum")
+def test_stage_3_sums_them_too(found: Found) -> None:
+    """`reduce_scatter_coalesced` divides by all ranks, where the other stages divide by those without a sequence's."""
+    assert found[2]["stage 3"] == 3.0
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="no gradient is reduced over a sequence's ranks at all")
+def test_the_configuration_may_ask_for_ranks_of_a_sequence(found: Found) -> None:
+    """`_get_sequence_data_parallel_group` of utils/groups.py gives the mesh's data-parallel group alone."""
+    assert found[2]["configured"] == 3.0
 
 
 @pytest.fixture(scope="module")

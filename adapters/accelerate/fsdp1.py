@@ -1,0 +1,87 @@
+"""Accelerate's FSDP plugin in its first version, PyTorch's `FullyShardedDataParallel`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from meshmark.adapter.arithmetic import Arithmetic, Casting
+from meshmark.adapter.data_parallel import AUTOCAST, initial_model
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.accelerate import FP16_IS_FP32, REQUIREMENT, AccelerateEngine
+from meshmark.adapters.accelerate.prepare import (
+    allow_fsdp_on_cpu,
+    backend_arguments,
+    choose_device,
+    mixed_precision,
+    prove,
+    whole_batches,
+)
+from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine, canonical
+from meshmark.reference.objective import build_optimizer, build_schedule
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
+
+
+class AccelerateFSDP1Engine(FSDP1Engine, AccelerateEngine):
+    def clip(self, max_norm: float) -> Tensor:
+        return AccelerateEngine.clip(self, max_norm)
+
+
+class AccelerateFSDP1(FSDP1):
+    """Every block and the rest, as `fsdp1` wraps them. Accelerate wants the model prepared before there is an
+    optimizer."""
+
+    requires: ClassVar = (REQUIREMENT,)
+    preload: ClassVar = ("deepspeed",)
+    """Accelerate imports it, where it is installed, to see whether a model is DeepSpeed's."""
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True, divides=True)
+    capabilities: ClassVar = dataclasses.replace(
+        FSDP1.capabilities,
+        precisions=FSDP1.capabilities.precisions - {Precision.FP16},
+        lacks={**FSDP1.capabilities.lacks, Precision.FP16: FP16_IS_FP32},
+    )
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        choose_device(context)
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        if context.device.type == "cpu":
+            allow_fsdp_on_cpu(context)
+        accelerator, spec = self._accelerator(case, context), case.workload.optimizer
+        module = accelerator.prepare(initial_model(case, context.device))
+        prove(accelerator, "FSDP", isinstance(module, FullyShardedDataParallel), module)
+        named = [(canonical(name), parameter) for name, parameter in module.named_parameters()]
+        optimizer = build_optimizer(spec, named)
+        schedule = build_schedule(spec, optimizer)
+        prepared = accelerator.prepare(optimizer, schedule) if schedule else (accelerator.prepare(optimizer), None)
+        return AccelerateFSDP1Engine(case, context, accelerator, (module, *prepared))
+
+    def _accelerator(self, case: Case, context: RankContext) -> Any:  # noqa: ANN401
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+        from accelerate.utils import GradientAccumulationPlugin
+        from torch.distributed.fsdp import MixedPrecision
+
+        low, reduced = AUTOCAST.get(case.precision.compute), getattr(torch, case.precision.reduction)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=1,
+            sharding_strategy=self.strategy,
+            backward_prefetch="BACKWARD_PRE",
+            use_orig_params=True,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
+            mixed_precision_policy=MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low else None,
+        )
+        return Accelerator(
+            mixed_precision=mixed_precision(case),
+            fsdp_plugin=plugin,
+            kwargs_handlers=[backend_arguments(context)],
+            dataloader_config=whole_batches(),
+            # By default whole gradients are accumulated and reduced once: no longer sharded.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=case.layout.num_micro_batches, sync_each_batch=True
+            ),
+        )

@@ -1,0 +1,119 @@
+"""DeepSpeed as its authors recommend it: the documented defaults of `zero_optimization`, with overlap as in its ZeRO
+tutorial. Stage 3 looks ahead, keeps what is used again, and never shards what is small."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.contract import Track
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.holdings import Holdings
+from meshmark.adapters.deepspeed import DeepSpeed
+from meshmark.adapters.deepspeed.departures import zero_departures
+from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
+from meshmark.errors import AdapterError
+from meshmark.reference.build import parameter_shapes
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
+from meshmark.theory.flow import Departure, Flow, Purpose, departing
+from meshmark.theory.parameter_order import bucket_elements
+from meshmark.theory.states import Remainder
+from meshmark.theory.traffic import step_traffic
+
+BUCKET_ELEMENTS = 500_000_000
+"""`reduce_bucket_size`; allocated whole, whatever the model."""
+PERSISTENT_ELEMENTS = 100_000
+"""`stage3_param_persistence_threshold`: tensors up to this are whole on every rank."""
+
+
+class RecommendedEngine(DeepSpeedEngine):
+    def holdings(self) -> Holdings:
+        """Between steps small parameters are there whole beside their shards."""
+        held = super().holdings()
+        sharded = [p for _, p in self.named_parameters() if hasattr(p, "ds_tensor")]
+        whole = [p.detach() for p in sharded if p.ds_persist and p.numel() == p.ds_numel]  # type: ignore[attr-defined]
+        return dataclasses.replace(held, parameters=[*held.parameters, *whole])
+
+
+class DeepSpeedRecommended(DeepSpeed):
+    engine: ClassVar = RecommendedEngine
+    track: ClassVar = Track.AUTHORS
+    capabilities: ClassVar = dataclasses.replace(
+        DeepSpeed.capabilities,
+        precisions=frozenset({Precision.FP32}),
+        lacks={
+            **DeepSpeed.capabilities.lacks,
+            Precision.BF16: "its defaults reduce gradients in bf16; with float32 asked for it is `deepspeed`",
+            Precision.FP16: "its defaults reduce gradients in fp16; with float32 asked for it is `deepspeed`",
+            Feature.TIED_EMBEDDINGS: "not tried: whether a tied weight is small decides how often it is gathered",
+        },
+    )
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        stage, model = case.layout.zero_stage, case.workload.model
+        more = 4.0 * (BUCKET_ELEMENTS - bucket_elements(model))
+        bucket = Remainder(
+            category="steady" if stage == 3 else "peak",
+            num_bytes=more,
+            reason="the bucket is allocated whole, 5e8 elements whatever the model",
+        )
+        if stage < 3:
+            return (*super().remainders(case, rank), bucket)
+        small, _ = _padded_elements(case)
+        reason = "tensors of up to 1e5 elements are whole on every rank, beside their shards"
+        return (bucket, Remainder(category="parameters", num_bytes=4.0 * small.unpadded, reason=reason))
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        found = zero_departures(case, rank)
+        if case.layout.zero_stage < 3:
+            return found
+        small, large = _padded_elements(case)
+        rounds, width = case.layout.num_micro_batches, case.precision.weights.itemsize
+
+        def gathered(flow: Flow) -> Flow:
+            return dataclasses.replace(
+                flow,
+                num_bytes=width * (small.elements + rounds * large.elements),
+                fewest=bool(small.tensors) + rounds * bool(large.tensors),
+                most=small.tensors + rounds * large.tensors,
+            )
+
+        reason = "small parameters are gathered once a step, others once a micro-batch; all padded"
+        others = (d for d in found if not any(flow.purpose is Purpose.WEIGHTS for flow in (*d.sends, *d.instead_of)))
+        return (*others, *departing(step_traffic(case, rank), Purpose.WEIGHTS, reason, gathered))
+
+    def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
+        """The tutorial's stage 1 names nothing that is not a default; stage 3 overlaps by default."""
+        return {"overlap_comm": True} if case.layout.zero_stage == 2 else {}
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        """Nothing that is measured would tell whether stage 2 was told to overlap."""
+        engine = super().build(case, context)
+        assert isinstance(engine, DeepSpeedEngine)
+        if (asked := case.layout.zero_stage > 1) != engine.module.zero_overlap_comm():
+            raise AdapterError(f"rank {context.rank}: DeepSpeed's overlap_comm is {not asked}, expected {asked}")
+        return engine
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tensors:
+    tensors: int
+    elements: int
+    """Padded to a multiple of the ranks."""
+    unpadded: int
+
+
+def _padded_elements(case: Case) -> tuple[_Tensors, _Tensors]:
+    """Of the tensors that are never sharded, and of the others."""
+    sizes = [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
+    dp = case.layout.dp
+
+    def of(chosen: list[int]) -> _Tensors:
+        return _Tensors(tensors=len(chosen), elements=sum(n + -n % dp for n in chosen), unpadded=sum(chosen))
+
+    return of([n for n in sizes if n <= PERSISTENT_ELEMENTS]), of([n for n in sizes if n > PERSISTENT_ELEMENTS])
