@@ -158,6 +158,9 @@ class TrainingRecipe:
     cut: PipelineCut = PipelineCut()
     replicas: int = 1
     """Groups of data-parallel ranks that each hold all shards (HSDP)."""
+    deals_rows: bool = False
+    """ZeRO-3's shards are whole rows of every tensor, not equal parts; of eager recipes their adapters tell it, to the
+    byte and by rank."""
     arithmetic: str = "bf16"
     """The dtype whose peak the matrix products are measured against."""
 
@@ -182,6 +185,7 @@ _FSDP2 = TrainingRecipe(
     buffers=BufferBytes(outside_bytes=0.9e9),
     wire=Wire(reduce_bytes=4, gather_bytes=2),
     activations=ActivationBytes(logit_bytes=14),
+    deals_rows=True,
 )
 
 RECIPES: dict[str, TrainingRecipe] = {
@@ -246,7 +250,8 @@ RECIPES: dict[str, TrainingRecipe] = {
         ),
         _FSDP2,
         # A fused loss (flash-attn's in llm-foundry, Liger's): a logit in bf16 and its gradient, nothing in fp32.
-        replace(_FSDP2, name="fsdp-fused-loss", activations=ActivationBytes(logit_bytes=4)),
+        # llm-foundry's FSDP is the first, which shards flat tensors evenly.
+        replace(_FSDP2, name="fsdp-fused-loss", activations=ActivationBytes(logit_bytes=4), deals_rows=False),
         # 4 + 4 + 8 = 16, everything in fp32.
         TrainingRecipe(
             name="fp32",
