@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.chaos.nodes import two_networks
-from benchmarks.cluster import going_on, harmless, jobs, losses, mistakes, rays, shapes, switch
+from benchmarks.cluster import elastic, going_on, harmless, jobs, losses, mistakes, rays, shapes, switch
 from benchmarks.cluster.page import page
 from benchmarks.cluster.row import Row, Whole, begin, finish, keep, kept, whole_of
 from benchmarks.cluster.slurm import ROOT, Slurm
@@ -48,6 +48,7 @@ BY_HAND: list[Callable[[Path, Sequence[int]], dict[str, Callable[[], Row]]]] = [
     harmless.harmless,
     losses.lost,
     going_on.goes_on,
+    elastic.elastic,
     losses.unlike,
     losses.full,
     rays.by_ray,
