@@ -27,7 +27,7 @@ from meshmark.adapter.registry import builtin_adapters
 from meshmark.errors import ClusterError, InputError, NodeLostError, NodesDisagreeError, NoSpaceError
 from meshmark.judge.sample import Assess
 from meshmark.reference import data
-from meshmark.run import cluster, meeting, store
+from meshmark.run import cluster, meeting, store, waiting
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import LaunchResult, launch_with
 from meshmark.run.node_loss import NodeLoss
@@ -100,6 +100,9 @@ def test_both_nodes_pass_and_node_0_writes(tmp_path: Path) -> None:
     observed, timed = read_records(tmp_path / "0").records
     assert observed.environment.nnodes == 2
     assert len(observed.memory.readings) == 2 and len(timed.timing.rank_step_seconds) == 2
+    assert [place.node for place in observed.traffic.places] == [0, 1]
+    reach = observed.traffic.reach
+    assert reach and reach == observed.traffic.planned_reach and reach.between_nodes > reach.within_nodes == 0
     assert not (tmp_path / "1" / "records.jsonl").exists()
 
 
@@ -250,7 +253,7 @@ def test_a_wait_for_nodes_is_told_and_has_an_end(monkeypatch: pytest.MonkeyPatch
     """Nobody there, somebody else there, and only node 0 there."""
     monkeypatch.setenv("MESHMARK_RDZV_SECRET", "a secret of this test")
     monkeypatch.setattr(cluster, "_JOIN_SECONDS", 3)
-    monkeypatch.setattr(cluster, "_SAY_SECONDS", 1.0)
+    monkeypatch.setattr(waiting, "_SAY_SECONDS", 1.0)
     monkeypatch.setattr("meshmark.run.store._PROVE_SECONDS", 2.0)
     said: list[str] = []
     rdzv = f"127.0.0.1:{free_port()}"

@@ -14,20 +14,18 @@ import ipaddress
 import json
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meshmark.errors import ClusterError, InputError, NodeLostError, NodesDisagreeError
 from meshmark.run.store import SILENT_SECONDS, RunStore, StoreServer, run_secret
+from meshmark.run.waiting import Waiting
 
 _JOIN_SECONDS = 300
 _BEAT_SECONDS = 2.0
 _REGROUP_SECONDS = 60.0
 """For a node that lives to say where it stands when another is lost."""
-_POLL_SECONDS = 0.02
-_SAY_SECONDS = 10.0
 _END = "end"
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -47,6 +45,10 @@ class ClusterSpec:
     """Which of them this is."""
     gpus_by_task: bool = False
     """Whether each sees GPUs that are its own."""
+    host_number: int | None = None
+    """Which host this is, where a scheduler says so: it need not give neighbours to one."""
+    switch: str = ""
+    """That its host hangs on, from the top of the network's tree, where a scheduler says so."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.node_rank < self.nnodes:
@@ -78,8 +80,13 @@ class ClusterSpec:
     def among(self, node_rank: int, nnodes: int) -> ClusterSpec:
         """This one where so many launchers are left, whole nodes of them, as number `node_rank`."""
         if nnodes == 1:  # it needs no address, and the way to the others may be gone
-            return ClusterSpec(gpus_by_task=self.gpus_by_task)
-        return dataclasses.replace(self, nnodes=nnodes, node_rank=node_rank)
+            return ClusterSpec(gpus_by_task=self.gpus_by_task, host_number=self.node, switch=self.switch)
+        return dataclasses.replace(self, nnodes=nnodes, node_rank=node_rank, host_number=self.node)
+
+    @property
+    def node(self) -> int:
+        """Which host this is."""
+        return self.node_rank // self.tasks_per_node if self.host_number is None else self.host_number
 
     @property
     def text(self) -> str:
@@ -156,7 +163,7 @@ class Cluster:
     def _connect(self, secret: bytes) -> RunStore:
         """Node 0's store, as soon as it is there. Raises `ClusterError` when it is not in time."""
         spec = self.spec
-        waiting = _Waiting(self._say, _JOIN_SECONDS)
+        waiting = Waiting(self._say, _JOIN_SECONDS)
         while True:
             try:
                 return RunStore(spec.host, spec.port, secret, datetime.timedelta(seconds=_JOIN_SECONDS))
@@ -223,7 +230,7 @@ class Cluster:
         """
         assert self._store, "a single node cannot lose another"
         self._regroups += 1
-        self._store.set(f"regroup{self._regroups}/{self._id}", json.dumps([place, room]))
+        self._store.set(f"regroup{self._regroups}/{self._id}", json.dumps([place, room, self.spec.node]))
         chosen = f"regroup{self._regroups}/chosen"
         if self._id == 0:
             self._store.set(chosen, json.dumps(self._choose(place)))
@@ -243,7 +250,7 @@ class Cluster:
         """The nodes, of those that came in time and stand where this one does, all of whose tasks do; and the ranks
         that each can hold."""
         assert self._store
-        waiting = _Waiting(self._say, _REGROUP_SECONDS)
+        waiting = Waiting(self._say, _REGROUP_SECONDS)
         while True:
             silent = self._store.beat(self._id)
             seats = {f"regroup{self._regroups}/{node}": node for node in self._members if node not in silent}
@@ -251,9 +258,8 @@ class Cluster:
             if not away or waiting.over(f"waiting for node {seats[away[0]]} to go on without those that are lost"):
                 break
         told = {node: json.loads(self._store.get(seat)) for seat, node in seats.items() if seat not in away}
-        hosts = Counter(node // self.spec.tasks_per_node for node, (theirs, _) in told.items() if theirs == place)
-        whole = {host for host, tasks in hosts.items() if tasks == self.spec.tasks_per_node}
-        left = [node for node in told if node // self.spec.tasks_per_node in whole]
+        hosts = Counter(host for theirs, _, host in told.values() if theirs == place)
+        left = [node for node, (_, _, host) in told.items() if hosts[host] == self.spec.tasks_per_node]
         if 0 not in left:  # all records and all that nodes know of each other are with it
             return [], 0
         return left, min(told[node][1] for node in left)
@@ -263,7 +269,7 @@ class Cluster:
 
     def _await(self, seats: Mapping[str, str], what: str, seconds: float) -> None:
         """Until everyone has come."""
-        waiting = _Waiting(self._say, seconds)
+        waiting = Waiting(self._say, seconds)
         while missing := self._check().missing([*seats]):
             first = seats[missing[0]]
             if waiting.over(f"waiting for {first} at {what!r}"):
@@ -281,24 +287,6 @@ class Cluster:
         if theirs != what:
             raise NodesDisagreeError(f"{name} is at {theirs!r}, this one at {what!r}: give each the same command")
         return str(value)
-
-
-class _Waiting:
-    """A wait that says so from time to time, and has an end."""
-
-    def __init__(self, say: Callable[[str], None], seconds: float) -> None:
-        self._say = say
-        self._started = self._said = time.monotonic()
-        self._seconds = seconds
-
-    def over(self, text: str) -> bool:
-        """A moment later: whether the wait has taken too long. `text`: what is waited for."""
-        time.sleep(_POLL_SECONDS)
-        now = time.monotonic()
-        if now - self._said > _SAY_SECONDS:
-            self._said = now
-            self._say(f"{text}, {now - self._started:.0f} s of {self._seconds:.0f}")
-        return now - self._started > self._seconds
 
 
 def _listen(spec: ClusterSpec) -> socket.socket:
