@@ -24,6 +24,7 @@ from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
+from meshmark.spec.tuning import Knob
 from meshmark.theory.flow import Departure, Flow, Purpose, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import Remainder
@@ -55,6 +56,7 @@ class DDP(Adapter):
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
         precisions=frozenset(Precision.PRESETS.values()),
+        tunings=frozenset(Knob),
     )
     engine: ClassVar[type[DDPEngine]] = DDPEngine
     gradients_are_views: ClassVar[bool] = True
@@ -69,7 +71,7 @@ class DDP(Adapter):
 
     def build(self, case: Case, context: RankContext) -> Engine:
         module = self.wrap(case, context)
-        optimizer = build_optimizer(case.workload.optimizer, module.module.named_parameters())
+        optimizer = build_optimizer(case.workload.optimizer, module.module.named_parameters(), case.tuning)
         return self.engine(case, context, module, optimizer)
 
     def wrap(self, case: Case, context: RankContext) -> DistributedDataParallel:

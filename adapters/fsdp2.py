@@ -26,6 +26,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Offload
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
+from meshmark.spec.tuning import Knob
 from meshmark.theory.flow import Departure, Flow, Purpose, departing
 from meshmark.theory.recipe import StateBytes, TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import (
@@ -72,6 +73,7 @@ class FSDP2(Adapter):
         zero_stages=frozenset({3}),
         precisions=frozenset(Precision.PRESETS.values()),
         families=frozenset(Family),
+        tunings=frozenset(Knob),
         lacks={Feature.MATRIX_WISE: "its optimizer is given parts of the parameters, by rows"},
     )
     sharding: ClassVar = Sharding()
@@ -98,7 +100,7 @@ class FSDP2(Adapter):
         if case.precision.master is Dtype.FP64:
             model.double()
         shard(model, case, context, self.sharding)
-        optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
+        optimizer = build_optimizer(case.workload.optimizer, model.named_parameters(), case.tuning)
         return FSDP2Engine(case, context, model, optimizer)
 
 

@@ -40,6 +40,7 @@ from meshmark.run.scheduler import cluster_of
 from meshmark.spec.layout_id import GLOSSARY
 from meshmark.spec.model_text import KEYS
 from meshmark.spec.precision import Precision, precision
+from meshmark.spec.tuning import NONE, WORDS, Tuning
 from meshmark.spec.workload import Workload
 
 
@@ -60,6 +61,7 @@ class Selection:
     corpus: str | None
     """Of every workload."""
     precisions: list[Precision]
+    tunings: list[Tuning]
     options: RunOptions
     results: Path
     cluster: ClusterSpec
@@ -105,6 +107,14 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--backend", default=None, help="gloo or nccl (default: nccl where every rank has its own GPU)")
     group.addoption(
         "--precision", default="fp32", metavar="P,Q", help=f"of {', '.join(Precision.PRESETS)} (default: fp32)"
+    )
+    group.addoption(
+        "--tuning",
+        action="append",
+        default=[],
+        metavar="P,Q",
+        help=f"how every case is tuned, of {', '.join([*WORDS, NONE])}, proved to be in use; given again: each case "
+        f"under each (default: {NONE})",
     )
     group.addoption(
         "--workload", default=DEFAULT_WORKLOAD, metavar="NAME,NAME", help=f"presets (default: {DEFAULT_WORKLOAD})"
@@ -218,6 +228,7 @@ def _select(config: pytest.Config) -> Selection:
         global_batch=batch,
         corpus=corpus,
         precisions=[precision(text) for text in split_values("--precision", option("--precision"))],
+        tunings=list(dict.fromkeys(Tuning.parse(text) for text in option("--tuning") or [NONE])),
         options=_run_options(config),
         results=Path(option("--results")),
         cluster=cluster_of(os.environ, **given),

@@ -14,7 +14,7 @@ from meshmark.spec.case import Case, Misfit
 
 def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[Case | Misfit]:
     chosen = selection
-    return matrix(chosen.adapters, chosen.worlds, chosen.workloads, chosen.precisions, chosen.layouts)
+    return matrix(chosen.adapters, chosen.worlds, chosen.workloads, chosen.precisions, chosen.layouts, chosen.tunings)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

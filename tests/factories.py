@@ -232,7 +232,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "warmup": 1,
         "environment": make_environment(),
         "outcome": Outcome(status=Status.OK),
-        "launch": LaunchSeconds(seconds=3.5, build_seconds=1.25),
+        "launch": LaunchSeconds(seconds=3.5, build_seconds=1.25, compile_seconds=0.5),
         "training": TrainingCurves(losses=[5.5, 5.25], norms=[2.0, None], left_out=2),
         "equivalence": make_equivalence(
             drifts=[drift], diagnosis=diagnosis, num_replicated=3, sample=Sample(), gathering_bytes=[1000, 2000]

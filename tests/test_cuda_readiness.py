@@ -40,6 +40,7 @@ from meshmark.run.throughput import peak_flops_per_second
 from meshmark.spec.hardware import gpu_of_device
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
+from meshmark.spec.tuning import Tuning
 from meshmark.spec.workload import workload
 from tests.factories import make_case, make_environment, make_timed
 
@@ -155,7 +156,7 @@ def test_arithmetic_is_pinned_whatever_an_import_has_set() -> None:
     torch.set_float32_matmul_precision("medium")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.enable_flash_sdp(False)
-    with pinned():
+    with pinned(Tuning()):
         told = kernels.told()
     assert (
         told.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.util import find_spec
@@ -13,7 +13,12 @@ from meshmark.spec.case import Case
 from meshmark.spec.compressor import CompressorKind
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
+from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Precision
+from meshmark.spec.tuning import Knob
+
+FUSED = frozenset({OptimizerKind.ADAMW, OptimizerKind.SGD})
+"""What PyTorch has a fused kernel of."""
 
 
 class Feature(StrEnum):
@@ -70,13 +75,15 @@ class Capabilities:
     """What may be computed again in the backward pass; see also `Feature.RECOMPUTE`."""
     offloads: frozenset[Offload] = frozenset({Offload.NONE})
     precisions: frozenset[Precision] = frozenset({Precision.FP32})
+    tunings: frozenset[Knob] = frozenset()
+    """What it leaves to its user, by `configure`, `build_optimizer` and `loss_share`; it is proved of every run."""
     families: frozenset[Family] = TEXT_FAMILIES
     """Models that it can train; an adapter takes images only where it says so."""
     algorithms: frozenset[AlgorithmKind] = frozenset({AlgorithmKind.SYNCHRONOUS})
     compressors: frozenset[CompressorKind] = frozenset()
     """Of algorithms that compress."""
-    lacks: Mapping[Feature | Precision | Family, str] = field(default_factory=dict)
-    """Features that are missing, each with its reason, and the reasons of missing precisions and families."""
+    lacks: Mapping[Feature | Precision | Family | Knob, str] = field(default_factory=dict)
+    """Features that are missing, each with its reason, and the reasons of missing precisions, families and tunings."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
 
     def __post_init__(self) -> None:
@@ -129,13 +136,22 @@ class Capabilities:
         if model.family not in self.families:
             reason = self.lacks.get(model.family)
             unsupported.append(f"model family {model.family}" + (f" ({reason})" if reason else ""))
-        unsupported += self.lacking(features(case))
+        unsupported += [*self.lacking(features(case)), *self._untuned(case, device)]
         if device not in self.devices:
             unsupported.append(f"device {device}")
         if case.layout.pp > 1 and (device, backend) == ("cuda", "gloo"):
             # ProcessGroupGloo::send and recv hand the tensor's address to a socket; collectives go by way of the host.
             unsupported.append("pipelines of CUDA tensors over gloo (its send and recv take host memory alone)")
         return f"{case.adapter} does not support {', '.join(unsupported)}" if unsupported else None
+
+    def _untuned(self, case: Case, device: str) -> Iterator[str]:
+        """What of the case's tuning is not to be had, each with its reason."""
+        for knob in case.tuning.knobs:
+            if knob not in self.tunings:
+                yield f"tuning its {knob} ({self.lacks.get(knob, 'not tried')})"
+        if case.tuning.fused_optimizer and case.workload.optimizer.kind not in FUSED:
+            yield f"a fused {case.workload.optimizer.kind} (PyTorch has {' and '.join(sorted(FUSED))} fused)"
+        yield from case.tuning.missing(device)
 
     def trains_by(self, algorithm: AlgorithmSpec) -> bool:
         compressor = algorithm.compressor

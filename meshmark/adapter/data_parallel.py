@@ -37,11 +37,15 @@ def initial_model(case: Case, device: torch.device) -> Model:
 
 
 def configure(model: AnyModel, case: Case, recompute: Recomputer = PYTORCHS_CHECKPOINT) -> AnyModel:
-    """`model`, with what the case freezes frozen, and with recomputation where it asks for it."""
+    """`model`, with what the case freezes frozen, with recomputation where it asks for it, and its blocks compiled
+    where that is its tuning: whole, with whatever wraps them later."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(case.workload.trains(drawn_name(model.spec, name)))
     if case.layout.recompute is Recompute.FULL:
         model.recompute = recompute
+    if case.tuning.compile:
+        for block in model.blocks.values():
+            block.compile(fullgraph=True)
     return model
 
 
@@ -88,11 +92,15 @@ class DataParallelEngine(Engine):
         return logits
 
     def loss_share(self, outputs: Tensor, batch: Batch) -> Tensor:
-        return loss_share(outputs, batch, self.case.workload.loss)
+        return loss_share(outputs, batch, self.case.workload.loss, chunked=self.case.tuning.chunked_loss)
+
+    def part(self, batch: Batch) -> Batch:
+        """This replica's rows of a global batch."""
+        return batch.shard(self.dp_rank, self.case.layout.dp)
 
     def backward(self, batch: Batch) -> Tensor:
         layout = self.case.layout
-        part = batch.shard(self.dp_rank, layout.dp).to(self.context.device)
+        part = self.part(batch).to(self.context.device)
         skip_block(self.module, batch)
         total = torch.zeros((), device=self.context.device)
         for i, micro in enumerate(part.micro_batches(layout.num_micro_batches)):
@@ -127,7 +135,7 @@ class DataParallelEngine(Engine):
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         layout = self.case.layout
-        part = batch.shard(self.dp_rank, layout.dp).to(self.context.device)
+        part = self.part(batch).to(self.context.device)
         skip_block(self.module, batch)
         self.module.eval()
         shares = [self.loss_share(self.forward(m.inputs), m) for m in part.micro_batches(layout.num_micro_batches)]

@@ -17,6 +17,7 @@ from meshmark.adapter.covering import NO_ORDER, Order, combinations, covering, l
 from meshmark.spec.case import Case, Misfit, cell
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Schedule
 from meshmark.spec.precision import Precision
+from meshmark.spec.tuning import Tuning
 from meshmark.spec.workload import Workload
 
 AUTO: Literal["auto"] = "auto"
@@ -31,6 +32,7 @@ def matrix(
     workloads: Iterable[Workload],
     precisions: Iterable[Precision],
     chosen: LayoutChoice = None,
+    tunings: Sequence[Tuning] = (Tuning(),),
 ) -> list[Case | Misfit]:
     """All cells. What is beyond an adapter's capabilities makes none, but for a precision, so that the report shows the
     gap; a layout that does not fit a workload is a misfit: nothing is dropped silently. An adapter with no parallel
@@ -46,9 +48,10 @@ def matrix(
         return [layout for n in own for layout in covering(supported(name, adapter, [n], workload, precision))]
 
     return [
-        cell(adapter=name, workload=workload, layout=layout, precision=precision)
+        cell(adapter=name, workload=workload, layout=layout, precision=precision, tuning=tuning)
         for workload in workloads
         for precision in precisions
+        for tuning in tunings
         for name, adapter in adapters.items()
         for layout in tried(name, adapter, workload, precision)
     ]

@@ -18,6 +18,7 @@ from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
+from meshmark.spec.tuning import Knob
 
 
 class SingleEngine(DataParallelEngine):
@@ -79,10 +80,11 @@ class Single(Adapter):
     capabilities: ClassVar = Capabilities(
         precisions=frozenset(Precision.PRESETS.values()),
         families=frozenset(Family),
+        tunings=frozenset(Knob),
         lacks={Feature.RESHARD: "it runs on one rank alone"},
     )
 
     def build(self, case: Case, context: RankContext) -> Engine:
         model = initial_model(case, context.device)
-        optimizer = build_optimizer(case.workload.optimizer, model.named_parameters())
+        optimizer = build_optimizer(case.workload.optimizer, model.named_parameters(), case.tuning)
         return SingleEngine(case, context, model, optimizer)

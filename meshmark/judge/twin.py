@@ -158,11 +158,13 @@ class Twin:
 def twin_of(case: Case, arithmetic: Arithmetic | None, device: torch.device) -> Twin | None:
     """The twin of a case; None where the truth is as sharp, or no twin can compute the same: where products are split
     in a way that is not declared, or in more than two parts, whose narrow sum depends on its order; or where a narrow
-    reduction divides by what is no power of two, before or after it rounds."""
+    reduction divides by what is no power of two, before or after it rounds; or where the case is tuned to kernels that
+    round in other places."""
     layout = case.layout
     divides = case.precision.narrows_reduction and layout.dp.bit_count() > 1
     whole = layout.tp == 1 or (arithmetic is not None and arithmetic.splits_products and layout.tp == 2)
-    if arithmetic is None or not case.precision.is_mixed or not whole or layout.cp > 1 or divides:
+    otherwise = layout.cp > 1 or divides or case.tuning.passes_otherwise
+    if arithmetic is None or not case.precision.is_mixed or not whole or otherwise:
         return None
     return Twin(case=case, arithmetic=arithmetic, device=device)
 

@@ -30,10 +30,11 @@ class ReferenceOptimizer(ABC):
     def arguments(self) -> tuple[type[Optimizer], dict[str, Any]]:
         """Class and keyword arguments, for frameworks that construct the optimizer themselves."""
 
-    def build(self, parameters: Named) -> Optimizer:
-        """PyTorch's, over named parameters, of which frozen ones are left out."""
+    def build(self, parameters: Named, **more: bool) -> Optimizer:
+        """PyTorch's, over named parameters, of which frozen ones are left out; with `more` arguments, where its class
+        takes them."""
         cls, arguments = self.arguments()
-        return cls(parameter_groups(self.spec, parameters), **arguments)
+        return cls(parameter_groups(self.spec, parameters), **(arguments | more))
 
     def build_exact(self, parameters: Named) -> Optimizer:
         """One whose step on float64 parameters is exact but for float64's rounding."""
@@ -93,7 +94,8 @@ class Muon(ReferenceOptimizer):
             "adjust_lr_fn": "match_rms_adamw",
         }
 
-    def build(self, parameters: Named) -> Optimizer:
+    def build(self, parameters: Named, **more: bool) -> Optimizer:
+        assert not more, "none that both parts take"
         return self._both(parameters, torch.optim.Muon)
 
     def build_exact(self, parameters: Named) -> Optimizer:

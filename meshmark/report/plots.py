@@ -36,7 +36,7 @@ _STYLE = {
 
 def _label(result: CaseResult) -> str:
     case = result.case
-    parts = (case.adapter, case.layout.id, f"{case.workload.name} {case.precision}")
+    parts = (case.adapter, case.layout.id, " ".join([case.workload.name, *case.computed]))
     return "  ".join(one_line(part)[:32] for part in parts)  # longer ones would leave the axes no room
 
 

@@ -169,4 +169,4 @@ def _key(record: Record) -> Key:
 
 
 def _kinship(case: Case) -> tuple[str, str, str]:
-    return case.adapter, case.layout.id, case.precision.name
+    return case.adapter, case.layout.id, " ".join(case.computed)

@@ -189,7 +189,11 @@ def case_table(rows: Rows) -> str:
 def names(result: CaseResult) -> dict[str, object]:
     """The columns that say which case a row is of."""
     case = result.case
-    return {"adapter": case.adapter, "layout": case.layout.id, "workload": f"{case.workload.name} {case.precision}"}
+    return {
+        "adapter": case.adapter,
+        "layout": case.layout.id,
+        "workload": " ".join([case.workload.name, *case.computed]),
+    }
 
 
 def passed(as_asked: bool) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from meshmark.spec.tuning import Attention, Matmul, Tuning
+
 VARIABLES = {
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",  # some container images export 1, which makes "fp32" TF32
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # one that cuBLAS is deterministic with; read when CUDA starts
@@ -30,14 +32,26 @@ ATTENTION = (
 """The first that can serves: PyTorch's own order, which an import may change."""
 
 
+KERNELS = {
+    Attention.FLASH: SDPBackend.FLASH_ATTENTION,
+    Attention.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+    Attention.MATH: SDPBackend.MATH,
+    Attention.CUDNN: SDPBackend.CUDNN_ATTENTION,
+}
+
+
 @contextlib.contextmanager
-def pinned() -> Iterator[None]:
-    """PyTorch's documented defaults, whatever an environment or an import has made of them."""
-    torch.set_float32_matmul_precision("highest")
+def pinned(tuning: Tuning) -> Iterator[None]:
+    """PyTorch's documented defaults, whatever an environment or an import has made of them, but for what a case tunes.
+    A kernel that is asked for comes first, not alone: the float64 truth needs another."""
+    torch.set_float32_matmul_precision("high" if tuning.matmul is Matmul.TF32 else "highest")
     torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
-    with sdpa_kernel(list(ATTENTION), set_priority=True):
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = tuning.matmul is not Matmul.WIDE_SUMS
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = tuning.matmul is not Matmul.WIDE_SUMS
+    order = [KERNELS[tuning.attention]] if tuning.attention else []
+    if tuning.attention is not Attention.MATH:  # which serves all
+        order += [kernel for kernel in ATTENTION if kernel not in order]
+    with sdpa_kernel(order, set_priority=True):
         yield
 
 

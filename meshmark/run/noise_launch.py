@@ -14,9 +14,11 @@ from meshmark.run.request import Request, Task
 
 
 def launch_noise(launcher: Launcher, request: Request) -> list[Comparisons]:
-    """The noise runs that `request` is judged by. Raises `MeshmarkError` when their processes fail."""
+    """The noise runs that `request` is judged by: of PyTorch's eager kernels, whatever the case's tuning, lest a kernel
+    that is wrong be excused by itself. Raises `MeshmarkError` when their processes fail."""
     measured = dataclasses.replace(
         request,
+        case=dataclasses.replace(request.case, tuning=request.case.tuning.arithmetic),
         task=Task.NOISE,
         adapter=builtin_adapters()["single"],
         backend="gloo",  # they share a GPU, which NCCL refuses; nothing is sent

@@ -19,8 +19,8 @@ class PeakProbe:
 
     def __init__(self, launcher: Launcher, num_gpus: int) -> None:
         self.launcher, self.num_gpus = launcher, num_gpus
-        self._measured: dict[tuple[str, int, str], float | None] = {}
-        """By device, cores and precision."""
+        self._measured: dict[tuple[str, int, str, str], float | None] = {}
+        """By device, cores, precision and tuning of products."""
 
     def of(self, request: Request) -> float | None:
         """Of all cores or GPUs that the ranks of `request` can use, each counted once however many ranks share it; of
@@ -28,7 +28,8 @@ class PeakProbe:
         nnodes = self.launcher.cluster.spec.nnodes
         on_cpu, local_ranks = request.device == "cpu", request.case.world_size // nnodes
         num_threads = num_cores(local_ranks) if on_cpu else 1
-        key = request.device, num_threads, str(request.case.precision.compute)
+        case = request.case
+        key = request.device, num_threads, str(case.precision.compute), str(case.tuning.arithmetic)
         if key not in self._measured:
             self._measured[key] = self._of_all_nodes(request, num_threads)
         one = self._measured[key]

@@ -69,9 +69,9 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
         if request.backend == "nccl":  # gloo's recorder cannot be read while a collective waits
             answer_when_asked(info)
         rank_progress.begin(rank_progress.Phase.BUILD)
-        with pinned():
+        with pinned(request.case.tuning):
             report = _TASKS[request.task](request, load_adapter(request.adapter)(), context, started)
-            report = dataclasses.replace(report, kernels=kernels.told())
+            report = dataclasses.replace(report, kernels=kernels.told() | report.kernels)
         torch.distributed.destroy_process_group()
     except BaseException as error:  # whatever it was, it is this rank's outcome
         return RankFailure(

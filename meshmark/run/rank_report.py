@@ -23,6 +23,8 @@ class RankReport:
     """From the rank's first instruction to an engine ready to train."""
     run_seconds: float
     """The rest."""
+    compile_seconds: float = 0.0
+    """Within both: of `torch.compile`."""
     losses: list[float] = field(default_factory=list)
     """This rank's shares."""
     norms: list[float | None] = field(default_factory=list)

@@ -120,6 +120,8 @@ class LaunchSeconds:
     """From the launch to the last process's end."""
     build_seconds: float = 0.0
     """Of the slowest rank: from its first instruction to an engine ready to train."""
+    compile_seconds: float = 0.0
+    """Of the slowest rank: of `torch.compile`, which is in no timed step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

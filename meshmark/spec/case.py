@@ -1,4 +1,4 @@
-"""What is measured: one adapter, workload, layout and precision."""
+"""What is measured: one adapter, workload, layout and precision, and how they are tuned."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from meshmark.errors import LayoutError
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
+from meshmark.spec.tuning import Tuning
 from meshmark.spec.workload import Workload
 
 CHOOSE = "choose another --world, --layouts, --global-batch, --workload, --model or --adapters"
 """What to do about a layout that does not fit."""
+_PLAIN = Tuning()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +24,16 @@ class Cell:
     workload: Workload
     layout: Layout
     precision: Precision = Precision.FP32
+    tuning: Tuning = Tuning()
 
     @property
     def id(self) -> str:
-        return f"{self.adapter}-{self.layout.id}-{self.workload.id}-{self.precision}"
+        return "-".join([self.adapter, self.layout.id, self.workload.id, *self.computed])
+
+    @property
+    def computed(self) -> list[str]:
+        """The names of its arithmetic and, where there is one, of its tuning."""
+        return [str(self.precision), *([str(self.tuning)] if self.tuning else [])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +58,26 @@ class Misfit(Cell):
     reason: str
 
 
-def cell(*, adapter: str, workload: Workload, layout: Layout, precision: Precision = Precision.FP32) -> Case | Misfit:
-    """The case of these four, or why there is none."""
+def cell(
+    *,
+    adapter: str,
+    workload: Workload,
+    layout: Layout,
+    precision: Precision = Precision.FP32,
+    tuning: Tuning = _PLAIN,
+) -> Case | Misfit:
+    """The case of these, or why there is none."""
     try:
-        return Case(adapter=adapter, workload=workload, layout=layout, precision=precision)
+        return Case(adapter=adapter, workload=workload, layout=layout, precision=precision, tuning=tuning)
     except LayoutError as error:
-        return Misfit(adapter=adapter, workload=workload, layout=layout, precision=precision, reason=str(error))
+        return Misfit(
+            adapter=adapter,
+            workload=workload,
+            layout=layout,
+            precision=precision,
+            tuning=tuning,
+            reason=str(error),
+        )
 
 
 def expect_fit(cells: Sequence[Cell]) -> None:

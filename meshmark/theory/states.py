@@ -174,12 +174,13 @@ def _temporaries_are_known(case: Case) -> bool:
 
 
 def _is_exact(case: Case) -> bool:
-    """Whether activations have been held to what PyTorch saves: without dropout, selective recomputation (or any under
-    autocast), sequence and context parallelism, and in a pipeline under GPipe's schedule (arXiv:1811.06965), 1F1B and
-    interleaved 1F1B (arXiv:2104.04473)."""
+    """Whether activations have been held to what PyTorch saves: with its own choice of kernels, without dropout,
+    selective recomputation (or any under autocast), sequence and context parallelism, and in a pipeline under GPipe's
+    schedule (arXiv:1811.06965), 1F1B and interleaved 1F1B (arXiv:2104.04473)."""
     layout, again = case.layout, case.layout.recompute
     plain = again is Recompute.NONE or (again is Recompute.FULL and not case.precision.is_mixed)
     plain = plain and layout.cp == 1 and not layout.sequence_parallel and case.workload.model.dropout == 0
+    plain = plain and not case.tuning.passes_otherwise
     return plain and (layout.pp == 1 or layout.schedule is not Schedule.ZERO_BUBBLE)
 
 

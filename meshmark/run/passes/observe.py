@@ -36,6 +36,7 @@ from meshmark.measure.traffic import TorchTraffic, read_traffic
 from meshmark.measure.watch import Watch
 from meshmark.reference.data import make_batch
 from meshmark.run.passes.observer import Notebook, Observer, digests
+from meshmark.run.passes.tuned import compile_seconds, expect_tuned
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
 from meshmark.spec.workload import Workload
@@ -80,6 +81,8 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         num_replicated=num_replicated,
         gathering_bytes=beside.num_bytes,
         left_out=seen.left_out,
+        kernels=seen.tuned,
+        compile_seconds=compile_seconds(request.case),
         unmeasured=seen.unmeasured,
     )
 
@@ -95,6 +98,7 @@ class _Seen:
     traffic: TrafficReading | None
     dtypes: dict[str, str]
     left_out: int
+    tuned: dict[str, str]
     unmeasured: dict[str, str]
 
 
@@ -118,6 +122,7 @@ def _train(request: Request, adapter: Adapter, context: RankContext, notebook: N
     traffic, untold = _traffic(observer.sources) if watch else (None, "")
     for step in range(WATCHED_STEP + 1, request.steps):
         observer.train(step, None)
+    tuned = expect_tuned(engine, request.case, context.device, request.steps)
     dtypes = _dtypes(observer.holdings()) | _formats(observer.trace, request.case.workload)
     engine.close()
     return _Seen(
@@ -127,6 +132,7 @@ def _train(request: Request, adapter: Adapter, context: RankContext, notebook: N
         traffic=traffic,
         dtypes=dtypes,
         left_out=observer.left_out,
+        tuned=tuned,
         unmeasured={suite: why for suite, why in (("memory", observer.unheld), ("communication", untold)) if why},
     )
 

@@ -30,6 +30,7 @@ from meshmark.measure.device_memory import read_device_memory, start_device_memo
 from meshmark.measure.laps import Lap, num_steps_to_add
 from meshmark.reference.data import Batch, make_batch
 from meshmark.run.passes.observer import digests
+from meshmark.run.passes.tuned import compile_seconds, expect_tuned
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
 
@@ -55,6 +56,7 @@ def time_steps(request: Request, adapter: Adapter, context: RankContext, started
     when.append(len(stopwatch.losses))
     if request.assess:
         trace.parameters.append(host_parameters(engine, request.case.workload))
+    tuned = expect_tuned(engine, request.case, context.device, len(stopwatch.losses))
     engine.close()
     traces, drifts, _ = gather_replicas(trace, replicas_of_ranks(request.case))
     return RankReport(
@@ -62,6 +64,8 @@ def time_steps(request: Request, adapter: Adapter, context: RankContext, started
         build_seconds=built - started,
         run_seconds=time.time() - built,
         losses=stopwatch.losses,
+        kernels=tuned,
+        compile_seconds=compile_seconds(request.case),
         step_seconds=stopwatch.step_seconds,
         lap_starts=stopwatch.lap_starts,
         lap_steps=stopwatch.lap_steps,
