@@ -30,7 +30,7 @@ from meshmark.reference import data
 from meshmark.run import cluster, meeting, store, waiting
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import LaunchResult, launch_with
-from meshmark.run.node_loss import NodeLoss
+from meshmark.run.node_loss import NodeLoss, node_loss
 from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
 from meshmark.run.rank_info import RankInfo
 from meshmark.run.rank_report import RankFailure, RankReport
@@ -217,6 +217,12 @@ def test_nodes_that_are_left_go_on_where_they_stand_alike(monkeypatch: pytest.Mo
     for place, rank in enumerate((0, 2, 4)):
         assert ended[rank] == ([0, 2, 4], place, 3, told, 2, "; node 1, 3 of 5 is lost")
     assert str(ended[3]).endswith(", and without node 3 goes on who is left: [0, 2, 4]")
+
+
+def test_what_to_do_without_a_node_is_one_of_two() -> None:
+    assert [node_loss(text) for text in ("end", "continue")] == [*NodeLoss]
+    with pytest.raises(InputError, match="unknown --on-node-loss 'contineu': did you mean 'continue'"):
+        node_loss("contineu")
 
 
 def test_a_case_that_no_longer_fits_stays_lost_and_the_run_goes_on(tmp_path: Path) -> None:

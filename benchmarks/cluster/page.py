@@ -44,8 +44,8 @@ def _made(rows: Sequence[Row], whole: Whole | None) -> str:
         told.append(f"`make cluster-test`, {whole.trials} trials in one go of {whole.seconds / 60:.0f} minutes,")
         told.append(f"of {_span([row for row in rows if row not in later])}.")
     if later:
-        told.append("In pieces (`python -m benchmarks.cluster -k NAME`)")
-        told.append(f"{', '.join(row.fault for row in later)}, of {_span(later)}." if whole else f"of {_span(later)}.")
+        names = f" {', '.join(row.fault for row in later)}" if whole else ""
+        told.append(f"In pieces (`python -m benchmarks.cluster -k NAME`){names}, of {_span(later)}.")
     return " ".join(told)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 
+from meshmark.errors import UnknownNameError
+
 
 class NodeLoss(StrEnum):
     """What to do about it."""
@@ -13,6 +15,13 @@ class NodeLoss(StrEnum):
     """End the run, in good order."""
     CONTINUE = "continue"
     """Go on with the nodes that are left, and the cases that fit them; node 0 must be one, for it has the records."""
+
+
+def node_loss(text: str) -> NodeLoss:
+    """Raises `UnknownNameError`."""
+    if text not in [*NodeLoss]:
+        raise UnknownNameError("--on-node-loss", text, list(NodeLoss))
+    return NodeLoss(text)
 
 
 def rank_room(device: str, num_gpus: int) -> int:
