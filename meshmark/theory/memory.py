@@ -231,7 +231,7 @@ def received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, ends: C
 
 def _eager_peak(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, index: int) -> Column:
     """Of eager kernels, with the outputs and gradients that a pipeline has sent."""
-    pp, whole, count = int(grid.pp[0]), _pass(model, grid, recipe, stage), stage_parameters(model, stage, grid.tp)
+    pp, whole, count = int(grid.pp[0]), eager_pass(model, grid, recipe, stage), stage_parameters(model, stage, grid.tp)
     found = update_peak(whole, grid, recipe, count)
     if pp == 1:
         return np.maximum(found, eager_peak(whole, grid, recipe, count))
@@ -243,7 +243,7 @@ def _eager_peak(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Sta
         owned = [cut[chunk * pp + index] for chunk in range(int(v))] if v > 1 else [stage]
         chunks = [
             Chunk(
-                one=_pass(model, part, recipe, own),
+                one=eager_pass(model, part, recipe, own),
                 num_parameters=(count := stage_parameters(model, own, part.tp)),
                 gradients=state_bytes(count, part, recipe)["gradients"],
             )
@@ -255,7 +255,8 @@ def _eager_peak(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Sta
     return found
 
 
-def _pass(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Pass:
+def eager_pass(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Pass:
+    """One micro-batch of eager kernels through `stage`."""
     assert recipe.eager is not None
     return Pass(
         model=model,

@@ -117,6 +117,9 @@ class EagerBackward:
     """What DDP has not reduced yet lies beside its buckets; in them where it reduces every micro-batch."""
     interleaves: bool = False
     """Several chunks of a pipeline's rank run as in interleaved 1F1B: the peak of another order is not planned."""
+    bucket_elements: int | None = None
+    """Of DeepSpeed's buckets at stage 2, of which there are `num_buckets`; None: what the suites give it."""
+    num_buckets: int = 1
     lasting: bool = False  # FSDP1 forgets its flat gradients when the next forward pass begins
 
 
