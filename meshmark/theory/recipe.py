@@ -162,8 +162,7 @@ class TrainingRecipe:
     replicas: int = 1
     """Groups of data-parallel ranks that each hold all shards (HSDP)."""
     deals_rows: bool = False
-    """ZeRO-3's shards are whole rows of every tensor, not equal parts; of eager recipes their adapters tell it, to the
-    byte and by rank."""
+    """ZeRO-3's shards are whole rows of tensors, not equal parts; of eager recipes their adapters tell it, by rank."""
     arithmetic: str = "bf16"
     """The dtype whose peak the matrix products are measured against."""
 
@@ -252,8 +251,7 @@ RECIPES: dict[str, TrainingRecipe] = {
             cut=PipelineCut(balanced_stages=True, head_share=0.95),
         ),
         _FSDP2,
-        # A fused loss (flash-attn's in llm-foundry, Liger's): a logit in bf16 and its gradient, nothing in fp32.
-        # llm-foundry's FSDP is the first, which shards flat tensors evenly.
+        # A fused loss (llm-foundry's, Liger's): a logit in bf16 and its gradient. llm-foundry's FSDP1 shards evenly.
         replace(_FSDP2, name="fsdp-fused-loss", activations=ActivationBytes(logit_bytes=4), deals_rows=False),
         # 4 + 4 + 8 = 16, everything in fp32.
         TrainingRecipe(
