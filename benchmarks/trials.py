@@ -67,18 +67,23 @@ class Court:
     def __init__(self, launcher: Launcher, adapters: dict[str, str], folder: Path, held: Held | None = None) -> None:
         """What the suites have `held` against mutants is not run again."""
         self.suites = Runner(launcher, adapters, RunOptions(observed_steps=STEPS), folder, held=held)
+        warmed = RunOptions(observed_steps=2 * STEPS)
+        self.warmed = Runner(launcher, adapters, warmed, folder / "warmed", held=held)
         impatient = RunOptions(time_limit_seconds=PATIENCE_SECONDS)
         self.clauses = Runner(launcher, adapters, RunOptions(), folder / "clauses")
         self.errors = Runner(launcher, adapters, impatient, folder / "errors")
 
     def close(self) -> None:
-        for runner in (self.suites, self.clauses, self.errors):
+        for runner in (self.suites, self.warmed, self.clauses, self.errors):
             runner.close()
 
     def attempt(self, mutant: Mutant) -> Trial:
-        if not mutant.clause:
-            timed = mutant.suite == "throughput"
-            return Trial(mutant=mutant, record=(self.suites.time if timed else self.suites.observe)(mutant.case))
+        if mutant.suite == "throughput":
+            return Trial(mutant=mutant, record=self.suites.time(mutant.case))
+        if mutant.suite:
+            # Of what begins after a warm-up, and shows a step later, STEPS have nothing.
+            runner = self.warmed if mutant.workload.algorithm.warmup_steps else self.suites
+            return Trial(mutant=mutant, record=runner.observe(mutant.case))
         finding, records = self.judge(mutant.clause, mutant.case)
         return Trial(mutant=mutant, record=records[-1], finding=finding)
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from benchmarks.roster import main
 from benchmarks.roster_page import page
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.report.markdown import WIDTH
 from meshmark.run.record import Outcome, Record, Status
+from meshmark.run.record_file import RecordFile
 from meshmark.spec.layout import Layout
+from tests.broken.roster import ROSTER_MUTANTS
 from tests.factories import make_case, make_environment, make_good, make_timed, make_verdict
 
 NAMES = ("ddp", "fsdp2", "tp", "fsdp2-hsdp")
@@ -60,3 +67,27 @@ def test_a_run_that_broke_off_and_was_gone_on_with_says_so() -> None:
     assert "1 records at fedcba987654, 2 records at 0123456789ab" in text
     assert "- killed: by signal 9: fsdp2 dp2.zero3 fp32\n" in text
     assert "tokens/s, dp2.mb2" in text and "0 of 1" in text and "Not tried." in text
+
+
+def test_the_page_alone_tells_of_mutants_that_were_tried_before(tmp_path: Path) -> None:
+    mutant = next(m for m in ROSTER_MUTANTS if m.suite == "communication")
+    survived = make_good(case=mutant.case, verdicts=[make_verdict("communication")])
+    for folder, record in ((tmp_path, of("ddp", DP)), (tmp_path / "mutants", survived)):
+        file = RecordFile(folder)
+        file.append(record)
+        file.close()
+    output = tmp_path / "page.md"
+    assert main([str(tmp_path), "--no-mutants", "-o", str(output)]) == 1
+    broken = output.read_text().partition("## Broken on purpose")[2]
+    assert "**not caught**" in row(f"## Broken{broken}", mutant.adapter, "Broken")
+
+
+def test_a_name_of_no_mutant_is_an_error_and_not_a_page_that_says_all_were_caught(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = RecordFile(tmp_path)
+    file.append(of("ddp", DP))
+    file.close()
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "-k", "no-such", "-o", str(tmp_path / "page.md")])
+    assert "no mutant is called so" in capsys.readouterr().err and not (tmp_path / "page.md").exists()

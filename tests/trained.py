@@ -100,9 +100,9 @@ def furthest(deviations: Deviations) -> float:
 
 def diagnosed(trial: Trial, traces: list[Trace], honest: list[Trace]) -> Diagnosis | None:
     """What is said of `traces`, with the distances of `honest` ones for noise."""
-    workload = trial.case.workload
-    noise = noise_run(assess_replicas(honest, workload), trial.case.precision)
-    return diagnose_replicas(trial.case, traces, assess_replicas(traces, workload), [], fit([noise] * 2))
+    workload, layout = trial.case.workload, trial.case.layout
+    noise = noise_run(assess_replicas(honest, workload, layout=layout), trial.case.precision)
+    return diagnose_replicas(trial.case, traces, assess_replicas(traces, workload, layout=layout), [], fit([noise] * 2))
 
 
 def moved(traces: Sequence[Trace]) -> bool:

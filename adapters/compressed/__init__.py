@@ -11,6 +11,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.compressed.memory import held_besides
+from meshmark.algorithms.table import local_optimizer
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.algorithm import COMPRESSING
 from meshmark.spec.case import Case
@@ -40,8 +41,8 @@ class Compressed(Adapter):
         return held_besides(case, rank, cls.recipe(case))
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        from meshmark.adapters.compressed.engines import ENGINES
+        from meshmark.adapters.compressed.table import ENGINES
 
         module = initial_model(case, context.device)
-        optimizer = build_optimizer(case.workload.optimizer, module.named_parameters())
+        optimizer = build_optimizer(local_optimizer(case.workload), module.named_parameters())
         return ENGINES[case.workload.algorithm.kind](case, context, module, optimizer)

@@ -120,8 +120,36 @@ class QSGD(Codec):
         return levels.to(dtype) * (norm.to(dtype) / self.compressor.levels)
 
 
+class Rounds(Codec):
+    """What is left of the tensor goes through the same codec again."""
+
+    def __init__(self, compressor: Compressor, codec: Codec) -> None:
+        super().__init__(compressor)
+        self.codec, self.count = codec, compressor.rounds
+
+    def pack(self, x: Tensor, draw: Draw) -> list[Tensor]:
+        parts, told = self.codec.pack(x, draw), torch.zeros_like(x)
+        found = parts
+        for _ in range(1, self.count):
+            told = told + self.codec.unpack(Message(joined(parts)), x.numel(), x.dtype)
+            parts = self.codec.pack(x - told, draw)
+            found = found + parts
+        return found
+
+    def unpack(self, message: Message, size: int, dtype: torch.dtype) -> Tensor:
+        found = self.codec.unpack(message, size, dtype)
+        for _ in range(1, self.count):
+            found += self.codec.unpack(message, size, dtype)
+        return found
+
+
 CODECS: dict[CompressorKind, type[Codec]] = {
     CompressorKind.TOP_K: TopK,
     CompressorKind.SIGN: Sign,
     CompressorKind.QSGD: QSGD,
 }
+
+
+def codec_of(compressor: Compressor) -> Codec:
+    codec = CODECS[compressor.kind](compressor)
+    return Rounds(compressor, codec) if compressor.rounds > 1 else codec

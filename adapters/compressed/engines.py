@@ -15,7 +15,6 @@ from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_own, save_own
 from meshmark.adapters.compressed.codecs import Votes
 from meshmark.adapters.compressed.exchange import Exchange, Gathered, exchange_of
-from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
 
 
@@ -106,11 +105,3 @@ class MajorityVoteEngine(CompressedEngine):
 
     def direction(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: x.sign_() for name, x in self.votes.meet(own, self.steps_done).total().items()}
-
-
-ENGINES: dict[AlgorithmKind, type[CompressedEngine]] = {
-    AlgorithmKind.COMPRESSED: CompressedEngine,
-    AlgorithmKind.ERROR_FEEDBACK: ErrorFeedbackEngine,
-    AlgorithmKind.EF21: EF21Engine,
-    AlgorithmKind.MAJORITY_VOTE: MajorityVoteEngine,
-}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshmark.adapters.compressed.codecs import CODECS, Codec, Message, check, joined
+from meshmark.adapters.compressed.codecs import Codec, Message, check, codec_of, joined
 from meshmark.algorithms.compressors import Draw
 from meshmark.spec.compressor import Compressor, CompressorKind
 
@@ -68,10 +68,13 @@ class Gathered:
         self.codec, self.seed = codec, seed
 
     def meet(self, tensors: Named, step: int) -> Messages:
-        own = joined([part for name, x in tensors.items() for part in self.packed(name, x, step)])
+        own = self.message(tensors, step)
         every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(every, own)
         return Messages(self.codec, every, tensors)
+
+    def message(self, tensors: Named, step: int) -> Tensor:
+        return joined([part for name, x in tensors.items() for part in self.packed(name, x, step)])
 
     def packed(self, name: str, x: Tensor, step: int) -> list[Tensor]:
         check(name, x)
@@ -123,4 +126,4 @@ class Summed:
 def exchange_of(compressor: Compressor, seed: int) -> Exchange:
     if compressor.kind is CompressorKind.RANDOM_K:
         return Summed(compressor, seed)
-    return Gathered(CODECS[compressor.kind](compressor), seed)
+    return Gathered(codec_of(compressor), seed)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 
 from meshmark.spec.case import Case
-from meshmark.theory.compression import KEPT, step_bytes, trained_shapes
+from meshmark.theory.compression import step_bytes, trained_shapes, vectors_kept
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder, model_states
+
+
+def _holders(case: Case, rank: int, kind: str) -> int:
+    """Among how many ranks what a collective of `kind` brings together is divided: the server alone has all."""
+    return case.layout.dp if kind == "gather" and case.layout.coordinates(rank).dp else 1
 
 
 def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[Remainder, ...]:
@@ -17,11 +22,11 @@ def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[Remaind
     if plan is None:
         return ()
     vector = case.precision.accumulation.itemsize * sum(map(math.prod, trained_shapes(case, rank)))
-    kept = KEPT.get(kind, 0) * vector
+    kept = vectors_kept(case, rank) * vector
     found = [Remainder(category="optimizer_states", num_bytes=kept, reason=f"what {kind} keeps")] if kept else []
     if plan.peak is None:
         return tuple(found)
-    _, messages, _ = step_bytes(case, rank)
+    messages = sum(num_bytes // _holders(case, rank, kind) for kind, num_bytes, _ in step_bytes(case, rank))
     updating = plan.parameters + plan.optimizer_states + kept + 2 * vector + messages
     besides = max(plan.peak + kept, updating) - plan.peak - kept
     if besides:

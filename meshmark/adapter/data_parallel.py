@@ -94,9 +94,13 @@ class DataParallelEngine(Engine):
     def loss_share(self, outputs: Tensor, batch: Batch) -> Tensor:
         return loss_share(outputs, batch, self.case.workload.loss, chunked=self.case.tuning.chunked_loss)
 
+    def part(self, batch: Batch) -> Batch:
+        """This replica's rows of a global batch."""
+        return batch.shard(self.dp_rank, self.case.layout.dp)
+
     def backward(self, batch: Batch) -> Tensor:
         layout = self.case.layout
-        part = batch.shard(self.dp_rank, layout.dp).to(self.context.device)
+        part = self.part(batch).to(self.context.device)
         skip_block(self.module, batch)
         total = torch.zeros((), device=self.context.device)
         for i, micro in enumerate(part.micro_batches(layout.num_micro_batches)):
@@ -131,7 +135,7 @@ class DataParallelEngine(Engine):
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         layout = self.case.layout
-        part = batch.shard(self.dp_rank, layout.dp).to(self.context.device)
+        part = self.part(batch).to(self.context.device)
         skip_block(self.module, batch)
         self.module.eval()
         shares = [self.loss_share(self.forward(m.inputs), m) for m in part.micro_batches(layout.num_micro_batches)]

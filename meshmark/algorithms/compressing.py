@@ -7,6 +7,7 @@
 - PowerSGD (arXiv:1905.13727, algorithms 1 and 2): p_i as before, P = orthonormal(mean_i p_i Q), Q <- mean_i p_i^T P,
   d = P Q^T, e_i <- p_i - d; the first Q is drawn. Tensors that this would hardly make smaller go as they are
 - EF21 (arXiv:2106.05203, algorithm 2), from h_i = 0:  h_i <- h_i + C(g_i - h_i), d = mean_i h_i
+- several rounds (NEOLITHIC's, arXiv:2206.03665): C(x) = v_R, where v_0 = 0, v_{r+1} = v_r + C(x - v_r)
 - majority vote (arXiv:1810.05291, algorithm 1): d = sign(sum_i sign(g_i)), 0 where as many say the one as the other
 """
 
@@ -19,7 +20,6 @@ import torch
 
 from meshmark.algorithms.compressors import Array, Draw, compressed, signs
 from meshmark.algorithms.replicas import Replicas, Tensors, UpdateRule, averaged
-from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.compressor import Compressor, CompressorKind
 from meshmark.spec.workload import Workload
 
@@ -36,12 +36,16 @@ class Compressing(Replicas):
 
     def transition(self, parameters: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:
         compresses = self.spec.compresses(self.steps)
-        self.taken = self.directions(gradients) if compresses else averaged(self.widened(gradients))
+        self.taken = self.directions(gradients) if compresses else self.whole(gradients)
         self.steps += 1
         return self.alone(parameters, self.taken)
 
     def stepped_on(self, gradients: Sequence[Tensors]) -> Sequence[Tensors]:
         return self.taken
+
+    def whole(self, gradients: Sequence[Tensors]) -> list[Tensors]:
+        """What each steps on in the warm-up."""
+        return averaged(self.widened(gradients))
 
     def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
         """What each steps on."""
@@ -50,6 +54,13 @@ class Compressing(Replicas):
 
     def told(self, x: Array, draw: Draw) -> Array:
         """What all know of a replica's `x`."""
+        found = self.once(x, draw)
+        for _ in range(1, self.compressor.rounds):
+            found = found + self.once(x - found, draw)
+        return found
+
+    def once(self, x: Array, draw: Draw) -> Array:
+        """In one round of compression."""
         return compressed(self.compressor, x, draw)
 
     @property
@@ -89,11 +100,17 @@ class ErrorFeedback(Compressing):
     """By replica: what was not sent."""
 
     def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
+        return averaged(self.widened(self.sent(gradients)))
+
+    def sent(self, gradients: Sequence[Tensors]) -> list[Tensors]:
+        """By replica."""
         wanted = self.wanted(gradients)
-        told = [{name: self.told(x, self.draw(i, name)) for name, x in p.items()} for i, p in enumerate(wanted)]
+        told: list[Tensors] = [
+            {name: self.told(x, self.draw(i, name)) for name, x in p.items()} for i, p in enumerate(wanted)
+        ]
         pairs = zip(wanted, told, strict=True)
         self.left = [{name: x - c[name] for name, x in p.items()} for p, c in pairs]
-        return averaged(self.widened(told))
+        return told
 
     def wanted(self, gradients: Sequence[Tensors]) -> list[Tensors]:
         """p."""
@@ -149,19 +166,3 @@ class MajorityVote(Compressing):
     def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
         votes = {name: np.sum([signs(own[name]) for own in gradients], axis=0) for name in gradients[0]}
         return [{name: np.sign(count) for name, count in votes.items()} for _ in gradients]
-
-
-COMPRESSED: dict[AlgorithmKind, type[Compressing]] = {
-    AlgorithmKind.COMPRESSED: Compressing,
-    AlgorithmKind.ERROR_FEEDBACK: ErrorFeedback,
-    AlgorithmKind.EF21: EF21,
-    AlgorithmKind.MAJORITY_VOTE: MajorityVote,
-}
-
-
-def compressing_class(workload: Workload) -> type[Compressing]:
-    """Whose transition is the workload's."""
-    compressor = workload.algorithm.compressor
-    if compressor and compressor.kind in FORMATS:
-        return InFormat
-    return PowerSGD if workload.algorithm.is_power_sgd else COMPRESSED[workload.algorithm.kind]

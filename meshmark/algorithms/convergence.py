@@ -129,6 +129,25 @@ def _rates(kind: AlgorithmKind, recurrence: Callable[[float, float], tuple[float
     )
 
 
+def _staleness() -> Claim:
+    """Of the steps that a factor of e takes with gradients that are a step old; without, -1 / log(1 - r)."""
+    spec = AlgorithmSpec(kind=AlgorithmKind.PIPEDREAM_2BW)
+
+    def measured(step: float) -> Array:
+        problem = _alike(1)
+        series = np.array(list(q.stale_states(problem, spec, step, 24))) - problem.optimum
+        return np.asarray([-1 / math.log(q.fitted_root(one)) for one in series.T])
+
+    return Claim(
+        name="steps of PipeDream-2BW to be e times nearer",
+        swept="step size",
+        values=(0.02, 0.05, 0.1, 0.2),
+        measured=measured,
+        formula=lambda step: np.full(GROUPS * PER_GROUP, -1 / math.log(q.root(q.two_buffered_recurrence(step)))),
+        paper="arXiv:2006.09503",
+    )
+
+
 def left_of_bias(spec: AlgorithmSpec) -> float:
     """What is left after 400 steps of size 0.05 of 8 replicas: nothing, of algorithms that correct their bias."""
     return float(np.max(_apart(_alike(8), spec, 0.05)))
@@ -143,5 +162,6 @@ CLAIMS = [
     _drift(),
     _rates(AlgorithmKind.GRADIENT_TRACKING, q.tracking_recurrence, "arXiv:1607.03218"),
     _rates(AlgorithmKind.EXACT_DIFFUSION, q.diffusion_recurrence, "arXiv:1702.05123"),
+    _staleness(),
     *COMPRESSED_CLAIMS,
 ]

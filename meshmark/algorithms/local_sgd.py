@@ -1,6 +1,8 @@
 """Replicas that step alone, x_i <- step(x_i, g_i), and meet after every H-th step:
 
 - local SGD (Stich, arXiv:1805.09767), post-local SGD (Lin et al., arXiv:1808.07217): x_i <- mean_j x_j
+- FedAvg (McMahan et al., arXiv:1602.05629, algorithm 1), replica i with n_i of n rows, of which its loss is the mean:
+  x_i <- sum_j n_j / n x_j. Rows are so unequal as `client_shares` says
 - DiLoCo (Douillard et al., arXiv:2311.08105, algorithm 1), where replicas last met at y: D = y - mean_j x_j,
   m <- B m + D, y <- y - r (D + B m), x_i <- y
 """
@@ -9,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshmark.algorithms.replicas import Replicas, Tensors, UpdateRule, averaged, combined
-from meshmark.spec.algorithm import AlgorithmSpec
+from meshmark.algorithms.replicas import Replicas, Tensors, UpdateRule, averaged, combined, mixed
+from meshmark.reference.data import Batch
+from meshmark.spec.algorithm import AlgorithmSpec, client_shares
 
 
 class LocalSGD(Replicas):
@@ -33,6 +36,36 @@ class LocalSGD(Replicas):
         averages = self.spec.averages_after(self.steps)
         self.steps += 1
         return averaged(after) if averages else after
+
+
+class FedAvg(LocalSGD):
+    """The mean of replicas' losses, weighed as their parameters are, is the global loss."""
+
+    @property
+    def shares(self) -> list[float]:
+        return [float(share) for share in client_shares(len(self.rules))]
+
+    def part(self, batch: Batch, replica: int) -> Batch:
+        return own_rows(batch, replica, len(self.rules))
+
+    def reported(self, own: Sequence[Tensors]) -> list[Tensors]:
+        return [combined((1 / share, gradients)) for share, gradients in zip(self.shares, own, strict=True)]
+
+    def transition(self, parameters: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:
+        after = self.alone(parameters, gradients)
+        averages = self.spec.averages_after(self.steps)
+        self.steps += 1
+        return self.weighed(after) if averages else after
+
+    def weighed(self, after: Sequence[Tensors]) -> list[Tensors]:
+        return mixed([self.shares] * len(after), after)
+
+
+def own_rows(batch: Batch, replica: int, count: int) -> Batch:
+    """Replica `replica`'s of `count`, under FedAvg."""
+    bounds = [len(batch) * sum(client_shares(count)[:end]) for end in (replica, replica + 1)]
+    assert all(bound == int(bound) for bound in bounds), "the adapter refuses parts of rows"
+    return batch.rows(int(bounds[0]), int(bounds[1]))
 
 
 class DiLoCo(LocalSGD):

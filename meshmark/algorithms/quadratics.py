@@ -15,8 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmark.algorithms.replicas import Tensors
+from meshmark.algorithms.stale import stale_step
 from meshmark.algorithms.table import build_algorithm
+from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.algorithm import AlgorithmSpec
+from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
 
 Array = NDArray[np.float64]
@@ -66,6 +69,22 @@ def states(problem: Quadratic, spec: AlgorithmSpec, rate: float, steps: int) -> 
         yield here
 
 
+def stale_states(problem: Quadratic, spec: AlgorithmSpec, rate: float, steps: int) -> Iterator[Array]:
+    """The same of one replica by a pipeline that does not wait."""
+    plain = workload("gpt-mini-sgd")
+    asked = replace(plain, algorithm=spec, optimizer=replace(plain.optimizer, learning_rate=rate))
+    past: list[Tensors] = [{"head.x": np.zeros(problem.centres.shape[1])}]
+
+    def compute(parameters: Tensors, part: Batch, newest: Tensors) -> tuple[float, Tensors]:
+        here = np.asarray(parameters["head.x"], dtype=np.float64)
+        return 0.0, {"head.x": problem.gradients(here[None], len(past))[0]}
+
+    for step in range(steps):
+        found = stale_step(asked, Layout(), past, make_batch(asked, step), compute)
+        past.append(found.after or _Step(rate).step(past[-1], found.gradients))
+        yield np.asarray(past[-1]["head.x"])
+
+
 def drawn(count: int, coordinates: int, seed: int = 0) -> Array:
     """Centres of unit variance, that differ from replica to replica."""
     return np.random.default_rng(seed).normal(size=(count, coordinates))
@@ -108,6 +127,11 @@ def diffusion_recurrence(value: float, step: float) -> tuple[float, float]:
     """Of exact diffusion, with V = (1 + L) / 2: x(t+2) = V (2 - ra) x(t+1) - V (1 - ra) x(t)."""
     lazy = (1 + value) / 2
     return lazy * (2 - step), -lazy * (1 - step)
+
+
+def two_buffered_recurrence(step: float) -> tuple[float, float]:
+    """Of PipeDream-2BW, whose gradient is a step old: x(t+2) = x(t+1) - ra x(t), less the optimum."""
+    return 1.0, -step
 
 
 def root(recurrence: tuple[float, float]) -> float:

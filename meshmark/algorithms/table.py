@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshmark.algorithms.compressing import compressing_class
+from meshmark.algorithms.compressing import (
+    EF21,
+    FORMATS,
+    Compressing,
+    ErrorFeedback,
+    InFormat,
+    MajorityVote,
+    PowerSGD,
+)
 from meshmark.algorithms.corrected import ExactDiffusion, GradientTracking
 from meshmark.algorithms.decentralised import Decentralised, MixedMomentum, ParallelSGD, QuasiGlobal
-from meshmark.algorithms.local_sgd import DiLoCo, LocalSGD
+from meshmark.algorithms.local_sgd import DiLoCo, FedAvg, LocalSGD
 from meshmark.algorithms.replicas import Algorithm, Synchronous, UpdateRule
-from meshmark.spec.algorithm import COMPRESSING, OWN_MOMENTUM, AlgorithmKind
-from meshmark.spec.optimizer import OptimizerSpec
+from meshmark.algorithms.served import DoubleSqueeze, OneBitAdam
+from meshmark.spec.algorithm import COMPRESSING, OWN_MOMENTUM, STALE, AlgorithmKind
+from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.workload import Workload
 
 ALONG_GRAPHS: dict[AlgorithmKind, type[Decentralised]] = {
@@ -23,15 +32,34 @@ ALONG_GRAPHS: dict[AlgorithmKind, type[Decentralised]] = {
     AlgorithmKind.EXACT_DIFFUSION: ExactDiffusion,
 }
 
+COMPRESSED: dict[AlgorithmKind, type[Compressing]] = {
+    AlgorithmKind.COMPRESSED: Compressing,
+    AlgorithmKind.ERROR_FEEDBACK: ErrorFeedback,
+    AlgorithmKind.EF21: EF21,
+    AlgorithmKind.DOUBLE_SQUEEZE: DoubleSqueeze,
+    AlgorithmKind.ONE_BIT_ADAM: OneBitAdam,
+    AlgorithmKind.MAJORITY_VOTE: MajorityVote,
+}
+
+
+def compressing_class(workload: Workload) -> type[Compressing]:
+    """Whose transition is the workload's."""
+    compressor = workload.algorithm.compressor
+    if compressor and compressor.kind in FORMATS:
+        return InFormat
+    return PowerSGD if workload.algorithm.is_power_sgd else COMPRESSED[workload.algorithm.kind]
+
 
 def build_algorithm(workload: Workload, rules: Sequence[UpdateRule], exact: bool = True) -> Algorithm:
     """The workload's, over as many replicas as there are rules, each of its `local_optimizer`. `exact`: sums are in
     float64 whatever is summed."""
     kind = workload.algorithm.kind
-    if kind is AlgorithmKind.SYNCHRONOUS:
+    if kind is AlgorithmKind.SYNCHRONOUS or kind in STALE:
         return Synchronous(rules[0])
     if kind is AlgorithmKind.LOCAL_SGD:
         return LocalSGD(workload.algorithm, rules)
+    if kind is AlgorithmKind.FED_AVG:
+        return FedAvg(workload.algorithm, rules)
     if kind is AlgorithmKind.DILOCO:
         return DiLoCo(workload.algorithm, rules)
     if kind in COMPRESSING:
@@ -40,7 +68,9 @@ def build_algorithm(workload: Workload, rules: Sequence[UpdateRule], exact: bool
 
 
 def local_optimizer(workload: Workload) -> OptimizerSpec:
-    """What each replica steps with by itself: without the momentum where the algorithm keeps it."""
+    """What each replica steps with by itself: without the moments where the algorithm keeps them."""
+    if workload.algorithm.kind is AlgorithmKind.ONE_BIT_ADAM:
+        return replace(workload.optimizer, kind=OptimizerKind.SGD)
     if workload.algorithm.kind in OWN_MOMENTUM:
         return replace(workload.optimizer, momentum=0.0)
     return workload.optimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshmark.algorithms.compressing import compressing_class
+from meshmark.algorithms.table import compressing_class
 from meshmark.judge.compression_rivals import rival_compressions
 from meshmark.judge.failed_replicas import FailedReplicas
 from meshmark.judge.faults import Fault

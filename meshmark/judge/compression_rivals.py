@@ -15,10 +15,11 @@ from meshmark.algorithms.compressing import (
     InFormat,
     MajorityVote,
     PowerSGD,
-    compressing_class,
 )
 from meshmark.algorithms.compressors import Array, Draw, scale_of, signs
 from meshmark.algorithms.replicas import Tensors, averaged
+from meshmark.algorithms.table import compressing_class
+from meshmark.judge.served_rivals import OF_ONE_BIT_ADAM, OF_SERVERS
 from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.compressor import Compressor, CompressorKind
 from meshmark.spec.workload import Workload
@@ -80,7 +81,7 @@ class NotTakenOff(ErrorFeedback):
 
 
 class Signed(Compressing):
-    def told(self, x: Array, draw: Draw) -> Array:
+    def once(self, x: Array, draw: Draw) -> Array:
         flat, left = x.ravel(), np.zeros_like(x.ravel())
         chosen = np.argsort(-flat, kind="stable")[: self.compressor.kept(len(flat))]
         left[chosen] = flat[chosen]
@@ -95,19 +96,19 @@ class Fewer(Compressing):
 
 
 class ScaledByRow(Compressing):
-    def told(self, x: Array, draw: Draw) -> Array:
+    def once(self, x: Array, draw: Draw) -> Array:
         rows = x.reshape(-1, x.shape[-1])
         return np.stack([scale_of(row) * signs(row) for row in rows]).reshape(x.shape)
 
 
 class ScaledByNorm(Compressing):
-    def told(self, x: Array, draw: Draw) -> Array:
+    def once(self, x: Array, draw: Draw) -> Array:
         norm: np.floating = x.dtype.type(np.linalg.norm(x) / np.sqrt(x.size))
         return norm * signs(x)
 
 
 class Unscaled(Compressing):
-    def told(self, x: Array, draw: Draw) -> Array:
+    def once(self, x: Array, draw: Draw) -> Array:
         return signs(x)
 
 
@@ -208,10 +209,23 @@ class HigherRank(PowerSGD):
 class LongerWarmup(Compressing):
     def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
         if self.steps == self.spec.warmup_steps:
-            return averaged(self.widened(gradients))
+            return self.whole(averaged(self.widened(gradients)))
         return super().directions(gradients)
 
 
+class OneRound(Compressing):
+    @property
+    def compressor(self) -> Compressor:
+        return replace(super().compressor, rounds=1)
+
+
+_FEEDBACK: dict[str, type[Compressing]] = {
+    "what is left is forgotten": Forgotten,
+    "what is left is added twice": Twice,
+    "what is left is added a step late": Late,
+    "what was sent is not taken off what is left": NotTakenOff,
+}
+_WARMUP: dict[str, type[Compressing]] = {"the warm-up is a step longer": LongerWarmup}
 _OF_ALL: dict[str, type[Compressing]] = {
     "nothing is compressed": Whole,
     "the sum over replicas, not their mean": Sum,
@@ -219,12 +233,9 @@ _OF_ALL: dict[str, type[Compressing]] = {
     "the first replica's gradient alone": First,
 }
 _OF_KINDS: dict[AlgorithmKind, dict[str, type[Compressing]]] = {
-    AlgorithmKind.ERROR_FEEDBACK: {
-        "what is left is forgotten": Forgotten,
-        "what is left is added twice": Twice,
-        "what is left is added a step late": Late,
-        "what was sent is not taken off what is left": NotTakenOff,
-    },
+    AlgorithmKind.ERROR_FEEDBACK: _FEEDBACK,
+    AlgorithmKind.DOUBLE_SQUEEZE: {**OF_SERVERS, **_FEEDBACK},
+    AlgorithmKind.ONE_BIT_ADAM: {**OF_ONE_BIT_ADAM, **OF_SERVERS, **_FEEDBACK, **_WARMUP},
     AlgorithmKind.EF21: {
         "what is known of a gradient is forgotten": KnownForgotten,
         "all step on what changed, not on what is known": ChangesAlone,
@@ -259,7 +270,7 @@ _OF_COMPRESSORS: dict[CompressorKind, dict[str, type[Compressing]]] = {
     CompressorKind.POWER_SGD: {
         "the factor of the step before is not kept": Cold,
         "of a rank higher by one": HigherRank,
-        "the warm-up is a step longer": LongerWarmup,
+        **_WARMUP,
     },
 }
 
@@ -269,5 +280,7 @@ def rival_compressions(workload: Workload) -> Iterator[tuple[str, type[Compressi
     real: Any = compressing_class(workload)
     spec = workload.algorithm
     of_compressor = _OF_COMPRESSORS[spec.compressor.kind] if spec.compressor else {}
+    if spec.compressor and spec.compressor.rounds > 1:
+        of_compressor = {"one round of compression": OneRound, **of_compressor}
     for how, change in {**_OF_ALL, **_OF_KINDS.get(spec.kind, {}), **of_compressor}.items():
         yield how, change if issubclass(change, real) else type(change.__name__, (change, real), {})

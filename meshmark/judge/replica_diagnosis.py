@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from meshmark.algorithms.replicas import UpdateRule, averaged
+from meshmark.algorithms.table import build_algorithm
 from meshmark.judge.compression_diagnosis import explain_compression
 from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind, Tensors, global_norm
 from meshmark.judge.diagnosis import diagnose
@@ -20,13 +21,15 @@ from meshmark.judge.gradient_faults import Explanation
 from meshmark.judge.mixing_diagnosis import explain_mixing
 from meshmark.judge.outer_diagnosis import explain_outer
 from meshmark.judge.replicas import by_replica, num_replicas, replica_of
+from meshmark.judge.stale_diagnosis import diagnose_stale
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, exact_gradients
 from meshmark.judge.twin import Twin
 from meshmark.judge.update_rivals import rivals
+from meshmark.judge.weighing_diagnosis import explain_weighing
 from meshmark.judge.yardstick import Yardstick
 from meshmark.reference.data import make_batch
-from meshmark.spec.algorithm import COMPRESSING, AlgorithmKind
+from meshmark.spec.algorithm import COMPRESSING, STALE, AlgorithmKind
 from meshmark.spec.case import Case
 
 
@@ -40,7 +43,9 @@ def diagnose_replicas(
 ) -> Diagnosis | None:
     """None when nothing is wrong. One trace alone is a run whose replicas are all to be the same."""
     if num_replicas(case) == 1:
-        return diagnose(case, traces[0], deviations, drifts, yardstick, twin)
+        by_versions = case.workload.algorithm.kind in STALE and not drifts
+        stale = diagnose_stale(case, traces[0], deviations, yardstick) if by_versions else None
+        return stale or diagnose(case, traces[0], deviations, drifts, yardstick, twin)
     alone = by_replica(deviations, len(traces))
     sticks = yardstick.of_replicas(len(traces))
 
@@ -75,6 +80,8 @@ def diagnose_replicas(
             return _diagnosis(failed, explain_mixing(failed, updates), updates)
         if case.workload.algorithm.kind is AlgorithmKind.DILOCO:
             return _diagnosis(failed, explain_outer(failed, updates), updates)
+        if case.workload.algorithm.kind is AlgorithmKind.FED_AVG:
+            return _diagnosis(failed, explain_weighing(failed, updates), updates)
         if averaging := _averaging(failed, updates):
             return _diagnosis(failed, averaging, updates)
         if not case.workload.algorithm.averages_after(failed.step):
@@ -119,13 +126,14 @@ def _diagnosis(failed: FailedReplicas, explained: Explanation, names: dict[int, 
 
 def _parts(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanation | None:
     """By how much of each replica's part a wrong gradient is made of."""
-    layout, batch = failed.case.layout, make_batch(failed.case.workload, failed.step)
+    case, layout, batch = failed.case, failed.case.layout, make_batch(failed.case.workload, failed.step)
+    algorithm = build_algorithm(case.workload, [ExactOptimizer(case.workload.optimizer) for _ in failed.traces])
     replica = next(iter(wrong))
     names, own = wrong[replica], failed.traces[replica].gradients[failed.step]
     if any(name not in own or not np.any(own[name]) for name in names):
         return Fault.MISSING, f"some of {len(names)} wrong gradients of replica {replica} are absent or all zero"
     parts = [
-        exact_gradients(failed.case.workload, trace.parameters[failed.step], batch.shard(r, layout.dp)).gradients
+        exact_gradients(case.workload, trace.parameters[failed.step], algorithm.part(batch, r)).gradients
         for r, trace in enumerate(failed.traces)
     ]
     basis = np.stack([flat(part, names) for part in parts], axis=1)
@@ -134,7 +142,8 @@ def _parts(failed: FailedReplicas, wrong: dict[int, list[str]]) -> Explanation |
     if np.linalg.norm(told - basis @ weights) > LEFT_OVER * np.linalg.norm(told):
         return None
     reduces = failed.case.workload.algorithm.reduces_gradients(failed.step)
-    right = [1.0 if reduces else float(layout.dp * (r == replica)) for r in range(layout.dp)]
+    (times,) = algorithm.reported([{"x": np.ones(1)}] * layout.dp)[replica].values()
+    right = [1.0 if reduces else float(times[0]) * (r == replica) for r in range(layout.dp)]
     taken = f"replica {replica} steps on {listed(weights)} times the replicas' parts of the gradient"
     detail = f"{taken}, where {listed(right)} is right"
     others = float(np.abs(np.delete(weights, replica)).max()) > LEFT_OVER

@@ -11,6 +11,7 @@ Nothing accumulates, and the noise of the last step is that of the first.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from meshmark import rank_progress
+from meshmark.algorithms.stale import Versions, stale_step
 from meshmark.algorithms.table import build_algorithm, local_optimizer
 from meshmark.errors import AdapterError
 from meshmark.judge.buffers import (
@@ -37,9 +39,13 @@ from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.initial import initial_value
 from meshmark.reference.objective import loss_share
 from meshmark.reference.optimizers import reference_optimizer
+from meshmark.spec.algorithm import STALE
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
+
+MOST_PAST = 3
+"""States of the run that the truth looks back at, this step's and those before."""
 
 
 def assess(
@@ -79,12 +85,14 @@ def assess_replicas(
         for name, x in start.items():
             note(replica, QuantityKind.INITIAL.of(name), deviation(trace.parameters[0].get(name), x))
     algorithm = build_algorithm(workload, [ExactOptimizer(local_optimizer(workload)) for _ in traces])
-    num_steps = len(traces[0].gradients)
+    num_steps, pasts = len(traces[0].gradients), deque[list[Tensors]](maxlen=MOST_PAST)
     rank_progress.begin(rank_progress.Phase.TRUTH, num_steps * len(traces))
     for step in range(num_steps):
         here = [_filled(trace.parameters[step], start) for trace in traces]
+        pasts.append(here)
         batch, owns = make_batch(workload, step), []
-        exact = [exact_gradients(workload, p, algorithm.part(batch, r), layout) for r, p in enumerate(here)]
+        parts = [algorithm.part(batch, replica) for replica in range(len(traces))]
+        exact = [exact_step(workload, past, parts[r], layout) for r, past in enumerate(zip(*pasts, strict=True))]
         right = algorithm.reported([e.gradients for e in exact])
         for replica, (trace, e, gradients) in enumerate(zip(traces, exact, right, strict=True)):
             there = e.loss
@@ -152,10 +160,42 @@ class Exact:
         return [name for name in self.gradients if name not in self.unused]
 
 
-def exact_gradients(workload: Workload, parameters: Tensors, batch: Batch, layout: Layout | None = None) -> Exact:
-    """Loss and gradients of a global batch, or some of its micro-batches, without dropout; `layout`: see `assess`."""
+def exact_step(workload: Workload, past: Sequence[Tensors], batch: Batch, layout: Layout | None = None) -> Exact:
+    """What a step from the last of `past`, where the run was before, is made of."""
+    if workload.algorithm.kind not in STALE:
+        return exact_gradients(workload, past[-1], batch, layout)
+    return exact_stale_step(workload, past, batch, layout or Layout())
+
+
+def exact_stale_step(
+    workload: Workload,
+    past: Sequence[Tensors],
+    batch: Batch,
+    layout: Layout,
+    versions: Versions | None = None,
+    stashed: bool = True,
+) -> Exact:
+    """By other `versions` than the prescribed ones, if any are given; without stashes, as a wrong run would have it."""
+
+    def compute(parameters: Tensors, part: Batch, newest: Tensors) -> tuple[float, Tensors]:
+        found = exact_gradients(workload, parameters, part, changed=None if stashed else newest)
+        return found.loss, found.gradients
+
+    found = stale_step(workload, layout, past, batch, compute, versions)
+    return Exact(loss=found.loss, gradients=found.gradients, unused=frozenset())
+
+
+def exact_gradients(
+    workload: Workload,
+    parameters: Tensors,
+    batch: Batch,
+    layout: Layout | None = None,
+    changed: Tensors | None = None,
+) -> Exact:
+    """Loss and gradients of a global batch, or some of its micro-batches, without dropout; `layout`: see `assess`.
+    `changed`: what parameters are made in place before the backward pass, which is wrong."""
     model = exact_model(workload, batch)
-    values = doubles(parameters)
+    values = doubles({name: x.copy() for name, x in parameters.items()} if changed else parameters)
     trained = {name: value.requires_grad_() for name, value in values.items() if workload.trains(name)}
     shares = [
         loss_share(
@@ -166,6 +206,8 @@ def exact_gradients(workload: Workload, parameters: Tensors, batch: Batch, layou
         for part in together(workload, batch, layout)
     ]
     loss = torch.stack(shares).sum() if len(shares) > 1 else shares[0]
+    for name, value in (changed or {}).items():
+        values[name].data.copy_(torch.from_numpy(value))
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     found = dict(zip(trained, gradients, strict=True))
     rank_progress.advance()

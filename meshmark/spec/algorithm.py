@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction
 
 from meshmark.errors import InputError
-from meshmark.spec.compressor import SPARSE, Compressor, CompressorKind
+from meshmark.spec.compressor import CONTRACTIONS, SPARSE, Compressor, CompressorKind
 from meshmark.spec.graph import Graph, GraphKind
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 
@@ -22,6 +23,8 @@ class AlgorithmKind(StrEnum):
     a synchronous warm-up, post-local SGD (arXiv:1808.07217)."""
     DILOCO = "diloco"
     """Local SGD whose averages are taken for a gradient, on which Nesterov's momentum steps (arXiv:2311.08105)."""
+    FED_AVG = "fed-avg"
+    """Local SGD of replicas with more rows and with fewer, whose averages weigh by them (arXiv:1602.05629)."""
     DSGD = "dsgd"
     """Each replica steps, and then mixes its neighbours' states into its own (adapt, then combine)."""
     DPSGD = "dpsgd"
@@ -40,6 +43,17 @@ class AlgorithmKind(StrEnum):
     """The same, and what is lost is added to the next step's gradient (arXiv:1809.07599, 1901.09847)."""
     EF21 = "ef21"
     """What is compressed is the change since what was last told of the gradient (arXiv:2106.05203)."""
+    DOUBLE_SQUEEZE = "double-squeeze"
+    """A server compresses what it makes of compressed gradients too, and both feed back what is lost
+    (arXiv:1905.05957); in several rounds of compression, NEOLITHIC's (arXiv:2206.03665)."""
+    ONE_BIT_ADAM = "one-bit-adam"
+    """After a warm-up by Adam its variance is frozen, and momenta are squeezed twice so (arXiv:2102.02888)."""
+    PIPEDREAM = "pipedream"
+    """A pipeline whose micro-batches update weights one by one, each by those that it found (arXiv:1806.03377)."""
+    PIPEDREAM_VERTICAL = "pipedream-vertical"
+    """The same, with the version at all stages that the first stage had."""
+    PIPEDREAM_2BW = "pipedream-2bw"
+    """A pipeline whose every step is of the weights before the last one (arXiv:2006.09503)."""
     MAJORITY_VOTE = "majority-vote"
     """All step on the sign that most replicas' gradients have, element by element (arXiv:1810.05291)."""
 
@@ -55,28 +69,41 @@ DECENTRALISED = frozenset(
     }
 )
 """Those that mix along a graph."""
-PERIODIC = frozenset({AlgorithmKind.LOCAL_SGD, AlgorithmKind.DILOCO})
+PERIODIC = frozenset({AlgorithmKind.LOCAL_SGD, AlgorithmKind.DILOCO, AlgorithmKind.FED_AVG})
 """Those whose replicas step alone, and meet now and then."""
 OWN_MOMENTUM = frozenset({AlgorithmKind.DMSGD, AlgorithmKind.QUASI_GLOBAL})
 """Those that keep the momentum themselves, in the place of the local optimizer."""
-OF_PLAIN_SGD = frozenset({AlgorithmKind.GRADIENT_TRACKING, AlgorithmKind.EXACT_DIFFUSION})
+BY_MICRO_BATCH = frozenset({AlgorithmKind.PIPEDREAM, AlgorithmKind.PIPEDREAM_VERTICAL})
+"""Those that make an update a micro-batch."""
+STALE = BY_MICRO_BATCH | {AlgorithmKind.PIPEDREAM_2BW}
+"""Those of pipelines whose gradients are of older weights."""
+OF_PLAIN_SGD = BY_MICRO_BATCH | {AlgorithmKind.GRADIENT_TRACKING, AlgorithmKind.EXACT_DIFFUSION}
 """Those that are defined on a gradient step alone."""
 
 
-COMPRESSING = frozenset(
-    {AlgorithmKind.COMPRESSED, AlgorithmKind.ERROR_FEEDBACK, AlgorithmKind.EF21, AlgorithmKind.MAJORITY_VOTE}
-)
+SERVED = frozenset({AlgorithmKind.DOUBLE_SQUEEZE, AlgorithmKind.ONE_BIT_ADAM})
+"""Those that compress both ways, to a server and back."""
+COMPRESSING = SERVED | {
+    AlgorithmKind.COMPRESSED,
+    AlgorithmKind.ERROR_FEEDBACK,
+    AlgorithmKind.EF21,
+    AlgorithmKind.MAJORITY_VOTE,
+}
 """Those that send less than gradients, and whose replicas are yet to stand together."""
 _FOR = {
     AlgorithmKind.COMPRESSED: frozenset(CompressorKind) - {CompressorKind.POWER_SGD, CompressorKind.RANDOM_K},
     AlgorithmKind.ERROR_FEEDBACK: SPARSE | {CompressorKind.SIGN, CompressorKind.POWER_SGD},
-    AlgorithmKind.EF21: frozenset({CompressorKind.TOP_K, CompressorKind.SIGN}),
+    AlgorithmKind.EF21: CONTRACTIONS,
+    AlgorithmKind.DOUBLE_SQUEEZE: CONTRACTIONS,
+    AlgorithmKind.ONE_BIT_ADAM: frozenset({CompressorKind.SIGN}),
 }
 """Compressors by algorithm. Random-k and PowerSGD without feedback never send some of the gradient; what a format
 rounds off, and what is right in the mean, needs none; EF21 is for contractions that know nothing of the step."""
 POWER_SGD_WARMUP = 2
 """PyTorch's hook remembers by bucket, and buckets are built anew after the first step."""
 
+WARMED = frozenset({AlgorithmKind.LOCAL_SGD, AlgorithmKind.ONE_BIT_ADAM})
+"""Those whose warm-up is synchronous training."""
 MIXES_TWO = frozenset({AlgorithmKind.DMSGD, AlgorithmKind.GRADIENT_TRACKING})
 """Those that mix another vector as they mix parameters."""
 
@@ -87,10 +114,10 @@ class AlgorithmSpec:
 
     kind: AlgorithmKind = AlgorithmKind.SYNCHRONOUS
     period: int = 1
-    """Local SGD and DiLoCo: steps from one averaging to the next. The first step after the warm-up averages, as
+    """Local SGD, DiLoCo and FedAvg: steps from one averaging to the next. The first step after the warm-up averages, as
     PyTorch's `PeriodicModelAverager` does."""
     warmup_steps: int = 0
-    """Local SGD, and PowerSGD: steps that are synchronous, before the first other one."""
+    """Local SGD, PowerSGD and 1-bit Adam: steps that are synchronous, before the first other one."""
     graph: Graph | None = None
     """Of decentralised algorithms: who mixes whom in."""
     compressor: Compressor | None = None
@@ -105,7 +132,7 @@ class AlgorithmSpec:
             raise InputError(f"algorithm: period is {self.period}, expected at least 1")
         if self.warmup_steps < 0:
             raise InputError(f"algorithm: warmup_steps is {self.warmup_steps}, expected 0 or more")
-        may_warm = self.kind is AlgorithmKind.LOCAL_SGD or self.is_power_sgd
+        may_warm = self.kind in WARMED or self.is_power_sgd
         if (self.period > 1 and self.kind not in PERIODIC) or (self.warmup_steps and not may_warm):
             raise InputError(
                 f"algorithm: period {self.period} and warmup_steps {self.warmup_steps} mean nothing in {self.kind} "
@@ -136,6 +163,10 @@ class AlgorithmSpec:
                 f"algorithm: warmup_steps is {self.warmup_steps}, expected at least {POWER_SGD_WARMUP} with power-sgd: "
                 "PyTorch's hook remembers by bucket, and buckets are built anew after the first step"
             )
+        if self.kind is AlgorithmKind.ONE_BIT_ADAM and not self.warmup_steps:
+            raise InputError(
+                f"algorithm: warmup_steps is 0, expected at least 1 with {self.kind}: its variance is the warm-up's"
+            )
 
     @property
     def is_power_sgd(self) -> bool:
@@ -149,6 +180,8 @@ class AlgorithmSpec:
         if self.graph:
             return f"{self.kind}-{self.graph.id}"
         warmup = f"w{self.warmup_steps}" if self.warmup_steps else ""
+        if self.kind in STALE:
+            return str(self.kind)
         if self.kind in COMPRESSING:
             return f"{self.kind}-{self.compressor.id}{warmup}" if self.compressor else str(self.kind)
         return f"{self.kind}{self.period}{warmup}"
@@ -156,12 +189,12 @@ class AlgorithmSpec:
     @property
     def replicas_differ(self) -> bool:
         """Whether data-parallel replicas may hold other gradients or parameters than one another, by design."""
-        return self.kind is not AlgorithmKind.SYNCHRONOUS
+        return self.kind is not AlgorithmKind.SYNCHRONOUS and self.kind not in STALE
 
     @property
     def stands_together(self) -> bool:
         """Whether all replicas are to hold the same parameters after every step, bit for bit."""
-        return self.kind is AlgorithmKind.SYNCHRONOUS or self.kind in COMPRESSING
+        return not self.replicas_differ or self.kind in COMPRESSING
 
     @property
     def vectors_mixed(self) -> int:
@@ -170,7 +203,7 @@ class AlgorithmSpec:
 
     def reduces_gradients(self, step: int) -> bool:
         """Whether `step` is made of the whole global batch's gradient; steps are counted from 0."""
-        return not self.replicas_differ or self.kind is AlgorithmKind.LOCAL_SGD and step < self.warmup_steps
+        return not self.replicas_differ or self.kind in WARMED and step < self.warmup_steps
 
     def compresses(self, step: int) -> bool:
         """Whether less than gradients is sent in `step`."""
@@ -186,6 +219,11 @@ class AlgorithmSpec:
         plain = optimizer.kind is OptimizerKind.SGD and not optimizer.weight_decay and optimizer.clip_norm is None
         if self.kind in OF_PLAIN_SGD and not (plain and not optimizer.momentum):
             return "is defined on plain SGD; take kind sgd without momentum, weight decay and clipping"
+        if self.kind in BY_MICRO_BATCH and optimizer.warmup_steps:
+            return "makes several updates a step, all of one rate; take an optimizer without a schedule"
+        adam = optimizer.kind is OptimizerKind.ADAMW and optimizer.clip_norm is None
+        if self.kind is AlgorithmKind.ONE_BIT_ADAM and not adam:
+            return "is Adam, and no gradient of all replicas is known to clip; take kind adamw without clipping"
         if self.kind in OWN_MOMENTUM:
             if not (plain and optimizer.momentum and not optimizer.nesterov and not optimizer.warmup_steps):
                 return (
@@ -193,6 +231,12 @@ class AlgorithmSpec:
                     "schedule, weight decay and clipping"
                 )
         return None
+
+
+def client_shares(count: int) -> list[Fraction]:
+    """Of the rows, by replica, under FedAvg: of every two neighbours the second has three times as many."""
+    alone = [Fraction(1, count)] * (count % 2)
+    return [Fraction(1, 2 * count), Fraction(3, 2 * count)] * (count // 2) + alone
 
 
 def local_sgd(period: int, warmup_steps: int = 0) -> AlgorithmSpec:
@@ -203,15 +247,20 @@ def local_sgd(period: int, warmup_steps: int = 0) -> AlgorithmSpec:
 def _presets() -> Iterator[AlgorithmSpec]:
     yield local_sgd(2)
     yield AlgorithmSpec(kind=AlgorithmKind.DILOCO, period=2)
+    yield AlgorithmSpec(kind=AlgorithmKind.FED_AVG, period=2)
     for kind in sorted(DECENTRALISED):
         for graph in (Graph(kind=graph) for graph in GraphKind if graph is not GraphKind.OWN):
             if kind is not AlgorithmKind.EXACT_DIFFUSION or graph.is_static:
                 yield AlgorithmSpec(kind=kind, graph=graph)
     for kind, compressors in _FOR.items():
         for of_kind in sorted(compressors):
-            warmup = POWER_SGD_WARMUP if of_kind is CompressorKind.POWER_SGD else 0
+            warms = of_kind is CompressorKind.POWER_SGD or kind is AlgorithmKind.ONE_BIT_ADAM
+            warmup = POWER_SGD_WARMUP if warms else 0
             yield AlgorithmSpec(kind=kind, compressor=Compressor(kind=of_kind), warmup_steps=warmup)
+    rounds = Compressor(kind=CompressorKind.SIGN, rounds=3)
+    yield AlgorithmSpec(kind=AlgorithmKind.DOUBLE_SQUEEZE, compressor=rounds)
     yield AlgorithmSpec(kind=AlgorithmKind.MAJORITY_VOTE)
+    yield from (AlgorithmSpec(kind=kind) for kind in sorted(STALE))
 
 
 ALGORITHMS = {spec.id: spec for spec in _presets()}

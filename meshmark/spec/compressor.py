@@ -30,6 +30,8 @@ class CompressorKind(StrEnum):
 
 
 SPARSE = frozenset({CompressorKind.TOP_K, CompressorKind.RANDOM_K})
+CONTRACTIONS = frozenset({CompressorKind.TOP_K, CompressorKind.SIGN})
+"""Those that bring every tensor nearer to zero, and know nothing of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,8 @@ class Compressor:
     """QSGD's, from zero to the tensor's norm."""
     rank: int = 1
     """PowerSGD's."""
+    rounds: int = 1
+    """Of a contraction: what is left of the tensor is compressed again, so often in all (arXiv:2206.03665)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.percent <= 100:
@@ -54,14 +58,19 @@ class Compressor:
             raise InputError(f"compressor: {self.levels} levels, expected 1 to {MOST_LEVELS}: they travel as bytes")
         if self.rank < 1:
             raise InputError(f"compressor: rank is {self.rank}, expected at least 1")
+        if self.rounds < 1 or self.rounds > 1 and self.kind not in CONTRACTIONS:
+            raise InputError(
+                f"compressor: {self.rounds} rounds of {self.kind}; expected 1, or more of one of "
+                f"{', '.join(sorted(CONTRACTIONS))}, which leave less and less"
+            )
 
     @property
     def id(self) -> str:
-        """`top-k10`, `qsgd64`, `power-sgd1`, `fp16`."""
-        if self.kind in SPARSE:
-            return f"{self.kind}{self.percent}"
+        """`top-k10`, `qsgd64`, `power-sgd1`, `fp16`; in three rounds `signx3`."""
         told = {CompressorKind.QSGD: self.levels, CompressorKind.POWER_SGD: self.rank}
-        return f"{self.kind}{told.get(self.kind, '')}"
+        told |= dict.fromkeys(SPARSE, self.percent)
+        again = f"x{self.rounds}" if self.rounds > 1 else ""
+        return f"{self.kind}{told.get(self.kind, '')}{again}"
 
     def kept(self, size: int) -> int:
         """Elements that a sparse one sends of a tensor of `size`."""

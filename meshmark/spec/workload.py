@@ -139,6 +139,7 @@ class Workload:
 _TINY_OPTIMIZER = OptimizerSpec(clip_norm=0.5)
 _MOMENTUM = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, momentum=0.9, weight_decay=0.01, clip_norm=0.5)
 _PLAIN = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0.0, clip_norm=None)
+_ADAM = OptimizerSpec(clip_norm=None, eps=1e-4)
 _ADAFACTOR = OptimizerSpec(kind=OptimizerKind.ADAFACTOR, learning_rate=1e-2, clip_norm=0.5)
 _MUON = OptimizerSpec(kind=OptimizerKind.MUON, momentum=0.95, nesterov=True, clip_norm=0.5)
 
@@ -167,6 +168,8 @@ WORKLOADS: dict[str, Workload] = {
         # Of algorithms that are defined on a gradient step, or keep its momentum themselves.
         Workload(name="gpt-mini-sgd", model=MODELS["gpt-mini"], optimizer=_PLAIN),
         Workload(name="gpt-mini-heavy-ball", model=MODELS["gpt-mini"], optimizer=replace(_PLAIN, momentum=0.9)),
+        # Of those that keep Adam's moments themselves.
+        Workload(name="gpt-mini-adam", model=MODELS["gpt-mini"], optimizer=_ADAM),
         Workload(name="gpt-mini-nesterov", model=MODELS["gpt-mini"], optimizer=replace(_MOMENTUM, nesterov=True)),
         Workload(name="gpt-mini-adafactor", model=MODELS["gpt-mini"], optimizer=_ADAFACTOR),
         Workload(name="gpt-mini-muon", model=MODELS["gpt-mini"], optimizer=_MUON),

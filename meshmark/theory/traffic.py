@@ -109,8 +109,11 @@ def compressed_traffic(case: Case, rank: int) -> list[Flow]:
     if not case.workload.algorithm.compresses(METERED_STEP):
         num_bytes = count * case.precision.reduction.itemsize
         return _collective(replicas, "all_reduce", Purpose.GRADIENTS, num_bytes, (1, tensors))
-    kind, num_bytes, calls = step_bytes(case, rank)
-    return _collective(replicas, kind, Purpose.GRADIENTS, num_bytes, (calls, calls * tensors))
+    return [
+        flow
+        for kind, num_bytes, calls in step_bytes(case, rank)
+        for flow in _collective(replicas, kind, Purpose.GRADIENTS, num_bytes, (calls, calls * tensors))
+    ]
 
 
 def data_parallel_traffic(case: Case, rank: int) -> list[Flow]:

@@ -10,6 +10,9 @@ from meshmark.spec.workload import workload
 from tests.broken import compressing as c
 from tests.broken import mixing as m
 from tests.broken import outer as o
+from tests.broken import serving as s
+from tests.broken import stale as v
+from tests.broken import weighing as w
 from tests.broken.engine import Broken
 from tests.broken.mutant import Mutant, on
 
@@ -18,14 +21,19 @@ _DSGD, _DPSGD = workload("gpt-mini-dsgd-ring"), workload("gpt-mini-dpsgd-ring")
 _ONE_PEER = workload("gpt-mini-dsgd-one-peer")
 _DMSGD, _QUASI = workload("gpt-mini-heavy-ball-dmsgd-ring"), workload("gpt-mini-heavy-ball-quasi-global-ring")
 _TRACKING, _DIFFUSION = workload("gpt-mini-sgd-gradient-tracking-ring"), workload("gpt-mini-sgd-exact-diffusion-ring")
+_ONE_BIT = workload("gpt-mini-adam-one-bit-adam-signw2")
+_PIPEDREAM, _TWO_BUFFERED = workload("gpt-mini-sgd-pipedream"), workload("gpt-mini-sgd-pipedream-2bw")
+_VERTICAL = workload("gpt-mini-sgd-pipedream-vertical")
 _FOUR = Layout(dp=4)
 """Where two average all that they have, a momentum that is mixed is one that is not."""
 
 
-def _compressing(adapter: str, algorithm: str, *defects: type[Broken]) -> Iterator[Mutant]:
+def _compressing(
+    adapter: str, algorithm: str, *defects: type[Broken], layout: Layout | None = None
+) -> Iterator[Mutant]:
     """Plain SGD's, whose step is as long as what it is made of."""
     for defect in defects:
-        yield from on(adapter, defect, Fault.ALGORITHM, workload=workload(f"gpt-mini-sgd-{algorithm}"))
+        yield from on(adapter, defect, Fault.ALGORITHM, workload=workload(f"gpt-mini-sgd-{algorithm}"), layout=layout)
 
 
 ALGORITHM_MUTANTS: list[Mutant] = [
@@ -59,14 +67,46 @@ ALGORITHM_MUTANTS: list[Mutant] = [
         for defect in (o.OuterMomentumReset, o.NoOuterStep, o.OuterHeavyBall, o.MeetsLate, o.OuterAlone)
         for mutant in on("diloco", defect, Fault.ALGORITHM, workload=workload("gpt-mini-sgd-diloco2"))
     ),
+    *(
+        mutant
+        for defect in (w.WeighsAlike, w.WeighsByOthers, w.WeighsTwice, w.NeverMeets, w.MeetsAStepLate)
+        for mutant in on("fed-avg", defect, Fault.ALGORITHM, workload=workload("gpt-mini-sgd-fed-avg2"))
+    ),
+    *on("fed-avg", w.OwnMeanForGlobal, Fault.SCALED, workload=workload("gpt-mini-sgd-fed-avg2")),
     *_compressing("compressed", "compressed-top-k10", c.LargestSigned, c.SendsWhole, c.SumsReplicas, c.SendsHalf),
     *_compressing("compressed", "compressed-qsgd64", c.DrawsAlike, c.DrawsOnce, c.RoundsToNearest, c.DividesTwice),
     *_compressing("compressed", "error-feedback-top-k10", c.ForgetsLeft, c.AddsLeftTwice, c.AddsLeftLate),
     *_compressing("compressed", "error-feedback-random-k10", c.SameElements, c.LeavesWhatWasSent),
     *_compressing("compressed", "error-feedback-sign", c.ScalesByNorm, c.NeverScales, c.ScalesByRow),
     *_compressing("compressed", "ef21-top-k10", c.ForgetsKnown, c.StepsOnChanges, c.ChangeOfMean, c.StepsOnFirst),
-    *_compressing("compressed", "majority-vote", c.SignOfMean, c.MeanOfSigns, c.TiesArePlus, c.FirstVotes),
-    *_compressing("ddp-compressed", "compressed-bf16", c.OtherFormat, c.InNoFormat, c.HookSums, c.HookDividesTwice),
+    *_compressing("compressed", "majority-vote", c.SignOfMean, c.TiesArePlus, c.FirstVotes),
+    *_compressing("compressed", "majority-vote", c.MeanOfSigns, layout=_FOUR),  # of two signs, the mean is the vote
+    *_compressing(
+        "compressed",
+        "double-squeeze-top-k10",
+        *(s.ServerForgets, s.ServerAddsTwice, s.ServerSums, s.ServerSendsAll, s.WorkersForget),
+    ),
+    *_compressing("compressed", "double-squeeze-signx3", s.OneRound),
+    *(
+        mutant
+        for defect in (s.VarianceGoesOn, s.MomentumLost, s.BiasCorrected, s.AdaptsLonger)
+        for mutant in on("compressed", defect, Fault.ALGORITHM, workload=_ONE_BIT)
+    ),
+    *on("pipedream", v.StashTooOld, Fault.ALGORITHM, workload=_PIPEDREAM),
+    *on("pipedream", v.NothingInFlight, Fault.ALGORITHM, workload=_PIPEDREAM),
+    *on("pipedream", v.FirstStageTooOld, Fault.ALGORITHM, workload=_PIPEDREAM),
+    *on("pipedream", v.WeightsOfStart, Fault.ALGORITHM, workload=_PIPEDREAM),
+    *on("pipedream", v.NotStashed, Fault.ALGORITHM, workload=_PIPEDREAM),
+    *on("pipedream", v.VerticalTooOld, Fault.ALGORITHM, workload=_VERTICAL),
+    *on("pipedream", v.OwnNewest, Fault.ALGORITHM, workload=_VERTICAL),
+    *on("pipedream", v.VerticalOfStart, Fault.ALGORITHM, workload=_VERTICAL),
+    *on("pipedream", v.LastStageTooOld, Fault.ALGORITHM, workload=_VERTICAL),
+    *on("pipedream", v.NoShadow, Fault.ALGORITHM, workload=_TWO_BUFFERED),
+    *on("pipedream", v.ShadowTooOld, Fault.ALGORITHM, workload=_TWO_BUFFERED),
+    *on("pipedream", v.LastStageFresh, Fault.ALGORITHM, workload=_TWO_BUFFERED),
+    *on("pipedream", v.ShadowIsStepped, Fault.ALGORITHM, workload=_TWO_BUFFERED),
+    *_compressing("ddp-compressed", "compressed-bf16", c.OtherFormat, c.HookSums, c.HookDividesTwice),
+    *on("ddp-compressed", c.InNoFormat, suite="communication", workload=workload("gpt-mini-sgd-compressed-bf16")),
     *_compressing(
         "ddp-compressed",
         "error-feedback-power-sgd1w2",

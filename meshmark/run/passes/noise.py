@@ -41,9 +41,10 @@ from meshmark.reference.initial import Block, random_bits, row_blocks
 from meshmark.run.kernels import ATTENTION, VARIABLES
 from meshmark.run.passes.engine_rule import EngineRule, put
 from meshmark.run.passes.observer import MOST_LEFT_OUT
+from meshmark.run.passes.stale_noise import note_stale_step
 from meshmark.run.request import Request
 from meshmark.serial import decode, encode
-from meshmark.spec.algorithm import AlgorithmSpec
+from meshmark.spec.algorithm import BY_MICRO_BATCH, STALE, AlgorithmSpec
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Dtype
@@ -85,6 +86,7 @@ def noise_key(case: Case, steps: int, device: str = "cpu", sample: Sample | None
         num_chunks(case),
         *([case.layout.dp] if case.precision.narrows_reduction else []),
         *([num_replicas(case)] if num_replicas(case) > 1 else []),
+        *([case.layout.pp, case.layout.num_micro_batches] if case.workload.algorithm.kind in STALE else []),
         *(["twin"] if case.precision.is_mixed and sample is None else []),
         *(["sampled"] if sample else []),
         *([str(case.tuning.arithmetic)] if case.tuning.arithmetic else []),
@@ -166,6 +168,7 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     """One noise run; `run` seeds its perturbations and picks its way of casting. Of replicas that may differ, each is
     trained by an engine of its own, here in turn, on its own rows."""
     workload, replicas, num_ranks = request.case.workload, num_replicas(request.case), ranks_that_round(request.case)
+    stale = workload.algorithm.kind in STALE
     layout = Layout(num_micro_batches=num_chunks(request.case))
     alone = dataclasses.replace(workload, optimizer=local_optimizer(workload), algorithm=AlgorithmSpec())
     case = dataclasses.replace(request.case, adapter="single", layout=layout, workload=alone)
@@ -184,7 +187,11 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
         batch = make_batch(workload, step)
-        parts = [permute(batch.shard(replica, replicas), case, run, num_ranks) for replica in range(replicas)]
+        if stale:
+            note_stale_step(request.case, traces[0], rules[0], batch, lambda part: permute(part, case, run, num_ranks))
+            rank_progress.advance()
+            continue
+        parts = [permute(algorithm.part(batch, replica), case, run, num_ranks) for replica in range(replicas)]
         for trace, engine, part in zip(traces, engines, parts, strict=True):
             trace.evaluations.append(float(engine.evaluate(part)))
         losses = [backward(engine, part, num_ranks) for engine, part in zip(engines, parts, strict=True)]
@@ -202,7 +209,7 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
             trace.parameters.append(there)
             trace.buffers[0].append(host_copies(engine.buffers()))
         rank_progress.advance()
-    divided = dataclasses.replace(layout, dp=num_ranks)
+    divided = request.case.layout if stale else dataclasses.replace(layout, dp=num_ranks)
     deviations = assess_replicas(traces, workload, start=traces[0].parameters[0], layout=divided, twin=twin)
     return noise_run(deviations, case.precision)
 
@@ -238,6 +245,8 @@ def ranks_that_round(case: Case) -> int:
 
 def num_chunks(case: Case) -> int:
     """Micro-batches of all ranks together; of each replica, or rank whose reduction is rounded, its share of them."""
+    if case.workload.algorithm.kind in BY_MICRO_BATCH:
+        return 1
     together = case.layout.dp * case.layout.num_micro_batches
     return max(together // (num_replicas(case) * ranks_that_round(case)), 1)
 

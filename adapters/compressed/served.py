@@ -1,0 +1,92 @@
+"""Engines whose replicas tell a server, which is the first of them, and are told by it; after the equations of
+`meshmark.algorithms.served`."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshmark.adapters.compressed.codecs import codec_of
+from meshmark.adapters.compressed.engines import CompressedEngine
+from meshmark.adapters.compressed.exchange import Gathered, Messages
+
+SERVER = 0
+"""Rank."""
+Tensors = dict[str, Tensor]
+
+
+class DoubleSqueezeEngine(CompressedEngine):
+    """`kept["left"]`: what was not sent; `kept["left of server"]`, on the server alone: what it did not."""
+
+    exchange: Gathered
+
+    def make_exchange(self) -> Gathered:
+        compressor = self.case.workload.algorithm.compressor
+        assert compressor is not None
+        return Gathered(codec_of(compressor), self.case.workload.seed)
+
+    def direction(self, own: Tensors) -> Tensors:
+        message = self.compressed("left", own)
+        every = [torch.empty_like(message) for _ in range(dist.get_world_size())] if self.serves else None
+        dist.gather(message, every, SERVER)
+        if every is not None:
+            message = self.served(Messages(self.exchange.codec, every, own))
+        dist.broadcast(message, SERVER)
+        return self.read(message, own)
+
+    @property
+    def serves(self) -> bool:
+        return dist.get_rank() == SERVER
+
+    def served(self, every: Messages) -> Tensor:
+        """The server's message to all."""
+        return self.compressed("left of server", every.mean())
+
+    def compressed(self, left: str, wanted: Tensors) -> Tensor:
+        """A message of `wanted`, which becomes what is left of it and of what was left before."""
+        if left in self.kept:
+            torch._foreach_add_(list(wanted.values()), list(self.kept.pop(left).values()))
+        message = self.exchange.message(wanted, self.steps_done)
+        torch._foreach_sub_(list(wanted.values()), list(self.read(message, wanted).values()))
+        self.kept[left] = wanted
+        return message
+
+    def read(self, message: Tensor, like: Tensors) -> Tensors:
+        return dict(Messages(self.exchange.codec, [message], like).read(message))
+
+
+class OneBitAdamEngine(DoubleSqueezeEngine):
+    """`kept["momentum"]` and `kept["variance"]`: Adam's, with the second as the warm-up left it. The optimizer steps on
+    the one over the root of the other."""
+
+    def finish_gradients(self) -> None:
+        super().finish_gradients()
+        if self.case.workload.algorithm.reduces_gradients(self.steps_done):
+            for gradient in self.gradients().values():
+                dist.all_reduce(gradient)
+                gradient.div_(dist.get_world_size())
+
+    def direction(self, own: Tensors) -> Tensors:
+        if not self.kept:  # with what is left, which nothing is yet: no step holds more than the one before
+            kept = ["momentum", "variance", "left", *(["left of server"] if self.serves else [])]
+            self.kept = {what: {name: torch.zeros_like(g) for name, g in own.items()} for what in kept}
+        moved = self.moved(own)
+        if self.case.workload.algorithm.compresses(self.steps_done):
+            moved = super().direction(moved)
+        else:
+            self.adapt(own)
+        self.kept["momentum"] = moved
+        return {name: self.preconditioned(m, self.kept["variance"][name]) for name, m in moved.items()}
+
+    def moved(self, own: Tensors) -> Tensors:
+        beta = self.case.workload.optimizer.betas[0]
+        return {name: m.mul(beta).add_(own[name].mul(1 - beta)) for name, m in self.kept["momentum"].items()}
+
+    def adapt(self, own: Tensors) -> None:
+        beta = self.case.workload.optimizer.betas[1]
+        for name, v in self.kept["variance"].items():
+            v.mul_(beta).addcmul_(own[name], own[name], value=1 - beta)
+
+    def preconditioned(self, momentum: Tensor, variance: Tensor) -> Tensor:
+        return momentum.div(variance.sqrt().add_(self.case.workload.optimizer.eps)).masked_fill_(variance == 0, 0)

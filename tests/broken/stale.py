@@ -1,0 +1,130 @@
+"""Pipelines that do not wait, with weights of another version than the schedule's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshmark.reference.data import Batch
+from tests.broken.engine import Broken
+
+
+class Stashing(Broken):
+    """Puts another version in the place of a forward pass's."""
+
+    versions: list[dict[str, Tensor]]
+    stands: Any
+
+    def version_of(self, micro_batch: int) -> int:
+        return min(max(self.wrong(self.right(micro_batch), micro_batch), 0), len(self.versions) - 1)
+
+    def right(self, micro_batch: int) -> int:
+        found: int = super().version_of(micro_batch)  # type: ignore[misc]
+        return found
+
+    def wrong(self, right: int, micro_batch: int) -> int:
+        raise NotImplementedError
+
+    def forget(self, done: int) -> None:
+        """Nothing is."""
+
+
+class StashTooOld(Stashing):
+    def wrong(self, right: int, micro_batch: int) -> int:
+        return right - 1
+
+
+class FirstStageTooOld(Stashing):
+    def wrong(self, right: int, micro_batch: int) -> int:
+        return right - (self.stands.pp == 0)
+
+
+class LastStageTooOld(Stashing):
+    def wrong(self, right: int, micro_batch: int) -> int:
+        return right - (self.stands.pp > 0)
+
+
+class WeightsOfStart(Stashing):
+    def wrong(self, right: int, micro_batch: int) -> int:
+        return 0
+
+
+class VerticalTooOld(StashTooOld): ...
+
+
+class VerticalOfStart(WeightsOfStart): ...
+
+
+class OwnNewest(Stashing):
+    """Without vertical synchronisation."""
+
+    def wrong(self, right: int, micro_batch: int) -> int:
+        return len(self.versions) - 1
+
+
+class NothingInFlight(Stashing):
+    """Each micro-batch is passed back before the next begins."""
+
+    stages_after = 0
+
+    def wrong(self, right: int, micro_batch: int) -> int:
+        return right
+
+
+class NotStashed(Stashing):
+    """What forward passes have saved is changed below them: weights are updated in place."""
+
+    def step_on(self, gradients: dict[str, Tensor]) -> None:
+        super().step_on(gradients)  # type: ignore[misc]
+        for at in self.flying.values():  # type: ignore[attr-defined]
+            for name, w in at.stashed.items():
+                w.data.copy_(self.versions[-1][name].detach())
+
+    def wrong(self, right: int, micro_batch: int) -> int:
+        return right
+
+
+class NoShadow(Broken):
+    """Every step is of the newest weights."""
+
+    def swap(self) -> None:
+        """None."""
+
+
+class ShadowTooOld(Broken):
+    older: list[Tensor]
+    shadow: list[Tensor]
+
+    def update(self) -> Tensor | None:
+        before = [x.clone() for x in self.shadow]
+        found = super().update()  # type: ignore[safe-super]
+        self.shadow, self.older = getattr(self, "older", before), [x.clone() for x in self.shadow]
+        return found
+
+
+class LastStageFresh(Broken):
+    stands: Any
+
+    def swap(self) -> None:
+        if self.stands.pp == 0:
+            super().swap()  # type: ignore[misc]
+
+
+class ShadowIsStepped(Broken):
+    """The older weights are changed, and are the newest then."""
+
+    shadow: list[Tensor]
+
+    def backward(self, batch: Batch) -> Tensor:
+        return super().backward(batch)  # type: ignore[safe-super]
+
+    def update(self) -> Tensor | None:
+        stepped_from = [x.clone() for x in self.shadow]
+        now = [p.detach().clone() for _, p in self.named()]
+        found = super().update()  # type: ignore[safe-super]
+        with torch.no_grad():
+            for (_, p), before, newest in zip(self.named(), stepped_from, now, strict=True):
+                p.add_(before - newest)
+        return found

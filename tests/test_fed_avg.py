@@ -1,0 +1,93 @@
+"""FedAvg with unequal shares: its transition by hand, the engine for real in float64, and what breaks it."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from meshmark.adapter.registry import load_adapter
+from meshmark.adapters import ROSTER
+from meshmark.algorithms.local_sgd import FedAvg, own_rows
+from meshmark.algorithms.replicas import Tensors
+from meshmark.judge.truth import ExactOptimizer, assess_replicas
+from meshmark.reference.data import Batch, make_batch
+from meshmark.spec.algorithm import AlgorithmKind, AlgorithmSpec, client_shares
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import workload
+from tests.broken.algorithm_mutants import ALGORITHM_MUTANTS
+from tests.factories import make_workload
+from tests.trained import Trial, diagnosed, furthest, train_all
+
+PLAIN = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0.0, clip_norm=None)
+SPEC = AlgorithmSpec(kind=AlgorithmKind.FED_AVG, period=2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_shares_are_unequal_and_all_rows(count: int) -> None:
+    assert sum(client_shares(count)) == 1 and len(client_shares(count)) == count
+    batch = make_batch(workload("gpt-mini"), 0)
+    if count in (2, 4):
+        parts = [own_rows(batch, replica, count) for replica in range(count)]
+        assert [len(part) for part in parts] == ([2, 6] if count == 2 else [1, 3, 1, 3])
+        assert torch.equal(torch.cat([part.inputs for part in parts]), batch.inputs)
+
+
+def test_averages_and_losses_weigh_by_rows() -> None:
+    """By hand; and the mean of replicas' gradients, by rows, is the global one (arXiv:1602.05629, algorithm 1)."""
+    exact = FedAvg(SPEC, [ExactOptimizer(PLAIN) for _ in range(2)])
+    assert [x["a"].tolist() for x in exact.reported([{"a": np.ones(1)}] * 2)] == [[4.0], [4 / 3]]
+    here: list[Tensors] = [{"a": np.array([x])} for x in (1.0, 5.0)]
+    gradients: list[Tensors] = [{"a": np.array([g])} for g in (10.0, -10.0)]
+    met = [x["a"] for x in exact.transition(here, gradients)]
+    np.testing.assert_allclose(met, [[0.25 * 0.0 + 0.75 * 6.0]] * 2, rtol=1e-15)
+    np.testing.assert_allclose([x["a"] for x in exact.transition(here, gradients)], [[0.0], [6.0]], rtol=1e-15)
+
+
+def test_rows_that_make_no_micro_batches_are_refused() -> None:
+    def reason(dp: int, micro_batches: int) -> str | None:
+        layout = Layout(dp=dp, num_micro_batches=micro_batches)
+        case = Case(adapter="fed-avg", workload=workload("gpt-mini-fed-avg2"), layout=layout)
+        return load_adapter(ROSTER["fed-avg"]).supports(case, "cpu", "gloo")
+
+    assert reason(2, 2) is None and reason(4, 1) is None
+    assert "replica 0 has 1/8 of 8 rows, which makes no 2 equal micro-batches of whole rows; take" in str(reason(4, 2))
+    with pytest.raises(AssertionError, match="refuses parts of rows"):
+        none = torch.zeros(3, 1)
+        own_rows(Batch(inputs=none, targets=none.long(), weights=none, total_weight=3.0), 0, 2)
+    assert client_shares(2) == [Fraction(1, 4), Fraction(3, 4)]
+
+
+NAMED = {
+    "WeighsAlike": "all replicas weigh alike, however many rows they have",
+    "WeighsByOthers": "each replica weighs by the rows of the next",
+    "WeighsTwice": "replicas are weighed by their rows twice",
+    "NeverMeets": "replicas never meet",
+    "MeetsAStepLate": "replicas meet a step late",
+    "OwnMeanForGlobal": "replica 0 steps on 2, 0 times the replicas' parts of the gradient, where 4, 0 is right",
+}
+
+
+def test_the_engine_does_what_is_specified_and_broken_ones_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    problem = make_workload(optimizer=PLAIN, algorithm=SPEC, global_batch=8)
+    layout = Layout(dp=2, num_micro_batches=2)
+    case = Case(adapter="fed-avg", workload=problem, layout=layout, precision=Precision.FP64)
+    mutants = {m.defect.__name__: m for m in ALGORITHM_MUTANTS if m.adapter == "fed-avg"}
+    trials = [Trial(case=case, defect=mutants[name].defect if name else None, steps=5) for name in ("", *mutants)]  # type: ignore[arg-type]
+    honest, *broken = train_all(trials, tmp_path)
+    assert furthest(assess_replicas(honest, problem)) < 1e-14
+    said = {}
+    for name, traces in zip(mutants, broken, strict=True):
+        diagnosis = diagnosed(trials[0], traces, honest)
+        assert diagnosis is not None and diagnosis.fault in mutants[name].faults, (name, diagnosis)
+        said[name] = diagnosis.detail
+    assert said == NAMED
