@@ -36,6 +36,21 @@ def test_a_system_trains_as_planned(launcher: ForkserverLauncher, tmp_path: Path
     assert judged == {"equivalence": True, "memory": True, "communication": True}, record.outcome.message
 
 
+def test_of_megatron_s_every_chunk_but_the_pipeline_s_first_keeps_what_it_has_received() -> None:
+    """An interleaved first rank receives too."""
+    interleaved = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
+    received = 2 * 4 * 32 * 32 * (DEEP.global_batch // 4)
+
+    def kept(layout: Layout) -> list[float]:
+        case = Case(adapter="megatron-gpt", workload=DEEP, layout=layout)
+        adapter = load_adapter(builtin_adapters()["megatron-gpt"])
+        declared = [[r for r in adapter.remainders(case, rank) if "received" in r.reason] for rank in range(2)]
+        return [sum(r.num_bytes for r in of_rank) / received for of_rank in declared]
+
+    assert kept(interleaved) == [1, 2]
+    assert kept(LAYOUTS["pipeline"]) == [0, 1]
+
+
 def test_an_operator_that_is_not_built_is_a_skip_with_the_command_that_builds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,9 +93,10 @@ class MegatronGPT(Adapter):
             (scores, "a buffer for the scores of attention (`get_global_memory_buffer`)"),
             (8 * model.seq_len, "positions, which this adapter hands to every micro-batch"),
         ]
-        if layout.coordinates(rank).pp:
+        if receiving := sum(stage > 0 for stage in layout.stages_of(layout.coordinates(rank).pp)):
             received = rows * model.seq_len * model.hidden * 4 // (layout.tp if layout.sequence_parallel else 1)
-            declared.append((2 * received, "the last input that a stage has received, and its gradient"))
+            reason = "of every stage of the pipeline, the last input that it has received, and its gradient"
+            declared.append((receiving * 2 * received, reason))
         padding = _padding(case, rank)
         steady = tuple(Remainder(category="steady", num_bytes=n, reason=reason) for n, reason in declared)
         padded = (4 * padding, "the distributed optimizer pads tensors to 64 elements, and buckets to 128")
