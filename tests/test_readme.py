@@ -313,7 +313,7 @@ def test_every_option_of_a_page_is_one(tmp_path: Path) -> None:
         "calibrate",
         "submit",
     )
-    schedulers = {"--kill-on-bad-exit", "--ntasks-per-node", "--requeue"}
+    schedulers = {"--kill-on-bad-exit", "--ntasks-per-node", "--requeue", "--rdzv-conf", "--standalone"}
     helps = [
         ["pytest", *CORE, "--help", str(ROOT / "suites")],
         *(["meshmark", *verb.split(), "--help"] for verb in verbs),

@@ -26,6 +26,7 @@ from meshmark.theory.activations import (
     vocabulary_shards,
 )
 from meshmark.theory.backward_pass import Pass
+from meshmark.theory.dealt_rows import dealt_parameters
 from meshmark.theory.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import optimizer_state_bytes
@@ -155,7 +156,7 @@ def stage_memory(
     """The same of one stage's ranks, for layouts of one pipeline degree."""
     stage = recipe.cut.stages(model, int(grid.pp[0]))[index]
     num_parameters = stage_parameters(model, stage, grid.tp)
-    states = state_bytes(num_parameters, grid, recipe)
+    states = state_bytes(_stated(num_parameters, model, grid, recipe, stage), grid, recipe)
     if own := recipe.states.matrix_wise:
         kept = optimizer_state_bytes(own.optimizer, model, stage, own.dtype)
         states["optimizer"] = kept / np.where(grid.zero_stage >= 1, (grid.dp * grid.cp).astype(float), 1.0)
@@ -189,6 +190,14 @@ def stage_memory(
         fullest_stage=np.full(len(grid), index),
         first_stage_bytes=np.full(len(grid), np.nan),
     )
+
+
+def _stated(num_parameters: Column, model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
+    """Parameters that so many shards as there are, each as full as the fullest, would be of."""
+    shards = (grid.dp * grid.cp).astype(float) / recipe.replicas
+    if not recipe.deals_rows:
+        return num_parameters
+    return np.where(grid.zero_stage < 3, num_parameters, shards * dealt_parameters(model, stage, grid.tp, shards))
 
 
 def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> dict[str, Column]:
