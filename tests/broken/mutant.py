@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from meshmark.adapter.contract import Adapter
 from meshmark.conformance.scenario import plain_workload
 from meshmark.judge.faults import Fault
+from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Schedule
 from meshmark.spec.precision import Precision
@@ -70,7 +71,7 @@ VIT, VIT_BN = workload("vit-digits"), workload("vit-digits-bn")
 
 def under(adapter: str, problem: Workload) -> Workload:
     """`problem`, by an algorithm that `adapter` has, with plain SGD where it is defined on no other optimizer."""
-    if problem.algorithm.replicas_differ or adapter not in ALGORITHMS:
+    if problem.algorithm.kind is not AlgorithmKind.SYNCHRONOUS or adapter not in ALGORITHMS:
         return problem
     algorithm, plain = ALGORITHMS[adapter], workload("gpt-mini-sgd").optimizer
     optimizer = plain if algorithm.refusal(problem.optimizer) else problem.optimizer
