@@ -3,7 +3,7 @@
 # first is red. On the machine's own python, with whatever frameworks it has.
 
 GPU_OUT ?= results/gpu
-GPU_PIECES := gpu-1-start gpu-2-correct gpu-3-shared gpu-4-fixtures gpu-5-speed gpu-6-memory gpu-8-calibrate \
+GPU_PIECES := gpu-1-start gpu-2-correct gpu-3-shared gpu-4-fixtures gpu-5-speed gpu-6-memory gpu-7-ladder gpu-8-calibrate \
               gpu-9-conformance
 GPU_PYTHON = PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON)
 GPU_SUITES = $(GPU_PYTHON) -m pytest suites --device cuda --results $(GPU_OUT) --max-time 8m
@@ -43,6 +43,11 @@ gpu-5-speed:
 
 gpu-6-memory:
 	$(GPU_SUITES) $(GPU_BIG) --steps 3 -k memory; $(GPU_PACK)
+
+# A rung more each time, the same for all three; compiled ones last, for each compiles anew.
+gpu-7-ladder:
+	$(GPU_SUITES) $(GPU_BIG) --steps 30 -k throughput --adapters single,ddp,fsdp2 --tuning cudnn --tuning cudnn,fused \
+	    --tuning cudnn,fused,chunked --tuning cudnn,fused,chunked,compile; $(GPU_PACK)
 
 gpu-8-calibrate:
 	mkdir -p $(GPU_OUT)

@@ -33,6 +33,7 @@ from meshmark.regression.gatekeeper import Gatekeeper, expect_conditions, gateke
 from meshmark.run.cluster import ClusterSpec
 from meshmark.run.gpus import num_gpus
 from meshmark.run.launchers import LAUNCHERS
+from meshmark.run.node_loss import node_loss
 from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.runner import RunOptions
 from meshmark.run.scheduler import cluster_of
@@ -190,6 +191,8 @@ def add_options(parser: pytest.Parser) -> None:
     )
     group.addoption("--node-rank", type=int, default=None, help="which of them this is")
     group.addoption("--rdzv", default=None, metavar="HOST:PORT", help="address of node 0 and a free port on it")
+    told = "continue: without it, with the cases that fit the nodes that are left (default: end the run)"
+    group.addoption("--on-node-loss", default="end", metavar="end|continue", help=told)
 
 
 def selection(config: pytest.Config) -> Selection:
@@ -292,10 +295,17 @@ def _run_options(config: pytest.Config) -> RunOptions:
     if not 0 <= budget < limit:
         raise InputError(f"--timing-budget {budget:g}: expected seconds from 0 to below --time-limit, {limit:g}")
     counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
-    chosen = RunOptions(device=device, backend=backend, num_gpus=num_gpus(), time_limit_seconds=limit)
+    chosen = RunOptions(
+        device=device,
+        backend=backend,
+        num_gpus=num_gpus(),
+        time_limit_seconds=limit,
+        assess=_assess(config),
+        on_node_loss=node_loss(config.getoption("--on-node-loss")),
+    )
     named = config.getoption("--known-gaps")
     gaps = read_gaps(config.invocation_params.dir / named) if named else ()
-    chosen = dataclasses.replace(chosen, timing_budget_seconds=budget, known_gaps=gaps, assess=_assess(config))
+    chosen = dataclasses.replace(chosen, timing_budget_seconds=budget, known_gaps=gaps)
     return dataclasses.replace(chosen, **counts)
 
 

@@ -14,6 +14,7 @@ from meshmark.measure.device_memory import DeviceMemory
 from meshmark.measure.gpu_power import GpuPower
 from meshmark.measure.profile import ActivityKind, Bandwidth, Kernel, Profile
 from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
+from meshmark.run.reach import Place, Reach
 from meshmark.run.record import (
     ConformanceEvidence,
     EquivalenceEvidence,
@@ -176,6 +177,9 @@ def make_traffic_evidence(**changes: Any) -> TrafficEvidence:  # noqa: ANN401
         "planned": [[make_flow(num_bytes=396)]] * 2,
         "departures": [[Departure(sends=(make_flow(num_bytes=4, fewest=0, most=0),), reason="padding to four bytes")]]
         * 2,
+        "places": [Place()] * 2,
+        "reach": Reach(within_nodes=800.0, between_nodes=0.0, between_switches=0.0),
+        "planned_reach": Reach(within_nodes=800.0, between_nodes=0.0, between_switches=0.0),
     }
     return TrafficEvidence(**{**defaults, **changes})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,17 +22,22 @@ from typing import Any
 
 import pytest
 
-from meshmark.errors import ClusterError, InputError, NodesDisagreeError, NoSpaceError
+from benchmarks.cluster.adapters import GATE
+from meshmark.adapter.registry import builtin_adapters
+from meshmark.errors import ClusterError, InputError, NodeLostError, NodesDisagreeError, NoSpaceError
+from meshmark.judge.sample import Assess
 from meshmark.reference import data
-from meshmark.run import cluster, meeting, store
+from meshmark.run import cluster, meeting, store, waiting
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.launch import LaunchResult, launch_with
+from meshmark.run.node_loss import NodeLoss, node_loss
 from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
 from meshmark.run.rank_info import RankInfo
 from meshmark.run.rank_report import RankFailure, RankReport
 from meshmark.run.record import Status
 from meshmark.run.record_file import read_records
 from meshmark.run.request import Request, Task
+from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.watchdog import Watchdog
 from meshmark.serial import encode
 from meshmark.spec.layout import Layout
@@ -94,6 +100,9 @@ def test_both_nodes_pass_and_node_0_writes(tmp_path: Path) -> None:
     observed, timed = read_records(tmp_path / "0").records
     assert observed.environment.nnodes == 2
     assert len(observed.memory.readings) == 2 and len(timed.timing.rank_step_seconds) == 2
+    assert [place.node for place in observed.traffic.places] == [0, 1]
+    reach = observed.traffic.reach
+    assert reach and reach == observed.traffic.planned_reach and reach.between_nodes > reach.within_nodes == 0
     assert not (tmp_path / "1" / "records.jsonl").exists()
 
 
@@ -108,7 +117,6 @@ def test_a_failure_on_one_node_is_the_same_outcome_on_both(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "lost, happens, told",
     [
-        (1, signal.SIGKILL, r"node 1 of 2 has given no sign of life for 6 s"),
         (1, signal.SIGSTOP, r"node 1 of 2 has given no sign of life for 6 s"),
         (0, signal.SIGKILL, r"node 0's store at 127.0.0.1:\d+ (has closed|does not answer)"),
         (0, signal.SIGSTOP, r"node 0's store at 127.0.0.1:\d+ does not answer"),
@@ -139,11 +147,119 @@ def test_a_node_that_is_lost_ends_the_other(tmp_path: Path, lost: int, happens: 
         assert record.outcome.status is Status.NODE_LOST, record.outcome
 
 
+def test_a_run_goes_on_without_a_node_that_is_lost(tmp_path: Path) -> None:
+    """With the cases that fit: the one that was under way runs again, a larger one is skipped with its reason."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("two ranks fit no node of one core")
+    gate = tmp_path / "gate"
+    gate.touch()
+    waits = ["--adapter", "benchmarks.cluster.adapters:Waits", "--workload", "gpt-mini", "-k", "throughput", "-rs"]
+    os.sched_setaffinity(0, sorted(cores)[:2])
+    try:
+        nodes = start_nodes(
+            tmp_path,
+            *[*waits, "--world", "2,4", "--on-node-loss", "continue", "-p", "tests.broken.impatient"],
+            environment={**os.environ, GATE: str(gate)},
+        )
+    finally:
+        os.sched_setaffinity(0, cores)
+    try:
+        deadline = time.monotonic() + 120
+        while not all((tmp_path / f"waits-{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline and nodes[0].poll() is None
+            time.sleep(0.1)
+        nodes[1].kill()
+        gate.unlink()
+        output, _ = nodes[0].communicate(timeout=60)
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()
+    assert nodes[0].returncode == 0, output
+    assert "node 1 of 2 has given no sign of life for 6 s: going on with node 0" in output
+    lost, again, larger = read_records(tmp_path / "0").records
+    assert (lost.outcome.status, lost.environment.nnodes) == (Status.NODE_LOST, 2)
+    assert (again.outcome.status, again.environment.nnodes) == (Status.OK, 1) and again.case == lost.case
+    assert larger.outcome.status is Status.SKIPPED and larger.case.world_size == 4
+    assert larger.outcome.message == "4 ranks are more than 1 nodes can hold, 2 each; node 1 of 2 is lost"
+
+
+def test_nodes_that_are_left_go_on_where_they_stand_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five, the second is lost, and the fourth had come further than node 0: three go on, under new ranks."""
+    monkeypatch.setenv("MESHMARK_RDZV_SECRET", "a secret of this test")
+    monkeypatch.setattr(store, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(cluster, "_BEAT_SECONDS", 0.2)
+    ended: dict[int, object] = {}
+    rdzv = f"127.0.0.1:{free_port()}"
+
+    def run(rank: int) -> None:
+        with Cluster(ClusterSpec(nnodes=5, node_rank=rank, rdzv=rdzv)) as node:
+            if rank == 1:
+                node._close()
+                node._store = None
+                return
+            try:
+                with pytest.raises(NodeLostError, match="node 1 of 5"):
+                    node.exchange("result", "", seconds=60)
+                stayed = node.regroup("another case" if rank == 3 else "case 7", room=rank + 2, seconds=30)
+                met = node.exchange("launch", f"of {rank}", seconds=30)
+                ended[rank] = (stayed, node.spec.node_rank, node.spec.nnodes, met, node.room, node.told_of_lost)
+            except ClusterError as error:
+                ended[rank] = str(error)
+
+    running = [threading.Thread(target=run, args=(rank,)) for rank in range(5)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(timeout=60)
+    told = ["of 0", "of 2", "of 4"]
+    for place, rank in enumerate((0, 2, 4)):
+        assert ended[rank] == ([0, 2, 4], place, 3, told, 2, "; node 1, 3 of 5 is lost")
+    assert str(ended[3]).endswith(", and without node 3 goes on who is left: [0, 2, 4]")
+
+
+def test_what_to_do_without_a_node_is_one_of_two() -> None:
+    assert [node_loss(text) for text in ("end", "continue")] == [*NodeLoss]
+    with pytest.raises(InputError, match="unknown --on-node-loss 'contineu': did you mean 'continue'"):
+        node_loss("contineu")
+
+
+def test_a_case_that_no_longer_fits_stays_lost_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Or the run ends, by default; and where node 0 is gone, whatever was asked for."""
+
+    def lose(*_: object, **__: object) -> None:
+        raise NodeLostError("node 1 of 2 is gone")
+
+    def regroup(*_: object, **__: object) -> list[int]:
+        nodes.spec, nodes.room = ClusterSpec(), 2
+        return [0]
+
+    spec = ClusterSpec(nnodes=2, rdzv="a:1")
+    nodes = SimpleNamespace(spec=spec, room=None, told_of_lost="", regroup=regroup)
+    launcher = SimpleNamespace(cluster=nodes, launch=lose, close=lambda: None)
+    four = make_case("ddp", layout=Layout(dp=4))
+    for what in NodeLoss:
+        nodes.spec = spec
+        options = RunOptions(on_node_loss=what, assess=Assess.OFF)
+        runner = Runner(launcher, builtin_adapters(), options, tmp_path / what)  # type: ignore[arg-type]
+        with pytest.raises(NodeLostError) if what is NodeLoss.END else contextlib.nullcontext():
+            assert runner.time(four).outcome.status is Status.NODE_LOST
+            assert runner.time(four).outcome.message == "node 1 of 2 is gone", "and is not tried again"
+        runner.close()
+        assert len(read_records(tmp_path / what).records) == 1
+    nodes.spec, nodes.regroup = spec, lose
+    runner = Runner(launcher, builtin_adapters(), options, tmp_path / "none")  # type: ignore[arg-type]
+    with pytest.raises(NodeLostError):
+        runner.time(four)
+    runner.close()
+
+
 def test_a_wait_for_nodes_is_told_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody there, somebody else there, and only node 0 there."""
     monkeypatch.setenv("MESHMARK_RDZV_SECRET", "a secret of this test")
     monkeypatch.setattr(cluster, "_JOIN_SECONDS", 3)
-    monkeypatch.setattr(cluster, "_SAY_SECONDS", 1.0)
+    monkeypatch.setattr(waiting, "_SAY_SECONDS", 1.0)
     monkeypatch.setattr("meshmark.run.store._PROVE_SECONDS", 2.0)
     said: list[str] = []
     rdzv = f"127.0.0.1:{free_port()}"

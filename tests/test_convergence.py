@@ -15,13 +15,13 @@ from meshmark.judge.compression_rivals import DrawnAlike, NotTakenOff
 from meshmark.judge.mixing_rivals import NotSubtracted, Stale
 from meshmark.spec.algorithm import AlgorithmKind
 
-BIAS, RATE = (
+BIAS, RATE, STALE = (
     next(claim for claim in CLAIMS if claim.name.startswith(start))
-    for start in ("bias of dsgd on a ring", "steps of gradient-tracking")
+    for start in ("bias of dsgd on a ring", "steps of gradient-tracking", "steps of PipeDream-2BW")
 )
 
 
-@pytest.mark.parametrize("claim", [BIAS, RATE], ids=["bias", "rate"])
+@pytest.mark.parametrize("claim", [BIAS, RATE, STALE], ids=["bias", "rate", "stale"])
 def test_a_formula_and_its_algorithm_agree(claim: Claim) -> None:
     result = measure(claim)
     assert result.holds, str(result)

@@ -44,10 +44,10 @@ def test_averages_and_losses_weigh_by_rows() -> None:
     exact = FedAvg(SPEC, [ExactOptimizer(PLAIN) for _ in range(2)])
     assert [x["a"].tolist() for x in exact.reported([{"a": np.ones(1)}] * 2)] == [[4.0], [4 / 3]]
     here: list[Tensors] = [{"a": np.array([x])} for x in (1.0, 5.0)]
-    gradients: list[Tensors] = [{"a": np.array([g])} for g in (10.0, -10.0)]
+    gradients: list[Tensors] = [{"a": np.array([g])} for g in (4.0, -10.0)]
     met = [x["a"] for x in exact.transition(here, gradients)]
-    np.testing.assert_allclose(met, [[0.25 * 0.0 + 0.75 * 6.0]] * 2, rtol=1e-15)
-    np.testing.assert_allclose([x["a"] for x in exact.transition(here, gradients)], [[0.0], [6.0]], rtol=1e-15)
+    np.testing.assert_allclose(met, [[0.25 * 0.6 + 0.75 * 6.0]] * 2, rtol=1e-15)
+    np.testing.assert_allclose([x["a"] for x in exact.transition(here, gradients)], [[0.6], [6.0]], rtol=1e-15)
 
 
 def test_rows_that_make_no_micro_batches_are_refused() -> None:

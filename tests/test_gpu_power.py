@@ -78,8 +78,14 @@ def test_ranks_name_their_gpus_and_when_they_were_timed() -> None:
     assert power_of_ranks(watched, []) == []
 
 
-def test_the_driver_is_asked_again_and_again_and_its_errors_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a stand-in for `pynvml` with the functions that are called, one of which fails once."""
+@pytest.mark.parametrize(
+    "told_by", ["nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"]
+)
+def test_the_driver_is_asked_again_and_again_and_its_errors_cost_nothing(
+    told_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through a stand-in for `pynvml` with the functions that are called, one of which fails once. Reasons have an
+    older name and a newer one."""
     clocks = iter([1980, 1980, RuntimeError("GPU is lost")])
 
     def clock(handle: str, kind: int) -> int:
@@ -99,7 +105,7 @@ def test_the_driver_is_asked_again_and_again_and_its_errors_cost_nothing(monkeyp
         nvmlDeviceGetPowerUsage=lambda handle: 431_250,
         nvmlDeviceGetClockInfo=clock,
         nvmlDeviceGetTemperature=lambda handle, kind: 55,
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0x1,
+        **{told_by: lambda handle: 0x1},
         nvmlDeviceGetComputeRunningProcesses=lambda handle: [object()],
     )
     monkeypatch.setitem(sys.modules, "pynvml", library)  # type: ignore[arg-type]

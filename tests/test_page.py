@@ -232,6 +232,8 @@ def test_a_reader_sorts_filters_opens_evidence_and_copies(browser: Any, path: Pa
     first = cases.first.locator("td").first
     assert cases.count() == 3 and first.inner_text() == "ddp"
     order = page.locator("#cases thead th").first.locator("button").first
+    names = page.locator("#cases thead button").evaluate_all("all => all.map((one) => one.ariaLabel)")
+    assert len(set(names)) == len(names) > 2 and all("adapter" in name for name in names[:2]), names
     for _ in range(2):  # by keyboard, to descending
         order.focus()
         page.keyboard.press("Enter")
@@ -251,6 +253,9 @@ def test_a_reader_sorts_filters_opens_evidence_and_copies(browser: Any, path: Pa
     page.locator("#equivalence .plot svg").first.wait_for(timeout=30_000)
     assert page.locator("#equivalence .plot svg .hm").count() == 1
     page.locator("#memory .plot").scroll_into_view_if_needed()
+    page.locator("#memory .modebar-btn").first.wait_for(state="attached", timeout=30_000)
+    offered = page.locator(".modebar-btn").evaluate_all("all => all.map((one) => one.dataset.title)")
+    assert any("PNG" in one for one in offered) and not [one for one in offered if "hare" in one or "loud" in one]
     page.locator("#memory-plot-of").select_option(index=1)
     page.locator("#memory .plot svg text", has_text="rank 0").first.wait_for(timeout=30_000)
     assert not said, said
@@ -261,6 +266,12 @@ def test_a_phone_in_the_dark(browser: Any, path: Path) -> None:  # noqa: ANN401
     assert page.evaluate("document.documentElement.scrollWidth") <= 360, "tables scroll by themselves"
     ink, paper = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
     assert (ink, paper) == ("rgb(230, 237, 243)", "rgb(15, 20, 25)")
+    edges = page.locator("caption span").evaluate_all("all => all.map((one) => one.getBoundingClientRect().right)")
+    assert edges and max(edges) <= 360, "captions need no scrolling"
+    page.locator("#memory .plot").scroll_into_view_if_needed()
+    page.locator("#memory .plot svg .legend").first.wait_for(timeout=30_000)
+    side = "document.querySelector('#memory .plot {}').getBoundingClientRect().{}"
+    assert page.evaluate(side.format(".legend", "bottom")) <= page.evaluate(side.format(".barlayer", "top")) + 1
     controls = "[...document.querySelectorAll('main button, main select, main input')]"
     unnamed = f"{controls}.filter(e => !e.labels?.length && !e.innerText && !e.ariaLabel && !e.title).length"
     assert page.evaluate(unnamed) == 0 and not said, said

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,8 +29,8 @@ from tests.test_plan_search import sweep_rows, write_table
 
 ROOT = Path(__file__).parent.parent
 BF16 = Precision.PRESETS["bf16"]
-PAGES = sorted([ROOT / "README.md", ROOT / "baselines" / "README.md", *ROOT.glob("docs/**/*.md")])
-PAGES.remove(ROOT / "docs" / "architecture.md")  # generated, and without commands but the one that generates it
+PAGES = sorted([*ROOT.glob("*.md"), ROOT / "baselines" / "README.md", *ROOT.glob("docs/**/*.md")])
+PAGES.remove(ROOT / "CHANGELOG.md")  # tells of commands as they were
 CORE = ("--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"))
 OUTSIDE = """
 from meshmark.adapter.contract import Adapter, Capabilities
@@ -51,8 +52,11 @@ def indented_blocks(text: str) -> list[str]:
 
 
 def commands_of(text: str) -> list[str]:
-    """What a reader would type: lines of code blocks, without comments, and commands between backticks."""
+    """What a reader would type: lines of code blocks, without comments, and commands between backticks; of a block of
+    text those that begin as a command does, for it may be an answer."""
     fenced = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    plain = "".join(re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
+    fenced += [line for line in plain if line.split(maxsplit=1)[:1] and line.split()[0] in RUNS]
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
     lines = [line for block in [*fenced, *indented_blocks(text)] for line in block.replace("\\\n", " ").splitlines()]
     found = [shlex.join(shlex.split(line, comments=True)) for line in lines]
@@ -106,6 +110,8 @@ def each_task(words: list[str]) -> list[str]:
     """What srun starts; of `doctor`, which compares nodes, this one's part."""
     if "meshmark" in words:
         return ["meshmark", *(word for word in words[words.index("meshmark") + 1 :] if word != "--cluster")]
+    if "meshmark.sif" in words:  # containers/meshmark.def runs the suites
+        return collect(["--pyargs", "meshmark.suites", *words[words.index("meshmark.sif") + 1 :]])
     return collect(words[words.index("pytest") + 1 :])
 
 
@@ -128,7 +134,7 @@ def meshmark(words: list[str]) -> list[str]:
         return ["meshmark", "submit", "--dry-run", *words[1:]]
     if "--run" in words:
         words = [*words[:-1], f"{words[-1]} --collect-only"]
-    less = {"calibrate": ["--seconds", "1", "--ranks", "1"], "run": ["--collect-only"]}
+    less = {"calibrate": ["--seconds", "1", "--ranks", "1"], "run": ["--collect-only"], "baseline": ["--replace"]}
     return ["meshmark", *words, *less.get(words[0], [])]
 
 
@@ -142,6 +148,34 @@ def activate(words: list[str]) -> list[str]:
     return ["test", words[0], "=", ".venv/bin/activate"]
 
 
+def python(words: list[str]) -> list[str]:
+    """As far as what it runs is there."""
+    if words[0] != "-m":
+        return ["test", "-f", str(ROOT / words[0])]
+    there = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    return [sys.executable, "-c", there, words[1]]
+
+
+def pip(words: list[str]) -> list[str]:
+    """Nothing is installed: what it names of ours must be there."""
+    named = " ".join(words)
+    extras = [extra for listed in re.findall(r"meshmark\[([\w,-]+)\]", named) for extra in listed.split(",")]
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    right = words[:1] in (["install"], ["freeze"]) and set(extras) <= set(known)
+    return ["true" if right else "false"]
+
+
+def export(words: list[str]) -> list[str]:
+    """A variable that something here reads."""
+    name = words[0].partition("=")[0]
+    return ["grep", "-rqs", "--include=*.py", name, str(ROOT / "meshmark")]
+
+
+def ours(words: list[str]) -> list[str]:
+    """A script of the checkout; there, and to be run."""
+    return ["test", "-x", str(ROOT / ".ci" / "run")]
+
+
 RUNS: dict[str, Callable[[list[str]], list[str]]] = {
     ".": activate,
     "pytest": collect,
@@ -149,6 +183,10 @@ RUNS: dict[str, Callable[[list[str]], list[str]]] = {
     "sbatch": of_script,
     "meshmark": meshmark,
     "make": make,
+    "python": python,
+    "pip": pip,
+    "export": export,
+    ".ci/run": ours,
 }
 """By a command's first word: from the words behind it to what is run for it."""
 
@@ -218,6 +256,10 @@ WRONG = [
     "make conformity",
     "torchrun suites",
     ". .venv/bin/actuate",
+    "python -m benchmarks.biscet",
+    "python examples/ray/none.py",
+    'pip install "meshmark[htlm]"',
+    "export MESHMARK_RDVZ_SECRET=1",
 ]
 
 
@@ -271,7 +313,7 @@ def test_every_option_of_a_page_is_one(tmp_path: Path) -> None:
         "calibrate",
         "submit",
     )
-    schedulers = {"--kill-on-bad-exit", "--ntasks-per-node", "--requeue"}
+    schedulers = {"--kill-on-bad-exit", "--ntasks-per-node", "--requeue", "--rdzv-conf", "--standalone"}
     helps = [
         ["pytest", *CORE, "--help", str(ROOT / "suites")],
         *(["meshmark", *verb.split(), "--help"] for verb in verbs),
@@ -298,7 +340,12 @@ suites --co` with `--lf 1`:
 ```sh
 make four
 ```
+
+```text
+make five
+what it prints
+```
 """
-    expected = ["make four", "make three", "srun -N2 pytest suites", "meshmark doctor", "ls", "make one"]
+    expected = ["make four", "make five", "make three", "srun -N2 pytest suites", "meshmark doctor", "ls", "make one"]
     assert commands_of(page) == [*expected, "pytest suites --co"]
     assert options_of(page) == {"--lf"}

@@ -220,7 +220,8 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
         old |= {moved.get(name, {}).get(part, name): value for name, value in today[part].items()}
     lacked = ("rank_starts", "lap_steps", "peak_flops_per_second", "observed", "departures", "left_out", "sample")
     of_timing = ("device_memory", "power", "spoilt", "relaunches")
-    for name in (*lacked, *of_timing, "gathering_bytes", "compile_seconds"):
+    of_traffic = ("places", "reach", "planned_reach")
+    for name in (*lacked, *of_timing, *of_traffic, "gathering_bytes", "compile_seconds"):
         del old[name]
     old["matmul_flops_per_second"] = [1e9, 1e9]  # which it had
     old["planned_traffic"] = [{"all_reduce": 400.0}] * 2  # another plan
@@ -237,7 +238,7 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
             spoilt=[],
             relaunches=[],
         ),
-        traffic=make_traffic_evidence(planned=[], departures=[]),
+        traffic=make_traffic_evidence(planned=[], departures=[], places=[], reach=None, planned_reach=None),
     )
     assert "losses" in old and "equivalence" not in old, "side by side"
     lines = [json.dumps(old), json.dumps({"schema": 1, "session": "s", "command": "c", "device": "cpu"})]

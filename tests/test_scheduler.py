@@ -51,7 +51,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_one_task_a_node() -> None:
-    assert cluster_of(TORCHRUN) == ClusterSpec(nnodes=2, node_rank=1, rdzv="a:29501")
+    assert cluster_of(TORCHRUN) == ClusterSpec(nnodes=2, node_rank=1, rdzv="a:29501", host_number=1)
     assert cluster_of(SLURM) == ClusterSpec(nnodes=2, node_rank=1, rdzv="10.9.8.7:20007")
     assert cluster_of({}) == ClusterSpec()
     assert cluster_of({**SLURM, "SLURM_STEP_ID": "1"}).port != 20007, "steps of one job would share a port"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster.page import page
-from benchmarks.cluster.row import Row, keep, kept
+from benchmarks.cluster.row import Row, Whole, begin, finish, keep, kept, whole_of
 from meshmark.cli import main
 from meshmark.errors import InputError
 from meshmark.options import part
@@ -153,7 +153,24 @@ def test_trials_of_clusters_are_kept_in_pieces_and_a_wrong_one_is_told(tmp_path:
     assert "| **wrong**" in page(kept(rows)) and "- SLURM, sbatch, 2 x 1 x 1, scancel: kept []" in page(kept(rows))
     keep(dataclasses.replace(good, lost="nothing"), rows)
     keep(dataclasses.replace(good, fault="requeued", commit="def", date="2026-01-02T03:04:05+00:00"), rows)
-    assert "from 2026-01-02 03:04 to 2026-01-02 03:04 UTC, of commits abc, def" in page(kept(rows))
+    assert "of abc, def, from 2026-01-02 03:04 to 2026-01-02 03:04 UTC" in page(kept(rows))
     assert [row.fault for row in kept(rows)] == ["scancel", "requeued"]
     assert "2 trials" in page(kept(rows)) and "2 went as they should" in page(kept(rows))
     assert "4.3" in page(kept(rows)) and "wrong" not in page(kept(rows))
+    assert whole_of(rows) is None and "in one go" not in page(kept(rows), whole_of(rows))
+
+
+def test_trials_made_in_one_go_are_told_from_those_made_later(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    stale = Row(
+        engine="by hand", shape="2 x 1 x 1", fault="of another day", commit="outdated", date="2026-01-01T00:00:00"
+    )
+    keep(stale, rows)
+    begin(rows)
+    first = dataclasses.replace(stale, fault="link down", commit="abc", date="2026-01-02T03:04:05")
+    keep(first, rows)
+    finish(Whole(seconds=3000.0, trials=1, end="2026-01-02T03:05:00"), rows)
+    keep(dataclasses.replace(first, fault="later", commit="def", date="2026-01-02T04:00:00"), rows)
+    told = page(kept(rows), whole_of(rows))
+    assert "1 trials in one go of 50 minutes, of abc, from 2026-01-02 03:04 to 2026-01-02 03:04 UTC. " in told
+    assert "-k NAME`) later, of def, from 2026-01-02 04:00" in told and "outdated" not in told

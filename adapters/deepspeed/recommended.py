@@ -20,6 +20,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure, Flow, Purpose, departing
 from meshmark.theory.parameter_order import bucket_elements
+from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import step_traffic
 
@@ -53,6 +54,15 @@ class DeepSpeedRecommended(DeepSpeed):
     )
 
     @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """Stage 2 fills two buckets by turns."""
+        using = super().recipe(case)
+        if case.layout.zero_stage != 2:
+            return using
+        two = dataclasses.replace(using.backward, bucket_elements=BUCKET_ELEMENTS, num_buckets=2)
+        return dataclasses.replace(using, backward=two)
+
+    @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         stage, model = case.layout.zero_stage, case.workload.model
         more = 4.0 * (BUCKET_ELEMENTS - bucket_elements(model))
@@ -62,7 +72,7 @@ class DeepSpeedRecommended(DeepSpeed):
             reason="the bucket is allocated whole, 5e8 elements whatever the model",
         )
         if stage < 3:
-            return (*super().remainders(case, rank), bucket)
+            return (*super().remainders(case, rank), *([bucket] if stage == 1 else []))
         small, _ = _padded_elements(case)
         reason = "tensors of up to 1e5 elements are whole on every rank, beside their shards"
         return (bucket, Remainder(category="parameters", num_bytes=4.0 * small.unpadded, reason=reason))

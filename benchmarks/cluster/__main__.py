@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.chaos.nodes import two_networks
-from benchmarks.cluster import harmless, jobs, losses, mistakes, rays, shapes, switch
+from benchmarks.cluster import elastic, going_on, harmless, jobs, losses, mistakes, rays, shapes, switch
 from benchmarks.cluster.page import page
-from benchmarks.cluster.row import Row, keep, kept
+from benchmarks.cluster.row import Row, Whole, begin, finish, keep, kept, whole_of
 from benchmarks.cluster.slurm import ROOT, Slurm
 from meshmark.environment import describe
 from meshmark.errors import MeshmarkError
@@ -47,6 +47,8 @@ ON_LOOPBACK: list[Callable[[Slurm], Row]] = [
 BY_HAND: list[Callable[[Path, Sequence[int]], dict[str, Callable[[], Row]]]] = [
     harmless.harmless,
     losses.lost,
+    going_on.goes_on,
+    elastic.elastic,
     losses.unlike,
     losses.full,
     rays.by_ray,
@@ -70,21 +72,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, _interrupt)
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="mmc-"))
-    rows = list[Row]()
-    rows += _under_slurm(folder / "loopback", [], [t for t in ON_LOOPBACK if re.search(parsed.k, t.__name__)])
-    with two_networks() as networks:
-        rows += _under_slurm(folder / "slurm", networks, [t for t in IN_NETWORKS if re.search(parsed.k, t.__name__)])
-        (folder / "by-hand").mkdir()
-        for trials in BY_HAND:
-            for name, trial in trials(folder / "by-hand", networks).items():
-                if re.search(parsed.k, name):
-                    rows += _told([trial()])
-    good = not any(row.wrong for row in rows)
-    parsed.output.write_text(page(kept(_KEPT)))
-    print(f"{len(rows)} trials in {time.monotonic() - started:.0f} s: {'all is well' if good else f'see {folder}'}")
+    if not parsed.k:
+        begin(_KEPT)
+    rows = _tried(folder, parsed.k)
+    seconds, good = time.monotonic() - started, not any(row.wrong for row in rows)
+    if not parsed.k:
+        finish(Whole(seconds=seconds, trials=len(rows), end=_now()[1]), _KEPT)
+    parsed.output.write_text(page(kept(_KEPT), whole_of(_KEPT)))
+    print(f"{len(rows)} trials in {seconds:.0f} s: {'all is well' if good else f'see {folder}'}")
     if good:
         shutil.rmtree(folder, ignore_errors=True)
     return 0 if good else 1
+
+
+def _tried(folder: Path, names: str) -> list[Row]:
+    """All trials whose name `names` is found in."""
+    rows = _under_slurm(folder / "loopback", [], [t for t in ON_LOOPBACK if re.search(names, t.__name__)])
+    with two_networks() as networks:
+        rows += _under_slurm(folder / "slurm", networks, [t for t in IN_NETWORKS if re.search(names, t.__name__)])
+        (folder / "by-hand").mkdir()
+        for trials in BY_HAND:
+            for name, trial in trials(folder / "by-hand", networks).items():
+                if re.search(names, name):
+                    rows += _told([trial()])
+    return rows
+
+
+def _now() -> tuple[str, str]:
+    """Commit of the checkout, and date."""
+    here = describe("cpu", "gloo", 1)
+    return here.commit, here.date
 
 
 def _under_slurm(folder: Path, networks: Sequence[int], trials: Sequence[Callable[[Slurm], Row]]) -> list[Row]:
@@ -103,8 +120,8 @@ def _told(rows: Iterable[Row]) -> list[Row]:
     told = list[Row]()
     for row in rows:
         told.append(row)
-        here = describe("cpu", "gloo", 1)
-        keep(dataclasses.replace(row, commit=here.commit, date=here.date), _KEPT)
+        commit, date = _now()
+        keep(dataclasses.replace(row, commit=commit, date=date), _KEPT)
         seconds = "" if row.seconds is None else f", {row.seconds:.1f} s"
         print(f"{row.engine}, {row.shape}, {row.fault}: {row.told}{seconds}", flush=True)
         for text in row.wrong:

@@ -31,6 +31,38 @@ class Row:
     """When, UTC; empty in older rows."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A run of all trials, one after the other, from no row."""
+
+    seconds: float
+    trials: int
+    end: str
+    """When, UTC: rows with a later date were made in pieces."""
+
+
+def begin(file: Path) -> None:
+    """Nothing is known of any trial from here on."""
+    for each in (file, _of_whole(file)):
+        each.unlink(missing_ok=True)
+
+
+def finish(whole: Whole, file: Path) -> None:
+    """All rows that are kept are of `whole`."""
+    _of_whole(file).write_text(json.dumps(encode(whole)))
+
+
+def whole_of(file: Path) -> Whole | None:
+    """None where no run of all trials came to its end."""
+    own = _of_whole(file)
+    whole: Whole | None = decode(Whole, json.loads(own.read_text())) if own.is_file() else None
+    return whole
+
+
+def _of_whole(file: Path) -> Path:
+    return file.with_name("whole.json")
+
+
 def keep(row: Row, file: Path) -> None:
     """With the rows of earlier runs, which it replaces one of: trials take long, and a page may be made in pieces."""
     rows = {(r.engine, r.shape, r.fault): r for r in [*kept(file), row]}

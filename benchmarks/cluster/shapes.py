@@ -7,8 +7,9 @@ from pathlib import Path
 
 from benchmarks.cluster.jobs import Job
 from benchmarks.cluster.row import Row
-from benchmarks.cluster.slurm import Slurm
+from benchmarks.cluster.slurm import SWITCHES, TOP, Slurm
 from benchmarks.cluster.trial import Trial
+from meshmark.run.reach import Place
 from meshmark.run.record import Record, Status
 from meshmark.run.record_file import read_records
 
@@ -20,6 +21,9 @@ _SMALL = ("--workload", "gpt-mini", "--model", "layers=4,hidden=32,heads=4,vocab
 """As many layers as the deepest pipeline of four ranks has stages."""
 _ONE_OF_EACH = "not (deepspeed and (zero1 or zero2) or tp2 or pp2 or interleaved)"
 """One case of each adapter, on all four ranks: how it is started is no other for its other layouts."""
+
+
+_SWITCHES = [f"{TOP}.{switch}" for switch in SWITCHES]
 
 
 def one_task_a_node(slurm: Slurm) -> Row:
@@ -44,6 +48,7 @@ def _all_adapters(slurm: Slurm, tasks: int) -> Row:
     wrong = [f"srun ended with {code}: {(folder / 'output').read_text()[-800:]}"] if code else []
     wrong += [f"{record.case.id}: {_why(record)}" for record in ran if not _right(record)]
     wrong += [f"{r.case.id} on {r.environment.nnodes} nodes" for r in ran if r.environment.nnodes != 2]
+    wrong += [f"{record.case.id}: {problem}" for record in ran if (problem := _misplaced(record))]
     wrong += [] if ran else ["nothing ran"]
     adapters = {record.case.adapter for record in ran}
     skipped = len(records) - len(ran)
@@ -74,6 +79,15 @@ def doctor(slurm: Slurm) -> Row:
 
 def _right(record: Record) -> bool:
     return record.outcome.status is Status.OK and all(verdict.passed for verdict in record.verdicts)
+
+
+def _misplaced(record: Record) -> str:
+    """Where its ranks ran, and how far what they sent went, as measured and as planned."""
+    traffic = record.traffic
+    expected = [Place(node=rank // 2, switch=_SWITCHES[rank // 2]) for rank in range(4)]
+    if traffic.places != expected:
+        return f"its ranks were at {traffic.places}, expected {expected}"
+    return "" if traffic.reach == traffic.planned_reach else f"sent {traffic.reach}, planned {traffic.planned_reach}"
 
 
 def _why(record: Record) -> str:

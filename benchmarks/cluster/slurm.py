@@ -23,6 +23,8 @@ PACKAGES = "slurmctld slurmd slurm-client munge"
 KILL_SECONDS = 10
 """Between SLURM's SIGTERM and its SIGKILL; sites have 30."""
 NODES = ("node1", "node2")
+TOP, SWITCHES = "spine", ("leaf1", "leaf2")
+"""Of the network's tree: each node has a switch of its own."""
 _CONF = """\
 ClusterName=meshmark
 SlurmctldHost={host}({address})
@@ -42,6 +44,7 @@ SelectTypeParameters=CR_CPU
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=2,sched_interval=2
 SwitchType=switch/none
+TopologyPlugin=topology/tree
 ReturnToService=2
 KillWait={kill}
 MessageTimeout=20
@@ -73,6 +76,9 @@ class Slurm:
         (folder / "munge.key").touch(mode=0o600)
         (folder / "munge.key").write_bytes(os.urandom(1024))
         (folder / "slurm.conf").write_text(self._conf())
+        leaves = [f"SwitchName={switch} Nodes={node}" for switch, node in zip(SWITCHES, NODES, strict=True)]
+        tree = [*leaves, f"SwitchName={TOP} Switches={','.join(SWITCHES)}", ""]
+        (folder / "topology.conf").write_text("\n".join(tree))
 
     def _conf(self) -> str:
         addresses = HOSTS if self.networks else ("127.0.0.1", "127.0.0.1")

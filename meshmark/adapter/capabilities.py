@@ -76,7 +76,7 @@ class Capabilities:
     offloads: frozenset[Offload] = frozenset({Offload.NONE})
     precisions: frozenset[Precision] = frozenset({Precision.FP32})
     tunings: frozenset[Knob] = frozenset()
-    """What it leaves to its user, by `configure`, `build_optimizer` and `loss_share`; it is proved of every run."""
+    """What it builds by `configure`, `build_optimizer` and `loss_share`, which do it; proved of every run."""
     families: frozenset[Family] = TEXT_FAMILIES
     """Models that it can train; an adapter takes images only where it says so."""
     algorithms: frozenset[AlgorithmKind] = frozenset({AlgorithmKind.SYNCHRONOUS})

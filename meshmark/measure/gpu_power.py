@@ -164,12 +164,15 @@ def nvml() -> Iterator[Ask | None]:
 
 
 def _sample(library: Any, handle: Any) -> GpuSample:  # noqa: ANN401
+    """The reasons by NVML's name for them since driver 535, where the package has it: the older one is to go."""
+    older = "nvmlDeviceGetCurrentClocksThrottleReasons"
+    reasons = getattr(library, "nvmlDeviceGetCurrentClocksEventReasons", None) or getattr(library, older)
     return GpuSample(
         gpu=library.nvmlDeviceGetUUID(handle).removeprefix("GPU-"),
         time=time.monotonic(),
         watts=library.nvmlDeviceGetPowerUsage(handle) / 1000,
         sm_mhz=library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM),
         celsius=library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU),
-        reasons=library.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
+        reasons=reasons(handle),
         num_processes=len(library.nvmlDeviceGetComputeRunningProcesses(handle)),
     )

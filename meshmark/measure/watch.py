@@ -34,6 +34,9 @@ _KERNELS = frozenset(
 instructions the CPU has (a bf16 product of 64 by 64 takes none with AVX2, 25 to 34 kB with AVX-512), attention for a
 tile of scores a thread."""
 
+_ALLOCATING = frozenset({"aten::empty", "aten::zeros"})
+"""Through which attention asks for its tile, and for what it gives back, which stays."""
+
 _BACKEND_EVENT = "gloo:"
 POINT_TO_POINT = frozenset({"c10d::send", "c10d::recv_", "c10d::recv_any_source_"})
 """As the profiler names them."""
@@ -230,8 +233,10 @@ def _when_done(asked: Sequence[Any], backend: Sequence[Any]) -> list[int | None]
 
 
 def _kernel(operator: Any) -> int | None:  # noqa: ANN401
-    """When the kernel began that did this itself; None where it was something else."""
-    return operator.start_time_ns if operator is not None and operator.name in _KERNELS else None
+    """When the kernel began that did this, itself or through an operator that it calls; None where none did."""
+    while operator is not None and operator.name not in _KERNELS:
+        operator = operator.parent if operator.name in _ALLOCATING else None
+    return operator.start_time_ns if operator is not None else None
 
 
 def _operands(argument: Any) -> Iterator[Operand]:  # noqa: ANN401

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from meshmark.measure.readings import Collective, wire_factor
 from meshmark.report.results import CaseResult
 from meshmark.report.tables import KIB, Rows, bytes_text, names, passed
+from meshmark.run.reach import Reach
 from meshmark.spec.layout import AXES, Layout
 from meshmark.theory.flow import Departure, Flow
 
@@ -15,11 +16,13 @@ from meshmark.theory.flow import Departure, Flow
 def communication(found: Sequence[CaseResult]) -> Rows:
     """The rank that sends most, bytes of one step."""
     rows: Rows = []
+    apart = any(result.observed and result.observed.environment.nnodes > 1 for result in found)
     for result in found:
         if not result.observed or not result.observed.traffic.readings or result.case.world_size == 1:
             continue
         traffic, verdict = result.observed.traffic.readings, result.observed.verdict("communication")
         rank = max(range(len(traffic)), key=lambda r: _wire(traffic[r].asked))
+        sent, plan = result.observed.traffic.reach, result.observed.traffic.planned_reach
         rows.append(
             {
                 **names(result),
@@ -29,9 +32,18 @@ def communication(found: Sequence[CaseResult]) -> Rows:
                 "sent / rank": bytes_text(_wire(traffic[rank].asked)),
                 "backend issued": _kinds(traffic[rank].issued, result.case.layout),
                 "really sent / rank": bytes_text(_wire(traffic[rank].issued)),
+                **({"within / between nodes": _reach(sent), "as planned, all ranks": _reach(plan)} if apart else {}),
             }
         )
     return rows
+
+
+def _reach(reach: Reach | None) -> str:
+    """Of all ranks: in nodes, between them, and where switches are known between these."""
+    if reach is None:
+        return "not known"
+    beyond = [reach.between_switches] if reach.between_switches else []
+    return " / ".join(bytes_text(part) for part in (reach.within_nodes, reach.between_nodes, *beyond))
 
 
 def departures(found: Sequence[CaseResult]) -> Rows:

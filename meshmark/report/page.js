@@ -12,10 +12,23 @@ function themed(layout) {
   return { ...layout, ...own };
 }
 
+// On a phone a legend's entries stand one below another, and the plot is taller by them.
+function roomy(place, figure) {
+  const entries = figure.layout.showlegend === false ? 0 : figure.data.filter((trace) => trace.name).length;
+  const room = place.clientWidth < 500 && entries > 1 ? 20 * entries + 10 : 0;
+  place.dataset.height ||= parseInt(place.style.height, 10);
+  place.style.height = `${Number(place.dataset.height) + room}px`;
+  if (!room) return figure.layout;
+  const corner = { orientation: "v", x: 0, xref: "container", y: 1, yref: "container", yanchor: "top" };
+  return { ...figure.layout, legend: corner, margin: { ...figure.layout.margin, t: room } };
+}
+
 function draw(place, figures, index) {
   const figure = figures[index];
   place.setAttribute("aria-label", figure.label);
-  Plotly.react(place, figure.data, themed(figure.layout), { responsive: true, displaylogo: false });
+  // Nothing of a page leaves it: plotly would offer to upload a plot.
+  const config = { responsive: true, displaylogo: false, showSendToCloud: false };
+  Plotly.react(place, figure.data, themed(roomy(place, figure)), config);
 }
 
 function plot(place) {
@@ -58,6 +71,10 @@ async function sortable(tables) {
     new DataTable(table, { paging: false, info: false, order: [], autoWidth: false, columnControl: columns,
       ordering: { indicators: false, handler: false },
       language: { search: `Filter ${table.dataset.what}:` } });
+  }
+  for (const button of document.querySelectorAll("table.data thead button")) {
+    const column = button.closest("th").querySelector(".dt-column-title").textContent;
+    button.setAttribute("aria-label", `${button.textContent.trim()} ${column}`);  // a page has many that say as little
   }
   document.documentElement.dataset.ready = "yes";
 }

@@ -195,7 +195,8 @@ def _peaks(records: Sequence[Record]) -> str:
 _PLANNED = (
     "What was measured beside what the planner computed when the case was run, with what adapters declare: the worst "
     "rank's error by category, and of all that the allocator counted, after a step and at the peak, less the batch "
-    "that the engine is handed. `of it late`: buffers of collectives that only the backend's thread still had then."
+    "that the engine is handed. `of it late`: buffers of collectives that only the backend's thread still had then. "
+    "Peaks are not planned of DeepSpeed's stage 3, whose modules gather weights one by one, nor of its mixed precision."
 )
 
 

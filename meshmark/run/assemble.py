@@ -14,6 +14,7 @@ from meshmark.run.declared import declare
 from meshmark.run.launch import LaunchResult
 from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.rank_report import RankReport
+from meshmark.run.reach import measured_traffic, planned_traffic, reach
 from meshmark.run.record import (
     ConformanceEvidence,
     EquivalenceEvidence,
@@ -55,6 +56,7 @@ def assemble(
         suite: f"{why} on rank {r.rank}" for r in reversed(reports) for suite, why in r.unmeasured.items()
     }
     training = _training(reports, whole)
+    places, readings = launches[0].places if observed else [], [r.traffic for r in reports if r.traffic]
     draft = Record(
         case=case,
         adapter=request.adapter,
@@ -77,9 +79,12 @@ def assemble(
             state_dtypes=_state_dtypes(reports) if whole else {},
         ),
         traffic=TrafficEvidence(
-            readings=[r.traffic for r in reports if r.traffic],
+            readings=readings,
             planned=declared.traffic,
             departures=declared.departures,
+            places=places,
+            reach=reach(measured_traffic(readings), places) if readings else None,
+            planned_reach=reach(planned_traffic(declared.traffic, declared.departures), places),
         ),
         timing=TimingEvidence(
             rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],

@@ -8,22 +8,24 @@ A single node needs none: its launches meet in a file that this user alone can o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import ipaddress
 import json
 import socket
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meshmark.errors import ClusterError, InputError, NodeLostError, NodesDisagreeError
 from meshmark.run.store import SILENT_SECONDS, RunStore, StoreServer, run_secret
+from meshmark.run.waiting import Waiting
 
 _JOIN_SECONDS = 300
 _BEAT_SECONDS = 2.0
-_POLL_SECONDS = 0.02
-_SAY_SECONDS = 10.0
+_REGROUP_SECONDS = 60.0
+"""For a node that lives to say where it stands when another is lost."""
 _END = "end"
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -43,6 +45,10 @@ class ClusterSpec:
     """Which of them this is."""
     gpus_by_task: bool = False
     """Whether each sees GPUs that are its own."""
+    host_number: int | None = None
+    """Which host this is, where a scheduler says so: it need not give neighbours to one."""
+    switch: str = ""
+    """That its host hangs on, from the top of the network's tree, where a scheduler says so."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.node_rank < self.nnodes:
@@ -71,6 +77,17 @@ class ClusterSpec:
     def num_hosts(self) -> int:
         return self.nnodes // self.tasks_per_node
 
+    def among(self, node_rank: int, nnodes: int) -> ClusterSpec:
+        """This one where so many launchers are left, whole nodes of them, as number `node_rank`."""
+        if nnodes == 1:  # it needs no address, and the way to the others may be gone
+            return ClusterSpec(gpus_by_task=self.gpus_by_task, host_number=self.node, switch=self.switch)
+        return dataclasses.replace(self, nnodes=nnodes, node_rank=node_rank, host_number=self.node)
+
+    @property
+    def node(self) -> int:
+        """Which host this is."""
+        return self.node_rank // self.tasks_per_node if self.host_number is None else self.host_number
+
     @property
     def text(self) -> str:
         """How many there are, in words."""
@@ -83,7 +100,11 @@ class Cluster:
     def __init__(self, spec: ClusterSpec, say: Callable[[str], None] = lambda text: None) -> None:
         """`say`: told what is waited for."""
         self.spec, self._say = spec, say
-        self._launches = self._meetings = 0
+        """Of the nodes that are left."""
+        self._id, self._all = spec.node_rank, list(range(spec.nnodes))
+        self._members = self._all
+        """Nodes keep the numbers that they began with, in signs of life, at meetings, and where they are named."""
+        self._launches = self._meetings = self._regroups = 0
         self._server: StoreServer | None = None
         self._store: RunStore | None = None
         self._ended = threading.Event()
@@ -91,6 +112,15 @@ class Cluster:
         """By how many seconds node 0's clock is ahead of this node's."""
         self._lost = ""
         """Why the run cannot go on; empty as long as it can."""
+        self._losing = threading.Lock()
+        self.room: int | None = None
+        """Ranks that each node can hold; None as long as none is lost: their user knows better."""
+
+    @property
+    def told_of_lost(self) -> str:
+        """What follows a reason that is one because nodes are lost; empty when none is."""
+        gone = [str(node) for node in self._all if node not in self._members]
+        return f"; node {', '.join(gone)} of {len(self._all)} is lost" if gone else ""
 
     def __enter__(self) -> Cluster:
         spec = self.spec
@@ -100,6 +130,7 @@ class Cluster:
                 if spec.node_rank == 0:
                     self._server = StoreServer(_listen(spec), secret)
                 self._store = self._connect(secret)
+                self._store.beat(self._id)  # who is lost before the first thread's would be missed by nobody
                 threading.Thread(target=self._beat, daemon=True, name="meshmark-heartbeat").start()
                 self.exchange("join", "", seconds=_JOIN_SECONDS)
                 self.clock_ahead = self._store.clock_ahead()
@@ -113,12 +144,12 @@ class Cluster:
             if self._store and self._lost:
                 self._meetings += 1
                 with contextlib.suppress(ClusterError):  # whoever is there yet need not wait
-                    self._store.set(self._seat(self.spec.node_rank), json.dumps([_END, ""]))
+                    self._store.set(self._seat(self._id), json.dumps([_END, ""]))
             elif self._store:  # node 0 serves the store: it leaves last
                 self.exchange(_END, "", seconds=30)
-                self._store.set(f"left/{self.spec.node_rank}", "")
-                if self.spec.node_rank == 0:
-                    self._store.wait([f"left/{n}" for n in range(self.spec.nnodes)], datetime.timedelta(seconds=30))
+                self._store.set(f"left/{self._id}", "")
+                if self._id == 0:
+                    self._store.wait([f"left/{n}" for n in self._members], datetime.timedelta(seconds=30))
         finally:
             self._close()
 
@@ -132,7 +163,7 @@ class Cluster:
     def _connect(self, secret: bytes) -> RunStore:
         """Node 0's store, as soon as it is there. Raises `ClusterError` when it is not in time."""
         spec = self.spec
-        waiting = _Waiting(self._say, _JOIN_SECONDS)
+        waiting = Waiting(self._say, _JOIN_SECONDS)
         while True:
             try:
                 return RunStore(spec.host, spec.port, secret, datetime.timedelta(seconds=_JOIN_SECONDS))
@@ -148,13 +179,15 @@ class Cluster:
         assert self._store
         while not self._ended.wait(_BEAT_SECONDS):
             try:
-                silent = self._store.beat(self.spec.node_rank)
+                silent = self._store.beat(self._id)
             except ClusterError as error:
                 self._lost = self._lost or str(error)
                 return
-            if silent:
-                nodes = ", ".join(map(str, silent))
-                self._lost = f"node {nodes} of {self.spec.nnodes} has given no sign of life for {SILENT_SECONDS:.0f} s"
+            with self._losing:
+                if nodes := ", ".join(str(node) for node in silent if node in self._members):
+                    self._lost = (
+                        f"node {nodes} of {len(self._all)} has given no sign of life for {SILENT_SECONDS:.0f} s"
+                    )
 
     def _check(self) -> RunStore:
         """The store. Raises `NodeLostError` when a node is lost."""
@@ -166,7 +199,7 @@ class Cluster:
     def new_prefix(self) -> str:
         """Of the keys of a launch, used by no other: the same on every node."""
         self._launches += 1
-        return f"launch{self._launches}"
+        return f"launch{self._regroups}.{self._launches}"
 
     def announce(self, key: str) -> None:
         """Tell all nodes that `key` has happened."""
@@ -183,18 +216,60 @@ class Cluster:
         something else.
         """
         self._meetings += 1
-        seats = {self._seat(node): f"node {node} of {self.spec.nnodes}" for node in range(self.spec.nnodes)}
-        self._check().set(self._seat(self.spec.node_rank), json.dumps([what, value]))
+        seats = {self._seat(node): f"node {node} of {len(self._all)}" for node in self._members}
+        self._check().set(self._seat(self._id), json.dumps([what, value]))
         self._await(seats, what, seconds)
         told = self._check().get_all([*seats])  # one question, or as many nodes as there are would ask as many each
         return [self._expect(name, what, json.loads(text)) for name, text in zip(seats.values(), told, strict=True)]
 
+    def regroup(self, place: str, room: int, *, seconds: float) -> list[int]:
+        """Go on without the nodes that are lost: with those that come to say that they stand at the same `place`, by
+        node 0's decision, for which the others wait for `seconds`. Returns which stay, by their numbers until now.
+
+        Raises `ClusterError` when node 0 is lost, or this node is none of them.
+        """
+        assert self._store, "a single node cannot lose another"
+        self._regroups += 1
+        self._store.set(f"regroup{self._regroups}/{self._id}", json.dumps([place, room, self.spec.node]))
+        chosen = f"regroup{self._regroups}/chosen"
+        if self._id == 0:
+            self._store.set(chosen, json.dumps(self._choose(place)))
+        self._store.wait([chosen], datetime.timedelta(seconds=seconds + _REGROUP_SECONDS))
+        left, self.room = json.loads(self._store.get(chosen))
+        if self._id not in left:
+            raise ClusterError(f"{self._lost}, and without node {self._id} goes on who is left: {left or 'nobody'}")
+        stayed = [self._members.index(node) for node in left]
+        self._say(f"{self._lost}: going on with node {', '.join(map(str, left))}")
+        with self._losing:
+            self._members, self._lost = left, ""
+        self._launches = self._meetings = 0
+        self.spec = self.spec.among(left.index(self._id), len(left))
+        return stayed
+
+    def _choose(self, place: str) -> tuple[list[int], int]:
+        """The nodes, of those that came in time and stand where this one does, all of whose tasks do; and the ranks
+        that each can hold."""
+        assert self._store
+        waiting = Waiting(self._say, _REGROUP_SECONDS)
+        while True:
+            silent = self._store.beat(self._id)
+            seats = {f"regroup{self._regroups}/{node}": node for node in self._members if node not in silent}
+            away = self._store.missing([*seats])
+            if not away or waiting.over(f"waiting for node {seats[away[0]]} to go on without those that are lost"):
+                break
+        told = {node: json.loads(self._store.get(seat)) for seat, node in seats.items() if seat not in away}
+        hosts = Counter(host for theirs, _, host in told.values() if theirs == place)
+        left = [node for node, (_, _, host) in told.items() if hosts[host] == self.spec.tasks_per_node]
+        if 0 not in left:  # all records and all that nodes know of each other are with it
+            return [], 0
+        return left, min(told[node][1] for node in left)
+
     def _seat(self, node: int) -> str:
-        return f"meeting{self._meetings}/{node}"
+        return f"meeting{self._regroups}.{self._meetings}/{node}"
 
     def _await(self, seats: Mapping[str, str], what: str, seconds: float) -> None:
         """Until everyone has come."""
-        waiting = _Waiting(self._say, seconds)
+        waiting = Waiting(self._say, seconds)
         while missing := self._check().missing([*seats]):
             first = seats[missing[0]]
             if waiting.over(f"waiting for {first} at {what!r}"):
@@ -212,24 +287,6 @@ class Cluster:
         if theirs != what:
             raise NodesDisagreeError(f"{name} is at {theirs!r}, this one at {what!r}: give each the same command")
         return str(value)
-
-
-class _Waiting:
-    """A wait that says so from time to time, and has an end."""
-
-    def __init__(self, say: Callable[[str], None], seconds: float) -> None:
-        self._say = say
-        self._started = self._said = time.monotonic()
-        self._seconds = seconds
-
-    def over(self, text: str) -> bool:
-        """A moment later: whether the wait has taken too long. `text`: what is waited for."""
-        time.sleep(_POLL_SECONDS)
-        now = time.monotonic()
-        if now - self._said > _SAY_SECONDS:
-            self._said = now
-            self._say(f"{text}, {now - self._started:.0f} s of {self._seconds:.0f}")
-        return now - self._started > self._seconds
 
 
 def _listen(spec: ClusterSpec) -> socket.socket:

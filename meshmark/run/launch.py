@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from meshmark.run.launch_folder import private_folder
 from meshmark.run.meeting import meet
 from meshmark.run.rank_info import RankInfo
 from meshmark.run.rank_report import RankFailure, RankReport, Standing
+from meshmark.run.reach import Place
 from meshmark.run.record import Status
 from meshmark.run.request import Request
 from meshmark.run.watchdog import RankProcesses, Watchdog
@@ -48,6 +49,8 @@ class LaunchResult:
     """Root cause first."""
     seconds: float
     """From the call to the last process's end; of several nodes the longest, so that all of them know the same."""
+    places: list[Place] = field(default_factory=list)
+    """By rank."""
     lost: str = ""
     """Why nothing came home from another node; reports and failures are this node's then."""
 
@@ -99,18 +102,17 @@ def launch_with(
             meet(others, request, trouble)
         if trouble or not watchdog:
             raise trouble or AssertionError("no error and no watchdog")
-        everyone, lost = _run(watchdog, others, request, started)
+        everyone, lost = _run(watchdog, others, Place(node=spec.node, switch=spec.switch), started)
     return LaunchResult(
         reports=sorted((decode(RankReport, r) for node in everyone for r in node["reports"]), key=lambda r: r.rank),
         failures=_settle([decode(RankFailure, f) for node in everyone for f in node["failures"]]),
         seconds=max(float(node["seconds"]) for node in everyone),
+        places=[decode(Place, node["place"]) for node in everyone for _ in range(node["ranks"])],
         lost=lost,
     )
 
 
-def _run(
-    watchdog: Watchdog, others: Cluster | None, request: Request, started: float
-) -> tuple[list[dict[str, Any]], str]:
+def _run(watchdog: Watchdog, others: Cluster | None, place: Place, started: float) -> tuple[list[dict[str, Any]], str]:
     """What the ranks of every node left; or of this one alone, and why no other's is there."""
     failures: list[RankFailure] = []
     lost = ""
@@ -124,12 +126,15 @@ def _run(
     local = {
         "reports": encode([r for r in reports if r]),
         "failures": encode(failures),
+        "place": encode(place),
+        "ranks": len(watchdog.ranks),
         "seconds": time.monotonic() - started,
     }
     if others is None or lost:
         return [local], lost
     try:
-        texts = others.exchange("result", json.dumps(local), seconds=request.time_limit_seconds + _ANSWER_SECONDS)
+        limit = watchdog.request.time_limit_seconds + _ANSWER_SECONDS
+        texts = others.exchange("result", json.dumps(local), seconds=limit)
     except NodeLostError as error:
         return [local], str(error)
     return [json.loads(text) for text in texts], ""

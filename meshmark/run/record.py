@@ -19,6 +19,7 @@ from meshmark.measure.interval import Interval, mean_interval
 from meshmark.measure.laps import Lap, laps_of
 from meshmark.measure.profile import Profile
 from meshmark.measure.readings import MemoryReading, TrafficReading
+from meshmark.run.reach import Place, Reach
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
@@ -54,7 +55,7 @@ class Status(StrEnum):
     NODES_DISAGREE = "nodes disagree"
     """Nodes were given other commands, or hold other data or versions; ends the run."""
     NODE_LOST = "node lost"
-    """Another node, or the link to it, was gone; ends the run."""
+    """Another node, or the link to it, was gone; ends the run, unless the others go on."""
     UNKILLABLE = "could not be killed"
     """A rank outlived SIGKILL, as one does inside a driver that hangs; what it held is held still."""
 
@@ -187,6 +188,12 @@ class TrafficEvidence:
     """By theory; None where it does not plan. Empty in records of old, whose plan was their adapter's word."""
     departures: list[list[Departure]] = field(default_factory=list)
     """From theory, as the adapter declares them."""
+    places: list[Place] = field(default_factory=list)
+    """Where each rank ran; empty in records of old."""
+    reach: Reach | None = None
+    """How far went what ranks sent."""
+    planned_reach: Reach | None = None
+    """And how far what they were to send was to go."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

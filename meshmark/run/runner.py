@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +15,12 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.environment import Environment, describe
 from meshmark.errors import AdapterError, ClusterError, NodeLostError, ResultsError
 from meshmark.judge.sample import OBSERVED_STEPS, TIME_LIMITS, Assess, assess_of, sample_of
-from meshmark.judge.yardstick import Comparisons, Yardstick, fit
 from meshmark.measure.laps import LEAST_LAUNCHES
 from meshmark.run.assemble import JUDGED, assemble
 from meshmark.run.launch import Launcher, LaunchResult
-from meshmark.run.meeting import from_node_0, meet
-from meshmark.run.noise_launch import launch_noise
+from meshmark.run.node_loss import NodeLoss, rank_room
 from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
-from meshmark.run.passes.noise import (
-    TIME_LIMIT_SECONDS,
-    noise_folder,
-    noise_key,
-    read_noise,
-    remove_partials,
-    variance_ratio,
-    write_noise,
-)
+from meshmark.run.passes.noise import TIME_LIMIT_SECONDS, remove_partials
 from meshmark.run.passes.observe import WATCHED_STEP
 from meshmark.run.peak_probe import PeakProbe
 from meshmark.run.power import launch_watched
@@ -43,7 +32,7 @@ from meshmark.run.retracing import find_path
 from meshmark.run.scratch import Scratch
 from meshmark.run.timed_launches import time_again
 from meshmark.run.user_gaps import with_gaps
-from meshmark.serial import decode, encode
+from meshmark.run.yardsticks import Yardsticks
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 
@@ -67,8 +56,17 @@ class RunOptions:
     time_limit_seconds: float = 120.0
     assess: Assess | None = None
     """None decides by the size of the model."""
+    on_node_loss: NodeLoss = NodeLoss.END
     known_gaps: tuple[tuple[str, KnownGap], ...] = ()
     """Beside those of adapters: pattern of an adapter's name, and gap."""
+
+
+_Key = tuple[Task, Case, str]
+
+
+def _key(request: Request) -> _Key:
+    """Not the case's id, which says nothing of seed or corpus."""
+    return request.task, request.case, request.scenario
 
 
 Announce = Callable[[str, Case, Record | None], None]
@@ -95,11 +93,11 @@ class Runner:
         self._file = None if launcher.cluster.spec.node_rank else RecordFile(results)
         if self._file:  # the folder is this run's alone from here on
             remove_partials(results / "noise")
-        self._records: dict[tuple[Task, Case, str], Record] = {}
-        self._yardsticks: dict[str, Yardstick] = {}
-        self._peaks = PeakProbe(launcher, options.num_gpus)
+        self._records: dict[_Key, Record] = {}
         self._remarks: list[str] = []
         """For the next record."""
+        self._yardsticks = Yardsticks(launcher, results, self._remarks)
+        self._peaks = PeakProbe(launcher, options.num_gpus)
 
     def close(self) -> None:
         """Raises `ResultsError` when the records are not where they are looked for."""
@@ -112,9 +110,12 @@ class Runner:
 
     def refusal(self, case: Case, needs: frozenset[Feature] = frozenset()) -> str | None:
         """Why `case` is not run; None when it is. `needs`: what the pass takes beyond the case."""
-        spec = self.launcher.cluster.spec
-        if case.world_size % spec.nnodes:
-            return f"{case.world_size} ranks cannot be spread evenly over {spec.text}"
+        cluster = self.launcher.cluster
+        if case.world_size % cluster.spec.nnodes:
+            return f"{case.world_size} ranks cannot be spread evenly over {cluster.spec.text}{cluster.told_of_lost}"
+        if cluster.room is not None and self._local_ranks(case) > cluster.room:
+            of = f"{case.world_size} ranks are more than {cluster.spec.text} can hold, {cluster.room} each"
+            return f"{of}{cluster.told_of_lost}"
         return self.adapter(case).refusal(case, self.options.device, self._backend(case), needs)
 
     def observe(self, case: Case) -> Record:
@@ -150,8 +151,33 @@ class Runner:
     def once(self, request: Request, needs: frozenset[Feature] = frozenset(), misfit: str | None = None) -> Record:
         """The record of `request`, from this session or run now; skipped where its case is refused, or with `misfit`,
         the reason why it does not fit. `needs`: what the pass takes beyond the case."""
-        case = request.case
-        key = request.task, case, request.scenario  # not the case's id, which says nothing of seed or corpus
+        while True:
+            try:
+                return self._once(request, needs, misfit)
+            except NodeLostError:
+                if self.options.on_node_loss is NodeLoss.END:
+                    raise
+                self._go_on(request)
+            lost = self._records.get(_key(request))
+            if lost and self.refusal(request.case, needs):
+                self.announce(request.scenario or request.task, request.case, lost)
+                return lost
+            self._records.pop(_key(request), None)
+
+    def _go_on(self, request: Request) -> None:
+        """Without the nodes that are lost, which `request` met first. Raises `ClusterError` where that cannot be."""
+        place = f"{request.task} {request.scenario} {request.case.id}, {len(self._records.keys() - {_key(request)})}"
+        limit = max(TIME_LIMIT_SECONDS, request.time_limit_seconds)
+        cluster = self.launcher.cluster
+        stayed = cluster.regroup(place, rank_room(self.options.device, self.options.num_gpus), seconds=limit)
+        self.launcher.close()  # what it has started knows the other nodes
+        self._yardsticks.forget()  # and node 0's are the same for all
+        self._peaks = PeakProbe(self.launcher, self.options.num_gpus)
+        if "scratch" in vars(self):
+            self.scratch.renumber(stayed)
+
+    def _once(self, request: Request, needs: frozenset[Feature], misfit: str | None) -> Record:
+        case, key = request.case, _key(request)
         cluster, here = self.launcher.cluster, self._here(request.backend)
         if key not in self._records and self._held and (kept := self._held.on_all_nodes(cluster, request, here)):
             self._records[key] = kept
@@ -178,7 +204,7 @@ class Runner:
         self.announce(request.scenario or request.task, case, None)
         return self._run(request)
 
-    def _keep(self, key: tuple[Task, Case, str], record: Record) -> Record:
+    def _keep(self, key: _Key, record: Record) -> Record:
         """Write it; what no reader could take is told in its place, on every node the same."""
         try:
             self._write(record)
@@ -204,7 +230,7 @@ class Runner:
 
     def _unfinished(self, asked: Request | Record, error: BaseException) -> Record:
         """Of a pass that something outside its ranks ended; asks the adapter for nothing, for it may be the cause."""
-        remarks, self._remarks = self._remarks, []
+        remarks = self._told()
         backend = asked.backend if isinstance(asked, Request) else asked.environment.backend
         told = asked if isinstance(asked, Request) else asked.conformance
         return Record(
@@ -218,6 +244,12 @@ class Runner:
             conformance=ConformanceEvidence(scenario=told.scenario, base=told.base),
             remarks=remarks,
         )
+
+    def _told(self) -> list[str]:
+        """Remarks of the record that is being made."""
+        remarks = list(self._remarks)
+        self._remarks.clear()
+        return remarks
 
     def _here(self, backend: str) -> Environment:
         return describe(self.options.device, backend, self.launcher.cluster.spec.num_hosts)
@@ -242,14 +274,17 @@ class Runner:
         )
 
     def _backend(self, case: Case) -> str:
-        spec = self.launcher.cluster.spec
-        local_ranks = case.world_size // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
-        own_gpus = self.options.device == "cuda" and local_ranks <= self.options.num_gpus
+        own_gpus = self.options.device == "cuda" and self._local_ranks(case) <= self.options.num_gpus
         return self.options.backend or ("nccl" if own_gpus else "gloo")
+
+    def _local_ranks(self, case: Case) -> int:
+        """That share what a node, or a task with GPUs of its own, has."""
+        spec = self.launcher.cluster.spec
+        return case.world_size // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
 
     def _run(self, request: Request) -> Record:
         if request.task in JUDGED and request.assess:
-            request = dataclasses.replace(request, yardstick=self.yardstick(request))
+            request = dataclasses.replace(request, yardstick=self._yardsticks.of(request))
         first, power = launch_watched(self.launcher, request)
         launches, outcome = [first], outcome_of_launch(first, request.case.world_size)
         if request.task is Task.TIME and outcome.status is Status.OK:
@@ -273,47 +308,11 @@ class Runner:
         )
         observed = self._records.get((Task.OBSERVE, timed.case, ""))
         path = find_path(observed, launches, lambda: self.launcher.launch(retracing, timed.case.world_size))
-        yardstick = self.yardstick(observing) if path and path.repeats is False else None
+        yardstick = self._yardsticks.of(observing) if path and path.repeats is False else None
         return dataclasses.replace(timed, observed=path, yardstick=yardstick)
 
     def _record(self, request: Request, outcome: Outcome, launches: Sequence[LaunchResult] = ()) -> Record:
-        remarks, self._remarks = self._remarks, []
+        remarks = self._told()
         nnodes = self.launcher.cluster.spec.num_hosts
         record = assemble(request, self.adapter(request.case), outcome, launches, nnodes=nnodes, remarks=remarks)
         return with_gaps(record, self.options.known_gaps)
-
-    def yardstick(self, request: Request) -> Yardstick:
-        """The yardstick of a request's workload and precision: from this session, from disk, or measured now.
-
-        Raises `MeshmarkError` when the single process fails, for then nothing can be judged.
-        """
-        key = noise_key(request.case, request.steps, request.device, request.sample)
-        path = noise_folder(self.results) / f"{key}.json"
-        if key not in self._yardsticks:
-            self._yardsticks[key] = fit(self._shared_noise_runs(request, path), variance_ratio(request.case))
-        return self._yardsticks[key]
-
-    def _shared_noise_runs(self, request: Request, path: Path) -> list[Comparisons]:
-        """Those of node 0: all nodes judge by the same."""
-        cluster = self.launcher.cluster
-        if cluster.spec.nnodes == 1:
-            return self._noise_runs(request, path)
-        meet(cluster, request)
-        limit = max(TIME_LIMIT_SECONDS, request.time_limit_seconds)
-        made = from_node_0(cluster, "noise", lambda: json.dumps(encode(self._noise_runs(request, path))), seconds=limit)
-        runs: list[Comparisons] = decode(list[Comparisons], json.loads(made))
-        return runs
-
-    def _noise_runs(self, request: Request, path: Path) -> list[Comparisons]:
-        try:
-            runs = read_noise(path)
-        except FileNotFoundError:
-            return self._measure_noise(request, path)
-        if runs is None:
-            self._remarks.append(f"the noise floor {path} was damaged, and has been measured anew")
-        return runs or self._measure_noise(request, path)
-
-    def _measure_noise(self, request: Request, path: Path) -> list[Comparisons]:
-        runs = launch_noise(self.launcher, request)
-        write_noise(path, runs)
-        return runs

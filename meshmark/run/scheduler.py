@@ -56,6 +56,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
         rdzv=f"{_told(environ, 'MASTER_ADDR')}:{port}",
         tasks_per_node=_even("torchrun", nnodes, nnodes // each or 1, each),
         local_task=_whole(environ, "LOCAL_RANK", 0),
+        host_number=_whole(environ, "GROUP_RANK", 0),
     )
 
 
@@ -76,7 +77,15 @@ def _of_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
         tasks_per_node=_even("srun", tasks, hosts, _tasks_here(environ, tasks // hosts)),
         local_task=_whole(environ, "SLURM_LOCALID", 0),
         gpus_by_task=any(name in environ for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")),
+        host_number=_whole(environ, "SLURM_NODEID", 0) if "SLURM_NODEID" in environ else None,
+        switch=_switch(environ),
     )
+
+
+def _switch(environ: Mapping[str, str]) -> str:
+    """As SLURM's topology says (`top.leaf.node`, by the pattern `switch.switch.node`); empty where it knows none."""
+    levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count("switch")
+    return ".".join(environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")[:levels])
 
 
 def _tasks_here(environ: Mapping[str, str], default: int) -> int:

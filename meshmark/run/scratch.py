@@ -46,6 +46,10 @@ class Scratch:
         seen = cluster.exchange("scratch seen", "yes" if here else "no", seconds=_ANSWER_SECONDS)
         return [node for node, answer in enumerate(seen) if answer == "no"]
 
+    def renumber(self, stayed: list[int]) -> None:
+        """`stayed`: the nodes that are left, by their numbers until now."""
+        self.missing = [new for new, old in enumerate(stayed) if old in self.missing]
+
     def remove(self) -> None:
         """On the node that made it."""
         if self._made:

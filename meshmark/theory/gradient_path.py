@@ -20,7 +20,7 @@ class GradientPath(StrEnum):
     """DeepSpeed without ZeRO: whole until the last micro-batch is over, then through one flat copy of all of them
     (`buffered_allreduce_fallback` of its runtime/engine.py)."""
     STREAMED = "streamed"
-    """DeepSpeed's stage 2: the same while every micro-batch's backward pass runs."""
+    """DeepSpeed's stage 2: the same while every micro-batch's backward pass runs (`streamed.py`)."""
     MODULES = "modules"
     """DeepSpeed's stage 3: the same into a flat tensor for life, while each module's weights are gathered alone."""
     UNITS = "units"

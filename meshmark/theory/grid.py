@@ -40,6 +40,8 @@ class Grid:
     schedule: Column
     recompute: Column
     offload: Column
+    dp_rank: Column
+    """Whose memory is asked for, where data-parallel ranks hold different amounts; -1: the fullest's."""
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -94,6 +96,7 @@ class GridColumns(TypedDict, total=False):
     schedule: npt.ArrayLike
     recompute: npt.ArrayLike
     offload: npt.ArrayLike
+    dp_rank: npt.ArrayLike
 
 
 def make_grid(**columns: Unpack[GridColumns]) -> Grid:
@@ -114,6 +117,7 @@ def make_grid(**columns: Unpack[GridColumns]) -> Grid:
         "schedule": SCHEDULES.index(Schedule.ONE_F_ONE_B),
         "recompute": 0,
         "offload": 0,
+        "dp_rank": -1,
     }
     if unknown := set(columns) - set(defaults):
         raise InputError(f"a grid has no column {', '.join(sorted(unknown))}; it has {', '.join(defaults)}")
@@ -131,7 +135,7 @@ def make_grid(**columns: Unpack[GridColumns]) -> Grid:
     return grid
 
 
-def layout_grid(layout: Layout, global_batch: int) -> Grid:
+def layout_grid(layout: Layout, global_batch: int, dp_rank: int = -1) -> Grid:
     """The grid of one row: `layout`, with `global_batch` sequences a step."""
     return make_grid(
         dp=layout.dp,
@@ -146,6 +150,7 @@ def layout_grid(layout: Layout, global_batch: int) -> Grid:
         schedule=SCHEDULES.index(layout.schedule),
         recompute=RECOMPUTES.index(layout.recompute),
         offload=OFFLOADS.index(layout.offload),
+        dp_rank=dp_rank,
     )
 
 

@@ -26,6 +26,7 @@ from meshmark.theory.activations import (
     vocabulary_shards,
 )
 from meshmark.theory.backward_pass import Pass
+from meshmark.theory.dealt_rows import dealt_parameters
 from meshmark.theory.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import optimizer_state_bytes
@@ -155,7 +156,7 @@ def stage_memory(
     """The same of one stage's ranks, for layouts of one pipeline degree."""
     stage = recipe.cut.stages(model, int(grid.pp[0]))[index]
     num_parameters = stage_parameters(model, stage, grid.tp)
-    states = state_bytes(num_parameters, grid, recipe)
+    states = state_bytes(_stated(num_parameters, model, grid, recipe, stage), grid, recipe)
     if own := recipe.states.matrix_wise:
         kept = optimizer_state_bytes(own.optimizer, model, stage, own.dtype)
         states["optimizer"] = kept / np.where(grid.zero_stage >= 1, (grid.dp * grid.cp).astype(float), 1.0)
@@ -191,6 +192,14 @@ def stage_memory(
     )
 
 
+def _stated(num_parameters: Column, model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:
+    """Parameters that so many shards as there are, each as full as the fullest, would be of."""
+    shards = (grid.dp * grid.cp).astype(float) / recipe.replicas
+    if not recipe.deals_rows:
+        return num_parameters
+    return np.where(grid.zero_stage < 3, num_parameters, shards * dealt_parameters(model, stage, grid.tp, shards))
+
+
 def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> dict[str, Column]:
     """Model states under ZeRO (arXiv:1910.02054 sec. 5): stage 1 divides optimizer states and masters by dp, 2 also
     gradients, 3 also weights."""
@@ -222,7 +231,7 @@ def received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, ends: C
 
 def _eager_peak(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, index: int) -> Column:
     """Of eager kernels, with the outputs and gradients that a pipeline has sent."""
-    pp, whole, count = int(grid.pp[0]), _pass(model, grid, recipe, stage), stage_parameters(model, stage, grid.tp)
+    pp, whole, count = int(grid.pp[0]), eager_pass(model, grid, recipe, stage), stage_parameters(model, stage, grid.tp)
     found = update_peak(whole, grid, recipe, count)
     if pp == 1:
         return np.maximum(found, eager_peak(whole, grid, recipe, count))
@@ -234,7 +243,7 @@ def _eager_peak(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Sta
         owned = [cut[chunk * pp + index] for chunk in range(int(v))] if v > 1 else [stage]
         chunks = [
             Chunk(
-                one=_pass(model, part, recipe, own),
+                one=eager_pass(model, part, recipe, own),
                 num_parameters=(count := stage_parameters(model, own, part.tp)),
                 gradients=state_bytes(count, part, recipe)["gradients"],
             )
@@ -246,7 +255,8 @@ def _eager_peak(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Sta
     return found
 
 
-def _pass(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Pass:
+def eager_pass(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Pass:
+    """One micro-batch of eager kernels through `stage`."""
     assert recipe.eager is not None
     return Pass(
         model=model,

@@ -17,6 +17,7 @@ from meshmark.theory.grid import Column, Grid
 from meshmark.theory.parameter_order import bucket_elements, filled_elements, largest_temporaries, part_elements
 from meshmark.theory.pipeline_order import Backward
 from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.streamed import streamed_peak, streamed_update_peak
 
 
 def eager_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column) -> Column:
@@ -66,10 +67,12 @@ def update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: C
     """Gradients and AdamW's temporaries; DeepSpeed gives it one flat tensor, and the root of the second moments and its
     quotient are as large."""
     path, width = recipe.backward.gradient_path, recipe.states.gradient_bytes
+    if path is GradientPath.STREAMED:
+        return streamed_update_peak(one, grid, recipe, num_parameters)
     shards = np.where(grid.zero_stage >= recipe.states.gradient_stage, grid.dp * grid.cp / recipe.replicas, 1)
     held = width * num_parameters / shards
     flat = held * (3 if recipe.states.moment_bytes else 1)
-    if path in (GradientPath.STAGED, GradientPath.STREAMED):
+    if path is GradientPath.STAGED:
         return flat
     if path is GradientPath.MODULES:
         return held + flat + width * bucket_elements(one.model)  # the flat tensor is a copy
@@ -112,32 +115,6 @@ def _staged_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: 
     filled = filled_elements(one.model, one.stage, one.tp, bucket)
     part = part_elements(one.model, one.stage, one.tp, grid.dp, 0)
     return _most([before, width * (num_parameters + part + bucket - filled)])
-
-
-def _streamed_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
-    """DeepSpeed's stage 2: bucket by bucket, each about a block, is reduced in a flat copy; the rank's part of this
-    micro-batch's is made after the first."""
-    width, bucket = recipe.states.gradient_bytes, bucket_elements(one.model)
-    part = _fullest_part(one, grid)
-    found = [
-        one.loss(recipe.backward.loss_tensors).activations,
-        one.head().activations + width * (bucket + one.head_parameters),
-    ]
-    for done in one.landmarks:
-        *within, last = one.in_block(done)
-        made = part if done else 0.0
-        found += [i.activations + width * (i.own + bucket + made) for i in within]
-        found.append(last.activations + width * (last.own + 2 * bucket + made))
-    return _most(found) + (width * part if later else 0.0)
-
-
-def _fullest_part(one: Pass, grid: Grid) -> Column:
-    """Elements of the tensors that reach into a rank's part, on the rank with most of the first 16."""
-    parts = [
-        part_elements(one.model, one.stage, one.tp, grid.dp, i) * (grid.dp > i)
-        for i in range(min(int(grid.dp.max()), 16))
-    ]
-    return _most(parts)
 
 
 def _modules_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
@@ -197,6 +174,6 @@ def _sharded_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters:
 _DEEPSPEED: dict[GradientPath, Callable[[Pass, Grid, TrainingRecipe, Column, bool], Column]] = {
     GradientPath.FLATTENED: _flattened_peak,
     GradientPath.STAGED: _staged_peak,
-    GradientPath.STREAMED: _streamed_peak,
+    GradientPath.STREAMED: streamed_peak,
     GradientPath.MODULES: _modules_peak,
 }

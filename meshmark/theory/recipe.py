@@ -117,6 +117,9 @@ class EagerBackward:
     """What DDP has not reduced yet lies beside its buckets; in them where it reduces every micro-batch."""
     interleaves: bool = False
     """Several chunks of a pipeline's rank run as in interleaved 1F1B: the peak of another order is not planned."""
+    bucket_elements: int | None = None
+    """Of DeepSpeed's buckets at stage 2, of which there are `num_buckets`; None: what the suites give it."""
+    num_buckets: int = 1
     lasting: bool = False  # FSDP1 forgets its flat gradients when the next forward pass begins
 
 
@@ -158,6 +161,8 @@ class TrainingRecipe:
     cut: PipelineCut = PipelineCut()
     replicas: int = 1
     """Groups of data-parallel ranks that each hold all shards (HSDP)."""
+    deals_rows: bool = False
+    """ZeRO-3's shards are whole rows of tensors, not equal parts; of eager recipes their adapters tell it, by rank."""
     arithmetic: str = "bf16"
     """The dtype whose peak the matrix products are measured against."""
 
@@ -182,6 +187,7 @@ _FSDP2 = TrainingRecipe(
     buffers=BufferBytes(outside_bytes=0.9e9),
     wire=Wire(reduce_bytes=4, gather_bytes=2),
     activations=ActivationBytes(logit_bytes=14),
+    deals_rows=True,
 )
 
 RECIPES: dict[str, TrainingRecipe] = {
@@ -245,8 +251,8 @@ RECIPES: dict[str, TrainingRecipe] = {
             cut=PipelineCut(balanced_stages=True, head_share=0.95),
         ),
         _FSDP2,
-        # A fused loss (flash-attn's in llm-foundry, Liger's): a logit in bf16 and its gradient, nothing in fp32.
-        replace(_FSDP2, name="fsdp-fused-loss", activations=ActivationBytes(logit_bytes=4)),
+        # A fused loss (llm-foundry's, Liger's): a logit in bf16 and its gradient. llm-foundry's FSDP1 shards evenly.
+        replace(_FSDP2, name="fsdp-fused-loss", activations=ActivationBytes(logit_bytes=4), deals_rows=False),
         # 4 + 4 + 8 = 16, everything in fp32.
         TrainingRecipe(
             name="fp32",

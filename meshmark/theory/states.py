@@ -46,10 +46,11 @@ class ModelStates:
     activations: float | None = None
     """When the step's first backward pass begins; None where they are not planned."""
     peak: float | None = None
-    """The most of all at one instant, on the fullest rank of the stage; None where activations are not planned, and
-    where the planner does not know the copies: DeepSpeed's in mixed precision and, from stage 2 on, when its bucket
-    fills within a block, those of a reduction in another format than gradients are held in, what optimizers but AdamW
-    and plain SGD make, and chunks of a pipeline in another order than interleaved 1F1B."""
+    """The most of all at one instant, on this rank at DeepSpeed's stage 2, else on the fullest of the stage; None where
+    activations are not planned, and where the planner does not know the copies: DeepSpeed's in mixed precision, at
+    stage 3 (whose modules gather their weights one by one), and of several groups of parameters, those of a reduction
+    in another format than gradients are held in, what optimizers but AdamW and plain SGD make, and chunks of a pipeline
+    in another order than interleaved 1F1B."""
 
     def with_host(self) -> ModelStates:
         """Where the host's memory is the device's."""
@@ -86,7 +87,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     lie as a V, states alone are planned, which follow from the number of parameters; None where that is not known, or
     not enough."""
     model, layout = case.workload.model, case.layout
-    grid = layout_grid(layout, case.workload.global_batch)
+    grid = layout_grid(layout, case.workload.global_batch, layout.coordinates(rank).dp)
     using = recipe or eager_recipe(case)
     if layout.folded or not isinstance(model, ModelSpec):
         if using.states.matrix_wise or (count := local_parameters(model, layout, rank)) is None:
@@ -105,7 +106,8 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     exact = _is_exact(case) and using.activations_known
     path = using.backward.gradient_path
     known = _temporaries_are_known(case) and (not case.precision.is_mixed or path not in DEEPSPEED_PATHS)
-    known &= path not in (GradientPath.STREAMED, GradientPath.MODULES) and layout.offload is Offload.NONE
+    known &= path is not GradientPath.MODULES and layout.offload is Offload.NONE
+    known &= path is not GradientPath.STREAMED or not case.workload.optimizer.decay_matrices_only
     known &= layout.virtual_stages == 1 or using.backward.interleaves
     return ModelStates(
         parameters=float(held.parameters[0]),

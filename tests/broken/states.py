@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.ddp import DDP
+from meshmark.adapters.deepspeed.engine import gradient_tensors
 from meshmark.spec.case import Case
 from tests.broken.engine import Broken
 
@@ -69,6 +71,19 @@ class KeepsMastersUnnamed(Broken):
 
     def prepare(self) -> None:
         self.copies = [local.clone() for local in self.locals()]
+
+
+class CopiesWhileItAccumulates(Broken):
+    """A copy of what DeepSpeed accumulates of gradients, from each micro-batch to the next, and none after the last."""
+
+    zero: Any
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with super().micro_batch(last):  # type: ignore[misc]
+            yield
+        held = [] if last else gradient_tensors(self.zero, [parameter for _, parameter in self.named()])
+        self.copies = [tensor.clone() for tensor in held]
 
 
 class CacheGrows(Broken):

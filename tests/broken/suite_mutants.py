@@ -172,6 +172,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", s.KeepsGradients, suite="memory"),
     *on("ddp fsdp2 fairscale-oss", s.KeepsGradientsUnnamed, suite="memory"),
     *on("ddp fsdp2", s.KeepsMastersUnnamed, suite="memory"),
+    *on("deepspeed/2", s.CopiesWhileItAccumulates, suite="memory"),
     *on("ddp gpipe", s.CacheGrows, suite="memory"),
     *on("ddp", s.ReducesEveryMicroBatch, suite="communication"),
     *on("ddp", s.ReducesAgain, suite="communication"),

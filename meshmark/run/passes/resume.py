@@ -22,7 +22,7 @@ from meshmark.run.passes.observer import Observer, digests
 from meshmark.run.rank_report import RankReport
 from meshmark.run.request import Request
 
-_TRACE = "meshmark-trace.pickle"
+TRACE = "meshmark-trace.pickle"
 
 
 def save_halfway(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
@@ -66,7 +66,7 @@ def _first_half(request: Request, adapter: Adapter, context: RankContext) -> tup
     engine.save(folder)
     so_far, _, _ = gather_replicas(observer.trace, replicas_of_ranks(request.case))
     if so_far:
-        (folder / _TRACE).write_bytes(pickle.dumps(so_far))
+        (folder / TRACE).write_bytes(pickle.dumps(so_far))
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps - halfway(request))
     return engine, observer, built
 
@@ -94,7 +94,7 @@ def resume(request: Request, adapter: Adapter, context: RankContext, started: fl
     )
     if not second:
         return report
-    first: list[Trace] = pickle.loads((folder / _TRACE).read_bytes())
+    first: list[Trace] = pickle.loads((folder / TRACE).read_bytes())
     whole = [_join(*halves) for halves in zip(first, second, strict=True)]
     deviations = assess_replicas(whole, request.case.workload, layout=request.case.layout)
     diagnosis = (

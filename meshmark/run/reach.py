@@ -1,0 +1,80 @@
+"""How far what ranks send goes: inside a node, to another under the same switch, or beyond."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from meshmark.measure.readings import TrafficReading, wire_factor
+from meshmark.theory.flow import Departure, Flow, by_route, departed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a rank runs."""
+
+    node: int = 0
+    switch: str = ""
+    """That its node hangs on, from the top of the tree; empty where no scheduler tells."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reach:
+    """Bytes that all ranks together send in one step, under ring algorithms. A ring visits the ranks of a node, and the
+    nodes of a switch, one after the other, as NCCL's do; what is exchanged all to all goes to every peer alike."""
+
+    within_nodes: float
+    between_nodes: float
+    """Of one switch, or where switches are not known."""
+    between_switches: float
+
+
+Sent = tuple[int, str, tuple[int, ...], int]
+"""By which rank, in which kind of collective over which ranks, how many bytes of the full tensors."""
+
+
+def measured_traffic(readings: Sequence[TrafficReading]) -> list[Sent]:
+    return [(rank, c.kind, c.ranks, c.num_bytes) for rank, read in enumerate(readings) for c in read.asked]
+
+
+def planned_traffic(flows: Sequence[list[Flow] | None], departures: Sequence[list[Departure]]) -> list[Sent] | None:
+    """By theory and what adapters declare; None where theory does not plan it, or an adapter could not be asked."""
+    sent = list[Sent]()
+    if not flows or len(flows) != len(departures):
+        return None
+    for rank, (theirs, declared) in enumerate(zip(flows, departures, strict=True)):
+        if theirs is None:
+            return None
+        routes = by_route(departed(theirs, declared))
+        sent += [(rank, kind, ranks, flow.num_bytes) for (kind, ranks), flow in routes.items()]
+    return sent
+
+
+def reach(sent: Iterable[Sent] | None, places: Sequence[Place]) -> Reach | None:
+    """None where it is not known: of a kind of collective that nobody here has heard of."""
+    if sent is None or not places:
+        return None
+    parts: dict[str, list[float]] = {"within_nodes": [], "between_nodes": [], "between_switches": []}
+    for rank, kind, ranks, num_bytes in sent:
+        total = num_bytes * wire_factor(kind, len(ranks))
+        if math.isnan(total):
+            return None
+        for peer, share in _peers(rank, kind, ranks, places) if total else ():
+            parts[_distance(places[rank], places[peer])].append(total * share)
+    return Reach(**{name: math.fsum(values) for name, values in parts.items()})
+
+
+def _peers(rank: int, kind: str, ranks: tuple[int, ...], places: Sequence[Place]) -> Iterator[tuple[int, float]]:
+    """To whom `rank` sends, and which share."""
+    if kind == "all_to_all":
+        yield from ((peer, 1 / (len(ranks) - 1)) for peer in ranks if peer != rank)
+        return
+    ring = sorted(ranks, key=lambda r: (places[r].switch, places[r].node, r))
+    yield ring[(ring.index(rank) + 1) % len(ring)], 1.0
+
+
+def _distance(one: Place, other: Place) -> str:
+    if one.node == other.node:
+        return "within_nodes"
+    return "between_nodes" if one.switch == other.switch else "between_switches"

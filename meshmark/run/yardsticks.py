@@ -1,0 +1,70 @@
+"""What requests are judged by: the noise of their workload and precision, the same on every node."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from meshmark.judge.yardstick import Comparisons, Yardstick, fit
+from meshmark.run.launch import Launcher
+from meshmark.run.meeting import from_node_0, meet
+from meshmark.run.noise_launch import launch_noise
+from meshmark.run.passes.noise import (
+    TIME_LIMIT_SECONDS,
+    noise_folder,
+    noise_key,
+    read_noise,
+    variance_ratio,
+    write_noise,
+)
+from meshmark.run.request import Request
+from meshmark.serial import decode, encode
+
+
+class Yardsticks:
+    """Those of one session."""
+
+    def __init__(self, launcher: Launcher, results: Path, remarks: list[str]) -> None:
+        """`remarks`: where is told what the reader of the next record should know."""
+        self._launcher, self._results, self._remarks = launcher, results, remarks
+        self._known: dict[str, Yardstick] = {}
+
+    def forget(self) -> None:
+        """All nodes know the same again: those of the disk of node 0."""
+        self._known.clear()
+
+    def of(self, request: Request) -> Yardstick:
+        """The yardstick of a request's workload and precision: from this session, from disk, or measured now.
+
+        Raises `MeshmarkError` when the single process fails, for then nothing can be judged.
+        """
+        key = noise_key(request.case, request.steps, request.device, request.sample)
+        path = noise_folder(self._results) / f"{key}.json"
+        if key not in self._known:
+            self._known[key] = fit(self._shared_runs(request, path), variance_ratio(request.case))
+        return self._known[key]
+
+    def _shared_runs(self, request: Request, path: Path) -> list[Comparisons]:
+        """Those of node 0: all nodes judge by the same."""
+        cluster = self._launcher.cluster
+        if cluster.spec.nnodes == 1:
+            return self._runs(request, path)
+        meet(cluster, request)
+        limit = max(TIME_LIMIT_SECONDS, request.time_limit_seconds)
+        made = from_node_0(cluster, "noise", lambda: json.dumps(encode(self._runs(request, path))), seconds=limit)
+        runs: list[Comparisons] = decode(list[Comparisons], json.loads(made))
+        return runs
+
+    def _runs(self, request: Request, path: Path) -> list[Comparisons]:
+        try:
+            runs = read_noise(path)
+        except FileNotFoundError:
+            return self._measure(request, path)
+        if runs is None:
+            self._remarks.append(f"the noise floor {path} was damaged, and has been measured anew")
+        return runs or self._measure(request, path)
+
+    def _measure(self, request: Request, path: Path) -> list[Comparisons]:
+        runs = launch_noise(self._launcher, request)
+        write_noise(path, runs)
+        return runs
