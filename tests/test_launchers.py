@@ -27,10 +27,11 @@ from meshmark.errors import InputError, MeshmarkError, NoSpaceError
 from meshmark.run import fork_server, forkserver_launcher
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.fork_server import LOST_EXIT_CODE, ForkServer
-from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.forkserver_launcher import ForkedRanks, ForkserverLauncher
 from meshmark.run.launch import Launcher, process_environment
 from meshmark.run.launch_folder import private_folder
 from meshmark.run.launchers import LAUNCHERS
+from meshmark.run.rank_info import RankInfo
 from meshmark.run.record import Record, Status
 from meshmark.run.request import Request, Task
 from meshmark.run.runner import Runner, RunOptions
@@ -124,6 +125,29 @@ def test_a_branch_has_its_environment_and_modules_and_the_trunk_neither(server: 
         assert wait_for_exit(one, one.call(exec, code)) == 0
         seen[name] = (tmp_path / name).read_text().strip()
     assert seen == {"branch": "True here", "trunk": "False None"}
+
+
+@pytest.mark.skipif(not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK), reason="only root chooses process numbers")
+def test_a_number_that_has_gone_to_another_process_is_left_alone(server: ForkServer, tmp_path: Path) -> None:
+    """Numbers come round within minutes where many processes start: a rank that ended early had another's killed."""
+    pid = server.call(time.sleep, 0)
+    assert wait_for_exit(server, pid) == 0
+    info = RankInfo(rank=0, local_rank=0, local_world_size=1, world_size=1, host="", port=0, prefix="", folder=tmp_path)
+    for _ in range(200):  # others start processes meanwhile
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        if (other := subprocess.Popen(["sleep", "60"], start_new_session=True)).pid == pid:
+            break
+        other.kill()
+        other.wait()
+    assert other.pid == pid
+    try:
+        ranks = ForkedRanks(server, make_request("ddp"), [info])
+        ranks._pids = {0: pid}
+        assert ranks.end() == []
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_what_a_dead_server_forked_counts_as_lost(server: ForkServer) -> None:

@@ -13,7 +13,9 @@ from benchmarks.power_page import Power, report
 from benchmarks.sittings import Part, Parts
 from benchmarks.smallest import Smallest
 from benchmarks.trials import Cell, Trial
+from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.finding import decide
+from tests.broken.mutant import LAYOUTS
 from tests.broken.mutants import BY_NAME
 from tests.factories import make_environment, make_good, make_record
 
@@ -63,6 +65,14 @@ def test_a_fault_in_the_page_loses_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert power.main(["--page", "-o", str(output)]) == 1, "its mutants were not caught"
     assert output.read_text() == report(make_power())
     assert "ddp,fp32,NoReduction,equivalence" in (tmp_path / "mutants.csv").read_text()
+
+
+def test_every_correct_run_is_one_that_its_adapter_supports() -> None:
+    """One that is skipped shows nothing, and was counted as an alarm."""
+    targets = builtin_adapters()
+    cases = [*power.real_cases(), *power.limit_cases()]
+    refused = {case.id: load_adapter(targets[case.adapter]).supports(case, "cpu", "gloo") for case in cases}
+    assert len(refused) > len(LAYOUTS) and not any(refused.values()), refused
 
 
 def test_what_one_sitting_has_tried_is_not_tried_again_by_the_same_code(tmp_path: Path) -> None:

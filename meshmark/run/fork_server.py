@@ -28,7 +28,7 @@ from multiprocessing.reduction import send_handle
 from typing import TypeVar
 
 from meshmark.errors import MeshmarkError
-from meshmark.run.process_state import process_state
+from meshmark.run.process_state import has_variable, process_state
 from meshmark.run.server_process import CUDA_STARTED, LAUNCHER, LEAVE, STILL_THERE, Branch, Call, Ended
 
 _Kind = TypeVar("_Kind")
@@ -166,9 +166,10 @@ class ForkServer:
         return told
 
     def kill(self) -> None:
-        """End it though it does not listen."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        """End it though it does not listen. It may have ended long ago: then its number can be another process's."""
+        if has_variable(self.pid, LAUNCHER, str(os.getpid())):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
         self.close()
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from meshmark.run.cluster import Cluster
 from meshmark.run.fork_server import ForkServer
 from meshmark.run.launch import LaunchResult, launch_with, process_environment
 from meshmark.run.orphans import end_children
-from meshmark.run.process_state import unseen_exit_code
+from meshmark.run.process_state import process_state, unseen_exit_code
 from meshmark.run.rank_info import RankInfo
 from meshmark.run.request import Request
 from meshmark.run.worker import run_forked_rank
@@ -115,11 +115,7 @@ class ForkedRanks:
     def end(self) -> list[int]:
         for info in self._ranks:
             if (pid := self._pids.get(info.rank)) is not None:
-                if self.exit_code(info) is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)  # what the rank itself had started
+                self._kill(info, pid)
         deadline = time.monotonic() + KILL_SECONDS
         while (left := self._running()) and time.monotonic() < deadline:
             self._server.listen(0.1)
@@ -128,6 +124,16 @@ class ForkedRanks:
         elif not self._server.lost:
             end_children(self._server.pid)  # what the ranks had started in sessions of its own
         return left
+
+    def _kill(self, info: RankInfo, pid: int) -> None:
+        """The rank, and what it had started."""
+        if self.exit_code(info) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        elif not self.lost and process_state(pid) not in ("", "Z"):
+            return  # it ended so long ago that its number is somebody else's by now
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
 
     def _running(self) -> list[int]:
         return [info.rank for info in self._ranks if self.pid(info) and self.exit_code(info) is None]

@@ -23,6 +23,14 @@ def unseen_exit_code(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE])) if fields and fields[0] == "Z" else None
 
 
+def has_variable(pid: int, name: str, value: str) -> bool:
+    """Whether a living process, or what it was forked from, was started with this in its environment."""
+    try:
+        return f"{name}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
 def _fields(pid: int) -> list[str]:
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -48,7 +48,18 @@ LAYOUTS = {
 """By adapter, and ZeRO stage where it has several. Degree and micro-batches differ, so that one is not taken for the
 other."""
 GPT = workload("gpt-mini")
-ALGORITHMS = {"post-local-sgd": workload("gpt-mini-local-sgd2").algorithm}
+ALGORITHMS = {
+    adapter: workload(f"gpt-mini-sgd-{algorithm}").algorithm
+    for adapter, algorithm in {
+        "post-local-sgd": "local-sgd2",
+        "decentralised": "dsgd-ring",
+        "fed-avg": "fed-avg2",
+        "diloco": "diloco2",
+        "compressed": "error-feedback-top-k10",
+        "ddp-compressed": "compressed-bf16",
+        "pipedream": "pipedream",
+    }.items()
+}
 """Of adapters that do not train synchronously."""
 DEEP = replace(GPT, name="gpt-deep", model=replace(GPT.model, name="gpt-deep", num_layers=4))
 """A layer for each of two virtual stages on two ranks."""
@@ -58,9 +69,12 @@ VIT, VIT_BN = workload("vit-digits"), workload("vit-digits-bn")
 
 
 def under(adapter: str, problem: Workload) -> Workload:
-    """`problem`, by an algorithm that `adapter` has."""
-    algorithm = ALGORITHMS.get(adapter, problem.algorithm)
-    return problem if problem.algorithm.replicas_differ else replace(problem, algorithm=algorithm)
+    """`problem`, by an algorithm that `adapter` has, with plain SGD where it is defined on no other optimizer."""
+    if problem.algorithm.replicas_differ or adapter not in ALGORITHMS:
+        return problem
+    algorithm, plain = ALGORITHMS[adapter], workload("gpt-mini-sgd").optimizer
+    optimizer = plain if algorithm.refusal(problem.optimizer) else problem.optimizer
+    return replace(problem, algorithm=algorithm, optimizer=optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
