@@ -22,8 +22,6 @@ from meshmark.spec.precision import Precision
 
 SUITES = {"equivalence": "E", "memory": "M", "communication": "C"}
 """That judge a cell, with the letters that stand for them."""
-_SEVERAL = re.compile(r", (?![^()]*\))")
-"""Between two reasons of one refusal; not within what is in parentheses."""
 _DEGREE = re.compile(r"(dp|tp|pp|cp)=\d+")
 _RESULTS = {
     "yes": (ClauseResult.PASS, ClauseResult.TOLD),
@@ -65,7 +63,7 @@ def page(records: Sequence[Record], adapters: Adapters, trials: Sequence[Trial],
         "## What is wrong",
         _lines(found.wrong, adapters) or "Nothing that was run.",
         "## Known gaps",
-        _lines(found.gaps, adapters) or "None in what was run.",
+        _lines(found.gaps, adapters) or ("None in what was run." if columns(records) else "No clause was run."),
         "## Why not",
         _lines(found.reasons, adapters),
         "## Broken on purpose",
@@ -163,7 +161,16 @@ def _refusal(own: Sequence[Record], adapter: type[Adapter], example: Case) -> li
     _, is_list, several = text.partition(" does not support ")
     if not is_list:
         return [text.partition(", got ")[0]]
-    return [_DEGREE.sub(r"ranks along \1", reason) for reason in _SEVERAL.split(several)]
+    return [_DEGREE.sub(r"ranks along \1", reason) for reason in _reasons(several)]
+
+
+def _reasons(several: str) -> list[str]:
+    """At every comma that is in no parentheses."""
+    found: list[str] = []
+    for part in several.split(", "):
+        within = bool(found) and found[-1].count("(") > found[-1].count(")")
+        found[-1:] = [f"{found[-1]}, {part}"] if within else [*found[-1:], part]
+    return found
 
 
 def _overview(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ from benchmarks.roster import main
 from benchmarks.roster_page import page
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.adapters.deepspeed.replicated import DeepSpeedZero0
 from meshmark.report.markdown import WIDTH
 from meshmark.run.record import Outcome, Record, Status
 from meshmark.run.record_file import RecordFile
 from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
 from tests.broken.roster import ROSTER_MUTANTS
 from tests.factories import make_case, make_environment, make_good, make_timed, make_verdict
 
@@ -57,6 +60,12 @@ def test_one_reason_is_one_line_with_the_systems_that_it_concerns() -> None:
     assert "- ZeRO stage 0: fsdp2, fsdp2-hsdp\n" in why
     assert "- 2 replicas take a larger multiple of 2 data-parallel ranks: fsdp2-hsdp\n" in why
     assert "- not run: dp: tp" in why
+    low = of("ddp", DP)
+    low = dataclasses.replace(low, case=dataclasses.replace(low.case, precision=Precision.BF16))
+    nested = page([low], {"zero0": DeepSpeedZero0}, (), "an Abacus").partition("## Why not")[2]
+    assert (
+        '- precision bf16 (without ZeRO it accumulates gradients in bf16, and refuses float32 ("unsupported' in nested
+    )
     assert not [line for line in text.splitlines() if line.startswith("|") and len(line) > WIDTH]
 
 

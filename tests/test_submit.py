@@ -169,8 +169,13 @@ def test_trials_made_in_one_go_are_told_from_those_made_later(tmp_path: Path) ->
     begin(rows)
     first = dataclasses.replace(stale, fault="link down", commit="abc", date="2026-01-02T03:04:05")
     keep(first, rows)
-    finish(Whole(seconds=3000.0, trials=1, end="2026-01-02T03:05:00"), rows)
+    finish(Whole(seconds=3000.0, trials=1, commit="abc", end="2026-01-02T03:05:00"), rows)
+    beside = dataclasses.replace(first, fault="beside", commit="def", date="2026-01-02T03:04:06")
+    keep(beside, rows)
     keep(dataclasses.replace(first, fault="later", commit="def", date="2026-01-02T04:00:00"), rows)
     told = page(kept(rows), whole_of(rows))
     assert "1 trials in one go of 50 minutes, of abc, from 2026-01-02 03:04 to 2026-01-02 03:04 UTC. " in told
-    assert "-k NAME`) later, of def, from 2026-01-02 04:00" in told and "outdated" not in told
+    assert (
+        "-k NAME`) (beside; later), of def, from 2026-01-02 03:04 to 2026-01-02 04:00" in told
+        and "outdated" not in told
+    )

@@ -51,6 +51,14 @@ def test_of_megatron_s_every_chunk_but_the_pipeline_s_first_keeps_what_it_has_re
     assert kept(LAYOUTS["pipeline"]) == [0, 1]
 
 
+def test_a_stage_of_deepspeed_receives_from_either_side_into_one_buffer() -> None:
+    layout = Layout(pp=4, zero_stage=1, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
+    case = Case(adapter="deepspeed-pipeline", workload=DEEP, layout=layout)
+    adapter = load_adapter(builtin_adapters()["deepspeed-pipeline"])
+    declared = [[r.num_bytes for r in adapter.remainders(case, rank) if "receive" in r.reason] for rank in range(4)]
+    assert declared == [[4 * 32 * 32 * (DEEP.global_batch // 4)]] * 4
+
+
 def test_an_operator_that_is_not_built_is_a_skip_with_the_command_that_builds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,15 +144,14 @@ class DeepSpeedPipeline(DeepSpeed):
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        """Gradients as ZeRO's stage 1 keeps them, of the stage's tensors; buffers to receive into; and on the last
+        """Gradients as ZeRO's stage 1 keeps them, of the stage's tensors; a buffer to receive into; and on the last
         stage what hangs on the logits of its two buffers, which it does not let go."""
         layout, model, stands = case.layout, case.workload.transformer, case.layout.coordinates(rank)
         sizes = [parameter.numel() for parameter in _meta_stage(case, stands.pp)]
         kept = reaching_elements(sizes, layout.dp, stands.dp) - sum(sizes) / layout.dp
         reason = "a rank keeps its partition's gradients alone, and tensors that reach over its ends whole"
         stream = 4 * micro_batch_tokens(case) * model.hidden
-        ends = (stands.pp > 0) + (stands.pp < layout.pp - 1)
-        steady = [(ends * stream, "a buffer to receive into from either side")]
+        steady = [(stream, "one buffer to receive into from either side (`_allocate_or_extend_buffers`)")]
         if stands.pp == layout.pp - 1:
             held = 2 * (4 * micro_batch_tokens(case) * model.vocab_size + 2 * stream)
             steady.append((held, "the last stage keeps two micro-batches' logits, and their inputs with gradients"))

@@ -77,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = _tried(folder, parsed.k)
     seconds, good = time.monotonic() - started, not any(row.wrong for row in rows)
     if not parsed.k:
-        finish(Whole(seconds=seconds, trials=len(rows), end=_now()[1]), _KEPT)
+        commit, end = _now()
+        finish(Whole(seconds=seconds, trials=len(rows), commit=commit, end=end), _KEPT)
     parsed.output.write_text(page(kept(_KEPT), whole_of(_KEPT)))
     print(f"{len(rows)} trials in {seconds:.0f} s: {'all is well' if good else f'see {folder}'}")
     if good:

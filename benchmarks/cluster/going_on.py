@@ -22,7 +22,7 @@ _HAVE = [Status.OK, Status.NODE_LOST, Status.OK, Status.OK]
 def goes_on(folder: Path, networks: Sequence[int]) -> dict[str, Callable[[], Row]]:
     """By name."""
     strikes: dict[str, Callable[[Nodes], object]] = {
-        "node 1's processes killed": lambda nodes: nodes.send(1, signal.SIGKILL),
+        "node 1 killed": lambda nodes: nodes.send(1, signal.SIGKILL),
         "node 1 frozen": lambda nodes: nodes.send(1, signal.SIGSTOP),
         "link down": lambda nodes: inside(networks[1], "ip", "link", "set", LINKS[1], "down"),
     }
@@ -54,5 +54,5 @@ def _struck(folder: Path, networks: Sequence[int], fault: str, strike: Callable[
         wrong += [] if nodes.code(0) == 0 else [f"node 0 ended with {nodes.code(0)}: {nodes.text(0)[-500:]}"]
         wrong += [f"{seconds:.0f} s to go on"] if seconds > END_SECONDS else []
     told = "going on with node 0: 3 cases good, 2 on one node"
-    fault = f"{fault}, --on-node-loss continue"
+    fault = f"{fault}, run goes on"
     return Row(engine="by hand", shape=SHAPE, fault=fault, seconds=seconds, told=told, lost="nothing", wrong=wrong)

@@ -38,13 +38,13 @@ def page(rows: Sequence[Row], whole: Whole | None = None) -> str:
 
 def _made(rows: Sequence[Row], whole: Whole | None) -> str:
     """When, and in how many goes."""
-    later = [row for row in rows if whole is None or row.date > whole.end]
+    later = [row for row in rows if whole is None or row.date > whole.end or row.commit != whole.commit]
     told = []
     if whole:
         told.append(f"`make cluster-test`, {whole.trials} trials in one go of {whole.seconds / 60:.0f} minutes,")
         told.append(f"of {_span([row for row in rows if row not in later])}.")
     if later:
-        names = f" {', '.join(row.fault for row in later)}" if whole else ""
+        names = f" ({'; '.join(row.fault for row in later)})" if whole else ""
         told.append(f"In pieces (`python -m benchmarks.cluster -k NAME`){names}, of {_span(later)}.")
     return " ".join(told)
 

@@ -37,8 +37,9 @@ class Whole:
 
     seconds: float
     trials: int
+    commit: str
     end: str
-    """When, UTC: rows with a later date were made in pieces."""
+    """When, UTC: rows of a later date, or another commit, were made in pieces."""
 
 
 def begin(file: Path) -> None:

@@ -204,7 +204,7 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("deepspeed-recommended", AsTheorySays, suite="communication", layout=TWO),
     *_on("deepspeed-recommended", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("deepspeed-ulysses", AveragedOverTokens, F.SCALED, layout=SHARED),
-    *_on("deepspeed-ulysses", PositionsFromZero, layout=SHARED),
+    *_on("deepspeed-ulysses", PositionsFromZero, layout=replace(SHARED, zero_stage=1)),
     *_on("deepspeed-ulysses", TokensOfItsOwn, layout=replace(SHARED, zero_stage=1)),
     *_on("accelerate-fsdp1", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("tp-fsdp2", NeverSharded, suite="memory", layout=CROSSED),
