@@ -36,6 +36,10 @@ class LayoutError(InputError):
     """A layout that cannot be laid over this model, batch or world size."""
 
 
+class AlgorithmError(InputError):
+    """An algorithm that is not defined with this optimizer."""
+
+
 class CorpusError(InputError):
     """A corpus that is missing, empty or too short."""
 

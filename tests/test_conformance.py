@@ -39,6 +39,7 @@ from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout
+from meshmark.spec.workload import workload
 from meshmark.theory.states import ModelStates
 from tests.factories import (
     make_case,
@@ -368,6 +369,14 @@ def test_every_scenario_fits_the_workload_of_its_world(world: int) -> None:
             assert isinstance(case, Case), case
             assert not {s.name: why for s in SCENARIOS.values() if (why := s.varied(case)[1])}
             assert (case.workload.name == "gpt-mini") == (case.workload == plain_workload())
+
+
+def test_a_scenario_whose_optimizer_an_algorithm_does_not_know_is_refused_with_that_reason() -> None:
+    """It was an error of the whole run."""
+    case = Case(adapter="pipedream", workload=workload("gpt-mini-sgd-pipedream"), layout=Layout(pp=2))
+    refused = {s.name: why for s in SCENARIOS.values() if (why := s.varied(case)[1])}
+    assert "pipedream is defined on plain SGD" in refused["clipping"]
+    assert "accumulation" not in refused
 
 
 def test_a_scenario_that_does_not_fit_is_skipped_with_its_reason(runner: Runner) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
-from meshmark.errors import LayoutError
+from meshmark.errors import AlgorithmError, LayoutError
 from meshmark.reference.data import on_corpus
 from meshmark.run.record import Status
 from meshmark.run.request import Task
@@ -51,10 +51,11 @@ class Scenario:
     """How it is meant to end."""
 
     def varied(self, base: Case) -> tuple[Case, str | None]:
-        """The case that is run; `base` itself with a reason where its layout cannot be laid over the variant."""
+        """The case that is run; `base` itself with a reason where its layout cannot be laid over the variant, or its
+        algorithm is not defined with the variant's optimizer."""
         try:
             return self.vary(base), None
-        except LayoutError as error:
+        except (AlgorithmError, LayoutError) as error:
             return base, str(error)
 
 

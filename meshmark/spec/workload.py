@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from meshmark.errors import InputError, UnknownNameError
+from meshmark.errors import AlgorithmError, InputError, UnknownNameError
 from meshmark.spec.algorithm import ALGORITHMS, AlgorithmSpec
 from meshmark.spec.model_spec import MODELS, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
@@ -85,7 +85,7 @@ class Workload:
                 "the synchronous algorithm"
             )
         if reason := self.algorithm.refusal(self.optimizer):
-            raise InputError(f"workload {self.name!r}: algorithm {self.algorithm.id} {reason}")
+            raise AlgorithmError(f"workload {self.name!r}: algorithm {self.algorithm.id} {reason}")
 
     @property
     def id(self) -> str:
