@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 
 from meshmark.errors import MeshmarkError
@@ -37,6 +38,13 @@ class _Command(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace or argparse.Namespace())
 
 
+class _Help(argparse.HelpFormatter):
+    """Keeps names such as gpt-tiny on one line, where a search finds them."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, 1 where a gate failed, or 2 for a mistake of the user's."""
     parsed = _parser().parse_args(arguments)
@@ -62,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Command)
     for name, (told, add) in _COMMANDS.items():
-        commands.add_parser(name, help=told, allow_abbrev=name != "cases").add_arguments = add
+        command = commands.add_parser(name, help=told, allow_abbrev=name != "cases", formatter_class=_Help)
+        command.add_arguments = add
     return parser
 
 

@@ -66,8 +66,16 @@ def test_an_actor_s_environment_is_understood(driver: Any, monkeypatch: pytest.M
     given = driver.environments(places, 2)
     specs = [cluster_of(environment) for environment in given]
     assert specs == [
-        ClusterSpec(nnodes=4, node_rank=rank, rdzv="10.0.0.1:4001", tasks_per_node=2, local_task=rank % 2)
-        for rank in range(4)
+        ClusterSpec(
+            nnodes=4,
+            node_rank=2 * host + task,
+            rdzv="10.0.0.1:4001",
+            tasks_per_node=2,
+            local_task=task,
+            host_number=host,
+        )
+        for host in range(2)
+        for task in range(2)
     ]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in given] == ["2,3", "2,3", "0,1", "0,1"]
     assert {environment["NCCL_DEBUG"] for environment in given} == {"WARN"}

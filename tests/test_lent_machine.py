@@ -42,6 +42,7 @@ PRIVATE = {
     "_get_sdp_priority_order": "torch._C",
     "_get_unflat_views": "torch.distributed.fsdp._flat_param:FlatParamHandle",
     "_handle": "torch.distributed.fsdp._common_utils:_FSDPState",
+    "_dynamo": "torch",
     "_fsdp_param": "torch.distributed.fsdp._fully_shard",
     "_fsdp_param_group": "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
     "_fully_shard": "torch.distributed.fsdp",
@@ -53,7 +54,15 @@ PRIVATE = {
 """PyTorch's private names that adapters and the core use, and where they are; behind a colon, the class whose attribute
 it is. Any of them may go with the next release: a new use is looked up in `CHECKED`, then written here."""
 _OF_CUDA_BUILDS = {"_cuda_clearCublasWorkspaces", "_dump_nccl_trace"}
-_OTHERS = {"_exit", "_CFuncPtr", "_fsdp_kwargs", "_forward_module", "_loaded_ops", "_param_to_rank"}
+_OTHERS = {
+    "_exit",
+    "_CFuncPtr",
+    "_fsdp_kwargs",
+    "_forward_module",
+    "_get_sequence_parallel_group",
+    "_loaded_ops",
+    "_param_to_rank",
+}
 """Of os and ctypes; of DeepSpeed, Fabric and FairScale."""
 _MISSING = ("ruptures", "plotly", "itables", "deepspeed", "fairscale", "lightning_fabric", "megatron", "jsonschema")
 """Of what Meshmark can use, that such a machine was seen to lack."""

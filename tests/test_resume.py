@@ -39,7 +39,7 @@ def never(*arguments: object, **named: object) -> None:
 
 
 def runner(folder: Path, told: list[Any], *held: Record, **options: Any) -> Runner:  # noqa: ANN401
-    launcher: Any = SimpleNamespace(cluster=SimpleNamespace(spec=ClusterSpec()), launch=never)
+    launcher: Any = SimpleNamespace(cluster=SimpleNamespace(spec=ClusterSpec(), room=None), launch=never)
     chosen = RunOptions(**{"observed_steps": 3, **options})
     return Runner(launcher, {"ddp": TARGET}, chosen, folder, lambda *each: told.append(each), Held(held))
 

@@ -84,7 +84,7 @@ def _right(record: Record) -> bool:
 def _misplaced(record: Record) -> str:
     """Where its ranks ran, and how far what they sent went, as measured and as planned."""
     traffic = record.traffic
-    expected = [Place(node=rank // 2, switch=_SWITCHES[rank // 2]) for rank in range(4)]
+    expected = [Place(node=node, switch=switch) for node, switch in enumerate(_SWITCHES) for _ in range(2)]
     if traffic.places != expected:
         return f"its ranks were at {traffic.places}, expected {expected}"
     return "" if traffic.reach == traffic.planned_reach else f"sent {traffic.reach}, planned {traffic.planned_reach}"
