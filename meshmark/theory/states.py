@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshmark.spec.algorithm import SERVED
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import Family, ModelSpec
@@ -49,8 +50,8 @@ class ModelStates:
     """The most of all at one instant, on this rank at DeepSpeed's stage 2, else on the fullest of the stage; None where
     activations are not planned, and where the planner does not know the copies: DeepSpeed's in mixed precision, at
     stage 3 (whose modules gather their weights one by one), and of several groups of parameters, those of a reduction
-    in another format than gradients are held in, what optimizers but AdamW and plain SGD make, and chunks of a pipeline
-    in another order than interleaved 1F1B."""
+    in another format than gradients are held in, what optimizers but AdamW and plain SGD make, a server that
+    more than two replicas tell, and chunks of a pipeline in another order than interleaved 1F1B."""
 
     def with_host(self) -> ModelStates:
         """Where the host's memory is the device's."""
@@ -172,7 +173,8 @@ def _temporaries_are_known(case: Case) -> bool:
     """Of the reduction and of the update."""
     optimizer = case.workload.optimizer
     plain = not optimizer.is_matrix_wise and not optimizer.momentum
-    return plain and not case.precision.narrows_reduction
+    serves = case.workload.algorithm.kind in SERVED and case.layout.dp > 2  # of two, the backward pass holds more
+    return plain and not case.precision.narrows_reduction and not serves
 
 
 def _is_exact(case: Case) -> bool:
