@@ -94,7 +94,9 @@ def _usual(request: Request) -> float:
         ]
         started = time.monotonic()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+        if done.returncode:
+            raise SystemExit(f"{request.case.id} under torchrun ended with {done.returncode}:\n{done.stderr[-3000:]}")
         return time.monotonic() - started
 
 
