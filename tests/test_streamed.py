@@ -122,7 +122,9 @@ def test_the_peak_is_planned_of_every_rank(runner: Runner) -> None:
     """Of this one, whose gradients fill the bucket several times, in the reduction on one rank."""
     memory = runner.observe(Case(adapter="deepspeed", workload=MUTANT.workload, layout=MUTANT.layout)).memory
     for reading, plan in zip(memory.readings, memory.planned, strict=True):
-        assert plan and plan.peak == pytest.approx(reading.peak.total - reading.peak.inputs, rel=0.001)
+        assert plan and plan.peak
+        measured, late = reading.peak.total - reading.peak.inputs, reading.late_bytes  # which gloo's thread still had
+        assert max(measured - late - plan.peak, plan.peak - measured) <= 0.001 * plan.peak, (measured, late, plan.peak)
     assert len({plan and plan.peak for plan in memory.planned}) == 2, "ranks hold parts of different tensors"
 
 
