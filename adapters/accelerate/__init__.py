@@ -32,6 +32,7 @@ from meshmark.adapters.accelerate.prepare import (
     mixed_precision,
     prepare_parts,
     prove,
+    sharding_accelerator,
     whole_batches,
 )
 from meshmark.adapters.deepspeed import DeepSpeed
@@ -206,8 +207,7 @@ class AccelerateFSDP2(Adapter):
 
     def build(self, case: Case, context: RankContext) -> Engine:
         choose_device(context)
-        from accelerate import Accelerator, FullyShardedDataParallelPlugin
-        from accelerate.utils import GradientAccumulationPlugin
+        from accelerate import FullyShardedDataParallelPlugin
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
         if context.device.type == "cpu":
@@ -219,17 +219,7 @@ class AccelerateFSDP2(Adapter):
             transformer_cls_names_to_wrap=["Block"],
             mixed_precision_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else None,
         )
-        accelerator = Accelerator(
-            mixed_precision=mixed_precision(case),
-            fsdp_plugin=plugin,
-            kwargs_handlers=[backend_arguments(context)],
-            dataloader_config=whole_batches(),
-            # By default whole gradients are accumulated and reduced once: no longer sharded.
-            gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=case.layout.num_micro_batches, sync_each_batch=True
-            ),
-            **self.arguments(case),
-        )
+        accelerator = sharding_accelerator(case, context, plugin, **self.arguments(case))
         prepared = prepare_parts(accelerator, case, context)
         prove(accelerator, "FSDP", accelerator.is_fsdp2 and isinstance(prepared[0], FSDPModule), prepared[0])
         return AccelerateFSDP2Engine(case, context, accelerator, prepared)

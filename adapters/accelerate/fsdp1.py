@@ -14,11 +14,9 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.accelerate import FP16_IS_FP32, REQUIREMENT, AccelerateEngine
 from meshmark.adapters.accelerate.prepare import (
     allow_fsdp_on_cpu,
-    backend_arguments,
     choose_device,
-    mixed_precision,
     prove,
-    whole_batches,
+    sharding_accelerator,
 )
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine, canonical
 from meshmark.reference.objective import build_optimizer, build_schedule
@@ -61,8 +59,7 @@ class AccelerateFSDP1(FSDP1):
         return AccelerateFSDP1Engine(case, context, accelerator, (module, *prepared))
 
     def _accelerator(self, case: Case, context: RankContext) -> Any:  # noqa: ANN401
-        from accelerate import Accelerator, FullyShardedDataParallelPlugin
-        from accelerate.utils import GradientAccumulationPlugin
+        from accelerate import FullyShardedDataParallelPlugin
         from torch.distributed.fsdp import MixedPrecision
 
         low, reduced = AUTOCAST.get(case.precision.compute), getattr(torch, case.precision.reduction)
@@ -75,13 +72,4 @@ class AccelerateFSDP1(FSDP1):
             transformer_cls_names_to_wrap=["Block"],
             mixed_precision_policy=MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low else None,
         )
-        return Accelerator(
-            mixed_precision=mixed_precision(case),
-            fsdp_plugin=plugin,
-            kwargs_handlers=[backend_arguments(context)],
-            dataloader_config=whole_batches(),
-            # By default whole gradients are accumulated and reduced once: no longer sharded.
-            gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=case.layout.num_micro_batches, sync_each_batch=True
-            ),
-        )
+        return sharding_accelerator(case, context, plugin)

@@ -43,6 +43,24 @@ def whole_batches() -> Any:  # noqa: ANN401
     return DataLoaderConfiguration(split_batches=True)
 
 
+def sharding_accelerator(case: Case, context: RankContext, plugin: Any, **arguments: Any) -> Any:  # noqa: ANN401
+    """An `Accelerator` of an FSDP plugin of either version. By default whole gradients would be accumulated and reduced
+    once: no longer sharded."""
+    from accelerate import Accelerator
+    from accelerate.utils import GradientAccumulationPlugin
+
+    return Accelerator(
+        mixed_precision=mixed_precision(case),
+        fsdp_plugin=plugin,
+        kwargs_handlers=[backend_arguments(context)],
+        dataloader_config=whole_batches(),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=case.layout.num_micro_batches, sync_each_batch=True
+        ),
+        **arguments,
+    )
+
+
 def backend_arguments(context: RankContext) -> Any:  # noqa: ANN401
     """Tells Accelerate which backend the process group has."""
     from accelerate import InitProcessGroupKwargs
