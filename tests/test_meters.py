@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -319,10 +322,29 @@ def test_what_lies_between_the_windows_is_ours_and_no_peak() -> None:
     assert read_memory(watch, 0, NOTHING, NOTHING).peak.total == 15
 
 
+@contextlib.contextmanager
+def mapped_at(address: int, size: int) -> Iterator[ctypes.Array[ctypes.c_char]]:
+    """`size` bytes at `address`, asked of the kernel: the C library gives the same address again only as a rule."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    fixed_noreplace = 0x100000  # Linux's MAP_FIXED_NOREPLACE, which the mmap module does not name
+    page = address - address % mmap.PAGESIZE
+    length = address - page + size
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed_noreplace
+    mapped = libc.mmap(page, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    assert mapped == page, os.strerror(ctypes.get_errno())
+    try:
+        yield (ctypes.c_char * size).from_address(address)
+    finally:
+        libc.munmap(page, length)
+
+
 def test_a_tensor_that_another_thread_frees_is_gone() -> None:
     """As gloo's do, for real: not seen by the profiler, but by the allocator's count; though the C library has given
     the address away since, to a tensor that is not the allocator's (the corpus, once, where DDP's old buffer was)."""
-    libc, address, size = ctypes.CDLL(None), ctypes.c_void_p(), 40_000_000  # so large that it is mapped by itself
+    size = 400_000_000  # so large that it is mapped by itself, and unmapped with its tensor; no byte of it is touched
     with Watch(CPU) as watch:
         held = [torch.empty(size, dtype=torch.uint8)]
         freed = held[0].data_ptr()
@@ -334,11 +356,11 @@ def test_a_tensor_that_another_thread_frees_is_gone() -> None:
         with watch.window("update", 0):
             pass
         watch.settle(0)
-    assert libc.posix_memalign(ctypes.byref(address), 64, size) == 0
-    elsewhere = torch.frombuffer((ctypes.c_char * size).from_address(address.value or 0), dtype=torch.uint8)
-    assert elsewhere.data_ptr() == freed
-    reading = read_memory(watch, 0, NOTHING, NOTHING)
-    libc.free(address)
+    with mapped_at(freed, size) as memory:
+        elsewhere = torch.frombuffer(memory, dtype=torch.uint8)
+        assert elsewhere.data_ptr() == freed
+        reading = read_memory(watch, 0, NOTHING, NOTHING)
+        del elsewhere, memory
     assert reading.steady.total == 0 and reading.peak.total == size
 
 
