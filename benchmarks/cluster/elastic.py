@@ -33,7 +33,7 @@ def elastic(folder: Path, networks: Sequence[int]) -> dict[str, Callable[[], Row
     return {f"elastic_{name}": functools.partial(_elastic, folder, networks, name) for name in _LAYOUTS}
 
 
-def _request(task: Task, adapter: str, checkpoint: Path) -> Request:
+def request_of(task: Task, adapter: str, checkpoint: Path) -> Request:
     case = Case(adapter=adapter, workload=workload("gpt-mini"), layout=_LAYOUTS[adapter])
     return Request(
         case=case,
@@ -49,9 +49,9 @@ def _request(task: Task, adapter: str, checkpoint: Path) -> Request:
 
 def _elastic(folder: Path, networks: Sequence[int], adapter: str) -> Row:
     with Nodes(folder, networks, f"elastic-{adapter}") as nodes:
-        whole, _, wrong = _run(nodes, _request(Task.SAVE, adapter, nodes.trial.folder / "whole"))
-        request = _request(Task.LOSE, adapter, nodes.trial.folder / "lost")
-        resumed, seconds, more = _run(nodes, request, ends_as=Task.RESUME)
+        whole, _, wrong = run(nodes, request_of(Task.SAVE, adapter, nodes.trial.folder / "whole"))
+        request = request_of(Task.LOSE, adapter, nodes.trial.folder / "lost")
+        resumed, seconds, more = run(nodes, request, ends_as=Task.RESUME)
     wrong += more
     if not wrong and whole.digests[halfway(request) :] != resumed.digests:
         wrong.append(f"digests {resumed.digests}, without the loss {whole.digests[halfway(request) :]}")
@@ -68,7 +68,7 @@ def _elastic(folder: Path, networks: Sequence[int], adapter: str) -> Row:
     )
 
 
-def _run(nodes: Nodes, request: Request, ends_as: Task | None = None) -> tuple[RankReport, float, list[str]]:
+def run(nodes: Nodes, request: Request, ends_as: Task | None = None) -> tuple[RankReport, float, list[str]]:
     """What rank 0 reports at its end, seconds, and what was wrong."""
     ends_as = ends_as or request.task
     reports, checkpoint = nodes.trial.folder / f"reports-{request.task}", Path(request.checkpoint)
