@@ -43,6 +43,7 @@ class ManagedEngine(DataParallelEngine):
             load_state_dict=self.load_state,
             state_dict=self.state,
             min_replica_size=context.world_size,
+            init_sync=False,  # all start alike; else 0.2.0 commits a first step of which one replica's rows are missing
             timeout=limit,
             quorum_timeout=limit,
             rank=0,
