@@ -249,11 +249,14 @@ def expect_spread(chosen: Selection, worlds: Collection[int]) -> None:
 
 def crowding(chosen: Selection) -> list[str]:
     """What a reader of times should know: ranks that share what each would have for itself."""
-    ranks = max(chosen.worlds, default=1) // chosen.cluster.num_hosts
+    spec, world = chosen.cluster, max(chosen.worlds, default=1)
+    ranks, served = world // spec.num_hosts, world // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
     threads = int(os.environ.get("OMP_NUM_THREADS") or DEFAULT_THREADS)
     cores, gpus = len(os.sched_getaffinity(0)), chosen.options.num_gpus
-    if chosen.options.device == "cuda" and ranks > gpus:
-        return [f"{ranks} ranks share {gpus} GPU{'s' * (gpus != 1)}: their times are those of sharing"]
+    if chosen.options.device == "cuda" and served > gpus:
+        by_task = "; each task sees but its own: start one a GPU, or one a node without --gpus-per-task"
+        told = f"{served} ranks share {gpus} GPU{'s' * (gpus != 1)}: their times are those of sharing"
+        return [f"{told}{by_task if spec.gpus_by_task else ''}"]
     if chosen.options.device == "cpu" and ranks * threads > cores:
         each = f" of {threads} threads" if threads > 1 else ""
         return [f"{ranks} ranks{each} share {cores} core{'s' * (cores != 1)}: their times are those of sharing"]

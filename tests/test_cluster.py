@@ -202,9 +202,11 @@ def test_nodes_that_are_left_go_on_where_they_stand_alike(monkeypatch: pytest.Mo
             try:
                 with pytest.raises(NodeLostError, match="node 1 of 5"):
                     node.exchange("result", "", seconds=60)
-                stayed = node.regroup("another case" if rank == 3 else "case 7", room=rank + 2, seconds=30)
+                node.regroup("another case" if rank == 3 else "case 7", room=rank + 2, seconds=30)
                 met = node.exchange("launch", f"of {rank}", seconds=30)
-                ended[rank] = (stayed, node.spec.node_rank, node.spec.nnodes, met, node.room, node.told_of_lost)
+                with pytest.raises(NoSpaceError, match="full" if rank == 4 else "node 4: full"):
+                    meeting.meet(node, asked(), NoSpaceError("full") if rank == 4 else None)
+                ended[rank] = (node.numbers, node.spec.node_rank, node.spec.nnodes, met, node.room, node.told_of_lost)
             except ClusterError as error:
                 ended[rank] = str(error)
 
@@ -219,6 +221,79 @@ def test_nodes_that_are_left_go_on_where_they_stand_alike(monkeypatch: pytest.Mo
     assert str(ended[3]).endswith(", and without node 3 goes on who is left: [0, 2, 4]")
 
 
+def test_a_node_that_comes_back_when_the_others_have_gone_on_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, wherever it waits; and one of those that went on may be lost as well, in the end too."""
+    monkeypatch.setenv("MESHMARK_RDZV_SECRET", "a secret of this test")
+    monkeypatch.setattr(store, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(cluster, "_BEAT_SECONDS", 0.2)
+    rdzv, gone_on, ended, said = f"127.0.0.1:{free_port()}", threading.Event(), dict[int, object](), list[str]()
+
+    def lives(node: Cluster, lost: int, left: list[int]) -> None:
+        with pytest.raises(NodeLostError, match=f"node {lost} of 4 has given no sign"):
+            node.exchange("result", "", seconds=60)
+        node.regroup("case 7", room=2, seconds=30)
+        assert node.numbers == left
+
+    def run(rank: int) -> None:
+        with Cluster(ClusterSpec(nnodes=4, node_rank=rank, rdzv=rdzv), said.append) as node:
+            if rank == 3:
+                node._ended.set()  # frozen
+                assert gone_on.wait(30)
+                node._ended.clear()
+                threading.Thread(target=node._beat, daemon=True).start()
+                began = time.monotonic()
+                with pytest.raises(NodeLostError, match="node 3 of 4 has given no sign of life"):
+                    for what in ("result", "launch"):  # to the first the others had come before they missed it
+                        node.exchange(what, "", seconds=60)
+                with pytest.raises(ClusterError, match=r"without node 3 goes on who is left: \[0, 1, 2\]"):
+                    node.regroup("case 7", room=2, seconds=30)
+                ended[rank] = time.monotonic() - began
+                return
+            lives(node, 3, [0, 1, 2])
+            gone_on.set()
+            if rank == 0:
+                lives(node, 2, [0, 1])
+                ended[rank] = node.spec.nnodes
+            elif rank == 1:
+                lives(node, 2, [0, 1])
+                threads_end(node)
+            else:
+                threads_end(node)
+
+    def threads_end(node: Cluster) -> None:
+        """As a process does that is killed."""
+        node._close()
+        node._store = None
+
+    running = [threading.Thread(target=run, args=(rank,)) for rank in range(4)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert ended.pop(0) == 2 and float(str(ended.pop(3))) < 5.0 and not ended
+    assert "node 1 of 4 has given no sign of life for 15 s: when all was done" in said
+
+
+def test_a_node_lost_where_a_folder_is_agreed_on_is_gone_on_without(tmp_path: Path) -> None:
+    """Before any case needs the others; by default the run ends. What was made for all is not left behind."""
+
+    def lose(*_: object, **__: object) -> None:
+        raise NodeLostError("node 1 of 2 is gone")
+
+    def regroup(*_: object, **__: object) -> None:
+        nodes.spec = ClusterSpec()
+
+    nodes = SimpleNamespace(spec=ClusterSpec(nnodes=2, rdzv="a:1"), numbers=[0], regroup=regroup, exchange=lose)
+    launcher = SimpleNamespace(cluster=nodes, close=lambda: None)
+    for what in NodeLoss:
+        runner = Runner(launcher, builtin_adapters(), RunOptions(on_node_loss=what), tmp_path / what)  # type: ignore[arg-type]
+        with pytest.raises(NodeLostError) if what is NodeLoss.END else contextlib.nullcontext():
+            assert runner.scratch.folder.is_dir() and runner.scratch.missing == []
+        assert len([*(tmp_path / what).glob("scratch-*")]) == (what is NodeLoss.CONTINUE)
+        runner.close()
+
+
 def test_what_to_do_without_a_node_is_one_of_two() -> None:
     assert [node_loss(text) for text in ("end", "continue")] == [*NodeLoss]
     with pytest.raises(InputError, match="unknown --on-node-loss 'contineu': did you mean 'continue'"):
@@ -231,9 +306,8 @@ def test_a_case_that_no_longer_fits_stays_lost_and_the_run_goes_on(tmp_path: Pat
     def lose(*_: object, **__: object) -> None:
         raise NodeLostError("node 1 of 2 is gone")
 
-    def regroup(*_: object, **__: object) -> list[int]:
+    def regroup(*_: object, **__: object) -> None:
         nodes.spec, nodes.room = ClusterSpec(), 2
-        return [0]
 
     spec = ClusterSpec(nnodes=2, rdzv="a:1")
     nodes = SimpleNamespace(spec=spec, room=None, told_of_lost="", regroup=regroup)

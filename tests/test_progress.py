@@ -101,5 +101,11 @@ def test_ranks_that_share_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert told(worlds=[4], cluster=dataclasses.replace(ClusterSpec(), nnodes=2, rdzv="a:1")) == []
     assert told(options=RunOptions(device="cuda", num_gpus=1))[0].startswith("2 ranks share 1 GPU:")
     assert told(worlds=[1], options=RunOptions(device="cuda", num_gpus=1)) == []
+    each, one = (ClusterSpec(nnodes=n, rdzv="a:1", tasks_per_node=n // 2, gpus_by_task=True) for n in (16, 2))
+    assert told(worlds=[16], cluster=each, options=RunOptions(device="cuda", num_gpus=1)) == []
+    (odd,) = told(worlds=[16], cluster=one, options=RunOptions(device="cuda", num_gpus=1))
+    assert odd.startswith("8 ranks share 1 GPU: ") and odd.endswith(
+        "start one a GPU, or one a node without --gpus-per-task"
+    )
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert told() == ["2 ranks of 2 threads share 2 cores: their times are those of sharing"]

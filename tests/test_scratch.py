@@ -102,10 +102,10 @@ def test_two_nodes_save_and_resume_in_one_folder(tmp_path: Path) -> None:
 def test_what_is_saved_for_nodes_that_do_not_see_it_is_skipped_and_no_verdict(tmp_path: Path) -> None:
     """With the reason; nothing is launched."""
     asked = list[str]()
-    launcher: Any = SimpleNamespace(cluster=SimpleNamespace(spec=ClusterSpec()), launch=asked.append)
+    launcher: Any = SimpleNamespace(cluster=SimpleNamespace(spec=ClusterSpec(), numbers=[0, 1]), launch=asked.append)
     base = plain_cells("ddp", load_adapter(ADAPTERS["ddp"]), 2)[0]
     runner = Runner(launcher, ADAPTERS, RunOptions(), tmp_path)
-    runner.scratch.missing = [1]
+    runner.scratch._blind = [1]
     outcome = ScenarioRunner(runner).perform(SCENARIOS["save"], base).outcome
     assert outcome.status is Status.SKIPPED and "node 1 does not see node 0's results: --results" in outcome.message
     assert not asked

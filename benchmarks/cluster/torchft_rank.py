@@ -80,6 +80,8 @@ class ManagedEngine(DataParallelEngine):
         """If torchft commits it."""
         self.before(UPDATE)
         self.committed = False
+        if (clip := self.case.workload.optimizer.clip_norm) is not None:
+            self.clip(clip)
         self.optimizer.step()
 
 

@@ -51,7 +51,7 @@ class ScenarioRunner:
             base=base,
             metered=scenario.metered,
             evaluate=scenario.evaluate and Feature.EVALUATE not in lacks,
-            checkpoint=str(self.runner.checkpoint(base, scenario.after or scenario.name)) if saves else "",
+            checkpoint=str(self.runner.scratch.checkpoint(base, scenario.after or scenario.name)) if saves else "",
         )
         return self.runner.once(request, scenario.needs, misfit)
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import ipaddress
 import json
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meshmark.errors import ClusterError, InputError, NodeLostError, NodesDisagreeError
+from meshmark.run.listener import listen
 from meshmark.run.store import SILENT_SECONDS, RunStore, StoreServer, run_secret
 from meshmark.run.waiting import Waiting
 
@@ -27,7 +26,6 @@ _BEAT_SECONDS = 2.0
 _REGROUP_SECONDS = 60.0
 """For a node that lives to say where it stands when another is lost."""
 _END = "end"
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +115,11 @@ class Cluster:
         """Ranks that each node can hold; None as long as none is lost: their user knows better."""
 
     @property
+    def numbers(self) -> list[int]:
+        """Of the nodes that are left, as they are named: those that they began with."""
+        return list(self._members)
+
+    @property
     def told_of_lost(self) -> str:
         """What follows a reason that is one because nodes are lost; empty when none is."""
         gone = [str(node) for node in self._all if node not in self._members]
@@ -128,7 +131,7 @@ class Cluster:
             secret = run_secret()
             try:
                 if spec.node_rank == 0:
-                    self._server = StoreServer(_listen(spec), secret)
+                    self._server = StoreServer(listen(spec.host, spec.port), secret)
                 self._store = self._connect(secret)
                 self._store.beat(self._id)  # who is lost before the first thread's would be missed by nobody
                 threading.Thread(target=self._beat, daemon=True, name="meshmark-heartbeat").start()
@@ -145,13 +148,22 @@ class Cluster:
                 self._meetings += 1
                 with contextlib.suppress(ClusterError):  # whoever is there yet need not wait
                     self._store.set(self._seat(self._id), json.dumps([_END, ""]))
-            elif self._store:  # node 0 serves the store: it leaves last
-                self.exchange(_END, "", seconds=30)
-                self._store.set(f"left/{self._id}", "")
-                if self._id == 0:
-                    self._store.wait([f"left/{n}" for n in self._members], datetime.timedelta(seconds=30))
+            elif self._store:
+                self._leave(self._store)
         finally:
             self._close()
+
+    def _leave(self, store: RunStore) -> None:
+        """Node 0 serves the store: it leaves last. A node that is lost by now takes nothing with it, but for node 0."""
+        try:
+            self.exchange(_END, "", seconds=30)
+        except NodeLostError as error:
+            self._say(f"{error}: when all was done")
+        store.set(f"left/{self._id}", "")
+        if self._id == 0:
+            silent = store.beat(0)
+            here = [f"left/{node}" for node in self._members if node not in silent]
+            store.wait(here, datetime.timedelta(seconds=30))
 
     def _close(self) -> None:
         self._ended.set()
@@ -179,7 +191,7 @@ class Cluster:
         assert self._store
         while not self._ended.wait(_BEAT_SECONDS):
             try:
-                silent = self._store.beat(self._id)
+                silent = [self._id] if self._is_left_behind(self._store) else self._store.beat(self._id)
             except ClusterError as error:
                 self._lost = self._lost or str(error)
                 return
@@ -188,6 +200,11 @@ class Cluster:
                     self._lost = (
                         f"node {nodes} of {len(self._all)} has given no sign of life for {SILENT_SECONDS:.0f} s"
                     )
+
+    def _is_left_behind(self, store: RunStore) -> bool:
+        """Whether the others have gone on without this node: it was frozen, or cut off, and is back."""
+        chosen = f"regroup{self._regroups + 1}/chosen"
+        return store.check([chosen]) and self._id not in json.loads(store.get(chosen))[0]
 
     def _check(self) -> RunStore:
         """The store. Raises `NodeLostError` when a node is lost."""
@@ -222,9 +239,9 @@ class Cluster:
         told = self._check().get_all([*seats])  # one question, or as many nodes as there are would ask as many each
         return [self._expect(name, what, json.loads(text)) for name, text in zip(seats.values(), told, strict=True)]
 
-    def regroup(self, place: str, room: int, *, seconds: float) -> list[int]:
+    def regroup(self, place: str, room: int, *, seconds: float) -> None:
         """Go on without the nodes that are lost: with those that come to say that they stand at the same `place`, by
-        node 0's decision, for which the others wait for `seconds`. Returns which stay, by their numbers until now.
+        node 0's decision, for which the others wait for `seconds`.
 
         Raises `ClusterError` when node 0 is lost, or this node is none of them.
         """
@@ -238,13 +255,11 @@ class Cluster:
         left, self.room = json.loads(self._store.get(chosen))
         if self._id not in left:
             raise ClusterError(f"{self._lost}, and without node {self._id} goes on who is left: {left or 'nobody'}")
-        stayed = [self._members.index(node) for node in left]
         self._say(f"{self._lost}: going on with node {', '.join(map(str, left))}")
         with self._losing:
             self._members, self._lost = left, ""
         self._launches = self._meetings = 0
         self.spec = self.spec.among(left.index(self._id), len(left))
-        return stayed
 
     def _choose(self, place: str) -> tuple[list[int], int]:
         """The nodes, of those that came in time and stand where this one does, all of whose tasks do; and the ranks
@@ -287,22 +302,3 @@ class Cluster:
         if theirs != what:
             raise NodesDisagreeError(f"{name} is at {theirs!r}, this one at {what!r}: give each the same command")
         return str(value)
-
-
-def _listen(spec: ClusterSpec) -> socket.socket:
-    """A socket at the address of `--rdzv` alone. Raises `ClusterError` when that cannot be had, or is one that no other
-    node reaches."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(spec.host, spec.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address[:2], family=family)
-    except OSError as error:
-        raise ClusterError(
-            f"node 0 cannot listen at {spec.host}:{spec.port}: {error.strerror}; --rdzv takes an address of node 0 and "
-            "a free port there"
-        ) from error
-    if spec.host not in LOOPBACK and ipaddress.ip_address(address[0]).is_loopback:
-        listener.close()
-        raise ClusterError(
-            f"{spec.host} is {address[0]} on node 0 itself, which no other node reaches: give --rdzv an IP address"
-        )
-    return listener

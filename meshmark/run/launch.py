@@ -22,10 +22,11 @@ import meshmark
 from meshmark.environment import DEFAULT_THREADS
 from meshmark.errors import NodeLostError
 from meshmark.rank_progress import Pace
-from meshmark.run.cluster import LOOPBACK, Cluster, ClusterSpec
+from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.interface import device_towards
 from meshmark.run.kernels import VARIABLES
 from meshmark.run.launch_folder import private_folder
+from meshmark.run.listener import LOOPBACK
 from meshmark.run.meeting import meet
 from meshmark.run.rank_info import RankInfo
 from meshmark.run.rank_report import RankFailure, RankReport, Standing

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,9 @@ def meet(cluster: Cluster, request: Request, trouble: Exception | None = None) -
     nodes = [json.loads(text) for text in cluster.exchange("launch", json.dumps(mine), seconds=READY_SECONDS)]
     if trouble:
         raise trouble
-    _raise_theirs(nodes)
-    _expect_equal([node["facts"] for node in nodes])
+    named = dict(zip(cluster.numbers, nodes, strict=True))
+    _raise_theirs(named)
+    _expect_equal({number: node["facts"] for number, node in named.items()})
 
 
 def from_node_0(cluster: Cluster, what: str, make: Callable[[], str], *, seconds: float) -> str:
@@ -56,7 +57,7 @@ def from_node_0(cluster: Cluster, what: str, make: Callable[[], str], *, seconds
     first = json.loads(cluster.exchange(what, mine, seconds=seconds + READY_SECONDS)[0])
     if trouble:
         raise trouble
-    _raise_theirs([first])
+    _raise_theirs({0: first})
     return str(first["made"])
 
 
@@ -67,20 +68,20 @@ def _told(trouble: Exception | None) -> list[str] | None:
     return [NoSpaceError.__name__ if isinstance(trouble, NoSpaceError) else MeshmarkError.__name__, text]
 
 
-def _raise_theirs(nodes: Sequence[Mapping[str, Any]]) -> None:
-    for number, node in enumerate(nodes):
+def _raise_theirs(nodes: Mapping[int, Mapping[str, Any]]) -> None:
+    for number, node in nodes.items():
         if node["trouble"]:
             kind, text = node["trouble"]
             raise (NoSpaceError if kind == NoSpaceError.__name__ else MeshmarkError)(f"node {number}: {text}")
 
 
-def _expect_equal(nodes: Sequence[Mapping[str, str]]) -> None:
-    names = dict.fromkeys(name for node in nodes for name in node)
+def _expect_equal(nodes: Mapping[int, Mapping[str, str]]) -> None:
+    names = dict.fromkeys(name for facts in nodes.values() for name in facts)
     told = []
     for name in names:
-        values = [node.get(name, "none") for node in nodes]
-        if len(set(values)) > 1:
-            told.append(f"{name} ({', '.join(f'{value} on node {node}' for node, value in enumerate(values))})")
+        values = {number: facts.get(name, "none") for number, facts in nodes.items()}
+        if len(set(values.values())) > 1:
+            told.append(f"{name} ({', '.join(f'{value} on node {number}' for number, value in values.items())})")
     if told:
         raise NodesDisagreeError(
             f"the nodes disagree about {'; '.join(told)}: give each the same command, code, packages, data and GPUs"

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from meshmark.environment import describe, machine, versions
-from meshmark.run.cluster import LOOPBACK, ClusterSpec
+from meshmark.run.cluster import ClusterSpec
 from meshmark.run.gpus import num_gpus
 from meshmark.run.interface import device_towards
+from meshmark.run.listener import LOOPBACK
 from meshmark.run.meeting import code_digest
 
 _GIB = 2**30

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,16 +132,11 @@ class Runner:
     @functools.cached_property
     def scratch(self) -> Scratch:
         """Of this run; a call of all nodes."""
-        return Scratch(self.results, self.launcher.cluster)
-
-    def checkpoint(self, base: Case, scenario: str) -> Path:
-        """A folder of what `scenario` of `base` saves, for all nodes; absolute, for ranks may start elsewhere."""
-        folder = self.scratch.folder / hashlib.sha256(repr((base, scenario)).encode()).hexdigest()[:16]
-        try:
-            folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise ResultsError(f"{str(folder)!r} cannot be made: {error.strerror}; did its results move?") from error
-        return folder
+        while True:
+            try:
+                return Scratch(self.results, self.launcher.cluster)
+            except NodeLostError as error:
+                self._go_on(error, "scratch", TIME_LIMIT_SECONDS, list(self._records))
 
     def adapter(self, case: Case) -> type[Adapter]:
         """The class that `case` is run under."""
@@ -154,27 +148,26 @@ class Runner:
         while True:
             try:
                 return self._once(request, needs, misfit)
-            except NodeLostError:
-                if self.options.on_node_loss is NodeLoss.END:
-                    raise
-                self._go_on(request)
+            except NodeLostError as error:
+                what = f"{request.task} {request.scenario} {request.case.id}"
+                limit = max(TIME_LIMIT_SECONDS, request.time_limit_seconds)
+                self._go_on(error, what, limit, [key for key in self._records if key != _key(request)])
             lost = self._records.get(_key(request))
             if lost and self.refusal(request.case, needs):
                 self.announce(request.scenario or request.task, request.case, lost)
                 return lost
             self._records.pop(_key(request), None)
 
-    def _go_on(self, request: Request) -> None:
-        """Without the nodes that are lost, which `request` met first. Raises `ClusterError` where that cannot be."""
-        place = f"{request.task} {request.scenario} {request.case.id}, {len(self._records.keys() - {_key(request)})}"
-        limit = max(TIME_LIMIT_SECONDS, request.time_limit_seconds)
-        cluster = self.launcher.cluster
-        stayed = cluster.regroup(place, rank_room(self.options.device, self.options.num_gpus), seconds=limit)
+    def _go_on(self, error: NodeLostError, what: str, limit: float, before: Sequence[_Key]) -> None:
+        """Without the nodes that are lost, which `what` has met; for the others is waited `limit` seconds. Raises
+        `error` where the run is to end, and `ClusterError` where none can go on."""
+        if self.options.on_node_loss is NodeLoss.END:
+            raise error
+        room = rank_room(self.options.device, self.options.num_gpus)
+        self.launcher.cluster.regroup(f"{what}, {len(before)}", room, seconds=limit)
         self.launcher.close()  # what it has started knows the other nodes
         self._yardsticks.forget()  # and node 0's are the same for all
         self._peaks = PeakProbe(self.launcher, self.options.num_gpus)
-        if "scratch" in vars(self):
-            self.scratch.renumber(stayed)
 
     def _once(self, request: Request, needs: frozenset[Feature], misfit: str | None) -> Record:
         case, key = request.case, _key(request)
