@@ -180,7 +180,7 @@ class Runner:
         case, key = request.case, _key(request)
         cluster, here = self.launcher.cluster, self._here(request.backend)
         if key not in self._records and self._held and (kept := self._held.on_all_nodes(cluster, request, here)):
-            self._records[key] = kept
+            self._records[key] = self._with_gaps_of_now(kept)
             self.announce(request.scenario or request.task, case, dataclasses.replace(kept, remarks=[KEPT]))
         if key not in self._records:
             try:
@@ -196,6 +196,16 @@ class Runner:
             if record.outcome.status is not Status.SKIPPED:
                 self.announce(request.scenario or request.task, case, record)
         return self._records[key]
+
+    def _with_gaps_of_now(self, kept: Record) -> Record:
+        """`kept` with the gaps that are known in this session; written where they are others, for pages read them."""
+        own = list(self.adapter(kept.case).known_gaps) if kept.conformance.scenario else []
+        bare = dataclasses.replace(kept, conformance=dataclasses.replace(kept.conformance, known_gaps=own))
+        found = with_gaps(bare, self.options.known_gaps)
+        if found.conformance.known_gaps != kept.conformance.known_gaps:
+            self._write(found)
+            return found
+        return kept
 
     def _attempt(self, request: Request, needs: frozenset[Feature], misfit: str | None) -> Record:
         case = request.case
