@@ -153,12 +153,13 @@ class ZeroOneAdam(Moments):
         if not self.stepped:
             self.met, self.rates = parameters[0], 0.0
         if self.spec.adapts(self.steps):
-            self.adapt(averaged(self.widened(gradients))[0])
+            self.adapt(averaged(self.widened([gradients[i] for i in self.order or range(len(gradients))]))[0])
         self.momenta = [self.moved_from(m, own) for m, own in zip(self.momenta, gradients, strict=True)]
         rate = self.adam.learning_rate * self.adam.rate_factor(self.steps)
         self.rates += rate
-        pairs = zip(self.stepped or [None] * len(self.momenta), self.momenta, strict=True)
-        self.stepped = [combined((1, u), (rate, m)) if u else combined((rate, m)) for u, m in pairs]
+        by = [combined((rate, m)) for m in self.momenta]
+        pairs = zip(self.stepped, by, strict=bool(self.stepped))
+        self.stepped = [combined((1, u), (1, more)) for u, more in pairs] or by
         self.taken = [self.divided(m) for m in self.momenta]
         after = self.alone(parameters, self.taken)
         if self.spec.compresses(self.steps):
