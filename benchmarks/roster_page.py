@@ -88,13 +88,13 @@ def capability(case: Case) -> str:
     parts += ["folded"] if layout.folded else []
     parts += ["sp"] if layout.sequence_parallel else []
     parts += [f"offload {layout.offload}"] if layout.offload != "none" else []
-    parts += [str(case.precision)] if case.precision is not Precision.FP32 else []
+    parts += [str(case.precision)] if case.precision != Precision.FP32 else []
     return ", ".join(parts)
 
 
 def _part(case: Case) -> str:
     """The title of the table that it stands in."""
-    if case.precision is not Precision.FP32:
+    if case.precision != Precision.FP32:
         return "In other precisions"
     layout = case.layout
     return "Over data-parallel ranks" if layout.tp == layout.pp == layout.cp == 1 else "Over axes of the model"
