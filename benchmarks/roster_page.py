@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from benchmarks.trials import Trial
 from meshmark.adapter.contract import Adapter
 from meshmark.conformance.finding import ClauseResult, Finding
+from meshmark.counted import counted
 from meshmark.errors import LayoutError
 from meshmark.report.conformance import columns
 from meshmark.report.markdown import Markup, inline, table
@@ -75,7 +76,7 @@ def page(records: Sequence[Record], adapters: Adapters, trials: Sequence[Trial],
 def _commits(records: Sequence[Record]) -> str:
     """Of which code: several where a run was gone on with after a commit."""
     count = Counter(record.environment.commit for record in records)
-    return ", ".join(f"{number} records at {commit}" for commit, number in count.items()) or "no records"
+    return ", ".join(f"{counted(number, 'record')} at {commit}" for commit, number in count.items()) or "no records"
 
 
 def capability(case: Case) -> str:
