@@ -65,7 +65,6 @@ ROSTER: dict[str, str] = {
     "fabric-fsdp": "meshmark.adapters.fabric:FabricFSDP",
     "fabric-fsdp-separate": "meshmark.adapters.fabric:FabricFSDPSeparate",
     "fabric-tp-fsdp2": "meshmark.adapters.fabric.model_parallel:FabricTensorParallelFSDP2",
-    "fabric-deepspeed": "meshmark.adapters.fabric.deepspeed:FabricDeepSpeed",
     "accelerate-deepspeed-file": "meshmark.adapters.accelerate.deepspeed_file:AccelerateDeepSpeedFile",
     "accelerate-hsdp": "meshmark.adapters.accelerate:AccelerateHSDP",
     "accelerate-fsdp1": "meshmark.adapters.accelerate.fsdp1:AccelerateFSDP1",

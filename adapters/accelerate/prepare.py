@@ -77,8 +77,8 @@ def allow_fsdp_on_cpu(context: RankContext) -> None:
 
 
 def deepspeed_plugin(config: dict[str, Any] | str) -> Any:  # noqa: ANN401
-    """Accelerate's plugin by DeepSpeed's configuration, or a file of it. It must not want `transformers`: it leaves its configuration there for `from_pretrained`,
-    which nobody calls here, and fails when the package is not installed."""
+    """Accelerate's plugin by DeepSpeed's configuration, or a file of it. It must not want `transformers`: it leaves its
+    configuration there for `from_pretrained`, which nobody calls here, and fails when the package is not installed."""
     from accelerate import DeepSpeedPlugin
 
     class Plugin(DeepSpeedPlugin):  # type: ignore[misc]

@@ -97,6 +97,7 @@ class DeepSpeedAutoTP(DeepSpeed):
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeed.capabilities,
         degrees=frozenset({"tp", "dp"}),
+        zero_stages=frozenset({1, 2}),
         families=TEXT_FAMILIES,
         recomputes=frozenset({Recompute.NONE}),
         precisions=frozenset({Precision.FP32}),
@@ -190,7 +191,7 @@ def held_elements(case: Case) -> dict[str, int]:
 
 
 def _reduced_activations(case: Case) -> tuple[int, int]:
-    """Bytes and calls of a step: two outputs of a block by rows, and the gradients of each product by columns' input."""
+    """Bytes and calls of a step: two outputs by rows a block, and the gradient of each input of products by columns."""
     layout, model = case.layout, case.workload.transformer
     by_columns = 4 if model.family is Family.GPT else 5
     times = (2 + by_columns) * model.num_layers
@@ -202,9 +203,7 @@ def _norms(case: Case, rank: int) -> tuple[Flow, ...]:
 
     def along(axis: Axis) -> Flow:
         ranks = case.layout.group(axis, rank)
-        return Flow(
-            kind="all_reduce", axes=axis, ranks=ranks, purpose=Purpose.NORM, num_bytes=width, fewest=1, most=1
-        )
+        return Flow(kind="all_reduce", axes=axis, ranks=ranks, purpose=Purpose.NORM, num_bytes=width, fewest=1, most=1)
 
     return along("dp"), along("tp")
 

@@ -71,10 +71,9 @@ def _partitioned(case: Case, flows: list[Flow], shards: int, whole: int) -> tupl
     )
 
 
-def _sharded(case: Case, flows: list[Flow], shards: int) -> tuple[Departure, ...]:
+def _sharded(case: Case, flows: list[Flow], shards: int, sizes: list[int]) -> tuple[Departure, ...]:
     """Stage 3 gathers a tied weight for the embedding and again for the head."""
     model = case.workload.model
-    sizes = [math.prod(shape) for shape in parameter_shapes(model).values()]
     padding = Fraction(sum(-size % shards for size in sizes), sum(sizes))
     size = model.vocab_size * model.hidden if isinstance(model, ModelSpec) and model.tied_embeddings else 0
     again = Fraction(size + -size % shards, sum(sizes))
