@@ -5,8 +5,8 @@
 .PHONY: roster roster-page
 ROSTER := results/roster
 # Nothing is begun after so long of every clause, and of each other workload; one of every adapter comes first.
-CLAUSES_TIME ?= 15m
-WORKLOAD_TIME ?= 2m
+CLAUSES_TIME ?= 10m
+WORKLOAD_TIME ?= 90s
 # What takes four ranks, crossed or in groups of two; others take two.
 WIDE := fsdp1-hybrid,fsdp2-hsdp,fsdp2-reshard2,tp-fsdp2,fabric-tp-fsdp2,pipeline-tp,pipeline-fsdp2,megatron-gpt-zero1,deepspeed-autotp,accelerate-hsdp
 ROSTER_NAMES = $$($(BIN)/python -c 'from meshmark.adapters import ROSTER; print(",".join(n for n in ROSTER if n not in "$(WIDE)".split(",")))')

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from benchmarks.trials import Trial
 from meshmark.adapter.contract import Adapter
 from meshmark.conformance.finding import ClauseResult, Finding
+from meshmark.counted import counted
 from meshmark.errors import LayoutError
 from meshmark.report.conformance import columns
 from meshmark.report.markdown import Markup, inline, table
@@ -76,7 +77,7 @@ def page(records: Sequence[Record], adapters: Adapters, trials: Sequence[Trial],
 def _commits(records: Sequence[Record]) -> str:
     """Of which code: several where a run was gone on with after a commit."""
     count = Counter(record.environment.commit for record in records)
-    return ", ".join(f"{number} records at {commit}" for commit, number in count.items()) or "no records"
+    return ", ".join(f"{counted(number, 'record')} at {commit}" for commit, number in count.items()) or "no records"
 
 
 def capability(case: Case) -> str:
@@ -91,7 +92,7 @@ def capability(case: Case) -> str:
     parts += ["folded"] if layout.folded else []
     parts += ["sp"] if layout.sequence_parallel else []
     parts += [f"offload {layout.offload}"] if layout.offload != "none" else []
-    parts += [str(case.precision)] if case.precision is not Precision.FP32 else []
+    parts += [str(case.precision)] if case.precision != Precision.FP32 else []
     return ", ".join(parts)
 
 
@@ -99,7 +100,7 @@ def _part(case: Case) -> str:
     """The title of the table that it stands in."""
     if not isinstance(model := case.workload.model, ModelSpec) or model.family is not Family.GPT or not model.causal:
         return _WORKLOADS
-    if case.precision is not Precision.FP32:
+    if case.precision != Precision.FP32:
         return "In other precisions"
     layout = case.layout
     return "Over data-parallel ranks" if layout.tp == layout.pp == layout.cp == 1 else "Over axes of the model"

@@ -90,7 +90,7 @@ def test_a_run_that_broke_off_and_was_gone_on_with_says_so() -> None:
     later = make_environment(commit="fedcba987654")
     killed = Outcome(status=Status.KILLED, message="by signal 9\nmore")
     text = made(of("ddp", DP, environment=later), of("fsdp2", ZERO, outcome=killed), make_timed(case=make_case()))
-    assert "1 records at fedcba987654, 2 records at 0123456789ab" in text
+    assert "1 record at fedcba987654, 2 records at 0123456789ab" in text
     assert "- killed: by signal 9: fsdp2 dp2.zero3 fp32\n" in text
     assert "tokens/s, dp2.mb2" in text and "0 of 1" in text and "Not tried." in text
 

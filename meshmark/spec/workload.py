@@ -152,6 +152,7 @@ _MUON = OptimizerSpec(kind=OptimizerKind.MUON, momentum=0.95, nesterov=True, cli
 
 _LARS = OptimizerSpec(kind=OptimizerKind.LARS, learning_rate=10.0, momentum=0.9, weight_decay=0.01, clip_norm=0.5)
 _LAMB = OptimizerSpec(kind=OptimizerKind.LAMB, learning_rate=1e-2, weight_decay=0.01, clip_norm=0.5)
+_UNCLIPPED_LAMB = replace(_LAMB, clip_norm=None, eps=1e-4)
 
 
 def _digits(name: str, model: VisionSpec) -> Workload:
@@ -177,6 +178,8 @@ WORKLOADS: dict[str, Workload] = {
         Workload(name="gpt-mini-heavy-ball", model=MODELS["gpt-mini"], optimizer=replace(_PLAIN, momentum=0.9)),
         # Of those that keep Adam's moments themselves.
         Workload(name="gpt-mini-adam", model=MODELS["gpt-mini"], optimizer=_ADAM),
+        Workload(name="gpt-mini-plain-adam", model=MODELS["gpt-mini"], optimizer=replace(_ADAM, weight_decay=0.0)),
+        Workload(name="gpt-mini-unclipped-lamb", model=MODELS["gpt-mini"], optimizer=_UNCLIPPED_LAMB),
         Workload(name="gpt-mini-nesterov", model=MODELS["gpt-mini"], optimizer=replace(_MOMENTUM, nesterov=True)),
         Workload(name="gpt-mini-adafactor", model=MODELS["gpt-mini"], optimizer=_ADAFACTOR),
         Workload(name="gpt-mini-muon", model=MODELS["gpt-mini"], optimizer=_MUON),
