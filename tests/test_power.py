@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from meshmark.conformance.finding import decide
 from meshmark.serial import decode, encode
 from meshmark.spec.precision import Precision
 from tests.broken import mutants
-from tests.broken.mutant import LAYOUTS
-from tests.broken.mutants import BY_NAME, sized
+from tests.broken.mutant import LAYOUTS, Mutant
+from tests.broken.mutants import BY_NAME, MUTANTS, sized
 from tests.factories import make_environment, make_good, make_record
 
 BY_SUITE, BY_CLAUSE = BY_NAME["ddp_NoReduction"], BY_NAME["ddp_HidesMessage_error"]
@@ -68,6 +69,13 @@ def test_a_fault_in_the_page_loses_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert power.main(["--page", "-o", str(output)]) == 1, "its mutants were not caught"
     assert output.read_text() == report(make_power())
     assert "ddp,fp32,NoReduction,equivalence" in (tmp_path / "mutants.csv").read_text()
+
+
+def test_a_mutant_that_came_from_another_process_is_the_same() -> None:
+    """Its precision equals a preset, which it was, and its name is found again."""
+    mutant = next(m for m in MUTANTS if m.in_bf16)
+    arrived = pickle.loads(pickle.dumps(mutant))
+    assert arrived.in_bf16 and decode(Mutant, encode(arrived)) is mutant
 
 
 def test_every_correct_run_is_one_that_its_adapter_supports() -> None:
