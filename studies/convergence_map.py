@@ -41,14 +41,14 @@ class Cost:
         return self.hops * rates(MACHINE).network.hop_seconds + 8 * self.num_bytes / (gigabits * 1e9)
 
 
-def trained(spec: AlgorithmSpec) -> Workload:
+def trained(spec: AlgorithmSpec, count: int) -> Workload:
     plain = workload("gpt-mini-sgd").optimizer
-    return replace(workload(MODEL), optimizer=plain, algorithm=spec)
+    return replace(workload(MODEL), optimizer=plain, algorithm=spec, global_batch=ROWS * count)
 
 
 def step_cost(spec: AlgorithmSpec, count: int) -> Cost:
     """The mean over steps, of which every `period`-th communicates."""
-    case = Case(adapter="any", workload=trained(spec), layout=Layout(dp=count))
+    case = Case(adapter="any", workload=trained(spec, count), layout=Layout(dp=count))
     flows = step_traffic(case, 0) or []
     sent = sum(flow.num_bytes * wire_factor(flow.kind, len(flow.ranks)) for flow in flows)
     return Cost(num_bytes=sent / spec.period, hops=sum(_hops(flow) for flow in flows) / spec.period)

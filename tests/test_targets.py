@@ -11,6 +11,8 @@ import pytest
 from meshmark.algorithms import logistic, targets
 from meshmark.algorithms.targets import Race, Sampled
 from meshmark.spec.algorithm import ALGORITHMS
+from meshmark.spec.workload import workload
+from studies.convergence_map import MODEL, compute_seconds, step_cost, winner
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +56,21 @@ def test_gradients_of_a_step_are_of_images_of_the_replicas_own(problems: list[Sa
     assert all(np.isin(own.features[r], problem.features[r]).all() for r in range(4))
     assert not np.array_equal(own.features, problem.drawn(4).features)
     np.testing.assert_array_equal(own.features, problem.drawn(3).features)
+
+
+def test_the_cheapest_step_wins_where_links_are_slow_and_the_fewest_where_they_are_not() -> None:
+    whole = 4 * workload(MODEL).model.num_parameters
+    sent = {name: step_cost(ALGORITHMS[name], 4).num_bytes / whole for name in ("dsgd-ring", "dsgd-one-peer")}
+    assert sent == {"dsgd-ring": 2, "dsgd-one-peer": 1}
+    both = step_cost(targets.SYNCHRONOUS, 4)
+    assert (both.num_bytes / whole, both.hops) == (2 * 3 / 4, 6)
+    assert step_cost(ALGORITHMS["local-sgd2"], 4).num_bytes == both.num_bytes / 2
+    alike = np.full(4, 50.0)
+    sign, ring = (
+        Race(spec=ALGORITHMS[name], count=4, steps=steps, synchronous=alike)
+        for name, steps in (("error-feedback-sign", 1.2 * alike), ("dsgd-ring", 0.95 * alike))
+    )
+    assert winner([sign, ring], 0.01, compute=0.1).name == "error-feedback-sign"
+    assert winner([sign, ring], 1e6, compute=10.0).name == "dsgd-ring"
+    assert winner([sign], 1e6, compute=10.0).name == "synchronous"
+    assert compute_seconds() > 0.001
