@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from meshmark.counted import counted
 from meshmark.judge.sample import unsampled
 from meshmark.reference.build import parameter_shapes
 from meshmark.report.markdown import inline, table
@@ -38,7 +39,7 @@ class Cost(Protocol):
 def page(records: Sequence[Record], costs: Mapping[str, Cost], adapters: Mapping[str, bool], made_on: str) -> str:
     """Markdown; `adapters`: those that are to be here, and whether each is wrong on purpose; `made_on`: the machine."""
     count = Counter(record.environment.commit for record in records)
-    commits = ", ".join(f"{number} records at {commit}" for commit, number in count.items()) or "no records"
+    commits = ", ".join(f"{counted(number, 'record')} at {commit}" for commit, number in count.items()) or "no records"
     missing = [inline(name) for name in adapters if name not in {record.case.adapter for record in records}]
     models = sorted({_model(record) for record in records})
     parts = [

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
+from meshmark.counted import counted
 from meshmark.errors import MeshmarkError
 
 EPILOG = """examples:
@@ -228,4 +229,4 @@ def _cases(parsed: argparse.Namespace) -> None:
             reason = cell.reason
         print(f"{cell.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())
     print(counts(adapters, worlds, cells))
-    print(f"{len(cells)} cases")
+    print(counted(len(cells), "case"))

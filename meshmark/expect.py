@@ -11,7 +11,7 @@ from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.judge.sample import unsampled
 from meshmark.regression.gatekeeper import Gatekeeper
-from meshmark.report.failure_text import of_changes, of_outcome, of_verdict
+from meshmark.report.failure_text import of_changes, of_outcome, of_verdict, row
 from meshmark.run.record import Record, Status, Verdict
 from meshmark.spec.case import Case
 
@@ -79,8 +79,8 @@ def expect_not_wrong(observed: Record | None) -> None:
     if observed and verdict:
         expect_no_gap(observed, verdict)
     if observed and verdict and not verdict.passed and not verdict.undecided:
-        likely = verdict.evidence.get("diagnosis", verdict.summary)
-        pytest.fail(f"{observed.case.id}: trains wrongly, so its speed counts for nothing: {likely}", pytrace=False)
+        first = of_verdict(observed, verdict).partition("\n")[0]  # as the suite says that judged it: one defect
+        pytest.fail(f"{first}\n{row('so', 'trains wrongly, so its speed counts for nothing')}", pytrace=False)
 
 
 class StaleGapWarning(UserWarning):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from meshmark.counted import counted
 from meshmark.selection import selection
 from meshmark.spec.case import Case
 
@@ -47,7 +48,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     left.pop(item.nodeid, None)
     limit, taken = selection(item.config).max_seconds, time.monotonic() - item.config.stash[_BEGUN]
     if limit is not None and taken > limit and nextitem is not None:
-        item.session.shouldstop = f"--max-time {item.config.getoption('--max-time')} is up; {len(left)} tests not run"
+        item.session.shouldstop = (
+            f"--max-time {item.config.getoption('--max-time')} is up; {counted(len(left), 'test')} not run"
+        )
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:  # noqa: ANN401

@@ -25,7 +25,7 @@ from meshmark.run.launchers import LAUNCHERS
 from meshmark.run.profiling import profile
 from meshmark.run.record import Record
 from meshmark.run.record_file import read_records
-from meshmark.run.resume import Held, is_known
+from meshmark.run.resume import Held, is_committed, is_own
 from meshmark.run.runner import Runner
 from meshmark.run.throughput import values_of
 from meshmark.selection import SELECTION, Selection, add_options, crowding, expect_spread, selection
@@ -148,8 +148,10 @@ def _held(chosen: Selection, say: Callable[[str], None]) -> Held | None:
     file = chosen.results / "records.jsonl"
     if chosen.cluster.node_rank or not (file.is_file() and file.stat().st_size):
         return Held()
-    if not is_known("", describe(chosen.options.device, "", 1)):
+    if not is_committed(describe(chosen.options.device, "", 1)):
         say("--resume: this checkout has changes that no commit holds, so nothing is known to be of the same code")
+    elif others := [name for name, target in chosen.targets.items() if not is_own(target)]:
+        say(f"--resume: of which code {', '.join(others)} was, no record tells: run again")
     return Held(read_records(chosen.results, latest=True).records)
 
 

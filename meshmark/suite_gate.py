@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from meshmark.errors import ResultsError
 from meshmark.regression.attempts import attempts_of
 from meshmark.regression.change import Change, Kind
 from meshmark.regression.cli import FAILED, compare_folders, tell
 from meshmark.regression.gate import parse_gate
+from meshmark.regression.gatekeeper import suite_of
 from meshmark.report.github import tell_github
 from meshmark.run.record import SCHEMA
 from meshmark.run.record_file import Reading, RecordFile, read_records
@@ -29,7 +30,8 @@ def hold(gate: Sequence[str]) -> int:
     found = compare_folders(Path(baseline), Path(results), asked)
     failing = tell(found, asked)
     read = read_records(Path(results), latest=True)
-    attempts = attempts_of(found, _untold(failing, read), baseline, command)
+    untold = _untold(failing, read)
+    attempts = attempts_of(found, untold, baseline, command)
     session = Session(
         schema=SCHEMA,
         session=f"gate {baseline}",
@@ -40,18 +42,30 @@ def hold(gate: Sequence[str]) -> int:
     )
     with contextlib.closing(RecordFile(Path(results))) as file:
         file.append(session)
-    tell_github(attempts, print)
+    tell_github(attempts, print, annotated=attempts_of(found, _unannotated(untold, read), baseline, command))
     return FAILED if failing else 0
 
 
 def _untold(failing: Sequence[Change], read: Reading) -> list[Change]:
     """Without verdicts that became wrong, where a test of the case has failed and says so."""
-    failed = {attempt.case for attempt, by in standing(read.sessions, conforming=False) if _is_told(attempt, by)}
+    failed = {attempt.case for attempt in _failed(read)}
     return [change for change in failing if change.kind is not Kind.WRONG or change.case not in failed]
 
 
-def _is_told(attempt: Attempt, by: Session) -> bool:
-    return attempt.ending is Ending.FAILED and not by.session.startswith("gate ")
+def _unannotated(untold: Sequence[Change], read: Reading) -> list[Change]:
+    """Without bytes that grew, where the suite that judges them has failed: that test is an annotation already."""
+    failed = {(attempt.case, PurePath(attempt.test.partition("::")[0]).stem) for attempt in _failed(read)}
+    return [
+        change
+        for change in untold
+        if change.kind is not Kind.BIGGER or (change.case, f"test_{suite_of(change.metric)}") not in failed
+    ]
+
+
+def _failed(read: Reading) -> list[Attempt]:
+    """Tests, and no findings of a gate's."""
+    found = standing(read.sessions, conforming=False)
+    return [a for a, by in found if a.ending is Ending.FAILED and not by.session.startswith("gate ")]
 
 
 def _expect_baseline(baseline: Path, results: str) -> None:

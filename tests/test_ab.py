@@ -98,7 +98,7 @@ def test_pairs_end_when_all_is_decided(tmp_path: Path) -> None:
         (rate,) = (change for change in found.changes if change.metric == "tokens/s")
         assert rate.standing is standing
         assert rate.effect and rate.effect.lowest < 1 / factor - 1 < rate.effect.highest
-    assert len(said) < 3 * 60 and said[-1].endswith("1 of 1 cases decided")
+    assert len(said) < 3 * 60 and said[-1].endswith("1 of 1 case decided")
 
 
 def test_what_cannot_be_told_says_how_many_pairs_it_takes(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_baseline_is_compact_and_says_what_it_was_measured_under(capsys: pytes
     again = dataclasses.replace(timed().timing, relaunches=alike)
     write(make_good(), make_timed(timing=again))
     assert main(["baseline", "accept", "results", "--name", "here"]) == 0
-    assert "1 cases, 2 records; gate with --baseline here" in capsys.readouterr().out
+    assert "1 case, 2 records; gate with --baseline here" in capsys.readouterr().out
     about = json.loads(Path("baselines/here/baseline.json").read_text())
     assert about["dates"] == ["2026-01-02"] and about["commits"] == ["0123456789ab"]
     assert about["conditions"]["torch"] == ["2.13.0"] and about["conditions"]["machine"] == ["Abacus 3000"]
@@ -149,7 +149,7 @@ def test_a_case_that_the_baseline_lacks_is_told() -> None:
     other = make_good(case=make_case("fsdp2"))
     with pytest.warns(NoBaselineWarning, match="it is not gated"):
         expect_no_worse(other, "memory", found)
-    with pytest.raises(ResultsError, match=f"holds none of the 1 cases of this session .*: it holds {make_case().id}"):
+    with pytest.raises(ResultsError, match=f"holds no case of this session \\(.*\\): it holds {make_case().id};"):
         expect_cases(found, [other.case.id])
     expect_cases(found, [other.case.id, make_case().id])
 
@@ -178,5 +178,5 @@ def test_pytest_refuses_a_baseline_of_other_conditions_or_cases() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     said = done.stdout + done.stderr
     assert said.count("\n4\n") == 3, said
-    for words in ("no baseline 'none': baselines/ holds here", "measured under other conditions", "holds none of the"):
+    for words in ("no baseline 'none': baselines/ holds here", "measured under other conditions", "holds no case of"):
         assert words in said

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from meshmark.adapter.registry import load_adapter
-from meshmark.adapters import ADAPTERS
+from meshmark.adapters import ADAPTERS, ROSTER
 from meshmark.conformance import judges, randomness
 from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult, Finding
@@ -276,7 +276,7 @@ def test_determinism_is_told_and_counts_neither_as_kept_nor_as_broken(tmp_path: 
     assert "bitwise equal" in told[0].evidence and "differs from step 1" in told[1].evidence
     write_conformance(Reading(records=[first, other], complaints=[]), tmp_path / "page.md", "meshmark report")
     page = (tmp_path / "page.md").read_text()
-    assert "**1 of 1 cells hold**" in page, "the schedule's: nothing was resumed"
+    assert "**1 of 1 cell holds**" in page, "the schedule's: nothing was resumed"
     assert "1 more tell what is not required" in page
     header, _, row = (line.split() for line in page.partition("## Every cell")[2].strip().splitlines()[:3])
     assert dict(zip(header, row, strict=True))["determinism"] == "told"
@@ -351,6 +351,29 @@ def test_the_cases_of_an_adapter_cover_its_stages_and_axes() -> None:
     assert layouts("megatron") == ["tp2"]
     assert layouts("gpipe") == ["pp2.mb2"]
     assert layouts("single") == ["one"]
+
+
+def test_what_an_adapter_refuses_plain_is_asked_of_it_crossed() -> None:
+    """Its every clause was "unsupported", for a layout that it was never made for."""
+
+    def layouts(name: str, world: int) -> list[str]:
+        return [case.layout.id for case in plain_cells(name, load_adapter(ROSTER[name]), world)]
+
+    assert layouts("deepspeed-ulysses", 2) == ["cp2.zero1", "cp2.zero2", "cp2.zero3"]
+    assert layouts("deepspeed-autotp", 4) == ["dp2.tp2.zero1"]
+    assert layouts("pipeline-tp", 4) == ["tp2.pp2.1f1b.mb4"]
+    assert layouts("fsdp2-hsdp", 4) == ["dp4.zero3"]
+    assert layouts("tp-fsdp2", 2) == ["tp2.zero3"], "on two ranks there is nothing else, and the refusal says why"
+
+
+def test_make_roster_asks_every_clause_on_as_many_ranks_as_an_adapter_takes() -> None:
+    wide = re.search(r"^WIDE := (.+)$", Path("roster.mk").read_text(), re.MULTILINE)
+    assert wide
+    for name, path in ROSTER.items():
+        adapter, world = load_adapter(path), 4 if name in wide[1].split(",") else 2
+        cases = [case for case in plain_cells(name, adapter, world) if isinstance(case, Case)]
+        refusals = [adapter.supports(case, "cpu", "gloo") for case in cases]
+        assert any(reason is None or "is not built" in reason for reason in refusals), f"{name}: {refusals}"
 
 
 def test_on_two_ranks_the_workload_is_the_plain_one() -> None:
@@ -456,7 +479,7 @@ def test_the_page_has_every_cell_and_why_where_it_is_no_plain_yes(tmp_path: Path
     assert set(found[0].findings) == {name for name, c in CLAUSES.items() if c.scenarios == ("plain",)}
     write_conformance(reading, tmp_path / "page.md", "meshmark report")
     page = (tmp_path / "page.md").read_text()
-    assert "1 known gaps" in page and "| gap 1 " in page and "1. **fsdp2 (loss)**: " in page and "it is so" in page
+    assert "1 known gap," in page and "| gap 1 " in page and "1. **fsdp2 (loss)**: " in page and "it is so" in page
     cells = {
         line.split()[1]: line.count("| yes ") for line in page.splitlines() if line.startswith(("| ddp", "| fsdp2"))
     }

@@ -119,7 +119,7 @@ def test_the_command_tells_and_plots(tmp_path: Path, capsys: pytest.CaptureFixtu
     ]
     assert main(["history", *folders, str(tmp_path / "none"), "-o", str(tmp_path / "plots")]) == 0
     told = capsys.readouterr()
-    assert "12 runs, 1 cases" in told.out and "no records at" in told.err
+    assert "12 runs, 1 case, " in told.out and "no records at" in told.err
     assert "2026-01-05T00:00:00+00:00 commit5" in told.out and "peak bytes" in told.out
     assert "2026-01-08T00:00:00+00:00 commit8" in told.out and "seconds a step" in told.out
     assert "2026-01-12T00:00:00+00:00 commit12" in told.out and "correct 1 -> 0" in told.out

@@ -222,7 +222,7 @@ def test_what_failed_outside_the_ranks_says_nothing_against_correctness(tmp_path
     assert found["ddp"]["correct"] == f"yes, timed pass **{status}**"
     assert "~~" not in found["ddp"]["peak / rank"] and found["ddp"]["peak / rank"]
     assert found["gpipe"]["correct"] == f"**{status}**"
-    assert "**1 of 1 judged cases train correctly**" in headline and "wrong or failed" not in headline
+    assert "**1 of 1 judged case trains correctly**" in headline and "wrong or failed" not in headline
     assert f"ended by what stands outside their ranks: `{DDP.id}`, `{GPIPE.id}`" in headline
     assert text.count("it was not the adapter") == 2
 
@@ -297,7 +297,7 @@ def test_a_case_that_was_not_judged_is_not_correct_because_its_small_kin_is(tmp_
     big = make_good(case=make_case("ddp", workload=LARGE), verdicts=[make_verdict("memory")])
     page = render(tmp_path, [make_good(case=DDP), big])
     assert [row["correct"] for row in rows(page)] == ["yes", "not judged (as mini: yes)"]
-    assert page.splitlines()[2].startswith("**1 of 1 judged cases train correctly**")
+    assert page.splitlines()[2].startswith("**1 of 1 judged case trains correctly**")
 
 
 def test_a_wrong_small_kin_makes_the_large_case_wrong(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from meshmark import environment
 from meshmark.adapters import ADAPTERS
 from meshmark.errors import InputError
+from meshmark.judge.sample import Assess
 from meshmark.options import duration
 from meshmark.run.cluster import ClusterSpec
 from meshmark.run.record import ConformanceEvidence, Outcome, Record, Status
@@ -22,6 +23,7 @@ from meshmark.run.request import Task
 from meshmark.run.resume import KEPT, Held
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.session import Ending
+from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.workload import workload
 from tests.factories import make_case, make_good
 from tests.test_suites import suites
@@ -69,7 +71,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "fewer cores": {"environment": {"num_cpus": 999}},
     "another torch": {"environment": {"versions": {"torch": "1.0"}}},
     "other steps": {"steps": 5},
-    "another adapter of the name": {"adapter": "mine.py:Ddp"},
+    "another adapter of the name": {"adapter": "meshmark.adapters.ddp:DDPStatic"},
     "another case": {"case": make_case("ddp")},
     "a full disk": {"outcome": Outcome(status=Status.NO_SPACE)},
     "too slow": {"outcome": Outcome(status=Status.SLOW)},
@@ -85,6 +87,28 @@ def test_what_differs_in_anything_is_run(tmp_path: Path, record: Record, changes
     assert found is not other and "Launched" in found.outcome.message
 
 
+def test_gaps_are_those_of_now(tmp_path: Path, record: Record) -> None:
+    """A file of known gaps is written after the failure was seen, and what stands in it may be taken out again."""
+    gap = KnownGap(clause="memory", symptom="activations", reason="known")
+    with closing(runner(tmp_path, [], record, known_gaps=(("dd*", gap),))) as running:
+        with_gap = running.observe(CASE)
+    assert with_gap.conformance.known_gaps == [gap] and with_gap.memory == record.memory
+    assert [r.conformance.known_gaps for r in read_records(tmp_path).records] == [[gap]], "pages read it"
+    with closing(runner(tmp_path, [], with_gap)) as running:
+        assert running.observe(CASE).conformance.known_gaps == []
+
+
+@pytest.mark.parametrize("task", [Task.OBSERVE, Task.TIME])
+def test_what_was_not_judged_does_not_stand_for_what_is(tmp_path: Path, record: Record, task: Task) -> None:
+    """It was run with `--assess off`."""
+    timed = {"task": task, "steps": 10, "warmup": 3} if task is Task.TIME else {}
+    unjudged = dataclasses.replace(record, verdicts=[], **timed)
+    for assess, kept in ((Assess.OFF, True), (None, False)):
+        with closing(runner(tmp_path / str(assess), [], unjudged, assess=assess)) as running:
+            found = running.time(CASE) if task is Task.TIME else running.observe(CASE)
+        assert (found is unjudged) is kept
+
+
 def test_a_crash_is_held_and_a_checkout_with_changes_holds_nothing(
     tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +119,15 @@ def test_a_crash_is_held_and_a_checkout_with_changes_holds_nothing(
     dirty = dataclasses.replace(record, environment=environment.describe("cpu", "gloo", 1))
     with closing(runner(tmp_path / "b", [], dirty)) as running:
         assert running.observe(CASE) is not dirty
+
+
+@pytest.mark.parametrize("target", ["mine.py:Mine", "mine.adapters:Mine"])
+def test_code_that_no_commit_of_ours_tells_is_run(tmp_path: Path, record: Record, target: str) -> None:
+    """A package of a user's changes as a file does, and has its entry point meanwhile."""
+    with closing(runner(tmp_path, [])) as running:
+        request = dataclasses.replace(running.request(Task.OBSERVE, CASE), adapter=target)
+        assert Held([record]).of(running.request(Task.OBSERVE, CASE), record.environment) is record
+        assert Held([dataclasses.replace(record, adapter=target)]).of(request, record.environment) is None
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("30m", 1800), ("2h", 7200)])
@@ -116,7 +149,7 @@ def test_a_run_whose_time_is_up_keeps_its_records_and_names_the_rest(tmp_path: P
     assert cases == ["single-one", "ddp-dp2", "ddp-dp4"]
     done = suites(*chosen, "--max-time", "1s", "-k", "equivalence and not single")
     assert done.returncode == 2, done.stdout
-    assert "--max-time 1s is up; 1 tests not run" in done.stdout and "--resume goes on from here" in done.stdout
+    assert "--max-time 1s is up; 1 test not run" in done.stdout and "--resume goes on from here" in done.stdout
     assert "test_equivalence[ddp-dp4.mb2-gpt-mini-fp32]" in done.stdout.partition("not run: the time was up")[2]
     reading = read_records(tmp_path)
     assert [record.case.layout.dp for record in reading.records] == [2]

@@ -206,6 +206,29 @@ def test_a_gate_does_not_repeat_a_test_that_failed(
     ]
 
 
+def test_a_gate_adds_no_annotation_to_that_of_the_test_of_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory that misses its plan has grown beyond the baseline too; what was sent has not. Pages tell both."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    good, larger = (
+        make_good(memory=make_memory_evidence(readings=[make_memory(activations=size)])) for size in (1000, 9000)
+    )
+    leave(tmp_path / "baselines" / "good", good)
+    for suite, told in (("memory", 0), ("communication", 1)):
+        test = f"suites/test_{suite}.py::test_{suite}[x]"
+        failed = Attempt(test=test, case=good.case.id, conforming=False, ending=Ending.FAILED, message="x")
+        leave(
+            tmp_path / suite, larger, Session(schema=SCHEMA, session="1", command="x", device="cpu", attempts=[failed])
+        )
+        assert hold(("compare", "baselines/good", suite, "--fail-on", "bigger:1%")) == 1
+        assert capsys.readouterr().out.count("::error title=gate[") == told
+        assert "peak memory worse" in Path("summary.md").read_text()
+        assert main(["report", suite, "-o", "page.md"]) == 0 and "peak memory worse" in Path("page.md").read_text()
+
+
 def leave(folder: Path, *lines: Record | Session) -> None:
     """In a folder's records."""
     with contextlib.closing(RecordFile(folder)) as file:

@@ -14,6 +14,7 @@ from typing import Literal
 from meshmark.adapter.capabilities import Capabilities
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.covering import NO_ORDER, Order, combinations, covering, laid, supported
+from meshmark.counted import counted
 from meshmark.spec.case import Case, Misfit, cell
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Schedule
 from meshmark.spec.precision import Precision
@@ -69,7 +70,7 @@ def counts(adapters: dict[str, type[Adapter]], worlds: Sequence[int], cells: Ite
         exist += sum(len(list(combinations(n))) for n in ranks)
         able += len(supported(name, adapters[name], ranks, example.workload, example.precision))
     return (
-        f"layouts of {len(tried)} adapter{'s' * (len(tried) != 1)}: {exist:,} combinations exist, {able:,} are "
+        f"layouts of {counted(len(tried), 'adapter')}: {exist:,} combinations exist, {able:,} are "
         f"supported, {sum(map(len, tried.values())):,} are chosen"
     )
 

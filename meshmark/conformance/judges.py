@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from meshmark.conformance.finding import ClauseResult, Finding, all_of, decide, drift_text
+from meshmark.counted import counted
 from meshmark.judge.deviation import QuantityKind
 from meshmark.judge.replicas import by_replica, num_replicas
 from meshmark.judge.yardstick import MULTIPLES, compare, gradient_norms
@@ -96,7 +97,7 @@ def replicas(record: Record) -> Finding:
     found = record.equivalence
     if not found.num_replicated:
         return Finding(result=ClauseResult.UNSUPPORTED, evidence="no tensor is held by two ranks")
-    reported = f"{found.num_replicated} tensors reported by several ranks, {drift_text(found.drifts)}"
+    reported = f"{counted(found.num_replicated, 'tensor')} reported by several ranks, {drift_text(found.drifts)}"
     if found.drifts and found.diagnosis:
         reported += f"; {found.diagnosis.text}"
     return decide(not found.drifts, reported)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from meshmark.counted import counted
 from meshmark.judge.buffers import exact_buffers, known_parameters, replica_truth, together
 from meshmark.judge.deviation import Tensors
 from meshmark.judge.faults import Fault
@@ -24,7 +25,7 @@ def explain_buffers(failed: FailedStep, names: list[str]) -> tuple[Explanation, 
     worst = max(wrong, key=lambda r: distances[r])
     told, before = replicas[worst][failed.step + 1], replicas[worst][failed.step]
     if absent := [name for name in names if name not in told]:
-        return (Fault.MISSING, f"{len(absent)} buffers are absent"), wrong
+        return (Fault.MISSING, f"{counted(len(absent), 'buffer is', 'buffers are')} absent"), wrong
 
     def fits(rival: Tensors) -> bool:
         return _distance(told, rival, names) <= LEFT_OVER * distances[worst]

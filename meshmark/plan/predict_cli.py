@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from meshmark.counted import counted
 from meshmark.errors import InputError
 from meshmark.plan.arguments import GPU_HELP, add_setting, machine_given, recipe_given
 from meshmark.plan.calibration_file import calibrated_at
@@ -40,7 +41,7 @@ def run_predict(arguments: argparse.Namespace) -> int:
     count, table = predict_file(arguments.layouts, arguments.output, setting), read_rows(arguments.layouts)
     for remark in remarks(table):
         print(f"meshmark: {remark}", file=sys.stderr)
-    print(f"{count} layouts predicted: {arguments.output}")
+    print(f"{counted(count, 'layout')} predicted: {arguments.output}")
     if using is None and (unsaid := sum(not (row.get("recipe") or row.get("framework")) for row in table)):
         print(f"{unsaid} of them by nanotron's recipe, as nothing says another: --framework, or a column framework")
     names = {gpu(row["gpu"]).name for row in table} if machine is None else set()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshmark.counted import counted
 from meshmark.errors import ResultsError
 from meshmark.regression.change import Change, Effect, Kind, Standing
 from meshmark.regression.compare import Comparison, compare
@@ -65,7 +66,7 @@ def alternate(
         _add(trials, ours, theirs, pair)
         alpha = ALPHA / max(len(trials), 1)
         open_cases = [case for case, trial in trials.items() if trial.standing(alpha, margin) is Standing.UNDECIDED]
-        say(f"pair {pair + 1}: {len(trials) - len(open_cases)} of {len(trials)} cases decided")
+        say(f"pair {pair + 1}: {len(trials) - len(open_cases)} of {counted(len(trials), 'case')} decided")
         if not open_cases and (pair + 1 >= LEAST_PAIRS or not trials):
             break
     found = compare(ours, theirs, across=True)
@@ -126,4 +127,4 @@ def _more(standing: Standing, scatter: float, pairs: int, margin: float, alpha: 
     if not math.isfinite(scatter):
         return "; one pair says nothing of how pairs scatter"
     needed = (2 * math.log(1 / alpha)) * (scatter / math.log1p(margin)) ** 2
-    return f"; to tell {margin:.0%} takes about {max(math.ceil(needed) - pairs, 1):,} more pairs"
+    return f"; to tell {margin:.0%} takes about {counted(max(math.ceil(needed) - pairs, 1), 'more pair')}"

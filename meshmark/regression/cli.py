@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from meshmark.counted import counted
 from meshmark.errors import ResultsError
 from meshmark.regression.attempts import attempts_of
 from meshmark.regression.baseline import ABOUT, ALLOWED, FOLDER, accept
@@ -49,7 +50,8 @@ def add_baseline(parser: argparse.ArgumentParser) -> None:
 def _accept(parsed: argparse.Namespace) -> None:
     folder = accept(parsed.results, parsed.name, allow=parsed.allow, replace=parsed.replace)
     about = json.loads((folder / ABOUT).read_text())
-    print(f"{folder}: {about['cases']} cases, {about['records']} records; gate with --baseline {parsed.name}")
+    held = f"{counted(about['cases'], 'case')}, {counted(about['records'], 'record')}"
+    print(f"{folder}: {held}; gate with --baseline {parsed.name}")
 
 
 def add_gate(parser: argparse.ArgumentParser) -> None:

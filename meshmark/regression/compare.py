@@ -9,7 +9,7 @@ from meshmark.errors import ResultsError
 from meshmark.regression.change import Change, Kind, Standing
 from meshmark.regression.conditions import differences, expect_alike
 from meshmark.regression.exact import exact_changes
-from meshmark.regression.runs import CaseRuns, Key, by_case, names
+from meshmark.regression.runs import CaseRuns, Key, by_case, few, names
 from meshmark.regression.samples import samples
 from meshmark.regression.times import SAME_WITHIN, Pair, time_changes
 from meshmark.regression.times import Key as TestKey
@@ -70,8 +70,7 @@ def compare(
 
 
 def _some(cases: dict[Key, CaseRuns]) -> str:
-    shown = ", ".join(key[0] for key in list(cases)[:3])
-    return f"{shown}{', ...' if len(cases) > 3 else ''}" if cases else "none of the matrix"
+    return few([key[0] for key in cases]) or "none of the matrix"
 
 
 def _records(cases: dict[Key, CaseRuns], keys: Sequence[Key]) -> list[Record]:

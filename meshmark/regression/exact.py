@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+from meshmark.counted import counted
 from meshmark.measure.readings import Bytes, Collective, MemoryReading
 from meshmark.regression.change import Change, Effect, Kind, Standing
 from meshmark.regression.runs import CaseRuns
@@ -135,7 +136,7 @@ def _routes(side: Sequence[Collective], *, by_size: bool) -> dict[str, tuple[int
     """Bytes and calls by kind and group; `by_size`: of one side the groups are not known, as in records of old."""
     found: dict[str, tuple[int, int]] = {}
     for each in side:
-        over = f"{each.group_size} ranks" if by_size else f"ranks {', '.join(map(str, each.ranks))}"
+        over = counted(each.group_size, "rank") if by_size else f"ranks {', '.join(map(str, each.ranks))}"
         num_bytes, calls = found.get(f"{each.kind} over {over}", (0, 0))
         found[f"{each.kind} over {over}"] = num_bytes + each.num_bytes, calls + each.count
     return found

@@ -12,7 +12,7 @@ from meshmark.regression.change import Change
 from meshmark.regression.conditions import conditions, hinders, told, without
 from meshmark.regression.exact import exact_changes
 from meshmark.regression.gate import Gate
-from meshmark.regression.runs import CaseRuns, Key, by_case, key_of
+from meshmark.regression.runs import CaseRuns, Key, by_case, few, key_of
 from meshmark.regression.samples import STEP, Sample, samples
 from meshmark.regression.times import ALPHA, SAME_WITHIN, change_of, scatter_of, test_of
 from meshmark.regression.times import Key as TestKey
@@ -21,8 +21,10 @@ from meshmark.run.record import Record
 from meshmark.run.record_file import read_records
 from meshmark.run.request import Task
 
-_SENT = {"memory": False, "communication": True}
-"""By suite that judges bytes, whether they are those of collectives."""
+
+def suite_of(metric: str) -> str:
+    """The suite that judges a metric of bytes."""
+    return "communication" if metric.startswith("traffic") else "memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +49,7 @@ class Gatekeeper:
             return []
         name = record.case.id
         changes = [c for c in verdict_changes(name, before, after) if c.metric == f"{suite} verdict"]
-        if suite in _SENT:
-            exact = exact_changes(name, before, after)
-            changes += [c for c in exact if c.metric.startswith("traffic") is _SENT[suite]]
+        changes += [c for c in exact_changes(name, before, after) if suite_of(c.metric) == suite]
         if suite == "throughput":
             changes += self._time(before, after)
         return self.gate.failing(changes)
@@ -101,7 +101,6 @@ def expect_cases(keeper: Gatekeeper, cases: Collection[str]) -> None:
     known = sorted({key[0] for key in keeper.cases})
     if cases and not set(cases) & set(known):
         raise ResultsError(
-            f"baseline {str(keeper.folder)!r} holds none of the {len(cases)} cases of this session ("
-            f"{', '.join(sorted(cases)[:3])}, ...): it holds {', '.join(known[:3])}, ...; choose those cases, or "
-            "accept a baseline of these"
+            f"baseline {str(keeper.folder)!r} holds no case of this session ({few(sorted(cases))}): it holds "
+            f"{few(known)}; choose those cases, or accept a baseline of these"
         )

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
+from meshmark.counted import counted
 from meshmark.regression.change import Change, Standing
 from meshmark.regression.compare import Comparison
 from meshmark.regression.times import ALPHA, STARTS
@@ -18,7 +19,7 @@ _MOST_LINES = 40
 
 def lines(found: Comparison) -> list[str]:
     """What changed and what cannot be told, worst first; what stayed the same is counted."""
-    told = [f"{found.num_cases} cases in both"]
+    told = [f"{counted(found.num_cases, 'case')} in both"]
     for side, names in (("A", found.only_before), ("B", found.only_after)):
         if names:
             told.append(f"only in {side}: {', '.join(names[:8])}{f' and {len(names) - 8} more' * (len(names) > 8)}")
@@ -30,10 +31,11 @@ def lines(found: Comparison) -> list[str]:
             told.append(f"... and {len(rows) - _MOST_LINES} more {standing}; -o FILE.md lists all")
     starts = Counter(change.metric for change in found.of(Standing.UNDECIDED) if change.metric in STARTS)
     told += [
-        f"{metric} {Standing.UNDECIDED} of {cases} cases; -o FILE.md lists them" for metric, cases in starts.items()
+        f"{metric} {Standing.UNDECIDED} of {counted(cases, 'case')}; -o FILE.md lists all"
+        for metric, cases in starts.items()
     ]
     counts = [f"{len(found.of(standing))} {standing}" for standing in (*_ORDER, Standing.SAME)]
-    return [*told, f"{len(found.changes)} metrics: {', '.join(counts)}"]
+    return [*told, f"{counted(len(found.changes), 'metric')}: {', '.join(counts)}"]
 
 
 def _alone(change: Change) -> bool:
@@ -48,9 +50,9 @@ def page(found: Comparison, titles: tuple[str, str], command: str) -> str:
     head = [
         "# Comparison",
         f"Made by {inline(command)}. A: {inline(a)}. B: {inline(b)}.",
-        f"{found.num_cases} cases in both. Bytes and collectives are exact. Times: Student's t on launches, by Holm's "
-        f"method: the chance that equal code has any time called different here is {ALPHA:.0%}, as far as launches "
-        "scatter as each row says.",
+        f"{counted(found.num_cases, 'case')} in both. Bytes and collectives are exact. Times: Student's t on launches, "
+        f"by Holm's method: the chance that equal code has any time called different here is {ALPHA:.0%}, as far as "
+        "launches scatter as each row says.",
     ]
     head += [
         f"**Conditions differ**: {inline(name)} {inline(one)} in A, {inline(other)} in B."

@@ -52,3 +52,8 @@ def names(keys: Sequence[Key]) -> dict[Key, str]:
     """What rows call them: the case's id, and its device and corpus where that alone is not one."""
     ids = [key[0] for key in keys]
     return {key: key[0] if ids.count(key[0]) == 1 else " ".join(filter(None, key)) for key in keys}
+
+
+def few(cases: Sequence[str]) -> str:
+    """The first of them, in words."""
+    return f"{', '.join(cases[:3])}{', ...' if len(cases) > 3 else ''}"

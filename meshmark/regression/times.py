@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from meshmark.counted import counted
 from meshmark.measure.laps import PRECISION
 from meshmark.regression.change import Change, Effect, Kind, Standing
 from meshmark.regression.samples import (
@@ -148,7 +149,9 @@ def change_of(key: Key, test: Test, level: float, unit: tuple[int, str], margin:
 
 def _evidence(test: Test, level: float, standing: Standing, margin: float) -> str:
     ours, theirs = map(len, test.pair)
-    launches = f"{ours} and {theirs} launches, which scatter by {math.sqrt(test.scatter.variance):.1%}"
+    launches = (
+        f"{ours} and {counted(theirs, 'launch', 'launches')}, which scatter by {math.sqrt(test.scatter.variance):.1%}"
+    )
     told = f"{launches} ({test.scatter.source}); p = {test.p:.2g}, {level:.2g} decides"
     return f"{told}; {_needed(test, level, margin)}" if standing is Standing.UNDECIDED else told
 
@@ -163,5 +166,6 @@ def _needed(test: Test, level: float, margin: float) -> str:
         if reach(2 * count - 2, level) * math.sqrt(2 * variance / count) <= math.log1p(margin):
             more = [max(count - len(side), 0) for side in test.pair]
             many = f" ({more[0] * steps:,} and {more[1] * steps:,} steps)" if steps > 1 else ""
-            return f"to tell {margin:.0%} takes {more[0]} more launches of A and {more[1]} of B{many}"
+            launches = counted(more[0], "more launch", "more launches")
+            return f"to tell {margin:.0%} takes {launches} of A and {more[1]} of B{many}"
     return f"to tell {margin:.0%} takes more than {_MOST_LAUNCHES} launches of each: this is too noisy a machine"

@@ -9,6 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from meshmark.counted import counted
 from meshmark.errors import ResultsError
 from meshmark.report.markdown import one_line
 from meshmark.report.render import write_report
@@ -89,7 +90,7 @@ def _write_html(reading: Reading, output: Path, command: str, baseline: Reading 
     from meshmark.report.page import write_html  # whose libraries not everybody has
 
     left_out = write_html(reading, output, command, baseline)
-    print(f"{output}: {len(reading.records)} records")
+    print(f"{output}: {counted(len(reading.records), 'record')}")
     return left_out
 
 
@@ -101,10 +102,11 @@ def _write_markdown(reading: Reading, output: Path, command: str, baseline: Read
     left_out = list[str]()
     if told:
         left_out = write_report(dataclasses.replace(reading, records=matrix), output, command, baseline)
-        print(f"{output}: {len(matrix)} records")
+        print(f"{output}: {counted(len(matrix), 'record')}")
     if len(matrix) < len(reading.records) or standing(reading.sessions, conforming=True):
         from meshmark.report.conformance import write_conformance  # which imports torch, by way of its scenarios
 
         left_out += write_conformance(reading, clauses, command)
-        print(f"{clauses}: {len(reading.records) - len(matrix)} records of the conformance suite")
+        left = len(reading.records) - len(matrix)
+        print(f"{clauses}: {counted(left, 'record')} of the conformance suite")
     return left_out

@@ -12,6 +12,7 @@ from meshmark.clip import clip, told
 from meshmark.conformance.clauses import CLAUSES, Clause, judge_clause, point_back
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import SCENARIOS
+from meshmark.counted import counted
 from meshmark.report.guard import rendered, write_page
 from meshmark.report.markdown import Markup, block, inline
 from meshmark.report.markdown import table as markdown
@@ -130,15 +131,17 @@ def _answer(found: Sequence[AdapterColumn]) -> list[str]:
     cells = Counter(f.result for column in found for f in column.findings.values())
     unjudged = (ClauseResult.UNSUPPORTED, ClauseResult.UNDECIDED, ClauseResult.TOLD)
     judged = sum(cells.values()) - sum(cells[result] for result in unjudged)
-    headline = f"**{cells[ClauseResult.PASS]} of {judged} cells hold**; {cells[ClauseResult.KNOWN_GAP]} known gaps"
-    unanswered = cells[ClauseResult.UNSUPPORTED]
-    headline += f", {cells[ClauseResult.FAIL]} failures, {unanswered} cells without an answer, with reasons."
+    headline = f"**{cells[ClauseResult.PASS]} of {counted(judged, 'cell')} hold{'s' * (judged == 1)}**"
+    headline += f"; {counted(cells[ClauseResult.KNOWN_GAP], 'known gap')}"
+    unanswered = counted(cells[ClauseResult.UNSUPPORTED], "cell")
+    headline += f", {counted(cells[ClauseResult.FAIL], 'failure')}, {unanswered} without an answer, with reasons."
     if cells[ClauseResult.TOLD]:
         headline += f" {cells[ClauseResult.TOLD]} more tell what is not required."
     if cells[ClauseResult.UNDECIDED]:
         headline += f" {cells[ClauseResult.UNDECIDED]} rest on a pass that was too slow for its time limit."
     if cells[ClauseResult.STALE_GAP]:
-        headline += f" {cells[ClauseResult.STALE_GAP]} known gaps no longer show: take them out of their adapters."
+        one, many = "known gap no longer shows: take it out of its", "known gaps no longer show: take them out of their"
+        headline += f" {counted(cells[ClauseResult.STALE_GAP], f'{one} adapter', f'{many} adapters')}."
     asked = [clause for clause in CLAUSES.values() if any(clause.name in c.findings for c in found)]
     numbers = {gap: number for number, gap in enumerate(_gaps(found), 1)}
     rows: list[dict[str, object]] = [

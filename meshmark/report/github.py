@@ -6,19 +6,22 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshmark.report.markdown import block, code, inline, one_line
-from meshmark.run.session import Attempt, Ending
+from meshmark.report.markdown import block, one_line
+from meshmark.report.untold import failure_line
+from meshmark.run.session import Attempt, Ending, by_defect
 
 _MOST = 10
 """Annotations that GitHub shows of one step."""
 _CHARACTERS = 500
 
 
-def tell_github(attempts: Sequence[Attempt], write: Callable[[str], object]) -> None:
-    """Nothing elsewhere. `write` prints a line."""
+def tell_github(
+    attempts: Sequence[Attempt], write: Callable[[str], object], annotated: Sequence[Attempt] | None = None
+) -> None:
+    """Nothing elsewhere. `write` prints a line; `annotated`: the attempts without what annotations of others say."""
     if not attempts or os.environ.get("GITHUB_ACTIONS") != "true":
         return
-    for line in annotation_lines(attempts):
+    for line in annotation_lines(attempts if annotated is None else annotated):
         write(line)
     if file := os.environ.get("GITHUB_STEP_SUMMARY"):
         with Path(file).open("a", encoding="utf-8") as summary:
@@ -26,12 +29,14 @@ def tell_github(attempts: Sequence[Attempt], write: Callable[[str], object]) -> 
 
 
 def annotation_lines(attempts: Sequence[Attempt]) -> list[str]:
-    """Workflow commands, which end with their line: nothing in a message begins another."""
-    failed = [attempt for attempt in attempts if attempt.ending is Ending.FAILED]
-    return [
-        f"::error title={_property(attempt.test)}::{_data(f'{attempt.message[:_CHARACTERS]} Again: {attempt.command}')}"
-        for attempt in failed[:_MOST]
-    ]
+    """Workflow commands, which end with their line: nothing in a message begins another. One a defect."""
+    return [_annotation(*same) for same in by_defect(attempts)[:_MOST]]
+
+
+def _annotation(one: Attempt, *others: Attempt) -> str:
+    also = f" The same: {', '.join(other.test for other in others)}." if others else ""
+    told = f"{one.message[:_CHARACTERS]}{also} Again: {one.command}"
+    return f"::error title={_property(one.test)}::{_data(told)}"
 
 
 def _data(text: str) -> str:
@@ -47,7 +52,7 @@ def step_summary(attempts: Sequence[Attempt]) -> str:
     counts = {ending: sum(attempt.ending is ending for attempt in attempts) for ending in Ending}
     told = ", ".join(f"{count} {ending}" for ending, count in counts.items() if count)
     parts = ["## Meshmark", f"{told}."]
-    if failed := [attempt for attempt in attempts if attempt.ending is Ending.FAILED]:
-        parts.append("\n".join(f"- {code(a.test)}: {inline(one_line(a.message), _CHARACTERS)}" for a in failed))
-        parts += ["Again, one at a time, by:", block("\n".join(attempt.command for attempt in failed))]
+    if failed := by_defect(attempts):
+        parts.append("\n".join(failure_line(*same, told=one_line(same[0].message)) for same in failed))
+        parts += ["Again, one at a time, by:", block("\n".join(one.command for one, *_ in failed))]
     return "\n\n".join(parts) + "\n"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from meshmark.counted import counted
 from meshmark.judge.false_alarms import shown
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
@@ -139,9 +140,10 @@ def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: i
     unjudged = len(ran) - len(judged)
     right = sum(bool(r.correct) for r in judged)
     if judged:
-        lines = [f"**{right} of {len(judged)} {'judged ' if unjudged else ''}cases train correctly**"]
+        of = counted(len(judged), "judged case" if unjudged else "case")
+        lines = [f"**{right} of {of} train{'s' * (len(judged) == 1)} correctly**"]
     elif ran:
-        cases = "1 case" if unjudged == 1 else f"{unjudged} cases"
+        cases = counted(unjudged, "case")
         lines = [f"**Correctness was not judged in this run** (not judged: {cases}; judged: 0, correct: 0)"]
     else:
         lines = ["**No case was run**"]
@@ -158,7 +160,7 @@ def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: i
     if missing:
         lines.append(f"unfinished, without a record: {_listed(missing)}")
     if failed_tests:
-        lines.append(f"{failed_tests} test{'s' * (failed_tests > 1)} failed")
+        lines.append(f"{counted(failed_tests, 'test')} failed")
     if skipped := len(found) - len(ran):
         lines.append(f"{skipped} not run, with reasons below")
     return "; ".join(lines) + "."

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from meshmark.counted import counted
 from meshmark.report.markdown import block, code, inline
 from meshmark.run.record import Record
-from meshmark.run.session import Attempt, Ending, Session, standing
+from meshmark.run.session import Attempt, Ending, Session, by_defect, standing
 
-_CHARACTERS = 300
+_CHARACTERS = 500
 
 
 def unrecorded(sessions: Iterable[Session], records: Iterable[Record], *, conforming: bool) -> list[str]:
@@ -38,10 +39,17 @@ def untold(sessions: Sequence[Session], records: Sequence[Record], *, conforming
 
 
 def _failures(failed: Sequence[Attempt]) -> str:
-    lines = [f"- {code(attempt.test)}: {inline(_first_line(attempt.message), _CHARACTERS)}" for attempt in failed]
-    told = f"{len(failed)} tests failed:" if len(failed) > 1 else "1 test failed:"
-    commands = block("\n".join(attempt.command for attempt in failed))
+    defects = by_defect(failed)
+    lines = [failure_line(*same, told=_first_line(same[0].message)) for same in defects]
+    told = f"{counted(len(failed), 'test')} failed:"
+    commands = block("\n".join(one.command for one, *_ in defects))
     return "\n".join([told, "", *lines, "", "Again, one at a time, by:", "", commands])
+
+
+def failure_line(one: Attempt, *others: Attempt, told: str) -> str:
+    """A line of a list: a test, what is `told` of it, and the tests that failed with it by the same defect."""
+    also = f"; the same: {', '.join(code(other.test) for other in others)}" if others else ""
+    return f"- {code(one.test)}: {inline(told, _CHARACTERS)}{also}"
 
 
 def _unfinished(session: Session, left: Sequence[Attempt]) -> str:

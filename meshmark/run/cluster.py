@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from meshmark.counted import counted
 from meshmark.errors import ClusterError, InputError, NodeLostError, NodesDisagreeError
 from meshmark.run.listener import listen
 from meshmark.run.store import SILENT_SECONDS, RunStore, StoreServer, run_secret
@@ -89,7 +90,8 @@ class ClusterSpec:
     @property
     def text(self) -> str:
         """How many there are, in words."""
-        return f"{self.nnodes} tasks on {self.num_hosts} nodes" if self.tasks_per_node > 1 else f"{self.nnodes} nodes"
+        nodes = counted(self.num_hosts, "node")
+        return f"{self.nnodes} tasks on {nodes}" if self.tasks_per_node > 1 else nodes
 
 
 class Cluster:

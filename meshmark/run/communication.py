@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshmark.counted import counted
 from meshmark.measure.readings import Collective
 from meshmark.run.record import Record, Verdict
 from meshmark.theory.flow import Flow, Route, by_route, departed
@@ -80,7 +81,7 @@ def judge_communication(record: Record) -> Verdict | None:
         "planned_bytes": worst.expected_bytes,
         "calls": worst.calls,
     }
-    more = f", and {len(found) - 1} more differences" if len(found) > 1 else ""
+    more = f", and {counted(len(found) - 1, 'more difference')}" if len(found) > 1 else ""
     return Verdict(suite="communication", passed=False, summary=f"{worst}{more}; {_MEND}", evidence=told)
 
 
@@ -101,4 +102,5 @@ def _as_planned(expected: list[dict[Route, Flow]]) -> str:
         return "nothing to communicate"
     largest = max(flows, key=lambda flow: flow.num_bytes)
     calls = _calls(largest.fewest, largest.most)
-    return f"{len(flows)} flows to the byte, the largest {largest.num_bytes:,} bytes of {largest.kind} in {calls}"
+    told = f"the largest {largest.num_bytes:,} bytes of {largest.kind} in {calls}"
+    return f"{counted(len(flows), 'flow')} to the byte, {told}"

@@ -9,7 +9,7 @@ from meshmark.environment import Environment
 from meshmark.run.cluster import Cluster
 from meshmark.run.meeting import from_node_0
 from meshmark.run.record import Record, Status
-from meshmark.run.request import Request
+from meshmark.run.request import Request, Task
 from meshmark.serial import decode, encode
 
 KEPT = "kept: the results folder holds this pass, of the same code and machine"
@@ -40,13 +40,25 @@ class Held:
             return None
         asked = (request.adapter, request.steps, request.warmup, request.base, request.sample)
         made = (record.adapter, record.steps, record.warmup, record.conformance.base, record.equivalence.sample)
-        same = asked == made and _about(here) == _about(record.environment)
-        return record if same and is_known(request.adapter, here) else None
+        same = asked == made and _about(here) == _about(record.environment) and not _lacks_judgement(record, request)
+        return record if same and is_own(request.adapter) and is_committed(here) else None
 
 
-def is_known(adapter: str, here: Environment) -> bool:
-    """Whether code that has one name is one: no file of a user's, nor a checkout with changes that no commit holds."""
-    return ".py:" not in adapter and not here.commit.endswith("-dirty")
+def is_own(adapter: str) -> bool:
+    """Whether the commit, or the release, of Meshmark tells its code; of a file or package of a user's nothing does."""
+    return adapter.startswith("meshmark.")
+
+
+def is_committed(here: Environment) -> bool:
+    """Whether a checkout has no changes that no commit holds."""
+    return not here.commit.endswith("-dirty")
+
+
+def _lacks_judgement(record: Record, request: Request) -> bool:
+    """Whether it was run under `--assess off`, and is asked for judged now."""
+    suite = {Task.OBSERVE: "equivalence", Task.TIME: "throughput"}.get(request.task)
+    ended = record.outcome.status is Status.OK
+    return request.assess and ended and suite is not None and not request.scenario and record.verdict(suite) is None
 
 
 def _about(environment: Environment) -> tuple[object, ...]:

@@ -30,7 +30,7 @@ from meshmark.run.resume import KEPT, Held
 from meshmark.run.retracing import find_path
 from meshmark.run.scratch import Scratch
 from meshmark.run.timed_launches import time_again
-from meshmark.run.user_gaps import with_gaps
+from meshmark.run.user_gaps import with_gaps, with_gaps_of_now
 from meshmark.run.yardsticks import Yardsticks
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
@@ -173,7 +173,9 @@ class Runner:
         case, key = request.case, _key(request)
         cluster, here = self.launcher.cluster, self._here(request.backend)
         if key not in self._records and self._held and (kept := self._held.on_all_nodes(cluster, request, here)):
-            self._records[key] = kept
+            self._records[key] = now = with_gaps_of_now(kept, self.adapter(case), self.options.known_gaps)
+            if now is not kept:
+                self._write(now)
             self.announce(request.scenario or request.task, case, dataclasses.replace(kept, remarks=[KEPT]))
         if key not in self._records:
             try:

@@ -49,6 +49,16 @@ class Session:
     attempts: list[Attempt] = field(default_factory=list)
 
 
+def by_defect(attempts: Iterable[Attempt]) -> list[list[Attempt]]:
+    """Those that failed; together what failed of one case with the same first line, as all suites of a pass that
+    crashed do."""
+    found: dict[tuple[str, str], list[Attempt]] = {}
+    for attempt in attempts:
+        if attempt.ending is Ending.FAILED:
+            found.setdefault((attempt.case, attempt.message.partition("\n")[0]), []).append(attempt)
+    return list(found.values())
+
+
 def standing(sessions: Iterable[Session], *, conforming: bool) -> list[tuple[Attempt, Session]]:
     """How each test of one kind stands, with the session that decided: the last that ran it."""
     found: dict[tuple[str, str, str | None], tuple[Attempt, Session]] = {}

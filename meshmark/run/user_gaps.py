@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Sequence
 
+from meshmark.adapter.contract import Adapter
 from meshmark.run.record import Record
 from meshmark.spec.known_gap import KnownGap
 
@@ -17,3 +18,11 @@ def with_gaps(record: Record, gaps: Sequence[tuple[str, KnownGap]]) -> Record:
         return record
     evidence = dataclasses.replace(record.conformance, known_gaps=[*known, *record.conformance.known_gaps])
     return dataclasses.replace(record, conformance=evidence)
+
+
+def with_gaps_of_now(kept: Record, adapter: type[Adapter], gaps: Sequence[tuple[str, KnownGap]]) -> Record:
+    """`kept`, of an earlier run, with those that are known in this one; itself where they are the same."""
+    own = list(adapter.known_gaps) if kept.conformance.scenario else []
+    bare = dataclasses.replace(kept, conformance=dataclasses.replace(kept.conformance, known_gaps=own))
+    found = with_gaps(bare, gaps)
+    return kept if found.conformance.known_gaps == kept.conformance.known_gaps else found

@@ -3,6 +3,8 @@ their defaults are not what was asked for."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
@@ -34,11 +36,16 @@ class AcceleratesDefault(Adapter):
     """Accelerate without `split_batches`: every rank's batch counts for a step of the schedule."""
 
     def build(self, case: Case, context: RankContext) -> Engine:
-        import meshmark.adapters.accelerate as module
-
-        configuration = type(module.whole_batches())
-        module.whole_batches = lambda: configuration(split_batches=False)
-        return super().build(case, context)  # type: ignore[safe-super]
+        modules = [importlib.import_module(f"meshmark.adapters.accelerate{name}") for name in ("", ".prepare")]
+        configuration = type(modules[0].whole_batches())
+        with contextlib.ExitStack() as stack:
+            for module in modules:  # whichever makes the Accelerator
+                stack.enter_context(
+                    mock.patch.object(module, "whole_batches", lambda: configuration(split_batches=False))
+                )
+            engine: Any = super().build(case, context)  # type: ignore[safe-super]
+        assert not engine.accelerator.split_batches, "it would be no mutant"
+        return engine  # type: ignore[no-any-return]
 
 
 class DeepSpeedsDefault(Adapter):
