@@ -261,6 +261,18 @@ def test_a_reader_sorts_filters_opens_evidence_and_copies(browser: Any, path: Pa
     assert not said, said
 
 
+def test_a_table_says_what_it_is_and_breaks_no_name(browser: Any, path: Path) -> None:  # noqa: ANN401
+    page, _ = opened(browser, path)
+    captions = page.locator("caption b").all_inner_texts()
+    assert {"Cases", "Memory: planned and measured", "Adapters by clause"} <= set(captions)
+    assert len(captions) == page.locator("table.data").count()
+    rows_of = (
+        "(one) => { const r = document.createRange(); r.selectNodeContents(one); return r.getClientRects().length; }"
+    )
+    names = page.locator("#cases tbody tr td:nth-child(2)")
+    assert set(names.evaluate_all(f"all => all.map({rows_of})")) == {1} and "dp2.mb2" in names.all_inner_texts()
+
+
 def test_a_phone_in_the_dark(browser: Any, path: Path) -> None:  # noqa: ANN401
     page, said = opened(browser, path, viewport={"width": 360, "height": 740}, color_scheme="dark")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360, "tables scroll by themselves"
