@@ -1,26 +1,40 @@
-# Every adapter, core and roster, on 2 and 4 ranks and in every precision; every clause for what the core's conformance
-# page has not got; how fast the roster is; and the roster broken on purpose. Leaves reports/roster.md. Records stay in
-# results/roster: after a break, `make roster-page` makes the page of what there is, and `make roster` on the same clean
-# commit runs the rest. Included by the Makefile.
+# Every adapter, core and roster, on 2, 4 and 8 ranks and in every precision; how fast the roster is; the roster broken
+# on purpose; every clause for what the core's conformance page has not got; and other workloads than a GPT. Leaves
+# reports/roster.md, cut off or not: the page says what was not run. Records stay in results/roster: `make roster` on
+# the same clean commit runs the rest, and `make roster-page` makes the page of what there is. Included by the Makefile.
 .PHONY: roster roster-page
 ROSTER := results/roster
-ROSTER_NAMES = $$($(BIN)/python -c 'from meshmark.adapters import ROSTER; print(",".join(ROSTER))')
+# Nothing is begun after so long of every clause, and of each other workload; one of every adapter comes first.
+CLAUSES_TIME ?= 10m
+WORKLOAD_TIME ?= 90s
+# What takes four ranks, crossed or in groups of two; others take two.
+WIDE := fsdp1-hybrid,fsdp2-hsdp,fsdp2-reshard2,tp-fsdp2,fabric-tp-fsdp2,pipeline-tp,pipeline-fsdp2,megatron-gpt-zero1,deepspeed-autotp,accelerate-hsdp
+ROSTER_NAMES = $$($(BIN)/python -c 'from meshmark.adapters import ROSTER; print(",".join(n for n in ROSTER if n not in "$(WIDE)".split(",")))')
 ROSTER_RUN = --results $(ROSTER) --resume
+# Of what trains by the same DeepSpeed, on four ranks and of clauses the deepest stage.
+DEEPSPEEDS := deepspeed-offload or deepspeed-recommended or deepspeed-ulysses or accelerate-deepspeed
+ROSTER_RUN += -k "not (($(DEEPSPEEDS)) and (zero1 or zero2) and (dp4 or cp4 or test_conformance))"
 ROSTER_SUITES = $(BIN)/python -m pytest suites/test_equivalence.py suites/test_memory.py suites/test_communication.py \
 	--adapters '*' --workload gpt-mini $(ROSTER_RUN)
+ROSTER_CLAUSES = $(BIN)/python -m pytest suites/test_conformance.py --max-time $(CLAUSES_TIME) $(ROSTER_RUN)
 # What takes eight ranks: tensor parallelism, a pipeline and replicas, with and without shards.
 CROSSED := megatron-gpt*,pipeline-tp,pipeline-fsdp2
 EIGHT := dp2.tp2.pp2.1f1b.mb2,dp2.tp2.pp2.1f1b.zero1.mb2,dp2.tp2.pp2.1f1b.zero3.mb2
 roster: install
-	status=0; \
+	trap '$(BIN)/python -m benchmarks.roster $(ROSTER) --no-mutants' EXIT; trap 'exit 130' INT TERM; status=0; \
 	$(ROSTER_SUITES) --world 2,4 || status=$$?; \
+	$(ROSTER_SUITES) --adapters deepspeed-autotp --layouts dp2.tp2.zero2.mb2 || status=$$?; \
 	$(ROSTER_SUITES) --world 2,4 --adapters 'gpipe,pipeline*,megatron-gpt*,deepspeed-pipeline' \
 		--model layers=8,hidden=32,heads=4,vocab=256,seq_len=32 || status=$$?; \
 	$(ROSTER_SUITES) --adapters '$(CROSSED)' --layouts $(EIGHT) || status=$$?; \
 	$(ROSTER_SUITES) --world 2 --precision bf16,fp16 || status=$$?; \
 	$(BIN)/python -m pytest suites/test_throughput.py --world 2 --workload gpt-mini --timing-budget 0.5 \
 		--adapters "$(ROSTER_NAMES)" $(ROSTER_RUN) || status=$$?; \
-	$(BIN)/python -m pytest suites/test_conformance.py --adapters "$(ROSTER_NAMES)" $(ROSTER_RUN) || status=$$?; \
-	$(BIN)/python -m benchmarks.roster $(ROSTER) && exit $$status
+	$(BIN)/python -m benchmarks.roster $(ROSTER) || status=$$?; \
+	$(ROSTER_CLAUSES) --world 4 --adapters $(WIDE) || status=$$?; \
+	$(ROSTER_CLAUSES) --adapters "$(ROSTER_NAMES)" || status=$$?; \
+	for name in bert-mini llama-tiny vit-digits; do \
+		$(ROSTER_SUITES) --world 2 --workload $$name --max-time $(WORKLOAD_TIME) || status=$$?; done; \
+	exit $$status
 roster-page: install
 	$(BIN)/python -m benchmarks.roster $(ROSTER) --no-mutants

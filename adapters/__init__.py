@@ -49,6 +49,7 @@ ROSTER: dict[str, str] = {
     "deepspeed-offload-params": "meshmark.adapters.deepspeed.variants:DeepSpeedOffloadParams",
     "deepspeed-recommended": "meshmark.adapters.deepspeed.recommended:DeepSpeedRecommended",
     "deepspeed-ulysses": "meshmark.adapters.deepspeed.ulysses:DeepSpeedUlysses",
+    "deepspeed-autotp": "meshmark.adapters.deepspeed.autotp:DeepSpeedAutoTP",
     "megatron-gpt": "meshmark.adapters.megatron.gpt_model:MegatronGPT",
     "megatron-gpt-zero1": "meshmark.adapters.megatron.gpt_model:MegatronGPTDistributedOptimizer",
     "deepspeed-pipeline": "meshmark.adapters.deepspeed.pipeline:DeepSpeedPipeline",
@@ -64,6 +65,7 @@ ROSTER: dict[str, str] = {
     "fabric-fsdp": "meshmark.adapters.fabric:FabricFSDP",
     "fabric-fsdp-separate": "meshmark.adapters.fabric:FabricFSDPSeparate",
     "fabric-tp-fsdp2": "meshmark.adapters.fabric.model_parallel:FabricTensorParallelFSDP2",
+    "accelerate-deepspeed-file": "meshmark.adapters.accelerate.deepspeed_file:AccelerateDeepSpeedFile",
     "accelerate-hsdp": "meshmark.adapters.accelerate:AccelerateHSDP",
     "accelerate-fsdp1": "meshmark.adapters.accelerate.fsdp1:AccelerateFSDP1",
 }

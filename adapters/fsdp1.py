@@ -115,8 +115,7 @@ class FSDP1(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        using = sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
-        return replace(using, backward=replace(using.backward, lasting=True))
+        return sharded_recipe(eager_recipe(case, "eager-fsdp1", casts_weights=True), cls.sharding)
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:

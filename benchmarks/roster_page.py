@@ -19,6 +19,7 @@ from meshmark.run.request import Task
 from meshmark.run.throughput import throughput
 from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES
+from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.precision import Precision
 
 SUITES = {"equivalence": "E", "memory": "M", "communication": "C"}
@@ -80,8 +81,10 @@ def _commits(records: Sequence[Record]) -> str:
 
 
 def capability(case: Case) -> str:
-    """What a case shows of an adapter, in words of its layout: axes, stage, schedule, and the precision if it is not
-    fp32."""
+    """What a case shows of an adapter: another workload than a GPT, by name; else in words of its layout: axes, stage,
+    schedule, and the precision if it is not fp32."""
+    if _part(case) == _WORKLOADS:
+        return case.workload.name
     layout = case.layout
     parts = [" x ".join(axis for axis in AXES if getattr(layout, axis) > 1) or "one rank"]
     parts += [f"zero{layout.zero_stage}"] if layout.zero_stage else []
@@ -89,19 +92,22 @@ def capability(case: Case) -> str:
     parts += ["folded"] if layout.folded else []
     parts += ["sp"] if layout.sequence_parallel else []
     parts += [f"offload {layout.offload}"] if layout.offload != "none" else []
-    parts += [str(case.precision)] if case.precision is not Precision.FP32 else []
+    parts += [str(case.precision)] if case.precision != Precision.FP32 else []
     return ", ".join(parts)
 
 
 def _part(case: Case) -> str:
     """The title of the table that it stands in."""
-    if case.precision is not Precision.FP32:
+    if not isinstance(model := case.workload.model, ModelSpec) or model.family is not Family.GPT or not model.causal:
+        return _WORKLOADS
+    if case.precision != Precision.FP32:
         return "In other precisions"
     layout = case.layout
     return "Over data-parallel ranks" if layout.tp == layout.pp == layout.cp == 1 else "Over axes of the model"
 
 
-_PARTS = ("Over data-parallel ranks", "Over axes of the model", "In other precisions")
+_WORKLOADS = "On other workloads than a GPT"
+_PARTS = ("Over data-parallel ranks", "Over axes of the model", "In other precisions", _WORKLOADS)
 
 
 def _matrix(title: str, observed: Sequence[Record], adapters: Adapters, found: Found) -> str:
@@ -151,12 +157,23 @@ def wrong(record: Record) -> str:
 
 def _refusal(own: Sequence[Record], adapter: type[Adapter], example: Case) -> list[str]:
     """Why it is not run, one reason each, without the numbers of the example; none where it could be. What is missing
-    altogether comes before what an adapter says of this very layout."""
+    altogether comes before what an adapter says of this very layout; of another workload, whose example may have any
+    layout, its own record says it."""
     try:
+        if _part(example) == _WORKLOADS:
+            return _told_by(own)
         lacking = adapter.capabilities.refusal(example, "cpu", "gloo")
         text = lacking or (own[0].outcome.message if own else adapter.refusal(example, "cpu", "gloo"))
     except LayoutError as error:
         text = str(error)
+    return _reasons_of(text)
+
+
+def _told_by(skipped: Sequence[Record]) -> list[str]:
+    return _reasons_of(skipped[0].outcome.message) if skipped else []
+
+
+def _reasons_of(text: str) -> list[str]:
     if not text:
         return []
     _, is_list, several = text.partition(" does not support ")

@@ -1,10 +1,13 @@
-"""Does an algorithm converge as its paper says? Exponents and constants on quadratics, where formulas are exact; asked
-for by `make convergence`, for it is of specifications, which `test_equivalence` holds engines to."""
+"""Does an algorithm converge as its paper says? Exponents and constants on quadratics, where formulas are exact, and on
+logistic regression of real images, whose optimum and points of rest are known; asked for by `make convergence`, for it
+is of specifications, which `test_equivalence` holds engines to."""
 
 import pytest
 
 from meshmark.algorithms.claim import Claim, measure
 from meshmark.algorithms.convergence import BIASED, CLAIMS, UNBIASED, left_of_bias
+from meshmark.algorithms.convergence_logistic import CORRECTED, left_of_logistic
+from meshmark.algorithms.targets import race
 from meshmark.spec.algorithm import AlgorithmSpec
 
 
@@ -24,3 +27,17 @@ def test_no_bias(spec: AlgorithmSpec) -> None:
 def test_bias(spec: AlgorithmSpec) -> None:
     """A twentieth of the heterogeneity stays for ever."""
     assert left_of_bias(spec) > 0.05
+
+
+@pytest.mark.parametrize("spec", CORRECTED, ids=lambda spec: spec.id)
+def test_the_optimum_of_logistic_regression_is_found(spec: AlgorithmSpec) -> None:
+    assert left_of_logistic(spec) < 1e-6
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_the_target_takes_as_many_steps_as_synchronous_training(count: int) -> None:
+    """By a one-sided test over seeds each way: too slow fails, and so does suspiciously fast."""
+    failed = [
+        f"{r.spec.id} over {count}: {r.verdict}, {r.ratio:.2f}" for r in race(count) if r.verdict != "as promised"
+    ]
+    assert not failed

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from meshmark.adapter.registry import load_adapter
-from meshmark.adapters import ADAPTERS
+from meshmark.adapters import ADAPTERS, ROSTER
 from meshmark.conformance import judges, randomness
 from meshmark.conformance.clauses import CLAUSES, judge_clause
 from meshmark.conformance.finding import ClauseResult, Finding
@@ -351,6 +351,29 @@ def test_the_cases_of_an_adapter_cover_its_stages_and_axes() -> None:
     assert layouts("megatron") == ["tp2"]
     assert layouts("gpipe") == ["pp2.mb2"]
     assert layouts("single") == ["one"]
+
+
+def test_what_an_adapter_refuses_plain_is_asked_of_it_crossed() -> None:
+    """Its every clause was "unsupported", for a layout that it was never made for."""
+
+    def layouts(name: str, world: int) -> list[str]:
+        return [case.layout.id for case in plain_cells(name, load_adapter(ROSTER[name]), world)]
+
+    assert layouts("deepspeed-ulysses", 2) == ["cp2.zero1", "cp2.zero2", "cp2.zero3"]
+    assert layouts("deepspeed-autotp", 4) == ["dp2.tp2.zero1"]
+    assert layouts("pipeline-tp", 4) == ["tp2.pp2.1f1b.mb4"]
+    assert layouts("fsdp2-hsdp", 4) == ["dp4.zero3"]
+    assert layouts("tp-fsdp2", 2) == ["tp2.zero3"], "on two ranks there is nothing else, and the refusal says why"
+
+
+def test_make_roster_asks_every_clause_on_as_many_ranks_as_an_adapter_takes() -> None:
+    wide = re.search(r"^WIDE := (.+)$", Path("roster.mk").read_text(), re.MULTILINE)
+    assert wide
+    for name, path in ROSTER.items():
+        adapter, world = load_adapter(path), 4 if name in wide[1].split(",") else 2
+        cases = [case for case in plain_cells(name, adapter, world) if isinstance(case, Case)]
+        refusals = [adapter.supports(case, "cpu", "gloo") for case in cases]
+        assert any(reason is None or "is not built" in reason for reason in refusals), f"{name}: {refusals}"
 
 
 def test_on_two_ranks_the_workload_is_the_plain_one() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from meshmark.errors import CorpusError
-from meshmark.reference.data import IGNORED, Batch, check_data, load_corpus, make_batch, standard_text
+from meshmark.reference.data import HIDDEN, IGNORED, Batch, check_data, load_corpus, make_batch, standard_text
+from meshmark.spec.workload import workload
 from tests.factories import make_model, make_workload
 
 WORKLOAD = make_workload(global_batch=12, model=make_model(seq_len=20))
@@ -59,6 +60,22 @@ def test_masking_hides_a_tail_and_changes_no_other_target() -> None:
     lengths = kept_BT.sum(1)
     assert torch.equal(kept_BT, torch.arange(20) < lengths[:, None]), "what is kept is a head of each row"
     assert ((lengths >= 5) & (lengths <= 20)).all()
+
+
+def test_of_masked_text_some_bytes_are_to_be_found_again_most_of_them_hidden() -> None:
+    encoder = dataclasses.replace(workload("bert-mini"), global_batch=64)
+    masked, whole = make_batch(encoder, 0), make_batch(dataclasses.replace(encoder, masked=False), 0)
+    assert torch.equal(masked.inputs, whole.inputs), "what counts changes nothing that the model sees"
+    found_BT, hidden_BT = masked.targets != IGNORED, masked.inputs == HIDDEN
+    changed_BT = masked.inputs != whole.targets
+    assert torch.equal(masked.targets[found_BT], whole.targets[found_BT])
+    assert not (changed_BT & ~found_BT).any(), "other bytes are as they were"
+    num_found = int(found_BT.sum())
+    assert 0.12 < num_found / found_BT.numel() < 0.18
+    assert 0.7 < int(hidden_BT.sum()) / num_found < 0.9
+    assert 0.04 < int((found_BT & ~changed_BT).sum()) / num_found < 0.18
+    assert len(set(found_BT.sum(1).tolist())) > 3, "rows hold unequal numbers of targets"
+    assert all(bytes(row.tolist()) in standard_text() for row in whole.targets)
 
 
 def test_rows_shards_and_micro_batches_hold_unequal_numbers_of_tokens() -> None:

@@ -3,6 +3,7 @@ parameters that it rests on is the model's own."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.adapter.single import SingleEngine
 from meshmark.measure.memory import read_memory
 from meshmark.measure.readings import MemoryReading
 from meshmark.measure.watch import Watch
@@ -26,21 +28,23 @@ from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import Family, ModelSpec, gpt, llama
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
+from meshmark.spec.tuning import Tuning
 from meshmark.spec.workload import Workload
 from meshmark.theory.grid import make_grid
 from meshmark.theory.memory import CATEGORIES, memory
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import filled_elements, largest_temporaries, parameter_sizes, part_elements
 from meshmark.theory.partition import uniform_stages
-from meshmark.theory.recipe import RECIPES, recipe
+from meshmark.theory.recipe import RECIPES, eager_recipe, recipe
 from meshmark.theory.states import model_states
+from meshmark.theory.update_form import UpdateForm
 from tests.factories import make_model
 
 ONE = np.ones(1)
 
 
-def measured(case: Case, tmp_path: Path) -> MemoryReading:
-    """Of `single`, in this process."""
+def measured(case: Case, tmp_path: Path, *, foreach: bool | None = None) -> MemoryReading:
+    """Of `single`, in this process; `foreach` as its optimizer's, by default as PyTorch chooses on a CPU."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=tmp_path)
     request = Request(
@@ -55,7 +59,11 @@ def measured(case: Case, tmp_path: Path) -> MemoryReading:
         assess=False,
     )
     with Watch(context.device) as watch:
-        observer = Observer(load_adapter(builtin_adapters()["single"])().build(case, context), request)
+        engine = load_adapter(builtin_adapters()["single"])().build(case, context)
+        assert isinstance(engine, SingleEngine)
+        for group in engine.optimizer.param_groups:
+            group["foreach"] = foreach
+        observer = Observer(engine, request)
         for step in range(2):
             observer.train(step, watch)
         watch.focus()
@@ -94,6 +102,19 @@ def test_the_peak_is_planned(
     )
     reading = measured(case, tmp_path)
     assert model_states(case, 0).peak == pytest.approx(reading.peak.total - reading.peak.inputs, rel=tolerance)
+
+
+@pytest.mark.parametrize("form", UpdateForm)
+def test_the_update_is_planned_by_the_form_of_its_step(form: UpdateForm, tmp_path: Path) -> None:
+    """As a GPU's default, all of a group at once, takes the roots of all second moments; fused, nothing."""
+    work = Workload(name=WIDE.name, model=WIDE, global_batch=1, masked=False)
+    tuning = Tuning(fused_optimizer=form is UpdateForm.FUSED)
+    case = Case(adapter="single", workload=work, layout=Layout(), tuning=tuning)
+    using = eager_recipe(case)
+    assert using.update is (UpdateForm.FUSED if tuning else UpdateForm.LOOP)
+    found = model_states(case, 0, dataclasses.replace(using, update=form)).peak
+    reading = measured(case, tmp_path, foreach=True if form is UpdateForm.FOREACH else None)
+    assert found == pytest.approx(reading.peak.total - reading.peak.inputs, rel=0.001)
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
@@ -161,7 +182,13 @@ def test_a_bucket_and_the_largest_temporaries() -> None:
 def test_the_peak_holds_the_activations_and_grows(
     name: str, dp: int, num_micro_batches: int, hidden: int, tokens: int
 ) -> None:
-    stage = 3 if name in ("eager-fsdp2", "eager-deepspeed-3") else int(name[-1]) if "deepspeed" in name else 0
+    stage = (
+        3
+        if name in ("eager-fsdp1", "eager-fsdp2", "eager-deepspeed-3")
+        else int(name[-1])
+        if "deepspeed" in name
+        else 0
+    )
 
     def held(hidden: int, tokens: int) -> float:
         spec = gpt("some", 3, hidden, 4, vocab_size=64, seq_len=tokens)

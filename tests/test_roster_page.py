@@ -17,6 +17,7 @@ from meshmark.run.record import Outcome, Record, Status
 from meshmark.run.record_file import RecordFile
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
+from meshmark.spec.workload import workload
 from tests.broken.roster import ROSTER_MUTANTS
 from tests.factories import make_case, make_environment, make_good, make_timed, make_verdict
 
@@ -51,6 +52,22 @@ def test_a_cell_says_yes_no_and_not_run_and_which_suites_decide() -> None:
     assert "**no**" in row(text, "tp", "Over axes"), "one case of two fails"
     assert "- memory: peak on rank 1: 2 bytes, planned 1: fsdp2 dp2.zero3 fp32, tp tp2 fp32\n" in text
     assert "yes EM" in row(made(unplanned), "tp", "Over axes")
+
+
+def test_another_workload_has_its_own_column_and_its_own_reason() -> None:
+    images = workload("vit-digits")
+    on_images = [
+        dataclasses.replace(record, case=dataclasses.replace(record.case, workload=images))
+        for record in (
+            of("ddp", DP),
+            of("tp", DP, outcome=Outcome(status=Status.SKIPPED, message="tp does not support vit (a vocabulary)")),
+        )
+    ]
+    text = made(of("fsdp2", ZERO), *on_images)
+    cells = {name: row(text, name, "On other workloads").split("|")[2].strip() for name in ("ddp", "fsdp2")}
+    assert cells == {"ddp": "yes", "fsdp2": "?"}, "of fsdp2 there is none on images"
+    assert "vit-digits" in text.partition("## On other")[2].splitlines()[2]
+    assert "- vit (a vocabulary): tp\n" in text.partition("## Why not")[2]
 
 
 def test_one_reason_is_one_line_with_the_systems_that_it_concerns() -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from meshmark.algorithms.compressors import Draw, compressed
+from meshmark.algorithms.one_bit import OneBitAdam
 from meshmark.algorithms.replicas import Tensors
-from meshmark.algorithms.served import DoubleSqueeze, OneBitAdam
+from meshmark.algorithms.served import DoubleSqueeze
 from meshmark.algorithms.table import build_algorithm, local_optimizer
 from meshmark.errors import InputError
 from meshmark.judge.truth import ExactOptimizer

@@ -9,7 +9,7 @@ import pytest
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.spec.model_spec import MODELS
 from meshmark.spec.vision_spec import VISION_MODELS
-from meshmark.spec.workload import WORKLOADS, workload
+from meshmark.spec.workload import WORKLOADS, Dataset, workload
 from tests.factories import make_model, make_workload
 
 
@@ -33,6 +33,13 @@ def test_an_unknown_workload_has_near_matches() -> None:
 def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(InputError, match="'mini': global_batch is 0, expected at least 1"):
         make_workload(global_batch=0)
+
+
+def test_an_encoder_is_given_hidden_tokens_and_a_decoder_the_next_ones() -> None:
+    """Who sees the next token has nothing to learn."""
+    for name, dataset in (("gpt-mini", Dataset.MASKED_TEXT), ("bert-mini", Dataset.TEXT)):
+        with pytest.raises(InputError, match=f"data set is {dataset}: next tokens take a causal model"):
+            dataclasses.replace(WORKLOADS[name], dataset=dataset)
 
 
 def test_tokens_of_a_step_are_all_positions() -> None:

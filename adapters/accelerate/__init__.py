@@ -277,13 +277,16 @@ class AccelerateDeepSpeed(DeepSpeed):
         },
     )
 
+    def plugin(self, case: Case, context: RankContext) -> Any:  # noqa: ANN401
+        return deepspeed_plugin(self.config(case, context))
+
     def build(self, case: Case, context: RankContext) -> Engine:
         choose_device(context)
         prepare(context)
         from accelerate import Accelerator
 
         accelerator = Accelerator(
-            deepspeed_plugin=deepspeed_plugin(case),
+            deepspeed_plugin=self.plugin(case, context),
             kwargs_handlers=[backend_arguments(context)],
             dataloader_config=whole_batches(),
             gradient_accumulation_steps=case.layout.num_micro_batches,

@@ -9,7 +9,6 @@ from torch import nn
 
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import RankContext
-from meshmark.adapters.deepspeed.config import ds_config
 from meshmark.errors import AdapterError
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
@@ -77,16 +76,16 @@ def allow_fsdp_on_cpu(context: RankContext) -> None:
     PartialState(backend=context.backend).distributed_type = DistributedType.MULTI_GPU
 
 
-def deepspeed_plugin(case: Case) -> Any:  # noqa: ANN401
-    """Accelerate's plugin, which must not want `transformers`: it leaves its configuration there for `from_pretrained`,
-    which nobody calls here, and fails when the package is not installed."""
+def deepspeed_plugin(config: dict[str, Any] | str) -> Any:  # noqa: ANN401
+    """Accelerate's plugin by DeepSpeed's configuration, or a file of it. It must not want `transformers`: it leaves its
+    configuration there for `from_pretrained`, which nobody calls here, and fails when the package is not installed."""
     from accelerate import DeepSpeedPlugin
 
     class Plugin(DeepSpeedPlugin):  # type: ignore[misc]
         def set_deepspeed_weakref(self) -> None:
             pass
 
-    return Plugin(hf_ds_config=ds_config(case), zero3_init_flag=False)
+    return Plugin(hf_ds_config=config, zero3_init_flag=False)
 
 
 def prepare_parts(accelerator: Any, case: Case, context: RankContext) -> tuple[Any, ...]:  # noqa: ANN401

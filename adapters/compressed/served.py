@@ -54,39 +54,3 @@ class DoubleSqueezeEngine(CompressedEngine):
 
     def read(self, message: Tensor, like: Tensors) -> Tensors:
         return dict(Messages(self.exchange.codec, [message], like).read(message))
-
-
-class OneBitAdamEngine(DoubleSqueezeEngine):
-    """`kept["momentum"]` and `kept["variance"]`: Adam's, with the second as the warm-up left it. The optimizer steps on
-    the one over the root of the other."""
-
-    def finish_gradients(self) -> None:
-        super().finish_gradients()
-        if self.case.workload.algorithm.reduces_gradients(self.steps_done):
-            for gradient in self.gradients().values():
-                dist.all_reduce(gradient)
-                gradient.div_(dist.get_world_size())
-
-    def direction(self, own: Tensors) -> Tensors:
-        if not self.kept:  # with what is left, which nothing is yet: no step holds more than the one before
-            kept = ["momentum", "variance", "left", *(["left of server"] if self.serves else [])]
-            self.kept = {what: {name: torch.zeros_like(g) for name, g in own.items()} for what in kept}
-        moved = self.moved(own)
-        if self.case.workload.algorithm.compresses(self.steps_done):
-            moved = super().direction(moved)
-        else:
-            self.adapt(own)
-        self.kept["momentum"] = moved
-        return {name: self.preconditioned(m, self.kept["variance"][name]) for name, m in moved.items()}
-
-    def moved(self, own: Tensors) -> Tensors:
-        beta = self.case.workload.optimizer.betas[0]
-        return {name: m.mul(beta).add_(own[name].mul(1 - beta)) for name, m in self.kept["momentum"].items()}
-
-    def adapt(self, own: Tensors) -> None:
-        beta = self.case.workload.optimizer.betas[1]
-        for name, v in self.kept["variance"].items():
-            v.mul_(beta).addcmul_(own[name], own[name], value=1 - beta)
-
-    def preconditioned(self, momentum: Tensor, variance: Tensor) -> Tensor:
-        return momentum.div(variance.sqrt().add_(self.case.workload.optimizer.eps)).masked_fill_(variance == 0, 0)

@@ -32,7 +32,7 @@ from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.flow import Departure
 from meshmark.theory.parameter_order import bucket_elements, reaching_elements
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import Remainder, local_parameters
 
 
 class DeepSpeed(Adapter):
@@ -98,12 +98,11 @@ class DeepSpeed(Adapter):
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         """Beyond ZeRO's closed form, or short of it: stage 1 does not keep reduced gradients of other ranks either."""
-        layout, count = case.layout, case.workload.model.num_parameters
+        layout, count = case.layout, local_parameters(case.workload.model, case.layout, rank) or 0
         shards, own = state_shards(layout, rank)
         planned = count / shards
         if layout.zero_stage < 3 and not case.precision.is_mixed:
-            sizes = [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
-            kept = float(reaching_elements(sizes, shards, own))
+            kept = float(reaching_elements(cls.held_sizes(case), shards, own))
             reason = "a rank keeps its partition's gradients alone, and tensors that reach over its ends whole"
         elif layout.zero_stage == 1 and case.precision.compute is Dtype.FP16:
             kept = count / shards + bucket_elements(case.workload.model)
@@ -114,6 +113,11 @@ class DeepSpeed(Adapter):
         else:
             return ()
         return (Remainder(category="gradients", num_bytes=4 * (kept - planned), reason=reason),)
+
+    @classmethod
+    def held_sizes(cls, case: Case) -> list[int]:
+        """Elements of the tensors that a rank computes with, in order."""
+        return [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
@@ -130,7 +134,7 @@ class DeepSpeed(Adapter):
             model=model,
             optimizer=optimizer,
             lr_scheduler=build_schedule(spec, optimizer),
-            config=ds_config(case, self.zero_options(case, context)),
+            config=self.config(case, context),
             mpu=self.groups(case, context),
         )
         engine = self.engine(case, context, module, optimizer)
@@ -144,6 +148,10 @@ class DeepSpeed(Adapter):
     def groups(self, case: Case, context: RankContext) -> ModuleType | None:
         """What tells DeepSpeed of groups other than all ranks."""
         return None
+
+    def config(self, case: Case, context: RankContext) -> dict[str, Any]:
+        """What DeepSpeed is configured with."""
+        return ds_config(case, self.zero_options(case, context))
 
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
         """Its choices of `zero_optimization`."""

@@ -29,14 +29,21 @@ def state_shards(layout: Layout, rank: int) -> tuple[int, int]:
 
 def zero_departures(case: Case, rank: int) -> tuple[Departure, ...]:
     flows = step_traffic(case, rank) or []
+    sizes = [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
+    return (*sharing_departures(case, rank, flows, sizes), *_norm(case, rank, flows), *_overflow(case, rank, flows))
+
+
+def sharing_departures(case: Case, rank: int, flows: list[Flow], sizes: list[int]) -> tuple[Departure, ...]:
+    """From `flows` of gradients and weights, of tensors of these `sizes` on every rank."""
     shards, _ = state_shards(case.layout, rank)
-    sent = _sharded(case, flows, shards) if case.layout.zero_stage == 3 else _partitioned(case, flows, shards)
-    return (*sent, *_norm(case, rank, flows), *_overflow(case, rank, flows))
+    if case.layout.zero_stage == 3:
+        return _sharded(case, flows, shards, sizes)
+    return _partitioned(case, flows, shards, sum(sizes))
 
 
-def _partitioned(case: Case, flows: list[Flow], shards: int) -> tuple[Departure, ...]:
+def _partitioned(case: Case, flows: list[Flow], shards: int, whole: int) -> tuple[Departure, ...]:
     """Stages 1 and 2."""
-    layout, whole = case.layout, case.workload.model.num_parameters
+    layout = case.layout
     rounds = layout.num_micro_batches if layout.zero_stage == 2 else 1
     padding = Fraction(-whole % (2 * shards), whole)
     times = 1 + padding if keeps_whole_gradients(case) else rounds  # flat, with the padding of its partitions
@@ -64,10 +71,9 @@ def _partitioned(case: Case, flows: list[Flow], shards: int) -> tuple[Departure,
     )
 
 
-def _sharded(case: Case, flows: list[Flow], shards: int) -> tuple[Departure, ...]:
+def _sharded(case: Case, flows: list[Flow], shards: int, sizes: list[int]) -> tuple[Departure, ...]:
     """Stage 3 gathers a tied weight for the embedding and again for the head."""
     model = case.workload.model
-    sizes = [math.prod(shape) for shape in parameter_shapes(model).values()]
     padding = Fraction(sum(-size % shards for size in sizes), sum(sizes))
     size = model.vocab_size * model.hidden if isinstance(model, ModelSpec) and model.tied_embeddings else 0
     again = Fraction(size + -size % shards, sum(sizes))

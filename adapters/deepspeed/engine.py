@@ -55,7 +55,8 @@ def bucket_buffers(zero: Any) -> list[Tensor]:  # noqa: ANN401
     return [t for b in buffers for t in (b if isinstance(b, list) else [b]) if isinstance(t, Tensor)]
 
 
-def _whole(parameter: nn.Parameter) -> list[Tensor]:
+def whole(parameter: nn.Parameter) -> list[Tensor]:
+    """Brought together from the ranks that share its states."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -65,7 +66,7 @@ def _whole(parameter: nn.Parameter) -> list[Tensor]:
         return [parameter.detach().clone()]
 
 
-def _whole_gradient(parameter: nn.Parameter, scale: float) -> list[Tensor]:
+def whole_gradient(parameter: nn.Parameter, scale: float) -> list[Tensor]:
     from deepspeed.utils import safe_get_full_grad
 
     scaled = safe_get_full_grad(parameter)
@@ -135,7 +136,7 @@ class DeepSpeedEngine(DataParallelEngine):
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Masters; of frozen parameters, which have none, the weights."""
-        return Gathered(([name], functools.partial(_whole, parameter)) for name, parameter in self.named_parameters())
+        return Gathered(([name], functools.partial(whole, parameter)) for name, parameter in self.named_parameters())
 
     def loss_scale(self) -> float:
         return float(getattr(self.zero, "loss_scale", 1.0))
@@ -143,7 +144,7 @@ class DeepSpeedEngine(DataParallelEngine):
     def gradients(self) -> Mapping[str, Tensor]:
         scale = self.loss_scale()
         trained = ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
-        return Gathered(([name], functools.partial(_whole_gradient, parameter, scale)) for name, parameter in trained)
+        return Gathered(([name], functools.partial(whole_gradient, parameter, scale)) for name, parameter in trained)
 
     def holdings(self) -> Holdings:
         """On this rank's device: what is offloaded from a GPU is not in its memory."""

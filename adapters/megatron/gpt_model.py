@@ -56,7 +56,7 @@ class MegatronGPT(Adapter):
             Feature.TIED_EMBEDDINGS: "not mapped",
             Feature.DROPOUT: "its random states are those of `megatron`, which shows them",
             Feature.DECAY_GROUPS: "weight decay by group is left to its own scheduler of rates",
-            Feature.RECOMPUTE: "not asked of it",
+            Feature.RECOMPUTE: "its checkpoints make masks on CUDA within the backward pass",
             Feature.SAVE: _NOT_MAPPED,
             Feature.RESHARD: _NOT_MAPPED,
         },
@@ -188,10 +188,13 @@ def _chunk(case: Case, context: RankContext, config: Any, chunk: int) -> Any:  #
     """One virtual stage with its initial values."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.enums import AttnMaskType
 
     layout, spec, stands = case.layout, case.workload.transformer, case.layout.coordinates(context.rank)
     place = chunk * layout.pp + stands.pp
     layers = get_gpt_layer_local_spec(normalization=config.normalization)
+    if not spec.causal:
+        layers.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
     layers.submodules.input_layernorm = layers.submodules.pre_mlp_layernorm = MarkedNorm
     model = GPTModel(
         config,

@@ -61,12 +61,13 @@ def supported(
             case = Case(adapter=name, workload=workload, layout=layout, precision=precision)
         except LayoutError:
             continue
-        if _supports(adapter, case):
+        if takes(adapter, case):
             found.append(layout)
     return found
 
 
-def _supports(adapter: type[Adapter], case: Case) -> bool:
+def takes(adapter: type[Adapter], case: Case) -> bool:
+    """Whether it supports the case on one of its devices, installed or not."""
     device = next(iter(sorted(adapter.capabilities.devices)))
     try:
         return adapter.supports(case, device, "gloo") is None

@@ -29,6 +29,9 @@ FORMATS = {CompressorKind.FP16: torch.float16, CompressorKind.BF16: torch.bfloat
 class Compressing(Replicas):
     """Each tells its own gradients, before they are compressed."""
 
+    order: Sequence[int] = ()
+    """Of replicas, in which a sum is taken that is not exact; as they stand where none is given."""
+
     def __init__(self, workload: Workload, rules: Sequence[UpdateRule], exact: bool = True) -> None:
         """`exact`: sums are taken in float64, not in the format of what is summed."""
         super().__init__(rules)

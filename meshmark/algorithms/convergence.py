@@ -10,6 +10,7 @@ import numpy as np
 from meshmark.algorithms import quadratics as q
 from meshmark.algorithms.claim import GROUPS, PER_GROUP, Claim
 from meshmark.algorithms.convergence_compressed import COMPRESSED_CLAIMS
+from meshmark.algorithms.convergence_logistic import LOGISTIC_CLAIMS
 from meshmark.algorithms.quadratics import Array, Quadratic
 from meshmark.spec.algorithm import ALGORITHMS, AlgorithmKind, AlgorithmSpec, local_sgd
 from meshmark.spec.graph import Graph, GraphKind
@@ -164,4 +165,5 @@ CLAIMS = [
     _rates(AlgorithmKind.EXACT_DIFFUSION, q.diffusion_recurrence, "arXiv:1702.05123"),
     _staleness(),
     *COMPRESSED_CLAIMS,
+    *LOGISTIC_CLAIMS,
 ]

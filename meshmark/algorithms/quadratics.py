@@ -45,7 +45,7 @@ class Quadratic:
         return exact + self.noise * np.random.default_rng([self.seed, step]).normal(size=states.shape)
 
 
-class _Step:
+class PlainStep:
     """Plain SGD."""
 
     def __init__(self, rate: float) -> None:
@@ -60,7 +60,7 @@ def states(problem: Quadratic, spec: AlgorithmSpec, rate: float, steps: int) -> 
     plain = workload("gpt-mini-sgd")
     count = len(problem.centres)
     asked = replace(plain, algorithm=spec, optimizer=replace(plain.optimizer, learning_rate=rate))
-    algorithm = build_algorithm(asked, [_Step(rate) for _ in range(count)])
+    algorithm = build_algorithm(asked, [PlainStep(rate) for _ in range(count)])
     here = np.zeros_like(problem.centres)
     for step in range(steps):
         gradients = problem.gradients(here, step)
@@ -81,7 +81,7 @@ def stale_states(problem: Quadratic, spec: AlgorithmSpec, rate: float, steps: in
 
     for step in range(steps):
         found = stale_step(asked, Layout(), past, make_batch(asked, step), compute)
-        past.append(found.after or _Step(rate).step(past[-1], found.gradients))
+        past.append(found.after or PlainStep(rate).step(past[-1], found.gradients))
         yield np.asarray(past[-1]["head.x"])
 
 

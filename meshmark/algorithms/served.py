@@ -3,9 +3,6 @@
 
 - DoubleSqueeze (arXiv:1905.05957, algorithm 1): p_i = g_i + e_i, e_i <- p_i - C(p_i), s = mean_i C(p_i) + e,
   d = C(s), e <- s - d
-- 1-bit Adam (arXiv:2102.02888, algorithm 1). In the warm-up, of the mean gradient g: m <- B1 m + (1 - B1) g,
-  v <- B2 v + (1 - B2) g^2. After it v stays, and m is what DoubleSqueeze makes of m_i = B1 m + (1 - B1) g_i. Always
-  d = m / (sqrt(v) + eps). Signs move what never had a gradient too, and there v is zero: so is d (as DeepSpeed's mask)
 
 The server decides by the bits that it has: it sums in order of the replicas, in the gradients' own format.
 """
@@ -14,12 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from meshmark.algorithms.compressing import ErrorFeedback
 from meshmark.algorithms.compressors import Array
-from meshmark.algorithms.replicas import Tensors, UpdateRule, averaged, combined
-from meshmark.spec.workload import Workload
+from meshmark.algorithms.replicas import Tensors, combined
 
 
 class DoubleSqueeze(ErrorFeedback):
@@ -42,48 +36,6 @@ class DoubleSqueeze(ErrorFeedback):
 
     def told_back(self, name: str, x: Array) -> Array:
         return self.told(x, self.draw(0, name))
-
-
-class OneBitAdam(DoubleSqueeze):
-    """Each replica's gradients are, in the warm-up, the mean of all, bit for bit."""
-
-    def __init__(self, workload: Workload, rules: Sequence[UpdateRule], exact: bool = True) -> None:
-        super().__init__(workload, rules, exact)
-        self.adam = workload.optimizer
-        self.momentum: Tensors = {}
-        self.variance: Tensors = {}
-
-    def reported(self, own: Sequence[Tensors]) -> list[Tensors]:
-        whole = super().reported(own)
-        return averaged(whole) if self.spec.reduces_gradients(self.steps) else whole
-
-    def whole(self, gradients: Sequence[Tensors]) -> list[Tensors]:
-        self.adapt(gradients[0])
-        self.momentum = self.moved(gradients[0])
-        return self.preconditioned(gradients)
-
-    def directions(self, gradients: Sequence[Tensors]) -> list[Tensors]:
-        self.momentum = super().directions([self.moved(own) for own in gradients])[0]
-        return self.preconditioned(gradients)
-
-    def moved(self, gradient: Tensors) -> Tensors:
-        """The momentum, by one replica's gradient."""
-        beta = self.adam.betas[0]
-        before = self.momentum or {name: np.zeros_like(g) for name, g in gradient.items()}
-        return combined((beta, before), (1 - beta, gradient))
-
-    def adapt(self, gradient: Tensors) -> None:
-        beta = self.adam.betas[1]
-        squares = {name: np.square(g) for name, g in self.widened([gradient])[0].items()}
-        before = self.variance or {name: np.zeros_like(g) for name, g in squares.items()}
-        self.variance = combined((beta, before), (1 - beta, squares))
-
-    def preconditioned(self, gradients: Sequence[Tensors]) -> list[Tensors]:
-        """d, for every replica."""
-        eps = self.adam.eps
-        momentum = self.widened([self.momentum])[0]
-        found = {n: m / (np.sqrt(self.variance[n]) + eps) * (self.variance[n] > 0) for n, m in momentum.items()}
-        return [found for _ in gradients]
 
 
 def in_order(parts: Sequence[Array]) -> Array:

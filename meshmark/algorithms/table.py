@@ -17,8 +17,9 @@ from meshmark.algorithms.compressing import (
 from meshmark.algorithms.corrected import ExactDiffusion, GradientTracking
 from meshmark.algorithms.decentralised import Decentralised, MixedMomentum, ParallelSGD, QuasiGlobal
 from meshmark.algorithms.local_sgd import DiLoCo, FedAvg, LocalSGD
+from meshmark.algorithms.one_bit import OneBitAdam, OneBitLAMB, ZeroOneAdam
 from meshmark.algorithms.replicas import Algorithm, Synchronous, UpdateRule
-from meshmark.algorithms.served import DoubleSqueeze, OneBitAdam
+from meshmark.algorithms.served import DoubleSqueeze
 from meshmark.spec.algorithm import COMPRESSING, OWN_MOMENTUM, STALE, AlgorithmKind
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.workload import Workload
@@ -38,6 +39,8 @@ COMPRESSED: dict[AlgorithmKind, type[Compressing]] = {
     AlgorithmKind.EF21: EF21,
     AlgorithmKind.DOUBLE_SQUEEZE: DoubleSqueeze,
     AlgorithmKind.ONE_BIT_ADAM: OneBitAdam,
+    AlgorithmKind.ONE_BIT_LAMB: OneBitLAMB,
+    AlgorithmKind.ZERO_ONE_ADAM: ZeroOneAdam,
     AlgorithmKind.MAJORITY_VOTE: MajorityVote,
 }
 
@@ -69,8 +72,10 @@ def build_algorithm(workload: Workload, rules: Sequence[UpdateRule], exact: bool
 
 def local_optimizer(workload: Workload) -> OptimizerSpec:
     """What each replica steps with by itself: without the moments where the algorithm keeps them."""
-    if workload.algorithm.kind is AlgorithmKind.ONE_BIT_ADAM:
+    if workload.algorithm.kind in (AlgorithmKind.ONE_BIT_ADAM, AlgorithmKind.ZERO_ONE_ADAM):
         return replace(workload.optimizer, kind=OptimizerKind.SGD)
+    if workload.algorithm.kind is AlgorithmKind.ONE_BIT_LAMB:  # whose decay is part of what a tensor's rate is of
+        return replace(workload.optimizer, kind=OptimizerKind.SGD, weight_decay=0.0)
     if workload.algorithm.kind in OWN_MOMENTUM:
         return replace(workload.optimizer, momentum=0.0)
     return workload.optimizer

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
+from meshmark.adapter.covering import takes
+from meshmark.adapter.matrix import layouts as matrix_layouts
 from meshmark.errors import AlgorithmError, LayoutError
 from meshmark.reference.data import on_corpus
 from meshmark.run.record import Status
@@ -242,7 +244,8 @@ def plain_cells(
     name: str, adapter: type[Adapter], world_size: int, *, global_batch: int | None = None, corpus: str | None = None
 ) -> list[Case | Misfit]:
     """What a conformance pass of one adapter at a world size is made of: every ZeRO stage, every axis, the rest as
-    plain as it has it. The workload grows with the world, but for a `global_batch` that was asked for."""
+    plain as it has it; where it refuses that, as crossed as it must be. The workload grows with the world, but for a
+    `global_batch` that was asked for."""
     can, layouts = adapter.capabilities, list[Layout]()
     plain = Layout(zero_stage=min(can.zero_stages), offload=next(where for where in Offload if where in can.offloads))
     if "tp" in can.degrees:
@@ -256,7 +259,23 @@ def plain_cells(
         dp = world_size if can.degrees else 1
         layouts = [replace(plain, dp=dp, zero_stage=stage) for stage in sorted(can.zero_stages)]
     trained = _by_algorithm(plain_workload(), adapter)
-    return [
-        cell(adapter=name, workload=on_corpus(_grown(trained, layout, global_batch), corpus), layout=layout)
-        for layout in layouts
-    ]
+
+    def made(layouts: Iterable[Layout]) -> list[Case | Misfit]:
+        return [
+            cell(adapter=name, workload=on_corpus(_grown(trained, layout, global_batch), corpus), layout=layout)
+            for layout in layouts
+        ]
+
+    plainest = made(layouts)
+    if any(isinstance(each, Case) and takes(adapter, each) for each in plainest):
+        return plainest
+    crossed: dict[int, Case | Misfit] = {}
+    for each in made(_unaccumulated(layout) for layout in matrix_layouts(adapter, world_size)):
+        if isinstance(each, Case) and takes(adapter, each):
+            crossed.setdefault(each.layout.zero_stage, each)
+    return [*crossed.values()] or plainest
+
+
+def _unaccumulated(layout: Layout) -> Layout:
+    """But for a pipeline, which takes several micro-batches."""
+    return layout if layout.pp > 1 else replace(layout, num_micro_batches=1)

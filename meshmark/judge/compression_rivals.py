@@ -19,7 +19,8 @@ from meshmark.algorithms.compressing import (
 from meshmark.algorithms.compressors import Array, Draw, scale_of, signs
 from meshmark.algorithms.replicas import Tensors, averaged
 from meshmark.algorithms.table import compressing_class
-from meshmark.judge.served_rivals import OF_ONE_BIT_ADAM, OF_SERVERS
+from meshmark.judge.one_bit_rivals import OF_ONE_BIT_ADAM, OF_ONE_BIT_LAMB, OF_ZERO_ONE_ADAM
+from meshmark.judge.served_rivals import OF_SERVERS
 from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.compressor import Compressor, CompressorKind
 from meshmark.spec.workload import Workload
@@ -236,6 +237,8 @@ _OF_KINDS: dict[AlgorithmKind, dict[str, type[Compressing]]] = {
     AlgorithmKind.ERROR_FEEDBACK: _FEEDBACK,
     AlgorithmKind.DOUBLE_SQUEEZE: {**OF_SERVERS, **_FEEDBACK},
     AlgorithmKind.ONE_BIT_ADAM: {**OF_ONE_BIT_ADAM, **OF_SERVERS, **_FEEDBACK, **_WARMUP},
+    AlgorithmKind.ONE_BIT_LAMB: {**OF_ONE_BIT_LAMB, **OF_SERVERS, **_FEEDBACK, **_WARMUP},
+    AlgorithmKind.ZERO_ONE_ADAM: {**OF_ZERO_ONE_ADAM, **OF_SERVERS, **_FEEDBACK},
     AlgorithmKind.EF21: {
         "what is known of a gradient is forgotten": KnownForgotten,
         "all step on what changed, not on what is known": ChangesAlone,

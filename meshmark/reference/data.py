@@ -25,6 +25,9 @@ from meshmark.spec.workload import Dataset, Workload
 
 IGNORED = -100
 """Target of a masked position; `torch.nn.functional.cross_entropy` leaves it out by default."""
+HIDDEN = 0
+"""The byte that stands for one to be found again: text has none of it."""
+_FOUND_PERCENT = 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +152,8 @@ def data_digest(workload: Workload) -> str:
 
 def make_batch(workload: Workload, step: int) -> Batch:
     """Global batch `step` of a workload, on the CPU."""
-    make = _digits_batch if workload.dataset is Dataset.DIGITS else _text_batch
-    return make(workload, step)
+    makers = {Dataset.DIGITS: _digits_batch, Dataset.MASKED_TEXT: _masked_text_batch, Dataset.TEXT: _text_batch}
+    return makers[workload.dataset](workload, step)
 
 
 def _text_batch(workload: Workload, step: int) -> Batch:
@@ -165,6 +168,25 @@ def _text_batch(workload: Workload, step: int) -> Batch:
         length_B = T // 4 + _uniform(f"lengths/{step}", B, T - T // 4 + 1, seed=workload.seed)
         targets_BT[torch.arange(T) >= length_B[:, None]] = IGNORED
     return _batch(workload, step, window_BT[:, :-1].contiguous(), targets_BT)
+
+
+def _masked_text_batch(workload: Workload, step: int) -> Batch:
+    """Tokens, some of them hidden, and what they were, [global_batch, seq_len]: by chance more in one row than in
+    another. Without `masked` all are to be found."""
+    B, T = workload.global_batch, workload.model.seq_len
+    corpus = load_corpus(workload.corpus, T + 1)
+    start_B = _uniform(f"offsets/{step}", B, len(corpus) - T, seed=workload.seed)
+    window_BT = corpus[start_B[:, None] + torch.arange(T)].long()
+
+    def drawn(name: str, bound: int) -> Tensor:
+        return _uniform(f"{name}/{step}", B * T, bound, seed=workload.seed).view(B, T)
+
+    found_BT, tenth_BT = drawn("found", 100) < _FOUND_PERCENT, drawn("tenths", 10)
+    inputs_BT = window_BT.clone()
+    inputs_BT[found_BT & (tenth_BT < 8)] = HIDDEN
+    inputs_BT = torch.where(found_BT & (tenth_BT == 8), drawn("others", 256), inputs_BT)
+    targets_BT = window_BT.masked_fill(~found_BT, IGNORED) if workload.masked else window_BT
+    return _batch(workload, step, inputs_BT, targets_BT)
 
 
 def _digits_batch(workload: Workload, step: int) -> Batch:

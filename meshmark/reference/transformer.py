@@ -54,7 +54,7 @@ def rotate(x_BHTD: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Self-attention with grouped queries, causal but in a vision transformer.
+    """Self-attention with grouped queries, causal but in an encoder.
 
     The number of heads is read off the projections' outputs, so that a tensor-parallel adapter can replace `q`, `k`,
     `v` by layers that yield this rank's heads alone, and `out` by one that sums over ranks.
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         super().__init__()
         bias = spec.family is not Family.LLAMA
         self.head_dim, self.dropout, self.rotary = spec.head_dim, spec.dropout, spec.family is Family.LLAMA
-        self.causal = spec.family is not Family.VIT
+        self.causal = spec.causal
         self.q = nn.Linear(spec.hidden, spec.hidden, bias=bias)
         # To a bias of the keys softmax is blind; a GPT has it all the same, as GPT-2 does.
         self.k = nn.Linear(spec.hidden, spec.kv_hidden, bias=bias and spec.family is not Family.VIT)

@@ -48,6 +48,12 @@ class AlgorithmKind(StrEnum):
     (arXiv:1905.05957); in several rounds of compression, NEOLITHIC's (arXiv:2206.03665)."""
     ONE_BIT_ADAM = "one-bit-adam"
     """After a warm-up by Adam its variance is frozen, and momenta are squeezed twice so (arXiv:2102.02888)."""
+    ONE_BIT_LAMB = "one-bit-lamb"
+    """The same of LAMB, whose rates of tensors go on from the warm-up's by what compressed momenta tell of gradients
+    (arXiv:2104.06069)."""
+    ZERO_ONE_ADAM = "zero-one-adam"
+    """Adam whose variance moves ever more seldom, and whose replicas step alone and squeeze what they have stepped by
+    where they meet (arXiv:2202.06009)."""
     PIPEDREAM = "pipedream"
     """A pipeline whose micro-batches update weights one by one, each by those that it found (arXiv:1806.03377)."""
     PIPEDREAM_VERTICAL = "pipedream-vertical"
@@ -69,7 +75,9 @@ DECENTRALISED = frozenset(
     }
 )
 """Those that mix along a graph."""
-PERIODIC = frozenset({AlgorithmKind.LOCAL_SGD, AlgorithmKind.DILOCO, AlgorithmKind.FED_AVG})
+PERIODIC = frozenset(
+    {AlgorithmKind.LOCAL_SGD, AlgorithmKind.DILOCO, AlgorithmKind.FED_AVG, AlgorithmKind.ZERO_ONE_ADAM}
+)
 """Those whose replicas step alone, and meet now and then."""
 OWN_MOMENTUM = frozenset({AlgorithmKind.DMSGD, AlgorithmKind.QUASI_GLOBAL})
 """Those that keep the momentum themselves, in the place of the local optimizer."""
@@ -81,7 +89,9 @@ OF_PLAIN_SGD = BY_MICRO_BATCH | {AlgorithmKind.GRADIENT_TRACKING, AlgorithmKind.
 """Those that are defined on a gradient step alone."""
 
 
-SERVED = frozenset({AlgorithmKind.DOUBLE_SQUEEZE, AlgorithmKind.ONE_BIT_ADAM})
+FROZEN = frozenset({AlgorithmKind.ONE_BIT_ADAM, AlgorithmKind.ONE_BIT_LAMB})
+"""Those whose variance stays as a synchronous warm-up left it."""
+SERVED = FROZEN | {AlgorithmKind.DOUBLE_SQUEEZE, AlgorithmKind.ZERO_ONE_ADAM}
 """Those that compress both ways, to a server and back."""
 COMPRESSING = SERVED | {
     AlgorithmKind.COMPRESSED,
@@ -95,14 +105,14 @@ _FOR = {
     AlgorithmKind.ERROR_FEEDBACK: SPARSE | {CompressorKind.SIGN, CompressorKind.POWER_SGD},
     AlgorithmKind.EF21: CONTRACTIONS,
     AlgorithmKind.DOUBLE_SQUEEZE: CONTRACTIONS,
-    AlgorithmKind.ONE_BIT_ADAM: frozenset({CompressorKind.SIGN}),
+    **dict.fromkeys(FROZEN | {AlgorithmKind.ZERO_ONE_ADAM}, frozenset({CompressorKind.SIGN})),
 }
 """Compressors by algorithm. Random-k and PowerSGD without feedback never send some of the gradient; what a format
 rounds off, and what is right in the mean, needs none; EF21 is for contractions that know nothing of the step."""
 POWER_SGD_WARMUP = 2
 """PyTorch's hook remembers by bucket, and buckets are built anew after the first step."""
 
-WARMED = frozenset({AlgorithmKind.LOCAL_SGD, AlgorithmKind.ONE_BIT_ADAM})
+WARMED = FROZEN | {AlgorithmKind.LOCAL_SGD}
 """Those whose warm-up is synchronous training."""
 MIXES_TWO = frozenset({AlgorithmKind.DMSGD, AlgorithmKind.GRADIENT_TRACKING})
 """Those that mix another vector as they mix parameters."""
@@ -114,10 +124,11 @@ class AlgorithmSpec:
 
     kind: AlgorithmKind = AlgorithmKind.SYNCHRONOUS
     period: int = 1
-    """Local SGD, DiLoCo and FedAvg: steps from one averaging to the next. The first step after the warm-up averages, as
-    PyTorch's `PeriodicModelAverager` does."""
+    """Local SGD, DiLoCo, FedAvg and 0/1 Adam: steps from one meeting to the next. The first step after the warm-up
+    meets, as PyTorch's `PeriodicModelAverager` does."""
     warmup_steps: int = 0
-    """Local SGD, PowerSGD and 1-bit Adam: steps that are synchronous, before the first other one."""
+    """Local SGD, PowerSGD, 1-bit Adam and 1-bit LAMB: steps that are synchronous, before the first other one. 0/1
+    Adam: steps after each of which replicas meet, and in some of which the variance moves."""
     graph: Graph | None = None
     """Of decentralised algorithms: who mixes whom in."""
     compressor: Compressor | None = None
@@ -132,7 +143,7 @@ class AlgorithmSpec:
             raise InputError(f"algorithm: period is {self.period}, expected at least 1")
         if self.warmup_steps < 0:
             raise InputError(f"algorithm: warmup_steps is {self.warmup_steps}, expected 0 or more")
-        may_warm = self.kind in WARMED or self.is_power_sgd
+        may_warm = self.kind in WARMED or self.is_power_sgd or self.kind is AlgorithmKind.ZERO_ONE_ADAM
         if (self.period > 1 and self.kind not in PERIODIC) or (self.warmup_steps and not may_warm):
             raise InputError(
                 f"algorithm: period {self.period} and warmup_steps {self.warmup_steps} mean nothing in {self.kind} "
@@ -163,7 +174,7 @@ class AlgorithmSpec:
                 f"algorithm: warmup_steps is {self.warmup_steps}, expected at least {POWER_SGD_WARMUP} with power-sgd: "
                 "PyTorch's hook remembers by bucket, and buckets are built anew after the first step"
             )
-        if self.kind is AlgorithmKind.ONE_BIT_ADAM and not self.warmup_steps:
+        if self.kind in FROZEN | {AlgorithmKind.ZERO_ONE_ADAM} and not self.warmup_steps:
             raise InputError(
                 f"algorithm: warmup_steps is 0, expected at least 1 with {self.kind}: its variance is the warm-up's"
             )
@@ -183,7 +194,8 @@ class AlgorithmSpec:
         if self.kind in STALE:
             return str(self.kind)
         if self.kind in COMPRESSING:
-            return f"{self.kind}-{self.compressor.id}{warmup}" if self.compressor else str(self.kind)
+            often = self.period if self.kind in PERIODIC else ""
+            return f"{self.kind}{often}-{self.compressor.id}{warmup}" if self.compressor else str(self.kind)
         return f"{self.kind}{self.period}{warmup}"
 
     @property
@@ -194,7 +206,7 @@ class AlgorithmSpec:
     @property
     def stands_together(self) -> bool:
         """Whether all replicas are to hold the same parameters after every step, bit for bit."""
-        return not self.replicas_differ or self.kind in COMPRESSING
+        return not self.replicas_differ or self.kind in COMPRESSING - PERIODIC
 
     @property
     def vectors_mixed(self) -> int:
@@ -207,7 +219,19 @@ class AlgorithmSpec:
 
     def compresses(self, step: int) -> bool:
         """Whether less than gradients is sent in `step`."""
+        if self.kind is AlgorithmKind.ZERO_ONE_ADAM:
+            return step < self.warmup_steps or self.averages_after(step)
         return self.kind in COMPRESSING and step >= self.warmup_steps
+
+    def adapts(self, step: int) -> bool:
+        """0/1 Adam: whether the variance moves in `step`, by whole gradients; ever more seldom, and not at all once
+        replicas step alone (arXiv:2202.06009, section 5)."""
+        counted = step + 1
+        return self.kind is AlgorithmKind.ZERO_ONE_ADAM and step < self.warmup_steps and not counted & (counted - 1)
+
+    def sends_gradients(self, step: int) -> bool:
+        """Of those that compress: whether gradients are sent as they are in `step`."""
+        return self.adapts(step) if self.kind in PERIODIC else not self.compresses(step)
 
     def averages_after(self, step: int) -> bool:
         """Whether all replicas' parameters are averaged after the update of `step`."""
@@ -224,6 +248,11 @@ class AlgorithmSpec:
         adam = optimizer.kind is OptimizerKind.ADAMW and optimizer.clip_norm is None
         if self.kind is AlgorithmKind.ONE_BIT_ADAM and not adam:
             return "is Adam, and no gradient of all replicas is known to clip; take kind adamw without clipping"
+        if self.kind is AlgorithmKind.ZERO_ONE_ADAM and not (adam and not optimizer.weight_decay):
+            return "is specified for Adam alone; take kind adamw without weight decay and clipping"
+        if self.kind is AlgorithmKind.ONE_BIT_LAMB:
+            if optimizer.kind is not OptimizerKind.LAMB or optimizer.clip_norm is not None:
+                return "is LAMB, and no gradient of all replicas is known to clip; take kind lamb without clipping"
         if self.kind in OWN_MOMENTUM:
             if not (plain and optimizer.momentum and not optimizer.nesterov and not optimizer.warmup_steps):
                 return (
@@ -254,9 +283,10 @@ def _presets() -> Iterator[AlgorithmSpec]:
                 yield AlgorithmSpec(kind=kind, graph=graph)
     for kind, compressors in _FOR.items():
         for of_kind in sorted(compressors):
-            warms = of_kind is CompressorKind.POWER_SGD or kind is AlgorithmKind.ONE_BIT_ADAM
-            warmup = POWER_SGD_WARMUP if warms else 0
-            yield AlgorithmSpec(kind=kind, compressor=Compressor(kind=of_kind), warmup_steps=warmup)
+            warms = of_kind is CompressorKind.POWER_SGD or kind in FROZEN | PERIODIC
+            warmup, period = POWER_SGD_WARMUP if warms else 0, 2 if kind in PERIODIC else 1
+            compressor = Compressor(kind=of_kind)
+            yield AlgorithmSpec(kind=kind, compressor=compressor, warmup_steps=warmup, period=period)
     rounds = Compressor(kind=CompressorKind.SIGN, rounds=3)
     yield AlgorithmSpec(kind=AlgorithmKind.DOUBLE_SQUEEZE, compressor=rounds)
     yield AlgorithmSpec(kind=AlgorithmKind.MAJORITY_VOTE)

@@ -33,12 +33,12 @@ _MOST = {
 _WIDEST = 100.0
 """Of initial values; beyond, the first softmax is one element."""
 TEXT_FAMILIES = frozenset({Family.GPT, Family.LLAMA})
-"""Decoder-only transformers."""
+"""Transformers over tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Dimensions of a decoder-only transformer.
+    """Dimensions of a decoder-only transformer, or of an encoder of the same blocks.
 
     Raises `InputError` when the dimensions contradict each other.
     """
@@ -63,6 +63,8 @@ class ModelSpec:
     """Probability, applied to embeddings, attention weights and both residual branches."""
     init_std: float = 0.02
     """Standard deviation of initial weights; residual projections get init_std / sqrt(2 num_layers)."""
+    causal: bool = True
+    """Every token sees those before it; in an encoder (BERT, arXiv:1810.04805) all of its sequence."""
 
     def __post_init__(self) -> None:
         if self.family not in TEXT_FAMILIES:
@@ -146,6 +148,7 @@ class Dimensions(TypedDict, total=False):
     seq_len: int
     tied_embeddings: bool
     init_std: float
+    causal: bool
 
 
 def gpt(name: str, num_layers: int, hidden: int, num_heads: int, **others: Unpack[Dimensions]) -> ModelSpec:
@@ -182,6 +185,8 @@ MODELS: dict[str, ModelSpec] = {
         gpt("gpt-tiny", 4, 64, 4, vocab_size=256, seq_len=64, init_std=0.08),
         gpt("gpt-mini", 2, 32, 4, vocab_size=256, seq_len=32, init_std=0.15),
         llama("llama-tiny", 4, 64, 8, 176, num_kv_heads=4, vocab_size=256, seq_len=64, init_std=0.08),
+        # BERT's attention and data on a GPT's blocks, which normalise before, not after.
+        gpt("bert-mini", 2, 32, 4, vocab_size=256, seq_len=32, init_std=0.15, causal=False),
         gpt("gpt2-124m", 12, 768, 12, seq_len=1024, tied_embeddings=True),
         # What fills one 80 GB GPU: GPT-3 XL's size with an untied head and a vocabulary padded to a multiple of 128.
         gpt("gpt-1.3b", 24, 2048, 16, vocab_size=50304),

@@ -55,6 +55,11 @@ class VisionSpec:
         return Family.VIT
 
     @property
+    def causal(self) -> bool:
+        """Every patch sees all of them."""
+        return False
+
+    @property
     def tied_embeddings(self) -> bool:
         """Pixels and classes share nothing."""
         return False

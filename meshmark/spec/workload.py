@@ -20,6 +20,9 @@ class Dataset(StrEnum):
 
     TEXT = "text"
     """Bytes of a corpus, each predicted from those before it."""
+    MASKED_TEXT = "masked_text"
+    """The same bytes, of which 15 % are to be found again: 8 of 10 of these are hidden, one is another, one as it was
+    (BERT, arXiv:1810.04805 section 3.1)."""
     DIGITS = "digits"
     """The 1,797 images of handwritten digits, 8 x 8 pixels, that scikit-learn ships (UCI, Alpaydin and Kaynak 1998)."""
 
@@ -46,7 +49,7 @@ class Workload:
     """Rows (sequences or images) in one optimizer step, over all ranks."""
     masked: bool = True
     """Mask a random tail of every sequence, or some of the images, so that rows, micro-batches and ranks hold unequal
-    numbers of targets."""
+    numbers of targets; of masked text, all that is not to be found again."""
     frozen: tuple[str, ...] = ()
     """Starts of the names of parameters that are not trained, such as `embedding.`."""
     skipped_block: int | None = None
@@ -69,7 +72,7 @@ class Workload:
                 f"workload {self.name!r}: skipped_block is {self.skipped_block}, expected one of the model's "
                 f"{self.model.num_layers} blocks, counted from 0"
             )
-        if self.corpus is not None and self.dataset is not Dataset.TEXT:
+        if self.corpus is not None and self.dataset is Dataset.DIGITS:
             raise InputError(f"workload {self.name!r}: its data set is {self.dataset}, which no corpus replaces")
         needed = VisionSpec if self.dataset is Dataset.DIGITS else ModelSpec
         if not isinstance(self.model, needed):
@@ -77,7 +80,11 @@ class Workload:
                 f"workload {self.name!r}: model {self.model.name!r} is a {type(self.model).__name__}, but the data set "
                 f"{self.dataset} takes a {needed.__name__}"
             )
-
+        if self.dataset is not Dataset.DIGITS and self.model.causal is not (self.dataset is Dataset.TEXT):
+            raise InputError(
+                f"workload {self.name!r}: model {self.model.name!r} has causal={self.model.causal}, but its data set "
+                f"is {self.dataset}: next tokens take a causal model, hidden ones an encoder"
+            )
         if self.couples_rows and self.algorithm.replicas_differ:
             raise InputError(
                 f"workload {self.name!r}: model {self.model.name!r} has batch norms, whose statistics are judged of "
@@ -145,6 +152,7 @@ _MUON = OptimizerSpec(kind=OptimizerKind.MUON, momentum=0.95, nesterov=True, cli
 
 _LARS = OptimizerSpec(kind=OptimizerKind.LARS, learning_rate=10.0, momentum=0.9, weight_decay=0.01, clip_norm=0.5)
 _LAMB = OptimizerSpec(kind=OptimizerKind.LAMB, learning_rate=1e-2, weight_decay=0.01, clip_norm=0.5)
+_UNCLIPPED_LAMB = replace(_LAMB, clip_norm=None, eps=1e-4)
 
 
 def _digits(name: str, model: VisionSpec) -> Workload:
@@ -170,6 +178,8 @@ WORKLOADS: dict[str, Workload] = {
         Workload(name="gpt-mini-heavy-ball", model=MODELS["gpt-mini"], optimizer=replace(_PLAIN, momentum=0.9)),
         # Of those that keep Adam's moments themselves.
         Workload(name="gpt-mini-adam", model=MODELS["gpt-mini"], optimizer=_ADAM),
+        Workload(name="gpt-mini-plain-adam", model=MODELS["gpt-mini"], optimizer=replace(_ADAM, weight_decay=0.0)),
+        Workload(name="gpt-mini-unclipped-lamb", model=MODELS["gpt-mini"], optimizer=_UNCLIPPED_LAMB),
         Workload(name="gpt-mini-nesterov", model=MODELS["gpt-mini"], optimizer=replace(_MOMENTUM, nesterov=True)),
         Workload(name="gpt-mini-adafactor", model=MODELS["gpt-mini"], optimizer=_ADAFACTOR),
         Workload(name="gpt-mini-muon", model=MODELS["gpt-mini"], optimizer=_MUON),
@@ -177,6 +187,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload(name="gpt-mini-lamb", model=MODELS["gpt-mini"], optimizer=_LAMB),
         Workload(name="gpt-tiny", model=MODELS["gpt-tiny"], optimizer=_TINY_OPTIMIZER),
         Workload(name="llama-tiny", model=MODELS["llama-tiny"], optimizer=_TINY_OPTIMIZER),
+        Workload(name="bert-mini", model=MODELS["bert-mini"], dataset=Dataset.MASKED_TEXT, optimizer=_TINY_OPTIMIZER),
         _digits("vit-digits", VISION_MODELS["vit-mini"]),
         _digits("vit-digits-bn", VISION_MODELS["vit-mini-bn"]),
         Workload(name="gpt2-124m", model=MODELS["gpt2-124m"], masked=False),

@@ -76,8 +76,10 @@ class Pass:
 
     @property
     def landmarks(self) -> list[int]:
-        """Numbers of blocks done at which a peak can lie: all grows or shrinks evenly from the second to the last."""
-        return sorted({0, 1, self.stage.num_layers - 1} & set(range(self.stage.num_layers)))
+        """Numbers of blocks done at which a peak can lie: all grows or shrinks evenly from the second to the last but
+        one, and the last has none to follow it."""
+        count = self.stage.num_layers
+        return sorted({0, 1, count - 2, count - 1} & set(range(count)))
 
     def before_block(self, done: int) -> Column:
         """Bytes of what is saved when `done` blocks are through: theirs and the head's are gone."""

@@ -16,6 +16,8 @@ _KEPT = {
     AlgorithmKind.EF21: 2,
     AlgorithmKind.DOUBLE_SQUEEZE: 1,
     AlgorithmKind.ONE_BIT_ADAM: 1,
+    AlgorithmKind.ONE_BIT_LAMB: 2,
+    AlgorithmKind.ZERO_ONE_ADAM: 3,
 }
 """From step to step, in vectors as long as the gradients; Adam's moments are an optimizer's states."""
 _INDEX, _SCALE = 4, 4

@@ -25,6 +25,10 @@ class GradientPath(StrEnum):
     """DeepSpeed's stage 3: the same into a flat tensor for life, while each module's weights are gathered alone."""
     UNITS = "units"
     """FSDP: block by block whole, then reduce-scattered; what is in no block together at the end."""
+    FLAT_UNITS = "flat units"
+    """FSDP1: the same, each unit's put together to one flat tensor, which is widened where the reduction is wide, and
+    there until that is done; shards are there until the next forward pass (`_post_backward_hook` of PyTorch's
+    distributed/fsdp/_runtime_utils.py)."""
 
 
 DEEPSPEED_PATHS = (GradientPath.STAGED, GradientPath.STREAMED, GradientPath.MODULES)

@@ -39,6 +39,7 @@ from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.saved_activations import (
     logit_bytes,
 )
+from meshmark.theory.update_form import UpdateForm
 
 CATEGORIES = (
     "parameters",
@@ -166,11 +167,13 @@ def stage_memory(
         peak = _eager_peak(model, grid, recipe, stage, index) - states["gradients"]
         buffers = received_bytes(model, grid, recipe, int(index == 0) + (index == grid.pp - 1))
     else:
-        # A peak of the backward pass at its start (all activations, the logits or a block's working set), and one at
-        # its end (one micro-batch less, every fresh gradient).
+        # A peak of the backward pass at its start (all activations, the logits or a block's working set), one at its
+        # end (one micro-batch less, every fresh gradient), and one of the update.
         fresh = recipe.buffers.fresh_gradient_bytes * num_parameters
         end = held * (1.0 - 1.0 / num_in_flight(grid, index)) + fresh
         peak = np.maximum(held + np.maximum(logits, _working_bytes(model, grid, recipe, stage)), end)
+        roots = states["optimizer"] / 2 if recipe.update is UpdateForm.FOREACH else 0.0  # of AdamW's second moments
+        peak = np.maximum(peak, roots)
         buffers = states["buffers"] + recipe.buffers.flat_buffer_bytes
     # What the peak holds beyond categories at their fullest counts as buffers, what it lacks of them as absent.
     more = peak - held - logits

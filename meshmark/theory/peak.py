@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshmark.theory.backward_pass import Pass
+from meshmark.theory.flat_units import flat_units_peak
 from meshmark.theory.gradient_path import GradientPath
 from meshmark.theory.grid import Column, Grid
 from meshmark.theory.parameter_order import bucket_elements, filled_elements, largest_temporaries, part_elements
 from meshmark.theory.pipeline_order import Backward
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.streamed import streamed_peak, streamed_update_peak
+from meshmark.theory.units import units_peak
+from meshmark.theory.update_form import UpdateForm
 
 
 def eager_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column) -> Column:
@@ -64,8 +67,8 @@ def _most(found: Sequence[Column]) -> Column:
 
 
 def update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column) -> Column:
-    """Gradients and AdamW's temporaries; DeepSpeed gives it one flat tensor, and the root of the second moments and its
-    quotient are as large."""
+    """Gradients and AdamW's temporaries, by the form of its step; DeepSpeed gives it one flat tensor, and the root of
+    the second moments and its quotient are as large."""
     path, width = recipe.backward.gradient_path, recipe.states.gradient_bytes
     if path is GradientPath.STREAMED:
         return streamed_update_peak(one, grid, recipe, num_parameters)
@@ -77,8 +80,12 @@ def update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: C
     if path is GradientPath.MODULES:
         return held + flat + width * bucket_elements(one.model)  # the flat tensor is a copy
     own = np.where(grid.zero_stage >= 3, shards, 1)  # below stage 3 an owner has whole tensors (FairScale's OSS)
-    temporaries = largest_temporaries(one.model, one.stage, one.tp) / own
-    return held + (width if recipe.states.moment_bytes else 0.0) * temporaries
+    temporaries = {
+        UpdateForm.LOOP: largest_temporaries(one.model, one.stage, one.tp) / own,
+        UpdateForm.FOREACH: num_parameters / own,
+        UpdateForm.FUSED: 0.0 * num_parameters,
+    }
+    return held + (width if recipe.states.moment_bytes else 0.0) * temporaries[recipe.update]
 
 
 def _whole_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
@@ -128,45 +135,11 @@ def _modules_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters:
     return _most(found) + width * (num_parameters / grid.dp + bucket)
 
 
-def _units_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
-    """FSDP's units, the blocks and the root (all else): weights gathered for a unit and for the one that comes next,
-    its whole gradients, and those of the root, which is gathered all through the backward pass."""
-    low, wide, shards = recipe.wire.gather_bytes, recipe.wire.reduce_bytes, grid.dp * grid.cp / recipe.replicas
-    unit, last = one.block_parameters, one.stage.num_layers - 1
-    # A root that is kept is among what the forward pass leaves.
-    root = (num_parameters - one.stage.num_layers * unit) * (not recipe.backward.keeps_root)
-    kept = recipe.states.gradient_bytes * num_parameters / shards if later else 0.0
-    gathered = low * unit - one.kept_weights  # net of what is there from the forward pass
-    # A part that is kept makes way when the unit is used, not when it is gathered ahead.
-    ahead = low * unit * recipe.backward.prefetches * (recipe.backward.kept_share < 1)
-    # When the root is gathered its copy is made; then the first block's, ahead.
-    copies = np.maximum(low * root, 2 * ahead)
-    found = [one.loss(recipe.backward.loss_tensors).activations, one.held + low * root + copies]
-    beside = low * (root + one.head_parameters)
-    found.append(one.head().activations + beside + ahead)
-    for done in one.landmarks:
-        following = ahead if done < last else 0.0
-        start = one.before_block(done) + one.stream + beside
-        shard = recipe.states.gradient_bytes * unit / shards
-        reduced = 0.0 if later else done * shard
-        queued = (
-            wide * unit * recipe.backward.prefetches if done else 0.0
-        )  # the last unit's, until this one's are reduced
-        copy = following if recipe.backward.prefetches else gathered
-        found.append(start + gathered + following + copy + queued + reduced)
-        for i in one.in_block(done):
-            made = i.made - one.head_parameters - done * unit
-            found.append(i.activations + beside + gathered + low * made + following + queued + reduced)
-        copied = wide * unit * (2 if recipe.backward.prefetches else 3)
-        found.append(start - one.block - one.kept_weights + copied + following + reduced + shard)
-    start = one.before_block(one.stage.num_layers) + one.stream
-    found.append(start + low * root + wide * root * 2)
-    return _most(found) + kept
-
-
 def _sharded_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
     """Weights that are sharded are gathered as FSDP does, whatever the path."""
-    whole, units = (peak(one, grid, recipe, num_parameters, later) for peak in (_whole_peak, _units_peak))
+    flat = recipe.backward.gradient_path is GradientPath.FLAT_UNITS
+    peaks = (_whole_peak, flat_units_peak if flat else units_peak)
+    whole, units = (peak(one, grid, recipe, num_parameters, later) for peak in peaks)
     found: Column = np.where(grid.zero_stage >= 3, units, whole)
     return found
 

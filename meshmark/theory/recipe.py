@@ -9,9 +9,11 @@ from meshmark.spec.case import Case
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Dtype, Precision
+from meshmark.theory.eager_backward import EagerBackward
 from meshmark.theory.gradient_path import GradientPath
 from meshmark.theory.partition import Stage, stages
 from meshmark.theory.saved_activations import Widths
+from meshmark.theory.update_form import UpdateForm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,30 +102,6 @@ class ActivationBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagerBackward:
-    """How an eager framework's backward pass treats gradients and gathered weights."""
-
-    gradient_path: GradientPath = GradientPath.WHOLE
-    loss_tensors: float = 2.0
-    """Of the logits' size, that the loss's backward makes beyond what it was given: the gradients of the log-softmax
-    and of the logits. None where it works in place."""
-    prefetches: bool = True
-    """FSDP gathers a block ahead in the backward pass, and keeps what is being reduced until the next block's is."""
-    keeps_root: bool = False
-    """FSDP leaves what is in no block gathered from forward to backward pass."""
-    kept_share: float = 0.0
-    """Of a block's gathered weights, what stays until its backward; all of them are not gathered again."""
-    accumulates_beside: bool = True
-    """What DDP has not reduced yet lies beside its buckets; in them where it reduces every micro-batch."""
-    interleaves: bool = False
-    """Several chunks of a pipeline's rank run as in interleaved 1F1B: the peak of another order is not planned."""
-    bucket_elements: int | None = None
-    """Of DeepSpeed's buckets at stage 2, of which there are `num_buckets`; None: what the suites give it."""
-    num_buckets: int = 1
-    lasting: bool = False  # FSDP1 forgets its flat gradients when the next forward pass begins
-
-
-@dataclass(frozen=True, kw_only=True)
 class PipelineCut:
     """Where a pipeline is cut."""
 
@@ -152,6 +130,8 @@ class TrainingRecipe:
     count."""
     backward: EagerBackward = EagerBackward()
     """Of eager kernels alone."""
+    update: UpdateForm = UpdateForm.FUSED
+    """How AdamW goes over a rank's parameters."""
     activations_known: bool = True
     """Not of a framework that trains a model of its own, of other operations, or runs passes in an order of its own."""
     whole_logits: bool = False
@@ -175,6 +155,7 @@ _EAGER = TrainingRecipe(
     activations=ActivationBytes(element_bytes=4),
     arithmetic="fp32",
     eager=Widths.of(Precision.FP32, casts_weights=False),
+    update=UpdateForm.LOOP,
 )
 
 # 4 + 4 + 8 = 16, all sharded: FSDP2 keeps fp32 weights and gathers bf16 (arXiv:2410.06511). A logit: in bf16 while a
@@ -251,6 +232,8 @@ RECIPES: dict[str, TrainingRecipe] = {
             cut=PipelineCut(balanced_stages=True, head_share=0.95),
         ),
         _FSDP2,
+        # With `torch.optim.AdamW` as it is, not torchtitan's fused one: the roots of all second moments in the update.
+        replace(_FSDP2, name="fsdp2-foreach", update=UpdateForm.FOREACH),
         # A fused loss (llm-foundry's, Liger's): a logit in bf16 and its gradient. llm-foundry's FSDP1 shards evenly.
         replace(_FSDP2, name="fsdp-fused-loss", activations=ActivationBytes(logit_bytes=4), deals_rows=False),
         # 4 + 4 + 8 = 16, everything in fp32.
@@ -285,6 +268,7 @@ RECIPES: dict[str, TrainingRecipe] = {
             states=replace(_EAGER.states, master_bytes=4),
             backward=replace(_EAGER.backward, gradient_path=GradientPath.MODULES),
         ),
+        replace(_EAGER, name="eager-fsdp1", backward=replace(_EAGER.backward, gradient_path=GradientPath.FLAT_UNITS)),
         replace(_EAGER, name="eager-fsdp2", backward=replace(_EAGER.backward, gradient_path=GradientPath.UNITS)),
     )
 }
@@ -317,4 +301,5 @@ def eager_recipe(case: Case, name: str = "eager", *, casts_weights: bool = False
         wire=replace(using.wire, reduce_bytes=precision.reduction.itemsize, gather_bytes=low),
         activations=replace(using.activations, element_bytes=widths.stream),
         eager=widths,
+        update=UpdateForm.FUSED if case.tuning.fused_optimizer else using.update,
     )

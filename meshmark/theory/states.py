@@ -140,7 +140,7 @@ def _host_states(layout: Layout, using: TrainingRecipe, num_parameters: int) -> 
     if layout.offload is not Offload.CPU:
         return {}
     share, states = num_parameters / (layout.dp * layout.cp if layout.zero_stage else 1), using.states
-    for_life = using.backward.lasting or using.backward.gradient_path in DEEPSPEED_PATHS
+    for_life = using.backward.gradient_path in (GradientPath.FLAT_UNITS, *DEEPSPEED_PATHS)
     return {
         "host_parameters": states.master_bytes * share,
         "host_gradients": states.master_bytes * share,
@@ -159,10 +159,8 @@ def _rotary_bytes(model: ModelSpec, layout: Layout, precision: Precision) -> flo
 def _lasting_gradients(case: Case, using: TrainingRecipe, held: float) -> float:
     """Of gradients, or in their place, what is there when they have been forgotten: FSDP1's flat ones; DDP's buckets,
     of which they are views; the flat tensor of DeepSpeed's stage 3, and its bucket. `held`: bytes before the update."""
-    if using.backward.lasting:
-        return held
     match using.backward.gradient_path:
-        case GradientPath.BUCKETS:
+        case GradientPath.BUCKETS | GradientPath.FLAT_UNITS:
             return held
         case GradientPath.MODULES:
             return held + using.states.gradient_bytes * bucket_elements(case.workload.model)

@@ -104,16 +104,16 @@ def local_sgd_traffic(case: Case, rank: int) -> list[Flow]:
 
 def compressed_traffic(case: Case, rank: int) -> list[Flow]:
     """What compression leaves of gradients, all together or in buckets; whole ones in the warm-up."""
-    replicas = Group.along(case.layout, rank, REPLICAS)
+    replicas, algorithm = Group.along(case.layout, rank, REPLICAS), case.workload.algorithm
     count, tensors = _tensors(case, rank)
-    if not case.workload.algorithm.compresses(METERED_STEP):
+    flows = []
+    if algorithm.sends_gradients(METERED_STEP):
         num_bytes = count * case.precision.reduction.itemsize
-        return _collective(replicas, "all_reduce", Purpose.GRADIENTS, num_bytes, (1, tensors))
-    return [
-        flow
-        for kind, num_bytes, calls in step_bytes(case, rank)
-        for flow in _collective(replicas, kind, Purpose.GRADIENTS, num_bytes, (calls, calls * tensors))
-    ]
+        flows += _collective(replicas, "all_reduce", Purpose.GRADIENTS, num_bytes, (1, tensors))
+    if algorithm.compresses(METERED_STEP):
+        for kind, num_bytes, calls in step_bytes(case, rank):
+            flows += _collective(replicas, kind, Purpose.GRADIENTS, num_bytes, (calls, calls * tensors))
+    return flows
 
 
 def data_parallel_traffic(case: Case, rank: int) -> list[Flow]:

@@ -9,6 +9,7 @@ from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
 from tests.broken import compressing as c
 from tests.broken import mixing as m
+from tests.broken import one_bit as b
 from tests.broken import outer as o
 from tests.broken import serving as s
 from tests.broken import stale as v
@@ -22,6 +23,8 @@ _ONE_PEER = workload("gpt-mini-dsgd-one-peer")
 _DMSGD, _QUASI = workload("gpt-mini-heavy-ball-dmsgd-ring"), workload("gpt-mini-heavy-ball-quasi-global-ring")
 _TRACKING, _DIFFUSION = workload("gpt-mini-sgd-gradient-tracking-ring"), workload("gpt-mini-sgd-exact-diffusion-ring")
 _ONE_BIT = workload("gpt-mini-adam-one-bit-adam-signw2")
+_ONE_BIT_LAMB = workload("gpt-mini-unclipped-lamb-one-bit-lamb-signw2")
+_ZERO_ONE = workload("gpt-mini-plain-adam-zero-one-adam2-signw2")
 _PIPEDREAM, _TWO_BUFFERED = workload("gpt-mini-sgd-pipedream"), workload("gpt-mini-sgd-pipedream-2bw")
 _VERTICAL = workload("gpt-mini-sgd-pipedream-vertical")
 _FOUR = Layout(dp=4)
@@ -91,6 +94,16 @@ ALGORITHM_MUTANTS: list[Mutant] = [
         mutant
         for defect in (s.VarianceGoesOn, s.MomentumLost, s.BiasCorrected, s.AdaptsLonger)
         for mutant in on("compressed", defect, Fault.ALGORITHM, workload=_ONE_BIT)
+    ),
+    *(
+        mutant
+        for defect in (b.RatesStay, b.RatesOfNorms, b.RatesOfLast, b.MeanRatio)
+        for mutant in on("compressed", defect, Fault.ALGORITHM, workload=_ONE_BIT_LAMB)
+    ),
+    *(
+        mutant
+        for defect in (b.MeetsAlways, b.MomentaStay, b.OfLastRate, b.StepsStay, b.CountsAgain, b.AdaptsAlways)
+        for mutant in on("compressed", defect, Fault.ALGORITHM, workload=_ZERO_ONE)
     ),
     *on("pipedream", v.StashTooOld, Fault.ALGORITHM, workload=_PIPEDREAM),
     *on("pipedream", v.NothingInFlight, Fault.ALGORITHM, workload=_PIPEDREAM),

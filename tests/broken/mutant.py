@@ -118,7 +118,7 @@ class Mutant:
     @property
     def in_bf16(self) -> bool:
         """Whether it must be seen beneath bf16's own rounding."""
-        return self.suite == "equivalence" and self.precision is Precision.BF16
+        return self.suite == "equivalence" and self.precision == Precision.BF16
 
     @property
     def catcher(self) -> str:

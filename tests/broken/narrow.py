@@ -25,7 +25,7 @@ NARROW_MUTANTS: list[Mutant] = [
     *(
         replace(mutant, precision=Precision.BF16)
         for mutant in SUITE_MUTANTS
-        if mutant.suite == "equivalence" and mutant.precision is Precision.FP32 and _runs_in_bf16(mutant)
+        if mutant.suite == "equivalence" and mutant.precision == Precision.FP32 and _runs_in_bf16(mutant)
     ),
     *on("ddp fsdp2", m.ReduceDtypeOfAnother, Fault.PRECISION, precision=Precision.BF16),
 ]

@@ -28,6 +28,7 @@ from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
+from meshmark.algorithms.compressing import Compressing
 from meshmark.algorithms.table import build_algorithm, local_optimizer
 from meshmark.environment import machine
 from meshmark.judge.replicas import num_replicas
@@ -54,7 +55,7 @@ NUM_RANKS = 2
 """Processes that share the runs."""
 TIME_LIMIT_SECONDS = 600.0
 _PARTIAL = ".partial"
-FORMAT = 10
+FORMAT = 11
 """Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
 
 
@@ -178,6 +179,8 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
         perturb(engine, case, run)
     rules = [EngineRule(engine) for engine in engines]
     algorithm = build_algorithm(workload, rules, exact=False)
+    if isinstance(algorithm, Compressing):
+        algorithm.order = random_bits(f"replicas/{run}", (replicas,), seed=workload.seed).argsort().tolist()
     twin = (
         _twin(dataclasses.replace(case, workload=workload), run, num_ranks, replicas, engines[0])
         if case.precision.is_mixed

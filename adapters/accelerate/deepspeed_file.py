@@ -1,0 +1,55 @@
+"""Accelerate's DeepSpeed plugin as its users have it: by a JSON file that leaves to Accelerate what it can work out
+("auto"), with optimizer states offloaded to the host, for which Accelerate puts DeepSpeed's CPU Adam in the place of
+PyTorch's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar
+
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.accelerate import AccelerateDeepSpeed
+from meshmark.adapters.accelerate.prepare import deepspeed_plugin
+from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
+from meshmark.adapters.deepspeed.operators import load
+from meshmark.adapters.deepspeed.variants import DeepSpeedOffload
+from meshmark.errors import AdapterError
+from meshmark.spec.case import Case
+from meshmark.spec.optimizer import OptimizerKind
+
+_AUTO = ("train_batch_size", "gradient_accumulation_steps")
+"""That Accelerate works out of the micro-batch and of its own settings."""
+
+
+class AccelerateDeepSpeedFile(AccelerateDeepSpeed, DeepSpeedOffload):
+    capabilities: ClassVar = dataclasses.replace(
+        AccelerateDeepSpeed.capabilities, offloads=DeepSpeedOffload.capabilities.offloads
+    )
+    known_gaps: ClassVar = DeepSpeedOffload.known_gaps
+
+    def config(self, case: Case, context: RankContext) -> dict[str, Any]:
+        """The default, by which DeepSpeed refuses other optimizers than its own on the host, is left in place where
+        there is such."""
+        config = {**super().config(case, context), **dict.fromkeys(_AUTO, "auto")}
+        if case.workload.optimizer.kind is OptimizerKind.ADAMW:
+            del config["zero_force_ds_cpu_optimizer"]
+        return config
+
+    def plugin(self, case: Case, context: RankContext) -> Any:  # noqa: ANN401
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "ds_config.json"
+            file.write_text(json.dumps(self.config(case, context)))
+            return deepspeed_plugin(str(file))
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        """Raises `AdapterError` where Accelerate has left PyTorch's AdamW in place, which no number would tell."""
+        load("cpu_adam")
+        engine = super().build(case, context)
+        assert isinstance(engine, DeepSpeedEngine)
+        kind = type(engine.zero.optimizer).__name__
+        if case.workload.optimizer.kind is OptimizerKind.ADAMW and kind != "DeepSpeedCPUAdam":
+            raise AdapterError(f"rank {context.rank}: the host updates by {kind}, expected DeepSpeedCPUAdam")
+        return engine
