@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.honest import measure_honest
 from benchmarks.power_page import Power, report, write_mutants
 from benchmarks.sittings import NUM_SITTINGS, Parts, sitting, try_all
-from benchmarks.smallest import correct_case, find, sizes
+from benchmarks.smallest import find_all, searches, sizes
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.adapters import ADAPTERS
 from meshmark.environment import describe
@@ -63,13 +63,13 @@ def measure(names: Sequence[str], num_groups: int) -> Power:
     parts = Parts(MEASURED.with_name("parts.jsonl"), here)
     # Adapters that are not built in are make roster's.
     trials, cells = try_all(names, [key for key in LAYOUTS if key.partition("/")[0] in ADAPTERS], parts)
-    with sitting([sized("ddp", kind, by) for kind, every in sizes().items() for by in every]) as (
+    sought = {(adapter, kind) for kind, adapter, _ in searches()}
+    with sitting([sized(adapter, kind, by) for adapter, kind in sought for by in sizes(kind, adapter)]) as (
         court,
         launcher,
         folder,
     ):
-        correct = court.suites.observe(correct_case())
-        smallest = [find(court, kind, correct) for kind in sizes()]
+        smallest = find_all(court)
         real = [court.suites.observe(case) for case in real_cases()]
         # As the suites run: attention's gradients shrink as training goes on, and with them what can be seen of them.
         suites = Runner(launcher, builtin_adapters(), RunOptions(), folder / "limits")
@@ -117,10 +117,16 @@ def real_cases() -> Iterable[Case]:
 
 
 def limit_cases() -> Iterable[Case]:
-    """Whose detection limits are told: the workloads of the suites, and in other precisions the mutants'."""
-    tiny = [(workload(name), Precision.FP32) for name in ("gpt-tiny", "llama-tiny")]
-    for problem, precision in (*tiny, (GPT, Precision.FP32), (GPT, Precision.BF16), (GPT, Precision.FP64)):
-        yield Case(adapter="ddp", workload=problem, layout=LAYOUTS["ddp"], precision=precision)
+    """Whose detection limits are told: the workloads of the suites; and in other precisions the mutants', in 16 bits of
+    layouts that split no product and of one that does."""
+    for name in ("gpt-tiny", "llama-tiny"):
+        yield Case(adapter="ddp", workload=workload(name), layout=LAYOUTS["ddp"])
+    for precision in (Precision.FP32, Precision.BF16, Precision.FP16, Precision.FP64):
+        yield Case(adapter="ddp", workload=GPT, layout=LAYOUTS["ddp"], precision=precision)
+    for adapter, precision in (("fsdp2", Precision.BF16), ("fsdp2", Precision.FP16), ("gpipe", Precision.BF16)):
+        yield Case(adapter=adapter, workload=GPT, layout=LAYOUTS[adapter], precision=precision)
+    for precision in (Precision.FP32, Precision.BF16):
+        yield Case(adapter="megatron", workload=GPT, layout=LAYOUTS["megatron"], precision=precision)
 
 
 if __name__ == "__main__":

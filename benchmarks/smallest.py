@@ -11,6 +11,7 @@ from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario import plain_workload
 from meshmark.run.record import Record
 from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
 from tests.broken.mutant import GPT, LAYOUTS, base_layout
 from tests.broken.mutants import sized
 from tests.broken.sizes import SIZED
@@ -18,6 +19,15 @@ from tests.broken.sizes import SIZED
 RANGES = {"DropoutProbability": (0.02, 0.9), "WeightDecay": (1e-5, 1e-1), "SecondBeta": (1e-6, 1e-2)}
 """Of sizes; the others are sought within DEFAULT."""
 DEFAULT = (1e-8, 1e-4)
+NARROW = (
+    ("ddp", Precision.BF16),
+    ("ddp", Precision.FP16),
+    ("megatron", Precision.BF16),
+)
+"""In which GRADIENTS are sought too: no product is split, and some are."""
+GRADIENTS = ("NormGradient", "AllGradients")
+SPLIT = (1e-6, 1e-1)
+"""Of a gradient, where narrow products are split."""
 STEPS_OF_SEARCH = 5
 """Bisections, of the logarithm: the answer is good to a few tens of percent."""
 
@@ -27,6 +37,8 @@ class Smallest:
     """Of one kind of defect."""
 
     kind: str
+    adapter: str = "ddp"
+    precision: Precision = Precision.FP32
     caught: float | None
     """The smallest size that was; None when none was."""
     survived: float
@@ -36,20 +48,33 @@ class Smallest:
     evidence: str
 
 
-def sizes() -> dict[str, list[float]]:
-    """Every size that a bisection could ask for, by kind: a launcher must know its adapters beforehand."""
-    found = {}
-    for kind in SIZED:
-        low, high = RANGES.get(kind, DEFAULT)
-        count = 2**STEPS_OF_SEARCH
-        found[kind] = [low * (high / low) ** (i / count) for i in range(count + 1)]
-    return found
+def sizes(kind: str, adapter: str = "ddp") -> list[float]:
+    """Every size that a bisection could ask for: a launcher must know its adapters beforehand."""
+    low, high = RANGES.get(kind, DEFAULT if LAYOUTS[adapter].tp == 1 else SPLIT)
+    count = 2**STEPS_OF_SEARCH
+    return [low * (high / low) ** (i / count) for i in range(count + 1)]
+
+
+def searches() -> list[tuple[str, str, Precision]]:
+    """What is sought: kind, adapter and precision."""
+    narrow = [(kind, adapter, precision) for adapter, precision in NARROW for kind in GRADIENTS]
+    return [*((kind, "ddp", Precision.FP32) for kind in SIZED), *narrow]
 
 
 def find(court: Court, kind: str, correct: Record) -> Smallest:
-    """Between the smallest size of its range, taken to survive, and the largest, taken to be caught."""
-    candidates, low, high = sizes()[kind], 0, 2**STEPS_OF_SEARCH
-    best = Smallest(kind=kind, caught=None, survived=candidates[-1], loss=math.nan, evidence="nothing was caught")
+    """Between the smallest size of its range, taken to survive, and the largest, taken to be caught; in the place of
+    the `correct` run's adapter."""
+    case = correct.case
+    candidates, low, high = sizes(kind, case.adapter), 0, 2**STEPS_OF_SEARCH
+    best = Smallest(
+        kind=kind,
+        adapter=case.adapter,
+        precision=case.precision,
+        caught=None,
+        survived=candidates[-1],
+        loss=math.nan,
+        evidence="nothing was caught",
+    )
     while high - low > 1:
         middle = (low + high) // 2
         caught, loss, evidence = _attempt(court, kind, candidates[middle], correct)
@@ -61,15 +86,25 @@ def find(court: Court, kind: str, correct: Record) -> Smallest:
     return dataclasses.replace(best, survived=candidates[low])
 
 
+def find_all(court: Court) -> list[Smallest]:
+    correct, found = dict[Case, Record](), list[Smallest]()
+    for kind, adapter, precision in searches():
+        case = correct_case(adapter, precision)
+        if case not in correct:
+            correct[case] = court.suites.observe(case)
+        found.append(find(court, kind, correct[case]))
+    return found
+
+
 def _attempt(court: Court, kind: str, by: float, correct: Record) -> tuple[bool, float, str]:
     """Whether it is caught, what its loss shows, and by what it is caught."""
-    name = sized("ddp", kind, by)
+    name = sized(correct.case.adapter, kind, by)
     if kind == "DropoutProbability":
         finding, _ = court.judge("dropout", dataclasses.replace(_base(), adapter=name))
         return finding.result is ClauseResult.FAIL, math.nan, finding.evidence
-    record = court.suites.observe(correct_case(name))
+    record = court.suites.observe(dataclasses.replace(correct.case, adapter=name))
     verdict = record.verdict("equivalence")
-    assert verdict is not None
+    assert verdict is not None, record.outcome
     pairs = zip(record.training.losses, correct.training.losses, strict=True)
     return not verdict.passed, max(abs(a / b - 1) for a, b in pairs), verdict.summary
 
@@ -78,6 +113,6 @@ def _base() -> Case:
     return Case(adapter="ddp", workload=plain_workload(), layout=base_layout("ddp"))
 
 
-def correct_case(adapter: str = "ddp") -> Case:
-    """What sized mutants are held against, or one of them."""
-    return Case(adapter=adapter, workload=GPT, layout=LAYOUTS["ddp"])
+def correct_case(adapter: str = "ddp", precision: Precision = Precision.FP32) -> Case:
+    """What sized mutants are held against."""
+    return Case(adapter=adapter, workload=GPT, layout=LAYOUTS[adapter], precision=precision)

@@ -1,4 +1,4 @@
-"""How algorithms converge on quadratics, beside their formulas: reports/convergence.md."""
+"""How algorithms converge where theory is exact, and to a target, beside their formulas: reports/convergence.md."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import numpy as np
 
 from meshmark.algorithms.claim import CONFIDENCE, Result, measure
 from meshmark.algorithms.convergence import BIASED, CLAIMS, UNBIASED, left_of_bias
+from studies.convergence_map import section
 
 PAGE = Path("reports/convergence.md")
 FIGURE = PAGE.with_suffix(".svg")
 HEAD = f"""# Convergence
 
-Made by `make convergence`. Replica i minimises a_i |x - c_i|^2 / 2, where every formula is exact: by the transitions
-of [meshmark/algorithms/](../meshmark/algorithms/__init__.py), which the suite of equivalence holds engines to, step by
-step. Formulas stand in [meshmark/algorithms/quadratics.py](../meshmark/algorithms/quadratics.py). An exponent is the
-slope of logarithm over logarithm; intervals are Student's, {CONFIDENCE:.1%}, over ten groups of problems.
+Made by `make convergence`. Replica i minimises a_i |x - c_i|^2 / 2, where every formula is exact, or its logistic
+regression of digit images, where algorithms' points of rest are known by Newton's method: by the transitions of
+[meshmark/algorithms/](../meshmark/algorithms/__init__.py), which the suite of equivalence holds engines to, step by
+step. Formulas stand in [quadratics.py](../meshmark/algorithms/quadratics.py) and
+[logistic.py](../meshmark/algorithms/logistic.py). To first order biases go as the step size; the exponents are those
+of the whole equations. An exponent is the slope of logarithm over logarithm; intervals are Student's,
+{CONFIDENCE:.1%}, over ten groups of problems.
 
 """
 
@@ -68,7 +72,9 @@ def main() -> None:
     papers = f"Of {', '.join(sorted({claim.paper for claim in CLAIMS}))}."
     draw(results, FIGURE)
     PAGE.write_text(
-        f"{HEAD}{table(results)}\n\n{papers}\n\n![convergence]({FIGURE.name})\n\n{ends}" + "\n".join(left) + "\n"
+        f"{HEAD}{table(results)}\n\n{papers}\n\n![convergence]({FIGURE.name})\n\n{ends}"
+        + "\n".join(left)
+        + f"\n\n{section()}"
     )
     print(PAGE)
 

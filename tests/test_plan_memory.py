@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshmark.plan.frameworks import recipe_of
 from meshmark.plan.model_names import known_models, model_of_size, plan_model
 from meshmark.plan.rates import Rates, rates
 from meshmark.spec.case import Case
@@ -19,6 +20,7 @@ from meshmark.spec.workload import workload
 from meshmark.theory.activations import layer_activation_bytes, num_in_flight
 from meshmark.theory.grid import RECOMPUTES, SCHEDULES, Grid, make_grid
 from meshmark.theory.memory import CATEGORIES, Room, memory, stage_memory, state_bytes
+from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import balanced_stages, stages, uniform_stages
 from meshmark.theory.recipe import RECIPES, eager_recipe, recipe
@@ -80,6 +82,21 @@ def test_categories_less_what_is_absent_add_up_and_none_is_negative(
     assert min(parts) >= 0
     assert held.total_bytes[0] == pytest.approx(sum(parts) - held.absent[0])
     assert (held.absent[0] == 0) or recipe(name).eager, "the papers' peaks have everything at once"
+
+
+def test_the_update_of_pytorch_s_default_on_a_gpu_takes_the_roots_of_all_second_moments() -> None:
+    """Foreach, as DDP and FSDP2 have it unless they are told otherwise; sharded as the moments are. Torchtitan's is
+    fused, and its peak is in the backward pass."""
+    model, full = plan_model("llama-8b"), RECOMPUTES.index(Recompute.FULL)
+    for shards, stage in ((1, 0), (8, 3)):
+        grid = make_grid(dp=[shards], zero_stage=[stage], recompute=[full], micro_batch=[1])
+        fused, foreach = (memory(model, grid, recipe_of(name), Overheads()) for name in ("torchtitan", "fsdp2"))
+        states = fused.parameters + fused.gradients + fused.optimizer
+        roots = 4 * model.num_parameters / shards
+        assert foreach.total_bytes[0] >= float(states[0]) + roots * 0.999
+        assert (foreach.total_bytes[0] > fused.total_bytes[0]) == (stage == 0), (
+            "of a shard they are less than activations"
+        )
 
 
 @given(

@@ -86,7 +86,7 @@ def test_the_example_is_predicted_row_by_row_by_its_frameworks(tmp_path: Path) -
     with target.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [b.recipe and b.recipe.name for b in batches(read_rows(source))] == [
-        "fsdp-fused-loss", "megatron", "fsdp2", "zero",
+        "fsdp-fused-loss", "megatron", "fsdp2-foreach", "zero",
     ]  # fmt: skip
     assert DEFAULT_RECIPE not in {row["framework"] for row in rows}
     assert [float(row["predicted_memory_gib"]) > 0 for row in rows] == [True] * 5

@@ -12,13 +12,15 @@ from benchmarks import power
 from benchmarks.honest import PROBABILITIES, Group, Honest, Tail
 from benchmarks.power_page import Power, report
 from benchmarks.sittings import Part, Parts
-from benchmarks.smallest import Smallest
+from benchmarks.smallest import Smallest, correct_case, searches, sizes
 from benchmarks.trials import Cell, Trial
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.finding import decide
 from meshmark.serial import decode, encode
+from meshmark.spec.precision import Precision
+from tests.broken import mutants
 from tests.broken.mutant import LAYOUTS, Mutant
-from tests.broken.mutants import BY_NAME, MUTANTS
+from tests.broken.mutants import BY_NAME, MUTANTS, sized
 from tests.factories import make_environment, make_good, make_record
 
 BY_SUITE, BY_CLAUSE = BY_NAME["ddp_NoReduction"], BY_NAME["ddp_HidesMessage_error"]
@@ -82,6 +84,23 @@ def test_every_correct_run_is_one_that_its_adapter_supports() -> None:
     cases = [*power.real_cases(), *power.limit_cases()]
     refused = {case.id: load_adapter(targets[case.adapter]).supports(case, "cpu", "gloo") for case in cases}
     assert len(refused) > len(LAYOUTS) and not any(refused.values()), refused
+
+
+def test_every_size_that_is_sought_is_an_adapter_of_its_own_that_takes_the_precision() -> None:
+    """And every limit is told once, of each 16-bit precision where no product is split and where some are."""
+    for kind, adapter, precision in searches():
+        first, *_, last = (getattr(mutants, sized(adapter, kind, by)) for by in sizes(kind, adapter))
+        assert first is not last and first.supports(correct_case(adapter, precision), "cpu", "gloo") is None
+    cases = list(power.limit_cases())
+    assert len({case.id for case in cases}) == len(cases)
+    narrow = {(case.precision, case.layout.tp > 1) for case in cases if case.precision.is_mixed}
+    assert narrow == {(Precision.BF16, False), (Precision.FP16, False), (Precision.BF16, True)}
+
+
+def test_what_was_sought_before_there_were_16_bits_is_read_as_it_was_meant() -> None:
+    (before,) = make_power().smallest
+    told = {name: value for name, value in encode(before).items() if name not in ("adapter", "precision")}
+    assert decode(Smallest, told) == before and (before.adapter, before.precision) == ("ddp", Precision.FP32)
 
 
 def test_what_one_sitting_has_tried_is_not_tried_again_by_the_same_code(tmp_path: Path) -> None:

@@ -167,6 +167,23 @@ def test_a_gradient_that_is_zero_by_mathematics_may_be_a_rounding_of_all_gradien
     assert max(yardstick.excesses(compare(wrong)))[0] > 1
 
 
+def test_the_step_that_a_rounding_alone_takes_may_be_of_any_size_that_rounding_has() -> None:
+    """Problem 1236 of make power-long: a correct run whose keys' bias had four times the usual rounding for a gradient
+    took a step that was off by 6 times the usual, and was alarmed about."""
+
+    def run(distance: float) -> dict[Quantity, list[Deviation]]:
+        return {
+            Quantity.parse("gradients/w"): [Deviation(distance=1e-7, scale=2.0, factor=1.0)],
+            Quantity.parse("gradients/k.bias"): [Deviation(distance=1e-9, scale=1e-18, factor=1.0)],
+            Quantity.parse("parameters/w"): [Deviation(distance=1e-7, scale=16.0, factor=1.0)],
+            Quantity.parse("parameters/k.bias"): [Deviation(distance=distance, scale=2e-5, factor=1.0)],
+        }
+
+    yardstick = fit([noise_run(run((1 + i % 3) * 1e-12), Precision.FP32) for i in range(24)])
+    assert max(yardstick.excesses(compare(run(1e-11))))[0] < 1
+    assert max(yardstick.excesses(compare(run(1e-5))))[1] == Quantity.parse("parameters/k.bias"), "half a step"
+
+
 def test_one_wild_tensor_does_not_excuse_the_others() -> None:
     """Each tensor has noise of its own; a large one hides nobody."""
     rng = np.random.default_rng(2)

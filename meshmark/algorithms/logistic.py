@@ -15,7 +15,7 @@ Several seeds are dealt and trained at once, each a tensor of its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -56,6 +56,10 @@ class Logistic:
         slopes = -self.labels / (1 + np.exp(margins)) / margins.shape[1]
         return np.asarray((slopes[:, None] @ self.features)[:, 0] + MU * states)
 
+    def drawn(self, step: int) -> Logistic:
+        """What a step's gradients are of: all images."""
+        return self
+
     def along(self, states: Array) -> Array:
         """a.x, by replica and image."""
         return np.asarray((self.features @ states[:, :, None])[:, :, 0])
@@ -91,15 +95,15 @@ def dealt(count: int, sorted_share: float, seed: int) -> Logistic:
     return Logistic(features=features[rows], labels=labels[rows])
 
 
-def states(problems: list[Logistic], spec: AlgorithmSpec, rate: float, steps: int) -> Iterator[Array]:
+def states(problems: Sequence[Logistic], spec: AlgorithmSpec, rate: float, steps: int) -> Iterator[Array]:
     """After each step, from zero, by problem, replica and feature: by the transition that engines are judged by."""
     plain = workload("gpt-mini-sgd")
     asked = replace(plain, algorithm=spec, optimizer=replace(plain.optimizer, learning_rate=rate))
     count = len(problems[0].features)
     algorithm = build_algorithm(asked, [PlainStep(rate) for _ in range(count)])
     here = np.zeros((len(problems), count, problems[0].features.shape[2]))
-    for _ in range(steps):
-        found = np.stack([problem.gradients(own) for problem, own in zip(problems, here, strict=True)])
+    for step in range(steps):
+        found = np.stack([p.drawn(step).gradients(own) for p, own in zip(problems, here, strict=True)])
         told = [[{str(p): each[p, r] for p in range(len(problems))} for r in range(count)] for each in (here, found)]
         after = algorithm.transition(*told)
         here = np.stack([[tensors[str(p)] for tensors in after] for p in range(len(problems))]).astype(np.float64)

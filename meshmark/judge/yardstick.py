@@ -66,20 +66,27 @@ def zeros(deviations: Deviations) -> set[Quantity]:
 
 def gradient_norms(deviations: Deviations) -> list[float]:
     """The exact global norm of the gradients, by step."""
-    gradients = [steps for quantity, steps in deviations.items() if quantity.kind is QuantityKind.GRADIENTS]
-    return [math.hypot(*(d.scale for d in step)) for step in zip(*gradients, strict=True)]
+    return _norms(deviations, QuantityKind.GRADIENTS)
+
+
+def _norms(deviations: Deviations, kind: QuantityKind) -> list[float]:
+    """That of all tensors of a kind together."""
+    tensors = [steps for quantity, steps in deviations.items() if quantity.kind is kind]
+    return [math.hypot(*(d.scale for d in step)) for step in zip(*tensors, strict=True)]
 
 
 def noise_run(deviations: Deviations, precision: Precision) -> Comparisons:
     """The comparisons of a noise run; none is taken for smaller than half a unit in the last place, for a run that
     happens to be exact says nothing of another. Of a gradient that is zero by mathematics, which another order of
-    operations may make exact or not, that is a unit of all gradients together."""
+    operations may make exact or not, that is a unit of all gradients together; and of its parameter, whose steps are
+    as long as that rounding happens to be (AdamW's, beneath its epsilon, are off by its square), of all parameters."""
     ulp = 2.0 ** -(precision.wide.mantissa_bits + 1)
-    zero, norms = zeros(deviations), gradient_norms(deviations)
+    zero = zeros(deviations)
+    norms = {kind: _norms(deviations, kind) for kind in (QuantityKind.GRADIENTS, QuantityKind.PARAMETERS)}
 
     def least(quantity: Quantity, step: int) -> float:
-        if quantity in zero:
-            return ulp * norms[step]
+        if quantity.kind in norms and replace(quantity, kind=QuantityKind.GRADIENTS) in zero:
+            return ulp * norms[quantity.kind][step]
         return ulp * (deviations[quantity][step].scale if quantity in deviations else 1.0)
 
     return {
