@@ -23,7 +23,7 @@ EIGHT := dp2.tp2.pp2.1f1b.mb2,dp2.tp2.pp2.1f1b.zero1.mb2,dp2.tp2.pp2.1f1b.zero3.
 roster: install
 	trap '$(BIN)/python -m benchmarks.roster $(ROSTER) --no-mutants' EXIT; trap 'exit 130' INT TERM; status=0; \
 	$(ROSTER_SUITES) --world 2,4 || status=$$?; \
-	$(ROSTER_SUITES) --adapters deepspeed-autotp --layouts dp2.tp2.zero2.mb2 || status=$$?; \
+	$(ROSTER_SUITES) --adapters deepspeed-autotp --layouts dp2.tp2.zero2.mb2,dp2.tp2.zero3.mb2 || status=$$?; \
 	$(ROSTER_SUITES) --world 2,4 --adapters 'gpipe,pipeline*,megatron-gpt*,deepspeed-pipeline' \
 		--model layers=8,hidden=32,heads=4,vocab=256,seq_len=32 || status=$$?; \
 	$(ROSTER_SUITES) --adapters '$(CROSSED)' --layouts $(EIGHT) || status=$$?; \

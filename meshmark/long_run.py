@@ -13,6 +13,8 @@ from meshmark.spec.case import Case
 
 _NAMED = 20
 _BEGUN = pytest.StashKey[float]()
+_UP = pytest.StashKey[bool]()
+"""There when the time was up."""
 _LEFT = pytest.StashKey[dict[str, None]]()
 """Tests that have not ended."""
 
@@ -48,6 +50,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     left.pop(item.nodeid, None)
     limit, taken = selection(item.config).max_seconds, time.monotonic() - item.config.stash[_BEGUN]
     if limit is not None and taken > limit and nextitem is not None:
+        item.config.stash[_UP] = True
         item.session.shouldstop = (
             f"--max-time {item.config.getoption('--max-time')} is up; {counted(len(left), 'test')} not run"
         )
@@ -57,7 +60,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Name what was not run."""
     unrun: dict[str, None] = config.stash.get(_LEFT, {})
     if left := [] if config.option.collectonly else list(unrun):
-        terminalreporter.section("not run: the time was up")
+        up = config.stash.get(_UP, False)  # else -x or a signal has ended it
+        terminalreporter.section(
+            "not run: the time was up" if up else "not run: the run was ended before its time was up"
+        )
         for test in left[:_NAMED]:
             terminalreporter.write_line(test)
         if len(left) > _NAMED:

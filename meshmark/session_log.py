@@ -58,7 +58,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     attempts = item.config.stash.get(ATTEMPTS, {})
     before = attempts.get(item.nodeid)
-    told = call.excinfo.exconly() if call.excinfo else ""
+    told = _words(call.excinfo) if call.excinfo else ""
     if before and call.excinfo:
         _add_command(item, call.excinfo.value, before)
     report = yield
@@ -70,6 +70,12 @@ def pytest_runtest_makereport(
     elif before and before.ending is not Ending.FAILED and (report.skipped or report.when == "call"):
         attempts[item.nodeid] = dataclasses.replace(before, ending=Ending(report.outcome))
     return report
+
+
+def _words(raised: pytest.ExceptionInfo[BaseException]) -> str:
+    """What a failure of ours says; of others their kind too."""
+    error = raised.value
+    return str(error.msg) if isinstance(error, pytest.fail.Exception) else raised.exconly()
 
 
 def _add_command(item: pytest.Item, error: BaseException, attempt: Attempt) -> None:

@@ -21,6 +21,7 @@ from meshmark.report.grid import cell
 from meshmark.run.record import EquivalenceEvidence, Outcome, Record, Status
 from meshmark.run.record_file import RecordFile
 from meshmark.run.session import Attempt, Ending, Session
+from meshmark.spec.layout import Layout
 from tests.factories import make_case, make_good, make_timed, make_verdict
 from tests.hostile_texts import HOSTILE
 from tests.test_hostile_records import hostile_records
@@ -259,6 +260,20 @@ def test_a_reader_sorts_filters_opens_evidence_and_copies(browser: Any, path: Pa
     page.locator("#memory-plot-of").select_option(index=1)
     page.locator("#memory .plot svg text", has_text="rank 0").first.wait_for(timeout=30_000)
     assert not said, said
+
+
+def test_a_table_says_what_it_is_and_breaks_no_name(browser: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    plain = dataclasses.replace(make_good().conformance, scenario="plain", base=make_case())
+    sharded = make_good(case=make_case("fsdp2", layout=Layout(dp=2, zero_stage=3, num_micro_batches=2)))
+    page, _ = opened(browser, write(tmp_path, sharded, make_good(conformance=plain)))
+    captions = page.locator("caption b").all_inner_texts()
+    assert {"Cases", "Memory: planned and measured", "Adapters by clause"} <= set(captions)
+    assert len(captions) == page.locator("table.data").count()
+    rows_of = (
+        "(one) => { const r = document.createRange(); r.selectNodeContents(one); return r.getClientRects().length; }"
+    )
+    names = page.locator("#cases tbody tr td:nth-child(2)")
+    assert set(names.evaluate_all(f"all => all.map({rows_of})")) == {1} and "dp2.zero3.mb2" in names.all_inner_texts()
 
 
 def test_a_phone_in_the_dark(browser: Any, path: Path) -> None:  # noqa: ANN401

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshmark import environment
+from meshmark import environment, long_run
 from meshmark.adapters import ADAPTERS
 from meshmark.errors import InputError
 from meshmark.judge.sample import Assess
@@ -139,6 +139,22 @@ def test_times(text: str, seconds: int) -> None:
 def test_times_that_are_none(text: str) -> None:
     with pytest.raises(InputError, match="--max-time .*: expected a time such as 90s, 30m or 2h"):
         duration("--max-time", text)
+
+
+@pytest.mark.parametrize(
+    ("up", "told"), [(True, "the time was up"), (False, "the run was ended before its time was up")]
+)
+def test_why_tests_were_not_run_is_not_made_up(up: bool, told: str) -> None:
+    """`-x` and a signal leave some too."""
+    said: list[str] = []
+    stash = pytest.Stash()
+    stash[long_run._LEFT] = {"t": None}
+    if up:
+        stash[long_run._UP] = True
+    reporter = SimpleNamespace(section=said.append, write_line=said.append)
+    config: Any = SimpleNamespace(stash=stash, option=SimpleNamespace(collectonly=False))
+    long_run.pytest_terminal_summary(reporter, config)
+    assert said[:2] == [f"not run: {told}", "t"]
 
 
 def test_a_run_whose_time_is_up_keeps_its_records_and_names_the_rest(tmp_path: Path) -> None:

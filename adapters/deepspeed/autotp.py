@@ -97,7 +97,6 @@ class DeepSpeedAutoTP(DeepSpeed):
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeed.capabilities,
         degrees=frozenset({"tp", "dp"}),
-        zero_stages=frozenset({1, 2}),
         families=TEXT_FAMILIES,
         recomputes=frozenset({Recompute.NONE}),
         precisions=frozenset({Precision.FP32}),

@@ -108,7 +108,7 @@ def _rates(found: Sequence[CaseResult]) -> Chart:
             _figure(f"{unit} per second", traces, yaxis={"automargin": True, "autorange": "reversed"}, **layout)
         )
     told = "Points are all steps together, bars their 95 % intervals."
-    return Chart(id="rates", title="Rates", told=told, choice="Of", figures=figures, height=_tall(most))
+    return Chart(id="rates", title="Rates", told=told, choice="Show", figures=figures, height=_tall(most))
 
 
 def _scaling(found: Sequence[CaseResult]) -> Chart:
@@ -153,7 +153,7 @@ def _steps(found: Sequence[CaseResult]) -> Chart:
         }
         figures.append(_figure(result.case.id, ranks, **axes))
     told = "Of every step, raw, by rank where a case is chosen."
-    return Chart(id="steps", title="Step times", told=told, choice="Of", figures=figures, height=_tall(len(boxes)))
+    return Chart(id="steps", title="Step times", told=told, choice="Show", figures=figures, height=_tall(len(boxes)))
 
 
 def _memory(found: Sequence[CaseResult]) -> Chart:
@@ -164,7 +164,7 @@ def _memory(found: Sequence[CaseResult]) -> Chart:
         figures.append(_stacked(result.case.id, [(f"rank {rank}", reading) for rank, reading in enumerate(readings)]))
     told = "Exact bytes alive at the peak, by category; by rank where a case is chosen."
     height = _tall(len(measured))
-    return Chart(id="memory-plot", title="Memory at the peak", told=told, choice="Of", figures=figures, height=height)
+    return Chart(id="memory-plot", title="Memory at the peak", told=told, choice="Show", figures=figures, height=height)
 
 
 def _stacked(label: str, bars: Sequence[tuple[str, MemoryReading]]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _traffic(found: Sequence[CaseResult]) -> Chart:
         for r, readings in sent
     ]
     told = "What one step sends, by collective, as ring algorithms do; by rank where a case is chosen."
-    return Chart(id="traffic-plot", title="Traffic", told=told, choice="Of", figures=figures, height=_tall(len(most)))
+    return Chart(id="traffic-plot", title="Traffic", told=told, choice="Show", figures=figures, height=_tall(len(most)))
 
 
 def _by_kind(label: str, bars: Sequence[tuple[str, Sequence[Collective]]]) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def _ratios(found: Sequence[CaseResult]) -> Chart:
             figures.append(made)
     told = "Distance from the truth as a part of what its noise allows, by tensor and step; from 1 on the case fails."
     title = "Equivalence by tensor and step"
-    return Chart(id="ratios", title=title, told=told, choice="Of", figures=figures, height=640)
+    return Chart(id="ratios", title=title, told=told, choice="Show", figures=figures, height=640)
 
 
 def _heat(label: str, record: Record) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from meshmark.report.grid import Grid, grid
 from meshmark.report.guard import rendered
 from meshmark.report.markdown import one_line, visible
 from meshmark.report.planned import planned_memory
-from meshmark.report.render import headline, told_of
+from meshmark.report.render import PLANNED, headline, told_of
 from meshmark.report.results import CaseResult, newest, results
 from meshmark.report.untold import failing
 from meshmark.run.record import Record
@@ -147,7 +147,7 @@ def _sections(found: Sequence[CaseResult], reading: Reading, baseline: Baseline,
             [("verdicts", tables.equivalence(found, baseline))],
         ),
     ):
-        filled = _filled(*(grid(f"{title}: {what}", rows) for what, rows in some))
+        filled = _filled(*(grid(f"{title}: {what}", rows, _COLUMNS.get(what, "")) for what, rows in some))
         if filled:
             yield Section(id=name, title=title, texts=[text.replace("*", "")], plots=drawn[name], tables=filled)
     yield Section(id="conformance", title="Conformance", clauses=clauses(reading.records))
@@ -157,6 +157,14 @@ def _sections(found: Sequence[CaseResult], reading: Reading, baseline: Baseline,
     times = _filled(grid("Launches", tables.time_spent(found)))
     texts = ["Records by the first commands, this page by the last."]
     yield Section(id="origin", title="How it was obtained", texts=texts, blocks=[*made, command], tables=times)
+
+
+_COLUMNS = {
+    "planned and measured": PLANNED.replace("`", ""),
+    "declared beyond the closed form": "Of rank 0: what the adapter says that its framework holds besides, and why.",
+    "declared departures from theory": "Of rank 0: what the adapter says that its framework sends otherwise, and why.",
+}
+"""What they mean, of tables that the text of their section does not explain."""
 
 
 def _of_memory(found: Sequence[CaseResult], baseline: Baseline) -> list[tuple[str, tables.Rows]]:

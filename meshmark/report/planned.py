@@ -54,7 +54,10 @@ def planned_memory(found: Sequence[CaseResult]) -> Rows:
             on_cpu = record.environment.device == "cpu"
             for name, measured, planned in memory_categories(reading, plan, declared, with_activations=on_cpu):
                 errors[name] = max(errors.get(name, 0.0), abs(planned - measured) / max(measured, 1.0))
-        row: dict[str, object] = {**names(result), **{name: f"{error:.2%}" for name, error in errors.items()}}
+        row: dict[str, object] = {
+            **names(result),
+            **{name.replace("_", " "): f"{error:.2%}" for name, error in errors.items()},
+        }
         if not isinstance(record.case.workload.model, ModelSpec):
             row["activations"] = "not planned"
         counted, lacking = totals(record), "not planned" if plans(record) else "–"

@@ -194,7 +194,7 @@ def _peaks(records: Sequence[Record]) -> str:
     return f"; the peak is {', '.join(parts)}" if parts else ""
 
 
-_PLANNED = (
+PLANNED = (
     "What was measured beside what the planner computed when the case was run, with what adapters declare: the worst "
     "rank's error by category, and of all that the allocator counted, after a step and at the peak, less the batch "
     "that the engine is handed. `of it late`: buffers of collectives that only the backend's thread still had then. "
@@ -240,7 +240,7 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
         if title == "Communication" and (departed := departures(found)):
             parts += ["Declared departures from theory, rank 0:", tables.case_table(departed)]
         if title == "Memory" and (compared := planned_memory(found)):
-            parts += [_PLANNED, tables.case_table(compared)]
+            parts += [PLANNED, tables.case_table(compared)]
     if any(r.skipped for r in found):
         parts += ["## Not run", tables.case_table(tables.skips(found))]
     if reading.complaints:

@@ -42,7 +42,7 @@ def _failures(failed: Sequence[Attempt]) -> str:
     defects = by_defect(failed)
     lines = [failure_line(*same, told=_first_line(same[0].message)) for same in defects]
     told = f"{counted(len(failed), 'test')} failed:"
-    commands = block("\n".join(one.command for one, *_ in defects))
+    commands = block("\n".join(one.command for one, *_ in defects if one.command))
     return "\n".join([told, "", *lines, "", "Again, one at a time, by:", "", commands])
 
 

@@ -159,6 +159,15 @@ class TokensOfItsOwn(Broken):
                 part.exchanged = part.of_heads
 
 
+class InputsNotSummed(Broken):
+    """Products by columns leave the gradients of their input as each rank has them."""
+
+    def prepare(self) -> None:
+        from deepspeed.module_inject.layers import ColumnParallel
+
+        ColumnParallel.backward = staticmethod(lambda _, gradient: (None, gradient))
+
+
 class NeverSharded(Adapter):
     """Tensor parallelism over replicas, where FSDP2 was to shard them."""
 
@@ -206,6 +215,8 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("deepspeed-ulysses", AveragedOverTokens, F.SCALED, layout=SHARED),
     *_on("deepspeed-ulysses", PositionsFromZero, layout=replace(SHARED, zero_stage=1)),
     *_on("deepspeed-ulysses", TokensOfItsOwn, layout=replace(SHARED, zero_stage=1)),
+    *_on("deepspeed-autotp", g.OverMicroBatches, F.SCALED, layout=replace(CROSSED, zero_stage=1)),
+    *_on("deepspeed-autotp", InputsNotSummed, layout=replace(CROSSED, zero_stage=1)),
     *_on("accelerate-fsdp1", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("tp-fsdp2", NeverSharded, suite="memory", layout=CROSSED),
 ]
