@@ -10,7 +10,7 @@ from benchmarks.cluster.trial import END_SECONDS
 from meshmark.environment import describe
 from meshmark.report.tables import markdown
 
-_WIDTH = 50
+_WIDTH = 42
 """So that a row stays one."""
 
 
