@@ -65,8 +65,9 @@ class FalseAlarms:
 
     @property
     def bound(self) -> float:
-        """Clopper and Pearson's upper limit of the probability that a correct run fails."""
-        return upper_limit(self.alarms, self.independent)
+        """Clopper and Pearson's upper limit of the probability that a correct run fails, of as many independent runs
+        with the same share of alarms (Korn and Graubard, Survey Methodology 24, 1998)."""
+        return upper_limit(self.alarms / self.design_effect, self.runs / self.design_effect)
 
     def __str__(self) -> str:
         if not self.runs:
@@ -92,8 +93,9 @@ def design_effect(groups: Sequence[Sequence[float]]) -> float:
     return max(float(scatter / (sizes.sum() * share * (1 - share))), 1.0)
 
 
-def upper_limit(num_events: int, num_trials: int, confidence: float = CONFIDENCE) -> float:
-    """The probability at which so few events in so many trials have a chance of 1 - `confidence`."""
+def upper_limit(num_events: float, num_trials: float, confidence: float = CONFIDENCE) -> float:
+    """The probability at which so few events in so many trials have a chance of 1 - `confidence`; neither need be
+    whole."""
     from scipy.special import betaincinv  # takes a quarter of a second, and few commands need it
 
     return float(betaincinv(num_events + 1, num_trials - num_events, confidence)) if num_events < num_trials else 1.0
