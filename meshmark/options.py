@@ -10,7 +10,7 @@ from meshmark.errors import InputError
 from meshmark.spec.layout_id import parse_layout
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.model_text import described_model, is_description
-from meshmark.spec.workload import Workload, workload
+from meshmark.spec.workload import Dataset, Workload, workload
 
 DEFAULT_WORKLOAD = "gpt-tiny"
 
@@ -70,9 +70,10 @@ def _of_model(preset: Workload, text: str | None) -> Workload:
         raise InputError(f"--model {text!r}: expected KEY=VALUE,... or FILE.json; --workload takes names")
     if not isinstance(preset.model, ModelSpec):
         raise InputError(f"--model {text!r}: workload {preset.name!r} trains {preset.model.name!r}, no model of text")
-    model = described_model(text)
+    model = described_model(text if preset.model.causal or "causal=" in text else f"{text},causal=0")
     name = model.name if preset.name == DEFAULT_WORKLOAD else f"{preset.name}.{model.name}"
-    return dataclasses.replace(preset, name=name, model=model)
+    dataset = Dataset.TEXT if model.causal else Dataset.MASKED_TEXT
+    return dataclasses.replace(preset, name=name, model=model, dataset=dataset)
 
 
 def _in_batches(preset: Workload, global_batch: int | None) -> Workload:

@@ -16,6 +16,7 @@ from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.layout_id import parse_layout
 from meshmark.spec.model_spec import MODELS, Family
 from meshmark.spec.model_text import described_model
+from meshmark.spec.workload import Dataset
 
 LAYOUTS = [
     Layout(),
@@ -188,6 +189,9 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: bytes) -> 
 def test_workloads_are_renamed_by_what_they_are_changed_by() -> None:
     (plain,) = chosen_workloads("gpt-tiny", "layers=2,hidden=32", 16)
     assert plain.name == "gpt-l2h32a1f128v256s64.b16" and plain.global_batch == 16
+    for name, text in (("bert-mini", "layers=2,hidden=48"), ("gpt-tiny", "layers=2,hidden=48,causal=0")):
+        (encoder,) = chosen_workloads(name, text, None)
+        assert (encoder.model.hidden, encoder.model.causal, encoder.dataset) == (48, False, Dataset.MASKED_TEXT)
     (other,) = chosen_workloads("gpt-mini-momentum", "layers=2,hidden=32", None)
     assert other.name == "gpt-mini-momentum.gpt-l2h32a1f128v256s64"
     with pytest.raises(InputError, match="trains 'vit-mini', no model of text"):

@@ -21,6 +21,7 @@ KEYS = {
     "vocab": "vocab_size",
     "seq_len": "seq_len",
     "tied_embeddings": "tied_embeddings",
+    "causal": "causal",
     "dropout": "dropout",
     "init_std": "init_std",
 }
@@ -102,7 +103,7 @@ def _value(where: str, key: str, text: str) -> Family | float:
         if text not in TEXT_FAMILIES:
             raise InputError(f"{where}: expected {' or '.join(sorted(TEXT_FAMILIES))}")
         return Family(text)
-    if key == "tied_embeddings":
+    if key in ("tied_embeddings", "causal"):
         if text not in ("true", "false", "0", "1"):
             raise InputError(f"{where}: expected true or false")
         return text in ("true", "1")
@@ -197,5 +198,6 @@ def _name(model: ModelSpec) -> str:
     name += f"kv{model.num_kv_heads}" if model.num_kv_heads != model.num_heads else ""
     name += f"f{model.ffn_hidden}v{model.vocab_size}s{model.seq_len}"
     name += "tied" if model.tied_embeddings else ""
+    name += "" if model.causal else "encoder"
     name += f"d{model.dropout:g}" if model.dropout != plain.dropout else ""
     return name + (f"i{model.init_std:g}" if model.init_std != plain.init_std else "")
