@@ -181,7 +181,7 @@ def test_the_step_that_a_rounding_alone_takes_may_be_of_any_size_that_rounding_h
 
     yardstick = fit([noise_run(run((1 + i % 3) * 1e-12), Precision.FP32) for i in range(24)])
     assert max(yardstick.excesses(compare(run(1e-11))))[0] < 1
-    assert max(yardstick.excesses(compare(run(1e-5))))[1] == Quantity.parse("parameters/k.bias"), "half a step"
+    assert max(yardstick.excesses(compare(run(1e-10))))[1] == Quantity.parse("parameters/k.bias"), "5e-6 of its step"
 
 
 def test_one_wild_tensor_does_not_excuse_the_others() -> None:

@@ -30,6 +30,8 @@ SMALLEST_FACTORS = {"number": 8.0, "gradients": 2.4, "parameters": 4.0, "buffers
 real adapters the furthest stood at 4.9, 2.1 and 2.9. `make power` tells it again."""
 ZERO = 1e-12
 """Relative to the norm of all gradients."""
+STEP_BY_ROUNDING = 4.0
+"""Units in the last place of a parameter whose gradient is zero by mathematics: twice the usual rounding, squared."""
 UNMEASURED_FACTOR = 4.0
 """For records older than factors."""
 
@@ -66,28 +68,26 @@ def zeros(deviations: Deviations) -> set[Quantity]:
 
 def gradient_norms(deviations: Deviations) -> list[float]:
     """The exact global norm of the gradients, by step."""
-    return _norms(deviations, QuantityKind.GRADIENTS)
-
-
-def _norms(deviations: Deviations, kind: QuantityKind) -> list[float]:
-    """That of all tensors of a kind together."""
-    tensors = [steps for quantity, steps in deviations.items() if quantity.kind is kind]
-    return [math.hypot(*(d.scale for d in step)) for step in zip(*tensors, strict=True)]
+    gradients = [steps for quantity, steps in deviations.items() if quantity.kind is QuantityKind.GRADIENTS]
+    return [math.hypot(*(d.scale for d in step)) for step in zip(*gradients, strict=True)]
 
 
 def noise_run(deviations: Deviations, precision: Precision) -> Comparisons:
     """The comparisons of a noise run; none is taken for smaller than half a unit in the last place, for a run that
     happens to be exact says nothing of another. Of a gradient that is zero by mathematics, which another order of
-    operations may make exact or not, that is a unit of all gradients together; and of its parameter, whose steps are
-    as long as that rounding happens to be (AdamW's, beneath its epsilon, are off by its square), of all parameters."""
+    operations may make exact or not, that is a unit of all gradients together; and of its parameter four of its own,
+    for AdamW's step beneath its epsilon is off by the square of what the gradient's rounding happens to be."""
     ulp = 2.0 ** -(precision.wide.mantissa_bits + 1)
-    zero = zeros(deviations)
-    norms = {kind: _norms(deviations, kind) for kind in (QuantityKind.GRADIENTS, QuantityKind.PARAMETERS)}
+    zero, norms = zeros(deviations), gradient_norms(deviations)
 
     def least(quantity: Quantity, step: int) -> float:
-        if quantity.kind in norms and replace(quantity, kind=QuantityKind.GRADIENTS) in zero:
-            return ulp * norms[quantity.kind][step]
-        return ulp * (deviations[quantity][step].scale if quantity in deviations else 1.0)
+        if quantity in zero:
+            return ulp * norms[step]
+        own = deviations[quantity][step].scale if quantity in deviations else 1.0
+        by_rounding = (
+            quantity.kind is QuantityKind.PARAMETERS and replace(quantity, kind=QuantityKind.GRADIENTS) in zero
+        )
+        return STEP_BY_ROUNDING * ulp * own if by_rounding else ulp * own
 
     return {
         quantity: [max(value, least(quantity, step)) for step, value in enumerate(steps)]

@@ -55,7 +55,7 @@ NUM_RANKS = 2
 """Processes that share the runs."""
 TIME_LIMIT_SECONDS = 600.0
 _PARTIAL = ".partial"
-FORMAT = 11
+FORMAT = 12
 """Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
 
 
