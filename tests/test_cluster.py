@@ -182,7 +182,7 @@ def test_a_run_goes_on_without_a_node_that_is_lost(tmp_path: Path) -> None:
     assert (lost.outcome.status, lost.environment.nnodes) == (Status.NODE_LOST, 2)
     assert (again.outcome.status, again.environment.nnodes) == (Status.OK, 1) and again.case == lost.case
     assert larger.outcome.status is Status.SKIPPED and larger.case.world_size == 4
-    assert larger.outcome.message == "4 ranks are more than 1 nodes can hold, 2 each; node 1 of 2 is lost"
+    assert larger.outcome.message == "4 ranks are more than 1 node can hold, 2 each; node 1 of 2 is lost"
 
 
 def test_nodes_that_are_left_go_on_where_they_stand_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,7 +249,7 @@ def test_evidence_that_is_gone_costs_the_clauses_that_need_it(
     for path in (tmp_path / "evidence").iterdir():
         path.unlink()
     page, clauses = report(tmp_path)
-    assert "train correctly" in page and "could not be read" not in page
+    assert "trains correctly" in page and "could not be read" not in page
     assert "## What could not be read" in clauses and "cannot be judged: EvidenceError" in clauses
     assert "cannot be judged: EvidenceError" in capsys.readouterr().err
 

@@ -207,7 +207,16 @@ def test_adapters_worlds_and_precisions_make_the_cases(pytester: pytest.Pytester
 
 def test_a_case_named_twice_is_one_case(pytester: pytest.Pytester) -> None:
     """Not two with a number behind: their records would be one."""
-    options = ["--adapters", "ddp,d*p", "--world", "2,2", "--precision", "fp32,fp32", "--workload", "gpt-tiny,gpt-tiny"]
+    options = [
+        "--adapters",
+        "ddp,dd*p",
+        "--world",
+        "2,2",
+        "--precision",
+        "fp32,fp32",
+        "--workload",
+        "gpt-tiny,gpt-tiny",
+    ]
     assert ids(pytester, *options) == ["ddp-dp2.mb2-gpt-tiny-fp32"]
 
 

@@ -22,7 +22,8 @@ import pytest
 import torch.distributed as dist
 
 from meshmark.errors import ClusterError
-from meshmark.run.cluster import Cluster, ClusterSpec, _listen
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.listener import listen
 from meshmark.run.store import RunStore, StoreServer, run_secret
 from tests.test_orphans import heed_signals, processes_of, wait_until
 
@@ -275,14 +276,14 @@ def test_node_0_listens_at_the_address_of_rdzv_alone() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with _listen(ClusterSpec(nnodes=2, rdzv=f"127.0.0.1:{port}")) as listener:
+    with listen("127.0.0.1", port) as listener:
         assert listener.getsockname() == ("127.0.0.1", port)
         with pytest.raises(ConnectionRefusedError):  # every address of 127.0.0.0/8 is this machine's
             socket.create_connection(("127.0.0.2", port), timeout=5)
         with pytest.raises(ClusterError, match="cannot listen"):
-            _listen(ClusterSpec(nnodes=2, rdzv=f"127.0.0.1:{port}"))
+            listen("127.0.0.1", port)
     with pytest.raises(ClusterError, match="which no other node reaches"):
-        _listen(ClusterSpec(nnodes=2, rdzv=f"127.0.0.3:{port}"))
+        listen("127.0.0.3", port)
 
 
 def test_a_secret_is_made_once_and_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_it_is_in_the_report_and_no_verdict(without_noise: tuple[Path, str]) -> 
 def test_the_printed_command_repeats_one_test_in_a_shell(without_noise: tuple[Path, str]) -> None:
     """Brackets, quotes, blanks and a dollar sign and all."""
     page = report(without_noise[0])
-    command = next(line for line in page.splitlines() if line.startswith("pytest 'suites/test_memory.py::"))
+    command = next(line for line in page.splitlines() if line.startswith("pytest 'suites/test_equivalence.py::"))
     bin_folder = Path(sys.executable).parent
     done = subprocess.run(
         ["sh", "-c", command],
@@ -101,7 +101,7 @@ def test_the_printed_command_repeats_one_test_in_a_shell(without_noise: tuple[Pa
         timeout=120,
         env={**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
     )
-    assert re.search(r"^FAILED suites/test_memory.py::test_memory\[ddp-dp2", done.stdout, re.M), done.stdout
+    assert re.search(r"^FAILED suites/test_equivalence.py::test_equivalence\[ddp-dp2", done.stdout, re.M), done.stdout
     assert re.search(r"^=+ 1 failed in ", done.stdout, re.M), done.stdout
     assert len(read_records(without_noise[0]).sessions) == 4, "the same results folder: two lines a session"
 
@@ -131,8 +131,8 @@ def test_a_run_without_one_record_has_a_report_that_says_so(tmp_path: Path) -> N
     page = report(tmp_path)
     assert page.splitlines()[2] == "**No case left a record**: `some-case`."
     assert NOTHING not in page
-    for suite in matrix:
-        assert f"::test_{suite}[some-case]`: OSError: no" in page
+    first, *others = (f"`suites/test_{suite}.py::test_{suite}[some-case]`" for suite in matrix)
+    assert f"{first}: OSError: no; the same: {', '.join(others)}\n" in page
     clauses = (tmp_path / "report-conformance.md").read_text()
     assert "No scenario left a record" in clauses and "OSError: no" in clauses
 
