@@ -28,6 +28,21 @@ def is_deepspeed(module: object) -> bool:
     return isinstance(module, deepspeed.DeepSpeedEngine)
 
 
+def initialize(model: nn.Module, optimizer: Any, schedule: Any, config: dict[str, Any]) -> tuple[Any, ...]:  # noqa: ANN401
+    """What DeepSpeed makes of the three, in a process group that is there already."""
+    import deepspeed
+
+    engine, prepared, _, prepared_schedule = deepspeed.initialize(
+        model=model,
+        model_parameters=[p for p in model.parameters() if p.requires_grad],
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config=config,
+        dist_init_required=False,
+    )
+    return engine, prepared, prepared_schedule
+
+
 def masters(zero: Any) -> list[Tensor]:  # noqa: ANN401
     """This rank's fp32 master weights inside a ZeRO optimizer of any stage; at stage 3 in fp32, the weights."""
     names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")

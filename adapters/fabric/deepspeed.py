@@ -15,7 +15,7 @@ from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
-from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
+from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, initialize, is_deepspeed
 from meshmark.adapters.fabric import FABRIC, ON_CPU, ThroughFabric, launched
 from meshmark.errors import AdapterError
 from meshmark.reference.objective import Schedule, build_optimizer, build_schedule
@@ -86,7 +86,6 @@ class FabricDeepSpeed(DeepSpeed):
 
 def _strategy(config: dict[str, Any]) -> Any:  # noqa: ANN401
     """Fabric's, but for what it asks of CUDA."""
-    import deepspeed
     from lightning_fabric.strategies import DDPStrategy, DeepSpeedStrategy
 
     class Strategy(DeepSpeedStrategy):  # type: ignore[misc]
@@ -100,14 +99,6 @@ def _strategy(config: dict[str, Any]) -> Any:  # noqa: ANN401
             self._config_initialized = True
 
         def _initialize_engine(self, model: Any, optimizer: Any = None, scheduler: Any = None) -> tuple[Any, ...]:  # noqa: ANN401
-            engine, prepared, _, schedule = deepspeed.initialize(
-                model=model,
-                model_parameters=[p for p in model.parameters() if p.requires_grad],
-                optimizer=optimizer,
-                lr_scheduler=scheduler,
-                config=self.config,
-                dist_init_required=False,
-            )
-            return engine, prepared, schedule
+            return initialize(model, optimizer, scheduler, self.config)
 
     return Strategy(config=config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -170,6 +171,7 @@ class Transformer(Model):
     """A tied head shares the embedding's parameter where a part holds both, and holds a copy called
     `head.output.weight` where it does not."""
 
+    block: ClassVar = Block
     spec: ModelSpec
     embedding: Embedding | None
     head: Head | None
@@ -182,7 +184,7 @@ class Transformer(Model):
     def make_embedding(self) -> Embedding:
         return Embedding(self.spec)
 
-    def make_block(self) -> Block:
+    def make_block(self, index: int) -> Block:
         return Block(self.spec)
 
     def make_head(self) -> Head:

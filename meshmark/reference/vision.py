@@ -5,6 +5,8 @@ Shape suffixes: B images, N channels, H and W pixels, P patches, K values of a p
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +17,8 @@ from meshmark.spec.vision_spec import VisionSpec
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """Over all rows of [rows, C], computed in at least float32, whatever its weights were cast to."""
+    """Over all rows of [rows, C], or pixels of [B, C, H, W], computed in at least float32, whatever its weights were
+    cast to."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x if x.dtype is torch.float64 else x.float()
@@ -64,12 +67,13 @@ class Classifier(nn.Module):
 
 
 class VisionTransformer(Model):
+    block: ClassVar = Block
     spec: VisionSpec
 
     def make_embedding(self) -> nn.Module:
         return PatchEmbedding(self.spec)
 
-    def make_block(self) -> nn.Module:
+    def make_block(self, index: int) -> nn.Module:
         return Block(self.spec)
 
     def make_head(self) -> nn.Module:
