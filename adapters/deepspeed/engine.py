@@ -17,6 +17,7 @@ from meshmark.adapter.gathered import Gathered
 from meshmark.adapter.holdings import Holdings
 from meshmark.errors import AdapterError
 from meshmark.reference.initial import initial_value
+from meshmark.reference.objective import Schedule
 
 TAG, _UNIVERSAL = "meshmark", "universal"
 """Of checkpoints as they are saved, and as converted for any world size."""
@@ -124,8 +125,9 @@ class DeepSpeedEngine(DataParallelEngine):
         norm = self.module.get_global_grad_norm()
         return None if norm is None else torch.as_tensor(norm)
 
-    def make_schedule(self) -> None:
-        """DeepSpeed steps the one that it was given."""
+    def make_schedule(self) -> Schedule | None:
+        """None: DeepSpeed steps the one that it was given."""
+        return None
 
     def save(self, folder: Path) -> None:
         self.module.save_checkpoint(str(folder), tag=TAG)

@@ -137,6 +137,8 @@ class VisionSpec:
         return problems
 
 
+TransformerSpec = ModelSpec | VisionSpec
+"""What is made of transformer blocks."""
 ImageSpec = VisionSpec | ResNetSpec
 """What is trained on images."""
 AnyModelSpec = ModelSpec | VisionSpec | ResNetSpec
