@@ -234,8 +234,8 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("deepspeed-ulysses", TokensOfItsOwn, layout=replace(SHARED, zero_stage=1)),
     *_on("deepspeed-autotp", g.OverMicroBatches, F.SCALED, layout=replace(CROSSED, zero_stage=1)),
     *_on("deepspeed-autotp", InputsNotSummed, layout=replace(CROSSED, zero_stage=1)),
-    *_on("fabric-deepspeed", NoPassTheLast, layout=replace(TWO, zero_stage=2)),
-    *_on("fabric-deepspeed", ClippedByNobody, layout=replace(TWO, zero_stage=1)),
+    *_on("fabric-deepspeed", NoPassTheLast, F.DROPPED, layout=replace(TWO, zero_stage=2)),
+    *_on("fabric-deepspeed", ClippedByNobody, F.CLIPPING, layout=replace(TWO, zero_stage=1)),
     *_on("accelerate-fsdp1", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("tp-fsdp2", NeverSharded, suite="memory", layout=CROSSED),
 ]

@@ -91,7 +91,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", v.NormalisesAsInEvaluation, F.FORWARD, workload=VIT_BN),
     *on("ddp", v.NormalisesWholeRank, F.FORWARD, workload=VIT_BN),
     *on("ddp", k.NormalisesWholeRankOfConvolutions, F.FORWARD, workload=RESNET),
-    *on("ddp fsdp2", k.ShortcutsDetached, F.DRIFT, workload=RESNET),
+    *on("ddp fsdp2", k.ShortcutsDetached, F.BACKWARD, workload=RESNET),
     # Buffers
     *on("ddp fairscale-oss", v.RankKeepsStatistics, F.BUFFERS, workload=VIT_BN),
     *on("ddp fsdp2", v.OtherMomentum, F.BUFFERS, workload=VIT_BN),
