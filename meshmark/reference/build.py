@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -17,13 +18,19 @@ def build_model(spec: AnyModelSpec, layers: Sequence[int] | None = None) -> Mode
     return VisionTransformer(spec, layers) if isinstance(spec, VisionSpec) else Transformer(spec, layers)
 
 
+@functools.lru_cache(maxsize=4)
+def skeleton(spec: AnyModelSpec) -> Model:
+    """The model of `spec` without values, built once: to build one takes as long as a step of a tiny one. It is shared,
+    so that who depends on a mode of its modules sets it."""
+    with torch.device("meta"):
+        return build_model(spec)
+
+
 def parameter_shapes(spec: AnyModelSpec) -> dict[str, tuple[int, ...]]:
     """Canonical name and full shape of every parameter, without allocating any."""
-    with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in build_model(spec).named_parameters()}
+    return {name: tuple(p.shape) for name, p in skeleton(spec).named_parameters()}
 
 
 def buffer_shapes(spec: AnyModelSpec) -> dict[str, tuple[int, ...]]:
     """The same of every buffer, which each replica has values of its own of."""
-    with torch.device("meta"):
-        return {name: tuple(b.shape) for name, b in build_model(spec).named_buffers()}
+    return {name: tuple(b.shape) for name, b in skeleton(spec).named_buffers()}
