@@ -51,7 +51,15 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     """Made here and now, by a clean checkout."""
     monkeypatch.setattr(environment, "_commit", lambda: "0123456789ab")
     here = environment.describe("cpu", "gloo", 1)
-    return make_good(case=CASE, adapter=TARGET, steps=3, warmup=0, environment=here, conformance=ConformanceEvidence())
+    return make_good(
+        case=CASE,
+        adapter=TARGET,
+        steps=3,
+        warmup=0,
+        timing_budget_seconds=0.0,
+        environment=here,
+        conformance=ConformanceEvidence(),
+    )
 
 
 def test_what_is_held_is_not_run_again_and_said_so(tmp_path: Path, record: Record) -> None:
