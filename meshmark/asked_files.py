@@ -23,6 +23,11 @@ def with_asked(arguments: Sequence[str], asked: Iterable[str], folder: Path) -> 
     return found
 
 
+def module_of(file: Path) -> str | None:
+    """The name by which `--pyargs` finds a file of the suites; None of another file."""
+    return f"{_PACKAGE}{file.stem}" if file.resolve().parent == _FOLDER else None
+
+
 def _sibling(argument: str, suite: str, folder: Path) -> str | None:
     """The file of `suite` beside the one that `argument` names; None where it names a folder, or nothing of ours."""
     name, _, test = argument.partition("::")

@@ -191,11 +191,12 @@ def _doctor() -> None:
     print(f"backends    {', '.join(backends)}")
     print("versions    " + ", ".join(f"{name} {version}" for name, version in versions().items()))
     print("adapters")
+    width = max(map(len, known_adapters()))
     for name, target in known_adapters().items():
         try:
             adapter = load_adapter(target)
         except AdapterError as error:
-            print(f"  {name:<20} broken: {error}")
+            print(f"  {name:<{width}} broken: {error}")
             continue
         missing = [reason for requirement in adapter.requires if (reason := requirement.missing)]
         can = adapter.capabilities
@@ -204,7 +205,7 @@ def _doctor() -> None:
         orders = f", {'/'.join(s for s in Schedule if s in can.schedules)}" if "pp" in can.degrees else ""
         elsewhere = "" if device in can.devices else f" (not on {device})"
         state = f"skipped: {missing[0]}" if missing else f"ready{elsewhere}"
-        print(f"  {name:<20} {axes}{stages}{orders}; {', '.join(sorted(map(str, can.precisions)))}; {state}")
+        print(f"  {name:<{width}} {axes}{stages}{orders}; {', '.join(sorted(map(str, can.precisions)))}; {state}")
 
 
 def _cases(parsed: argparse.Namespace) -> None:

@@ -28,6 +28,7 @@ from meshmark.run.record_file import read_records
 from meshmark.run.resume import Held, is_committed, is_own
 from meshmark.run.runner import Runner
 from meshmark.run.throughput import values_of
+from meshmark.run.user_gaps import gaps_of_nothing
 from meshmark.selection import SELECTION, Selection, add_options, crowding, expect_spread, selection
 from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
 
@@ -136,7 +137,7 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         stack.enter_context(contextlib.closing(running))
         stack.enter_context(contextlib.closing(progress))
         progress.expect(request.session.items, running.refusal)
-        for warning in crowding(chosen):
+        for warning in [*crowding(chosen), *gaps_of_nothing(chosen.options.known_gaps, chosen.adapters)]:
             progress.say(warning)
         yield running
 

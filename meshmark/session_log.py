@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from meshmark.asked_files import module_of
 from meshmark.errors import ResultsError
 from meshmark.report.failure_text import row
 from meshmark.run.record import SCHEMA
@@ -93,7 +94,8 @@ def _repeat(item: pytest.Item) -> str:
     config = item.config
     given = set(config.args) if config.args_source is config.ArgsSource.ARGS else set()
     options = [argument for argument in config.invocation_params.args if argument not in given]
-    file = os.path.relpath(item.path, config.invocation_params.dir)
+    module = module_of(item.path) if config.option.pyargs else None  # found wherever Meshmark is installed
+    file = module or os.path.relpath(item.path, config.invocation_params.dir)
     return shlex.join(["pytest", f"{file}::{item.nodeid.partition('::')[2]}", *map(str, options)])
 
 

@@ -234,6 +234,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "task": Task.OBSERVE,
         "steps": 2,
         "warmup": 1,
+        "timing_budget_seconds": 0.5,
         "environment": make_environment(),
         "outcome": Outcome(status=Status.OK),
         "launch": LaunchSeconds(seconds=3.5, build_seconds=1.25, compile_seconds=0.5),

@@ -17,7 +17,7 @@ import pytest
 
 from meshmark.cli import _parser as command_line
 from meshmark.cli import main
-from meshmark.errors import ResultsError
+from meshmark.errors import InputError, ResultsError
 from meshmark.regression import bisect as bisection
 from meshmark.regression import side as sides
 from meshmark.regression.alternate import alternate
@@ -186,6 +186,22 @@ def test_the_first_bad_commit_is_found(
     assert told.splitlines()[0].endswith(f"commit {first}") and words in told
     listed = subprocess.run(["git", "worktree", "list"], check=True, capture_output=True, text=True).stdout
     assert len(listed.splitlines()) == 1  # nothing is left
+
+
+def test_a_commit_is_run_in_the_folder_that_it_was_called_in(
+    repository: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that options name are looked for there."""
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "mine.py").write_text("")
+    subprocess.run(["git", "add", "below"], check=True)
+    commit("a folder", {})
+    monkeypatch.chdir(tmp_path / "below")
+    with sides.open_side("HEAD", tmp_path / "sides", "A") as side:
+        assert (side.folder / "mine.py").is_file() and (side.paths[0] / "planted.json").is_file()
+    with pytest.raises(InputError, match="has no folder 'below/', in which this was called"):
+        with sides.open_side(repository[0], tmp_path / "sides", "A"):
+            pass
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from meshmark.expect import NoBaselineWarning, expect_no_worse
 from meshmark.regression.baseline import accept, find_baseline
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
 from meshmark.regression.gatekeeper import Gatekeeper, expect_cases, expect_conditions, gatekeeper
-from meshmark.run.record import Outcome, Record, Relaunch, Status
+from meshmark.run.record import SCHEMA, Outcome, Record, Relaunch, Status
 from meshmark.run.record_file import RecordFile, read_records
+from meshmark.run.session import Attempt, Ending, Session
 from tests.factories import (
     make_case,
     make_environment,
@@ -44,7 +45,7 @@ def timed(factor: float = 1.0) -> Record:
     return make_timed(timing=make_timing(rank_step_seconds=[[factor * s for s in SECONDS]]))
 
 
-def write(*records: Record, folder: str = "results") -> Path:
+def write(*records: Record | Session, folder: str = "results") -> Path:
     file = RecordFile(Path(folder))
     for record in records:
         file.append(record)
@@ -86,6 +87,19 @@ def test_wrong_and_noisy_cases_are_refused_unless_told(record: Record, allow: st
         accept(Path("results"), "here")
     assert words in str(refused.value) and not Path("baselines").exists()
     assert accept(Path("results"), "here", allow=[allow]).is_dir()
+
+
+def test_a_run_that_has_not_ended_is_no_baseline() -> None:
+    """It is running still, or was killed, or its time was up: nothing would miss what it did not come to."""
+    here = Attempt(test="suites/test_memory.py::test_memory[ddp]", case=make_good().case.id, conforming=False)
+    began = Session(schema=SCHEMA, session="one", command="pytest suites", device="cpu", attempts=[here])
+    write(make_good(), began)
+    with pytest.raises(InputError, match="test_memory has not ended: let the run end.*--allow unfinished"):
+        accept(Path("results"), "here")
+    assert not Path("baselines").exists()
+    ended = dataclasses.replace(here, ending=Ending.PASSED)
+    write(dataclasses.replace(began, exit_code=0, attempts=[ended]))
+    assert accept(Path("results"), "here").is_dir()
 
 
 def test_a_name_that_is_taken_keeps_what_it_holds() -> None:

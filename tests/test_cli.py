@@ -81,6 +81,8 @@ def test_doctor_names_every_adapter_and_what_is_here(capsys: pytest.CaptureFixtu
     assert "gloo" in lines["backends"]
     assert "one process" in lines["single"] and "fp64" in lines["single"]
     assert "dp, ZeRO 3;" in lines["fsdp2"] and lines["fsdp2"].endswith("ready")
+    names, told = builtin_adapters(), [line for line in said.splitlines() if line.startswith("  ")]
+    assert {line.index(line.split()[1]) for line in told if line.split()[0] in names} == {max(map(len, names)) + 3}
 
 
 def test_doctor_says_what_would_be_skipped_and_what_to_do(

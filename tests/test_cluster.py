@@ -80,6 +80,7 @@ def start_nodes(
                 "--results",
                 str(folder / str(node)),
                 "--timing-budget=0",
+                "--steps=3",
                 "-p",
                 "no:cacheprovider",
                 *arguments,

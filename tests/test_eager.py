@@ -25,7 +25,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family, ModelSpec
 from meshmark.spec.precision import Precision
-from meshmark.spec.workload import Loss
+from meshmark.spec.workload import Loss, Workload
 from meshmark.theory.recipe import eager_recipe
 from meshmark.theory.saved_activations import RNG_STATE_BYTES
 from meshmark.theory.states import ModelStates, Remainder, model_states
@@ -223,17 +223,18 @@ def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactor
     running.close()
 
 
-@pytest.mark.parametrize("work", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize(
-    "adapter, layout",
+    "adapter, layout, work",
     [
-        ("single", Layout(num_micro_batches=2)),
-        ("ddp", Layout(dp=2, num_micro_batches=2)),
-        ("fsdp2", Layout(dp=2, zero_stage=3)),
-        ("gpipe", Layout(pp=2, num_micro_batches=4)),
+        ("single", Layout(num_micro_batches=2), LLAMA),
+        ("ddp", Layout(dp=2, num_micro_batches=2), GPT),
+        ("fsdp2", Layout(dp=2, zero_stage=3), GPT),
+        ("fsdp2", Layout(dp=2, zero_stage=3), LLAMA),
+        ("gpipe", Layout(pp=2, num_micro_batches=4), GPT),
     ],
+    ids=lambda value: getattr(value, "id", None) or getattr(value, "name", str(value)),
 )
-def test_adapters_hold_what_is_planned(runner: Runner, adapter: str, layout: Layout, work: object) -> None:
+def test_adapters_hold_what_is_planned(runner: Runner, adapter: str, layout: Layout, work: Workload) -> None:
     record = runner.observe(Case(adapter=adapter, layout=layout, workload=work))
     verdict = record.verdict("memory")
     assert verdict is not None and verdict.passed, verdict

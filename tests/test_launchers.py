@@ -443,7 +443,6 @@ def run(torchrun: TorchrunLauncher, adapter: str, results: Path, limit: float = 
     [
         ("raises", Status.RAISED, "ArithmeticError: planted in step 3"),
         ("killed", Status.KILLED, "killed by SIGKILL"),
-        ("exitsearly", Status.EXITED, "before it could report"),
     ],
 )
 def test_torchrun_s_failures_are_told_as_the_forkserver_s(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshmark.cli import main
 from meshmark.plan.layout_table import batches, remarks
 from meshmark.plan.predict_file import DEFAULT_RECIPE, predict_file, predict_rows
 from meshmark.plan.rows import read_rows
@@ -78,6 +79,15 @@ def test_a_family_that_is_not_said_is_told() -> None:
         "row 2: no family, so taken for llama (gated); a column family says gpt or llama"
     ]
     assert not remarks([{**ROW, **sizes, "model": "mine", "family": "gpt"}, ROW])
+
+
+def test_a_model_that_its_name_tells_the_size_of_alone_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    told = "llama-9b is no preset: a llama of that size is planned, of 36 layers"
+    (remark,) = remarks([{**ROW, "model": "llama-9b"}, {**ROW, "model": "gpt-175b"}])
+    assert remark.startswith(told) and "llama-8b" in remark.partition("presets near that name: ")[2]
+    plan = ["plan", "--gpus", "8", "--gpu", "h100", "--top", "1", "--json", "--model"]
+    assert main([*plan, "llama-9b"]) == 0 and told in capsys.readouterr().err
+    assert main([*plan, "gpt-175b", "--gpus", "512"]) == 0 and not capsys.readouterr().err, "Megatron's, with its shape"
 
 
 def test_the_example_is_predicted_row_by_row_by_its_frameworks(tmp_path: Path) -> None:

@@ -51,7 +51,15 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     """Made here and now, by a clean checkout."""
     monkeypatch.setattr(environment, "_commit", lambda: "0123456789ab")
     here = environment.describe("cpu", "gloo", 1)
-    return make_good(case=CASE, adapter=TARGET, steps=3, warmup=0, environment=here, conformance=ConformanceEvidence())
+    return make_good(
+        case=CASE,
+        adapter=TARGET,
+        steps=3,
+        warmup=0,
+        timing_budget_seconds=0.0,
+        environment=here,
+        conformance=ConformanceEvidence(),
+    )
 
 
 def test_what_is_held_is_not_run_again_and_said_so(tmp_path: Path, record: Record) -> None:
@@ -107,6 +115,16 @@ def test_what_was_not_judged_does_not_stand_for_what_is(tmp_path: Path, record: 
         with closing(runner(tmp_path / str(assess), [], unjudged, assess=assess)) as running:
             found = running.time(CASE) if task is Task.TIME else running.observe(CASE)
         assert (found is unjudged) is kept
+
+
+def test_a_rate_that_is_to_be_known_better_is_measured_again(tmp_path: Path, record: Record) -> None:
+    made = dataclasses.replace(record, task=Task.TIME, steps=10, warmup=3, timing_budget_seconds=0.5)
+    for budget, kept in ((2.0, made), (20.0, None)):  # of four launches
+        with closing(
+            runner(tmp_path / str(budget), [], record, timing_budget_seconds=budget, assess=Assess.OFF)
+        ) as running:
+            assert Held([made]).of(running.request(Task.TIME, CASE), record.environment) is kept
+            assert running.observe(CASE) is record, "no rate is its business"
 
 
 def test_a_crash_is_held_and_a_checkout_with_changes_holds_nothing(

@@ -32,6 +32,7 @@ def suites(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         "-p",
         "no:cacheprovider",
         "--timing-budget=0",
+        "--steps=3",
         *map(str, arguments),
     ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -123,9 +124,7 @@ def test_a_broken_adapter_from_outside_fails_the_equivalence_suite_and_has_no_sp
     target = ROOT / "tests" / "broken" / "mutants.py"
     broken = ("--adapter", f"{target}:ddp_NoReduction", "--workload", "gpt-mini")
     kept = tmp_path / "bench.json"
-    done = suites(
-        *broken, "--results", tmp_path, "-k", "equivalence or throughput", "--steps", "3", f"--benchmark-json={kept}"
-    )
+    done = suites(*broken, "--results", tmp_path, "-k", "equivalence or throughput", f"--benchmark-json={kept}")
     assert done.returncode == 1
     assert "FAILED suites/test_equivalence.py::test_equivalence[ddp_noreduction-dp2.mb2-gpt-mini-fp32]" in done.stdout
     assert "x its noise" in done.stdout

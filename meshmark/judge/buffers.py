@@ -7,6 +7,7 @@ makes, from where they were before the step, of the micro-batches that this repl
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, Tensors, deviation
 from meshmark.judge.trace import Trace
-from meshmark.reference.build import buffer_shapes, build_model, parameter_shapes
+from meshmark.reference.build import buffer_shapes, parameter_shapes, skeleton
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.model import Model, initial_buffer
 from meshmark.reference.objective import loss_share
@@ -33,8 +34,7 @@ def together(workload: Workload, batch: Batch, layout: Layout | None) -> list[Ba
 
 def exact_model(workload: Workload, batch: Batch) -> Model:
     """Without values, and without dropout; but batch norms work as they do in training."""
-    with torch.device("meta"):
-        model = build_model(workload.model)
+    model = skeleton(workload.model)
     model.eval().skipped_block = batch.skipped_block
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):
@@ -68,9 +68,11 @@ def exact_buffers(
     buffers = {name: value.clone() for name, value in doubles(before).items()}
     for part in parts:
         model = exact_model(workload, part)
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm1d) and momentum is not None:
-                module.momentum = momentum
+        if momentum is not None:
+            model = copy.deepcopy(model)
+            for module in model.modules():
+                if isinstance(module, nn.BatchNorm1d):
+                    module.momentum = momentum
         torch.func.functional_call(model, {**doubles(parameters), **buffers}, (part.inputs,))
     return {name: value.numpy() for name, value in buffers.items()}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.arguments import DEFAULT_GPU, GPU_HELP, add_setting, framework_given, machine_given, recipe_given
 from meshmark.plan.gpu_file import gpu_template
-from meshmark.plan.model_names import plan_model
+from meshmark.plan.model_names import plan_model, told_of_size
 from meshmark.plan.predict_file import DEFAULT_RECIPE
 from meshmark.plan.provenance import provenance
 from meshmark.plan.rates import Rates
@@ -77,6 +77,8 @@ def run_plan(arguments: argparse.Namespace) -> Search | None:
         _print_max_model(arguments, machine, given)
         return None
     model = plan_model(arguments.model or _DEFAULT_MODEL)
+    if told := told_of_size(arguments.model or _DEFAULT_MODEL):
+        print(f"meshmark: {told}", file=sys.stderr)
     if arguments.seq_len is not None:
         model = dataclasses.replace(model, seq_len=arguments.seq_len)
     if arguments.top < 1:

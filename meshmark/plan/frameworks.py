@@ -42,8 +42,7 @@ FRAMEWORKS: dict[str, Framework] = {
         ),
         Framework(name="megatron-deepspeed", recipe="megatron-deepspeed", axes=("dp", "tp", "pp"), zero_stages=(0, 1)),
         Framework(name="deepspeed", recipe="zero", axes=("dp",), zero_stages=(0, 1, 2, 3), adapter="deepspeed"),
-        # DDP keeps what FSDP2 does, whole: fp32 weights, gradients (in its buckets) and moments.
-        Framework(name="ddp", recipe="fsdp2-foreach", axes=("dp",), zero_stages=(0,), adapter="ddp"),
+        Framework(name="ddp", recipe="ddp", axes=("dp",), zero_stages=(0,), adapter="ddp"),
         Framework(name="fsdp2", recipe="fsdp2-foreach", axes=("dp",), zero_stages=(3,), adapter="fsdp2"),
         Framework(name="torchtitan", recipe="fsdp2", axes=("dp", "tp", "pp", "cp"), zero_stages=(0, 3)),
         Framework(name="composer", recipe="fsdp-fused-loss", axes=("dp",), zero_stages=(3,)),

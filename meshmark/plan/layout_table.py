@@ -12,7 +12,7 @@ import numpy as np
 from meshmark.errors import InputError
 from meshmark.plan.frameworks import framework, recipe_of
 from meshmark.plan.layout_columns import DEGREES, DIMENSIONS, cell, expect_known, integer, layout_of, model_of
-from meshmark.plan.model_names import known_models
+from meshmark.plan.model_names import known_models, told_of_size
 from meshmark.plan.rows import Row
 from meshmark.spec.hardware import MOST_GPUS
 from meshmark.spec.layout import AXES, Layout
@@ -131,7 +131,8 @@ def remarks(table: Sequence[Row]) -> list[str]:
                 sizes.append(int(i) + 2)
             if cell(table[i], "layers") and not cell(table[i], "family") and cell(table[i], "model") not in known:
                 ungated.append(int(i) + 2)
-    out = []
+    named = dict.fromkeys(cell(row, "model") for row in table if not cell(row, "layers") and not cell(row, "hidden"))
+    out = [told for name in named if name and (told := told_of_size(name))]
     if stages:
         out.append(f"{_named(sorted(stages))}: more pipeline stages than layers; predicted_fits is 0")
     if sizes:

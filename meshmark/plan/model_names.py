@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from typing import TypedDict
@@ -105,6 +106,16 @@ def plan_model(name: str) -> ModelSpec:
         num_parameters = float(match[2]) * (1e9 if match[3] == "b" else 1e12)
         return model_of_size(num_parameters, family=match[1], name=name)
     raise UnknownNameError("model", name, known)
+
+
+def told_of_size(name: str) -> str:
+    """What a model is that is named by its size alone; empty for presets and descriptions."""
+    if is_description(name) or {name, _SHAPES.get(name)} & known_models().keys():
+        return ""
+    made, near = plan_model(name), difflib.get_close_matches(name, known_models(), n=2)
+    shape = f"{made.num_layers} layers, hidden {made.hidden}, {made.num_heads} heads, {made.seq_len} tokens"
+    presets = f"; presets near that name: {', '.join(near)}" if near else ""
+    return f"{name} is no preset: a {made.family} of that size is planned, of {shape}{presets}"
 
 
 def model_of_size(num_parameters: float, *, family: str = "gpt", name: str | None = None) -> ModelSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -33,10 +34,17 @@ def block_class(spec: AnyModelSpec) -> type[nn.Module]:
     return _MODELS[type(spec)].block
 
 
+@functools.lru_cache(maxsize=4)
+def skeleton(spec: AnyModelSpec) -> Model:
+    """The model of `spec` without values, built once: to build one takes as long as a step of a tiny one. It is shared,
+    so that who depends on a mode of its modules sets it."""
+    with torch.device("meta"):
+        return build_model(spec)
+
+
 def parameter_shapes(spec: AnyModelSpec) -> dict[str, tuple[int, ...]]:
     """Canonical name and full shape of every parameter, without allocating any."""
-    with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in build_model(spec).named_parameters()}
+    return {name: tuple(p.shape) for name, p in skeleton(spec).named_parameters()}
 
 
 def sizes_by_block(spec: AnyModelSpec) -> dict[str, list[int]]:
@@ -50,5 +58,4 @@ def sizes_by_block(spec: AnyModelSpec) -> dict[str, list[int]]:
 
 def buffer_shapes(spec: AnyModelSpec) -> dict[str, tuple[int, ...]]:
     """The same of every buffer, which each replica has values of its own of."""
-    with torch.device("meta"):
-        return {name: tuple(b.shape) for name, b in build_model(spec).named_buffers()}
+    return {name: tuple(b.shape) for name, b in skeleton(spec).named_buffers()}

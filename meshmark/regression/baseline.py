@@ -8,13 +8,14 @@ import json
 import re
 import shutil
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from meshmark.errors import InputError, ResultsError
 from meshmark.regression.conditions import conditions
 from meshmark.run.record import EquivalenceEvidence, Outcome, Record, Relaunch, Status, TimingEvidence
 from meshmark.run.record_file import Reading, RecordFile, read_records
 from meshmark.run.request import Task
+from meshmark.run.session import Ending, Session, standing
 from meshmark.run.throughput import throughput
 
 FOLDER = "baselines"
@@ -22,7 +23,7 @@ ABOUT = "baseline.json"
 """Says what a baseline was measured under; a folder without it was not accepted by this command."""
 NOISY = 0.1
 """Half of a rate's 95 % interval, of the rate, above which a baseline hides what it is to show."""
-ALLOWED = ("wrong", "noisy")
+ALLOWED = ("wrong", "noisy", "unfinished")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 _SECONDS_DIGITS = 7
 
@@ -48,8 +49,8 @@ def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bo
     """Writes baselines/NAME from a results folder and returns its path. Conformance is left out: its tests fail by
     themselves.
 
-    Raises `InputError` for a name that is none or taken, and where cases are wrong, or rates are not known well, unless
-    `allow` says so. Whatever is refused leaves the folder as it was.
+    Raises `InputError` for a name that is none or taken, and where cases are wrong, rates are not known well, or tests
+    have not ended, unless `allow` says so. Whatever is refused leaves the folder as it was.
     """
     if not _NAME.fullmatch(name):
         raise InputError(f"--name {name!r}: expected letters, digits, '.', '_' or '-', such as a100-8gpu")
@@ -63,6 +64,7 @@ def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bo
         raise ResultsError(f"{str(results)!r} holds no record of a case that was run; run `pytest suites` first")
     _refuse("wrong", _wrong(records), allow, "mend them, and run into an empty folder")
     _refuse("noisy", _noisy(records), allow, "use a quieter machine or a longer --timing-budget")
+    _refuse("unfinished", _unfinished(reading.sessions), allow, "let the run end, or repeat it with --resume")
     _write(folder, records, reading)
     return folder
 
@@ -87,6 +89,12 @@ def _noisy(records: Iterable[Record]) -> list[str]:
     timed = [r for r in records if r.task is Task.TIME and r.outcome.status is Status.OK]
     rates = [(record.case.id, throughput(record).relative) for record in timed]
     return [f"{case}: ±{relative:.0%}" for case, relative in rates if relative > NOISY]
+
+
+def _unfinished(sessions: Iterable[Session]) -> list[str]:
+    """Tests that a run still has before it, or never came to: a gate would not miss what they are about."""
+    left = [attempt for attempt, _ in standing(sessions, conforming=False) if attempt.ending is Ending.UNFINISHED]
+    return [f"{attempt.case}: {PurePath(attempt.test.partition('::')[0]).stem} has not ended" for attempt in left]
 
 
 def _write(folder: Path, records: Sequence[Record], reading: Reading) -> None:

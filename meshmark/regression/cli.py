@@ -41,7 +41,11 @@ def add_baseline(parser: argparse.ArgumentParser) -> None:
     accepting.add_argument("results", type=Path, metavar="RESULTS", help="results folder, of one session or several")
     accepting.add_argument("--name", required=True, help="such as a100-8gpu; one a machine and its settings")
     accepting.add_argument(
-        "--allow", action="append", default=[], choices=ALLOWED, help="cases that are wrong, or whose rates are noisy"
+        "--allow",
+        action="append",
+        default=[],
+        choices=ALLOWED,
+        help="cases that are wrong, noisy in their rates, or not all run",
     )
     accepting.add_argument("--replace", action="store_true", help="a baseline of that name")
     accepting.set_defaults(run=_accept)

@@ -71,7 +71,10 @@ def open_side(text: str, scratch: Path, label: str) -> Iterator[Side]:
         yield Side(name=f"{label} ({text})", python=str((Path(text) / "bin" / "python").absolute()), folder=here)
     elif commit := commit_of(text):
         with checkout(commit, scratch / label) as folder:
-            yield Side(name=f"{label} ({text})", folder=folder, paths=(folder,))
+            below = git("rev-parse", "--show-prefix")  # options name files as they are seen from here
+            if not (folder / below).is_dir():
+                raise InputError(f"{text!r} has no folder {below!r}, in which this was called: call it further above")
+            yield Side(name=f"{label} ({text})", folder=folder / below, paths=(folder,))
     elif _BARE.fullmatch(text.strip()) and not (text and Path(text).exists()):
         raise InputError(
             f"{text!r} is no folder with bin/python and no commit of the repository here; a package is named with its "

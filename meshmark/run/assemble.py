@@ -63,6 +63,7 @@ def assemble(
         task=request.task,
         steps=request.steps,
         warmup=request.warmup,
+        timing_budget_seconds=request.timing_budget_seconds,
         environment=describe(request.device, request.backend, nnodes),
         outcome=outcome,
         launch=LaunchSeconds(

@@ -283,6 +283,8 @@ class Record:
     task: Task
     steps: int
     warmup: int = 0
+    timing_budget_seconds: float = 0.0
+    """How long steps could be added in one launch of the untouched pass."""
     environment: Environment
     outcome: Outcome
     launch: LaunchSeconds = field(default_factory=LaunchSeconds)

@@ -38,10 +38,15 @@ class Held:
         record = self._records.get((request.task, request.case, request.scenario))
         if record is None or request.checkpoint or record.outcome.status in _AGAIN or record.outcome.status.outside:
             return None
-        asked = (request.adapter, request.steps, request.warmup, request.base, request.sample)
-        made = (record.adapter, record.steps, record.warmup, record.conformance.base, record.equivalence.sample)
+        asked = (request.adapter, request.base, request.sample, _lengths(request))
+        made = (record.adapter, record.conformance.base, record.equivalence.sample, _lengths(record))
         same = asked == made and _about(here) == _about(record.environment) and not _lacks_judgement(record, request)
         return record if same and is_own(request.adapter) and is_committed(here) else None
+
+
+def _lengths(of: Request | Record) -> tuple[float, ...]:
+    """How long its pass is."""
+    return of.steps, of.warmup, of.timing_budget_seconds
 
 
 def is_own(adapter: str) -> bool:

@@ -236,6 +236,7 @@ class Runner:
             environment=self._here(backend),
             steps=asked.steps,
             warmup=asked.warmup,
+            timing_budget_seconds=asked.timing_budget_seconds,
             conformance=ConformanceEvidence(scenario=told.scenario, base=told.base),
             remarks=remarks,
         )
@@ -264,7 +265,7 @@ class Runner:
             steps=options.timed_steps if task is Task.TIME else observed,
             sample=sample,
             warmup=options.warmup if task in (Task.TIME, Task.PROFILE) else 0,
-            timing_budget_seconds=options.timing_budget_seconds / LEAST_LAUNCHES,
+            timing_budget_seconds=options.timing_budget_seconds / LEAST_LAUNCHES if task is Task.TIME else 0.0,
             assess=assess is Assess.FULL or sample is not None,
         )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from meshmark.adapter.contract import Adapter
+from meshmark.adapter.registry import known_adapters
 from meshmark.run.record import Record
 from meshmark.spec.known_gap import KnownGap
 
@@ -18,6 +19,14 @@ def with_gaps(record: Record, gaps: Sequence[tuple[str, KnownGap]]) -> Record:
         return record
     evidence = dataclasses.replace(record.conformance, known_gaps=[*known, *record.conformance.known_gaps])
     return dataclasses.replace(record, conformance=evidence)
+
+
+def gaps_of_nothing(gaps: Sequence[tuple[str, KnownGap]], chosen: Collection[str]) -> list[str]:
+    """What a user who mistyped an adapter's name should know; `chosen` may be adapters that no registry has. Of one
+    that is there and is not run, nothing is told: several runs share a file."""
+    patterns = dict.fromkeys(pattern for pattern, _ in gaps)
+    none = [pattern for pattern in patterns if not fnmatch.filter({*known_adapters(), *chosen}, pattern)]
+    return [f"--known-gaps: {pattern!r} matches no adapter that is known here" for pattern in none]
 
 
 def with_gaps_of_now(kept: Record, adapter: type[Adapter], gaps: Sequence[tuple[str, KnownGap]]) -> Record:

@@ -234,6 +234,8 @@ RECIPES: dict[str, TrainingRecipe] = {
         _FSDP2,
         # With `torch.optim.AdamW` as it is, not torchtitan's fused one: the roots of all second moments in the update.
         replace(_FSDP2, name="fsdp2-foreach", update=UpdateForm.FOREACH),
+        # DDP keeps what FSDP2 does, whole: fp32 weights, gradients (in its buckets) and moments.
+        replace(_FSDP2, name="ddp", update=UpdateForm.FOREACH, deals_rows=False),
         # A fused loss (llm-foundry's, Liger's): a logit in bf16 and its gradient. llm-foundry's FSDP1 shards evenly.
         replace(_FSDP2, name="fsdp-fused-loss", activations=ActivationBytes(logit_bytes=4), deals_rows=False),
         # 4 + 4 + 8 = 16, everything in fp32.
