@@ -22,12 +22,12 @@ class BatchNorm(nn.BatchNorm1d):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x if x.dtype is torch.float64 else x.float()
-        if self.training and self.num_batches_tracked is not None:
+        tracks = self.track_running_stats  # which FairScale's checkpoints turn off for the first of two passes
+        if self.training and tracks and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
+        mean, variance = (self.running_mean, self.running_var) if tracks or not self.training else (None, None)
         weight, bias = self.weight.to(wide.dtype), self.bias.to(wide.dtype)
-        normed = F.batch_norm(
-            wide, self.running_mean, self.running_var, weight, bias, self.training, self.momentum or 0.0, self.eps
-        )
+        normed = F.batch_norm(wide, mean, variance, weight, bias, self.training, self.momentum or 0.0, self.eps)
         return normed.to(x.dtype)
 
 

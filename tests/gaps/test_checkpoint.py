@@ -25,6 +25,6 @@ def test_running_statistics_see_a_batch_once(use_reentrant: bool) -> None:
 def test_fairscale_s_own_checkpoints_see_it_once() -> None:
     checkpoints = pytest.importorskip("fairscale.nn.checkpoint")
     norm = nn.BatchNorm1d(2)
-    wrapped = checkpoints.checkpoint_wrapper(norm)
+    wrapped = checkpoints.checkpoint_wrapper(nn.Sequential(norm))
     wrapped(torch.randn(4, 2, requires_grad=True)).square().sum().backward()
     assert int(norm.num_batches_tracked) == 1
