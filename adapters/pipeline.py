@@ -114,7 +114,7 @@ class PipelineEngine(Engine):
         shard = batch.shard(self.stands.dp, self.case.layout.dp).to(self.context.device)
         self.total_weight = shard.total_weight
         for chunk in self.chunks:
-            skip_block(chunk, batch)
+            skip_block(chunk, batch, self.case.workload)
         losses: list[Tensor] = []
         inputs = (shard.inputs,) if self.first else ()
         pipeline(*inputs, target=shard.targets if self.last else None, losses=losses, return_outputs=False)
