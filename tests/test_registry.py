@@ -364,7 +364,7 @@ def test_requirements_see_dotted_names(module: str, missing: bool) -> None:
     [
         ("degrees", {"data"}, "degrees holds 'data'; expected dp, tp, pp, cp"),
         ("precisions", {"bf16"}, "precisions holds 'bf16'; expected such as Precision.FP32"),
-        ("families", {"resnet"}, "families holds 'resnet'; expected gpt"),
+        ("families", {"mamba"}, "families holds 'mamba'; expected gpt"),
     ],
 )
 def test_a_capability_that_no_case_has_is_an_error_and_no_skip(field: str, value: set[str], expected: str) -> None:
