@@ -15,14 +15,14 @@ twins: install
 validate: install
 	$(BIN)/python -m studies.validate
 
-# How algorithms converge where theory is exact, and to a target: three minutes on two quiet cores; reports/convergence.md.
-# Fails where a claim does not hold; a claim alone: pytest suites/test_convergence.py -k.
+# How algorithms converge where theory is exact, and to a target, on all cores; reports/convergence.md. Fails
+# where a claim does not hold; a claim alone: pytest suites/test_convergence.py -k.
 .PHONY: convergence throttled
 convergence: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.convergence
 
 # Steps of algorithms on throttled links between networks of this machine, for root: baselines/throttled.csv, which
-# `make convergence` holds its computed map against. Two minutes on two quiet cores.
+# `make convergence` holds its computed map against.
 throttled: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.throttled
 

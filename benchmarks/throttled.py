@@ -1,7 +1,7 @@
 """Steps of algorithms on throttled links: four ranks, each in a network of its own, joined by a switch, every link
 letting through so many Mbit/s each way (tc's tbf). For root.
 
-Leaves baselines/throttled.csv, which `make convergence` holds its computed map against. Two minutes: `make throttled`.
+Leaves baselines/throttled.csv, which `make convergence` holds its computed map against: `make throttled`.
 """
 
 from __future__ import annotations
