@@ -3,6 +3,7 @@ breaks them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ROSTER
+from meshmark.algorithms.pipemare import PipeMare, delay
 from meshmark.algorithms.replicas import Tensors
 from meshmark.algorithms.stale import prescribed, stages_of, stale_step
 from meshmark.errors import InputError
@@ -78,6 +80,37 @@ def test_gradients_are_of_the_composed_versions(kind: AlgorithmKind) -> None:
     assert float(found.gradients[HEAD]) == pytest.approx((b[0] - b[-1]) / 0.1, rel=1e-12)
 
 
+def test_pipemare_by_hand() -> None:
+    """Of f = embedding * head over two stages, 3 and 1 updates late: two steps of four micro-batches, K = 2."""
+    algorithm = dataclasses.replace(ALGORITHMS["pipemare"], annealing_steps=2, discrepancy_decay=0.125)
+    run = PipeMare(make_workload(optimizer=PLAIN, algorithm=algorithm), TWO)
+    seen: list[tuple[float, ...]] = []
+
+    def compute(p: Tensors, part: Batch, back: Tensors) -> tuple[float, Tensors]:
+        seen.append((float(p[EMBEDDING]), float(p[HEAD]), float(back[EMBEDDING]), float(back[HEAD])))
+        return 0.0, {EMBEDDING: back[HEAD], HEAD: p[EMBEDDING]}
+
+    none = torch.zeros(4, 1)
+    batch = Batch(inputs=none, targets=none.long(), weights=none, total_weight=1.0)
+    start, velocity = {EMBEDDING: 1.0, HEAD: 2.0}, {EMBEDDING: 0.0, HEAD: 0.0}
+    for rates in ((0.1 / 3, 0.1), (0.1 / 3**0.5, 0.1)):
+        seen.clear()
+        found = run.step({name: np.float64(x) for name, x in start.items()}, batch, compute)  # type: ignore[misc]
+        made = [start]
+        for index in range(4):
+            newest, late = made[-1], min(index, 1)
+            back = {n: newest[n] - d * velocity[n] for n, d in ((EMBEDDING, index), (HEAD, late))}
+            ahead = (start[EMBEDDING], made[index - late][HEAD])
+            assert seen[index] == pytest.approx((*ahead, back[EMBEDDING], back[HEAD]), rel=1e-15)
+            moves = {EMBEDDING: -rates[0] * back[HEAD], HEAD: -rates[1] * ahead[0]}
+            made.append({name: newest[name] + move for name, move in moves.items()})
+            for name, kept in ((EMBEDDING, 0.5), (HEAD, 0.125)):  # 0.125 to the power of 1/3, and of 1
+                velocity[name] = kept * velocity[name] + (1 - kept) * moves[name]
+        assert found.after is not None and float(found.after[HEAD]) == pytest.approx(made[-1][HEAD], rel=1e-14)
+        start = {name: float(x) for name, x in found.after.items()}
+    assert [delay(4, stage) for stage in range(4)] == [7, 5, 3, 1], "2 (P - i) + 1 of the paper's table 1"
+
+
 def test_every_parameter_has_a_stage() -> None:
     problem = workload("gpt-mini")
     names: Tensors = {f"{x}.weight": np.zeros(1) for x in ("embedding.tokens", "blocks.0.a", "blocks.1.a", "head.norm")}
@@ -90,6 +123,8 @@ def test_what_means_nothing_is_refused() -> None:
     warmed = OptimizerSpec(kind=OptimizerKind.SGD, weight_decay=0.0, clip_norm=None, warmup_steps=2)
     with pytest.raises(InputError, match="makes several updates a step, all of one rate"):
         make_workload(optimizer=warmed, algorithm=ALGORITHMS["pipedream"])
+    with pytest.raises(InputError, match="annealing_steps 0 and discrepancy_decay 0.135"):
+        dataclasses.replace(ALGORITHMS["pipemare"], annealing_steps=0)
     shallow = Case(
         adapter="pipedream",
         workload=workload("gpt-mini-pipedream-2bw"),
@@ -109,6 +144,12 @@ NAMED = {
     "pipedream-vertical-OwnNewest": "versions are those of pipedream",
     "pipedream-vertical-VerticalOfStart": "every micro-batch is of the weights that the step began with",
     "pipedream-vertical-LastStageTooOld": "weights of stage 1 alone are a version too old",
+    "pipemare-MareNotCorrected": "backward passes take the newest weights, without the correction of the discrepancy",
+    "pipemare-MareOneTooLate": "the discrepancy is corrected for an update too many",
+    "pipemare-MareStashes": "backward passes take the weights of the forward passes, which PipeMare does not stash",
+    "pipemare-MareForgetsVelocity": "the velocity of the weights is forgotten between steps",
+    "pipemare-MareNotRescheduled": "learning rates are not rescheduled: early stages start with the whole rate",
+    "pipemare-MareNeverAnnealed": "learning rates of early stages stay divided by their delay: they are not annealed",
     "pipedream-2bw-NoShadow": "weights are a version too new at every stage",
     "pipedream-2bw-ShadowTooOld": "weights are a version too old at every stage",
     "pipedream-2bw-LastStageFresh": "weights of stage 1 alone are a version too new",
@@ -126,7 +167,7 @@ def trials() -> Iterator[tuple[str, Trial]]:
             layout=TWO,
             precision=Precision.FP64,
         )
-        for name in ("pipedream", "pipedream-vertical", "pipedream-2bw")
+        for name in ("pipedream", "pipedream-vertical", "pipedream-2bw", "pipemare")
     }
     for name, case in cases.items():
         yield "", Trial(case=case, steps=4)

@@ -18,6 +18,7 @@ from meshmark.algorithms.corrected import ExactDiffusion, GradientTracking
 from meshmark.algorithms.decentralised import Decentralised, MixedMomentum, ParallelSGD, QuasiGlobal
 from meshmark.algorithms.local_sgd import DiLoCo, FedAvg, LocalSGD
 from meshmark.algorithms.one_bit import OneBitAdam, OneBitLAMB, ZeroOneAdam
+from meshmark.algorithms.pipemare import Rescheduled
 from meshmark.algorithms.replicas import Algorithm, Synchronous, UpdateRule
 from meshmark.algorithms.served import DoubleSqueeze
 from meshmark.spec.algorithm import COMPRESSING, OWN_MOMENTUM, STALE, AlgorithmKind
@@ -53,10 +54,14 @@ def compressing_class(workload: Workload) -> type[Compressing]:
     return PowerSGD if workload.algorithm.is_power_sgd else COMPRESSED[workload.algorithm.kind]
 
 
-def build_algorithm(workload: Workload, rules: Sequence[UpdateRule], exact: bool = True) -> Algorithm:
-    """The workload's, over as many replicas as there are rules, each of its `local_optimizer`. `exact`: sums are in
-    float64 whatever is summed."""
+def build_algorithm(
+    workload: Workload, rules: Sequence[UpdateRule], exact: bool = True, num_stages: int = 1
+) -> Algorithm:
+    """The workload's, over as many replicas as there are rules, each of its `local_optimizer` and of `num_stages`
+    pipeline stages. `exact`: sums are in float64 whatever is summed."""
     kind = workload.algorithm.kind
+    if kind is AlgorithmKind.PIPEMARE:
+        return Rescheduled(rules[0], workload, num_stages)
     if kind is AlgorithmKind.SYNCHRONOUS or kind in STALE:
         return Synchronous(rules[0])
     if kind is AlgorithmKind.LOCAL_SGD:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
+from meshmark.algorithms.pipemare import PipeMare
 from meshmark.algorithms.stale import Versions, prescribed
 from meshmark.judge.deviation import Deviations, QuantityKind, Tensors
 from meshmark.judge.failed_replicas import LEFT_OVER
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault
+from meshmark.judge.pipemare_rivals import PIPEMARE_RIVALS
 from meshmark.judge.trace import Trace
-from meshmark.judge.truth import MOST_PAST, ExactOptimizer, exact_stale_step
+from meshmark.judge.truth import MOST_PAST, ExactOptimizer, exact_pipemare_step, exact_stale_step
 from meshmark.judge.yardstick import Yardstick
 from meshmark.reference.data import make_batch
 from meshmark.spec.algorithm import AlgorithmKind
@@ -41,6 +43,11 @@ def diagnose_stale(case: Case, trace: Trace, deviations: Deviations, yardstick: 
 
 def _of_gradients(case: Case, trace: Trace, step: int, names: list[str], yardstick: Yardstick) -> str | None:
     past, batch = trace.parameters[max(0, step + 1 - MOST_PAST) : step + 1], make_batch(case.workload, step)
+    tolerances = {name: yardstick.tolerance(QuantityKind.GRADIENTS.of(name), step) for name in names}
+    if case.workload.algorithm.kind is AlgorithmKind.PIPEMARE:
+        exact = _replayed(case, trace, step, PipeMare)
+        late = ((how, _replayed(case, trace, step, rival)) for rival, how in PIPEMARE_RIVALS.items())
+        return _first_that_fits(late, exact, trace.gradients[step], tolerances)
 
     def gradients(versions: Versions | None, stashed: bool = True) -> Tensors:
         return exact_stale_step(case.workload, past, batch, case.layout, versions, stashed).gradients
@@ -50,15 +57,26 @@ def _of_gradients(case: Case, trace: Trace, step: int, names: list[str], yardsti
             yield how, gradients(versions)
         yield "backward passes take the newest weights, not those of the forward passes", gradients(None, False)
 
-    exact, told = gradients(None), trace.gradients[step]
-    for how, there in accounts():
+    return _first_that_fits(accounts(), gradients(None), trace.gradients[step], tolerances)
+
+
+def _replayed(case: Case, trace: Trace, step: int, kind: type[PipeMare]) -> Tensors:
+    """The gradients of `step`, where velocities are of all updates before it."""
+    run = kind(case.workload, case.layout)
+    for index in range(step):
+        exact_pipemare_step(run, trace.parameters[index], make_batch(case.workload, index))
+    return exact_pipemare_step(run, trace.parameters[step], make_batch(case.workload, step)).gradients
+
+
+def _first_that_fits(
+    accounts: Iterable[tuple[str, Tensors]], exact: Tensors, told: Tensors, tolerances: Mapping[str, float]
+) -> str | None:
+    """`tolerances`: by the names of what is wrong."""
+    for how, there in accounts:
         if all(
             np.linalg.norm(told[name] - there[name])
-            <= max(
-                yardstick.tolerance(QuantityKind.GRADIENTS.of(name), step),
-                LEFT_OVER * float(np.linalg.norm(told[name] - exact[name])),
-            )
-            for name in names
+            <= max(tolerance, LEFT_OVER * float(np.linalg.norm(told[name] - exact[name])))
+            for name, tolerance in tolerances.items()
             if name in told
         ):
             return how

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from meshmark import rank_progress
+from meshmark.algorithms.pipemare import PipeMare
 from meshmark.algorithms.stale import Versions, stale_step
 from meshmark.algorithms.table import build_algorithm, local_optimizer
 from meshmark.errors import AdapterError
@@ -39,7 +40,7 @@ from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.initial import initial_value
 from meshmark.reference.objective import loss_share
 from meshmark.reference.optimizers import reference_optimizer
-from meshmark.spec.algorithm import STALE
+from meshmark.spec.algorithm import STALE, AlgorithmKind
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
@@ -84,7 +85,9 @@ def assess_replicas(
     for replica, trace in enumerate(traces):
         for name, x in start.items():
             note(replica, QuantityKind.INITIAL.of(name), deviation(trace.parameters[0].get(name), x))
-    algorithm = build_algorithm(workload, [ExactOptimizer(local_optimizer(workload)) for _ in traces])
+    rules = [ExactOptimizer(local_optimizer(workload)) for _ in traces]
+    algorithm = build_algorithm(workload, rules, num_stages=layout.pp if layout else 1)
+    run = PipeMare(workload, layout or Layout())
     num_steps, pasts = len(traces[0].gradients), deque[list[Tensors]](maxlen=MOST_PAST)
     rank_progress.begin(rank_progress.Phase.TRUTH, num_steps * len(traces))
     for step in range(num_steps):
@@ -92,7 +95,10 @@ def assess_replicas(
         pasts.append(here)
         batch, owns = make_batch(workload, step), []
         parts = [algorithm.part(batch, replica) for replica in range(len(traces))]
-        exact = [exact_step(workload, past, parts[r], layout) for r, past in enumerate(zip(*pasts, strict=True))]
+        if workload.algorithm.kind is AlgorithmKind.PIPEMARE:
+            exact = [exact_pipemare_step(run, here[0], batch)]
+        else:
+            exact = [exact_step(workload, past, parts[r], layout) for r, past in enumerate(zip(*pasts, strict=True))]
         right = algorithm.reported([e.gradients for e in exact])
         for replica, (trace, e, gradients) in enumerate(zip(traces, exact, right, strict=True)):
             there = e.loss
@@ -103,8 +109,8 @@ def assess_replicas(
             for quantity, value in _assess_gradients(trace, step, replace(e, gradients=gradients), there).items():
                 note(replica, quantity, value)
         if twin:
-            run = zip(traces, here, strict=True)
-            twins = [twin.step_of(trace, p, algorithm.part(batch, r), step) for r, (trace, p) in enumerate(run)]
+            both = enumerate(zip(traces, here, strict=True))
+            twins = [twin.step_of(trace, p, algorithm.part(batch, r), step) for r, (trace, p) in both]
             reduced = algorithm.reported([t.gradients for t in twins])
             for replica, (trace, t) in enumerate(zip(traces, twins, strict=True)):
                 whole = replace(t, gradients=reduced[replica])
@@ -185,6 +191,17 @@ def exact_stale_step(
     return Exact(loss=found.loss, gradients=found.gradients, unused=frozenset())
 
 
+def exact_pipemare_step(run: PipeMare, here: Tensors, batch: Batch) -> Exact:
+    """The next of a run, whose backward passes take other weights than its forward passes."""
+
+    def compute(parameters: Tensors, part: Batch, changed: Tensors) -> tuple[float, Tensors]:
+        found = exact_gradients(run.workload, parameters, part, changed=changed)
+        return found.loss, found.gradients
+
+    found = run.step({name: x.astype(np.float64) for name, x in here.items()}, batch, compute)
+    return Exact(loss=found.loss, gradients=found.gradients, unused=frozenset())
+
+
 def exact_gradients(
     workload: Workload,
     parameters: Tensors,
@@ -193,7 +210,7 @@ def exact_gradients(
     changed: Tensors | None = None,
 ) -> Exact:
     """Loss and gradients of a global batch, or some of its micro-batches, without dropout; `layout`: see `assess`.
-    `changed`: what parameters are made in place before the backward pass, which is wrong."""
+    `changed`: what parameters are made in place before the backward pass, which is wrong but under PipeMare."""
     model = exact_model(workload, batch)
     values = doubles({name: x.copy() for name, x in parameters.items()} if changed else parameters)
     trained = {name: value.requires_grad_() for name, value in values.items() if workload.trains(name)}

@@ -60,6 +60,9 @@ class AlgorithmKind(StrEnum):
     """The same, with the version at all stages that the first stage had."""
     PIPEDREAM_2BW = "pipedream-2bw"
     """A pipeline whose every step is of the weights before the last one (arXiv:2006.09503)."""
+    PIPEMARE = "pipemare"
+    """A pipeline that stashes no weights: backward passes estimate those of the forward passes, and early stages start
+    with smaller rates (arXiv:1910.05124)."""
     MAJORITY_VOTE = "majority-vote"
     """All step on the sign that most replicas' gradients have, element by element (arXiv:1810.05291)."""
 
@@ -81,7 +84,7 @@ PERIODIC = frozenset(
 """Those whose replicas step alone, and meet now and then."""
 OWN_MOMENTUM = frozenset({AlgorithmKind.DMSGD, AlgorithmKind.QUASI_GLOBAL})
 """Those that keep the momentum themselves, in the place of the local optimizer."""
-BY_MICRO_BATCH = frozenset({AlgorithmKind.PIPEDREAM, AlgorithmKind.PIPEDREAM_VERTICAL})
+BY_MICRO_BATCH = frozenset({AlgorithmKind.PIPEDREAM, AlgorithmKind.PIPEDREAM_VERTICAL, AlgorithmKind.PIPEMARE})
 """Those that make an update a micro-batch."""
 STALE = BY_MICRO_BATCH | {AlgorithmKind.PIPEDREAM_2BW}
 """Those of pipelines whose gradients are of older weights."""
@@ -137,6 +140,10 @@ class AlgorithmSpec:
     """DiLoCo's learning rate on averages; the default is the paper's."""
     outer_momentum: float = 0.9
     """The same of its momentum."""
+    annealing_steps: int = 4
+    """PipeMare's K: steps until all stages have one learning rate."""
+    discrepancy_decay: float = 0.135
+    """PipeMare's D: what is left of a velocity after as many updates as a stage is late; the paper's."""
 
     def __post_init__(self) -> None:
         if self.period < 1:
@@ -161,6 +168,11 @@ class AlgorithmSpec:
             raise InputError(
                 f"algorithm: outer_rate {self.outer_rate} and outer_momentum {self.outer_momentum}; expected a rate "
                 "above 0, and a momentum of at least 0 and less than 1"
+            )
+        if self.annealing_steps < 1 or not 0 < self.discrepancy_decay < 1:
+            raise InputError(
+                f"algorithm: annealing_steps {self.annealing_steps} and discrepancy_decay {self.discrepancy_decay}; "
+                "expected at least 1, and a share between 0 and 1"
             )
         self._check_compressor()
 

@@ -26,7 +26,7 @@ _ONE_BIT = workload("gpt-mini-adam-one-bit-adam-signw2")
 _ONE_BIT_LAMB = workload("gpt-mini-unclipped-lamb-one-bit-lamb-signw2")
 _ZERO_ONE = workload("gpt-mini-plain-adam-zero-one-adam2-signw2")
 _PIPEDREAM, _TWO_BUFFERED = workload("gpt-mini-sgd-pipedream"), workload("gpt-mini-sgd-pipedream-2bw")
-_VERTICAL = workload("gpt-mini-sgd-pipedream-vertical")
+_VERTICAL, _MARE = workload("gpt-mini-sgd-pipedream-vertical"), workload("gpt-mini-sgd-pipemare")
 _FOUR = Layout(dp=4)
 """Where two average all that they have, a momentum that is mixed is one that is not."""
 
@@ -114,6 +114,12 @@ ALGORITHM_MUTANTS: list[Mutant] = [
     *on("pipedream", v.OwnNewest, Fault.ALGORITHM, workload=_VERTICAL),
     *on("pipedream", v.VerticalOfStart, Fault.ALGORITHM, workload=_VERTICAL),
     *on("pipedream", v.LastStageTooOld, Fault.ALGORITHM, workload=_VERTICAL),
+    *on("pipedream", v.MareNotCorrected, Fault.ALGORITHM, workload=_MARE),
+    *on("pipedream", v.MareOneTooLate, Fault.ALGORITHM, workload=_MARE),
+    *on("pipedream", v.MareStashes, Fault.ALGORITHM, workload=_MARE),
+    *on("pipedream", v.MareForgetsVelocity, Fault.ALGORITHM, workload=_MARE),
+    *on("pipedream", v.MareNotRescheduled, Fault.ALGORITHM, workload=_MARE),
+    *on("pipedream", v.MareNeverAnnealed, Fault.ALGORITHM, workload=_MARE),
     *on("pipedream", v.NoShadow, Fault.ALGORITHM, workload=_TWO_BUFFERED),
     *on("pipedream", v.ShadowTooOld, Fault.ALGORITHM, workload=_TWO_BUFFERED),
     *on("pipedream", v.LastStageFresh, Fault.ALGORITHM, workload=_TWO_BUFFERED),

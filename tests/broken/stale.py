@@ -128,3 +128,61 @@ class ShadowIsStepped(Broken):
             for (_, p), before, newest in zip(self.named(), stepped_from, now, strict=True):
                 p.add_(before - newest)
         return found
+
+
+class MareNotCorrected(Broken):
+    def lateness(self, micro_batch: int) -> int:
+        return 0
+
+
+class MareOneTooLate(Broken):
+    delay: int
+
+    def lateness(self, micro_batch: int) -> int:
+        return min(micro_batch, self.delay) + 1
+
+
+class MareStashes(Broken):
+    """Backward passes find what the forward passes found."""
+
+    versions: list[dict[str, Tensor]]
+    found: dict[int, dict[str, Tensor]]
+
+    def prepare(self) -> None:
+        self.found = {}
+
+    def pass_forward(self, micro_batch: int, batch: Batch) -> None:
+        self.found[micro_batch] = {name: w.detach().clone() for name, w in self.versions[0].items()}
+        super().pass_forward(micro_batch, batch)  # type: ignore[misc]
+
+    def correct(self, micro_batch: int) -> None:
+        for name, w in self.versions[0].items():
+            w.data.copy_(self.found[micro_batch][name])
+
+
+class MareForgetsVelocity(Broken):
+    velocity: dict[str, Tensor]
+
+    def backward(self, batch: Batch) -> Tensor:
+        for velocity in self.velocity.values():
+            velocity.zero_()
+        return super().backward(batch)  # type: ignore[safe-super]
+
+
+class MareNotRescheduled(Broken):
+    case: Any
+
+    def rate(self) -> float:
+        found: float = self.case.workload.optimizer.learning_rate
+        return found
+
+
+class MareNeverAnnealed(Broken):
+    """The count of steps is not kept."""
+
+    steps_done: int
+
+    def update(self) -> Tensor | None:
+        found = super().update()  # type: ignore[safe-super]
+        self.steps_done = 0
+        return found

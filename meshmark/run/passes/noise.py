@@ -29,6 +29,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
 from meshmark.algorithms.compressing import Compressing
+from meshmark.algorithms.pipemare import PipeMare
 from meshmark.algorithms.table import build_algorithm, local_optimizer
 from meshmark.environment import machine
 from meshmark.judge.replicas import num_replicas
@@ -178,7 +179,7 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
         engine.cast_weights = bool(run % num_ways(case))
         perturb(engine, case, run)
     rules = [EngineRule(engine) for engine in engines]
-    algorithm = build_algorithm(workload, rules, exact=False)
+    algorithm, late = build_algorithm(workload, rules, exact=False), PipeMare(workload, request.case.layout)
     if isinstance(algorithm, Compressing):
         algorithm.order = random_bits(f"replicas/{run}", (replicas,), seed=workload.seed).argsort().tolist()
     twin = (
@@ -191,7 +192,7 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     for step in range(request.steps):
         batch = make_batch(workload, step)
         if stale:
-            note_stale_step(request.case, traces[0], rules[0], batch, lambda part: permute(part, case, run, num_ranks))
+            note_stale_step(late, traces[0], rules[0], batch, lambda part: permute(part, case, run, num_ranks))
             rank_progress.advance()
             continue
         parts = [permute(algorithm.part(batch, replica), case, run, num_ranks) for replica in range(replicas)]

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
 
 from meshmark.adapter.single import SingleEngine
+from meshmark.algorithms.pipemare import PipeMare
 from meshmark.algorithms.replicas import Tensors
 from meshmark.algorithms.stale import stale_step
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.reference.data import Batch
 from meshmark.run.passes.engine_rule import EngineRule, put
-from meshmark.spec.case import Case
+from meshmark.spec.algorithm import AlgorithmKind
 
 
 def note_stale_step(
-    case: Case, trace: Trace, rule: EngineRule, batch: Batch, arrange: Callable[[Batch], Batch]
+    run: PipeMare, trace: Trace, rule: EngineRule, batch: Batch, arrange: Callable[[Batch], Batch]
 ) -> None:
-    """`arrange`: the run's order of a part's rows."""
+    """`run`: of the case's workload and layout, whatever its algorithm. `arrange`: its order of a part's rows."""
+    workload, layout = run.workload, run.layout
+    mare = workload.algorithm.kind is AlgorithmKind.PIPEMARE
     engine: SingleEngine = rule.engine
     trace.evaluations.append(float(engine.evaluate(arrange(batch))))
 
     def compute(parameters: Tensors, part: Batch, newest: Tensors) -> tuple[float, Tensors]:
         engine.optimizer.zero_grad()
         put(engine.parameters(), parameters)
-        loss = engine.backward(arrange(part))
+        with _changed_between(engine, newest) if mare else nullcontext():
+            loss = engine.backward(arrange(part))
         return float(loss), host_copies(engine.gradients())
 
-    found = stale_step(case.workload, case.layout, trace.parameters, batch, compute)
+    if mare:
+        found = run.step(trace.parameters[-1], batch, compute)
+    else:
+        found = stale_step(workload, layout, trace.parameters, batch, compute)
     after = rule.step(trace.parameters[-1], found.gradients)
     there = found.after or after
     put(engine.parameters(), there)
@@ -37,3 +47,18 @@ def note_stale_step(
     trace.norms.append(rule.norm)
     trace.parameters.append(there)
     trace.buffers[0].append(host_copies(engine.buffers()))
+
+
+@contextmanager
+def _changed_between(engine: SingleEngine, values: Tensors) -> Iterator[None]:
+    """Puts `values` in the place of what the forward pass has saved."""
+
+    def change(*_: object) -> None:
+        for name, parameter in engine.parameters().items():
+            parameter.data.copy_(torch.from_numpy(values[name]))
+
+    handle = engine.module.register_forward_hook(change)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,28 +1,19 @@
-"""Pipelines that do not wait (PipeDream, arXiv:1806.03377; PipeDream-2BW, arXiv:2006.09503), between processes: ours,
-for no kept library does it. What is sent where is 1F1B's."""
+"""A pipeline whose micro-batches update weights one by one, each by those that it found; and the same with the version
+at all stages that the first stage had."""
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshmark.adapter.capabilities import Capabilities, Feature
-from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapter.holdings import Holdings
-from meshmark.adapters.checkpoint import load_own, save_own
-from meshmark.adapters.pipeline import Pipeline, PipelineEngine
+from meshmark.adapter.engine import RankContext
+from meshmark.adapters.pipeline import PipelineEngine
 from meshmark.reference.data import Batch
-from meshmark.spec.algorithm import BY_MICRO_BATCH, STALE, AlgorithmKind
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Schedule
-from meshmark.spec.precision import Dtype, Precision
-from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import Remainder, local_parameters
+from meshmark.spec.precision import Dtype
 
 Weights = dict[str, Tensor]
 """Of a stage, by the names of what is run."""
@@ -54,9 +45,9 @@ class PipeDreamEngine(PipelineEngine):
     def backward(self, batch: Batch) -> Tensor:
         layout, whole = self.case.layout, batch.to(self.context.device)
         self.total_weight = whole.total_weight
-        self.versions, self.sent, self.losses = [dict(self.part.named_parameters())], [], []
+        self.versions, self.sent, self.losses = [self.first_version()], [], []
         count = layout.num_micro_batches
-        parts, ahead = list(whole.micro_batches(count)), min(self.stages_after, count)
+        parts, ahead = list(whole.micro_batches(count)), min(self.most_in_flight, count)
         for index in range(count + ahead):
             if index < count:
                 self.pass_forward(index, parts[index])
@@ -76,6 +67,14 @@ class PipeDreamEngine(PipelineEngine):
     @property
     def stages_after(self) -> int:
         return self.case.layout.pp - 1 - self.stands.pp
+
+    @property
+    def most_in_flight(self) -> int:
+        """Forward passes before the first backward pass."""
+        return self.stages_after
+
+    def first_version(self) -> Weights:
+        return dict(self.part.named_parameters())
 
     def version_of(self, micro_batch: int) -> int:
         """Whose weights its forward pass takes: the newest that are here."""
@@ -107,10 +106,14 @@ class PipeDreamEngine(PipelineEngine):
 
     @torch.no_grad()
     def step_on(self, gradients: Weights) -> None:
-        """The next version; and what the step is made of, all together."""
+        """The next version."""
         rate, newest = self.case.workload.optimizer.learning_rate, self.versions[-1]
         moved = {n: newest[n].sub(g, alpha=rate).requires_grad_() for n, g in gradients.items()}
         self.versions.append({**newest, **moved})
+        self.keep(gradients)
+
+    def keep(self, gradients: Weights) -> None:
+        """What the step is made of, all together."""
         parameters = dict(self.part.named_parameters())
         for name, gradient in gradients.items():
             before = parameters[name].grad
@@ -149,83 +152,3 @@ class VerticalEngine(PipeDreamEngine):
 
     def version_of(self, micro_batch: int) -> int:
         return max(0, micro_batch - (self.case.layout.pp - 1))
-
-
-class TwoBufferedEngine(PipelineEngine):
-    """`shadow`: the weights before those that the optimizer steps from; of them is every gradient."""
-
-    def __init__(self, case: Case, context: RankContext) -> None:
-        super().__init__(case, context)
-        self.shadow: list[Tensor] = [p.detach().clone() for p in self.model.parameters()]
-
-    def backward(self, batch: Batch) -> Tensor:
-        self.swap()
-        loss = super().backward(batch)
-        self.swap()
-        return loss
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        for parameter, shadow in zip(self.model.parameters(), self.shadow, strict=True):
-            now = parameter.clone()
-            parameter.copy_(shadow)
-            shadow.copy_(now)
-
-    def update(self) -> Tensor | None:
-        torch._foreach_copy_(self.shadow, [p.detach() for p in self.model.parameters()])
-        return super().update()
-
-    def holdings(self) -> Holdings:
-        held = super().holdings()
-        return dataclasses.replace(held, optimizer_states=[*held.optimizer_states, *self.shadow])
-
-    def save(self, folder: Path) -> None:
-        save_own(folder, {"shadow": self.shadow})
-        super().save(folder)
-
-    def load(self, folder: Path) -> None:
-        super().load(folder)
-        torch._foreach_copy_(self.shadow, load_own(folder, self.context.device)["shadow"])
-
-
-ENGINES: dict[AlgorithmKind, type[PipelineEngine]] = {
-    AlgorithmKind.PIPEDREAM: PipeDreamEngine,
-    AlgorithmKind.PIPEDREAM_VERTICAL: VerticalEngine,
-    AlgorithmKind.PIPEDREAM_2BW: TwoBufferedEngine,
-}
-
-
-class PipeDream(Pipeline):
-    capabilities: ClassVar = Capabilities(
-        degrees=frozenset({"pp"}),
-        schedules=frozenset({Schedule.ONE_F_ONE_B}),
-        families=Pipeline.capabilities.families,
-        precisions=frozenset({Precision.FP64, Precision.FP32}),
-        algorithms=STALE,
-        lacks={
-            **Pipeline.capabilities.lacks,
-            Precision.BF16: "its gradients would be held against a twin of one set of weights",
-            Feature.TIED_EMBEDDINGS: "two stages would hold two versions of one weight",
-            Feature.UNUSED: "a micro-batch makes an update of every weight",
-            Feature.DROPOUT: "its masks are judged at one set of weights",
-            Feature.RESHARD: "older versions are saved by rank",
-        },
-    )
-
-    @classmethod
-    def recipe(cls, case: Case) -> TrainingRecipe:
-        """Of stashed versions no peak is planned."""
-        own_loop = case.workload.algorithm.kind in BY_MICRO_BATCH
-        return dataclasses.replace(super().recipe(case), activations_known=False, receive_buffers=not own_loop)
-
-    @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        if case.workload.algorithm.kind in BY_MICRO_BATCH:
-            return ()
-        count = local_parameters(case.workload.model, case.layout, rank)
-        assert count is not None
-        num_bytes = count * case.precision.master.itemsize
-        return (Remainder(category="optimizer_states", num_bytes=num_bytes, reason="the weights of the step before"),)
-
-    def build(self, case: Case, context: RankContext) -> Engine:
-        return ENGINES[case.workload.algorithm.kind](case, context)

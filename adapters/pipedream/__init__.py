@@ -1,0 +1,69 @@
+"""Pipelines that do not wait (PipeDream, arXiv:1806.03377; PipeDream-2BW, arXiv:2006.09503; PipeMare,
+arXiv:1910.05124), between processes: ours, for no kept library does it. What is sent where is 1F1B's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from meshmark.adapter.capabilities import Capabilities, Feature
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.pipedream.engines import PipeDreamEngine, VerticalEngine
+from meshmark.adapters.pipedream.mare import PipeMareEngine
+from meshmark.adapters.pipedream.two_buffered import TwoBufferedEngine
+from meshmark.adapters.pipeline import Pipeline, PipelineEngine
+from meshmark.spec.algorithm import BY_MICRO_BATCH, STALE, AlgorithmKind
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Schedule
+from meshmark.spec.precision import Precision
+from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.states import Remainder, local_parameters
+
+ENGINES: dict[AlgorithmKind, type[PipelineEngine]] = {
+    AlgorithmKind.PIPEDREAM: PipeDreamEngine,
+    AlgorithmKind.PIPEDREAM_VERTICAL: VerticalEngine,
+    AlgorithmKind.PIPEDREAM_2BW: TwoBufferedEngine,
+    AlgorithmKind.PIPEMARE: PipeMareEngine,
+}
+KEPT = {
+    AlgorithmKind.PIPEDREAM_2BW: "the weights of the step before",
+    AlgorithmKind.PIPEMARE: "the velocity of the weights",
+}
+"""From one step to the next, as large as the parameters."""
+
+
+class PipeDream(Pipeline):
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"pp"}),
+        schedules=frozenset({Schedule.ONE_F_ONE_B}),
+        families=Pipeline.capabilities.families,
+        precisions=frozenset({Precision.FP64, Precision.FP32}),
+        algorithms=STALE,
+        lacks={
+            **Pipeline.capabilities.lacks,
+            Precision.BF16: "its gradients would be held against a twin of one set of weights",
+            Feature.TIED_EMBEDDINGS: "two stages would hold two versions of one weight",
+            Feature.UNUSED: "a micro-batch makes an update of every weight",
+            Feature.DROPOUT: "its masks are judged at one set of weights",
+            Feature.RESHARD: "older versions are saved by rank",
+        },
+    )
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """Of stashed versions no peak is planned."""
+        own_loop = case.workload.algorithm.kind in BY_MICRO_BATCH
+        return dataclasses.replace(super().recipe(case), activations_known=False, receive_buffers=not own_loop)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        reason = KEPT.get(case.workload.algorithm.kind)
+        if reason is None:
+            return ()
+        count = local_parameters(case.workload.model, case.layout, rank)
+        assert count is not None
+        num_bytes = count * case.precision.master.itemsize
+        return (Remainder(category="optimizer_states", num_bytes=num_bytes, reason=reason),)
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return ENGINES[case.workload.algorithm.kind](case, context)
