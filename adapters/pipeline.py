@@ -243,6 +243,7 @@ class Pipeline(Adapter):
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         lacks={
             Family.VIT: "its stages pass targets to the loss, and no weights",
+            Family.RESNET: "its stages pass targets to the loss, and no weights",
             Precision.FP16: _NO_SCALER,
             Precision.BF16_REDUCE_BF16: "replicas of a pipeline reduce their gradients as they are held, in float32",
         },
