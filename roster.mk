@@ -33,7 +33,7 @@ roster: install
 	$(BIN)/python -m benchmarks.roster $(ROSTER) || status=$$?; \
 	$(ROSTER_CLAUSES) --world 4 --adapters $(WIDE) || status=$$?; \
 	$(ROSTER_CLAUSES) --adapters "$(ROSTER_NAMES)" || status=$$?; \
-	for name in bert-mini llama-tiny vit-digits; do \
+	for name in bert-mini llama-tiny vit-digits resnet-digits; do \
 		$(ROSTER_SUITES) --world 2 --workload $$name --max-time $(WORKLOAD_TIME) || status=$$?; done; \
 	exit $$status
 roster-page: install

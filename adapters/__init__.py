@@ -64,6 +64,7 @@ ROSTER: dict[str, str] = {
     "fabric-ddp-separate": "meshmark.adapters.fabric:FabricDDPSeparate",
     "fabric-fsdp": "meshmark.adapters.fabric:FabricFSDP",
     "fabric-fsdp-separate": "meshmark.adapters.fabric:FabricFSDPSeparate",
+    "fabric-deepspeed": "meshmark.adapters.fabric.deepspeed:FabricDeepSpeed",
     "fabric-tp-fsdp2": "meshmark.adapters.fabric.model_parallel:FabricTensorParallelFSDP2",
     "accelerate-deepspeed-file": "meshmark.adapters.accelerate.deepspeed_file:AccelerateDeepSpeedFile",
     "accelerate-hsdp": "meshmark.adapters.accelerate:AccelerateHSDP",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, initial
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.gathered import Gathered
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.build import sizes_by_block
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
@@ -181,12 +180,8 @@ class FSDP1Hybrid(FSDP1):
 
 def _padding(case: Case, sharding: Sharding) -> Padding:
     """Within a flat tensor up to each next parameter's address, and at its end to a multiple of the shards."""
-    shapes, shards = parameter_shapes(case.workload.model), case.layout.dp // sharding.replicas
+    units, shards = sizes_by_block(case.workload.model), case.layout.dp // sharding.replicas
     aligned = _ALIGNED_BYTES // case.precision.compute.itemsize
-    units: dict[str, list[int]] = {}
-    for name, shape in shapes.items():
-        block = name.split(".")[1] if name.startswith("blocks.") else ""
-        units.setdefault(block, []).append(math.prod(shape))
 
     def beyond(sizes: list[int]) -> int:
         filled = sum(size + -size % aligned for size in sizes[:-1]) + sizes[-1]

@@ -114,7 +114,7 @@ class PipelineEngine(Engine):
         shard = batch.shard(self.stands.dp, self.case.layout.dp).to(self.context.device)
         self.total_weight = shard.total_weight
         for chunk in self.chunks:
-            skip_block(chunk, batch)
+            skip_block(chunk, batch, self.case.workload)
         losses: list[Tensor] = []
         inputs = (shard.inputs,) if self.first else ()
         pipeline(*inputs, target=shard.targets if self.last else None, losses=losses, return_outputs=False)
@@ -243,6 +243,7 @@ class Pipeline(Adapter):
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         lacks={
             Family.VIT: "its stages pass targets to the loss, and no weights",
+            Family.RESNET: "its stages pass targets to the loss, and no weights",
             Precision.FP16: _NO_SCALER,
             Precision.BF16_REDUCE_BF16: "replicas of a pipeline reduce their gradients as they are held, in float32",
         },

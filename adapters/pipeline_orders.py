@@ -68,7 +68,7 @@ class InterleavedZeroBubble(LoopedBFS):
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         layout, width = case.layout, case.precision.wide.itemsize
         inputs = layout.num_micro_batches * (layout.virtual_stages - (layout.coordinates(rank).pp == 0))
-        num_bytes = inputs * micro_batch_tokens(case) * case.workload.model.hidden * width
+        num_bytes = inputs * micro_batch_tokens(case) * case.workload.transformer.hidden * width
         return (*super().remainders(case, rank), Remainder(category="steady", num_bytes=num_bytes, reason=_INPUTS))
 
     @classmethod
@@ -111,7 +111,7 @@ class ZeroBubbleV(Pipeline):
         first, second = layout.stages_of(index)
         counts, together = cls.in_two_parts(layout, index), second == first + 1
         inputs = counts[0] * (first > 0) + counts[1] * (not together)
-        each = micro_batch_tokens(case) * case.workload.model.hidden * width
+        each = micro_batch_tokens(case) * case.workload.transformer.hidden * width
         handed = 2 * layout.num_micro_batches * each * together
         return (
             Remainder(category="steady", num_bytes=inputs * each, reason=_INPUTS),

@@ -152,7 +152,7 @@ def test_wide_training_sends_wide() -> None:
     assert bytes_by_kind(flows(make_case(layout=Layout(dp=2), precision=Precision.FP64))) == {"all_reduce": 8 * P}
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "vit-digits", "vit-digits-bn"])
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "vit-digits", "vit-digits-bn", "resnet-digits"])
 def test_as_many_calls_are_allowed_as_the_model_has_tensors(name: str) -> None:
     case = make_case(workload=workload(name), layout=Layout(dp=2))
     assert flows(case)[0].most == len(parameter_shapes(case.workload.model))

@@ -22,7 +22,7 @@ from meshmark.judge.buffers import exact_buffers, initial_buffers
 from meshmark.judge.deviation import QuantityKind
 from meshmark.judge.truth import exact_gradients, initial_values
 from meshmark.reference import digits
-from meshmark.reference.build import buffer_shapes, build_model, parameter_shapes
+from meshmark.reference.build import buffer_shapes, build_model, parameter_shapes, sizes_by_block
 from meshmark.reference.data import IGNORED, check_data, make_batch
 from meshmark.reference.digits import load_digits
 from meshmark.reference.objective import loss_share
@@ -37,19 +37,19 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import MODELS, Family
 from meshmark.spec.precision import Precision
-from meshmark.spec.vision_spec import VISION_MODELS, VisionSpec
+from meshmark.spec.vision_spec import VISION_MODELS, ImageSpec
 from meshmark.spec.workload import Loss, Workload, workload
 from meshmark.theory.flow import bytes_by_kind
 from meshmark.theory.states import ModelStates, model_states
 from meshmark.theory.traffic import step_traffic
-from tests.broken.mutant import under
+from tests.broken.mutant import ALGORITHMS, under
 from tests.broken.mutants import BY_NAME, target
 from tests.factories import make_good, make_memory_evidence, make_timed, make_traffic_evidence
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed: pip install scikit-learn"
 )
-VIT, BN = workload("vit-digits"), workload("vit-digits-bn")
+VIT, BN, RESNET = workload("vit-digits"), workload("vit-digits-bn"), workload("resnet-digits")
 TWO = Layout(dp=2, num_micro_batches=2)
 MUTANTS = [
     "fsdp2_MeanOfRanksOfImages",
@@ -108,24 +108,25 @@ def test_weights_weigh() -> None:
 
 
 @pytest.mark.parametrize("spec", VISION_MODELS.values(), ids=lambda s: s.name)
-def test_closed_forms_are_those_of_the_model(spec: VisionSpec) -> None:
-    model = build_model(spec)
+def test_closed_forms_are_those_of_the_model(spec: ImageSpec) -> None:
+    model, sizes = build_model(spec), sizes_by_block(spec)
     assert spec.num_parameters == sum(p.numel() for p in model.parameters())
-    blocks = sum(p.numel() for p in model.blocks["0"].parameters())
-    assert (spec.embedding_parameters, spec.block_parameters) == (
-        sum(p.numel() for p in model.embedding.parameters()), blocks
-    )  # fmt: skip
+    assert spec.embedding_parameters + spec.head_parameters == sum(sizes.pop(""))
+    assert spec.embedding_parameters == sum(p.numel() for p in model.embedding.parameters())
+    assert spec.block_parameters == max(map(sum, sizes.values()))
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         build_model(spec)(torch.empty(3, 1, 8, 8))
     assert counter.get_total_flops() == 3 * spec.forward_flops
 
 
-def test_a_part_has_the_names_and_values_of_the_whole() -> None:
-    whole, parts = build_model(BN.model), [build_model(BN.model, layers) for layers in ([0, 1], [2, 3])]
+@pytest.mark.parametrize("coupled", [BN, RESNET], ids=lambda w: w.name)
+def test_a_part_has_the_names_and_values_of_the_whole(coupled: Workload) -> None:
+    spec = coupled.model
+    whole, parts = build_model(spec), [build_model(spec, layers) for layers in ([0, 1], [2, 3])]
     for model in (whole, *parts):
         model.initialize(seed=5)
     held = {name: p for part in parts for name, p in part.named_parameters()}
-    assert held.keys() == dict(whole.named_parameters()).keys() == parameter_shapes(BN.model).keys()
+    assert held.keys() == dict(whole.named_parameters()).keys() == parameter_shapes(spec).keys()
     assert all(torch.equal(p, held[name]) for name, p in whole.named_parameters())
     images = make_batch(BN, 0).inputs
     torch.testing.assert_close(parts[1](parts[0](images)), whole(images))
@@ -141,19 +142,20 @@ def test_every_patch_sees_all_others() -> None:
     assert not torch.allclose(model(images)[0, 0], before[0, 0])
 
 
-def test_the_truth_under_batch_norm_is_that_of_micro_batches_of_replicas() -> None:
+@pytest.mark.parametrize("coupled", [BN, RESNET], ids=lambda w: w.name)
+def test_the_truth_under_batch_norm_is_that_of_micro_batches_of_replicas(coupled: Workload) -> None:
     """Against plain PyTorch in training mode, part by part; and another layout is another truth."""
-    model, batch = build_model(BN.model).double(), make_batch(BN, 0)
-    model.initialize(BN.seed)
-    rows = BN.global_batch // 4
+    model, batch = build_model(coupled.model).double(), make_batch(coupled, 0)
+    model.initialize(coupled.seed)
+    rows = coupled.global_batch // 4
     for i in range(4):
         part = batch.rows(i * rows, (i + 1) * rows)
-        loss_share(model(part.inputs), part, BN.loss).backward()
-    start = initial_values(BN)
-    exact = exact_gradients(BN, start, batch, TWO).gradients
+        loss_share(model(part.inputs), part, coupled.loss).backward()
+    start = initial_values(coupled)
+    exact = exact_gradients(coupled, start, batch, TWO).gradients
     for name, parameter in model.named_parameters():
         np.testing.assert_allclose(exact[name], parameter.grad.numpy(), rtol=1e-9, atol=1e-14)
-    whole = exact_gradients(BN, start, batch, Layout(dp=2)).gradients
+    whole = exact_gradients(coupled, start, batch, Layout(dp=2)).gradients
     assert not np.allclose(whole["head.output.weight"], exact["head.output.weight"], rtol=1e-3)
 
 
@@ -197,13 +199,13 @@ def test_throughput_counts_images() -> None:
     assert found.mfu == pytest.approx(found.per_second * 3 * VIT.model.forward_flops / 3e9)
 
 
-@pytest.mark.parametrize("one", [VIT, BN, workload("gpt-mini")], ids=lambda w: w.name)
+@pytest.mark.parametrize("one", [VIT, BN, RESNET, workload("gpt-mini")], ids=lambda w: w.name)
 def test_a_workload_comes_back_from_json_with_its_kind_of_model(one: Workload) -> None:
     assert decode(Workload, encode(one)) == one
 
 
 def test_contradictions_are_refused() -> None:
-    with pytest.raises(InputError, match="takes a VisionSpec"):
+    with pytest.raises(InputError, match="takes a VisionSpec or a ResNetSpec"):
         dataclasses.replace(VIT, model=MODELS["gpt-mini"])
     with pytest.raises(InputError, match="takes a ModelSpec"):
         dataclasses.replace(workload("gpt-mini"), model=VIT.model)
@@ -211,6 +213,10 @@ def test_contradictions_are_refused() -> None:
         dataclasses.replace(VIT, corpus="text.txt")
     with pytest.raises(InputError, match="image_size 8 is not divisible by patch_size 3"):
         dataclasses.replace(VIT.model, patch_size=3)
+    with pytest.raises(InputError, match="image_size 8 is not divisible by 16: every change of widths"):
+        dataclasses.replace(RESNET.model, widths=(1, 2, 3, 4, 5))
+    with pytest.raises(InputError, match="at least 1 of every block"):
+        dataclasses.replace(RESNET.model, widths=())
     with pytest.raises(InputError, match="the digits have"):
         check_data(dataclasses.replace(VIT, model=dataclasses.replace(VIT.model, image_size=16)))
 
@@ -233,16 +239,19 @@ def test_rounded_reductions_see_micro_batches_in_the_order_of_the_truth(cast: bo
     assert len(ranks) == 3 and all(torch.equal(ranks[name], alone[name]) for name in alone)
 
 
-def test_an_adapter_takes_images_only_where_it_says_so() -> None:
+@pytest.mark.parametrize("images", [VIT, RESNET], ids=lambda w: w.name)
+def test_an_adapter_takes_images_only_where_it_says_so(images: Workload) -> None:
     refused = {}
     for name, path in ADAPTERS.items():
         adapter = load_adapter(path)
         stage = min(adapter.capabilities.zero_stages)
-        case = Case(adapter=name, workload=under(name, VIT), layout=Layout(zero_stage=stage))
+        if images.couples_rows and name in ALGORITHMS:
+            continue  # replicas that differ and batch norms: such a workload cannot be made
+        case = Case(adapter=name, workload=under(name, images), layout=Layout(zero_stage=stage))
         if reason := adapter.capabilities.refusal(case, "cpu", "gloo"):
             refused[name] = reason
     assert refused.keys() == {"megatron", "gpipe", "pipeline"}
-    assert all("model family vit (" in reason for reason in refused.values())
+    assert all(f"model family {images.model.family} (" in reason for reason in refused.values())
 
 
 def test_an_adapter_may_lack_buffers() -> None:
@@ -265,7 +274,7 @@ def observe(runner: Runner, trained: Workload) -> Record:
     return runner.observe(Case(adapter="ddp", workload=trained, layout=TWO))
 
 
-@pytest.mark.parametrize("trained", [VIT, BN], ids=lambda w: w.name)
+@pytest.mark.parametrize("trained", [VIT, BN, RESNET], ids=lambda w: w.name)
 def test_ddp_trains_images_correctly(runner: Runner, trained: Workload) -> None:
     record = observe(runner, trained)
     assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"]

@@ -39,6 +39,7 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fsdp2_departures, row_remainders
+from meshmark.reference.build import block_class
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
@@ -216,7 +217,7 @@ class AccelerateFSDP2(Adapter):
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Block"],
+            transformer_cls_names_to_wrap=[block_class(case.workload.model).__name__],
             mixed_precision_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else None,
         )
         accelerator = sharding_accelerator(case, context, plugin, **self.arguments(case))

@@ -103,6 +103,7 @@ class DeepSpeedAutoTP(DeepSpeed):
         lacks={
             **DeepSpeed.capabilities.lacks,
             Family.VIT: "its names are not in the patterns given here",
+            Family.RESNET: "AutoTP splits linear layers",
             Precision.BF16: "not tried",
             Precision.FP16: "not tried",
             Feature.DROPOUT: "ranks draw the same masks for their own heads, which the single process does not",

@@ -17,6 +17,7 @@ from meshmark.adapter.gathered import Gathered
 from meshmark.adapter.holdings import Holdings
 from meshmark.errors import AdapterError
 from meshmark.reference.initial import initial_value
+from meshmark.reference.objective import Schedule
 
 TAG, _UNIVERSAL = "meshmark", "universal"
 """Of checkpoints as they are saved, and as converted for any world size."""
@@ -26,6 +27,21 @@ def is_deepspeed(module: object) -> bool:
     import deepspeed
 
     return isinstance(module, deepspeed.DeepSpeedEngine)
+
+
+def initialize(model: nn.Module, optimizer: Any, schedule: Any, config: dict[str, Any]) -> tuple[Any, ...]:  # noqa: ANN401
+    """What DeepSpeed makes of the three, in a process group that is there already."""
+    import deepspeed
+
+    engine, prepared, _, prepared_schedule = deepspeed.initialize(
+        model=model,
+        model_parameters=[p for p in model.parameters() if p.requires_grad],
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config=config,
+        dist_init_required=False,
+    )
+    return engine, prepared, prepared_schedule
 
 
 def masters(zero: Any) -> list[Tensor]:  # noqa: ANN401
@@ -109,8 +125,9 @@ class DeepSpeedEngine(DataParallelEngine):
         norm = self.module.get_global_grad_norm()
         return None if norm is None else torch.as_tensor(norm)
 
-    def make_schedule(self) -> None:
-        """DeepSpeed steps the one that it was given."""
+    def make_schedule(self) -> Schedule | None:
+        """None: DeepSpeed steps the one that it was given."""
+        return None
 
     def save(self, folder: Path) -> None:
         self.module.save_checkpoint(str(folder), tag=TAG)

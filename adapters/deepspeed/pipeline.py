@@ -116,6 +116,7 @@ class DeepSpeedPipeline(DeepSpeed):
         lacks={
             **DeepSpeed.capabilities.lacks,
             Family.VIT: "its stages pass targets to the loss, and no weights",
+            Family.RESNET: "its stages pass targets to the loss, and no weights",
             Precision.BF16: "not tried",
             Precision.FP16: "not tried",
             Feature.TIED_EMBEDDINGS: "its TiedLayerSpec is not mapped",

@@ -8,8 +8,10 @@ build the optimizer over what that returns, and call `setup_optimizers`. Everyth
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,13 +26,15 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.ddp import DDPEngine
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine
 from meshmark.errors import AdapterError
+from meshmark.reference.build import block_class, buffer_shapes, parameter_shapes
 from meshmark.reference.objective import build_optimizer
-from meshmark.reference.transformer import Block
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
+from meshmark.theory.flow import Departure, Purpose, besides
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.traffic import step_traffic
 
 FABRIC = (Requirement(module="lightning_fabric", distribution="lightning-fabric"),)
 ON_CPU = frozenset({"cpu"})
@@ -175,6 +179,22 @@ class FabricFSDP(FSDP1):
         lacks={**FSDP1.capabilities.lacks, Precision.FP16: _NO_SCALER},
     )
 
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if case.workload.couples_rows and case.precision.is_mixed:
+            return "PyTorch keeps batch norms apart and in float32 under a policy of wrapping: not planned"
+        return super().supports(case, device, backend)
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        """PyTorch makes units of their own of batch norms where it is given a precision beside a policy of wrapping, as
+        it is by Fabric in float32 too."""
+        outside = sum(math.prod(shape) for name, shape in _batch_norms(case).items() if not name.startswith("blocks."))
+        share = Fraction(outside, 2 * case.workload.model.num_parameters)
+        reason = "a batch norm in no block is a unit of its own, gathered again for its backward"
+        again = besides(step_traffic(case, rank), Purpose.WEIGHTS, share, reason)
+        return (*super().departures(case, rank), *again)
+
     def build(self, case: Case, context: RankContext) -> Engine:
         from lightning_fabric.strategies import FSDPStrategy
         from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
@@ -192,7 +212,7 @@ class FabricFSDP(FSDP1):
 
         low, reduced = AUTOCAST.get(case.precision.compute), getattr(torch, case.precision.reduction)
         strategy = Strategy(
-            auto_wrap_policy={Block},
+            auto_wrap_policy={block_class(case.workload.model)},
             sharding_strategy=self.strategy,
             mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low else None,
             state_dict_type="sharded",
@@ -200,6 +220,13 @@ class FabricFSDP(FSDP1):
         fabric = launched(context, strategy, "32-true")
         wrapped, prepared = set_up(fabric, case, initial_model(case, context.device), self.together)
         return FabricFSDPEngine(case, context, fabric, wrapped, prepared)
+
+
+def _batch_norms(case: Case) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of modules that keep running statistics."""
+    keeping = {name.rpartition(".")[0] for name in buffer_shapes(case.workload.model)}
+    shapes = parameter_shapes(case.workload.model)
+    return {name: shape for name, shape in shapes.items() if name.rpartition(".")[0] in keeping}
 
 
 class FabricFSDPSeparate(FabricFSDP):

@@ -23,7 +23,7 @@ from meshmark.adapter.data_parallel import DataParallelEngine, initial_model, op
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.gathered import Gathered
 from meshmark.adapter.holdings import Holdings
-from meshmark.reference.build import parameter_shapes
+from meshmark.reference.build import parameter_shapes, sizes_by_block
 from meshmark.reference.objective import build_optimizer
 from meshmark.reference.optimizers import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
@@ -290,8 +290,7 @@ class FairScaleFSDP(Adapter):
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
         model, dp = case.workload.model, case.layout.dp
-        block, layers = model.block_parameters, model.num_layers
-        share = Fraction(layers * (-block % dp) + (layers * block - model.num_parameters) % dp, model.num_parameters)
+        share = Fraction(sum(-sum(sizes) % dp for sizes in sizes_by_block(model).values()), model.num_parameters)
         flat, flows = "flat parameters are padded to a multiple of the ranks", step_traffic(case, rank)
         return (*besides(flows, Purpose.GRADIENTS, share, flat), *besides(flows, Purpose.WEIGHTS, share, flat))
 

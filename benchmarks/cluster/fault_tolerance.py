@@ -34,7 +34,7 @@ class Reducer(StrEnum):
     """What of torchft reduces gradients."""
 
     MANAGER = "Manager.allreduce"
-    MODULE = "its DistributedDataParallel"
+    MODULE = "its own DDP"
 
 
 DEATHS: dict[Reducer, dict[int, tuple[int, str]]] = {
@@ -75,7 +75,7 @@ def _by_torchft(folder: Path, networks: Sequence[int], reducer: Reducer) -> Row:
         fault=f"{'a replica' if gap else 'each replica'} killed, {reducer}",
         seconds=seconds,
         told=told,
-        lost="the steps until then" if gap else "nothing",
+        lost="all" if gap else "nothing",
         wrong=wrong,
     )
 

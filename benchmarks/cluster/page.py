@@ -24,8 +24,8 @@ def page(rows: Sequence[Row], whole: Whole | None = None) -> str:
         "*Seconds*: without a fault, what the run took; else from the fault until it was noticed: until no process of "
         "the job was left on either node, or, where a node or a link is gone, until the survivor's record named it; "
         "of a mistake, from the command to its end. "
-        "*Lost*: records that were made and are not there. Where a run was ended and went on, every case has one good "
-        "record: what was complete was kept, what was in flight ran again, and no process outlived "
+        "*Lost*: records that were made and are not there; of torchft, steps. Where a run was ended and went on, every "
+        "case has one good record: what was complete was kept, what was in flight ran again, and no process outlived "
         f"{END_SECONDS:.0f} s.",
         f"{_made(rows, whole)} On {here.machine}, {here.num_cpus} CPUs that others used too, {here.system}. SLURM is "
         "the distribution's, its nodes are two daemons of this machine: on its loopback device, then each in a network "

@@ -22,6 +22,7 @@ from meshmark.reference.objective import Schedule, build_schedule, loss_share
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.precision import Dtype, LossScaling
+from meshmark.spec.workload import Workload
 
 AnyModel = TypeVar("AnyModel", bound=Model)
 PYTORCHS_CHECKPOINT: Recomputer = functools.partial(checkpoint, use_reentrant=False)
@@ -49,8 +50,11 @@ def configure(model: AnyModel, case: Case, recompute: Recomputer = PYTORCHS_CHEC
     return model
 
 
-def skip_block(module: nn.Module, batch: Batch) -> None:
-    """Tell the model inside `module` which of its blocks `batch` leaves out."""
+def skip_block(module: nn.Module, batch: Batch, workload: Workload) -> None:
+    """Tell the model inside `module` which of its blocks `batch` leaves out. Only where `workload` has such steps: to
+    walk all modules is a few percent of a tiny model's step, which a hand-written script does not pay."""
+    if workload.skipped_block is None:
+        return
     for part in module.modules():
         if isinstance(part, Model):
             part.skipped_block = batch.skipped_block
@@ -101,7 +105,7 @@ class DataParallelEngine(Engine):
     def backward(self, batch: Batch) -> Tensor:
         layout = self.case.layout
         part = self.part(batch).to(self.context.device)
-        skip_block(self.module, batch)
+        skip_block(self.module, batch, self.case.workload)
         total = torch.zeros((), device=self.context.device)
         for i, micro in enumerate(part.micro_batches(layout.num_micro_batches)):
             with self.micro_batch(last=i == layout.num_micro_batches - 1):
@@ -136,7 +140,7 @@ class DataParallelEngine(Engine):
     def evaluate(self, batch: Batch) -> Tensor:
         layout = self.case.layout
         part = self.part(batch).to(self.context.device)
-        skip_block(self.module, batch)
+        skip_block(self.module, batch, self.case.workload)
         self.module.eval()
         shares = [self.loss_share(self.forward(m.inputs), m) for m in part.micro_batches(layout.num_micro_batches)]
         self.module.train()

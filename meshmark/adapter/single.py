@@ -37,7 +37,7 @@ class SingleEngine(DataParallelEngine):
     def backward_once(self, batch: Batch) -> Tensor:
         """Loss and gradients of one micro-batch, added to those that are there."""
         micro = batch.to(self.context.device)
-        skip_block(self.module, micro)
+        skip_block(self.module, micro, self.case.workload)
         share = self.loss_share(self.forward(micro.inputs), micro)
         self.differentiate(share)
         return share.detach()

@@ -41,6 +41,8 @@ def explain_buffers(failed: FailedStep, names: list[str]) -> tuple[Explanation, 
     for r, other in enumerate(replicas):
         if r != worst and fits(exact_buffers(workload, here, other[failed.step], own)):
             return (Fault.BUFFERS, f"as if the step had begun with those of rank {r}"), wrong
+    if fits(exact_buffers(workload, here, before, [part for part in own for _ in range(2)])):
+        return (Fault.BUFFERS, "as if every micro-batch had been seen twice, as where blocks are computed again"), wrong
     for momentum in _MOMENTA:
         if fits(exact_buffers(workload, here, before, own, momentum)):
             return (Fault.BUFFERS, f"with a momentum of {momentum:g}"), wrong

@@ -125,7 +125,8 @@ class LayeredTruth:
 def rows_at_once(workload: Workload) -> int:
     """Rows of a batch whose activations of one layer fit into `MOST_BYTES`."""
     spec, positions = workload.model, workload.model.seq_len
-    widths = [4 * spec.hidden, spec.num_heads * positions]
     if isinstance(spec, ModelSpec):
-        widths += [spec.vocab_size, spec.ffn_hidden]
-    return max(MOST_BYTES // (8 * _WORKING * positions * max(widths)), 1)
+        widest = max(4 * spec.hidden, spec.num_heads * positions, spec.vocab_size, spec.ffn_hidden)
+    else:
+        widest = spec.widest
+    return max(MOST_BYTES // (8 * _WORKING * positions * widest), 1)

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from meshmark.reference.model import Model
+from meshmark.reference.resnet import ResNet
 from meshmark.reference.transformer import Transformer
 from meshmark.reference.vision import VisionTransformer
+from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.resnet_spec import ResNetSpec
 from meshmark.spec.vision_spec import AnyModelSpec, VisionSpec
+
+_MODELS: dict[type[AnyModelSpec], type[Model]] = {
+    ModelSpec: Transformer,
+    VisionSpec: VisionTransformer,
+    ResNetSpec: ResNet,
+}
 
 
 def build_model(spec: AnyModelSpec, layers: Sequence[int] | None = None) -> Model:
     """The model of `spec`, or these of its layers; see `Model`."""
-    return VisionTransformer(spec, layers) if isinstance(spec, VisionSpec) else Transformer(spec, layers)
+    return _MODELS[type(spec)](spec, layers)
+
+
+def block_class(spec: AnyModelSpec) -> type[nn.Module]:
+    """What the blocks of the model of `spec` are, for frameworks that wrap each of a class."""
+    return _MODELS[type(spec)].block
 
 
 @functools.lru_cache(maxsize=4)
@@ -29,6 +45,15 @@ def skeleton(spec: AnyModelSpec) -> Model:
 def parameter_shapes(spec: AnyModelSpec) -> dict[str, tuple[int, ...]]:
     """Canonical name and full shape of every parameter, without allocating any."""
     return {name: tuple(p.shape) for name, p in skeleton(spec).named_parameters()}
+
+
+def sizes_by_block(spec: AnyModelSpec) -> dict[str, list[int]]:
+    """Elements of every parameter, by the block that it is in; of those in none under an empty name."""
+    found: dict[str, list[int]] = {"": []}
+    for name, shape in parameter_shapes(spec).items():
+        block = name.split(".")[1] if name.startswith("blocks.") else ""
+        found.setdefault(block, []).append(math.prod(shape))
+    return found
 
 
 def buffer_shapes(spec: AnyModelSpec) -> dict[str, tuple[int, ...]]:

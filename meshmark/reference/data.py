@@ -20,7 +20,7 @@ from torch import Tensor
 from meshmark.errors import CorpusError, InputError
 from meshmark.reference.digits import load_digits
 from meshmark.reference.initial import random_bits
-from meshmark.spec.vision_spec import VisionSpec
+from meshmark.spec.vision_spec import ImageSpec
 from meshmark.spec.workload import Dataset, Workload
 
 IGNORED = -100
@@ -127,7 +127,7 @@ def check_data(workload: Workload) -> None:
     """Raise `InputError` now rather than in every rank, when the workload's data cannot serve: a corpus that is not
     there or too short, a vocabulary too small, a package that is not installed."""
     model = workload.model
-    if isinstance(model, VisionSpec):
+    if isinstance(model, ImageSpec):
         images, labels = load_digits()
         fits = (model.num_channels, model.image_size, model.image_size) == images.shape[1:]
         if not fits or model.num_classes <= int(labels.max()):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ class Model(nn.Module, ABC):
     Values are not initialised (build under `torch.device("meta")` to allocate none); see `initialize`.
     """
 
+    block: ClassVar[type[nn.Module]]
+    """Of which every block is one."""
+
     def __init__(self, spec: AnyModelSpec, layers: Sequence[int] | None = None) -> None:
         super().__init__()
         layers = range(spec.num_layers + 2) if layers is None else layers
@@ -35,7 +38,7 @@ class Model(nn.Module, ABC):
         self.recompute: Recomputer | None = None
         """Runs a block so that its activations are computed again in the backward pass; None keeps them."""
         self.embedding: nn.Module | None = self.make_embedding() if 0 in layers else None
-        self.blocks = nn.ModuleDict({str(i - 1): self.make_block() for i in layers if 1 <= i <= spec.num_layers})
+        self.blocks = nn.ModuleDict({str(i - 1): self.make_block(i - 1) for i in layers if 1 <= i <= spec.num_layers})
         self.head: nn.Module | None = self.make_head() if spec.num_layers + 1 in layers else None
 
     @abstractmethod
@@ -43,8 +46,8 @@ class Model(nn.Module, ABC):
         """First layer: inputs [B, ...] to the residual stream [B, T, C]."""
 
     @abstractmethod
-    def make_block(self) -> nn.Module:
-        """[B, T, C] to [B, T, C]."""
+    def make_block(self, index: int) -> nn.Module:
+        """[B, T, C] to [B, T, C]; of a residual network, channels of images to the like."""
 
     @abstractmethod
     def make_head(self) -> nn.Module:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from meshmark.reference.model import Model
 from meshmark.spec.model_spec import Family, ModelSpec
-from meshmark.spec.vision_spec import AnyModelSpec
+from meshmark.spec.vision_spec import TransformerSpec
 
 
 class RMSNorm(nn.Module):
@@ -32,7 +33,7 @@ class RMSNorm(nn.Module):
         return normed.to(x_BTC.dtype) * self.weight
 
 
-def norm(spec: AnyModelSpec) -> nn.Module:
+def norm(spec: TransformerSpec) -> nn.Module:
     return RMSNorm(spec.hidden) if spec.family is Family.LLAMA else nn.LayerNorm(spec.hidden)
 
 
@@ -60,7 +61,7 @@ class Attention(nn.Module):
     `v` by layers that yield this rank's heads alone, and `out` by one that sums over ranks.
     """
 
-    def __init__(self, spec: AnyModelSpec) -> None:
+    def __init__(self, spec: TransformerSpec) -> None:
         super().__init__()
         bias = spec.family is not Family.LLAMA
         self.head_dim, self.dropout, self.rotary = spec.head_dim, spec.dropout, spec.family is Family.LLAMA
@@ -97,7 +98,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """GELU network of a GPT, or SwiGLU network of a LLaMA (arXiv:2002.05202, eq. 6)."""
 
-    def __init__(self, spec: AnyModelSpec) -> None:
+    def __init__(self, spec: TransformerSpec) -> None:
         super().__init__()
         bias = spec.family is not Family.LLAMA
         self.gate = None if bias else nn.Linear(spec.hidden, spec.ffn_hidden, bias=False)
@@ -141,7 +142,7 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block, [B, T, C] to [B, T, C]."""
 
-    def __init__(self, spec: AnyModelSpec) -> None:
+    def __init__(self, spec: TransformerSpec) -> None:
         super().__init__()
         self.attention_norm, self.attention = norm(spec), Attention(spec)
         self.feed_forward_norm, self.feed_forward = norm(spec), FeedForward(spec)
@@ -170,6 +171,7 @@ class Transformer(Model):
     """A tied head shares the embedding's parameter where a part holds both, and holds a copy called
     `head.output.weight` where it does not."""
 
+    block: ClassVar = Block
     spec: ModelSpec
     embedding: Embedding | None
     head: Head | None
@@ -182,7 +184,7 @@ class Transformer(Model):
     def make_embedding(self) -> Embedding:
         return Embedding(self.spec)
 
-    def make_block(self) -> Block:
+    def make_block(self, index: int) -> Block:
         return Block(self.spec)
 
     def make_head(self) -> Head:

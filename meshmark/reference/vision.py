@@ -5,6 +5,8 @@ Shape suffixes: B images, N channels, H and W pixels, P patches, K values of a p
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,16 +17,17 @@ from meshmark.spec.vision_spec import VisionSpec
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """Over all rows of [rows, C], computed in at least float32, whatever its weights were cast to."""
+    """Over all rows of [rows, C], or pixels of [B, C, H, W], computed in at least float32, whatever its weights were
+    cast to."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x if x.dtype is torch.float64 else x.float()
-        if self.training and self.num_batches_tracked is not None:
+        tracks = self.track_running_stats  # which FairScale's checkpoints turn off for the first of two passes
+        if self.training and tracks and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
+        mean, variance = (self.running_mean, self.running_var) if tracks or not self.training else (None, None)
         weight, bias = self.weight.to(wide.dtype), self.bias.to(wide.dtype)
-        normed = F.batch_norm(
-            wide, self.running_mean, self.running_var, weight, bias, self.training, self.momentum or 0.0, self.eps
-        )
+        normed = F.batch_norm(wide, mean, variance, weight, bias, self.training, self.momentum or 0.0, self.eps)
         return normed.to(x.dtype)
 
 
@@ -64,12 +67,13 @@ class Classifier(nn.Module):
 
 
 class VisionTransformer(Model):
+    block: ClassVar = Block
     spec: VisionSpec
 
     def make_embedding(self) -> nn.Module:
         return PatchEmbedding(self.spec)
 
-    def make_block(self) -> nn.Module:
+    def make_block(self, index: int) -> nn.Module:
         return Block(self.spec)
 
     def make_head(self) -> nn.Module:

@@ -10,7 +10,7 @@ from meshmark.errors import InputError, UnknownNameError
 
 
 class Family(StrEnum):
-    """The block that a transformer is made of."""
+    """The block that a model is made of."""
 
     GPT = "gpt"
     """Learned positions, LayerNorm, biases, GELU feed-forward (GPT-2, arXiv:2005.14165)."""
@@ -18,6 +18,8 @@ class Family(StrEnum):
     """Rotary positions, RMSNorm, no biases, SwiGLU feed-forward, grouped-query attention (arXiv:2302.13971)."""
     VIT = "vit"
     """A GPT's over the patches of an image, every one of which sees all others (arXiv:2010.11929)."""
+    RESNET = "resnet"
+    """Convolutions and batch norms beside a shortcut, no transformer (arXiv:1512.03385)."""
 
 
 _MOST = {
@@ -68,7 +70,9 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if self.family not in TEXT_FAMILIES:
-            raise InputError(f"model {self.name!r}: family {self.family} is not decoder-only; see `VisionSpec`")
+            raise InputError(
+                f"model {self.name!r}: family {self.family} is not decoder-only; see `VisionSpec` and `ResNetSpec`"
+            )
         for field, most in _MOST.items():
             if not 1 <= (got := getattr(self, field)) <= most:
                 raise InputError(f"model {self.name!r}: {field} is {got}, expected at least 1 and at most {most:,}")

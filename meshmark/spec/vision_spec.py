@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from meshmark.errors import InputError
 from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.resnet_spec import RESNET_MINI, ResNetSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,17 @@ class VisionSpec:
         return self.embedding_parameters + self.num_layers * self.block_parameters + self.head_parameters
 
     @property
+    def num_tensors(self) -> int:
+        """Projection, norm (two) and positions; norms, and linear layers of which the keys' has no bias; norm and
+        head."""
+        return 4 + (2 * 2 + 2 * 6 - 1) * self.num_layers + 3
+
+    @property
+    def widest(self) -> int:
+        """Numbers at a position that a layer works on: the residual stream four times, or a row of scores a head."""
+        return max(4 * self.hidden, self.num_heads * self.seq_len)
+
+    @property
     def forward_flops(self) -> float:
         """Of one image: matrix products, a multiply-add counted as two."""
         block = 4 * self.hidden**2 + 2 * self.hidden * self.ffn_hidden + 2 * self.seq_len * self.hidden
@@ -125,7 +137,11 @@ class VisionSpec:
         return problems
 
 
-AnyModelSpec = ModelSpec | VisionSpec
+TransformerSpec = ModelSpec | VisionSpec
+"""What is made of transformer blocks."""
+ImageSpec = VisionSpec | ResNetSpec
+"""What is trained on images."""
+AnyModelSpec = ModelSpec | VisionSpec | ResNetSpec
 """What a workload can train."""
 
 _VIT_MINI = VisionSpec(
@@ -140,6 +156,6 @@ _VIT_MINI = VisionSpec(
     init_std=0.15,
 )
 """Small enough for milliseconds; wide initial values, so that attention is far from uniform."""
-VISION_MODELS: dict[str, VisionSpec] = {
-    spec.name: spec for spec in (_VIT_MINI, replace(_VIT_MINI, name="vit-mini-bn", batch_norm=True))
+VISION_MODELS: dict[str, ImageSpec] = {
+    spec.name: spec for spec in (_VIT_MINI, replace(_VIT_MINI, name="vit-mini-bn", batch_norm=True), RESNET_MINI)
 }

@@ -9,7 +9,7 @@ from meshmark.errors import AlgorithmError, InputError, UnknownNameError
 from meshmark.spec.algorithm import ALGORITHMS, AlgorithmSpec
 from meshmark.spec.model_spec import MODELS, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
-from meshmark.spec.vision_spec import VISION_MODELS, AnyModelSpec, VisionSpec
+from meshmark.spec.vision_spec import VISION_MODELS, AnyModelSpec, ImageSpec
 
 MOST_ROWS = 2**24
 """Of one global batch: more than anybody trains on, and few enough for its divisors to be searched in seconds."""
@@ -74,11 +74,11 @@ class Workload:
             )
         if self.corpus is not None and self.dataset is Dataset.DIGITS:
             raise InputError(f"workload {self.name!r}: its data set is {self.dataset}, which no corpus replaces")
-        needed = VisionSpec if self.dataset is Dataset.DIGITS else ModelSpec
-        if not isinstance(self.model, needed):
+        if isinstance(self.model, ImageSpec) is not (self.dataset is Dataset.DIGITS):
+            needed = "VisionSpec or a ResNetSpec" if self.dataset is Dataset.DIGITS else "ModelSpec"
             raise InputError(
                 f"workload {self.name!r}: model {self.model.name!r} is a {type(self.model).__name__}, but the data set "
-                f"{self.dataset} takes a {needed.__name__}"
+                f"{self.dataset} takes a {needed}"
             )
         if self.dataset is not Dataset.DIGITS and self.model.causal is not (self.dataset is Dataset.TEXT):
             raise InputError(
@@ -123,7 +123,7 @@ class Workload:
     def couples_rows(self) -> bool:
         """Whether the rows of a micro-batch enter one another's gradients, by a batch norm: the truth then depends on
         how a layout divides the batch, and replicas keep buffers of their own."""
-        return isinstance(self.model, VisionSpec) and self.model.batch_norm
+        return isinstance(self.model, ImageSpec) and self.model.batch_norm
 
     @property
     def tokens_per_step(self) -> int:
@@ -155,7 +155,7 @@ _LAMB = OptimizerSpec(kind=OptimizerKind.LAMB, learning_rate=1e-2, weight_decay=
 _UNCLIPPED_LAMB = replace(_LAMB, clip_norm=None, eps=1e-4)
 
 
-def _digits(name: str, model: VisionSpec) -> Workload:
+def _digits(name: str, model: ImageSpec) -> Workload:
     return Workload(
         name=name,
         model=model,
@@ -190,6 +190,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload(name="bert-mini", model=MODELS["bert-mini"], dataset=Dataset.MASKED_TEXT, optimizer=_TINY_OPTIMIZER),
         _digits("vit-digits", VISION_MODELS["vit-mini"]),
         _digits("vit-digits-bn", VISION_MODELS["vit-mini-bn"]),
+        _digits("resnet-digits", VISION_MODELS["resnet-mini"]),
         Workload(name="gpt2-124m", model=MODELS["gpt2-124m"], masked=False),
         Workload(name="gpt-1.3b", model=MODELS["gpt-1.3b"], masked=False),
     )

@@ -73,10 +73,9 @@ def parameter_shapes(model: ModelSpec, stage: Stage) -> Shapes:
 
 
 def num_tensors(model: AnyModelSpec, layout: Layout, rank: int) -> int:
-    """Parameters that `rank` computes with, counted as tensors; of a vision transformer, of the whole."""
+    """Parameters that `rank` computes with, counted as tensors; of a model of images, of the whole."""
     if not isinstance(model, ModelSpec):
-        # Projection, norm (two) and positions; norms, and linear layers of which the keys' has no bias; norm and head.
-        return 4 + (2 * 2 + 2 * 6 - 1) * model.num_layers + 3
+        return model.num_tensors
     return len(parameter_shapes(model, held_stage(model, layout, rank)))
 
 

@@ -85,9 +85,10 @@ class _Sent:
 
 def _weights(case: Case, rank: int, flow: Flow, sharding: Sharding, padding: Padding) -> list[_Sent]:
     """Theory's bytes are those of two gatherings of every element; the second may be from neighbours alone."""
-    element = flow.num_bytes // (2 * case.workload.model.num_parameters)
-    blocks = case.workload.model.num_layers * case.workload.model.block_parameters
-    root = case.workload.model.num_parameters - blocks
+    model = case.workload.model
+    element = flow.num_bytes // (2 * model.num_parameters)
+    root = model.embedding_parameters + model.head_parameters
+    blocks = model.num_parameters - root
     times, shards = 1 + sharding.reshards_root, neighbours(flow, sharding.replicas, rank)
 
     def gathered(ranks: tuple[int, ...], root_times: int, block_times: int) -> _Sent:

@@ -159,7 +159,9 @@ def scalar_traffic(case: Case, rank: int) -> list[Flow]:
 def stream_bytes(case: Case) -> int:
     """Of the residual stream of all tokens that a rank computes in a step."""
     layout, workload = case.layout, case.workload
-    return workload.tokens_per_step // (layout.dp * layout.cp) * workload.model.hidden * case.precision.wide.itemsize
+    return (
+        workload.tokens_per_step // (layout.dp * layout.cp) * workload.transformer.hidden * case.precision.wide.itemsize
+    )
 
 
 def tensor_parallel_traffic(case: Case, rank: int) -> list[Flow]:
@@ -176,7 +178,7 @@ def tensor_parallel_traffic(case: Case, rank: int) -> list[Flow]:
     group = Group.along(layout, rank, ("tp",))
     flows = _collective(group, "all_reduce", Purpose.ACTIVATIONS, num_bytes, (calls, calls))
     if stage.has_loss:
-        scalars = 3 * stream_bytes(case) // workload.model.hidden
+        scalars = 3 * stream_bytes(case) // workload.transformer.hidden
         calls = 3 * layout.num_micro_batches
         flows += _collective(group, "all_reduce", Purpose.LOSS, scalars, (calls, calls))
     return flows
@@ -242,11 +244,12 @@ def _tied_weight(case: Case, ranks: tuple[int, int]) -> Flow:
 def context_parallel_traffic(case: Case, rank: int) -> list[Flow]:
     """Ring attention (arXiv:2310.01889 sec. 3): in each of cp - 1 hops a rank passes on a block of keys and one of
     values, and in the backward pass their gradients too; together, or each in a message of its own."""
-    layout, model = case.layout, case.workload.model
+    layout = case.layout
     if layout.cp == 1:
         return []
+    model = case.workload.transformer
     ring, index = layout.group("cp", rank), layout.coordinates(rank).cp
-    layers = held_stage(case.workload.transformer, layout, rank).num_layers
+    layers = held_stage(model, layout, rank).num_layers
     hops = (layout.cp - 1) * layers
     sent = 6 * hops * (stream_bytes(case) // model.hidden) * model.kv_hidden // layout.tp
     calls = 2 * hops * layout.num_micro_batches, 6 * hops * layout.num_micro_batches

@@ -3,6 +3,7 @@ the core has not got, what goes wrong there alone."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -168,6 +169,22 @@ class InputsNotSummed(Broken):
         ColumnParallel.backward = staticmethod(lambda _, gradient: (None, gradient))
 
 
+class NoPassTheLast(Broken):
+    """DeepSpeed's engine is not told which backward pass is a step's last, as Fabric's users do not tell it."""
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        yield
+
+
+class ClippedByNobody(Adapter):
+    """Fabric refuses to clip under DeepSpeed, and the configuration does not say to."""
+
+    def config(self, case: Case, context: RankContext) -> dict[str, Any]:
+        config: dict[str, Any] = super().config(case, context)  # type: ignore[misc]
+        return {**config, "gradient_clipping": 0.0}
+
+
 class NeverSharded(Adapter):
     """Tensor parallelism over replicas, where FSDP2 was to shard them."""
 
@@ -217,6 +234,8 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("deepspeed-ulysses", TokensOfItsOwn, layout=replace(SHARED, zero_stage=1)),
     *_on("deepspeed-autotp", g.OverMicroBatches, F.SCALED, layout=replace(CROSSED, zero_stage=1)),
     *_on("deepspeed-autotp", InputsNotSummed, layout=replace(CROSSED, zero_stage=1)),
+    *_on("fabric-deepspeed", NoPassTheLast, F.DROPPED, layout=replace(TWO, zero_stage=2)),
+    *_on("fabric-deepspeed", ClippedByNobody, F.CLIPPING, layout=replace(TWO, zero_stage=1)),
     *_on("accelerate-fsdp1", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("tp-fsdp2", NeverSharded, suite="memory", layout=CROSSED),
 ]

@@ -10,6 +10,7 @@ from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from tests.broken import averaging as a
+from tests.broken import convolutions as k
 from tests.broken import gradients as g
 from tests.broken import mixed as m
 from tests.broken import pairs
@@ -19,7 +20,7 @@ from tests.broken import timed as c
 from tests.broken import traffic as t
 from tests.broken import updates as u
 from tests.broken import vision as v
-from tests.broken.mutant import DEEP, GPT, TIED, VIT, VIT_BN, Mutant, on
+from tests.broken.mutant import DEEP, GPT, RESNET, TIED, VIT, VIT_BN, Mutant, on
 
 F = Fault
 FOUR = Layout(dp=4, num_micro_batches=2)
@@ -89,11 +90,14 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", g.Frozen, F.MISSING),
     *on("ddp", v.NormalisesAsInEvaluation, F.FORWARD, workload=VIT_BN),
     *on("ddp", v.NormalisesWholeRank, F.FORWARD, workload=VIT_BN),
+    *on("ddp", k.NormalisesWholeRankOfConvolutions, F.FORWARD, workload=RESNET),
+    *on("ddp fsdp2", k.ShortcutsDetached, F.BACKWARD, workload=RESNET),
     # Buffers
     *on("ddp fairscale-oss", v.RankKeepsStatistics, F.BUFFERS, workload=VIT_BN),
     *on("ddp fsdp2", v.OtherMomentum, F.BUFFERS, workload=VIT_BN),
     *on("ddp", v.SharesStatistics, F.BUFFERS, workload=VIT_BN),
     *on("ddp", v.RoundsStatistics, F.BUFFERS, workload=VIT_BN),
+    *on("ddp", k.ComputesAgain, F.BUFFERS, workload=RESNET),
     # Updates
     *on("ddp fsdp2 gpipe", u.NeverUpdates, F.NEVER_UPDATED),
     *on("ddp megatron gpipe", u.OneForgotten, F.NEVER_UPDATED),
