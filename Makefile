@@ -17,6 +17,7 @@ help:
 	@echo "make conformance   every clause for every adapter: reports/conformance.md"
 	@echo "make test     test Meshmark itself"
 	@echo "make tables   published tables beside what the planner computes; make validate: its errors, with goals"
+	@echo "make convergence   algorithms against their papers' rates, and to a target: reports/convergence.md"
 	@echo "make power    engines broken on purpose must be caught, correct runs must pass: reports/power.md"
 	@echo "make chaos    faults by the hundred while suites run: reports/chaos.md; make fuzz: odd inputs for longer"
 	@echo "make cluster-test   the suites under a real SLURM, and under its faults: reports/cluster.md (root)"

@@ -7,7 +7,7 @@ import pytest
 from meshmark.algorithms.claim import Claim, measure
 from meshmark.algorithms.convergence import BIASED, CLAIMS, UNBIASED, left_of_bias
 from meshmark.algorithms.convergence_logistic import CORRECTED, left_of_logistic
-from meshmark.algorithms.targets import race
+from meshmark.algorithms.targets import TASKS, race
 from meshmark.spec.algorithm import AlgorithmSpec
 
 
@@ -34,10 +34,13 @@ def test_the_optimum_of_logistic_regression_is_found(spec: AlgorithmSpec) -> Non
     assert left_of_logistic(spec) < 1e-6
 
 
-@pytest.mark.parametrize("count", [4, 8])
-def test_the_target_takes_as_many_steps_as_synchronous_training(count: int) -> None:
+@pytest.mark.parametrize(("task", "count"), [(0, 4), (0, 8), (1, 4), (2, 4)])
+def test_the_target_takes_as_many_steps_as_synchronous_training(task: int, count: int) -> None:
     """By a one-sided test over seeds each way: too slow fails, and so does suspiciously fast."""
+    make, specs = TASKS[task]
     failed = [
-        f"{r.spec.id} over {count}: {r.verdict}, {r.ratio:.2f}" for r in race(count) if r.verdict != "as promised"
+        f"{r.task}, {r.spec.id} over {count}: {r.verdict}, {r.ratio:.2f}"
+        for r in race(make(count), specs)
+        if r.verdict != "as promised"
     ]
     assert not failed

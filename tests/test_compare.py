@@ -324,4 +324,4 @@ def test_the_command_tells_writes_and_sets_the_exit_code(tmp_path: Path, capsys:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "records.jsonl").write_text('{"schema": 99}\n')
     assert main(["compare", good, str(tmp_path / "old")]) == 2
-    assert "schema 99, this Meshmark reads 1 to" in capsys.readouterr().err
+    assert "schema 99, this Meshmark reads 1 to 2; a newer one wrote it: upgrade" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshmark.algorithms import logistic, targets
-from meshmark.algorithms.targets import Race, Sampled
+from meshmark.algorithms.targets import Race, Regression, Sampled
 from meshmark.spec.algorithm import ALGORITHMS
 from meshmark.spec.workload import workload
 from studies.convergence_map import MODEL, compute_seconds, step_cost, winner
@@ -26,12 +26,12 @@ def problems() -> list[Sampled]:
 
 
 def raced(problems: list[Sampled], name: str, synchronous: np.typing.NDArray[np.float64]) -> Race:
-    steps = targets.steps_to_target(problems, ALGORITHMS[name])
-    return Race(spec=ALGORITHMS[name], count=4, steps=steps, synchronous=synchronous)
+    steps = targets.steps_to_target(Regression(problems=problems), ALGORITHMS[name])
+    return Race(task="", spec=ALGORITHMS[name], count=4, steps=steps, synchronous=synchronous)
 
 
 def test_a_slow_and_a_fast_one_fail(problems: list[Sampled], monkeypatch: pytest.MonkeyPatch) -> None:
-    synchronous = targets.steps_to_target(problems, targets.SYNCHRONOUS)
+    synchronous = targets.steps_to_target(Regression(problems=problems), targets.SYNCHRONOUS)
     assert raced(problems, "dsgd-ring", synchronous).verdict == "as promised"
 
     def at(factor: float) -> Callable[..., object]:
@@ -44,7 +44,7 @@ def test_a_slow_and_a_fast_one_fail(problems: list[Sampled], monkeypatch: pytest
 
 
 def test_one_seed_of_many_does_not_decide(problems: list[Sampled]) -> None:
-    run = Race(spec=ALGORITHMS["dsgd-ring"], count=4, steps=np.full(8, 50.0), synchronous=np.full(8, 50.0))
+    run = Race(task="", spec=ALGORITHMS["dsgd-ring"], count=4, steps=np.full(8, 50.0), synchronous=np.full(8, 50.0))
     assert run.verdict == "as promised" and run.bounds == (1, 1)
     assert dataclasses.replace(run, steps=np.array([50.0] * 7 + [99])).verdict == "as promised"
 
@@ -67,7 +67,7 @@ def test_the_cheapest_step_wins_where_links_are_slow_and_the_fewest_where_they_a
     assert step_cost(ALGORITHMS["local-sgd2"], 4).num_bytes == both.num_bytes / 2
     alike = np.full(4, 50.0)
     sign, ring = (
-        Race(spec=ALGORITHMS[name], count=4, steps=steps, synchronous=alike)
+        Race(task="", spec=ALGORITHMS[name], count=4, steps=steps, synchronous=alike)
         for name, steps in (("error-feedback-sign", 1.2 * alike), ("dsgd-ring", 0.95 * alike))
     )
     assert winner([sign, ring], 0.01, compute=0.1).name == "error-feedback-sign"

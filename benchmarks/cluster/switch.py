@@ -14,23 +14,25 @@ from benchmarks.cluster.nodes import Nodes
 from benchmarks.cluster.row import Row
 from benchmarks.cluster.trial import BEGIN_SECONDS
 
-_HOSTS = [f"10.213.8.{node + 1}" for node in range(3)]
+HOSTS = [f"10.213.8.{node + 1}" for node in range(4)]
+_DOCTORED = 3
+"""Nodes."""
 _SLOW = "tc qdisc add dev {} root tbf rate 400mbit burst 256kbit latency 400ms"
 
 
 @contextlib.contextmanager
-def switched() -> Iterator[list[int]]:
-    """Ids of processes in the networks of three nodes, and last in that of a switch between them."""
-    holders = [subprocess.Popen(["unshare", "-n", "sleep", "infinity"]) for _ in range(len(_HOSTS) + 1)]
+def switched(count: int = _DOCTORED) -> Iterator[list[int]]:
+    """Ids of processes in the networks of `count` nodes, and last in that of a switch between them."""
+    holders = [subprocess.Popen(["unshare", "-n", "sleep", "infinity"]) for _ in range(count + 1)]
     *nodes, switch = [holder.pid for holder in holders]
     try:
         time.sleep(0.3)
-        _say(switch, "ip link add switch0 type bridge", "ip link set switch0 up")
+        say(switch, "ip link add switch0 type bridge", "ip link set switch0 up")
         for number, node in enumerate(nodes):
-            _say(switch, f"ip link add port{number} type veth peer name link{number} netns {node}")
-            _say(switch, f"ip link set port{number} master switch0", f"ip link set port{number} up")
-            _say(node, f"ip addr add {_HOSTS[number]}/24 dev link{number}", f"ip link set link{number} up")
-            _say(node, "ip link set lo up")
+            say(switch, f"ip link add port{number} type veth peer name link{number} netns {node}")
+            say(switch, f"ip link set port{number} master switch0", f"ip link set port{number} up")
+            say(node, f"ip addr add {HOSTS[number]}/24 dev link{number}", f"ip link set link{number} up")
+            say(node, "ip link set lo up")
         yield [*nodes, switch]
     finally:
         for holder in holders:
@@ -38,7 +40,7 @@ def switched() -> Iterator[list[int]]:
             holder.wait()
 
 
-def _say(network: int, *commands: str) -> None:
+def say(network: int, *commands: str) -> None:
     for command in commands:
         inside(network, *command.split())
 
@@ -51,9 +53,9 @@ def doctors(folder: Path, networks: Sequence[int]) -> dict[str, Callable[[], Row
 def _doctor_finds(folder: Path) -> Row:
     """Node 2's link, both ways."""
     with switched() as networks, Nodes(folder, networks[:-1], "doctor") as nodes:
-        _say(networks[2], _SLOW.format("link2"))
-        _say(networks[-1], _SLOW.format("port2"))
-        command = [sys.executable, "-m", "meshmark", "doctor", "--cluster", "--nnodes=3", f"--rdzv={_HOSTS[0]}:29500"]
+        say(networks[2], _SLOW.format("link2"))
+        say(networks[-1], _SLOW.format("port2"))
+        command = [sys.executable, "-m", "meshmark", "doctor", "--cluster", "--nnodes=3", f"--rdzv={HOSTS[0]}:29500"]
         began = time.monotonic()
         outputs = [folder / f"doctor-{node}" for node in range(3)]
         running = [nodes.start(n, outputs[n], [*command, f"--node-rank={n}"]) for n in range(3)]

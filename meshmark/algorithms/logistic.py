@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from meshmark.algorithms.quadratics import Array, PlainStep
-from meshmark.algorithms.table import build_algorithm
+from meshmark.algorithms.quadratics import Array, plain_algorithm
 from meshmark.reference.digits import load_digits
 from meshmark.spec.algorithm import AlgorithmSpec
-from meshmark.spec.workload import workload
 
 MU = 0.2
 """Of the square of the parameters, which makes the loss strongly convex."""
@@ -82,25 +81,28 @@ class Logistic:
         raise AssertionError("Newton's method does not come to rest")
 
 
-@functools.cache
-def dealt(count: int, sorted_share: float, seed: int) -> Logistic:
-    """To `count` replicas, equally many each; `sorted_share` of each one's by label."""
-    features, labels = images()
+def dealt_rows(labels: NDArray[np.generic], count: int, sorted_share: float, seed: int) -> NDArray[np.intp]:
+    """Which images are whose, by replica: equally many each, `sorted_share` of each one's by label."""
     order = np.random.default_rng(seed).permutation(len(labels))
     each = len(order) // count
     by_label = round(each * sorted_share) * count
     first, others = order[:by_label], order[by_label : each * count]
     first = first[np.argsort(labels[first], kind="stable")]
-    rows = np.hstack([first.reshape(count, -1), others.reshape(count, -1)])
+    return np.hstack([first.reshape(count, -1), others.reshape(count, -1)])
+
+
+@functools.cache
+def dealt(count: int, sorted_share: float, seed: int) -> Logistic:
+    """To `count` replicas, as `dealt_rows` says."""
+    features, labels = images()
+    rows = dealt_rows(labels, count, sorted_share, seed)
     return Logistic(features=features[rows], labels=labels[rows])
 
 
 def states(problems: Sequence[Logistic], spec: AlgorithmSpec, rate: float, steps: int) -> Iterator[Array]:
-    """After each step, from zero, by problem, replica and feature: by the transition that engines are judged by."""
-    plain = workload("gpt-mini-sgd")
-    asked = replace(plain, algorithm=spec, optimizer=replace(plain.optimizer, learning_rate=rate))
+    """After each step, from zero, by problem, replica and feature."""
     count = len(problems[0].features)
-    algorithm = build_algorithm(asked, [PlainStep(rate) for _ in range(count)])
+    algorithm = plain_algorithm(spec, rate, count)
     here = np.zeros((len(problems), count, problems[0].features.shape[2]))
     for step in range(steps):
         found = np.stack([p.drawn(step).gradients(own) for p, own in zip(problems, here, strict=True)])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmark.algorithms.replicas import Tensors
+from meshmark.algorithms.replicas import Algorithm, Tensors
 from meshmark.algorithms.stale import stale_step
 from meshmark.algorithms.table import build_algorithm
 from meshmark.reference.data import Batch, make_batch
@@ -55,12 +55,16 @@ class PlainStep:
         return {name: x - self.rate * gradients[name] for name, x in parameters.items()}
 
 
-def states(problem: Quadratic, spec: AlgorithmSpec, rate: float, steps: int) -> Iterator[Array]:
-    """After each step, from zero: by the transition that engines are judged by."""
+def plain_algorithm(spec: AlgorithmSpec, rate: float, count: int) -> Algorithm:
+    """On plain SGD over `count` replicas: what engines are judged by."""
     plain = workload("gpt-mini-sgd")
-    count = len(problem.centres)
     asked = replace(plain, algorithm=spec, optimizer=replace(plain.optimizer, learning_rate=rate))
-    algorithm = build_algorithm(asked, [PlainStep(rate) for _ in range(count)])
+    return build_algorithm(asked, [PlainStep(rate) for _ in range(count)])
+
+
+def states(problem: Quadratic, spec: AlgorithmSpec, rate: float, steps: int) -> Iterator[Array]:
+    """After each step, from zero."""
+    algorithm = plain_algorithm(spec, rate, len(problem.centres))
     here = np.zeros_like(problem.centres)
     for step in range(steps):
         gradients = problem.gradients(here, step)

@@ -1,7 +1,7 @@
-"""Steps to a target loss, over seeds, beside synchronous training on the very same images.
+"""Steps to a target loss, over seeds, beside synchronous training on the very same data: of logistic regression and of
+`nets`.
 
-Each replica draws ROWS of its own images in every step (`logistic` says which are its own). The target is a loss of
-all images, at the mean of the replicas, that is nearer to the optimum than the start was by TARGET. An algorithm is
+Each replica draws a few rows of its own in every step. The loss is at the mean of the replicas. An algorithm is
 too slow where one can be sure that it takes more than AT_MOST times the steps of synchronous SGD, and suspiciously
 fast where one can be sure that it takes fewer than AT_LEAST times as many: nothing that sends less knows more (in the
 manner of MLPerf's reference convergence points, arXiv:1910.01500).
@@ -10,22 +10,42 @@ manner of MLPerf's reference convergence points, arXiv:1910.01500).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from scipy import stats
 
-from meshmark.algorithms import logistic
+from meshmark.algorithms import logistic, nets
 from meshmark.algorithms.claim import CONFIDENCE, GROUPS
 from meshmark.algorithms.logistic import Logistic
 from meshmark.algorithms.quadratics import Array
 from meshmark.spec.algorithm import ALGORITHMS, AlgorithmSpec, local_sgd
 
 ROWS, RATE, TARGET, SORTED = 8, 0.1, 0.05, 0.5
+"""Of logistic regression, whose target is nearer to the optimum than the start was by TARGET."""
 MOST_STEPS = 400
 AT_LEAST, AT_MOST = 0.9, 1.25
 SYNCHRONOUS = local_sgd(1)
 """Averaged after every step."""
+
+
+class Task(Protocol):
+    """Something to train, by several seeds at once."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def count(self) -> int:
+        """Of replicas."""
+
+    def aims(self) -> Array:
+        """The loss to come to, by seed."""
+
+    def losses(self, spec: AlgorithmSpec) -> Iterator[Array]:
+        """After each step, by seed, until it is no use to go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,29 +66,40 @@ class Sampled(Logistic):
         return float(np.logaddexp(0, -margins).mean() + logistic.MU / 2 * state @ state)
 
 
-RACERS = [
-    ALGORITHMS[name]
-    for name in (
-        "local-sgd2",
-        "dsgd-ring",
-        "dsgd-exponential",
-        "dsgd-one-peer",
-        "gradient-tracking-ring",
-        "compressed-qsgd64",
-        "error-feedback-top-k10",
-        "error-feedback-sign",
-        "double-squeeze-sign",
-    )
-]
+@dataclass(frozen=True, kw_only=True)
+class Regression:
+    problems: Sequence[Sampled]
+    """By seed."""
+    name: str = "logistic regression"
+
+    @property
+    def count(self) -> int:
+        return len(self.problems[0].features)
+
+    def aims(self) -> Array:
+        best = np.array([problem.loss(problem.optimum) for problem in self.problems])
+        start = np.array([problem.loss(np.zeros_like(problem.optimum)) for problem in self.problems])
+        return np.asarray(best + TARGET * (start - best))
+
+    def losses(self, spec: AlgorithmSpec) -> Iterator[Array]:
+        for here in logistic.states(self.problems, spec, RATE, MOST_STEPS):
+            yield np.array([p.loss(own.mean(axis=0)) for p, own in zip(self.problems, here, strict=True)])
+
+
+def regression(count: int) -> Regression:
+    dealt = [logistic.dealt(count, SORTED, seed) for seed in range(GROUPS)]
+    problems = [Sampled(features=p.features, labels=p.labels, seed=seed) for seed, p in enumerate(dealt)]
+    return Regression(problems=problems)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Race:
+    task: str
     spec: AlgorithmSpec
     count: int
     """Of replicas."""
     steps: Array
-    """By seed."""
+    """By seed; not a number where the target was not come to."""
     synchronous: Array
 
     @property
@@ -97,30 +128,53 @@ class Race:
         return "suspiciously fast" if most < AT_LEAST else "as promised"
 
 
-def problems(count: int) -> list[Sampled]:
-    dealt = [logistic.dealt(count, SORTED, seed) for seed in range(GROUPS)]
-    return [Sampled(features=p.features, labels=p.labels, seed=seed) for seed, p in enumerate(dealt)]
-
-
-def steps_to_target(found: list[Sampled], spec: AlgorithmSpec) -> Array:
-    """By problem; not a number where `MOST_STEPS` do not do."""
-    aims = []
-    for problem in found:
-        best, start = problem.loss(problem.optimum), problem.loss(np.zeros_like(problem.optimum))
-        aims.append(best + TARGET * (start - best))
-    taken = np.full(len(found), np.nan)
-    for step, here in enumerate(logistic.states(found, spec, RATE, MOST_STEPS), start=1):
-        for p, problem in enumerate(found):
-            if np.isnan(taken[p]) and problem.loss(here[p].mean(axis=0)) <= aims[p]:
-                taken[p] = step
+def steps_to_target(task: Task, spec: AlgorithmSpec) -> Array:
+    """By seed; not a number where the task's steps do not do."""
+    aims = task.aims()
+    taken = np.full(len(aims), np.nan)
+    for step, losses in enumerate(task.losses(spec), start=1):
+        taken[np.isnan(taken) & (losses <= aims)] = step
         if not np.isnan(taken).any():
             break
     return taken
 
 
-def race(count: int) -> list[Race]:
-    found = problems(count)
-    synchronous = steps_to_target(found, SYNCHRONOUS)
+def race(task: Task, specs: Sequence[AlgorithmSpec]) -> list[Race]:
+    synchronous = steps_to_target(task, SYNCHRONOUS)
     return [
-        Race(spec=spec, count=count, steps=steps_to_target(found, spec), synchronous=synchronous) for spec in RACERS
+        Race(
+            task=task.name,
+            spec=spec,
+            count=task.count,
+            steps=steps_to_target(task, spec),
+            synchronous=synchronous,
+        )
+        for spec in specs
     ]
+
+
+RACERS = [
+    ALGORITHMS[name]
+    for name in (
+        "local-sgd2",
+        "dsgd-ring",
+        "dsgd-exponential",
+        "dsgd-one-peer",
+        "gradient-tracking-ring",
+        "compressed-qsgd64",
+        "error-feedback-top-k10",
+        "error-feedback-sign",
+        "double-squeeze-sign",
+    )
+]
+DEEP_RACERS = [
+    ALGORITHMS[name]
+    for name in ("local-sgd2", "dsgd-one-peer", "error-feedback-top-k10", "error-feedback-sign", "double-squeeze-sign")
+]
+"""Of nets, which take longer to train."""
+TASKS: list[tuple[Callable[[int], Task], list[AlgorithmSpec]]] = [
+    (regression, RACERS),
+    (nets.language_model, DEEP_RACERS),
+    (nets.vision_transformer, DEEP_RACERS),
+]
+"""Each by its number of replicas, and who races."""

@@ -66,7 +66,8 @@ def alternate(
         _add(trials, ours, theirs, pair)
         alpha = ALPHA / max(len(trials), 1)
         open_cases = [case for case, trial in trials.items() if trial.standing(alpha, margin) is Standing.UNDECIDED]
-        say(f"pair {pair + 1}: {len(trials) - len(open_cases)} of {counted(len(trials), 'case')} decided")
+        decided = f"{len(trials) - len(open_cases)} of {counted(len(trials), 'case')} decided"
+        say(f"pair {pair + 1}: {decided if trials else 'nothing is timed, so one pair does'}")
         if not open_cases and (pair + 1 >= LEAST_PAIRS or not trials):
             break
     found = compare(ours, theirs, across=True)

@@ -46,7 +46,8 @@ def migrate(value: object) -> dict[str, Any]:
     """
     schema = value.get("schema") if isinstance(value, dict) else None
     if not isinstance(value, dict) or schema not in (1, SCHEMA):
-        raise ValueError(f"schema {schema}, this Meshmark reads 1 to {SCHEMA}")
+        newer = "; a newer one wrote it: upgrade" if isinstance(schema, int) and schema > SCHEMA else ""
+        raise ValueError(f"schema {schema}, this Meshmark reads 1 to {SCHEMA}{newer}")
     if schema == SCHEMA or "session" in value:
         return value | {"schema": SCHEMA}
     moved = _LEFT_OUT.union(*_PARTS_OF_SCHEMA_1.values())
