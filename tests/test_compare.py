@@ -317,7 +317,11 @@ def test_the_command_tells_writes_and_sets_the_exit_code(tmp_path: Path, capsys:
     )
     assert "| equivalence verdict" in page.read_text()
     assert main(["compare", good, bad]) == 0
-    assert main(["compare", good, good, "--fail-on", "wrong,bigger:1%,slower:3%,missing"]) == 0
+    assert main(["compare", good, good, "--fail-on", "wrong,bigger:1%,missing"]) == 0
+    assert main(["compare", good, good, "--fail-on", "wrong,slower:3%"]) == 2
+    assert "no case was timed in both" in capsys.readouterr().err
+    both = write(tmp_path / "timed", [make_good(), timed(0.1)])
+    assert main(["compare", both, both, "--fail-on", "wrong,bigger:1%,slower:3%,missing"]) == 0
     capsys.readouterr()
     assert main(["compare", good, str(tmp_path / "none")]) == 2
     assert "no records at" in capsys.readouterr().err

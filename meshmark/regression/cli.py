@@ -12,10 +12,11 @@ from meshmark.counted import counted
 from meshmark.errors import ResultsError
 from meshmark.regression.attempts import attempts_of
 from meshmark.regression.baseline import ABOUT, ALLOWED, FOLDER, accept
-from meshmark.regression.change import Change
+from meshmark.regression.change import Change, Kind
 from meshmark.regression.compare import Comparison, compare
 from meshmark.regression.gate import DEFAULT_GATE, Gate, parse_gate
 from meshmark.regression.page import lines, page
+from meshmark.regression.times import STARTS
 from meshmark.report.github import tell_github
 from meshmark.report.markdown import one_line
 from meshmark.run.record import Record
@@ -76,6 +77,12 @@ def _compare(parsed: argparse.Namespace) -> int:
     if gate:
         gated = f"{command} --fail-on {parsed.fail_on}{' --across' if parsed.across else ''}"
         tell_github(attempts_of(found, failing, titles[0], gated), print)
+    steps_timed = any(change.kind is Kind.SLOWER and change.metric not in STARTS for change in found.changes)
+    if gate and gate.timed and not failing and not steps_timed:
+        raise ResultsError(
+            f"--fail-on {parsed.fail_on}: no case was timed in both {titles[0]} and {titles[1]}, so that none can be "
+            "slower; expected records of suites/test_throughput.py, or a gate without slower"
+        )
     return FAILED if failing else 0
 
 
