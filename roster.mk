@@ -1,7 +1,8 @@
 # Every adapter, core and roster, on 2, 4 and 8 ranks and in every precision; how fast the roster is; the roster broken
 # on purpose; every clause for what the core's conformance page has not got; and other workloads than a GPT. Leaves
 # reports/roster.md, cut off or not: the page says what was not run. Records stay in results/roster: `make roster` on
-# the same clean commit runs the rest, and `make roster-page` makes the page of what there is. Included by the Makefile.
+# the same commit, without changes, runs the rest, and `make roster-page` makes the page of what there is. The page is
+# written last, for it is such a change: `git checkout reports` before the rest. Included by the Makefile.
 .PHONY: roster roster-page
 ROSTER := results/roster
 # Nothing is begun after so long of every clause, and of each other workload; one of every adapter comes first.
@@ -30,7 +31,7 @@ roster: install
 	$(ROSTER_SUITES) --world 2 --precision bf16,fp16 || status=$$?; \
 	$(BIN)/python -m pytest suites/test_throughput.py --world 2 --workload gpt-mini --timing-budget 0.5 \
 		--adapters "$(ROSTER_NAMES)" $(ROSTER_RUN) || status=$$?; \
-	$(BIN)/python -m benchmarks.roster $(ROSTER) || status=$$?; \
+	$(BIN)/python -m benchmarks.roster $(ROSTER) -o $(ROSTER)/page.md || status=$$?; \
 	$(ROSTER_CLAUSES) --world 4 --adapters $(WIDE) || status=$$?; \
 	$(ROSTER_CLAUSES) --adapters "$(ROSTER_NAMES)" || status=$$?; \
 	for name in bert-mini llama-tiny vit-digits resnet-digits; do \
