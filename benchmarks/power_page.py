@@ -278,15 +278,17 @@ def _row(defect: str, catcher: str, trials: Sequence[Trial]) -> dict[str, object
     return {
         "defect": defect,
         "must fail": catcher,
-        "adapters": len(wide),
-        "caught": sum(t.caught for t in wide),
-        "in bf16": len(narrow) or "",
-        "caught in bf16": sum(t.caught for t in narrow) if narrow else "",
+        "caught": _share(wide),
+        "in bf16": _share(narrow) if narrow else "",
         "not in": f"**{', '.join(missed)}**" if missed else "",
         "named rightly": len(trials) - len(misnamed) if any(t.mutant.faults for t in trials) else "",
         "wrongly in": f"**{', '.join(misnamed)}**" if misnamed else "",
         "fails": ", ".join(dict.fromkeys(suite for trial in trials for suite in trial.failed)),
     }
+
+
+def _share(trials: Sequence[Trial]) -> str:
+    return f"{sum(t.caught for t in trials)} of {len(trials)}"
 
 
 def write_mutants(trials: Sequence[Trial], path: Path) -> None:

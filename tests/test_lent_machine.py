@@ -57,11 +57,15 @@ _OF_CUDA_BUILDS = {"_cuda_clearCublasWorkspaces", "_dump_nccl_trace"}
 _OTHERS = {
     "_exit",
     "_CFuncPtr",
-    "_fsdp_kwargs",
+    "_format_config",
     "_forward_module",
+    "_fsdp_kwargs",
     "_get_sequence_parallel_group",
+    "_global_grad_norm",
+    "_init_deepspeed_distributed",
     "_loaded_ops",
     "_param_to_rank",
+    "_set_world_ranks",
 }
 """Of os and ctypes; of DeepSpeed, Fabric and FairScale."""
 _MISSING = ("ruptures", "plotly", "itables", "deepspeed", "fairscale", "lightning_fabric", "megatron", "jsonschema")

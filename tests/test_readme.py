@@ -314,7 +314,7 @@ def test_every_option_of_a_page_is_one(tmp_path: Path) -> None:
         "submit",
     )
     slurm = {"--kill-on-bad-exit", "--no-kill", "--ntasks-per-node", "--requeue"}
-    torchrun = {"--max-restarts", "--rdzv-conf", "--standalone"}
+    torchrun, pip = {"--max-restarts", "--rdzv-conf", "--standalone"}, {"--extra-index-url"}
     helps = [
         ["pytest", *CORE, "--help", str(ROOT / "suites")],
         *(["meshmark", *verb.split(), "--help"] for verb in verbs),
@@ -323,7 +323,7 @@ def test_every_option_of_a_page_is_one(tmp_path: Path) -> None:
     assert {"--world", "--junit-xml", "--schedules", "--baseline"} <= known
     printed = {option for page in PAGES for option in options_of(page.read_text())}
     assert "--corpus" in printed
-    assert not printed - known - slurm - torchrun
+    assert not printed - known - slurm - torchrun - pip
 
 
 def test_commands_are_found_wherever_a_page_prints_them() -> None:
