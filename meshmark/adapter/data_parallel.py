@@ -91,7 +91,8 @@ class DataParallelEngine(Engine):
     def forward(self, inputs: Tensor) -> Tensor:
         """The model's outputs (logits) under this engine's precision."""
         dtype = AUTOCAST.get(self.case.precision.compute)
-        with torch.autocast(self.context.device.type, dtype=dtype, enabled=dtype is not None):
+        casts = torch.autocast(self.context.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
+        with casts:
             logits: Tensor = self.module(inputs)
         return logits
 
