@@ -17,7 +17,8 @@ from pathlib import Path
 
 from benchmarks.goal import verdict
 from meshmark.adapter.matrix import layouts
-from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.adapter.registry import load_adapter
+from meshmark.adapters import ADAPTERS
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.launch import Launcher
@@ -31,12 +32,14 @@ ROUNDS = 5
 
 
 def main() -> int:
-    targets = {"nothing": "benchmarks.nothing:Nothing", **builtin_adapters()}
+    targets = {"nothing": "benchmarks.nothing:Nothing", **ADAPTERS}
     cases = [
-        Case(adapter=name, workload=workload("gpt-tiny"), layout=next(layouts(load_adapter(target), 2)))
+        case
         for name, target in targets.items()
         if load_adapter(target).capabilities.degrees
         and not any(requirement.missing for requirement in load_adapter(target).requires)
+        for case in [Case(adapter=name, workload=workload("gpt-tiny"), layout=next(layouts(load_adapter(target), 2)))]
+        if load_adapter(target).supports(case, "cpu", "gloo") is None
     ]
     started = time.monotonic()
     with Cluster(ClusterSpec()) as cluster:
