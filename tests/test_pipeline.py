@@ -39,7 +39,7 @@ UNEVEN = replace(DEEP, name="gpt-uneven", model=replace(DEEP.model, num_layers=5
 LLAMA = make_workload(
     model=make_model(family=Family.LLAMA, num_layers=4, hidden=32, ffn_hidden=64, seq_len=32, num_kv_heads=1)
 )
-MUTANTS = ["pipeline_StageNotReduced", "pipeline_NormOverAllRanks", "pipeline_NotInterleaved"]
+MUTANTS = ["pipeline_StageNotReduced", "pipeline_NormOverAllRanks"]
 """`make power` runs all."""
 SCALARS = 4 * 2 * 8
 """Bytes of losses and other numbers beside the tensors that are planned, in at most eight bytes each."""
@@ -87,7 +87,6 @@ def test_a_pipeline_trains_right_holds_what_is_planned_and_sends_it(
     [
         (INTERLEAVED, "reshard"),
         (replace(ONE_F_ONE_B, dp=2), "resume"),
-        (replace(ONE_F_ONE_B, dp=2), "unused"),
     ],
     ids=lambda value: getattr(value, "id", value),
 )

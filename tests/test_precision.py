@@ -39,7 +39,7 @@ from tests.factories import make_case
 OLD_RECORDS = Path(__file__).parent / "data" / "schema-1"
 """Of Meshmark f7fe655."""
 NARROW = Precision.BF16_REDUCE_BF16
-OF_SUITES = ["ddp_ReduceDtypeForgotten", "fsdp2_ReduceDtypeForgotten", "ddp_ReduceDtypeOfAnother"]
+OF_SUITES = ["ddp_ReduceDtypeForgotten", "fsdp2_ReduceDtypeForgotten"]
 RARE = "ddp_LosesRareToken_in_bf16"
 OF_CLAUSES = ["ddp_ReduceDtypeForgotten_bf16_reduction", "fsdp2_ReduceDtypeOfAnother_bf16_states"]
 
