@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -125,6 +126,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
 
     matplotlib.use("svg")
     from matplotlib import pyplot
+    from matplotlib.ticker import NullLocator
 
     matplotlib.rcParams["svg.hashsalt"] = "meshmark"
     rows = math.ceil(len(results) / 3)
@@ -135,7 +137,9 @@ def draw(results: Sequence[Result], path: Path) -> None:
         panel.plot(result.claim.values, result.formula.mean(axis=1), color="black", linewidth=0.8, label="formula")
         panel.plot(result.claim.values, result.measured.mean(axis=1), "o", markersize=4, label="measured")
         panel.set(xscale="log", yscale="log", xlabel=result.claim.swept)
-        panel.set_title(result.claim.name.replace(", ", ",\n", 1), fontsize=9)
+        panel.set_xticks(result.claim.values, [f"{value:.2g}" for value in result.claim.values])
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.set_title(textwrap.fill(result.claim.name, 48), fontsize=9)
         panel.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
