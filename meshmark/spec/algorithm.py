@@ -11,6 +11,7 @@ from meshmark.errors import InputError
 from meshmark.spec.compressor import CONTRACTIONS, SPARSE, Compressor, CompressorKind
 from meshmark.spec.graph import Graph, GraphKind
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
+from meshmark.spec.parameter_server import ParameterServer
 
 
 class AlgorithmKind(StrEnum):
@@ -25,6 +26,9 @@ class AlgorithmKind(StrEnum):
     """Local SGD whose averages are taken for a gradient, on which Nesterov's momentum steps (arXiv:2311.08105)."""
     FED_AVG = "fed-avg"
     """Local SGD of replicas with more rows and with fewer, whose averages weigh by them (arXiv:1602.05629)."""
+    DOWNPOUR = "downpour"
+    """Replicas step alone, push gradients to a server that steps on each by Adagrad, and fetch what it has come to;
+    none waits for another (Dean et al., NIPS 2012)."""
     DSGD = "dsgd"
     """Each replica steps, and then mixes its neighbours' states into its own (adapt, then combine)."""
     DPSGD = "dpsgd"
@@ -88,7 +92,11 @@ BY_MICRO_BATCH = frozenset({AlgorithmKind.PIPEDREAM, AlgorithmKind.PIPEDREAM_VER
 """Those that make an update a micro-batch."""
 STALE = BY_MICRO_BATCH | {AlgorithmKind.PIPEDREAM_2BW}
 """Those of pipelines whose gradients are of older weights."""
-OF_PLAIN_SGD = BY_MICRO_BATCH | {AlgorithmKind.GRADIENT_TRACKING, AlgorithmKind.EXACT_DIFFUSION}
+OF_PLAIN_SGD = BY_MICRO_BATCH | {
+    AlgorithmKind.GRADIENT_TRACKING,
+    AlgorithmKind.EXACT_DIFFUSION,
+    AlgorithmKind.DOWNPOUR,
+}
 """Those that are defined on a gradient step alone."""
 
 
@@ -136,6 +144,8 @@ class AlgorithmSpec:
     """Of decentralised algorithms: who mixes whom in."""
     compressor: Compressor | None = None
     """Of compressing ones."""
+    server: ParameterServer | None = None
+    """Downpour's."""
     outer_rate: float = 0.7
     """DiLoCo's learning rate on averages; the default is the paper's."""
     outer_momentum: float = 0.9
@@ -159,6 +169,9 @@ class AlgorithmSpec:
         if (self.kind in DECENTRALISED) != (self.graph is not None):
             graph = self.graph.id if self.graph else "none"
             raise InputError(f"algorithm: graph {graph} for {self.kind}; {', '.join(sorted(DECENTRALISED))} take one")
+        if (self.kind is AlgorithmKind.DOWNPOUR) != (self.server is not None):
+            server = self.server.id if self.server else "none"
+            raise InputError(f"algorithm: parameter server {server} for {self.kind}; downpour takes one, others none")
         if self.kind is AlgorithmKind.EXACT_DIFFUSION and self.graph and not self.graph.is_static:
             raise InputError(
                 f"algorithm: {self.kind} corrects the bias of one fixed matrix, and graph {self.graph.id} changes from "
@@ -202,6 +215,8 @@ class AlgorithmSpec:
             return ""
         if self.graph:
             return f"{self.kind}-{self.graph.id}"
+        if self.server:
+            return f"{self.kind}-{self.server.id}"
         warmup = f"w{self.warmup_steps}" if self.warmup_steps else ""
         if self.kind in STALE:
             return str(self.kind)
@@ -289,6 +304,8 @@ def _presets() -> Iterator[AlgorithmSpec]:
     yield local_sgd(2)
     yield AlgorithmSpec(kind=AlgorithmKind.DILOCO, period=2)
     yield AlgorithmSpec(kind=AlgorithmKind.FED_AVG, period=2)
+    yield AlgorithmSpec(kind=AlgorithmKind.DOWNPOUR, server=ParameterServer(push_every=2, fetch_every=3))
+    yield AlgorithmSpec(kind=AlgorithmKind.DOWNPOUR, server=ParameterServer())
     for kind in sorted(DECENTRALISED):
         for graph in (Graph(kind=graph) for graph in GraphKind if graph is not GraphKind.OWN):
             if kind is not AlgorithmKind.EXACT_DIFFUSION or graph.is_static:
