@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from meshmark.adapters.downpour import server as server_module
 from meshmark.algorithms.downpour import Downpour, Told, Versions
 from meshmark.algorithms.replicas import Tensors
 from meshmark.errors import InputError
+from meshmark.judge.faults import Fault
 from meshmark.judge.truth import ExactOptimizer, assess_replicas
 from meshmark.spec.algorithm import AlgorithmKind, AlgorithmSpec
 from meshmark.spec.case import Case
@@ -22,8 +25,9 @@ from meshmark.spec.parameter_server import ParameterServer
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from meshmark.theory.traffic import step_traffic
+from tests.broken.downpour import DEFECTS
 from tests.factories import make_workload
-from tests.trained import Trial, furthest, train_all
+from tests.trained import Trial, diagnosed, furthest, train_all
 
 PLAIN = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0.0, clip_norm=None)
 SPARSE = ParameterServer(push_every=2, fetch_every=3, rate=0.5)
@@ -122,13 +126,11 @@ def test_a_server_that_means_nothing_is_an_error(wrong: dict[str, Any], reason: 
         ParameterServer(**wrong)
 
 
-def test_downpour_takes_a_server_and_plain_sgd() -> None:
+def test_downpour_alone_takes_a_server() -> None:
     with pytest.raises(InputError, match="parameter server none for downpour; downpour takes one, others none"):
         AlgorithmSpec(kind=AlgorithmKind.DOWNPOUR)
     with pytest.raises(InputError, match="parameter server p1f1 for local-sgd"):
         AlgorithmSpec(kind=AlgorithmKind.LOCAL_SGD, server=ParameterServer())
-    with pytest.raises(InputError, match="is defined on plain SGD"):
-        workload("gpt-mini-downpour-p1f1")
     assert ParameterServer(lead=1).id == "p1f1l1" and algorithm(SPARSE).id == "downpour-p2f3"
 
 
@@ -160,3 +162,47 @@ def test_the_engine_does_what_is_specified(dp: int, tmp_path: Path, monkeypatch:
         assert furthest(assess_replicas(traces, case.workload)) < 1e-14
         made = sorted(v[0] for trace in traces for v in trace.versions if v and v[0] is not None)
         assert made == list(range(1, len(made) + 1)) and len(made) == (6 if case is cases[0] else 12)
+
+
+NAMED = {
+    "AppliesTwice": "the server applies every push twice",
+    "LosesPushes": "the pushes of replica 1 are lost",
+    "ServesOldCopy": "what is fetched is the version before the one that is told",
+    "ForgetsSums": "Adagrad's sums are forgotten",
+    "TwiceTheRate": "the server's rate is 2 times the right one",
+    "NeverWaits": "push of step 2 is 2 ahead of replica 1's, where the bound is 1",
+    "TellsAnotherOrder": "was applied before .*, though the order that is told is another",
+    "TellsOneVersionTwice": "push of step 0 is told to have made version 1, as is another's",
+    "PushesOthers": "each replica pushes the gradients of the next",
+    "PushesLate": "what is pushed is of the push before",
+    "PushesLast": "of the gradients between two pushes, the last alone is pushed",
+    "PushesAgain": "what was pushed is pushed again with the next",
+    "TakesNothing": "what is fetched is not taken",
+    "StaysWhereItIs": "replicas do not step by themselves|other multiple|0 times the right step",
+    "FetchesNever": "in step 2 it never fetches, where it is due",
+}
+
+
+def test_what_breaks_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    server = ParameterServer(push_every=2, fetch_every=3, lead=1)
+    problem = make_workload(optimizer=PLAIN, algorithm=algorithm(server), global_batch=8)
+    layout = Layout(dp=2, num_micro_batches=2)
+    case = Case(adapter="downpour", workload=problem, layout=layout, precision=Precision.FP64)
+    trials = [Trial(case=case, defect=defect) for defect in (None, *DEFECTS)]
+    honest, *broken = train_all(trials, tmp_path)
+    for defect, traces in zip(DEFECTS, broken, strict=True):
+        diagnosis = diagnosed(trials[0], traces, honest)
+        assert diagnosis is not None and diagnosis.fault is Fault.ALGORITHM, (defect, diagnosis)
+        assert re.search(NAMED[defect.__name__], diagnosis.detail), (defect, diagnosis)
+
+
+def test_a_replica_that_stops_is_named() -> None:
+    """Not waited for for ever."""
+    spec = ParameterServer(lead=1)
+    served = server_module.Server(spec, [torch.zeros(2)], 3)
+    assert [served.push(replica, [torch.ones(2)]) for replica in (0, 2)] == [1, 2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_module, "PATIENCE_SECONDS", 0.05)
+        with pytest.raises(RuntimeError, match="replica 1 has stopped: after 0 pushes nothing came of it for 0.05 sec"):
+            served.push(0, [torch.ones(2)])

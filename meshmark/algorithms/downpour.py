@@ -2,7 +2,8 @@
 4.1 and 7.1; Adagrad: Duchi et al., JMLR 12, 2011). Of replica i in its step t, counted from 0, and of the server,
 which is at y, at first the initial values:
 
-- x_i <- x_i - a g_i, u_i <- u_i + g_i; where n_push divides t, u_i is pushed and u_i <- 0
+- x_i <- step(x_i, g_i), the paper's x_i - a g_i or another optimizer's
+- u_i <- u_i + g_i; where n_push divides t, u_i is pushed and u_i <- 0
 - where n_fetch divides t + 1, x_i <- y: the paper fetches before a step, and here the step before ends with it
 - by each push, in the order in which they come: s <- s + u^2, y <- y - r u / (sqrt(s) + 1e-10)
 
@@ -90,11 +91,15 @@ class Downpour(Replicas):
         self.right, self.wrong = told, dict(impossible(self.spec, told))
         server = self.server({name: x.astype(np.float64) for name, x in told.start.items()})
         self.at = {0: dict(server.here)}
-        wanted = {v for steps in told.versions for pair in steps if pair and (v := pair[1]) is not None}
+        wanted = self.wanted(told)
         for version, push in self.order(told).items():
             server.step(self.pushed(told, *push))
             if version in wanted:
                 self.at[version] = dict(server.here)
+
+    def wanted(self, told: Told) -> set[int]:
+        """Versions that are fetched."""
+        return {v for steps in told.versions for pair in steps if pair and (v := pair[1]) is not None}
 
     def order(self, told: Told) -> dict[int, Push]:
         return told.pushes()
@@ -129,7 +134,11 @@ class Downpour(Replicas):
         assert self.right is not None
         told = self.right.versions[replica][self.steps]
         assert told is not None and told[1] is not None
-        return self.at[told[1]]
+        return self.at[self.version(told[1])]
+
+    def version(self, told: int) -> int:
+        """Of what is fetched."""
+        return told
 
     def in_turn(self, start: Tensors, alone: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:
         self.turns = self.turns or self.server(start)

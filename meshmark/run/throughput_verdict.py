@@ -16,8 +16,8 @@ def judge_throughput(record: Record) -> Verdict | None:
     Where bits differ, another such pass has told whether this engine ever computes the same bits twice. If it does, the
     timed path is another one. If it does not (atomic additions, threads), bits say nothing, and the losses of the steps
     that were judged must agree as two correct runs do: each within the yardstick's tolerance of the truth, and so
-    within twice that of one another. Under a parameter server, which replica comes first is chance: from the first fetch
-    on, two correct runs agree in nothing, and the losses before it are those that are compared.
+    within twice that of one another. Under a parameter server, which replica comes first is chance: from the first
+    fetch on, two correct runs agree in nothing, and the losses before it are those that are compared.
     """
     timing, drifts = record.timing, record.equivalence.drifts
     path, losses = timing.observed, record.training.losses

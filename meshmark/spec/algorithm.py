@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from fractions import Fraction
 
 from meshmark.errors import InputError
 from meshmark.spec.compressor import CONTRACTIONS, SPARSE, Compressor, CompressorKind
 from meshmark.spec.graph import Graph, GraphKind
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
-from meshmark.spec.parameter_server import ParameterServer
+from meshmark.spec.parameter_server import SERVERS, ParameterServer
 
 
 class AlgorithmKind(StrEnum):
@@ -27,8 +26,7 @@ class AlgorithmKind(StrEnum):
     FED_AVG = "fed-avg"
     """Local SGD of replicas with more rows and with fewer, whose averages weigh by them (arXiv:1602.05629)."""
     DOWNPOUR = "downpour"
-    """Replicas step alone, push gradients to a server that steps on each by Adagrad, and fetch what it has come to;
-    none waits for another (Dean et al., NIPS 2012)."""
+    """Replicas push gradients to a server, which steps by Adagrad, and fetch what it has (Dean et al., NIPS 2012)."""
     DSGD = "dsgd"
     """Each replica steps, and then mixes its neighbours' states into its own (adapt, then combine)."""
     DPSGD = "dpsgd"
@@ -92,11 +90,7 @@ BY_MICRO_BATCH = frozenset({AlgorithmKind.PIPEDREAM, AlgorithmKind.PIPEDREAM_VER
 """Those that make an update a micro-batch."""
 STALE = BY_MICRO_BATCH | {AlgorithmKind.PIPEDREAM_2BW}
 """Those of pipelines whose gradients are of older weights."""
-OF_PLAIN_SGD = BY_MICRO_BATCH | {
-    AlgorithmKind.GRADIENT_TRACKING,
-    AlgorithmKind.EXACT_DIFFUSION,
-    AlgorithmKind.DOWNPOUR,
-}
+OF_PLAIN_SGD = BY_MICRO_BATCH | {AlgorithmKind.GRADIENT_TRACKING, AlgorithmKind.EXACT_DIFFUSION}
 """Those that are defined on a gradient step alone."""
 
 
@@ -289,12 +283,6 @@ class AlgorithmSpec:
         return None
 
 
-def client_shares(count: int) -> list[Fraction]:
-    """Of the rows, by replica, under FedAvg: of every two neighbours the second has three times as many."""
-    alone = [Fraction(1, count)] * (count % 2)
-    return [Fraction(1, 2 * count), Fraction(3, 2 * count)] * (count // 2) + alone
-
-
 def local_sgd(period: int, warmup_steps: int = 0) -> AlgorithmSpec:
     """Local SGD: replicas step alone, and are averaged every `period` steps once `warmup_steps` are over."""
     return AlgorithmSpec(kind=AlgorithmKind.LOCAL_SGD, period=period, warmup_steps=warmup_steps)
@@ -304,8 +292,7 @@ def _presets() -> Iterator[AlgorithmSpec]:
     yield local_sgd(2)
     yield AlgorithmSpec(kind=AlgorithmKind.DILOCO, period=2)
     yield AlgorithmSpec(kind=AlgorithmKind.FED_AVG, period=2)
-    yield AlgorithmSpec(kind=AlgorithmKind.DOWNPOUR, server=ParameterServer(push_every=2, fetch_every=3))
-    yield AlgorithmSpec(kind=AlgorithmKind.DOWNPOUR, server=ParameterServer())
+    yield from (AlgorithmSpec(kind=AlgorithmKind.DOWNPOUR, server=server) for server in SERVERS)
     for kind in sorted(DECENTRALISED):
         for graph in (Graph(kind=graph) for graph in GraphKind if graph is not GraphKind.OWN):
             if kind is not AlgorithmKind.EXACT_DIFFUSION or graph.is_static:

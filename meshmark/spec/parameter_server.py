@@ -45,3 +45,11 @@ class ParameterServer:
     def fetches_after(self, step: int) -> bool:
         """Whether it goes on from the server's parameters in the step after `step`."""
         return (step + 1) % self.fetch_every == 0
+
+
+SERVERS = (
+    ParameterServer(push_every=2, fetch_every=3),
+    ParameterServer(),
+    ParameterServer(push_every=2, fetch_every=3, lead=1),
+)
+"""That have a name: one that shows all that there is, the paper's, and one whose replicas keep closer together."""
