@@ -43,7 +43,9 @@ _ALL = {name: name in MUTANTS for name in (*chosen_adapters(None, []), *MUTANTS)
 """The report's, and the mutants: whether each is wrong on purpose."""
 _SUITE = ["-m", "pytest", "suites/test_equivalence.py", "-p", "no:cacheprovider", "-q", "-rs"]
 _WORKLOAD = ["--workload", "gpt2-124m", "--global-batch", "4"]
-_MODEL = "layers=12,hidden=768,heads=12,vocab=50257,seq_len=128,tied_embeddings=true"
+_MODEL = "layers=12,hidden=768,heads=12,vocab={vocab},seq_len=128,tied_embeddings=true"
+_VOCAB, _PADDED = 50257, {"megatron": 50304}
+"""GPT-2's tokens; and of what deals rows of the embedding out in equal parts, padded as its trainer does."""
 _COSTS = "costs.json"
 _EVERY = 2.0
 """Seconds between looks at memory."""
@@ -156,7 +158,8 @@ def main() -> int:
     failed = list[str]()
     for name in names:
         adapter = ["--adapter", MUTANTS[name]] if name in MUTANTS else ["--adapters", name]
-        code, cost = measured([sys.executable, *_SUITE, *_WORKLOAD, "--model", _MODEL, *adapter, *limits])
+        model = _MODEL.format(vocab=_PADDED.get(name, _VOCAB))
+        code, cost = measured([sys.executable, *_SUITE, *_WORKLOAD, "--model", model, *adapter, *limits])
         failed += [f"{name}: pytest ended with {code}"] if code not in (0, _NO_TESTS) and name not in MUTANTS else []
         costs = _kept(asked.results) | ({name: cost} if code != _NO_TESTS else {})
         asked.results.mkdir(parents=True, exist_ok=True)

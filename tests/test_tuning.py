@@ -6,13 +6,16 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapter.single import Single
 from meshmark.errors import InputError
+from meshmark.judge.truth import initial_values
 from meshmark.judge.twin import twin_of
 from meshmark.reference.chunked_loss import ROWS, chunked_cross_entropy
 from meshmark.reference.data import make_batch
@@ -136,11 +139,35 @@ def test_a_loss_in_chunks_keeps_the_outputs_alone() -> None:
     ]
 
 
-def test_a_twin_knows_eager_kernels_alone() -> None:
-    """In 16 bits other kernels round in other places, which it would take for faults."""
-    for tuning, there in ((Tuning(fused_optimizer=True), True), (Tuning(compile=True), False), (CHUNKED, False)):
-        case = make_case(precision=Precision.BF16, tuning=tuning)
-        assert (twin_of(case, Single.arithmetic, torch.device("cpu")) is not None) is there
+def test_a_twin_runs_the_kernels_of_its_case() -> None:
+    """In 16 bits others round in other places, which it would take for faults."""
+    for tuning in (Tuning(fused_optimizer=True), Tuning(compile=True), CHUNKED, Tuning(attention=Attention.MATH)):
+        own = twin_of(make_case(precision=Precision.BF16, tuning=tuning), Single.arithmetic, torch.device("cpu"))
+        assert own is not None
+        compiled = [block._compiled_call_impl is not None for block in own._model.blocks.values()]  # noqa: SLF001
+        assert compiled == [tuning.compile] * len(compiled) and own._model is own._model  # noqa: SLF001
+    split = make_case(layout=Layout(tp=2), precision=Precision.BF16, tuning=CHUNKED)
+    declared = dataclasses.replace(Single.arithmetic, splits_products=True)
+    assert twin_of(split, declared, torch.device("cpu")) is None, "of split products eager kernels alone"
+
+
+def test_a_twins_loss_is_in_chunks_where_the_cases_is() -> None:
+    """Whose gradients of 16-bit logits are rounded elsewhere than those of the whole."""
+    problem = dataclasses.replace(workload("gpt-tiny"), global_batch=9)
+    batch, parameters = make_batch(problem, 0), initial_values(problem)
+    found = list[dict[str, np.ndarray]]()
+    for tuning in (CHUNKED, Tuning()):
+        case = make_case("single", Layout(), workload=problem, precision=Precision.BF16, tuning=tuning)
+        context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=Path())
+        engine, own = Single().build(case, context), twin_of(case, Single.arithmetic, torch.device("cpu"))
+        assert own is not None
+        engine.backward(batch)
+        step = own.step(parameters, batch)
+        found.append(dict(step.gradients))
+        for name, gradient in engine.gradients().items():
+            distance = np.linalg.norm(gradient.double().numpy() - step.gradients[name])
+            assert distance <= 1e-6 * np.linalg.norm(step.gradients[name])
+    assert any((found[0][name] != found[1][name]).any() for name in found[0])
 
 
 def test_activations_are_planned_of_eager_kernels_alone() -> None:

@@ -45,9 +45,14 @@ def configure(model: AnyModel, case: Case, recompute: Recomputer = PYTORCHS_CHEC
     if case.layout.recompute is Recompute.FULL:
         model.recompute = recompute
     if case.tuning.compile:
-        for block in model.blocks.values():
-            block.compile(fullgraph=True)
+        compile_blocks(model)
     return model
+
+
+def compile_blocks(model: Model) -> None:
+    """Each as one graph, by PyTorch's default compiler."""
+    for block in model.blocks.values():
+        block.compile(fullgraph=True)
 
 
 def skip_block(module: nn.Module, batch: Batch, workload: Workload) -> None:

@@ -3,7 +3,9 @@ the case and its adapter declare; only the sums over micro-batches and ranks are
 
 Rounding in a narrow format is the same wherever the same operation is done on the same numbers. So a layout that splits
 no matrix product differs from its twin by the order of one sum alone, whatever the precision, where from float64 it is
-away by all that bf16 rounds. A sum that was asked for in a narrow format is rounded as asked.
+away by all that bf16 rounds. A sum that was asked for in a narrow format is rounded as asked. A case that is tuned to
+other kernels has a twin that runs them, for fused operations round in other places; the noise that both are held to is
+that of PyTorch's eager ones, lest a kernel that is wrong be excused by itself.
 
 The twin is judged by the truth as the run is: one that is wrong excuses nothing.
 """
@@ -12,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.data_parallel import AUTOCAST
+from meshmark.adapter.data_parallel import AUTOCAST, compile_blocks
 from meshmark.judge.deviation import Deviation, Quantity, QuantityKind, Tensors, deviation
 from meshmark.judge.split_products import split, split_loss_share
 from meshmark.judge.trace import Trace
@@ -72,7 +75,7 @@ class Twin:
         layout = self.case.layout
         rows = self.case.workload.global_batch // (layout.dp * layout.num_micro_batches)
         micro_batches = list(self.arrange(batch).micro_batches(len(batch) // rows))
-        model, weights = self._model(), self._weights(parameters)
+        model, weights = self._model, self._weights(parameters)
         losses, total = list[float](), dict[str, Tensor]()
 
         def part(index: int) -> Gradients:
@@ -98,10 +101,13 @@ class Twin:
             for name, value in parameters.items()
         }
 
+    @cached_property
     def _model(self) -> Model:
-        """Without values."""
+        """Without values; built once, for a compiled one takes seconds."""
         with torch.device("meta"):
             model = build_model(self.case.workload.model)
+        if self.case.tuning.compile:
+            compile_blocks(model)
         if self.arithmetic.splits_products:
             assert isinstance(model, Transformer)
             split(model, self.case.layout.tp)
@@ -132,7 +138,7 @@ class Twin:
     def _loss_share(self, outputs: Tensor, part: Batch) -> Tensor:
         if self.arithmetic.splits_products:
             return split_loss_share(outputs, part, self.case.layout.tp)
-        return loss_share(outputs, part, self.case.workload.loss)
+        return loss_share(outputs, part, self.case.workload.loss, chunked=self.case.tuning.chunked_loss)
 
     def _reduced(self, part: Callable[[int], Gradients], num_parts: int) -> Iterator[Gradients]:
         """What is added up, exactly: the gradients of every micro-batch, or what narrow reductions over ranks make of
@@ -158,12 +164,11 @@ class Twin:
 def twin_of(case: Case, arithmetic: Arithmetic | None, device: torch.device) -> Twin | None:
     """The twin of a case; None where the truth is as sharp, or no twin can compute the same: where products are split
     in a way that is not declared, or in more than two parts, whose narrow sum depends on its order; or where a narrow
-    reduction divides by what is no power of two, before or after it rounds; or where the case is tuned to kernels that
-    round in other places."""
+    reduction divides by what is no power of two, before or after it rounds."""
     layout = case.layout
     divides = case.precision.narrows_reduction and layout.dp.bit_count() > 1
     whole = layout.tp == 1 or (arithmetic is not None and arithmetic.splits_products and layout.tp == 2)
-    otherwise = layout.cp > 1 or divides or case.tuning.passes_otherwise
+    otherwise = layout.cp > 1 or divides or (layout.tp > 1 and case.tuning.passes_otherwise)
     if arithmetic is None or not case.precision.is_mixed or not whole or otherwise:
         return None
     return Twin(case=case, arithmetic=arithmetic, device=device)
