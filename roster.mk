@@ -34,7 +34,7 @@ roster: install
 	$(BIN)/python -m benchmarks.roster $(ROSTER) -o $(ROSTER)/page.md || status=$$?; \
 	$(ROSTER_CLAUSES) --world 4 --adapters $(WIDE) || status=$$?; \
 	$(ROSTER_CLAUSES) --adapters "$(ROSTER_NAMES)" || status=$$?; \
-	for name in bert-mini llama-tiny vit-digits resnet-digits; do \
+	for name in bert-mini llama-tiny vit-digits resnet-digits coatnet-digits coatnet-digits-bn; do \
 		$(ROSTER_SUITES) --world 2 --workload $$name --max-time $(WORKLOAD_TIME) || status=$$?; done; \
 	exit $$status
 roster-page: install

@@ -52,7 +52,7 @@ def test_clipping_is_active_in_the_tiny_workloads() -> None:
     from meshmark.judge.truth import exact_gradients, initial_values
     from meshmark.reference.data import make_batch
 
-    for name in ("gpt-tiny", "llama-tiny", "vit-digits", "vit-digits-bn", "resnet-digits"):
+    for name in ("gpt-tiny", "llama-tiny", *(n for n in WORKLOADS if "digits" in n)):
         tiny = WORKLOADS[name]
         gradients = exact_gradients(tiny, initial_values(tiny), make_batch(tiny, 0)).gradients
         assert tiny.optimizer.clip_norm is not None

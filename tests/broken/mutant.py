@@ -67,6 +67,7 @@ DEEP = replace(GPT, name="gpt-deep", model=replace(GPT.model, name="gpt-deep", n
 TIED = replace(GPT, name="gpt-tied", model=replace(GPT.model, name="gpt-tied", tied_embeddings=True))
 
 VIT, VIT_BN, RESNET = workload("vit-digits"), workload("vit-digits-bn"), workload("resnet-digits")
+COATNET, COATNET_BN = workload("coatnet-digits"), workload("coatnet-digits-bn")
 
 
 def under(adapter: str, problem: Workload) -> Workload:
