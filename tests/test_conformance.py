@@ -39,6 +39,7 @@ from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from meshmark.theory.states import ModelStates
 from tests.factories import (
@@ -161,6 +162,19 @@ def test_masters_and_moments_must_be_wide() -> None:
     assert (
         judges.declared_precision(plain(memory=make_memory_evidence(state_dtypes=moments))).result is ClauseResult.FAIL
     )
+
+
+def test_gradients_may_be_bf16_numbers_where_nothing_is_summed() -> None:
+    """Cast weights make them so; a sum of several in float32 is none but by rounding."""
+    rounded = make_memory_evidence(state_dtypes={"gradients": "bf16", "optimizer_states": "float32"})
+
+    def judged(layout: Layout) -> ClauseResult:
+        case = make_case(layout=layout, precision=Precision.BF16)
+        return judges.declared_precision(plain(case=case, memory=rounded)).result
+
+    assert judged(Layout(tp=2)) is ClauseResult.PASS
+    assert judged(Layout(dp=2)) is ClauseResult.FAIL
+    assert judged(Layout(tp=2, num_micro_batches=2)) is ClauseResult.FAIL
 
 
 @pytest.mark.parametrize("planned", [True, False], ids=["planned", "not planned"])

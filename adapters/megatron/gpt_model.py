@@ -31,6 +31,11 @@ from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import step_traffic
 
 _ONE_TENSOR = "query, key and value are one tensor of megatron-core's"
+_RECOMPUTED: dict[Recompute, dict[str, Any]] = {
+    Recompute.NONE: {},
+    Recompute.SELECTIVE: {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    Recompute.FULL: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 _NOT_MAPPED = "not mapped to its dist_checkpointing"
 
 
@@ -44,12 +49,13 @@ class MegatronGPT(Adapter):
         schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),
         virtual_stages=frozenset({1, 2}),
         sequence_parallel=True,
-        recomputes=frozenset({Recompute.NONE}),
+        recomputes=frozenset(Recompute),
         families=TEXT_FAMILIES,
         precisions=frozenset({Precision.FP32}),
         lacks={
             Family.VIT: "GPTModel has an embedding and a loss over a vocabulary",
             **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "GPTModel is a transformer"),
+            Family.MIXTURE: "megatron-core's experts are not mapped",
             Precision.FP64: "the vocabulary-parallel loss and the gradient norm are float32 whatever they are given",
             Feature.MATRIX_WISE: "its optimizer is given tensor-parallel parts of the parameters",
             Feature.FROZEN: _ONE_TENSOR,
@@ -57,7 +63,6 @@ class MegatronGPT(Adapter):
             Feature.TIED_EMBEDDINGS: "not mapped",
             Feature.DROPOUT: "its random states are those of `megatron`, which shows them",
             Feature.DECAY_GROUPS: "weight decay by group is left to its own scheduler of rates",
-            Feature.RECOMPUTE: "its checkpoints make masks on CUDA within the backward pass",
             Feature.SAVE: _NOT_MAPPED,
             Feature.RESHARD: _NOT_MAPPED,
         },
@@ -169,6 +174,7 @@ def _config(case: Case, context: RankContext) -> Any:  # noqa: ANN401
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
         sequence_parallel=layout.sequence_parallel,
+        **_RECOMPUTED[layout.recompute],
         pipeline_dtype=torch.float32,
         use_cpu_initialization=context.device.type == "cpu",
         bias_activation_fusion=False,

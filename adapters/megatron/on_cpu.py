@@ -46,8 +46,19 @@ def cuda_is(device: torch.device) -> Iterator[None]:
         yield
         return
     cuda = _standing_in(torch.cuda, synchronize=lambda *_: None, current_device=lambda: "cpu")
-    with CudaNamesOnCPU(), cuda:
+    backward = _standing_in(torch.autograd, _engine_run_backward=_within(torch.autograd._engine_run_backward))  # type: ignore[attr-defined]
+    with CudaNamesOnCPU(), cuda, backward:
         yield
+
+
+def _within(run: Callable[..., object]) -> Callable[..., object]:
+    """`run` within the mode: PyTorch leaves it for the length of a backward pass, in which checkpoints make masks."""
+
+    def running(*args: object, **kwargs: object) -> object:
+        with CudaNamesOnCPU():
+            return run(*args, **kwargs)
+
+    return running
 
 
 class MarkedNorm:

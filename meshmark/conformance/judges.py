@@ -174,6 +174,8 @@ def declared_precision(record: Record) -> Finding:
     rough = max(gradient_ratios, default=0.0)
     really = decide(rough > WIDER, f"gradients at most {rough:.1e} x the noise of {precision}")
     asked = {_SHORT[precision.reduction]} if _rounds(record) else {"", "float32"}
+    if not _sums(record):  # where weights are cast, products leave values of the low format, and so they stay
+        asked.add(_SHORT.get(precision.compute, ""))
     reduced = decide(reported in asked, f"every value of every gradient is a {reported} number")
     judged = [v for v in record.verdicts if v.suite in ("memory", "communication")]
     return all_of(moments, reduced, really, *(decide(v.passed, v.summary) for v in judged), gradients(record))
@@ -182,6 +184,11 @@ def declared_precision(record: Record) -> Finding:
 def _rounds(record: Record) -> bool:
     """Whether the precision asks for gradients that are rounded, on their way to other ranks."""
     return record.case.precision.narrows_reduction and record.case.layout.dp > 1
+
+
+def _sums(record: Record) -> bool:
+    """Whether a gradient is a sum of several micro-batches' or ranks'."""
+    return record.case.layout.dp * record.case.layout.num_micro_batches > 1
 
 
 def reduced(record: Record) -> Finding:

@@ -22,6 +22,8 @@ class Family(StrEnum):
     """Convolutions and batch norms beside a shortcut, no transformer (arXiv:1512.03385)."""
     COATNET = "coatnet"
     """Convolutions, then transformer blocks over pixels (arXiv:2106.04803)."""
+    MIXTURE = "mixture"
+    """A GPT's, whose feed-forward network is a mixture of experts (arXiv:1701.06538)."""
 
 
 _MOST = {
@@ -74,7 +76,9 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if self.family not in TEXT_FAMILIES:
-            raise InputError(f"model {self.name!r}: family {self.family} is not decoder-only; see `vision_spec`")
+            raise InputError(
+                f"model {self.name!r}: family {self.family} is not decoder-only; see `vision_spec` and `MixtureSpec`"
+            )
         for field, most in _MOST.items():
             if not 1 <= (got := getattr(self, field)) <= most:
                 raise InputError(f"model {self.name!r}: {field} is {got}, expected at least 1 and at most {most:,}")

@@ -8,6 +8,7 @@ from functools import cached_property
 from meshmark.errors import InputError
 from meshmark.spec.coatnet_spec import COATNET_MINI, CoAtNetSpec
 from meshmark.spec.convolutional import LayerSizes
+from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.resnet_spec import RESNET_MINI, ResNetSpec
 
@@ -162,11 +163,11 @@ class VisionSpec:
         return problems
 
 
-TransformerSpec = ModelSpec | VisionSpec
+TransformerSpec = ModelSpec | VisionSpec | MixtureSpec
 """What is made of transformer blocks."""
 ImageSpec = VisionSpec | ResNetSpec | CoAtNetSpec
 """What is trained on images."""
-AnyModelSpec = ModelSpec | VisionSpec | ResNetSpec | CoAtNetSpec
+AnyModelSpec = ModelSpec | VisionSpec | ResNetSpec | CoAtNetSpec | MixtureSpec
 """What a workload can train."""
 
 _VIT_MINI = VisionSpec(

@@ -17,16 +17,16 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.ulysses import UlyssesAttention
 from meshmark.adapters.fsdp1 import FSDP1
 from meshmark.adapters.fsdp2 import FSDP2
-from meshmark.adapters.megatron.gpt_model import MegatronGPT
 from meshmark.adapters.pipeline_nd import PipelineFSDP2
 from meshmark.adapters.tensor_parallel import TensorParallel
 from meshmark.judge.faults import Fault
-from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.theory.sharding import Sharding
 from tests.broken import gradients as g
+from tests.broken import reducing as h
 from tests.broken.engine import Broken
+from tests.broken.megatron_gpt import MEGATRON_GPT_MUTANTS
 from tests.broken.mutant import DEEP, GPT, Mutant
 
 F = Fault
@@ -34,6 +34,7 @@ PIPELINE = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
 CROSSED = Layout(dp=2, tp=2, zero_stage=3, num_micro_batches=4)
 FOLDED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2, folded=True)
 SHARED = Layout(cp=2, zero_stage=3, num_micro_batches=4)
+REDUCED = Layout(dp=2, num_micro_batches=4)
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 
 
@@ -82,34 +83,6 @@ class ReplicasAlone(Broken):
 
     def prepare(self) -> None:
         self.replicas = None
-
-
-class NotUndone(Broken):
-    """Megatron divides the loss by the number of micro-batches, of which shares are sums."""
-
-    def _loss(self, micro: Batch, loss_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, told = super()._loss(micro, loss_BT)  # type: ignore[misc]
-        return loss / self.case.layout.num_micro_batches, told
-
-
-class NormsNotSummed(Broken):
-    """Under sequence parallelism every rank norms other tokens, and nobody sums the norms' gradients."""
-
-    chunks: list[Any]
-
-    def prepare(self) -> None:
-        def finish(chunks: list[Any], *_: object, **__: object) -> None:
-            for chunk in chunks:
-                chunk.finish_grad_sync()
-
-        self.chunks[0].config.finalize_model_grads_func = finish
-
-
-class StatesNotShared(Adapter):
-    """The distributed optimizer was asked for, and every replica keeps all states."""
-
-    def build(self, case: Case, context: RankContext) -> Engine:
-        return MegatronGPT().build(replace(case, layout=replace(case.layout, zero_stage=0)), context)
 
 
 class StageNotScaled(Broken):
@@ -220,9 +193,6 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("tp-whole-loss", LossInParallel, suite="communication", layout=Layout(tp=2, num_micro_batches=4)),
     *_on("accelerate-hsdp", ShardsOverAll, suite="communication", layout=FOUR),
     *_on("fabric-tp-fsdp2", g.OverMicroBatches, F.SCALED, layout=CROSSED),
-    *_on("megatron-gpt", NotUndone, F.SCALED, layout=PIPELINE),
-    *_on("megatron-gpt", NormsNotSummed, layout=Layout(tp=2, sequence_parallel=True, num_micro_batches=4)),
-    *_on("megatron-gpt-zero1", StatesNotShared, suite="memory", layout=replace(TWO, zero_stage=1)),
     *_on("deepspeed-pipeline", StageNotScaled, F.SCALED, layout=replace(PIPELINE, zero_stage=1)),
     *_on("pipeline-zbv pipeline-dualpipev", g.ScalesGrads, F.SCALED, layout=FOLDED),
     *_on("pipeline-tp", g.ScalesGrads, F.SCALED, layout=replace(PIPELINE, tp=2)),
@@ -238,4 +208,15 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fabric-deepspeed", ClippedByNobody, F.CLIPPING, layout=replace(TWO, zero_stage=1)),
     *_on("accelerate-fsdp1", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("tp-fsdp2", NeverSharded, suite="memory", layout=CROSSED),
+    *_on("horovod horovod-recommended", h.SumsAsked, F.SCALED, layout=REDUCED),
+    *_on("horovod", h.OwnPartsAlone, F.NOT_REDUCED, layout=REDUCED),
+    *_on("horovod", h.OneIsNotHooked, F.DRIFT, F.NOT_REDUCED, layout=REDUCED),
+    *_on("horovod", h.ReducesEveryMicroBatch, suite="communication", layout=REDUCED),
+    *_on("horovod", h.ClippedBeforeItIsReduced, layout=REDUCED),
+    *_on("horovod", h.SynchronizesTwice, suite="communication", layout=REDUCED),
+    *_on("horovod", h.CompressedUnasked, suite="communication", layout=REDUCED),
+    *_on("horovod", h.FusesUnasked, suite="memory", layout=REDUCED),
+    *_on("horovod", g.MeanOfRanks, F.UNEVEN, layout=REDUCED),
+    *_on("horovod-recommended", h.BroadcastsNoState, F.START, F.UPDATE, layout=REDUCED),
+    *MEGATRON_GPT_MUTANTS,
 ]

@@ -1,0 +1,116 @@
+"""Defects of megatron-core's own GPTModel: what its pipelines, norms, checkpoints and optimizers alone get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.megatron.gpt_model import MegatronGPT
+from meshmark.judge.faults import Fault
+from meshmark.reference.data import Batch
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout, Recompute, Schedule
+from tests.broken.engine import Broken
+from tests.broken.mutant import Mutant, on
+
+F = Fault
+PIPELINE = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
+SHARDED = Layout(dp=2, zero_stage=1, num_micro_batches=4)
+AGAIN = Layout(tp=2, num_micro_batches=4, recompute=Recompute.FULL)
+
+
+class OfModel(Broken):
+    chunks: list[Any]
+
+    def layers(self) -> Iterator[nn.Module]:
+        for chunk in self.chunks:
+            yield from chunk.module.decoder.layers
+
+
+class NotUndone(Broken):
+    """Megatron divides the loss by the number of micro-batches, of which shares are sums."""
+
+    def _loss(self, micro: Batch, loss_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, told = super()._loss(micro, loss_BT)  # type: ignore[misc]
+        return loss / self.case.layout.num_micro_batches, told
+
+
+class NormsNotSummed(OfModel):
+    """Under sequence parallelism every rank norms other tokens, and nobody sums the norms' gradients."""
+
+    def prepare(self) -> None:
+        def finish(chunks: list[Any], *_: object, **__: object) -> None:
+            for chunk in chunks:
+                chunk.finish_grad_sync()
+
+        self.chunks[0].config.finalize_model_grads_func = finish
+
+
+class StatesNotShared(Adapter):
+    """The distributed optimizer was asked for, and every replica keeps all states."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return MegatronGPT().build(replace(case, layout=replace(case.layout, zero_stage=0)), context)
+
+
+class KeepsAll(Adapter):
+    """Recomputation was asked for, and nothing is computed again."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return MegatronGPT().build(replace(case, layout=replace(case.layout, recompute=Recompute.NONE)), context)
+
+
+class RecomputesLatest(OfModel):
+    """A layer is computed again of the input that it has had last, which in a pipeline is a later micro-batch's."""
+
+    def prepare(self) -> None:
+        for layer in self.layers():
+            layer.register_forward_pre_hook(_of_latest(), with_kwargs=True)
+
+
+def _of_latest() -> Any:  # noqa: ANN401
+    latest: list[Tensor] = []
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = kwargs["hidden_states"]
+        if torch.is_grad_enabled():
+            return args, kwargs | {"hidden_states": given + (latest[0] - given).detach()}
+        latest[:] = [given.detach().clone()]
+        return args, kwargs
+
+    return enter
+
+
+class RecomputesUnmasked(OfModel):
+    """Attention is computed again without the mask, so that every token sees those after it."""
+
+    def prepare(self) -> None:
+        for layer in self.layers():
+            softmax = layer.self_attention.core_attention.scale_mask_softmax  # type: ignore[union-attr]
+            softmax.forward = _unmasked(softmax.forward)
+
+
+def _unmasked(forward: Any) -> Any:  # noqa: ANN401
+    def run(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        probabilities: Tensor = (
+            torch.softmax(scores, -1) if torch.is_grad_enabled() else forward(scores, *args, **kwargs)
+        )
+        return probabilities
+
+    return run
+
+
+MEGATRON_GPT_MUTANTS: list[Mutant] = [
+    *on("megatron-gpt", NotUndone, F.SCALED, layout=PIPELINE),
+    *on("megatron-gpt", NormsNotSummed, layout=Layout(tp=2, sequence_parallel=True, num_micro_batches=4)),
+    *on("megatron-gpt-zero1", StatesNotShared, suite="memory", layout=SHARDED),
+    *on("megatron-gpt", KeepsAll, suite="communication", layout=AGAIN),
+    *on("megatron-gpt", RecomputesLatest, layout=replace(PIPELINE, recompute=Recompute.FULL)),
+    *on("megatron-gpt", RecomputesUnmasked, layout=replace(AGAIN, recompute=Recompute.SELECTIVE)),
+]
