@@ -52,8 +52,8 @@ class SynchronizesTwice(Broken):
 
 
 class ReducesEveryMicroBatch(Broken):
-    """`backward_passes_per_step` is left at one, and every pass waits for its reduction: of an average, which stays
-    what it is, and what came to it. Right, and too much is sent."""
+    """`backward_passes_per_step` is left at one, and every pass waits for its reduction: of an average, which stays the
+    same, and what came to it. Right, and too much is sent."""
 
     passes = 0
 
