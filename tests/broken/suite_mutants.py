@@ -94,7 +94,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", k.NormalisesWholeRankOfConvolutions, F.FORWARD, workload=RESNET),
     *on("ddp fsdp2", k.ShortcutsDetached, F.BACKWARD, workload=RESNET),
     # Experts
-    *on("ddp fsdp2", e.RoutesToOne, F.FORWARD, workload=MIXTURE),
+    *on("ddp fsdp2", e.RoutesToOne, F.FORWARD, F.MISSING, workload=MIXTURE),
     *on("ddp gpipe", e.WeighsOverAll, F.FORWARD, workload=MIXTURE),
     *on("ddp", e.ExpertsSwapped, F.FORWARD, workload=MIXTURE),
     *on("ddp fsdp2", e.GateLearnsNothing, F.MISSING, workload=MIXTURE),
