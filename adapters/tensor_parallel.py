@@ -123,6 +123,7 @@ class TensorParallel(Adapter):
         lacks={
             Family.VIT: "embedding and loss are parallel in a vocabulary",
             Family.RESNET: "it has no linear layers to split",
+            Family.MIXTURE: "a gate and its experts are not split",
             Precision.BF16: "autocast, whose copies DTensor does not plan; not tried",
             Precision.FP16: "PyTorch's GradScaler does not tell other tensor-parallel ranks of an overflow",
             Precision.BF16_REDUCE_BF16: "replicas' gradients are reduced as they are held, in float32",

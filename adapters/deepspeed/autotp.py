@@ -104,6 +104,7 @@ class DeepSpeedAutoTP(DeepSpeed):
             **DeepSpeed.capabilities.lacks,
             Family.VIT: "its names are not in the patterns given here",
             Family.RESNET: "AutoTP splits linear layers",
+            Family.MIXTURE: "its names are not in the patterns given here",
             Precision.BF16: "not tried",
             Precision.FP16: "not tried",
             Feature.DROPOUT: "ranks draw the same masks for their own heads, which the single process does not",

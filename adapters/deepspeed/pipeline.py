@@ -117,6 +117,7 @@ class DeepSpeedPipeline(DeepSpeed):
             **DeepSpeed.capabilities.lacks,
             Family.VIT: "its stages pass targets to the loss, and no weights",
             Family.RESNET: "its stages pass targets to the loss, and no weights",
+            Family.MIXTURE: "its stages are layers of a dense model",
             Precision.BF16: "not tried",
             Precision.FP16: "not tried",
             Feature.TIED_EMBEDDINGS: "its TiedLayerSpec is not mapped",

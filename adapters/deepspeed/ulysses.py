@@ -96,6 +96,7 @@ class DeepSpeedUlysses(DeepSpeed):
             **DeepSpeed.capabilities.lacks,
             Family.VIT: "an image's patches and its class token are not dealt out",
             Family.RESNET: "it has no sequences to deal out",
+            Family.MIXTURE: "its experts were not tried on parts of sequences",
             Precision.BF16: "not tried",
             Precision.FP16: "not tried",
             Feature.DROPOUT: "ranks draw the masks of their own tokens, which the single process does not",

@@ -47,6 +47,7 @@ class Megatron(Adapter):
         lacks={
             Family.VIT: "embedding and loss are replaced by those that are parallel in a vocabulary",
             Family.RESNET: "it has no linear layers to split",
+            Family.MIXTURE: "megatron-core's experts are layers of its own",
             Precision.FP64: "the vocabulary-parallel loss and the gradient norm are float32 whatever they are given",
             Precision.FP16: "PyTorch's GradScaler does not tell other tensor-parallel ranks of an overflow",
             Feature.MATRIX_WISE: "its optimizer is given tensor-parallel parts of the parameters",

@@ -55,6 +55,7 @@ class MegatronGPT(Adapter):
         lacks={
             Family.VIT: "GPTModel has an embedding and a loss over a vocabulary",
             Family.RESNET: "GPTModel is a transformer",
+            Family.MIXTURE: "megatron-core's experts are not mapped",
             Precision.FP64: "the vocabulary-parallel loss and the gradient norm are float32 whatever they are given",
             Feature.MATRIX_WISE: "its optimizer is given tensor-parallel parts of the parameters",
             Feature.FROZEN: _ONE_TENSOR,

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from meshmark.reference.mixture import MixtureTransformer
 from meshmark.reference.model import Model
 from meshmark.reference.resnet import ResNet
 from meshmark.reference.transformer import Transformer
 from meshmark.reference.vision import VisionTransformer
+from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.resnet_spec import ResNetSpec
 from meshmark.spec.vision_spec import AnyModelSpec, VisionSpec
@@ -21,6 +23,7 @@ _MODELS: dict[type[AnyModelSpec], type[Model]] = {
     ModelSpec: Transformer,
     VisionSpec: VisionTransformer,
     ResNetSpec: ResNet,
+    MixtureSpec: MixtureTransformer,
 }
 
 

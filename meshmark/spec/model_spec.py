@@ -20,6 +20,8 @@ class Family(StrEnum):
     """A GPT's over the patches of an image, every one of which sees all others (arXiv:2010.11929)."""
     RESNET = "resnet"
     """Convolutions and batch norms beside a shortcut, no transformer (arXiv:1512.03385)."""
+    MIXTURE = "mixture"
+    """A GPT's, whose feed-forward network is a mixture of experts (arXiv:1701.06538)."""
 
 
 _MOST = {
@@ -71,7 +73,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if self.family not in TEXT_FAMILIES:
             raise InputError(
-                f"model {self.name!r}: family {self.family} is not decoder-only; see `VisionSpec` and `ResNetSpec`"
+                f"model {self.name!r}: family {self.family} is not decoder-only; see `VisionSpec`, `ResNetSpec` and "
+                "`MixtureSpec`"
             )
         for field, most in _MOST.items():
             if not 1 <= (got := getattr(self, field)) <= most:

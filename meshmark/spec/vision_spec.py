@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshmark.errors import InputError
+from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.resnet_spec import RESNET_MINI, ResNetSpec
 
@@ -137,11 +138,11 @@ class VisionSpec:
         return problems
 
 
-TransformerSpec = ModelSpec | VisionSpec
+TransformerSpec = ModelSpec | VisionSpec | MixtureSpec
 """What is made of transformer blocks."""
 ImageSpec = VisionSpec | ResNetSpec
 """What is trained on images."""
-AnyModelSpec = ModelSpec | VisionSpec | ResNetSpec
+AnyModelSpec = ModelSpec | VisionSpec | ResNetSpec | MixtureSpec
 """What a workload can train."""
 
 _VIT_MINI = VisionSpec(

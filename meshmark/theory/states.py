@@ -11,6 +11,7 @@ import numpy as np
 from meshmark.spec.algorithm import SERVED
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
+from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.vision_spec import AnyModelSpec
@@ -125,13 +126,14 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
 def _received(case: Case, rank: int, using: TrainingRecipe) -> float:
     """What pipeline stages receive, in buffers made once."""
     layout, model = case.layout, case.workload.model
-    if layout.pp == 1 or not using.receive_buffers or not isinstance(model, ModelSpec):
+    if layout.pp == 1 or not using.receive_buffers or not isinstance(model, ModelSpec | MixtureSpec):
         return 0.0
     grid = layout_grid(layout, case.workload.global_batch)
     stages = layout.stages_of(layout.coordinates(rank).pp)
     ends = (stages[0] == 0) + (stages[-1] == layout.pp * layout.virtual_stages - 1)
     inside = 2 * sum(after == before + 1 for before, after in itertools.pairwise(stages))  # handed over, both ways
-    return float(received_bytes(model, grid, using, ends + inside)[0])
+    stream = model.dense if isinstance(model, MixtureSpec) else model
+    return float(received_bytes(stream, grid, using, ends + inside)[0])
 
 
 def _host_states(layout: Layout, using: TrainingRecipe, num_parameters: int) -> dict[str, float]:
@@ -195,6 +197,10 @@ def micro_batch_tokens(case: Case) -> int:
 def local_parameters(model: AnyModelSpec, layout: Layout, rank: int) -> int | None:
     """Parameters that `rank` computes with: its pipeline stage's, its tensor-parallel shards; ZeRO not counted.
     None where it is not planned: how another model than a decoder-only transformer is split."""
+    if isinstance(model, MixtureSpec) and layout.tp == layout.cp == 1:
+        held = held_stage(model.dense, layout, rank)
+        ends = held.has_embedding * model.embedding_parameters + held.has_head * model.head_parameters
+        return held.num_layers * model.block_parameters + ends
     if not isinstance(model, ModelSpec):
         return model.num_parameters if layout.tp == layout.pp == layout.cp == 1 else None
     stage = held_stage(model, layout, rank)

@@ -160,7 +160,7 @@ def stream_bytes(case: Case) -> int:
     """Of the residual stream of all tokens that a rank computes in a step."""
     layout, workload = case.layout, case.workload
     return (
-        workload.tokens_per_step // (layout.dp * layout.cp) * workload.transformer.hidden * case.precision.wide.itemsize
+        workload.tokens_per_step // (layout.dp * layout.cp) * workload.text_model.hidden * case.precision.wide.itemsize
     )
 
 

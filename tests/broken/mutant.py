@@ -66,6 +66,7 @@ DEEP = replace(GPT, name="gpt-deep", model=replace(GPT.model, name="gpt-deep", n
 """A layer for each of two virtual stages on two ranks."""
 TIED = replace(GPT, name="gpt-tied", model=replace(GPT.model, name="gpt-tied", tied_embeddings=True))
 
+MIXTURE = workload("gpt-moe-mini")
 VIT, VIT_BN, RESNET = workload("vit-digits"), workload("vit-digits-bn"), workload("resnet-digits")
 
 
