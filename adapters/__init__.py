@@ -64,6 +64,7 @@ ROSTER: dict[str, str] = {
     "compressed": "meshmark.adapters.compressed:Compressed",
     "fed-avg": "meshmark.adapters.fed_avg:FedAvg",
     "diloco": "meshmark.adapters.diloco:DiLoCo",
+    "downpour": "meshmark.adapters.downpour:Downpour",
     "pipedream": "meshmark.adapters.pipedream:PipeDream",
     "decentralised": "meshmark.adapters.decentralised:Decentralised",
     "fabric-ddp": "meshmark.adapters.fabric:FabricDDP",
