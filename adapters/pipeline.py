@@ -26,7 +26,7 @@ from meshmark.reference.objective import build_optimizer, build_schedule, cross_
 from meshmark.reference.transformer import Transformer, stage_layers
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family
+from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder, micro_batch_tokens
@@ -244,7 +244,7 @@ class Pipeline(Adapter):
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         lacks={
             Family.VIT: "its stages pass targets to the loss, and no weights",
-            Family.RESNET: "its stages pass targets to the loss, and no weights",
+            **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "its stages pass targets to the loss, and no weights"),
             Precision.FP16: _NO_SCALER,
             Precision.BF16_REDUCE_BF16: "replicas of a pipeline reduce their gradients as they are held, in float32",
         },

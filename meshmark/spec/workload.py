@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import get_args
 
 from meshmark.errors import AlgorithmError, InputError, UnknownNameError
 from meshmark.spec.algorithm import ALGORITHMS, AlgorithmSpec
@@ -76,7 +77,8 @@ class Workload:
         if self.corpus is not None and self.dataset is Dataset.DIGITS:
             raise InputError(f"workload {self.name!r}: its data set is {self.dataset}, which no corpus replaces")
         if isinstance(self.model, ImageSpec) is not (self.dataset is Dataset.DIGITS):
-            needed = "VisionSpec or a ResNetSpec" if self.dataset is Dataset.DIGITS else "ModelSpec"
+            images = [kind.__name__ for kind in get_args(ImageSpec)]
+            needed = " or a ".join(images if self.dataset is Dataset.DIGITS else [ModelSpec.__name__])
             raise InputError(
                 f"workload {self.name!r}: model {self.model.name!r} is a {type(self.model).__name__}, but the data set "
                 f"{self.dataset} takes a {needed}"
@@ -204,6 +206,8 @@ WORKLOADS: dict[str, Workload] = {
         _digits("vit-digits", VISION_MODELS["vit-mini"]),
         _digits("vit-digits-bn", VISION_MODELS["vit-mini-bn"]),
         _digits("resnet-digits", VISION_MODELS["resnet-mini"]),
+        _digits("coatnet-digits", VISION_MODELS["coatnet-mini"]),
+        _digits("coatnet-digits-bn", VISION_MODELS["coatnet-mini-bn"]),
         Workload(name="gpt2-124m", model=MODELS["gpt2-124m"], masked=False),
         Workload(name="gpt-1.3b", model=MODELS["gpt-1.3b"], masked=False),
     )
