@@ -19,13 +19,14 @@ from meshmark.adapter.data_parallel import AUTOCAST, configure, optimizer_state_
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
+from meshmark.reference.build import build_model
 from meshmark.reference.data import Batch
 from meshmark.reference.model import drawn_name
 from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy
 from meshmark.reference.transformer import Transformer, stage_layers
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family
+from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder, micro_batch_tokens
@@ -57,7 +58,7 @@ class PipelineEngine(Engine):
         from torch.distributed.pipelining import PipelineStage
 
         self.case, self.context = case, context
-        layout, spec, rank = case.layout, case.workload.transformer, context.rank
+        layout, spec, rank = case.layout, case.workload.text_model, context.rank
         self.stands = layout.coordinates(rank)
         num_stages = layout.pp * layout.virtual_stages
         own = layout.stages_of(self.stands.pp)
@@ -175,7 +176,7 @@ class PipelineEngine(Engine):
 def _chunk(case: Case, layers: Sequence[int], device: torch.device) -> Transformer:
     """Some of the model's layers with their initial values."""
     with device:
-        chunk = Transformer(case.workload.transformer, layers)
+        chunk = cast(Transformer, build_model(case.workload.text_model, layers))
     chunk.initialize(case.workload.seed)
     return configure(chunk.double() if case.precision.master is Dtype.FP64 else chunk, case)
 
@@ -184,7 +185,7 @@ def _joined(chunks: Sequence[Transformer]) -> Transformer:
     """All that `chunks` hold under one root, for names, optimizer and checkpoints; what runs is the chunks."""
     if len(chunks) == 1:
         return chunks[0]
-    joined = Transformer(chunks[0].spec, layers=())
+    joined = cast(Transformer, build_model(chunks[0].spec, layers=()))
     joined.embedding, joined.head = chunks[0].embedding, chunks[-1].head
     for chunk in chunks:
         joined.blocks.update(dict(chunk.blocks.items()))
@@ -239,11 +240,11 @@ class Pipeline(Adapter):
         degrees=frozenset({"pp", "dp"}),
         schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),
         virtual_stages=frozenset({1, 2}),
-        families=TEXT_FAMILIES,
+        families=TEXT_FAMILIES | {Family.MIXTURE},
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         lacks={
             Family.VIT: "its stages pass targets to the loss, and no weights",
-            Family.RESNET: "its stages pass targets to the loss, and no weights",
+            **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "its stages pass targets to the loss, and no weights"),
             Precision.FP16: _NO_SCALER,
             Precision.BF16_REDUCE_BF16: "replicas of a pipeline reduce their gradients as they are held, in float32",
         },
@@ -279,7 +280,7 @@ class Pipeline(Adapter):
         if layout.coordinates(rank).pp < layout.pp - 1:
             return ()
         width = case.precision.compute.itemsize
-        logits = micro_batch_tokens(case) * case.workload.transformer.vocab_size * width
+        logits = micro_batch_tokens(case) * case.workload.text_model.vocab_size * width
         count = layout.num_micro_batches if layout.schedule is Schedule.GPIPE and layout.pp > 1 else 1
         reason = "the last stage keeps the logits of every micro-batch until its backward pass"
         return (Remainder(category="activations", num_bytes=count * logits, reason=reason),)

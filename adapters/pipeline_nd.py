@@ -22,6 +22,7 @@ from meshmark.reference.data import Batch
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES, Axis, Recompute, Schedule
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure, Flow, Purpose, besides, departing
 from meshmark.theory.parameters import stage_parameters
@@ -113,8 +114,10 @@ class PipelineTensorParallel(Pipeline):
         virtual_stages=frozenset({1}),
         recomputes=frozenset({Recompute.NONE}),
         precisions=frozenset({Precision.FP32}),
+        families=TEXT_FAMILIES,
         lacks={
             **Pipeline.capabilities.lacks,
+            Family.MIXTURE: "a gate and its experts are not split",
             Precision.BF16: "autocast, whose copies DTensor does not plan; not tried",
             Precision.FP64: "not tried",
             Feature.DROPOUT: "ranks draw the same masks for their own heads, which the single process does not",

@@ -24,7 +24,7 @@ from meshmark.reference.initial import initial_value
 from meshmark.reference.objective import build_optimizer
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family
+from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.flow import Departure, Flow, Purpose, besides, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
@@ -122,7 +122,8 @@ class TensorParallel(Adapter):
         sequence_parallel=True,
         lacks={
             Family.VIT: "embedding and loss are parallel in a vocabulary",
-            Family.RESNET: "it has no linear layers to split",
+            **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "convolutions are not split"),
+            Family.MIXTURE: "a gate and its experts are not split",
             Precision.BF16: "autocast, whose copies DTensor does not plan; not tried",
             Precision.FP16: "PyTorch's GradScaler does not tell other tensor-parallel ranks of an overflow",
             Precision.BF16_REDUCE_BF16: "replicas' gradients are reduced as they are held, in float32",

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(
                 f"-k {parsed.k}: no mutant is called so, expected part of a name such as {ROSTER_MUTANTS[0].name}"
             )
-        try_mutants(names, parsed.results / "mutants")
+        try_mutants([name for name in names if not skipped(name)], parsed.results / "mutants")
     trials = tried(parsed.results / "mutants")
     where = describe("cpu", "gloo", 1)
     parsed.output.parent.mkdir(parents=True, exist_ok=True)
@@ -54,6 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     told = ", ".join([*failing, *missed]) or "nothing wrong, every mutant caught"
     print(f"{parsed.output}: {len(records)} records, {len(trials)} mutants; {told}")
     return 1 if failing or missed else 0
+
+
+def skipped(name: str) -> bool:
+    """Whether the framework of the mutant of that name is not installed, which is told."""
+    mutant = next(m for m in ROSTER_MUTANTS if m.name == name)
+    adapter = load_adapter(builtin_adapters()[mutant.adapter.partition("/")[0]])
+    reason = next((reason for requirement in adapter.requires if (reason := requirement.missing)), None)
+    if reason:
+        print(f"{'skipped':<8} {name:<50} {reason}", flush=True)
+    return reason is not None
 
 
 def tried(folder: Path) -> list[Trial]:

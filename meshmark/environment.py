@@ -27,6 +27,7 @@ PACKAGES = (
     "accelerate",
     "fairscale",
     "megatron-core",
+    "horovod",
 )
 DEFAULT_THREADS = "1"
 """OMP_NUM_THREADS of the ranks where it is not set: they share the machine's cores."""

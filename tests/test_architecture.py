@@ -16,7 +16,16 @@ import pytest
 from studies import architecture
 
 ROOT = Path(__file__).parent.parent
-FRAMEWORKS = {"deepspeed", "accelerate", "fairscale", "megatron", "transformers", "lightning", "pytorch_lightning"}
+FRAMEWORKS = {
+    "deepspeed",
+    "accelerate",
+    "fairscale",
+    "horovod",
+    "megatron",
+    "transformers",
+    "lightning",
+    "pytorch_lightning",
+}
 MAX_LINES = 320
 MAX_ARGUMENTS = 6
 TABLE_HELPERS = {"spec/hardware.py::_gpu"}

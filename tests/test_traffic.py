@@ -13,7 +13,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Precision
-from meshmark.spec.workload import workload
+from meshmark.spec.workload import WORKLOADS, workload
 from meshmark.theory.flow import Departure, Flow, Purpose, besides, by, by_route, bytes_by_kind, departed, departing
 from meshmark.theory.states import local_parameters
 from meshmark.theory.traffic import pipeline_traffic, step_traffic, tensor_parallel_traffic
@@ -152,7 +152,7 @@ def test_wide_training_sends_wide() -> None:
     assert bytes_by_kind(flows(make_case(layout=Layout(dp=2), precision=Precision.FP64))) == {"all_reduce": 8 * P}
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "vit-digits", "vit-digits-bn", "resnet-digits"])
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", *(n for n in WORKLOADS if "digits" in n)])
 def test_as_many_calls_are_allowed_as_the_model_has_tensors(name: str) -> None:
     case = make_case(workload=workload(name), layout=Layout(dp=2))
     assert flows(case)[0].most == len(parameter_shapes(case.workload.model))

@@ -50,6 +50,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed: pip install scikit-learn"
 )
 VIT, BN, RESNET = workload("vit-digits"), workload("vit-digits-bn"), workload("resnet-digits")
+COATNET, COATNET_BN = workload("coatnet-digits"), workload("coatnet-digits-bn")
 TWO = Layout(dp=2, num_micro_batches=2)
 MUTANTS = [
     "fsdp2_MeanOfRanksOfImages",
@@ -57,6 +58,12 @@ MUTANTS = [
     "ddp_RankKeepsStatistics",
     "fairscale_oss_RankKeepsStatistics",
     "ddp_RoundsStatistics",
+    "ddp_OtherSideOfPositions",
+    "ddp_PositionsNotUpdated",
+    "fsdp2_NeighbouringGroups",
+    "ddp_HeadsShareBias",
+    "ddp_SharesStatisticsOfConvolutions",
+    "fsdp2_KeepsStatisticsOfConvolutions",
 ]
 """`make power` runs all."""
 
@@ -119,10 +126,10 @@ def test_closed_forms_are_those_of_the_model(spec: ImageSpec) -> None:
     assert counter.get_total_flops() == 3 * spec.forward_flops
 
 
-@pytest.mark.parametrize("coupled", [BN, RESNET], ids=lambda w: w.name)
+@pytest.mark.parametrize("coupled", [BN, RESNET, COATNET, COATNET_BN], ids=lambda w: w.name)
 def test_a_part_has_the_names_and_values_of_the_whole(coupled: Workload) -> None:
     spec = coupled.model
-    whole, parts = build_model(spec), [build_model(spec, layers) for layers in ([0, 1], [2, 3])]
+    whole, parts = build_model(spec), [build_model(spec, layers) for layers in ([0, 1], range(2, spec.num_layers + 2))]
     for model in (whole, *parts):
         model.initialize(seed=5)
     held = {name: p for part in parts for name, p in part.named_parameters()}
@@ -142,7 +149,7 @@ def test_every_patch_sees_all_others() -> None:
     assert not torch.allclose(model(images)[0, 0], before[0, 0])
 
 
-@pytest.mark.parametrize("coupled", [BN, RESNET], ids=lambda w: w.name)
+@pytest.mark.parametrize("coupled", [BN, RESNET, COATNET_BN], ids=lambda w: w.name)
 def test_the_truth_under_batch_norm_is_that_of_micro_batches_of_replicas(coupled: Workload) -> None:
     """Against plain PyTorch in training mode, part by part; and another layout is another truth."""
     model, batch = build_model(coupled.model).double(), make_batch(coupled, 0)
@@ -199,13 +206,13 @@ def test_throughput_counts_images() -> None:
     assert found.mfu == pytest.approx(found.per_second * 3 * VIT.model.forward_flops / 3e9)
 
 
-@pytest.mark.parametrize("one", [VIT, BN, RESNET, workload("gpt-mini")], ids=lambda w: w.name)
+@pytest.mark.parametrize("one", [VIT, BN, RESNET, COATNET, workload("gpt-mini")], ids=lambda w: w.name)
 def test_a_workload_comes_back_from_json_with_its_kind_of_model(one: Workload) -> None:
     assert decode(Workload, encode(one)) == one
 
 
 def test_contradictions_are_refused() -> None:
-    with pytest.raises(InputError, match="takes a VisionSpec or a ResNetSpec"):
+    with pytest.raises(InputError, match="takes a VisionSpec or a ResNetSpec or a CoAtNetSpec"):
         dataclasses.replace(VIT, model=MODELS["gpt-mini"])
     with pytest.raises(InputError, match="takes a ModelSpec"):
         dataclasses.replace(workload("gpt-mini"), model=VIT.model)
@@ -217,6 +224,10 @@ def test_contradictions_are_refused() -> None:
         dataclasses.replace(RESNET.model, widths=(1, 2, 3, 4, 5))
     with pytest.raises(InputError, match="at least 1 of every block"):
         dataclasses.replace(RESNET.model, widths=())
+    with pytest.raises(InputError, match="attentions holds 12, not divisible by head_dim 8"):
+        dataclasses.replace(COATNET.model, attentions=(12,))
+    with pytest.raises(InputError, match="it has no attentions; a ResNetSpec"):
+        dataclasses.replace(COATNET.model, attentions=())
     with pytest.raises(InputError, match="the digits have"):
         check_data(dataclasses.replace(VIT, model=dataclasses.replace(VIT.model, image_size=16)))
 
@@ -239,7 +250,7 @@ def test_rounded_reductions_see_micro_batches_in_the_order_of_the_truth(cast: bo
     assert len(ranks) == 3 and all(torch.equal(ranks[name], alone[name]) for name in alone)
 
 
-@pytest.mark.parametrize("images", [VIT, RESNET], ids=lambda w: w.name)
+@pytest.mark.parametrize("images", [VIT, RESNET, COATNET_BN], ids=lambda w: w.name)
 def test_an_adapter_takes_images_only_where_it_says_so(images: Workload) -> None:
     refused = {}
     for name, path in ADAPTERS.items():
@@ -274,7 +285,7 @@ def observe(runner: Runner, trained: Workload) -> Record:
     return runner.observe(Case(adapter="ddp", workload=trained, layout=TWO))
 
 
-@pytest.mark.parametrize("trained", [BN, RESNET], ids=lambda w: w.name)
+@pytest.mark.parametrize("trained", [BN, RESNET, COATNET_BN], ids=lambda w: w.name)
 def test_ddp_trains_images_correctly(runner: Runner, trained: Workload) -> None:
     record = observe(runner, trained)
     assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"]

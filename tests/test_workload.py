@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from meshmark.errors import InputError, UnknownNameError
+from meshmark.spec.mixture_spec import MIXTURE_MINI
 from meshmark.spec.model_spec import MODELS
 from meshmark.spec.vision_spec import VISION_MODELS
 from meshmark.spec.workload import WORKLOADS, Dataset, workload
@@ -17,7 +18,7 @@ def test_presets_stand_under_their_own_names_and_name_known_models() -> None:
     assert {"gpt-tiny", "llama-tiny", "gpt-1.3b"} <= set(WORKLOADS)
     for name, preset in WORKLOADS.items():
         assert preset.name == name
-        assert preset.model == {**MODELS, **VISION_MODELS}[preset.model.name]
+        assert preset.model == {**MODELS, **VISION_MODELS, MIXTURE_MINI.name: MIXTURE_MINI}[preset.model.name]
 
 
 def test_a_preset_is_changed_by_copy() -> None:
@@ -52,7 +53,7 @@ def test_clipping_is_active_in_the_tiny_workloads() -> None:
     from meshmark.judge.truth import exact_gradients, initial_values
     from meshmark.reference.data import make_batch
 
-    for name in ("gpt-tiny", "llama-tiny", "vit-digits", "vit-digits-bn", "resnet-digits"):
+    for name in ("gpt-tiny", "llama-tiny", *(n for n in WORKLOADS if "digits" in n)):
         tiny = WORKLOADS[name]
         gradients = exact_gradients(tiny, initial_values(tiny), make_batch(tiny, 0)).gradients
         assert tiny.optimizer.clip_norm is not None

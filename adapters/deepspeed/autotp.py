@@ -24,7 +24,7 @@ from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Recompute
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family
+from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure, Flow, Purpose, departing
 from meshmark.theory.recipe import TrainingRecipe
@@ -103,7 +103,8 @@ class DeepSpeedAutoTP(DeepSpeed):
         lacks={
             **DeepSpeed.capabilities.lacks,
             Family.VIT: "its names are not in the patterns given here",
-            Family.RESNET: "AutoTP splits linear layers",
+            **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "AutoTP splits linear layers"),
+            Family.MIXTURE: "its names are not in the patterns given here",
             Precision.BF16: "not tried",
             Precision.FP16: "not tried",
             Feature.DROPOUT: "ranks draw the same masks for their own heads, which the single process does not",

@@ -18,6 +18,8 @@ FOLDER = Path(sys.prefix) / "share" / "meshmark" / "operators"
 """Of the environment that DeepSpeed is installed in."""
 _BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder", "pin_memory": "PinMemoryBuilder"}
 """DeepSpeed's name of each operator, and of what compiles it."""
+_SHARED = {"pin_memory"}
+"""Whose symbols others need: `async_io`, which is loaded after it."""
 _COMMAND = "python -m meshmark.adapters.deepspeed.operators"
 
 
@@ -38,8 +40,13 @@ def load(*names: str) -> None:
 def _module(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.so")
     assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(flags | os.RTLD_GLOBAL if name in _SHARED else flags)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.setdlopenflags(flags)
     return module
 
 

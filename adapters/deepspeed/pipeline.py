@@ -23,7 +23,7 @@ from meshmark.reference.objective import build_optimizer, build_schedule, cross_
 from meshmark.reference.transformer import Transformer, stage_layers
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Recompute, Schedule
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family
+from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure, Flow, Purpose
 from meshmark.theory.parameter_order import reaching_elements
@@ -116,7 +116,8 @@ class DeepSpeedPipeline(DeepSpeed):
         lacks={
             **DeepSpeed.capabilities.lacks,
             Family.VIT: "its stages pass targets to the loss, and no weights",
-            Family.RESNET: "its stages pass targets to the loss, and no weights",
+            **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "its stages pass targets to the loss, and no weights"),
+            Family.MIXTURE: "its stages are layers of a dense model",
             Precision.BF16: "not tried",
             Precision.FP16: "not tried",
             Feature.TIED_EMBEDDINGS: "its TiedLayerSpec is not mapped",

@@ -22,7 +22,7 @@ from meshmark.reference.data import Batch
 from meshmark.reference.model import Model
 from meshmark.reference.transformer import Attention, Transformer
 from meshmark.spec.case import Case
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family
+from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure, Flow, Purpose
 from meshmark.theory.traffic import context_parallel_traffic, stream_bytes
@@ -95,7 +95,8 @@ class DeepSpeedUlysses(DeepSpeed):
         lacks={
             **DeepSpeed.capabilities.lacks,
             Family.VIT: "an image's patches and its class token are not dealt out",
-            Family.RESNET: "it has no sequences to deal out",
+            **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "it has no sequences to deal out"),
+            Family.MIXTURE: "its experts were not tried on parts of sequences",
             Precision.BF16: "not tried",
             Precision.FP16: "not tried",
             Feature.DROPOUT: "ranks draw the masks of their own tokens, which the single process does not",

@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import types
 from collections.abc import Callable, Iterator, Mapping
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
@@ -23,6 +20,7 @@ from meshmark.adapter.data_parallel import DataParallelEngine, initial_model, op
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.gathered import Gathered
 from meshmark.adapter.holdings import Holdings
+from meshmark.adapters.fairscale.on_cpu import StayOnCPU, run_without_cuda
 from meshmark.reference.build import parameter_shapes, sizes_by_block
 from meshmark.reference.objective import build_optimizer
 from meshmark.reference.optimizers import parameter_groups, reference_optimizer
@@ -30,8 +28,9 @@ from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Purpose, besides, by, departing
+from meshmark.theory.flow import Departure, Purpose, by, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.sharding import Padding, Sharding, sharded_recipe, sharding_departures
 from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import step_traffic
 
@@ -144,47 +143,6 @@ class FairScaleOSS(Adapter):
         return OSSEngine(case, context, module, optimizer)
 
 
-class _NoStream:
-    """What FairScale does with a CUDA stream, on a device that has none."""
-
-    def wait_stream(self, other: _NoStream) -> None:
-        pass
-
-
-_NO_STREAM = _NoStream()
-
-
-class _TorchWithoutStreams(types.ModuleType):
-    """`torch`, with as much of `torch.cuda` as FairScale's FSDP takes for granted, doing nothing."""
-
-    cuda = types.SimpleNamespace(
-        is_available=lambda: True,
-        Stream=lambda: _NO_STREAM,
-        current_stream=lambda: _NO_STREAM,
-        stream=lambda stream: contextlib.nullcontext(),
-        synchronize=lambda: None,
-    )
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        return getattr(torch, name)
-
-
-class _StayOnCPU(TorchFunctionMode):
-    """Within this mode `Tensor.cuda` leaves a tensor where it is."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        return args[0] if func is Tensor.cuda else func(*args, **(kwargs or {}))
-
-
-def _run_without_cuda() -> None:
-    """Let FairScale's FSDP run on the CPU, whose work is in order as if on one stream. Two patches, both without effect
-    on values: the `torch` that its module sees, and `record_stream`, which CPU tensors do not implement."""
-    from fairscale.nn.data_parallel import fully_sharded_data_parallel
-
-    fully_sharded_data_parallel.torch = _TorchWithoutStreams("torch")
-    Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
-
-
 class FSDPEngine(DataParallelEngine):
     """Each wrapper keeps this rank's part of one flat parameter, padded to a multiple of the number of ranks. Gradients
     are reduced after every micro-batch, so that they stay sharded."""
@@ -198,7 +156,7 @@ class FSDPEngine(DataParallelEngine):
     def clip(self, max_norm: float) -> Tensor:
         """FairScale takes `torch.norm` of each flat shard, which PyTorch sums naively in fp32 on a CPU: the norm is off
         by 1e-5 at a million elements a shard and 4e-4 at ten million."""
-        with _StayOnCPU() if self.context.device.type == "cpu" else contextlib.nullcontext():
+        with StayOnCPU() if self.context.device.type == "cpu" else contextlib.nullcontext():
             norm: Tensor = self.module.clip_grad_norm_(max_norm)
         return norm
 
@@ -209,7 +167,7 @@ class FSDPEngine(DataParallelEngine):
         return self._full(lambda flat: flat.grad)
 
     def buffers(self) -> Mapping[str, Tensor]:
-        return {_canonical(name): buffer for name, buffer in super().buffers().items()}
+        return {canonical(name): buffer for name, buffer in super().buffers().items()}
 
     def save(self, folder: Path) -> None:
         """Whole parameters in one file, every rank's part of the optimizer states in another."""
@@ -229,7 +187,7 @@ class FSDPEngine(DataParallelEngine):
     def _full(self, shard_of: Callable[[Any], Tensor]) -> Gathered:
         """By canonical name, the pieces of every flat parameter, or of its gradient, gathered from all ranks."""
         flats = [(path, flat, partial(_pieces, flat, shard_of(flat))) for path, flat in _flats(self.module)]
-        return Gathered(([_canonical(f"{path}.{n}") for n in flat.metadata()[0]], whole) for path, flat, whole in flats)
+        return Gathered(([canonical(f"{path}.{n}") for n in flat.metadata()[0]], whole) for path, flat, whole in flats)
 
 
 def _pieces(flat: Any, shard: Tensor) -> list[Tensor]:  # noqa: ANN401
@@ -247,7 +205,7 @@ def _flats(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, part.module.flat_param
 
 
-def _canonical(name: str) -> str:
+def canonical(name: str) -> str:
     """A parameter's name without the wrappers on its way."""
     return ".".join(part for part in name.split(".") if part and part not in ("_fsdp_wrapped_module", "_fpw_module"))
 
@@ -281,39 +239,53 @@ class FairScaleFSDP(Adapter):
             link="https://github.com/facebookresearch/fairseq/issues/3353",
         ),
     )
+    engine: ClassVar[type[FSDPEngine]] = FSDPEngine
+    sharding: ClassVar = Sharding()
+    offloads_inputs: ClassVar = False
+    """Of blocks that are computed again, to the host."""
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        using = eager_recipe(case, "eager-fsdp2", casts_weights=True)
+        using = sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
         return dataclasses.replace(using, backward=dataclasses.replace(using.backward, prefetches=False))
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
-        model, dp = case.workload.model, case.layout.dp
-        share = Fraction(sum(-sum(sizes) % dp for sizes in sizes_by_block(model).values()), model.num_parameters)
-        flat, flows = "flat parameters are padded to a multiple of the ranks", step_traffic(case, rank)
-        return (*besides(flows, Purpose.GRADIENTS, share, flat), *besides(flows, Purpose.WEIGHTS, share, flat))
+        units, dp = sizes_by_block(case.workload.model), case.layout.dp
+        root = -sum(units.pop("")) % dp
+        blocks = sum(-sum(sizes) % dp for sizes in units.values())
+        reason = "flat parameters are padded to a multiple of the ranks"
+        return sharding_departures(case, rank, cls.sharding, Padding(root=root, blocks=blocks, reason=reason))
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from fairscale.nn import checkpoint_wrapper
         from fairscale.nn.data_parallel import FullyShardedDataParallel
 
         if context.device.type == "cpu":
-            _run_without_cuda()
-        mixed = case.precision.is_mixed
-        arguments = {
-            "compute_device": context.device,
-            "mixed_precision": mixed,
-            "fp32_reduce_scatter": mixed and not case.precision.narrows_reduction,
-            "compute_dtype": torch.bfloat16 if mixed else torch.float32,
-            "disable_reshard_on_root": False,  # otherwise embedding and head stay whole from forward to backward
-            "bucket_cap_mb": 0,  # a wrapper's gradient is one flat tensor already
-        }
+            run_without_cuda()
+        arguments = {**_arguments(case, context), **self.choices(case)}
         model = initial_model(case, context.device)
         for key, block in model.blocks.items():
             # Recomputation must come inside a wrapper: FairScale's own, which keeps the block's names.
-            inner = checkpoint_wrapper(block) if model.recompute else block
+            inner = checkpoint_wrapper(block, offload_to_cpu=self.offloads_inputs) if model.recompute else block
             model.blocks[key] = FullyShardedDataParallel(inner, **arguments)
         model.recompute = None
         module = FullyShardedDataParallel(model, **arguments)
-        return FSDPEngine(case, context, module, build_optimizer(case.workload.optimizer, module.named_parameters()))
+        named = [(canonical(name), parameter) for name, parameter in module.named_parameters()]
+        return self.engine(case, context, module, build_optimizer(case.workload.optimizer, named))
+
+    def choices(self, case: Case) -> dict[str, Any]:
+        """What a variant gives every wrapper besides."""
+        return {}
+
+
+def _arguments(case: Case, context: RankContext) -> dict[str, Any]:
+    mixed = case.precision.is_mixed
+    return {
+        "compute_device": context.device,
+        "mixed_precision": mixed,
+        "fp32_reduce_scatter": mixed and not case.precision.narrows_reduction,
+        "compute_dtype": torch.bfloat16 if mixed else torch.float32,
+        "disable_reshard_on_root": False,  # otherwise embedding and head stay whole from forward to backward
+        "bucket_cap_mb": 0,  # a wrapper's gradient is one flat tensor already
+    }

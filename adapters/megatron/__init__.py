@@ -23,7 +23,7 @@ from meshmark.reference.objective import build_optimizer
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family
+from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure, Purpose, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
@@ -46,7 +46,8 @@ class Megatron(Adapter):
         precisions=frozenset({Precision.FP32, Precision.BF16}),
         lacks={
             Family.VIT: "embedding and loss are replaced by those that are parallel in a vocabulary",
-            Family.RESNET: "it has no linear layers to split",
+            **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "convolutions are not split"),
+            Family.MIXTURE: "megatron-core's experts are layers of its own",
             Precision.FP64: "the vocabulary-parallel loss and the gradient norm are float32 whatever they are given",
             Precision.FP16: "PyTorch's GradScaler does not tell other tensor-parallel ranks of an overflow",
             Feature.MATRIX_WISE: "its optimizer is given tensor-parallel parts of the parameters",

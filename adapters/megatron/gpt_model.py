@@ -22,7 +22,7 @@ from meshmark.adapters.megatron.on_cpu import MarkedNorm, cuda_is, norms_marked,
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Recompute, Schedule
-from meshmark.spec.model_spec import TEXT_FAMILIES, Family, ModelSpec
+from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure, Purpose, besides
@@ -58,7 +58,8 @@ class MegatronGPT(Adapter):
         precisions=frozenset({Precision.FP32}),
         lacks={
             Family.VIT: "GPTModel has an embedding and a loss over a vocabulary",
-            Family.RESNET: "GPTModel is a transformer",
+            **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "GPTModel is a transformer"),
+            Family.MIXTURE: "megatron-core's experts are not mapped",
             Precision.FP64: "the vocabulary-parallel loss and the gradient norm are float32 whatever they are given",
             Feature.MATRIX_WISE: "its optimizer is given tensor-parallel parts of the parameters",
             Feature.FROZEN: _ONE_TENSOR,

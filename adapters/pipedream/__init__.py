@@ -15,6 +15,7 @@ from meshmark.adapters.pipeline import Pipeline, PipelineEngine
 from meshmark.spec.algorithm import BY_MICRO_BATCH, STALE, AlgorithmKind
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Schedule
+from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder, local_parameters
@@ -36,11 +37,12 @@ class PipeDream(Pipeline):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"pp"}),
         schedules=frozenset({Schedule.ONE_F_ONE_B}),
-        families=Pipeline.capabilities.families,
+        families=TEXT_FAMILIES,
         precisions=frozenset({Precision.FP64, Precision.FP32}),
         algorithms=STALE,
         lacks={
             **Pipeline.capabilities.lacks,
+            Family.MIXTURE: "which experts are chosen was not tried of several versions of the weights",
             Precision.BF16: "its gradients would be held against a twin of one set of weights",
             Feature.TIED_EMBEDDINGS: "two stages would hold two versions of one weight",
             Feature.UNUSED: "a micro-batch makes an update of every weight",

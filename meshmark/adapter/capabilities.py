@@ -136,6 +136,8 @@ class Capabilities:
         if model.family not in self.families:
             reason = self.lacks.get(model.family)
             unsupported.append(f"model family {model.family}" + (f" ({reason})" if reason else ""))
+        if case.workload.routes and case.precision.is_mixed:
+            unsupported.append(f"experts in {case.precision} (whose rounding would decide which are chosen)")
         unsupported += [*self.lacking(features(case)), *self._untuned(case, device)]
         if device not in self.devices:
             unsupported.append(f"device {device}")
@@ -170,6 +172,8 @@ class Requirement:
     """Name to import."""
     distribution: str
     """Name to install, also the extra in pyproject.toml that brings it."""
+    command: str = ""
+    """What installs it, where pip alone does not; no extra then."""
 
     @property
     def missing(self) -> str | None:
@@ -178,4 +182,5 @@ class Requirement:
             found = find_spec(self.module) is not None
         except ModuleNotFoundError:  # a dotted name whose parent is missing
             found = False
-        return None if found else f"{self.distribution} is not installed: pip install {self.distribution}"
+        command = self.command or f"pip install {self.distribution}"
+        return None if found else f"{self.distribution} is not installed: {command}"

@@ -133,10 +133,13 @@ class DataParallelEngine(Engine):
         self.scaler.step(self.optimizer)
         scale = self.scaler.get_scale() if self.schedule else 0.0
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.forget_gradients()
         if self.schedule and self.scaler.get_scale() >= scale:  # else the step was left out, and the schedule waits
             self.advance_schedule()
         return norm
+
+    def forget_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
 
     def advance_schedule(self) -> None:
         if self.schedule:

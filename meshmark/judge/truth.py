@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from meshmark import rank_progress
+from meshmark.algorithms.downpour import Downpour
 from meshmark.algorithms.pipemare import PipeMare
 from meshmark.algorithms.stale import Versions, stale_step
 from meshmark.algorithms.table import build_algorithm, local_optimizer
@@ -33,7 +34,8 @@ from meshmark.judge.buffers import (
     together,
 )
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, Tensors, deviation, global_norm
-from meshmark.judge.trace import Trace
+from meshmark.judge.routing import followed
+from meshmark.judge.trace import Trace, told_of
 from meshmark.judge.twin import Twin
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch, make_batch
@@ -87,6 +89,8 @@ def assess_replicas(
             note(replica, QuantityKind.INITIAL.of(name), deviation(trace.parameters[0].get(name), x))
     rules = [ExactOptimizer(local_optimizer(workload)) for _ in traces]
     algorithm = build_algorithm(workload, rules, num_stages=layout.pp if layout else 1)
+    if isinstance(algorithm, Downpour):
+        algorithm.follow(told_of(traces))
     run = PipeMare(workload, layout or Layout())
     num_steps, pasts = len(traces[0].gradients), deque[list[Tensors]](maxlen=MOST_PAST)
     rank_progress.begin(rank_progress.Phase.TRUTH, num_steps * len(traces))
@@ -98,7 +102,10 @@ def assess_replicas(
         if workload.algorithm.kind is AlgorithmKind.PIPEMARE:
             exact = [exact_pipemare_step(run, here[0], batch)]
         else:
-            exact = [exact_step(workload, past, parts[r], layout) for r, past in enumerate(zip(*pasts, strict=True))]
+            exact = [
+                _exact_step_of(trace.gradients[step], workload, past, part, layout)
+                for trace, past, part in zip(traces, zip(*pasts, strict=True), parts, strict=True)
+            ]
         right = algorithm.reported([e.gradients for e in exact])
         for replica, (trace, e, gradients) in enumerate(zip(traces, exact, right, strict=True)):
             there = e.loss
@@ -171,6 +178,19 @@ def exact_step(workload: Workload, past: Sequence[Tensors], batch: Batch, layout
     if workload.algorithm.kind not in STALE:
         return exact_gradients(workload, past[-1], batch, layout)
     return exact_stale_step(workload, past, batch, layout or Layout())
+
+
+def _exact_step_of(
+    own: Tensors, workload: Workload, past: Sequence[Tensors], batch: Batch, layout: Layout | None
+) -> Exact:
+    """That of a step of a run whose gradients are `own`: where experts tie, it goes the way of the run."""
+
+    def compute() -> Exact:
+        return exact_step(workload, past, batch, layout)
+
+    if not workload.routes:
+        return compute()
+    return followed(workload, own, compute, lambda exact: exact.gradients)
 
 
 def exact_stale_step(

@@ -9,10 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from meshmark.reference.coatnet import CoAtNet
+from meshmark.reference.mixture import MixtureTransformer
 from meshmark.reference.model import Model
 from meshmark.reference.resnet import ResNet
 from meshmark.reference.transformer import Transformer
 from meshmark.reference.vision import VisionTransformer
+from meshmark.spec.coatnet_spec import CoAtNetSpec
+from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.resnet_spec import ResNetSpec
 from meshmark.spec.vision_spec import AnyModelSpec, VisionSpec
@@ -21,6 +25,8 @@ _MODELS: dict[type[AnyModelSpec], type[Model]] = {
     ModelSpec: Transformer,
     VisionSpec: VisionTransformer,
     ResNetSpec: ResNet,
+    CoAtNetSpec: CoAtNet,
+    MixtureSpec: MixtureTransformer,
 }
 
 

@@ -124,6 +124,6 @@ def initial_value(
         every = [initial_value(model, name, full_shape, seed=seed, block=part, device=device) for part in parts]
         return torch.cat(every)
     std = model.init_std
-    if name.endswith(("attention.out.weight", "feed_forward.down.weight")):
+    if name.endswith(("attention.out.weight", ".down.weight")):
         std /= math.sqrt(2 * model.num_layers)
     return _bell(random_bits(name, full_shape, seed=seed, block=block, device=device)) * std

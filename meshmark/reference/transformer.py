@@ -15,8 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshmark.reference.model import Model
+from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.vision_spec import TransformerSpec
+
+TextSpec = ModelSpec | MixtureSpec
+"""Of a transformer over tokens."""
 
 
 class RMSNorm(nn.Module):
@@ -125,10 +129,10 @@ def products_of(module: nn.Module) -> tuple[list[str], str] | None:
 class Embedding(nn.Module):
     """First layer: tokens [B, T] to the residual stream [B, T, C]."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: TextSpec) -> None:
         super().__init__()
         self.tokens = nn.Embedding(spec.vocab_size, spec.hidden)
-        self.positions = nn.Embedding(spec.seq_len, spec.hidden) if spec.family is Family.GPT else None
+        self.positions = nn.Embedding(spec.seq_len, spec.hidden) if spec.family is not Family.LLAMA else None
         self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
@@ -145,8 +149,11 @@ class Block(nn.Module):
     def __init__(self, spec: TransformerSpec) -> None:
         super().__init__()
         self.attention_norm, self.attention = norm(spec), Attention(spec)
-        self.feed_forward_norm, self.feed_forward = norm(spec), FeedForward(spec)
+        self.feed_forward_norm, self.feed_forward = norm(spec), self.make_feed_forward(spec)
         self.dropout = nn.Dropout(spec.dropout)
+
+    def make_feed_forward(self, spec: TransformerSpec) -> nn.Module:
+        return FeedForward(spec)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC)))
@@ -157,7 +164,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Last layer: residual stream [B, T, C] to logits [B, T, V]."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: TextSpec) -> None:
         super().__init__()
         self.norm = norm(spec)
         self.output = nn.Linear(spec.hidden, spec.vocab_size, bias=False)
@@ -172,11 +179,11 @@ class Transformer(Model):
     `head.output.weight` where it does not."""
 
     block: ClassVar = Block
-    spec: ModelSpec
+    spec: TextSpec
     embedding: Embedding | None
     head: Head | None
 
-    def __init__(self, spec: ModelSpec, layers: Sequence[int] | None = None) -> None:
+    def __init__(self, spec: TextSpec, layers: Sequence[int] | None = None) -> None:
         super().__init__(spec, layers)
         if spec.tied_embeddings and self.embedding is not None and self.head is not None:
             self.head.output.weight = self.embedding.tokens.weight
@@ -191,7 +198,7 @@ class Transformer(Model):
         return Head(self.spec)
 
 
-def stage_layers(spec: ModelSpec, num_stages: int, stage: int) -> list[int]:
+def stage_layers(spec: TextSpec, num_stages: int, stage: int) -> list[int]:
     """The layers of one of `num_stages` pipeline stages: blocks split as evenly as they go, the first stages taking the
     rest; the embedding joins the first stage and the head the last."""
     share, rest = divmod(spec.num_layers, num_stages)

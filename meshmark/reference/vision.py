@@ -56,10 +56,10 @@ class PatchEmbedding(nn.Module):
 class Classifier(nn.Module):
     """Last layer: the mean of the normalised residual stream [B, P, C] over patches to logits [B, V]."""
 
-    def __init__(self, spec: VisionSpec) -> None:
+    def __init__(self, hidden: int, num_classes: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(spec.hidden)
-        self.output = nn.Linear(spec.hidden, spec.num_classes, bias=False)
+        self.norm = nn.LayerNorm(hidden)
+        self.output = nn.Linear(hidden, num_classes, bias=False)
 
     def forward(self, x_BPC: Tensor) -> Tensor:
         out: Tensor = self.output(self.norm(x_BPC).mean(1))
@@ -77,4 +77,4 @@ class VisionTransformer(Model):
         return Block(self.spec)
 
     def make_head(self) -> nn.Module:
-        return Classifier(self.spec)
+        return Classifier(self.spec.hidden, self.spec.num_classes)

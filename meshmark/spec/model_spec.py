@@ -20,6 +20,10 @@ class Family(StrEnum):
     """A GPT's over the patches of an image, every one of which sees all others (arXiv:2010.11929)."""
     RESNET = "resnet"
     """Convolutions and batch norms beside a shortcut, no transformer (arXiv:1512.03385)."""
+    COATNET = "coatnet"
+    """Convolutions, then transformer blocks over pixels (arXiv:2106.04803)."""
+    MIXTURE = "mixture"
+    """A GPT's, whose feed-forward network is a mixture of experts (arXiv:1701.06538)."""
 
 
 _MOST = {
@@ -36,6 +40,8 @@ _WIDEST = 100.0
 """Of initial values; beyond, the first softmax is one element."""
 TEXT_FAMILIES = frozenset({Family.GPT, Family.LLAMA})
 """Transformers over tokens."""
+CONVOLUTIONAL_FAMILIES = frozenset({Family.RESNET, Family.COATNET})
+"""Layers of unequal size, over images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +77,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if self.family not in TEXT_FAMILIES:
             raise InputError(
-                f"model {self.name!r}: family {self.family} is not decoder-only; see `VisionSpec` and `ResNetSpec`"
+                f"model {self.name!r}: family {self.family} is not decoder-only; see `vision_spec` and `MixtureSpec`"
             )
         for field, most in _MOST.items():
             if not 1 <= (got := getattr(self, field)) <= most:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from meshmark.errors import InputError
+from meshmark.spec.coatnet_spec import COATNET_MINI, CoAtNetSpec
+from meshmark.spec.convolutional import LayerSizes
+from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.resnet_spec import RESNET_MINI, ResNetSpec
 
@@ -103,15 +107,39 @@ class VisionSpec:
         """Final norm and classifier, which has no bias."""
         return (2 + self.num_classes) * self.hidden
 
+    @cached_property
+    def layers(self) -> tuple[LayerSizes, ...]:
+        """Of projection, norm (two) and positions; blocks of norms, and of linear layers of which the keys' has no
+        bias; norm and head."""
+        patches, h = self.seq_len, self.hidden
+        embedding = LayerSizes(
+            num_parameters=self.embedding_parameters,
+            num_tensors=4,
+            products=patches * self.patch_values * h,
+            outputs=patches * h,
+            normed=(h,),
+        )
+        block = LayerSizes(
+            num_parameters=self.block_parameters,
+            num_tensors=2 * 2 + 2 * 6 - 1,
+            products=patches * (4 * h**2 + 2 * h * self.ffn_hidden + 2 * patches * h),
+            outputs=patches * h,
+        )
+        head = LayerSizes(
+            num_parameters=self.head_parameters,
+            num_tensors=3,
+            products=self.num_classes * h,
+            outputs=self.num_classes,
+        )
+        return (embedding, *[block] * self.num_layers, head)
+
     @property
     def num_parameters(self) -> int:
-        return self.embedding_parameters + self.num_layers * self.block_parameters + self.head_parameters
+        return sum(layer.num_parameters for layer in self.layers)
 
     @property
     def num_tensors(self) -> int:
-        """Projection, norm (two) and positions; norms, and linear layers of which the keys' has no bias; norm and
-        head."""
-        return 4 + (2 * 2 + 2 * 6 - 1) * self.num_layers + 3
+        return sum(layer.num_tensors for layer in self.layers)
 
     @property
     def widest(self) -> int:
@@ -121,9 +149,7 @@ class VisionSpec:
     @property
     def forward_flops(self) -> float:
         """Of one image: matrix products, a multiply-add counted as two."""
-        block = 4 * self.hidden**2 + 2 * self.hidden * self.ffn_hidden + 2 * self.seq_len * self.hidden
-        patch = self.patch_values * self.hidden + self.num_layers * block
-        return 2.0 * (self.seq_len * patch + self.num_classes * self.hidden)
+        return 2.0 * sum(layer.products for layer in self.layers)
 
     def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
         """Why the model cannot be split so, one reason each."""
@@ -137,11 +163,11 @@ class VisionSpec:
         return problems
 
 
-TransformerSpec = ModelSpec | VisionSpec
+TransformerSpec = ModelSpec | VisionSpec | MixtureSpec
 """What is made of transformer blocks."""
-ImageSpec = VisionSpec | ResNetSpec
+ImageSpec = VisionSpec | ResNetSpec | CoAtNetSpec
 """What is trained on images."""
-AnyModelSpec = ModelSpec | VisionSpec | ResNetSpec
+AnyModelSpec = ModelSpec | VisionSpec | ResNetSpec | CoAtNetSpec | MixtureSpec
 """What a workload can train."""
 
 _VIT_MINI = VisionSpec(
@@ -157,5 +183,12 @@ _VIT_MINI = VisionSpec(
 )
 """Small enough for milliseconds; wide initial values, so that attention is far from uniform."""
 VISION_MODELS: dict[str, ImageSpec] = {
-    spec.name: spec for spec in (_VIT_MINI, replace(_VIT_MINI, name="vit-mini-bn", batch_norm=True), RESNET_MINI)
+    spec.name: spec
+    for spec in (
+        _VIT_MINI,
+        replace(_VIT_MINI, name="vit-mini-bn", batch_norm=True),
+        RESNET_MINI,
+        COATNET_MINI,
+        replace(COATNET_MINI, name="coatnet-mini-bn", batch_norm=True),
+    )
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import get_args
 
 from meshmark.errors import AlgorithmError, InputError, UnknownNameError
 from meshmark.spec.algorithm import ALGORITHMS, AlgorithmSpec
+from meshmark.spec.mixture_spec import MIXTURE_MINI, MixtureSpec
 from meshmark.spec.model_spec import MODELS, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.vision_spec import VISION_MODELS, AnyModelSpec, ImageSpec
@@ -75,7 +77,8 @@ class Workload:
         if self.corpus is not None and self.dataset is Dataset.DIGITS:
             raise InputError(f"workload {self.name!r}: its data set is {self.dataset}, which no corpus replaces")
         if isinstance(self.model, ImageSpec) is not (self.dataset is Dataset.DIGITS):
-            needed = "VisionSpec or a ResNetSpec" if self.dataset is Dataset.DIGITS else "ModelSpec"
+            images = [kind.__name__ for kind in get_args(ImageSpec)]
+            needed = " or a ".join(images if self.dataset is Dataset.DIGITS else [ModelSpec.__name__])
             raise InputError(
                 f"workload {self.name!r}: model {self.model.name!r} is a {type(self.model).__name__}, but the data set "
                 f"{self.dataset} takes a {needed}"
@@ -120,10 +123,21 @@ class Workload:
         return self.model
 
     @property
+    def text_model(self) -> ModelSpec | MixtureSpec:
+        """The model, for those that know transformers over tokens alone."""
+        assert isinstance(self.model, ModelSpec | MixtureSpec), f"workload {self.name!r} trains {self.model.name!r}"
+        return self.model
+
+    @property
     def couples_rows(self) -> bool:
         """Whether the rows of a micro-batch enter one another's gradients, by a batch norm: the truth then depends on
         how a layout divides the batch, and replicas keep buffers of their own."""
         return isinstance(self.model, ImageSpec) and self.model.batch_norm
+
+    @property
+    def routes(self) -> bool:
+        """Whether its values decide which weights a token meets: where a decision is close, rounding makes it."""
+        return isinstance(self.model, MixtureSpec)
 
     @property
     def tokens_per_step(self) -> int:
@@ -188,9 +202,12 @@ WORKLOADS: dict[str, Workload] = {
         Workload(name="gpt-tiny", model=MODELS["gpt-tiny"], optimizer=_TINY_OPTIMIZER),
         Workload(name="llama-tiny", model=MODELS["llama-tiny"], optimizer=_TINY_OPTIMIZER),
         Workload(name="bert-mini", model=MODELS["bert-mini"], dataset=Dataset.MASKED_TEXT, optimizer=_TINY_OPTIMIZER),
+        Workload(name="gpt-moe-mini", model=MIXTURE_MINI, optimizer=_TINY_OPTIMIZER),
         _digits("vit-digits", VISION_MODELS["vit-mini"]),
         _digits("vit-digits-bn", VISION_MODELS["vit-mini-bn"]),
         _digits("resnet-digits", VISION_MODELS["resnet-mini"]),
+        _digits("coatnet-digits", VISION_MODELS["coatnet-mini"]),
+        _digits("coatnet-digits-bn", VISION_MODELS["coatnet-mini-bn"]),
         Workload(name="gpt2-124m", model=MODELS["gpt2-124m"], masked=False),
         Workload(name="gpt-1.3b", model=MODELS["gpt-1.3b"], masked=False),
     )

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshmark.spec.layout import Layout
+from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Dtype
 from meshmark.spec.vision_spec import AnyModelSpec
 from meshmark.theory.grid import Column
-from meshmark.theory.partition import Stage, held_stage
+from meshmark.theory.partition import Stage, held_layers, held_stage
 
 
 def parameter_sizes(model: ModelSpec, stage: Stage, tp: Column) -> tuple[list[Column], list[Column], list[Column]]:
@@ -73,9 +74,12 @@ def parameter_shapes(model: ModelSpec, stage: Stage) -> Shapes:
 
 
 def num_tensors(model: AnyModelSpec, layout: Layout, rank: int) -> int:
-    """Parameters that `rank` computes with, counted as tensors; of a model of images, of the whole."""
+    """Parameters that `rank` computes with, counted as tensors."""
+    if isinstance(model, MixtureSpec):
+        held = held_stage(model.dense, layout, rank)
+        return 2 * held.has_embedding + held.num_layers * model.block_tensors + 3 * held.has_head
     if not isinstance(model, ModelSpec):
-        return model.num_tensors
+        return sum(layer.num_tensors for layer in held_layers(model, layout, rank))
     return len(parameter_shapes(model, held_stage(model, layout, rank)))
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshmark.errors import LayoutError
+from meshmark.spec.convolutional import LayerSizes
 from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.vision_spec import ImageSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,19 @@ def held_stage(model: ModelSpec, layout: Layout, rank: int) -> Stage:
         has_head=held[-1].has_head,
         has_loss=held[-1].has_loss,
     )
+
+
+def held_layers(model: ImageSpec, layout: Layout, rank: int) -> list[LayerSizes]:
+    """All that `rank` holds of a model of images in a pipeline whose blocks are cut evenly by their number: stages of
+    unequal size, where blocks are."""
+    num_stages = layout.pp * layout.virtual_stages
+    share, rest = divmod(model.num_layers, num_stages)
+    held: list[LayerSizes] = []
+    for stage in layout.stages_of(layout.coordinates(rank).pp):
+        first = 1 + stage * share + min(stage, rest)
+        held += [model.layers[0]] * (stage == 0) + [*model.layers[first : first + share + (stage < rest)]]
+        held += [model.layers[-1]] * (stage == num_stages - 1)
+    return held
 
 
 def balanced_stages(model: ModelSpec, num_stages: int, *, head_share: float = 1.0) -> tuple[Stage, ...]:

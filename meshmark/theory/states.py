@@ -11,6 +11,7 @@ import numpy as np
 from meshmark.spec.algorithm import SERVED
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
+from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.vision_spec import AnyModelSpec
@@ -20,7 +21,7 @@ from meshmark.theory.memory import received_bytes, stage_memory, state_bytes
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import bucket_elements
 from meshmark.theory.parameters import stage_parameters
-from meshmark.theory.partition import held_stage
+from meshmark.theory.partition import held_layers, held_stage
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 
 
@@ -35,7 +36,7 @@ class ModelStates:
     buffers: float = 0.0
     """That live from step to step for the sake of communication, and of gradients in their place."""
     tables: float = 0.0
-    """Of rotary positions, which every process keeps: not in the peak below."""
+    """Of rotary positions, which every process keeps, and statistics of batch norms: not in the peak below."""
     host_parameters: float = 0.0
     """Masters that the host keeps in its own memory and updates (ZeRO-Offload, arXiv:2101.06840 sec. 4): on a CPU the
     same memory as all else, on a GPU not its allocator's."""
@@ -99,7 +100,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
             gradients=float(states["gradients"][0]),
             optimizer_states=float(states["optimizer"][0]),
             buffers=_received(case, rank, using) + _lasting_gradients(case, using, float(states["gradients"][0])),
-            tables=_rotary_bytes(model, layout, case.precision) if isinstance(model, ModelSpec) else 0.0,
+            tables=_table_bytes(case, rank),
             **_host_states(layout, using, count),
         )
     index = layout.coordinates(rank).pp
@@ -115,7 +116,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
         gradients=float(held.gradients[0]),
         optimizer_states=float(held.optimizer[0]),
         buffers=_received(case, rank, using) + _lasting_gradients(case, using, float(held.gradients[0])),
-        tables=_rotary_bytes(model, layout, case.precision),
+        tables=_table_bytes(case, rank),
         **_host_states(layout, using, local_parameters(model, layout, rank) or 0),
         activations=float(held.activations[0]) if exact else None,
         peak=float(held.total_bytes[0]) if exact and known and layout.recompute is Recompute.NONE else None,
@@ -125,13 +126,14 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
 def _received(case: Case, rank: int, using: TrainingRecipe) -> float:
     """What pipeline stages receive, in buffers made once."""
     layout, model = case.layout, case.workload.model
-    if layout.pp == 1 or not using.receive_buffers or not isinstance(model, ModelSpec):
+    if layout.pp == 1 or not using.receive_buffers or not isinstance(model, ModelSpec | MixtureSpec):
         return 0.0
     grid = layout_grid(layout, case.workload.global_batch)
     stages = layout.stages_of(layout.coordinates(rank).pp)
     ends = (stages[0] == 0) + (stages[-1] == layout.pp * layout.virtual_stages - 1)
     inside = 2 * sum(after == before + 1 for before, after in itertools.pairwise(stages))  # handed over, both ways
-    return float(received_bytes(model, grid, using, ends + inside)[0])
+    stream = model.dense if isinstance(model, MixtureSpec) else model
+    return float(received_bytes(stream, grid, using, ends + inside)[0])
 
 
 def _host_states(layout: Layout, using: TrainingRecipe, num_parameters: int) -> dict[str, float]:
@@ -154,6 +156,18 @@ def _rotary_bytes(model: ModelSpec, layout: Layout, precision: Precision) -> flo
     if model.family is not Family.LLAMA:
         return 0.0
     return model.seq_len / layout.cp * model.head_dim * max(precision.compute.itemsize, 4)
+
+
+def _table_bytes(case: Case, rank: int) -> float:
+    """Besides rotary positions, what batch norms keep: two running statistics a channel, in at least float32, and a
+    count of batches."""
+    model, layout = case.workload.model, case.layout
+    if isinstance(model, ModelSpec):
+        return _rotary_bytes(model, layout, case.precision)
+    if isinstance(model, MixtureSpec) or not model.batch_norm:
+        return 0.0
+    norms = [width for layer in held_layers(model, layout, rank) for width in layer.normed]
+    return sum(2 * max(case.precision.compute.itemsize, 4) * width + 8 for width in norms)
 
 
 def _lasting_gradients(case: Case, using: TrainingRecipe, held: float) -> float:
@@ -194,8 +208,14 @@ def micro_batch_tokens(case: Case) -> int:
 
 def local_parameters(model: AnyModelSpec, layout: Layout, rank: int) -> int | None:
     """Parameters that `rank` computes with: its pipeline stage's, its tensor-parallel shards; ZeRO not counted.
-    None where it is not planned: how another model than a decoder-only transformer is split."""
+    None where it is not planned: how a layer of another model than a decoder-only transformer is split."""
+    if not isinstance(model, ModelSpec) and layout.tp * layout.cp > 1:
+        return None
+    if isinstance(model, MixtureSpec):
+        held = held_stage(model.dense, layout, rank)
+        ends = held.has_embedding * model.embedding_parameters + held.has_head * model.head_parameters
+        return held.num_layers * model.block_parameters + ends
     if not isinstance(model, ModelSpec):
-        return model.num_parameters if layout.tp == layout.pp == layout.cp == 1 else None
+        return sum(layer.num_parameters for layer in held_layers(model, layout, rank))
     stage = held_stage(model, layout, rank)
     return int(stage_parameters(model, stage, layout.tp))

@@ -1,15 +1,22 @@
-"""What goes wrong with a residual network alone. Mixins over engines."""
+"""What goes wrong with nets of convolutions alone. Mixins over engines."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from meshmark.adapter.data_parallel import PYTORCHS_CHECKPOINT
+from meshmark.reference.coatnet import Bottleneck, RelativeAttention
+from meshmark.reference.data import Batch
 from meshmark.reference.model import Model
 from meshmark.reference.resnet import ResidualBlock
 from tests.broken.engine import Broken
-from tests.broken.vision import NormalisesWholeRank
+from tests.broken.vision import NormalisesWholeRank, RankKeepsStatistics, SharesStatistics
+
+_M = TypeVar("_M", bound=torch.nn.Module)
 
 
 class ComputesAgain(Broken):
@@ -32,6 +39,66 @@ class ShortcutsDetached(Broken):
         for part in self.modules():
             if isinstance(part, ResidualBlock):
                 part.shortcut.register_forward_pre_hook(_detached)
+
+
+def _each(engine: Broken, kind: type[_M]) -> Iterator[_M]:
+    yield from (module for module in engine.modules() if isinstance(module, kind))
+
+
+class OtherSideOfPositions(Broken):
+    """The bias of relative positions is that of the other direction: rows of its table run backward."""
+
+    def prepare(self) -> None:
+        for attention in _each(self, RelativeAttention):
+            attention.offsets = _transposed(attention)  # type: ignore[method-assign]
+
+
+def _transposed(attention: RelativeAttention) -> Callable[[torch.device], Tensor]:
+    right = attention.offsets
+    return lambda device: right(device).T
+
+
+class HeadsShareBias(Broken):
+    """Every head adds the first one's bias of relative positions."""
+
+    def prepare(self) -> None:
+        for attention in _each(self, RelativeAttention):
+            attention.bias = _of_first_head(attention)  # type: ignore[method-assign]
+
+
+def _of_first_head(attention: RelativeAttention) -> Callable[[torch.device], Tensor]:
+    right = attention.bias
+    return lambda device: right(device)[:1]
+
+
+class PositionsNotUpdated(Broken):
+    """The bias of relative positions is taken for a buffer, as frameworks do that keep a table beside its index."""
+
+    def backward(self, batch: Batch) -> Tensor:
+        loss = super().backward(batch)
+        for attention in _each(self, RelativeAttention):
+            attention.positions.weight.grad = None
+        return loss
+
+
+class NeighbouringGroups(Broken):
+    """Depthwise convolutions hand every channel to its neighbour's filter."""
+
+    def prepare(self) -> None:
+        for bottleneck in _each(self, Bottleneck):
+            bottleneck.depthwise.register_forward_pre_hook(_rolled)
+
+
+def _rolled(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.roll(1, dims=1) for x in inputs)
+
+
+class SharesStatisticsOfConvolutions(SharesStatistics):
+    """DDP's default: every step starts with the first rank's statistics."""
+
+
+class KeepsStatisticsOfConvolutions(RankKeepsStatistics):
+    """The second rank puts its running statistics back after every step."""
 
 
 def _detached(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

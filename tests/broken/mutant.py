@@ -26,6 +26,7 @@ LAYOUTS = {
     "decentralised": Layout(dp=2, num_micro_batches=2),
     "fed-avg": Layout(dp=2, num_micro_batches=2),
     "diloco": Layout(dp=2, num_micro_batches=2),
+    "downpour": Layout(dp=2, num_micro_batches=2),
     "compressed": Layout(dp=2, num_micro_batches=2),
     "pipedream": Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B),
     "ddp-compressed": Layout(dp=2, num_micro_batches=2),
@@ -56,6 +57,7 @@ ALGORITHMS = {
         "decentralised": "dsgd-ring",
         "fed-avg": "fed-avg2",
         "diloco": "diloco2",
+        "downpour": "downpour-p2f3",
         "compressed": "error-feedback-top-k10",
         "ddp-compressed": "compressed-bf16",
         "pipedream": "pipedream",
@@ -66,7 +68,9 @@ DEEP = replace(GPT, name="gpt-deep", model=replace(GPT.model, name="gpt-deep", n
 """A layer for each of two virtual stages on two ranks."""
 TIED = replace(GPT, name="gpt-tied", model=replace(GPT.model, name="gpt-tied", tied_embeddings=True))
 
+MIXTURE = workload("gpt-moe-mini")
 VIT, VIT_BN, RESNET = workload("vit-digits"), workload("vit-digits-bn"), workload("resnet-digits")
+COATNET, COATNET_BN = workload("coatnet-digits"), workload("coatnet-digits-bn")
 
 
 def under(adapter: str, problem: Workload) -> Workload:

@@ -24,6 +24,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.theory.sharding import Sharding
 from tests.broken import gradients as g
+from tests.broken import reducing as h
 from tests.broken.engine import Broken
 from tests.broken.megatron_gpt import MEGATRON_GPT_MUTANTS
 from tests.broken.mutant import DEEP, GPT, Mutant
@@ -33,6 +34,7 @@ PIPELINE = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
 CROSSED = Layout(dp=2, tp=2, zero_stage=3, num_micro_batches=4)
 FOLDED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2, folded=True)
 SHARED = Layout(cp=2, zero_stage=3, num_micro_batches=4)
+REDUCED = Layout(dp=2, num_micro_batches=4)
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
 
 
@@ -206,5 +208,15 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fabric-deepspeed", ClippedByNobody, F.CLIPPING, layout=replace(TWO, zero_stage=1)),
     *_on("accelerate-fsdp1", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("tp-fsdp2", NeverSharded, suite="memory", layout=CROSSED),
+    *_on("horovod horovod-recommended", h.SumsAsked, F.SCALED, layout=REDUCED),
+    *_on("horovod", h.OwnPartsAlone, F.NOT_REDUCED, layout=REDUCED),
+    *_on("horovod", h.OneIsNotHooked, F.DRIFT, F.NOT_REDUCED, layout=REDUCED),
+    *_on("horovod", h.ReducesEveryMicroBatch, suite="communication", layout=REDUCED),
+    *_on("horovod", h.ClippedBeforeItIsReduced, layout=REDUCED),
+    *_on("horovod", h.SynchronizesTwice, suite="communication", layout=REDUCED),
+    *_on("horovod", h.CompressedUnasked, suite="communication", layout=REDUCED),
+    *_on("horovod", h.FusesUnasked, suite="memory", layout=REDUCED),
+    *_on("horovod", g.MeanOfRanks, F.UNEVEN, layout=REDUCED),
+    *_on("horovod-recommended", h.BroadcastsNoState, F.START, F.UPDATE, layout=REDUCED),
     *MEGATRON_GPT_MUTANTS,
 ]

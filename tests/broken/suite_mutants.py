@@ -11,6 +11,7 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from tests.broken import averaging as a
 from tests.broken import convolutions as k
+from tests.broken import experts as e
 from tests.broken import gradients as g
 from tests.broken import mixed as m
 from tests.broken import pairs
@@ -20,7 +21,7 @@ from tests.broken import timed as c
 from tests.broken import traffic as t
 from tests.broken import updates as u
 from tests.broken import vision as v
-from tests.broken.mutant import DEEP, GPT, RESNET, TIED, VIT, VIT_BN, Mutant, on
+from tests.broken.mutant import COATNET, COATNET_BN, DEEP, GPT, MIXTURE, RESNET, TIED, VIT, VIT_BN, Mutant, on
 
 F = Fault
 FOUR = Layout(dp=4, num_micro_batches=2)
@@ -92,7 +93,20 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", v.NormalisesWholeRank, F.FORWARD, workload=VIT_BN),
     *on("ddp", k.NormalisesWholeRankOfConvolutions, F.FORWARD, workload=RESNET),
     *on("ddp fsdp2", k.ShortcutsDetached, F.BACKWARD, workload=RESNET),
+    *on("ddp fsdp2", k.OtherSideOfPositions, F.FORWARD, workload=COATNET),
+    *on("ddp", k.HeadsShareBias, F.FORWARD, workload=COATNET),
+    *on("ddp", k.PositionsNotUpdated, F.MISSING, workload=COATNET),
+    *on("ddp fsdp2", k.NeighbouringGroups, F.FORWARD, workload=COATNET),
+    # Experts
+    *on("ddp fsdp2", e.RoutesToOne, F.FORWARD, workload=MIXTURE),
+    *on("ddp gpipe", e.WeighsOverAll, F.FORWARD, workload=MIXTURE),
+    *on("ddp", e.ExpertsSwapped, F.FORWARD, workload=MIXTURE),
+    *on("ddp fsdp2", e.GateLearnsNothing, F.MISSING, workload=MIXTURE),
+    *on("ddp", e.DropsTokens, F.FORWARD, workload=MIXTURE),
+    *on("ddp", e.OneTokenElsewhere, F.FORWARD, workload=MIXTURE),
     # Buffers
+    *on("ddp", k.SharesStatisticsOfConvolutions, F.BUFFERS, workload=COATNET_BN),
+    *on("ddp fsdp2", k.KeepsStatisticsOfConvolutions, F.BUFFERS, workload=COATNET_BN),
     *on("ddp fairscale-oss", v.RankKeepsStatistics, F.BUFFERS, workload=VIT_BN),
     *on("ddp fsdp2", v.OtherMomentum, F.BUFFERS, workload=VIT_BN),
     *on("ddp", v.SharesStatistics, F.BUFFERS, workload=VIT_BN),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshmark.adapters.fairscale import _run_without_cuda
+from meshmark.adapters.fairscale.on_cpu import run_without_cuda
 from tests.gaps.ranks import on_two_ranks
 
 
@@ -42,7 +42,7 @@ class TwoLayers(nn.Module):
 
 
 def skip_a_wrapper(rank: int) -> bool:
-    _run_without_cuda()
+    run_without_cuda()
     inner = TwoLayers()
     model = wrapped(inner)
     model(torch.ones(1, 4)).sum().backward()
@@ -57,7 +57,7 @@ def test_a_wrapper_may_be_left_out_of_a_step() -> None:
 
 
 def step_after_gathering(rank: int) -> bool:
-    _run_without_cuda()
+    run_without_cuda()
     model = wrapped(nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     for gather in (True, False):

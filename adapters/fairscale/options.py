@@ -1,0 +1,104 @@
+"""FairScale's FSDP by its other options: tensors not flattened, weights not resharded, inputs of recomputed blocks
+offloaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.gathered import Gathered
+from meshmark.adapters.fairscale import FairScaleFSDP, FSDPEngine, canonical
+from meshmark.errors import AdapterError
+from meshmark.reference.build import parameter_shapes
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Recompute
+from meshmark.theory.flow import Departure
+from meshmark.theory.sharding import Padding, Sharding, sharding_departures
+from meshmark.theory.states import Remainder
+
+
+class FairScaleFSDPNoReshard(FairScaleFSDP):
+    """`reshard_after_forward=False`: weights are gathered once a micro-batch, and stay until their backward."""
+
+    sharding: ClassVar = Sharding(reshards_blocks=False, reshards_root=False)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        kept = float(case.precision.compute.itemsize * case.workload.model.num_parameters)
+        reason = "kept weights are where the collective has put them, and count as communication"
+        there = {"activations": -kept, "peak": kept}
+        return tuple(Remainder(category=name, num_bytes=more, reason=reason) for name, more in there.items())
+
+    def choices(self, case: Case) -> dict[str, Any]:
+        return {"reshard_after_forward": False}
+
+
+class UnflattenedEngine(FSDPEngine):
+    """Every tensor is flat, padded and sharded by itself."""
+
+    def _full(self, shard_of: Callable[[Any], Tensor]) -> Gathered:
+        from fairscale.nn.data_parallel import FullyShardedDataParallel
+
+        units = [
+            (path, part) for path, part in self.module.named_modules() if isinstance(part, FullyShardedDataParallel)
+        ]
+        return Gathered(
+            ([canonical(f"{path}.{name}")], partial(_whole, parameter, shard_of(parameter)))
+            for path, unit in units
+            for (name,), parameter in zip(unit._param_name_groups, unit.params, strict=True)
+        )
+
+
+def _whole(parameter: Any, shard: Tensor) -> list[Tensor]:  # noqa: ANN401
+    whole = shard.new_empty(shard.numel() * torch.distributed.get_world_size())
+    torch.distributed.all_gather_into_tensor(whole, shard)
+    shape = parameter._orig_size
+    return [whole[: shape.numel()].view(shape)]
+
+
+class FairScaleFSDPUnflattened(FairScaleFSDP):
+    """`flatten_parameters=False`."""
+
+    engine: ClassVar = UnflattenedEngine
+    capabilities: ClassVar = dataclasses.replace(
+        FairScaleFSDP.capabilities,
+        lacks={
+            **{k: why for k, why in FairScaleFSDP.capabilities.lacks.items() if k is not Feature.DECAY_GROUPS},
+            Feature.RESHARD: "its optimizer's states are gathered of flat parameters alone",
+        },
+    )
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        dp = case.layout.dp
+        padding = {name: -math.prod(shape) % dp for name, shape in parameter_shapes(case.workload.model).items()}
+        of_root = sum(elements for name, elements in padding.items() if not name.startswith("blocks."))
+        reason = "every tensor is padded to a multiple of the ranks"
+        padded = Padding(root=of_root, blocks=sum(padding.values()) - of_root, reason=reason)
+        return sharding_departures(case, rank, cls.sharding, padded)
+
+    def choices(self, case: Case) -> dict[str, Any]:
+        return {"flatten_parameters": False}
+
+
+class FairScaleCheckpointOffload(FairScaleFSDP):
+    """`checkpoint_wrapper(offload_to_cpu=True)`: of a block that is computed again, the host keeps the input."""
+
+    offloads_inputs: ClassVar = True
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        """On a CPU nothing that is measured would tell whether the option was heeded."""
+        engine = super().build(case, context)
+        assert isinstance(engine, FSDPEngine)
+        found = [forward.args[2] for part in engine.module.modules() if (forward := vars(part).get("forward"))]
+        if case.layout.recompute is Recompute.FULL and not (found and all(found)):
+            raise AdapterError(f"rank {context.rank}: FairScale offloads no inputs of blocks, which it was asked for")
+        return engine
