@@ -47,11 +47,15 @@ ROSTER: dict[str, str] = {
     "deepspeed-zero0": "meshmark.adapters.deepspeed.replicated:DeepSpeedZero0",
     "deepspeed-offload": "meshmark.adapters.deepspeed.variants:DeepSpeedOffload",
     "deepspeed-offload-params": "meshmark.adapters.deepspeed.variants:DeepSpeedOffloadParams",
+    "deepspeed-checkpointing": "meshmark.adapters.deepspeed.checkpointing:DeepSpeedCheckpointing",
+    "deepspeed-infinity": "meshmark.adapters.deepspeed.infinity:DeepSpeedInfinity",
     "deepspeed-recommended": "meshmark.adapters.deepspeed.recommended:DeepSpeedRecommended",
+    "deepspeed-hpz": "meshmark.adapters.deepspeed.hpz:DeepSpeedHPZ",
     "deepspeed-ulysses": "meshmark.adapters.deepspeed.ulysses:DeepSpeedUlysses",
     "deepspeed-autotp": "meshmark.adapters.deepspeed.autotp:DeepSpeedAutoTP",
     "megatron-gpt": "meshmark.adapters.megatron.gpt_model:MegatronGPT",
     "megatron-gpt-zero1": "meshmark.adapters.megatron.gpt_model:MegatronGPTDistributedOptimizer",
+    "megatron-gpt-overlap": "meshmark.adapters.megatron.overlap:MegatronGPTOverlap",
     "deepspeed-pipeline": "meshmark.adapters.deepspeed.pipeline:DeepSpeedPipeline",
     "fairscale-oss-ddp": "meshmark.adapters.fairscale.under_ddp:FairScaleOSSDDP",
     "fairscale-fsdp-unflattened": "meshmark.adapters.fairscale.options:FairScaleFSDPUnflattened",
@@ -75,6 +79,7 @@ ROSTER: dict[str, str] = {
     "horovod-recommended": "meshmark.adapters.horovod:HorovodRecommended",
     "accelerate-deepspeed-file": "meshmark.adapters.accelerate.deepspeed_file:AccelerateDeepSpeedFile",
     "accelerate-hsdp": "meshmark.adapters.accelerate:AccelerateHSDP",
+    "accelerate-fsdp2-launched": "meshmark.adapters.accelerate.launched:AccelerateFSDP2Launched",
     "accelerate-fsdp1": "meshmark.adapters.accelerate.fsdp1:AccelerateFSDP1",
 }
 """What runs where it is named, or by `make roster`."""
