@@ -28,6 +28,7 @@ PACKAGES = (
     "fairscale",
     "megatron-core",
     "horovod",
+    "torchtitan",
 )
 DEFAULT_THREADS = "1"
 """OMP_NUM_THREADS of the ranks where it is not set: they share the machine's cores."""

@@ -25,6 +25,7 @@ FRAMEWORKS = {
     "transformers",
     "lightning",
     "pytorch_lightning",
+    "torchtitan",
 }
 MAX_LINES = 320
 MAX_ARGUMENTS = 6

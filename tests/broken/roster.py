@@ -245,6 +245,8 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fairscale-fsdp-noreshard", ReshardsAll, suite="communication", layout=TWO),
     *_on("fairscale-fsdp-unflattened", g.OverMicroBatches, F.SCALED, layout=TWO),
     *_on("fairscale-checkpoint-offload", g.MeanOfRanks, F.UNEVEN, layout=AGAIN),
+    *_on("simple-fsdp", g.OverMicroBatches, F.SCALED, layout=TWO),
+    *_on("simple-fsdp", ShardsPlainly, suite="communication", layout=TWO),
     *_on("tp-fsdp2", NeverSharded, suite="memory", layout=CROSSED),
     *_on("horovod horovod-recommended", h.SumsAsked, F.SCALED, layout=REDUCED),
     *_on("horovod", h.OwnPartsAlone, F.NOT_REDUCED, layout=REDUCED),
