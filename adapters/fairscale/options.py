@@ -51,10 +51,9 @@ class UnflattenedEngine(FSDPEngine):
             (path, part) for path, part in self.module.named_modules() if isinstance(part, FullyShardedDataParallel)
         ]
         return Gathered(
-            ([canonical(f"{path}.{name}")], partial(_whole, parameter, shard))
+            ([canonical(f"{path}.{name}")], partial(_whole, parameter, shard_of(parameter)))
             for path, unit in units
             for (name,), parameter in zip(unit._param_name_groups, unit.params, strict=True)
-            if (shard := shard_of(parameter)) is not None  # a frozen one has no gradient
         )
 
 
@@ -72,11 +71,8 @@ class FairScaleFSDPUnflattened(FairScaleFSDP):
     capabilities: ClassVar = dataclasses.replace(
         FairScaleFSDP.capabilities,
         lacks={
-            **{
-                k: why
-                for k, why in FairScaleFSDP.capabilities.lacks.items()
-                if k not in (Feature.DECAY_GROUPS, Feature.FROZEN)
-            },
+            **{k: why for k, why in FairScaleFSDP.capabilities.lacks.items() if k is not Feature.DECAY_GROUPS},
+            Feature.FROZEN: "after a backward pass a frozen tensor is whole, where a shard is read",
             Feature.RESHARD: "its optimizer's states are gathered of flat parameters alone",
         },
     )
