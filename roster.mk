@@ -35,7 +35,7 @@ roster: install
 	$(ROSTER_CLAUSES) --world 4 --adapters $(WIDE) || status=$$?; \
 	$(ROSTER_CLAUSES) --adapters "$(ROSTER_NAMES)" || status=$$?; \
 	$(ROSTER_SUITES) --world 2 --adapters horovod-fp16 --workload gpt-mini-sgd-compressed-fp16 || status=$$?; \
-	for name in bert-mini gpt-moe-mini llama-tiny vit-digits resnet-digits coatnet-digits coatnet-digits-bn; do \
+	for name in bert-mini gpt-moe-mini llama-tiny vit-digits resnet-digits coatnet-digits coatnet-digits-bn amoebanet-digits; do \
 		$(ROSTER_SUITES) --world 2 --workload $$name --max-time $(WORKLOAD_TIME) || status=$$?; done; \
 	exit $$status
 roster-page: install
