@@ -19,8 +19,9 @@ from meshmark.adapters.checkpoint import load_own, save_own
 from meshmark.algorithms.local_sgd import own_rows
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer
-from meshmark.spec.algorithm import AlgorithmKind, client_shares
+from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
+from meshmark.spec.client_shares import client_shares
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe
 

@@ -82,7 +82,7 @@ def _commits(records: Sequence[Record]) -> str:
 
 def capability(case: Case) -> str:
     """What a case shows of an adapter: another workload than a GPT, by name; else in words of its layout: axes, stage,
-    schedule, and the precision if it is not fp32."""
+    schedule, the precision if it is not fp32, and tuning."""
     if _part(case) == _WORKLOADS:
         return case.workload.name
     layout = case.layout
@@ -92,7 +92,9 @@ def capability(case: Case) -> str:
     parts += ["folded"] if layout.folded else []
     parts += ["sp"] if layout.sequence_parallel else []
     parts += [f"offload {layout.offload}"] if layout.offload != "none" else []
+    parts += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
     parts += [str(case.precision)] if case.precision != Precision.FP32 else []
+    parts += [str(case.tuning)] if case.tuning else []
     return ", ".join(parts)
 
 
@@ -100,6 +102,8 @@ def _part(case: Case) -> str:
     """The title of the table that it stands in."""
     if not isinstance(model := case.workload.model, ModelSpec) or model.family is not Family.GPT or not model.causal:
         return _WORKLOADS
+    if case.tuning:
+        return _TUNED
     if case.precision != Precision.FP32:
         return "In other precisions"
     layout = case.layout
@@ -107,7 +111,8 @@ def _part(case: Case) -> str:
 
 
 _WORKLOADS = "On other workloads than a GPT"
-_PARTS = ("Over data-parallel ranks", "Over axes of the model", "In other precisions", _WORKLOADS)
+_TUNED = "Tuned"
+_PARTS = ("Over data-parallel ranks", "Over axes of the model", "In other precisions", _TUNED, _WORKLOADS)
 
 
 def _matrix(title: str, observed: Sequence[Record], adapters: Adapters, found: Found) -> str:

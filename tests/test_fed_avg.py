@@ -15,8 +15,9 @@ from meshmark.algorithms.local_sgd import FedAvg, own_rows
 from meshmark.algorithms.replicas import Tensors
 from meshmark.judge.truth import ExactOptimizer, assess_replicas
 from meshmark.reference.data import Batch, make_batch
-from meshmark.spec.algorithm import AlgorithmKind, AlgorithmSpec, client_shares
+from meshmark.spec.algorithm import AlgorithmKind, AlgorithmSpec
 from meshmark.spec.case import Case
+from meshmark.spec.client_shares import client_shares
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision

@@ -52,6 +52,7 @@ class Trial:
             norm = engine.update()
             trace.norms.append(None if norm is None else float(norm))
             trace.parameters.append(host_copies(engine.parameters()))
+            trace.versions.append(engine.server_versions())
         engine.close()
         return gather_replicas(trace, replicas_of_ranks(self.case))[0]
 

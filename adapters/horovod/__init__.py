@@ -22,6 +22,7 @@ from meshmark.reference.objective import build_optimizer
 from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
 from meshmark.spec.compressor import CompressorKind
+from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.states import Remainder
@@ -65,6 +66,13 @@ class Horovod(Adapter):
         precisions=frozenset(Precision.PRESETS.values()) - {Precision.BF16_REDUCE_BF16},
         lacks={Precision.BF16_REDUCE_BF16: "Horovod 0.28.1 has no type for bf16"},
         devices=frozenset({"cpu"}),
+    )
+    known_gaps: ClassVar = (
+        KnownGap(
+            clause="unused",
+            symptom="as if unused parameters had a gradient of zero",
+            reason="what no rank has used is given a gradient of zero, so that moments and weights decay",
+        ),
     )
     engine: ClassVar[type[HorovodEngine]] = HorovodEngine
     variables: ClassVar[dict[str, str]] = _UNFUSED

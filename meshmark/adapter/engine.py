@@ -71,6 +71,12 @@ class Engine(ABC):
         """What the loss of this step was multiplied by, lest small gradients vanish; to be called like `gradients`."""
         return 1.0
 
+    def server_versions(self) -> tuple[int | None, int | None] | None:
+        """Under a parameter server, of the step that was last updated: the version of the server's parameters that this
+        replica's push made, and that which its fetch returned; None where the step had none. The initial values are
+        version 0, and each push that is applied makes the next. To be called like `parameters`."""
+        return None
+
     def buffers(self) -> Mapping[str, Tensor]:
         """By canonical name, the buffers of the replica that this rank trains, such as a batch norm's running
         statistics; none by default. Nothing is communicated: replicas' buffers may differ."""

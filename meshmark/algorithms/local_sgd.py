@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from meshmark.algorithms.replicas import Replicas, Tensors, UpdateRule, averaged, combined, mixed
 from meshmark.reference.data import Batch
-from meshmark.spec.algorithm import AlgorithmSpec, client_shares
+from meshmark.spec.algorithm import AlgorithmSpec
+from meshmark.spec.client_shares import client_shares
 
 
 class LocalSGD(Replicas):

@@ -16,6 +16,7 @@ from meshmark.algorithms.compressing import (
 )
 from meshmark.algorithms.corrected import ExactDiffusion, GradientTracking
 from meshmark.algorithms.decentralised import Decentralised, MixedMomentum, ParallelSGD, QuasiGlobal
+from meshmark.algorithms.downpour import Downpour
 from meshmark.algorithms.local_sgd import DiLoCo, FedAvg, LocalSGD
 from meshmark.algorithms.one_bit import OneBitAdam, OneBitLAMB, ZeroOneAdam
 from meshmark.algorithms.pipemare import Rescheduled
@@ -68,6 +69,8 @@ def build_algorithm(
         return LocalSGD(workload.algorithm, rules)
     if kind is AlgorithmKind.FED_AVG:
         return FedAvg(workload.algorithm, rules)
+    if kind is AlgorithmKind.DOWNPOUR:
+        return Downpour(workload, rules)
     if kind is AlgorithmKind.DILOCO:
         return DiLoCo(workload.algorithm, rules)
     if kind in COMPRESSING:

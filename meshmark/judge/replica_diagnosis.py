@@ -21,6 +21,7 @@ from meshmark.judge.gradient_faults import Explanation
 from meshmark.judge.mixing_diagnosis import explain_mixing
 from meshmark.judge.outer_diagnosis import explain_outer
 from meshmark.judge.replicas import by_replica, num_replicas, replica_of
+from meshmark.judge.server_diagnosis import explain_server
 from meshmark.judge.stale_diagnosis import diagnose_stale
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, exact_gradients
@@ -78,6 +79,8 @@ def diagnose_replicas(
                 return of_one(replica)
         if case.workload.algorithm.graph:
             return _diagnosis(failed, explain_mixing(failed, updates), updates)
+        if case.workload.algorithm.server:
+            return _diagnosis(failed, explain_server(failed, updates), updates)
         if case.workload.algorithm.kind is AlgorithmKind.DILOCO:
             return _diagnosis(failed, explain_outer(failed, updates), updates)
         if case.workload.algorithm.kind is AlgorithmKind.FED_AVG:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshmark import rank_progress
+from meshmark.algorithms.downpour import Told, Versions
 from meshmark.judge.deviation import Drift, QuantityKind, Tensors
 from meshmark.judge.gather import all_gather_json, gather_arrays
 
@@ -42,9 +43,20 @@ class Trace:
     where nobody counted."""
     loss_scales: list[float] = field(default_factory=list)
     """What the loss was multiplied by; empty where nobody asked."""
+    versions: list[Versions | None] = field(default_factory=list)
+    """Of a parameter server, as the engine told them of each step."""
     drifted: dict[int, Tensors] = field(default_factory=dict)
     """Of the first step at which gradients drift: some of those that a rank holds otherwise than the lowest, by rank.
     Of all ranks together only."""
+
+
+def told_of(traces: Sequence[Trace]) -> Told:
+    """What replicas told of a parameter server."""
+    return Told(
+        start=traces[0].parameters[0],
+        gradients=[trace.gradients for trace in traces],
+        versions=[trace.versions for trace in traces],
+    )
 
 
 def host_copies(tensors: Mapping[str, Tensor]) -> Tensors:
@@ -88,6 +100,7 @@ def gather_replicas(
         replica=own.replica,
         left_out=own.left_out,
         loss_scales=own.loss_scales,
+        versions=own.versions,
     )
     drifts = [
         drift
@@ -117,6 +130,7 @@ def union_of(traces: Sequence[Trace]) -> Trace:
         buffers=_whole_buffers(traces),
         left_out=traces[0].left_out,
         loss_scales=traces[0].loss_scales,
+        versions=traces[0].versions,
         drifted={rank: held for trace in traces for rank, held in trace.drifted.items()},
     )
 
@@ -136,14 +150,14 @@ def _gather(own: Trace) -> list[Trace] | None:
     kinds = (own.parameters, own.gradients, list(own.drifted.values()), buffers)
     names = [[list(tensors) for tensors in kind] for kind in kinds]
     counts = [len(replica) for replica in own.buffers]
-    numbers = [own.losses, own.norms, own.evaluations, own.left_out, own.loss_scales]
+    numbers = [own.losses, own.norms, own.evaluations, own.left_out, own.loss_scales, own.versions]
     headers = all_gather_json([names, numbers, list(own.drifted), counts, own.replica])
     everyone = gather_arrays([value for kind in kinds for tensors in kind for value in tensors.values()])
     if everyone is None:
         return None
     traces = []
     for (kinds_names, numbers, ranks, counts, replica), arrays in zip(headers, everyone, strict=True):
-        losses, norms, evaluations, left_out, loss_scales = numbers
+        losses, norms, evaluations, left_out, loss_scales, versions = numbers
         values = iter(arrays)
         every: list[list[Tensors]] = [[{name: next(values) for name in step} for step in kind] for kind in kinds_names]
         parameters, gradients, drifted, buffers = every
@@ -157,6 +171,7 @@ def _gather(own: Trace) -> list[Trace] | None:
                 evaluations=evaluations,
                 left_out=left_out,
                 loss_scales=loss_scales,
+                versions=versions,
                 drifted=dict(zip(ranks, drifted, strict=True)),
                 replica=replica,
                 buffers=[[next(steps) for _ in range(count)] for count in counts],

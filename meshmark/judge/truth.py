@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from meshmark import rank_progress
+from meshmark.algorithms.downpour import Downpour
 from meshmark.algorithms.pipemare import PipeMare
 from meshmark.algorithms.stale import Versions, stale_step
 from meshmark.algorithms.table import build_algorithm, local_optimizer
@@ -34,7 +35,7 @@ from meshmark.judge.buffers import (
 )
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, Tensors, deviation, global_norm
 from meshmark.judge.routing import followed
-from meshmark.judge.trace import Trace
+from meshmark.judge.trace import Trace, told_of
 from meshmark.judge.twin import Twin
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch, make_batch
@@ -88,6 +89,8 @@ def assess_replicas(
             note(replica, QuantityKind.INITIAL.of(name), deviation(trace.parameters[0].get(name), x))
     rules = [ExactOptimizer(local_optimizer(workload)) for _ in traces]
     algorithm = build_algorithm(workload, rules, num_stages=layout.pp if layout else 1)
+    if isinstance(algorithm, Downpour):
+        algorithm.follow(told_of(traces))
     run = PipeMare(workload, layout or Layout())
     num_steps, pasts = len(traces[0].gradients), deque[list[Tensors]](maxlen=MOST_PAST)
     rank_progress.begin(rank_progress.Phase.TRUTH, num_steps * len(traces))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from fractions import Fraction
 
 from meshmark.errors import InputError
 from meshmark.spec.compressor import CONTRACTIONS, SPARSE, Compressor, CompressorKind
 from meshmark.spec.graph import Graph, GraphKind
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
+from meshmark.spec.parameter_server import SERVERS, ParameterServer
 
 
 class AlgorithmKind(StrEnum):
@@ -25,6 +25,8 @@ class AlgorithmKind(StrEnum):
     """Local SGD whose averages are taken for a gradient, on which Nesterov's momentum steps (arXiv:2311.08105)."""
     FED_AVG = "fed-avg"
     """Local SGD of replicas with more rows and with fewer, whose averages weigh by them (arXiv:1602.05629)."""
+    DOWNPOUR = "downpour"
+    """Replicas push gradients to a server, which steps by Adagrad, and fetch what it has (Dean et al., NIPS 2012)."""
     DSGD = "dsgd"
     """Each replica steps, and then mixes its neighbours' states into its own (adapt, then combine)."""
     DPSGD = "dpsgd"
@@ -136,6 +138,8 @@ class AlgorithmSpec:
     """Of decentralised algorithms: who mixes whom in."""
     compressor: Compressor | None = None
     """Of compressing ones."""
+    server: ParameterServer | None = None
+    """Downpour's."""
     outer_rate: float = 0.7
     """DiLoCo's learning rate on averages; the default is the paper's."""
     outer_momentum: float = 0.9
@@ -159,6 +163,9 @@ class AlgorithmSpec:
         if (self.kind in DECENTRALISED) != (self.graph is not None):
             graph = self.graph.id if self.graph else "none"
             raise InputError(f"algorithm: graph {graph} for {self.kind}; {', '.join(sorted(DECENTRALISED))} take one")
+        if (self.kind is AlgorithmKind.DOWNPOUR) != (self.server is not None):
+            server = self.server.id if self.server else "none"
+            raise InputError(f"algorithm: parameter server {server} for {self.kind}; downpour takes one, others none")
         if self.kind is AlgorithmKind.EXACT_DIFFUSION and self.graph and not self.graph.is_static:
             raise InputError(
                 f"algorithm: {self.kind} corrects the bias of one fixed matrix, and graph {self.graph.id} changes from "
@@ -202,6 +209,8 @@ class AlgorithmSpec:
             return ""
         if self.graph:
             return f"{self.kind}-{self.graph.id}"
+        if self.server:
+            return f"{self.kind}-{self.server.id}"
         warmup = f"w{self.warmup_steps}" if self.warmup_steps else ""
         if self.kind in STALE:
             return str(self.kind)
@@ -274,12 +283,6 @@ class AlgorithmSpec:
         return None
 
 
-def client_shares(count: int) -> list[Fraction]:
-    """Of the rows, by replica, under FedAvg: of every two neighbours the second has three times as many."""
-    alone = [Fraction(1, count)] * (count % 2)
-    return [Fraction(1, 2 * count), Fraction(3, 2 * count)] * (count // 2) + alone
-
-
 def local_sgd(period: int, warmup_steps: int = 0) -> AlgorithmSpec:
     """Local SGD: replicas step alone, and are averaged every `period` steps once `warmup_steps` are over."""
     return AlgorithmSpec(kind=AlgorithmKind.LOCAL_SGD, period=period, warmup_steps=warmup_steps)
@@ -289,6 +292,7 @@ def _presets() -> Iterator[AlgorithmSpec]:
     yield local_sgd(2)
     yield AlgorithmSpec(kind=AlgorithmKind.DILOCO, period=2)
     yield AlgorithmSpec(kind=AlgorithmKind.FED_AVG, period=2)
+    yield from (AlgorithmSpec(kind=AlgorithmKind.DOWNPOUR, server=server) for server in SERVERS)
     for kind in sorted(DECENTRALISED):
         for graph in (Graph(kind=graph) for graph in GraphKind if graph is not GraphKind.OWN):
             if kind is not AlgorithmKind.EXACT_DIFFUSION or graph.is_static:

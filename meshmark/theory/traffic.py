@@ -103,6 +103,26 @@ def local_sgd_traffic(case: Case, rank: int) -> list[Flow]:
     return flows
 
 
+def served_traffic(case: Case, rank: int) -> list[Flow]:
+    """What a replica pushes to the server beside the first one, and fetches from it: as much as gradients, and as
+    parameters (Dean et al., NIPS 2012). The server's own end is not counted: in which of its steps a replica that waits
+    for nobody pushes is not determined."""
+    server, line = case.workload.algorithm.server, case.layout.group("dp", rank)
+    assert server is not None
+    if rank == line[0]:
+        return []
+    num_bytes = _tensors(case, rank)[0] * case.precision.master.itemsize
+    flows = {
+        ("send", Purpose.GRADIENTS): server.pushes_after(METERED_STEP),
+        ("recv", Purpose.WEIGHTS): server.fetches_after(METERED_STEP),
+    }
+    return [
+        _messages("dp", kind, (line[0], rank), num_bytes, (1, 1), purpose)
+        for (kind, purpose), due in flows.items()
+        if due
+    ]
+
+
 def compressed_traffic(case: Case, rank: int) -> list[Flow]:
     """What compression leaves of gradients, all together or in buckets; whole ones in the warm-up."""
     replicas, algorithm = Group.along(case.layout, rank, REPLICAS), case.workload.algorithm
@@ -124,6 +144,8 @@ def data_parallel_traffic(case: Case, rank: int) -> list[Flow]:
     again for its backward, and gradients reduced after every micro-batch, so that they stay sharded."""
     if case.workload.algorithm.graph:
         return decentralised_traffic(case, rank)
+    if case.workload.algorithm.server:
+        return served_traffic(case, rank)
     if case.workload.algorithm.kind in COMPRESSING:
         return compressed_traffic(case, rank)
     if case.workload.algorithm.replicas_differ:

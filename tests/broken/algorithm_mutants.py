@@ -8,6 +8,7 @@ from meshmark.judge.faults import Fault
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
 from tests.broken import compressing as c
+from tests.broken import downpour as d
 from tests.broken import mixing as m
 from tests.broken import one_bit as b
 from tests.broken import outer as o
@@ -27,6 +28,7 @@ _ONE_BIT_LAMB = workload("gpt-mini-unclipped-lamb-one-bit-lamb-signw2")
 _ZERO_ONE = workload("gpt-mini-plain-adam-zero-one-adam2-signw2")
 _PIPEDREAM, _TWO_BUFFERED = workload("gpt-mini-sgd-pipedream"), workload("gpt-mini-sgd-pipedream-2bw")
 _VERTICAL, _MARE = workload("gpt-mini-sgd-pipedream-vertical"), workload("gpt-mini-sgd-pipemare")
+_DOWNPOUR = workload("gpt-mini-sgd-downpour-p2f3l1")
 _FOUR = Layout(dp=4)
 """Where two average all that they have, a momentum that is mixed is one that is not."""
 
@@ -75,6 +77,7 @@ ALGORITHM_MUTANTS: list[Mutant] = [
         for defect in (w.WeighsAlike, w.WeighsByOthers, w.WeighsTwice, w.NeverMeets, w.MeetsAStepLate)
         for mutant in on("fed-avg", defect, Fault.ALGORITHM, workload=workload("gpt-mini-sgd-fed-avg2"))
     ),
+    *(mutant for defect in d.DEFECTS for mutant in on("downpour", defect, Fault.ALGORITHM, workload=_DOWNPOUR)),
     *on("fed-avg", w.OwnMeanForGlobal, Fault.SCALED, workload=workload("gpt-mini-sgd-fed-avg2")),
     *_compressing("compressed", "compressed-top-k10", c.LargestSigned, c.SendsWhole, c.SumsReplicas, c.SendsHalf),
     *_compressing("compressed", "compressed-qsgd64", c.DrawsAlike, c.DrawsOnce, c.RoundsToNearest, c.DividesTwice),

@@ -17,7 +17,7 @@ def _mixtures(engine: Broken) -> Iterator[Mixture]:
 
 
 class RoutesToOne(Broken):
-    """Top-1 in the place of top-2."""
+    """Top-1 in the place of top-2: the softmax of one score is one, and no gate learns."""
 
     def prepare(self) -> None:
         for mixture in _mixtures(self):
@@ -62,18 +62,25 @@ class DropsTokens(Broken):
 
     def prepare(self) -> None:
         for mixture in _mixtures(self):
-            mixture.router = self.within_capacity(mixture)
+            WithinCapacity(mixture)
 
-    def within_capacity(self, mixture: Mixture):  # type: ignore[no-untyped-def]  # noqa: ANN201
-        def route(scores_NE: Tensor) -> Tensor:
-            chosen_NK = mixture.route(scores_NE)
-            capacity = chosen_NK.numel() // scores_NE.shape[-1]
-            for expert in range(scores_NE.shape[-1]):
-                late = (chosen_NK.flatten() == expert).nonzero().flatten()[capacity:]
-                chosen_NK.view(-1)[late] = scores_NE.shape[-1]  # nobody's
-            return chosen_NK
 
-        return route
+class WithinCapacity:
+    """In the place of a mixture's router and of its weights."""
+
+    def __init__(self, mixture: Mixture) -> None:
+        self.route, self.weigh = mixture.route, mixture.weigh
+        mixture.router, mixture.weigh = self.choose, self.keep  # type: ignore[method-assign]
+
+    def choose(self, scores_NE: Tensor) -> Tensor:
+        chosen_NK, num_experts = self.route(scores_NE), scores_NE.shape[-1]
+        place_NKE = F.one_hot(chosen_NK, num_experts).flatten(0, 1).cumsum(0).view(*chosen_NK.shape, num_experts)
+        place_NK = place_NKE.gather(2, chosen_NK[..., None]).squeeze(2)
+        self.kept_NK = place_NK <= chosen_NK.numel() // num_experts
+        return chosen_NK
+
+    def keep(self, scores_NK: Tensor) -> Tensor:
+        return self.weigh(scores_NK) * self.kept_NK
 
 
 class OneTokenElsewhere(Broken):

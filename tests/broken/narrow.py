@@ -18,6 +18,8 @@ _ASKED_FOR = (g.Bf16Forward,)
 
 def _runs_in_bf16(mutant: Mutant) -> bool:
     real = load_adapter(builtin_adapters()[mutant.adapter.partition("/")[0]])
+    if mutant.workload.routes:
+        return False
     return Precision.BF16 in real.capabilities.precisions and mutant.defect not in _ASKED_FOR
 
 

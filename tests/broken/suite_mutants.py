@@ -112,7 +112,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp fsdp2", k.NeighbouringGroups, F.FORWARD, workload=COATNET),
     *on("ddp gpipe", k.SkipsToTheOtherCell, F.FORWARD, workload=AMOEBANET),
     # Experts
-    *on("ddp fsdp2", e.RoutesToOne, F.FORWARD, workload=MIXTURE),
+    *on("ddp fsdp2", e.RoutesToOne, F.FORWARD, F.MISSING, workload=MIXTURE),
     *on("ddp gpipe", e.WeighsOverAll, F.FORWARD, workload=MIXTURE),
     *on("ddp", e.ExpertsSwapped, F.FORWARD, workload=MIXTURE),
     *on("ddp fsdp2", e.GateLearnsNothing, F.MISSING, workload=MIXTURE),

@@ -29,6 +29,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
 from meshmark.algorithms.compressing import Compressing
+from meshmark.algorithms.downpour import Downpour
 from meshmark.algorithms.pipemare import PipeMare
 from meshmark.algorithms.table import build_algorithm, local_optimizer
 from meshmark.environment import machine
@@ -207,6 +208,9 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
         for trace, engine in zip(traces, engines, strict=True):
             trace.loss_scales.append(engine.loss_scale())
         after = algorithm.transition([t.parameters[-1] for t in traces], [t.gradients[-1] for t in traces])
+        if isinstance(algorithm, Downpour):
+            for trace, told in zip(traces, algorithm.told(step), strict=True):
+                trace.versions.append(told)
         for trace, engine, rule, there in zip(traces, engines, rules, after, strict=True):
             trace.norms.append(rule.norm)
             put(engine.parameters(), there)

@@ -152,6 +152,7 @@ class Observer:
         if judges:
             self.trace.gradients.append(attempt.gradients)
             self.trace.parameters.append(attempt.parameters)
+            self.trace.versions.append(self.engine.server_versions())
             for own in self.trace.buffers:
                 own.append(host_copies(self.engine.buffers()))
 

@@ -119,5 +119,6 @@ def _join(first: Trace, second: Trace) -> Trace:
         buffers=[a[:-1] + b for a, b in zip(first.buffers, second.buffers, strict=True)],
         left_out=first.left_out + second.left_out,
         loss_scales=first.loss_scales + second.loss_scales,
+        versions=first.versions + second.versions,
         drifted=second.drifted,
     )

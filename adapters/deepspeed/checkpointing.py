@@ -1,0 +1,89 @@
+"""ZeRO-R (arXiv:1910.02054 section 6): blocks are computed again by DeepSpeed's own checkpointing, which keeps their
+inputs as a rank's part, in buffers made once and in the host's memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fractions import Fraction
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.deepspeed import DeepSpeed
+from meshmark.errors import AdapterError
+from meshmark.reference.build import parameter_shapes
+from meshmark.reference.model import Model
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Recompute
+from meshmark.theory.flow import Departure, Purpose, besides
+from meshmark.theory.states import Remainder
+from meshmark.theory.traffic import step_traffic
+
+
+def recompute(block: nn.Module, x: Tensor) -> Tensor:
+    """DeepSpeed's `checkpoint`, in the place of PyTorch's."""
+    import deepspeed
+
+    y: Tensor = deepspeed.checkpointing.checkpoint(block, x)
+    return y
+
+
+class DeepSpeedCheckpointing(DeepSpeed):
+    """Of one rank a tensor, its part is all of it: `partition_activations` copies it, which contiguous buffers and
+    offload take. On a CPU the host's memory is the device's."""
+
+    capabilities: ClassVar = dataclasses.replace(
+        DeepSpeed.capabilities,
+        lacks={
+            **DeepSpeed.capabilities.lacks,
+            Feature.FROZEN: "blocks behind a frozen embedding get no gradient by it",
+        },
+    )
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        found = super().remainders(case, rank)
+        if case.layout.recompute is not Recompute.FULL:
+            return found
+        state = float(torch.get_rng_state().nbytes * case.workload.model.num_layers)
+        reason = "each block's state of random numbers is kept twice: the host's, and the device's"
+        return (*found, Remainder(category="activations", num_bytes=state, reason=reason))
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        found = super().departures(case, rank)
+        if case.layout.recompute is not Recompute.FULL or case.layout.zero_stage < 3:
+            return found
+        units, dp = parameter_shapes(case.workload.model), case.layout.dp
+        blocks = [math.prod(shape) for name, shape in units.items() if name.startswith("blocks.")]
+        share = Fraction(sum(n + -n % dp for n in blocks), 2 * sum(map(math.prod, units.values())))
+        reason = "a block's weights are gathered once more: to compute it again, and then for its backward"
+        return (*found, *besides(step_traffic(case, rank), Purpose.WEIGHTS, share, reason))
+
+    def model(self, case: Case, context: RankContext) -> Model:
+        model = super().model(case, context)
+        if model.recompute:
+            model.recompute = recompute
+        return model
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        """Raises `AdapterError` where DeepSpeed's checkpointing is not as was asked for, which losses do not tell."""
+        engine = super().build(case, context)
+        if case.layout.recompute is not Recompute.FULL:
+            return engine
+        from deepspeed.runtime.activation_checkpointing import checkpointing
+
+        checkpointing.configure(
+            None,
+            partition_activations=True,
+            contiguous_checkpointing=True,
+            num_checkpoints=case.workload.model.num_layers,
+            checkpoint_in_cpu=True,
+        )
+        if not (checkpointing.PARTITION_ACTIVATIONS and checkpointing.CONTIGUOUS_CHECKPOINTING):
+            raise AdapterError(f"rank {context.rank}: DeepSpeed neither partitions activations nor has buffers of them")
+        return engine

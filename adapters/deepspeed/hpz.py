@@ -1,0 +1,102 @@
+"""ZeRO++'s hierarchical partitioning of weights (hpZ, arXiv:2306.10209): once a step has gathered them from all ranks,
+every node keeps a second copy, sharded over its own ranks, and gathers from there until the step is over."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+import torch
+
+from meshmark.adapter.capabilities import Feature
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.deepspeed import DeepSpeed
+from meshmark.adapters.deepspeed.departures import zero_departures
+from meshmark.errors import AdapterError
+from meshmark.reference.build import parameter_shapes
+from meshmark.spec.case import Case
+from meshmark.spec.model_spec import ModelSpec
+from meshmark.theory.flow import Departure, Flow, Purpose
+from meshmark.theory.sharding import neighbours
+from meshmark.theory.states import Remainder
+from meshmark.theory.traffic import step_traffic
+
+NODE = 2
+"""Ranks that stand for those of one node: the fewest."""
+
+
+class DeepSpeedHPZ(DeepSpeed):
+    capabilities: ClassVar = dataclasses.replace(
+        DeepSpeed.capabilities,
+        zero_stages=frozenset({3}),
+        lacks={
+            **DeepSpeed.capabilities.lacks,
+            Feature.TIED_EMBEDDINGS: "not tried: a tied weight is gathered twice in every pass",
+        },
+    )
+    known_gaps: ClassVar = tuple(gap for gap in DeepSpeed.known_gaps if 3 in gap.zero_stages)
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if case.layout.dp <= NODE or case.layout.dp % NODE:
+            return f"nodes of {NODE} ranks take a larger multiple of {NODE} data-parallel ranks, got {case.layout.dp}"
+        return super().supports(case, device, backend)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        """The second copies are made in a step's first forward pass and forgotten in its update. Those of a module's
+        only tensor are what goes on the wire, and count as communication."""
+        if not isinstance(case.workload.model, ModelSpec):
+            return ()
+        modules = Counter(name.rpartition(".")[0] for name in parameter_shapes(case.workload.model))
+        copies = (
+            case.precision.weights.itemsize * _padded_elements(case, {m for m, n in modules.items() if n > 1}) / NODE
+        )
+        return (Remainder(category="activations", num_bytes=copies, reason="a node's own shards of the weights"),)
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+        weights = tuple(flow for flow in step_traffic(case, rank) or () if flow.purpose is Purpose.WEIGHTS)
+        found = (d for d in zero_departures(case, rank) if not any(f.purpose is Purpose.WEIGHTS for f in _flows(d)))
+        sends = tuple(part for flow in weights for part in _twice(case, rank, flow))
+        reason = "weights are gathered from all ranks once a step, and from the node's own afterwards; all padded"
+        return (*found, Departure(sends=sends, instead_of=weights, reason=reason))
+
+    def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
+        return {**super().zero_options(case, context), "zero_hpz_partition_size": NODE}
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        """Raises `AdapterError` where DeepSpeed's nodes are others than those that traffic is planned of."""
+        engine = super().build(case, context)
+        from deepspeed.utils import groups
+
+        got = torch.distributed.get_process_group_ranks(groups._get_zero_param_intra_parallel_group())
+        first = context.rank // NODE * NODE
+        if got != [*range(first, first + NODE)]:
+            raise AdapterError(f"rank {context.rank}: DeepSpeed's node is of ranks {got}, expected {NODE} from {first}")
+        return engine
+
+
+def _flows(departure: Departure) -> tuple[Flow, ...]:
+    return (*departure.sends, *departure.instead_of)
+
+
+def _padded_elements(case: Case, modules: Collection[str] | None = None) -> int:
+    """Of all tensors, or those of `modules`, each padded to a multiple of the ranks."""
+    shapes = parameter_shapes(case.workload.model).items()
+    sizes = [math.prod(shape) for name, shape in shapes if modules is None or name.rpartition(".")[0] in modules]
+    return sum(n + -n % case.layout.dp for n in sizes)
+
+
+def _twice(case: Case, rank: int, flow: Flow) -> tuple[Flow, Flow]:
+    """From all ranks in the first forward pass, from the node's in every other pass."""
+    again, tensors = 2 * case.layout.num_micro_batches - 1, len(parameter_shapes(case.workload.model))
+    num_bytes = case.precision.weights.itemsize * _padded_elements(case)
+    near = neighbours(flow, case.layout.dp // NODE, rank)
+    return (
+        dataclasses.replace(flow, num_bytes=num_bytes, fewest=1, most=tensors),
+        dataclasses.replace(flow, ranks=near, num_bytes=again * num_bytes, fewest=again, most=again * tensors),
+    )

@@ -1,0 +1,62 @@
+"""Downpour SGD (Dean et al., NIPS 2012) over torch.distributed.rpc: ours, for no kept library does it. A replica a
+rank; the server lives in the first one's process, and answers on threads of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+from meshmark.adapter.capabilities import Capabilities, Feature
+from meshmark.adapter.contract import Adapter
+from meshmark.adapter.data_parallel import initial_model
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.reference.objective import build_optimizer
+from meshmark.spec.algorithm import AlgorithmKind
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
+from meshmark.theory.compression import trained_shapes
+from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.states import Remainder
+
+COUNT_BYTES = 4
+"""Of PyTorch's count of an optimizer's steps, which is a tensor."""
+
+
+class Downpour(Adapter):
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"dp"}),
+        precisions=frozenset({Precision.FP64, Precision.FP32}),
+        algorithms=frozenset({AlgorithmKind.DOWNPOUR}),
+        devices=frozenset({"cpu"}),
+        lacks={
+            Precision.BF16: "its gradients would be held against a twin of equal replicas",
+            Precision.FP16: "a replica that skips an overflowing step would push what others do not",
+            Feature.UNUSED: "what is gathered of a parameter that a step leaves out is not specified",
+            Feature.DROPOUT: "its masks are judged by gradients that are reduced over ranks",
+            Feature.RESHARD: "the replicas of another world size are other ones",
+        },
+    )
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """When the server takes in what it is pushed is chance, so no peak is planned."""
+        return dataclasses.replace(super().recipe(case), activations_known=False)
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+        shapes, itemsize = trained_shapes(case, rank), case.precision.master.itemsize
+        vector = itemsize * sum(map(math.prod, shapes))
+        found = [Remainder(category="optimizer_states", num_bytes=vector, reason="gradients that are yet to be pushed")]
+        if case.layout.coordinates(rank).dp == 0:
+            served = 2 * vector + COUNT_BYTES * len(shapes)
+            reason = "the server's parameters, and Adagrad's sums"
+            found.append(Remainder(category="optimizer_states", num_bytes=served, reason=reason))
+        return tuple(found)
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        from meshmark.adapters.downpour.engine import DownpourEngine
+
+        module = initial_model(case, context.device)
+        optimizer = build_optimizer(case.workload.optimizer, module.named_parameters())
+        return DownpourEngine(case, context, module, optimizer)

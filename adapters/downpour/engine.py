@@ -1,0 +1,120 @@
+"""A model replica, which steps alone, and pushes to and fetches from the server as often as it is told to."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+from meshmark.adapter.data_parallel import DataParallelEngine
+from meshmark.adapter.engine import RankContext
+from meshmark.adapter.holdings import Holdings
+from meshmark.adapter.traffic_source import TrafficSource
+from meshmark.adapters.checkpoint import load_own, save_own
+from meshmark.adapters.downpour import server
+from meshmark.adapters.downpour.sent import PickledCalls
+from meshmark.spec.case import Case
+
+SERVER = 0
+"""The rank in whose process it lives."""
+THREADS = 16
+"""That answer calls: a push may wait in one of them, one a replica."""
+_BUILT = itertools.count()
+
+
+class DownpourEngine(DataParallelEngine):
+    def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(case, context, module, optimizer)
+        spec = case.workload.algorithm.server
+        assert spec is not None
+        self.spec, self.steps_done = spec, 0
+        self.trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+        self.gathered = [torch.zeros_like(p) for p in self.trained]
+        """Gradients that are yet to be pushed."""
+        self.told: tuple[int | None, int | None] = (None, None)
+        self.name = f"downpour-{next(_BUILT)}"
+        self.server = server.Server(spec, self.trained, case.layout.dp) if context.rank == SERVER else None
+        if self.server:
+            server.HERE[self.name] = self.server
+        meeting, threads = context.scratch / self.name, max(THREADS, 2 * case.layout.dp)
+        options = rpc.TensorPipeRpcBackendOptions(  # no call ends by itself: whom it waits for the server knows
+            init_method=meeting.absolute().as_uri(), rpc_timeout=0, num_worker_threads=threads
+        )
+        with warnings.catch_warnings():  # PyTorch's RPC calls what PyTorch has deprecated
+            warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+            rpc.init_rpc(  # type: ignore[no-untyped-call]
+                str(context.rank), rank=context.rank, world_size=context.world_size, rpc_backend_options=options
+            )
+
+    @torch.no_grad()
+    def update(self) -> Tensor | None:
+        self.gather()
+        norm = super().update()
+        made = self.push() if self.spec.pushes_after(self.steps_done) else None
+        fetched = self.fetch() if self.spec.fetches_after(self.steps_done) else None
+        self.told = made, fetched
+        self.steps_done += 1
+        return norm
+
+    def gather(self) -> None:
+        torch._foreach_add_(self.gathered, [p.grad for p in self.trained if p.grad is not None])
+
+    def push(self) -> int:
+        """Returns the version that it made."""
+        made: int = self.call(server.push, self.gathered)
+        torch._foreach_zero_(self.gathered)
+        return made
+
+    def fetch(self) -> int:
+        """Returns the version that is taken."""
+        version: int
+        weights: list[Tensor]
+        version, weights = self.call(server.fetch)
+        torch._foreach_copy_(self.trained, weights)
+        return version
+
+    def call(self, function: Any, *given: Any) -> Any:  # noqa: ANN401
+        return rpc.rpc_sync(str(SERVER), function, args=(self.name, self.dp_rank, *given))
+
+    def server_versions(self) -> tuple[int | None, int | None] | None:
+        return self.told
+
+    def traffic_source(self) -> TrafficSource | None:
+        return PickledCalls(self.context.rank, SERVER)
+
+    def holdings(self) -> Holdings:
+        held = super().holdings()
+        served = self.server.held().optimizer_states if self.server else []
+        return dataclasses.replace(held, optimizer_states=[*held.optimizer_states, *self.gathered, *served])
+
+    def save(self, folder: Path) -> None:
+        """When all replicas have come here, nothing is on its way."""
+        dist.barrier()
+        save_own(folder, self.state())
+
+    def load(self, folder: Path) -> None:
+        self.load_state(load_own(folder))
+        dist.barrier()
+
+    def state(self) -> dict[str, Any]:
+        served = self.server.state() if self.server else None
+        return super().state() | {"steps": self.steps_done, "gathered": self.gathered, "server": served}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        self.steps_done = state["steps"]
+        torch._foreach_copy_(self.gathered, state["gathered"])
+        if self.server:
+            self.server.load_state(state["server"])
+
+    def close(self) -> None:
+        """When no replica calls any more."""
+        rpc.shutdown()
+        server.HERE.pop(self.name, None)
