@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypedDict, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import AUTOCAST, configure, optimizer_state_tensors, skip_block
+from meshmark.adapter.data_parallel import optimizer_state_tensors, skip_block
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.reference.build import build_model
-from meshmark.reference.data import Batch, make_batch
+from meshmark.adapters.pipeline_stages import Part, chunk_of, examples, joined, receive_buffers
+from meshmark.reference.data import Batch
 from meshmark.reference.model import Model, drawn_name
 from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy, weighted_cross_entropy
 from meshmark.reference.transformer import stage_layers
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, Family
-from meshmark.spec.precision import Dtype, Precision
+from meshmark.spec.precision import Precision
 from meshmark.spec.tuning import Knob
 from meshmark.spec.vision_spec import ImageSpec
 from meshmark.spec.workload import Loss
@@ -37,20 +37,6 @@ from meshmark.theory.states import Remainder, micro_batch_tokens
 if TYPE_CHECKING:  # a second, which only ranks should take
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-
-
-class Part(nn.Module):
-    """One stage's layers under the case's precision; between stages the residual stream stays in the wide one."""
-
-    def __init__(self, layers: Model, precision: Precision, device: torch.device) -> None:
-        super().__init__()
-        self.layers, self.dtype, self.device_type = layers, AUTOCAST.get(precision.compute), device.type
-        self.wide: torch.dtype = getattr(torch, precision.wide)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.dtype is not None):
-            out: Tensor = self.layers(x)
-        return out if self.layers.head is not None else out.to(self.wide)
 
 
 class PipelineEngine(Engine):
@@ -67,9 +53,9 @@ class PipelineEngine(Engine):
         num_stages = layout.pp * layout.virtual_stages
         own = layout.stages_of(self.stands.pp)
         self.first, self.last = own[0] == 0, own[-1] == num_stages - 1
-        self.chunks = [_chunk(case, stage_layers(spec, num_stages, index), context.device) for index in own]
+        self.chunks = [chunk_of(case, stage_layers(spec, num_stages, index), context.device) for index in own]
         parts = [self.make_part(chunk) for chunk in self.chunks]
-        self.model = _joined(self.chunks)
+        self.model = joined(self.chunks)
         self.optimizer = build_optimizer(case.workload.optimizer, self.model.named_parameters())
         self.learning_rates = build_schedule(case.workload.optimizer, self.optimizer)
         pipelines = layout.all_spanned(("pp",))
@@ -79,7 +65,7 @@ class PipelineEngine(Engine):
         split = spec.tied_embeddings and layout.pp > 1
         self.tied_group = own_group([(ranks[0], ranks[-1]) for ranks in pipelines], rank) if split else None
         self.stages = [
-            PipelineStage(part, index, num_stages, context.device, group=self.pipeline, **_examples(case, index))
+            PipelineStage(part, index, num_stages, context.device, group=self.pipeline, **examples(case, index))
             for index, part in zip(own, parts, strict=True)
         ]
         self.schedule = _schedule(layout, self.stages, self._loss, interleaving)
@@ -184,53 +170,8 @@ class PipelineEngine(Engine):
             parameters=[p.detach() for p in parameters],
             gradients=[p.grad for p in parameters if p.grad is not None],
             optimizer_states=optimizer_state_tensors(self.optimizer),
-            communication=_receive_buffers(self.stages),
+            communication=receive_buffers(self.stages),
         )
-
-
-def _chunk(case: Case, layers: Sequence[int], device: torch.device) -> Model:
-    """Some of the model's layers with their initial values."""
-    with device:
-        chunk = build_model(case.workload.model, layers)
-    chunk.initialize(case.workload.seed)
-    return configure(chunk.double() if case.precision.master is Dtype.FP64 else chunk, case)
-
-
-class _Examples(TypedDict, total=False):
-    """Arguments of `PipelineStage`."""
-
-    input_args: Tensor
-    output_args: Tensor
-
-
-def _examples(case: Case, stage: int) -> _Examples:
-    """What a stage takes and makes of a micro-batch, for PyTorch to know by. Left to itself it runs every stage once to
-    find out, in training, on memory that nobody has written to: batch norms would keep that in their statistics
-    (tests/gaps/test_pipelining.py). Nothing where there are none."""
-    layout, model = case.layout, case.workload.model
-    if not case.workload.couples_rows:
-        return {}
-    num_stages, found = layout.pp * layout.virtual_stages, []
-    rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
-    x = make_batch(case.workload, 0).inputs[:1].expand(rows, -1, -1, -1).to("meta")
-    for index in range(stage + 1):
-        found.append(x)
-        with torch.device("meta"):
-            x = build_model(model, stage_layers(model, num_stages, index))(x)
-        x = x.to(getattr(torch, case.precision.wide if index < num_stages - 1 else case.precision.compute))
-        x = x.detach().requires_grad_()
-    return {"input_args": found[-1], "output_args": x}
-
-
-def _joined(chunks: Sequence[Model]) -> Model:
-    """All that `chunks` hold under one root, for names, optimizer and checkpoints; what runs is the chunks."""
-    if len(chunks) == 1:
-        return chunks[0]
-    joined = build_model(chunks[0].spec, layers=())
-    joined.embedding, joined.head = chunks[0].embedding, chunks[-1].head
-    for chunk in chunks:
-        joined.blocks.update(dict(chunk.blocks.items()))
-    return joined
 
 
 def own_group(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
@@ -258,20 +199,7 @@ def _schedule(
     return kind(stages[0], layout.num_micro_batches, loss_fn=loss, scale_grads=False)
 
 
-def _receive_buffers(stages: Sequence[PipelineStage]) -> list[Tensor]:
-    """What stages receive activations and their gradients into; allocated once, one a micro-batch."""
-    found: list[Tensor] = []
-    for stage in stages:
-        for buffers in (stage.args_recv_info, getattr(stage, "grad_recv_info", {})):
-            for infos in buffers.values():
-                received = [getattr(info, "buffer", None) for info in infos]
-                found += [buffer for buffer in received if isinstance(buffer, Tensor)]
-    return found
-
-
 _NO_SCALER = "torch.distributed.pipelining scales no loss, and PyTorch's GradScaler tells no other stage of an overflow"
-
-
 NO_IMAGES: dict[Feature | Precision | Family | Knob, str] = dict.fromkeys(
     (Family.VIT, *CONVOLUTIONAL_FAMILIES), "images are cut into stages under GPipe and 1F1B alone"
 )

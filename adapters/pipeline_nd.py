@@ -16,7 +16,8 @@ from torch import Tensor
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.fsdp2 import mesh_remainder
-from meshmark.adapters.pipeline import NO_IMAGES, Part, Pipeline, PipelineEngine, own_group
+from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine, own_group
+from meshmark.adapters.pipeline_stages import Part
 from meshmark.adapters.tensor_parallel import parallelize
 from meshmark.reference.data import Batch
 from meshmark.reference.model import Model
