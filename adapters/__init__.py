@@ -78,6 +78,7 @@ ROSTER: dict[str, str] = {
     "horovod-recommended": "meshmark.adapters.horovod:HorovodRecommended",
     "accelerate-deepspeed-file": "meshmark.adapters.accelerate.deepspeed_file:AccelerateDeepSpeedFile",
     "accelerate-hsdp": "meshmark.adapters.accelerate:AccelerateHSDP",
+    "accelerate-fsdp2-launched": "meshmark.adapters.accelerate.launched:AccelerateFSDP2Launched",
     "accelerate-fsdp1": "meshmark.adapters.accelerate.fsdp1:AccelerateFSDP1",
 }
 """What runs where it is named, or by `make roster`."""

@@ -57,11 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def skipped(name: str) -> bool:
-    """Whether the framework of the mutant of that name is not installed, which is told."""
+    """Whether the adapter of the mutant of that name cannot run here, which is told."""
     mutant = next(m for m in ROSTER_MUTANTS if m.name == name)
     adapter = load_adapter(builtin_adapters()[mutant.adapter.partition("/")[0]])
-    reason = next((reason for requirement in adapter.requires if (reason := requirement.missing)), None)
-    if reason:
+    if reason := adapter.refusal(mutant.case, "cpu", "gloo"):
         print(f"{'skipped':<8} {name:<50} {reason}", flush=True)
     return reason is not None
 

@@ -19,12 +19,9 @@ from meshmark.reference.data import make_batch
 from meshmark.reference.initial import initial_value
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload
-from tests.broken.mutant import GPT
+from tests.broken.mutant import GPT, WIDE
 from tests.gaps.ranks import on_two_ranks
 
-WIDE = replace(
-    GPT, name="gpt-wide", model=replace(GPT.model, name="gpt-wide", num_layers=1, hidden=512, ffn_hidden=2048)
-)
 CASE = Case(adapter="deepspeed-infinity", workload=WIDE, layout=Layout(dp=2, zero_stage=3, offload=Offload.NVME))
 
 

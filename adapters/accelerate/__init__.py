@@ -208,11 +208,20 @@ class AccelerateFSDP2(Adapter):
 
     def build(self, case: Case, context: RankContext) -> Engine:
         choose_device(context)
-        from accelerate import FullyShardedDataParallelPlugin
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+        from torch.distributed.fsdp import FSDPModule
 
         if context.device.type == "cpu":
             allow_fsdp_on_cpu(context)
+        accelerator = self.accelerator(case, context)
+        prepared = prepare_parts(accelerator, case, context)
+        prove(accelerator, "FSDP", accelerator.is_fsdp2 and isinstance(prepared[0], FSDPModule), prepared[0])
+        return AccelerateFSDP2Engine(case, context, accelerator, prepared)
+
+    def accelerator(self, case: Case, context: RankContext) -> Any:  # noqa: ANN401
+        """By a plugin in the code."""
+        from accelerate import FullyShardedDataParallelPlugin
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
         low, reduced = AUTOCAST.get(case.precision.compute), getattr(torch, case.precision.reduction)
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
@@ -220,10 +229,7 @@ class AccelerateFSDP2(Adapter):
             transformer_cls_names_to_wrap=[block_class(case.workload.model).__name__],
             mixed_precision_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else None,
         )
-        accelerator = sharding_accelerator(case, context, plugin, **self.arguments(case))
-        prepared = prepare_parts(accelerator, case, context)
-        prove(accelerator, "FSDP", accelerator.is_fsdp2 and isinstance(prepared[0], FSDPModule), prepared[0])
-        return AccelerateFSDP2Engine(case, context, accelerator, prepared)
+        return sharding_accelerator(case, context, plugin, **self.arguments(case))
 
 
 class AccelerateHSDP(AccelerateFSDP2):

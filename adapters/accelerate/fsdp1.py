@@ -44,6 +44,12 @@ class AccelerateFSDP1(FSDP1):
         lacks={**FSDP1.capabilities.lacks, Precision.FP16: FP16_IS_FP32},
     )
 
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if case.precision.is_mixed and case.workload.couples_rows:
+            return "by a policy of what to wrap, FSDP1 keeps batch norms in float32 where bf16 is asked for"
+        return super().supports(case, device, backend)
+
     def build(self, case: Case, context: RankContext) -> Engine:
         choose_device(context)
         from torch.distributed.fsdp import FullyShardedDataParallel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_schedule
 from meshmark.spec.case import Case
 
+_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""How a distributed optimizer's states are told, for other layouts to read them."""
+
 
 class GPTModelEngine(Engine):
     """`chunks` are the rank's virtual stages, each a GPTModel inside Megatron's DistributedDataParallel. Every
@@ -29,10 +33,10 @@ class GPTModelEngine(Engine):
         self.case, self.context, self.chunks, self.optimizer = case, context, chunks, optimizer
         self.stands = case.layout.coordinates(context.rank)
         self.positions = torch.arange(case.workload.model.seq_len, device=context.device)
-        self.learning_rates = build_schedule(case.workload.optimizer, self.inner_optimizer)
+        self.learning_rates = build_schedule(case.workload.optimizer, self.pytorchs_optimizer)
 
     @property
-    def inner_optimizer(self) -> torch.optim.Optimizer:
+    def pytorchs_optimizer(self) -> torch.optim.Optimizer:
         """PyTorch's, inside Megatron's."""
         inner: torch.optim.Optimizer = self.optimizer.optimizer
         return inner
@@ -92,6 +96,34 @@ class GPTModelEngine(Engine):
             self.learning_rates.step()
         return None if self.case.workload.optimizer.clip_norm is None else torch.as_tensor(norm)
 
+    def save(self, folder: Path) -> None:
+        """By megatron-core's distributed checkpoint, which every layout can read."""
+        from megatron.core import dist_checkpointing
+
+        with cuda_is(self.context.device):
+            dist_checkpointing.save(self._sharded_state(is_loading=False), str(folder))
+
+    def load(self, folder: Path) -> None:
+        from megatron.core import dist_checkpointing
+
+        with cuda_is(self.context.device):
+            loaded = dist_checkpointing.load(self._sharded_state(is_loading=True), str(folder))
+            for name, chunk in self._chunks_by_name():
+                chunk.module.load_state_dict(loaded[name])
+            self.optimizer.load_state_dict(loaded["optimizer"])
+        if self.learning_rates:
+            self.learning_rates.load_state_dict(loaded["schedule"])
+
+    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
+        """What megatron-core says of all that this rank holds, as Megatron-LM's own training puts it together."""
+        state = {name: chunk.module.sharded_state_dict() for name, chunk in self._chunks_by_name()}
+        state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_RESHARDABLE)
+        return state | {"schedule": self.learning_rates.state_dict() if self.learning_rates else None}
+
+    def _chunks_by_name(self) -> Iterator[tuple[str, Any]]:
+        for index, chunk in enumerate(self.chunks):
+            yield f"model{index}", chunk
+
     def parameters(self) -> Mapping[str, Tensor]:
         return self._canonical({parameter: parameter.detach for _, parameter in self._named()})
 
@@ -147,5 +179,5 @@ class GPTModelEngine(Engine):
         return Holdings(
             parameters=[parameter.detach() for _, parameter in self._named()],
             gradients=[buffer.grad_data for buffer in buffers],
-            optimizer_states=optimizer_state_tensors(self.inner_optimizer),
+            optimizer_states=optimizer_state_tensors(self.pytorchs_optimizer),
         )

@@ -20,6 +20,7 @@ from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
 from meshmark.adapters.megatron.gpt_weights import fused_of, initial_values, shard
 from meshmark.adapters.megatron.on_cpu import MarkedNorm, cuda_is, norms_marked, seed
 from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Recompute, Schedule
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind
@@ -36,7 +37,10 @@ _RECOMPUTED: dict[Recompute, dict[str, Any]] = {
     Recompute.SELECTIVE: {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     Recompute.FULL: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-_NOT_MAPPED = "not mapped to its dist_checkpointing"
+_FRESH = (
+    "without Apex or Transformer Engine a distributed optimizer that has not stepped loads no checkpoint: `state_dict` "
+    "asserts that there is one count of steps"
+)
 
 
 class MegatronGPT(Adapter):
@@ -63,8 +67,6 @@ class MegatronGPT(Adapter):
             Feature.TIED_EMBEDDINGS: "not mapped",
             Feature.DROPOUT: "its random states are those of `megatron`, which shows them",
             Feature.DECAY_GROUPS: "weight decay by group is left to its own scheduler of rates",
-            Feature.SAVE: _NOT_MAPPED,
-            Feature.RESHARD: _NOT_MAPPED,
         },
     )
 
@@ -82,6 +84,13 @@ class MegatronGPT(Adapter):
         if layout.virtual_stages > 1 and (layout.pp == 1 or layout.num_micro_batches % layout.pp):
             return f"interleaving takes a multiple of pp micro-batches, got {layout.num_micro_batches} on {layout.pp}"
         return super().supports(case, device, backend)
+
+    @classmethod
+    def refusal(cls, case: Case, device: str, backend: str, needs: frozenset[Feature] = frozenset()) -> str | None:
+        """Loading begins by making up states, which megatron-core does of Adam alone (`init_state_fn`)."""
+        if Feature.SAVE in needs and case.workload.optimizer.kind is OptimizerKind.SGD:
+            return f"{case.adapter} does not support checkpoints of SGD (megatron-core makes no states to load into)"
+        return super().refusal(case, device, backend, needs)
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
@@ -142,6 +151,9 @@ class MegatronGPTDistributedOptimizer(MegatronGPT):
     """Optimizer states, and the reduction of gradients, shared out over replicas: ZeRO's stage 1 in Megatron's way."""
 
     capabilities: ClassVar = dataclasses.replace(MegatronGPT.capabilities, zero_stages=frozenset({1}))
+    known_gaps: ClassVar = tuple(
+        KnownGap(clause=clause, symptom="AssertionError", reason=_FRESH) for clause in ("resume", "reshard", "recovery")
+    )
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.megatron.gpt_model import MegatronGPT
+from meshmark.conformance.scenario import plain_workload
 from meshmark.judge.faults import Fault
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
@@ -106,6 +108,39 @@ def _unmasked(forward: Any) -> Any:  # noqa: ANN401
     return run
 
 
+class SwapsShards(OfModel):
+    """What tensor-parallel ranks have of the feed-forward layers is loaded by the other one."""
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        super().load(folder)
+        for layer in self.layers():
+            own = layer.mlp.linear_fc1.weight  # type: ignore[union-attr]
+            shards = [torch.empty_like(own) for _ in range(self.context.world_size)]
+            torch.distributed.all_gather(shards, own.detach().contiguous())
+            own.copy_(shards[self.context.rank - 1])
+
+
+class ForgetsCount(OfModel):
+    """Adam's moments are loaded, and not how many steps they are of."""
+
+    def load(self, folder: Path) -> None:
+        super().load(folder)
+        for state in self.pytorchs_optimizer.state.values():  # type: ignore[attr-defined]
+            state["step"] = torch.zeros_like(state["step"])
+
+
+def _on_load(defect: type[Broken], *faults: Fault) -> Mutant:
+    return Mutant(
+        adapter="megatron-gpt",
+        defect=defect,
+        clause="resume",
+        faults=frozenset(faults),
+        workload=plain_workload(),
+        layout=Layout(tp=2),
+    )
+
+
 MEGATRON_GPT_MUTANTS: list[Mutant] = [
     *on("megatron-gpt", NotUndone, F.SCALED, layout=PIPELINE),
     *on("megatron-gpt", NormsNotSummed, layout=Layout(tp=2, sequence_parallel=True, num_micro_batches=4)),
@@ -113,4 +148,6 @@ MEGATRON_GPT_MUTANTS: list[Mutant] = [
     *on("megatron-gpt", KeepsAll, suite="communication", layout=AGAIN),
     *on("megatron-gpt", RecomputesLatest, layout=replace(PIPELINE, recompute=Recompute.FULL)),
     *on("megatron-gpt", RecomputesUnmasked, layout=replace(AGAIN, recompute=Recompute.SELECTIVE)),
+    _on_load(SwapsShards),
+    _on_load(ForgetsCount, F.UPDATE),
 ]

@@ -66,6 +66,9 @@ ALGORITHMS = {
 """Of adapters that do not train synchronously."""
 DEEP = replace(GPT, name="gpt-deep", model=replace(GPT.model, name="gpt-deep", num_layers=4))
 """A layer for each of two virtual stages on two ranks."""
+_WIDE = replace(GPT.model, name="gpt-wide", num_layers=1, hidden=512, ffn_hidden=2048)
+WIDE = replace(GPT, name="gpt-wide", model=_WIDE)
+"""Of which ZeRO-Infinity writes files."""
 TIED = replace(GPT, name="gpt-tied", model=replace(GPT.model, name="gpt-tied", tied_embeddings=True))
 
 MIXTURE = workload("gpt-moe-mini")

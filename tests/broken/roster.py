@@ -15,13 +15,14 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.accelerate import AccelerateFSDP2
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.ulysses import UlyssesAttention
+from meshmark.adapters.fairscale import FairScaleFSDP
 from meshmark.adapters.fsdp1 import FSDP1
 from meshmark.adapters.fsdp2 import FSDP2
 from meshmark.adapters.pipeline_nd import PipelineFSDP2
 from meshmark.adapters.tensor_parallel import TensorParallel
 from meshmark.judge.faults import Fault
 from meshmark.spec.case import Case
-from meshmark.spec.layout import Layout, Schedule
+from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.theory.sharding import Sharding
 from tests.broken import gradients as g
 from tests.broken import reducing as h
@@ -36,6 +37,8 @@ FOLDED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtua
 SHARED = Layout(cp=2, zero_stage=3, num_micro_batches=4)
 REDUCED = Layout(dp=2, num_micro_batches=4)
 TWO, FOUR = Layout(dp=2, zero_stage=3, num_micro_batches=4), Layout(dp=4, zero_stage=3, num_micro_batches=2)
+
+AGAIN = replace(TWO, recompute=Recompute.FULL)
 
 
 class ShardsPlainly(Adapter):
@@ -165,6 +168,34 @@ class NeverSharded(Adapter):
         return TensorParallel().build(replace(case, layout=replace(case.layout, zero_stage=0)), context)
 
 
+class SecondShardsStay(Broken):
+    """A node's own shards of the weights outlive the update that they are older than."""
+
+    def prepare(self) -> None:
+        self.zero.invalidate_secondary_tensor = lambda: None  # type: ignore[attr-defined]
+
+
+class GathersFromAll(Adapter):
+    """hpZ was asked for, and all weights are gathered from all ranks."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return DeepSpeed().build(case, context)
+
+
+class ByPyTorch(Adapter):
+    """PyTorch's checkpoint, where DeepSpeed's was asked for."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return DeepSpeed().build(case, context)
+
+
+class ReshardsAll(Adapter):
+    """FairScale's FSDP gives up all weights after their forward pass, though it was told to keep them."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return FairScaleFSDP().build(case, context)
+
+
 def _on(
     adapters: str, defect: type[Broken] | type[Adapter], *faults: Fault, suite: str = "equivalence", layout: Layout
 ) -> Iterator[Mutant]:
@@ -207,6 +238,13 @@ ROSTER_MUTANTS: list[Mutant] = [
     *_on("fabric-deepspeed", NoPassTheLast, F.DROPPED, layout=replace(TWO, zero_stage=2)),
     *_on("fabric-deepspeed", ClippedByNobody, F.CLIPPING, layout=replace(TWO, zero_stage=1)),
     *_on("accelerate-fsdp1", g.OverMicroBatches, F.SCALED, layout=TWO),
+    *_on("deepspeed-hpz", SecondShardsStay, F.STALE_WEIGHTS, layout=FOUR),
+    *_on("deepspeed-hpz", GathersFromAll, suite="communication", layout=FOUR),
+    *_on("deepspeed-checkpointing", ByPyTorch, suite="communication", layout=AGAIN),
+    *_on("deepspeed-checkpointing", g.OverMicroBatches, F.SCALED, layout=AGAIN),
+    *_on("fairscale-fsdp-noreshard", ReshardsAll, suite="communication", layout=TWO),
+    *_on("fairscale-fsdp-unflattened", g.OverMicroBatches, F.SCALED, layout=TWO),
+    *_on("fairscale-checkpoint-offload", g.MeanOfRanks, F.UNEVEN, layout=AGAIN),
     *_on("tp-fsdp2", NeverSharded, suite="memory", layout=CROSSED),
     *_on("horovod horovod-recommended", h.SumsAsked, F.SCALED, layout=REDUCED),
     *_on("horovod", h.OwnPartsAlone, F.NOT_REDUCED, layout=REDUCED),

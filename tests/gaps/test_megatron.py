@@ -1,6 +1,9 @@
-"""megatron-core 0.16.1: shards that are not marked as such, and messages between two ranks that are mixed up."""
+"""megatron-core 0.16.1: shards that are not marked as such, messages between two ranks that are mixed up, and a
+distributed optimizer that loads no checkpoint."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,11 +56,28 @@ def received(rank: int) -> tuple[float, float]:
     return before.item(), after.item()
 
 
-Found = tuple[dict[bool, bool], tuple[float, float]]
+def told(steps: int) -> str:
+    """What comes of asking a distributed optimizer over PyTorch's AdamW, after so many steps, for its state."""
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    weight = torch.ones(2, requires_grad=True)
+    adam = torch.optim.AdamW([weight])
+    for _ in range(steps):
+        weight.sum().backward()  # type: ignore[no-untyped-call]
+        adam.step()
+    try:
+        DistributedOptimizer.state_dict(SimpleNamespace(optimizer=adam, grad_scaler=None))
+    except AssertionError:
+        return "refused"
+    return "told"
+
+
+Found = tuple[dict[bool, bool], tuple[float, float], tuple[str, str]]
 
 
 def both(rank: int) -> Found:
-    return is_marked(rank), received(rank)
+    return is_marked(rank), received(rank), (told(0), told(1))
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +106,13 @@ def test_two_stages_that_interleave_can_tell_what_goes_forward_from_what_goes_ba
     """Interleaved over two ranks without `overlap_p2p_comm`, which nothing refuses, a stage takes gradients for
     activations: the loss is wrong, and gradients are hundreds of times too large."""
     assert found[1] == (1.0, 2.0)
+
+
+def test_a_distributed_optimizer_that_has_stepped_tells_its_state(found: Found) -> None:
+    assert found[2][1] == "told"
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="without Apex or Transformer Engine")
+def test_a_distributed_optimizer_that_is_to_load_tells_its_state(found: Found) -> None:
+    """`sharded_state_dict(is_loading=True)` begins with it, before there is any state."""
+    assert found[2][0] == "told"
