@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from meshmark.theory.traffic import step_traffic
 from tests.broken.downpour import DEFECTS
+from tests.broken.mutants import MUTANTS
 from tests.factories import make_workload
 from tests.trained import Trial, diagnosed, furthest, train_all
 
@@ -206,3 +208,8 @@ def test_a_replica_that_stops_is_named() -> None:
         patch.setattr(server_module, "PATIENCE_SECONDS", 0.05)
         with pytest.raises(RuntimeError, match="replica 1 has stopped: after 0 pushes nothing came of it for 0.05 sec"):
             served.push(0, [torch.ones(2)])
+
+
+def test_every_algorithm_has_at_least_four_mutants() -> None:
+    counts = Counter(mutant.workload.algorithm.kind for mutant in MUTANTS)
+    assert {str(kind): counts[kind] for kind in AlgorithmKind if counts[kind] < 4} == {}

@@ -3,12 +3,14 @@ roster is what `make roster` runs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapters.deepspeed import operators
+from meshmark.adapters.megatron.overlap import num_buckets
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
@@ -49,6 +51,12 @@ def test_of_megatron_s_every_chunk_but_the_pipeline_s_first_keeps_what_it_has_re
 
     assert kept(interleaved) == [1, 2]
     assert kept(LAYOUTS["pipeline"]) == [0, 1]
+
+
+def test_megatron_s_first_stage_alone_reduces_in_buckets() -> None:
+    case = Case(adapter="megatron-gpt-overlap", workload=GPT, layout=replace(LAYOUTS["pipeline"], dp=2))
+    found = [sum(num_buckets(case, rank)) for rank in range(4)]
+    assert sorted(found) == [1, 1, 2, 2] and found[0] == 2
 
 
 def test_a_stage_of_deepspeed_receives_from_either_side_into_one_buffer() -> None:

@@ -48,7 +48,11 @@ class Downpour(Adapter):
         shapes, itemsize = trained_shapes(case, rank), case.precision.master.itemsize
         vector = itemsize * sum(map(math.prod, shapes))
         found = [Remainder(category="optimizer_states", num_bytes=vector, reason="gradients that are yet to be pushed")]
-        if case.layout.coordinates(rank).dp == 0:
+        serves = case.layout.coordinates(rank).dp == 0
+        passing = vector * (2 * case.layout.dp - 1 if serves else 1)
+        reason = "messages of replicas that come when they come"
+        found.append(Remainder(category="unnamed", num_bytes=passing, reason=reason))
+        if serves:
             served = 2 * vector + COUNT_BYTES * len(shapes)
             reason = "the server's parameters, and Adagrad's sums"
             found.append(Remainder(category="optimizer_states", num_bytes=served, reason=reason))

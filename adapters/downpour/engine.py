@@ -24,8 +24,6 @@ from meshmark.spec.case import Case
 
 SERVER = 0
 """The rank in whose process it lives."""
-THREADS = 16
-"""That answer calls: a push may wait in one of them, one a replica."""
 _BUILT = itertools.count()
 
 
@@ -43,7 +41,10 @@ class DownpourEngine(DataParallelEngine):
         self.server = server.Server(spec, self.trained, case.layout.dp) if context.rank == SERVER else None
         if self.server:
             server.HERE[self.name] = self.server
-        meeting, threads = context.scratch / self.name, max(THREADS, 2 * case.layout.dp)
+        meeting = context.scratch / self.name
+        threads = (
+            case.layout.dp + 1
+        )  # a replica makes one call at a time, and its push may wait; more warm up for longer
         options = rpc.TensorPipeRpcBackendOptions(  # no call ends by itself: whom it waits for the server knows
             init_method=meeting.absolute().as_uri(), rpc_timeout=0, num_worker_threads=threads
         )

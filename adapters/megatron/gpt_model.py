@@ -46,6 +46,8 @@ _FRESH = (
 class MegatronGPT(Adapter):
     """Trains the same model as all others, in megatron-core's own modules: its weights are mapped by canonical name."""
 
+    bucket_elements: ClassVar[int | None] = None
+    """Of gradients that are reduced while the backward pass goes on; None: all together after it."""
     requires: ClassVar = (Requirement(module="megatron.core", distribution="megatron-core"),)
     preload: ClassVar[tuple[str, ...]] = ("megatron.core.models.gpt", "megatron.core.optimizer")
     capabilities: ClassVar = Capabilities(
@@ -120,7 +122,7 @@ class MegatronGPT(Adapter):
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
-        flows, count = step_traffic(case, rank), sum(_local_sizes(case, rank, range(case.layout.virtual_stages)))
+        flows, count = step_traffic(case, rank), sum(local_sizes(case, rank, range(case.layout.virtual_stages)))
         share, reason = Fraction(_padding(case, rank), count), "tensors are padded to 64 elements, buckets to 128"
         return (*besides(flows, Purpose.GRADIENTS, share, reason), *besides(flows, Purpose.WEIGHTS, share, reason))
 
@@ -137,12 +139,17 @@ class MegatronGPT(Adapter):
         )
         seed(context.device, case.workload.seed + 10 * stands.dp)
         how = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=layout.zero_stage > 0, overlap_grad_reduce=False
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=layout.zero_stage > 0,
+            overlap_grad_reduce=self.bucket_elements is not None,
+            bucket_size=self.bucket_elements,
         )
         with cuda_is(context.device), norms_marked():
             config = _config(case, context)
             models = [_chunk(case, context, config, chunk) for chunk in range(layout.virtual_stages)]
-            chunks = [DistributedDataParallel(config, how, model) for model in models]
+            chunks = [DistributedDataParallel(config, how, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
+            if how.overlap_grad_reduce:  # as Megatron-LM's own training does
+                config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
             optimizer = _optimizer(case, chunks)
         return GPTModelEngine(case, context, chunks, optimizer)
 
@@ -258,7 +265,7 @@ def _optimizer(case: Case, chunks: list[Any]) -> Any:  # noqa: ANN401
     return chained[0]
 
 
-def _local_sizes(case: Case, rank: int, chunks: range) -> list[int]:
+def local_sizes(case: Case, rank: int, chunks: range) -> list[int]:
     """Elements of this rank's tensors in those of its chunks, in the order of megatron-core's modules."""
     layout, spec, stands = case.layout, case.workload.transformer, case.layout.coordinates(rank)
     num_places = layout.pp * layout.virtual_stages
@@ -294,7 +301,7 @@ def _padding(case: Case, rank: int) -> int:
         return 0
     total = 0
     for chunk in range(case.layout.virtual_stages):
-        sizes, end = _local_sizes(case, rank, range(chunk, chunk + 1)), 0
+        sizes, end = local_sizes(case, rank, range(chunk, chunk + 1)), 0
         for size in reversed(sizes):
             end = math.ceil(end / 64) * 64 + size
         total += math.ceil(end / (unit := math.lcm(case.layout.dp, 128))) * unit - sum(sizes)

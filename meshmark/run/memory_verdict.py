@@ -146,7 +146,7 @@ def memory_totals(
             late=reading.late_bytes,
         )
     else:
-        unnamed = plan.tables + sum(r.num_bytes for r in declared if r.category == "steady")
+        unnamed = plan.tables + sum(r.num_bytes for r in declared if r.category in ("steady", "unnamed"))
         # At most: an engine may name what is declared.
         yield Held(category="unnamed", rank=rank, measured=max(peak.other, unnamed), planned=unnamed)
     if reading.previous_steady_bytes is not None:

@@ -70,8 +70,8 @@ class Remainder:
     """Bytes that a framework really holds beyond (or, negative, short of) the closed form, and why."""
 
     category: str
-    """parameters, gradients, optimizer_states, activations, steady for what is there all the time besides, or peak for
-    what is there besides then."""
+    """parameters, gradients, optimizer_states, activations, steady for what is there all the time besides, peak for
+    what is there besides then, or unnamed for what may be there and need not, where no peak is planned."""
     num_bytes: float
     reason: str
 

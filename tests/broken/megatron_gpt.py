@@ -24,6 +24,7 @@ from tests.broken.mutant import Mutant, on
 F = Fault
 PIPELINE = Layout(pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
 SHARDED = Layout(dp=2, zero_stage=1, num_micro_batches=4)
+REPLICATED = Layout(dp=2, num_micro_batches=4)
 AGAIN = Layout(tp=2, num_micro_batches=4, recompute=Recompute.FULL)
 
 
@@ -130,6 +131,21 @@ class ForgetsCount(OfModel):
             state["step"] = torch.zeros_like(state["step"])
 
 
+class NotOverlapped(Adapter):
+    """Overlap was asked for, and all gradients are reduced together, after the backward pass."""
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return MegatronGPT().build(case, context)
+
+
+class BucketNotReduced(OfModel):
+    """The first bucket that is ready is never sent."""
+
+    def prepare(self) -> None:
+        bucket_group = self.chunks[0].bucket_groups[0]
+        bucket_group.start_grad_sync = bucket_group.finish_grad_sync = lambda *_, **__: None
+
+
 def _on_load(defect: type[Broken], *faults: Fault) -> Mutant:
     return Mutant(
         adapter="megatron-gpt",
@@ -148,6 +164,8 @@ MEGATRON_GPT_MUTANTS: list[Mutant] = [
     *on("megatron-gpt", KeepsAll, suite="communication", layout=AGAIN),
     *on("megatron-gpt", RecomputesLatest, layout=replace(PIPELINE, recompute=Recompute.FULL)),
     *on("megatron-gpt", RecomputesUnmasked, layout=replace(AGAIN, recompute=Recompute.SELECTIVE)),
+    *on("megatron-gpt-overlap", NotOverlapped, suite="communication", layout=REPLICATED),
+    *on("megatron-gpt-overlap", BucketNotReduced, F.NOT_REDUCED, layout=REPLICATED),
     _on_load(SwapsShards),
     _on_load(ForgetsCount, F.UPDATE),
 ]
