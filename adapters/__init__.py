@@ -69,7 +69,7 @@ ROSTER: dict[str, str] = {
     "downpour": "meshmark.adapters.downpour:Downpour",
     "pipedream": "meshmark.adapters.pipedream:PipeDream",
     "decentralised": "meshmark.adapters.decentralised:Decentralised",
-    "simple-fsdp": "meshmark.adapters.simple_fsdp:SimpleFSDP",
+    "simple-fsdp": "meshmark.adapters.torchtitan:SimpleFSDP",
     "fabric-ddp": "meshmark.adapters.fabric:FabricDDP",
     "fabric-ddp-separate": "meshmark.adapters.fabric:FabricDDPSeparate",
     "fabric-fsdp": "meshmark.adapters.fabric:FabricFSDP",
