@@ -233,11 +233,27 @@ def received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, ends: C
 
 
 def _eager_peak(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, index: int) -> Column:
-    """Of eager kernels, with the outputs and gradients that a pipeline has sent."""
-    pp, whole, count = int(grid.pp[0]), eager_pass(model, grid, recipe, stage), stage_parameters(model, stage, grid.tp)
-    found = update_peak(whole, grid, recipe, count)
+    """Of eager kernels, in a backward pass or in the update."""
+    whole, count = eager_pass(model, grid, recipe, stage), stage_parameters(model, stage, grid.tp)
+    backward = _backward_peak(model, grid, recipe, stage, index)
+    return np.maximum(update_peak(whole, grid, recipe, count), backward)
+
+
+def update_excess(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, index: int) -> Column:
+    """Bytes by which the update of eager kernels holds more at once than any backward pass; zero where it does not."""
+    stage = recipe.cut.stages(model, int(grid.pp[0]))[index]
+    backward = _backward_peak(model, grid, recipe, stage, index)
+    found: Column = _eager_peak(model, grid, recipe, stage, index) - backward
+    return found
+
+
+def _backward_peak(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, index: int) -> Column:
+    """The most bytes alive at once in a backward pass of eager kernels beyond parameters, masters and moments, with the
+    outputs and gradients that a pipeline has sent."""
+    pp, count = int(grid.pp[0]), stage_parameters(model, stage, grid.tp)
     if pp == 1:
-        return np.maximum(found, eager_peak(whole, grid, recipe, count))
+        return eager_peak(eager_pass(model, grid, recipe, stage), grid, recipe, count)
+    found = np.zeros(len(grid))
     orders = np.stack([grid.schedule, grid.num_micro_batches, grid.virtual_stages])
     for schedule, m, v in np.unique(orders, axis=1).T:
         rows = np.nonzero((orders == [[schedule], [m], [v]]).all(axis=0))[0]
@@ -254,7 +270,7 @@ def _eager_peak(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Sta
         ]
         passes = backward_passes(SCHEDULES[schedule], pp, index, int(m), int(v))
         most = pipeline_peak(chunks, passes, part, recipe, boundary_bytes(model, part, recipe))
-        found[rows] = np.maximum(found[rows], most)
+        found[rows] = most
     return found
 
 
