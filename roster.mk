@@ -41,7 +41,7 @@ roster: install
 		--layouts dp2.zero1.mb2.recompute_full,dp2.zero2.mb2.recompute_full,dp2.zero3.mb2.recompute_full || status=$$?; \
 	$(ROSTER_SUITES) --world 2 --adapters deepspeed-infinity --model $(SWAPPED) --time-limit 600 || status=$$?; \
 	$(ROSTER_SUITES) --world 2 --adapters horovod-fp16 --workload gpt-mini-sgd-compressed-fp16 || status=$$?; \
-	for name in bert-mini gpt-moe-mini llama-tiny vit-digits resnet-digits coatnet-digits coatnet-digits-bn; do \
+	for name in bert-mini gpt-moe-mini llama-tiny vit-digits resnet-digits coatnet-digits coatnet-digits-bn amoebanet-digits; do \
 		$(ROSTER_SUITES) --world 2 --workload $$name --max-time $(WORKLOAD_TIME) || status=$$?; done; \
 	$(ROSTER_SUITES) --world 2 --adapters $(TUNED) --tuning compile,fused,chunked --time-limit 1200 || status=$$?; \
 	$(BIN)/python -m pytest suites/test_throughput.py --world 2 --workload gpt-mini --timing-budget 0.5 \

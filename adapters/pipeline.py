@@ -13,40 +13,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshmark.adapter.arithmetic import Arithmetic, Casting
-from meshmark.adapter.capabilities import Capabilities
+from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.data_parallel import AUTOCAST, configure, optimizer_state_tensors, skip_block
+from meshmark.adapter.data_parallel import optimizer_state_tensors, skip_block
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.reference.build import build_model
+from meshmark.adapters.pipeline_stages import Part, chunk_of, examples, joined, receive_buffers
 from meshmark.reference.data import Batch
-from meshmark.reference.model import drawn_name
-from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy
-from meshmark.reference.transformer import Transformer, stage_layers
+from meshmark.reference.model import Model, drawn_name
+from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy, weighted_cross_entropy
+from meshmark.reference.transformer import stage_layers
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
-from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
-from meshmark.spec.precision import Dtype, Precision
+from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, Family
+from meshmark.spec.precision import Precision
+from meshmark.spec.tuning import Knob
+from meshmark.spec.vision_spec import ImageSpec
+from meshmark.spec.workload import Loss
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder, micro_batch_tokens
 
 if TYPE_CHECKING:  # a second, which only ranks should take
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-
-
-class Part(nn.Module):
-    """One stage's layers under the case's precision; between stages the residual stream stays in the wide one."""
-
-    def __init__(self, layers: Transformer, precision: Precision, device: torch.device) -> None:
-        super().__init__()
-        self.layers, self.dtype, self.device_type = layers, AUTOCAST.get(precision.compute), device.type
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.dtype is not None):
-            out: Tensor = self.layers(x)
-        return out
 
 
 class PipelineEngine(Engine):
@@ -58,14 +48,14 @@ class PipelineEngine(Engine):
         from torch.distributed.pipelining import PipelineStage
 
         self.case, self.context = case, context
-        layout, spec, rank = case.layout, case.workload.text_model, context.rank
+        layout, spec, rank = case.layout, case.workload.model, context.rank
         self.stands = layout.coordinates(rank)
         num_stages = layout.pp * layout.virtual_stages
         own = layout.stages_of(self.stands.pp)
         self.first, self.last = own[0] == 0, own[-1] == num_stages - 1
-        self.chunks = [_chunk(case, stage_layers(spec, num_stages, index), context.device) for index in own]
+        self.chunks = [chunk_of(case, stage_layers(spec, num_stages, index), context.device) for index in own]
         parts = [self.make_part(chunk) for chunk in self.chunks]
-        self.model = _joined(self.chunks)
+        self.model = joined(self.chunks)
         self.optimizer = build_optimizer(case.workload.optimizer, self.model.named_parameters())
         self.learning_rates = build_schedule(case.workload.optimizer, self.optimizer)
         pipelines = layout.all_spanned(("pp",))
@@ -75,17 +65,27 @@ class PipelineEngine(Engine):
         split = spec.tied_embeddings and layout.pp > 1
         self.tied_group = own_group([(ranks[0], ranks[-1]) for ranks in pipelines], rank) if split else None
         self.stages = [
-            PipelineStage(part, index, num_stages, context.device, group=self.pipeline)
+            PipelineStage(part, index, num_stages, context.device, group=self.pipeline, **examples(case, index))
             for index, part in zip(own, parts, strict=True)
         ]
         self.schedule = _schedule(layout, self.stages, self._loss, interleaving)
         self.total_weight = 0.0
 
-    def make_part(self, chunk: Transformer) -> Part:
+    def make_part(self, chunk: Model) -> Part:
         """What is run of a chunk; the place to lay it over further axes."""
         return Part(chunk, self.case.precision, self.context.device)
 
+    def _targets(self, shard: Batch) -> Tensor:
+        """What the last stage is given with its micro-batches, as one tensor: schedules split no more. Targets, or rows
+        of a target and its weight, float64 [B, 2]."""
+        if self.case.workload.loss is Loss.CROSS_ENTROPY:
+            return shard.targets
+        return torch.stack((shard.targets.double(), shard.weights.double()), 1)
+
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        if self.case.workload.loss is Loss.WEIGHTED_CROSS_ENTROPY:
+            targets_B, weights_B = targets_BT.unbind(1)
+            return weighted_cross_entropy(logits_BTV, targets_B.long(), weights_B.float()) / self.total_weight
         return cross_entropy(logits_BTV, targets_BT) / self.total_weight
 
     def backward(self, batch: Batch) -> Tensor:
@@ -118,14 +118,12 @@ class PipelineEngine(Engine):
             skip_block(chunk, batch, self.case.workload)
         losses: list[Tensor] = []
         inputs = (shard.inputs,) if self.first else ()
-        pipeline(*inputs, target=shard.targets if self.last else None, losses=losses, return_outputs=False)
+        pipeline(*inputs, target=self._targets(shard) if self.last else None, losses=losses, return_outputs=False)
         return torch.stack([loss.detach() for loss in losses]).sum() if self.last else torch.zeros(())
 
     def _tied_weight(self) -> nn.Parameter:
-        if self.model.embedding is not None:
-            return cast(nn.Parameter, self.model.embedding.tokens.weight)
-        assert self.model.head is not None
-        return cast(nn.Parameter, self.model.head.output.weight)
+        first = self.model.embedding is not None
+        return self.model.get_parameter("embedding.tokens.weight" if first else "head.output.weight")
 
     def update(self) -> Tensor | None:
         max_norm = self.case.workload.optimizer.clip_norm
@@ -152,6 +150,9 @@ class PipelineEngine(Engine):
     def parameters(self) -> Mapping[str, Tensor]:
         return {drawn_name(self.model.spec, name): p.detach() for name, p in self.model.named_parameters()}
 
+    def buffers(self) -> Mapping[str, Tensor]:
+        return {name: buffer.detach() for name, buffer in self.model.named_buffers()}
+
     def gradients(self) -> Mapping[str, Tensor]:
         return {
             drawn_name(self.model.spec, name): p.grad for name, p in self.model.named_parameters() if p.grad is not None
@@ -169,27 +170,8 @@ class PipelineEngine(Engine):
             parameters=[p.detach() for p in parameters],
             gradients=[p.grad for p in parameters if p.grad is not None],
             optimizer_states=optimizer_state_tensors(self.optimizer),
-            communication=_receive_buffers(self.stages),
+            communication=receive_buffers(self.stages),
         )
-
-
-def _chunk(case: Case, layers: Sequence[int], device: torch.device) -> Transformer:
-    """Some of the model's layers with their initial values."""
-    with device:
-        chunk = cast(Transformer, build_model(case.workload.text_model, layers))
-    chunk.initialize(case.workload.seed)
-    return configure(chunk.double() if case.precision.master is Dtype.FP64 else chunk, case)
-
-
-def _joined(chunks: Sequence[Transformer]) -> Transformer:
-    """All that `chunks` hold under one root, for names, optimizer and checkpoints; what runs is the chunks."""
-    if len(chunks) == 1:
-        return chunks[0]
-    joined = cast(Transformer, build_model(chunks[0].spec, layers=()))
-    joined.embedding, joined.head = chunks[0].embedding, chunks[-1].head
-    for chunk in chunks:
-        joined.blocks.update(dict(chunk.blocks.items()))
-    return joined
 
 
 def own_group(groups: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
@@ -217,18 +199,11 @@ def _schedule(
     return kind(stages[0], layout.num_micro_batches, loss_fn=loss, scale_grads=False)
 
 
-def _receive_buffers(stages: Sequence[PipelineStage]) -> list[Tensor]:
-    """What stages receive activations and their gradients into; allocated once, one a micro-batch."""
-    found: list[Tensor] = []
-    for stage in stages:
-        for buffers in (stage.args_recv_info, getattr(stage, "grad_recv_info", {})):
-            for infos in buffers.values():
-                received = [getattr(info, "buffer", None) for info in infos]
-                found += [buffer for buffer in received if isinstance(buffer, Tensor)]
-    return found
-
-
 _NO_SCALER = "torch.distributed.pipelining scales no loss, and PyTorch's GradScaler tells no other stage of an overflow"
+NO_IMAGES: dict[Feature | Precision | Family | Knob, str] = dict.fromkeys(
+    (Family.VIT, *CONVOLUTIONAL_FAMILIES), "images are cut into stages under GPipe and 1F1B alone"
+)
+"""Reasons of pipelines in other orders, or crossed with other axes."""
 
 
 class Pipeline(Adapter):
@@ -240,11 +215,9 @@ class Pipeline(Adapter):
         degrees=frozenset({"pp", "dp"}),
         schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),
         virtual_stages=frozenset({1, 2}),
-        families=TEXT_FAMILIES | {Family.MIXTURE},
+        families=frozenset(Family),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
         lacks={
-            Family.VIT: "its stages pass targets to the loss, and no weights",
-            **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "its stages pass targets to the loss, and no weights"),
             Precision.FP16: _NO_SCALER,
             Precision.BF16_REDUCE_BF16: "replicas of a pipeline reduce their gradients as they are held, in float32",
         },
@@ -280,7 +253,11 @@ class Pipeline(Adapter):
         if layout.coordinates(rank).pp < layout.pp - 1:
             return ()
         width = case.precision.compute.itemsize
-        logits = micro_batch_tokens(case) * case.workload.text_model.vocab_size * width
+        model = case.workload.model
+        if isinstance(model, ImageSpec):
+            logits = micro_batch_tokens(case) // model.seq_len * model.num_classes * width
+        else:
+            logits = micro_batch_tokens(case) * model.vocab_size * width
         count = layout.num_micro_batches if layout.schedule is Schedule.GPIPE and layout.pp > 1 else 1
         reason = "the last stage keeps the logits of every micro-batch until its backward pass"
         return (Remainder(category="activations", num_bytes=count * logits, reason=reason),)

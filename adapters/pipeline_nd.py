@@ -16,9 +16,11 @@ from torch import Tensor
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.fsdp2 import mesh_remainder
-from meshmark.adapters.pipeline import Part, Pipeline, PipelineEngine, own_group
+from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine, own_group
+from meshmark.adapters.pipeline_stages import Part
 from meshmark.adapters.tensor_parallel import parallelize
 from meshmark.reference.data import Batch
+from meshmark.reference.model import Model
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES, Axis, Recompute, Schedule
@@ -51,12 +53,12 @@ class PipelineNDEngine(PipelineEngine):
         axes: tuple[Axis, ...] = ("tp", "pp", "dp") if layout.zero_stage else ("tp", "pp")
         self.share_holders = own_group(layout.all_spanned(axes), context.rank)
 
-    def make_part(self, chunk: Transformer) -> Part:
+    def make_part(self, chunk: Model) -> Part:
         from torch.distributed.fsdp import fully_shard
 
         layout = self.case.layout
         if layout.tp > 1:
-            parallelize(chunk, self.mesh["tp"], sequence_parallel=layout.sequence_parallel)
+            parallelize(cast(Transformer, chunk), self.mesh["tp"], sequence_parallel=layout.sequence_parallel)
         part = super().make_part(chunk)
         if layout.zero_stage:
             for block in chunk.blocks.values():
@@ -117,6 +119,7 @@ class PipelineTensorParallel(Pipeline):
         families=TEXT_FAMILIES,
         lacks={
             **Pipeline.capabilities.lacks,
+            **NO_IMAGES,
             Family.MIXTURE: "a gate and its experts are not split",
             Precision.BF16: "autocast, whose copies DTensor does not plan; not tried",
             Precision.FP64: "not tried",

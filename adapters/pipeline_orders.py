@@ -7,7 +7,7 @@ import dataclasses
 from typing import ClassVar
 
 from meshmark.adapter.capabilities import Feature
-from meshmark.adapters.pipeline import Pipeline
+from meshmark.adapters.pipeline import NO_IMAGES, Pipeline
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.theory.activations import num_in_flight, passes_in_flight_bytes
@@ -24,7 +24,11 @@ class LoopedBFS(Pipeline):
     stage; all are held when the backward passes begin."""
 
     capabilities: ClassVar = dataclasses.replace(
-        Pipeline.capabilities, schedules=frozenset({Schedule.INTERLEAVED}), virtual_stages=frozenset({2})
+        Pipeline.capabilities,
+        schedules=frozenset({Schedule.INTERLEAVED}),
+        virtual_stages=frozenset({2}),
+        families=Pipeline.capabilities.families - NO_IMAGES.keys(),
+        lacks={**Pipeline.capabilities.lacks, **NO_IMAGES},
     )
     interleaving: ClassVar = "LoopedBFS"
 
@@ -89,8 +93,10 @@ class ZeroBubbleV(Pipeline):
         schedules=frozenset({Schedule.INTERLEAVED}),
         virtual_stages=frozenset({2}),
         folded=True,
+        families=Pipeline.capabilities.families - NO_IMAGES.keys(),
         lacks={
             **Pipeline.capabilities.lacks,
+            **NO_IMAGES,
             Feature.TIED_EMBEDDINGS: "one rank would hold the weight in both of its stages; not mapped",
         },
     )

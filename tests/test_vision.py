@@ -51,6 +51,8 @@ pytestmark = pytest.mark.skipif(
 )
 VIT, BN, RESNET = workload("vit-digits"), workload("vit-digits-bn"), workload("resnet-digits")
 COATNET, COATNET_BN = workload("coatnet-digits"), workload("coatnet-digits-bn")
+AMOEBANET = workload("amoebanet-digits")
+STAGES = Layout(pp=2, num_micro_batches=4)
 TWO = Layout(dp=2, num_micro_batches=2)
 MUTANTS = [
     "fsdp2_MeanOfRanksOfImages",
@@ -61,8 +63,8 @@ MUTANTS = [
     "ddp_OtherSideOfPositions",
     "ddp_PositionsNotUpdated",
     "fsdp2_NeighbouringGroups",
-    "ddp_HeadsShareBias",
-    "ddp_SharesStatisticsOfConvolutions",
+    "gpipe_SkipsToTheOtherCell",
+    "gpipe_InfersOnStages",
     "fsdp2_KeepsStatisticsOfConvolutions",
 ]
 """`make power` runs all."""
@@ -126,7 +128,7 @@ def test_closed_forms_are_those_of_the_model(spec: ImageSpec) -> None:
     assert counter.get_total_flops() == 3 * spec.forward_flops
 
 
-@pytest.mark.parametrize("coupled", [BN, RESNET, COATNET, COATNET_BN], ids=lambda w: w.name)
+@pytest.mark.parametrize("coupled", [BN, RESNET, COATNET, COATNET_BN, AMOEBANET], ids=lambda w: w.name)
 def test_a_part_has_the_names_and_values_of_the_whole(coupled: Workload) -> None:
     spec = coupled.model
     whole, parts = build_model(spec), [build_model(spec, layers) for layers in ([0, 1], range(2, spec.num_layers + 2))]
@@ -149,7 +151,7 @@ def test_every_patch_sees_all_others() -> None:
     assert not torch.allclose(model(images)[0, 0], before[0, 0])
 
 
-@pytest.mark.parametrize("coupled", [BN, RESNET, COATNET_BN], ids=lambda w: w.name)
+@pytest.mark.parametrize("coupled", [BN, RESNET, COATNET_BN, AMOEBANET], ids=lambda w: w.name)
 def test_the_truth_under_batch_norm_is_that_of_micro_batches_of_replicas(coupled: Workload) -> None:
     """Against plain PyTorch in training mode, part by part; and another layout is another truth."""
     model, batch = build_model(coupled.model).double(), make_batch(coupled, 0)
@@ -206,13 +208,13 @@ def test_throughput_counts_images() -> None:
     assert found.mfu == pytest.approx(found.per_second * 3 * VIT.model.forward_flops / 3e9)
 
 
-@pytest.mark.parametrize("one", [VIT, BN, RESNET, COATNET, workload("gpt-mini")], ids=lambda w: w.name)
+@pytest.mark.parametrize("one", [VIT, BN, RESNET, COATNET, AMOEBANET, workload("gpt-mini")], ids=lambda w: w.name)
 def test_a_workload_comes_back_from_json_with_its_kind_of_model(one: Workload) -> None:
     assert decode(Workload, encode(one)) == one
 
 
 def test_contradictions_are_refused() -> None:
-    with pytest.raises(InputError, match="takes a VisionSpec or a ResNetSpec or a CoAtNetSpec"):
+    with pytest.raises(InputError, match="takes a VisionSpec or a ResNetSpec or a CoAtNetSpec or a AmoebaNetSpec"):
         dataclasses.replace(VIT, model=MODELS["gpt-mini"])
     with pytest.raises(InputError, match="takes a ModelSpec"):
         dataclasses.replace(workload("gpt-mini"), model=VIT.model)
@@ -228,6 +230,8 @@ def test_contradictions_are_refused() -> None:
         dataclasses.replace(COATNET.model, attentions=(12,))
     with pytest.raises(InputError, match="it has no attentions; a ResNetSpec"):
         dataclasses.replace(COATNET.model, attentions=())
+    with pytest.raises(InputError, match="its last cell .* reduces, and nobody would read the state"):
+        dataclasses.replace(AMOEBANET.model, cells=(4, 8))
     with pytest.raises(InputError, match="the digits have"):
         check_data(dataclasses.replace(VIT, model=dataclasses.replace(VIT.model, image_size=16)))
 
@@ -261,7 +265,7 @@ def test_an_adapter_takes_images_only_where_it_says_so(images: Workload) -> None
         case = Case(adapter=name, workload=under(name, images), layout=Layout(zero_stage=stage))
         if reason := adapter.capabilities.refusal(case, "cpu", "gloo"):
             refused[name] = reason
-    assert refused.keys() == {"megatron", "gpipe", "pipeline"}
+    assert refused.keys() == {"megatron"}
     assert all(f"model family {images.model.family} (" in reason for reason in refused.values())
 
 
@@ -275,7 +279,7 @@ def test_an_adapter_may_lack_buffers() -> None:
 
 @pytest.fixture(scope="module")
 def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    known = {name: target(name) for name in MUTANTS} | {"ddp": "meshmark.adapters.ddp:DDP"}
+    known = {name: target(name) for name in MUTANTS} | {name: ADAPTERS[name] for name in ("ddp", "gpipe")}
     running = Runner(launcher, known, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
     yield running
     running.close()
@@ -297,6 +301,16 @@ def test_ddp_trains_images_correctly(runner: Runner, trained: Workload) -> None:
     assert all(plan and plan.activations is None for plan in record.memory.planned)
     memory = record.verdict("memory")
     assert memory is not None and memory.summary.endswith("activations: not planned")
+
+
+def test_a_pipeline_trains_images_in_stages_of_unequal_size(runner: Runner) -> None:
+    """Weights of targets reach the last stage, and each stage tells its own batch norms."""
+    record = runner.observe(Case(adapter="gpipe", workload=AMOEBANET, layout=STAGES))
+    assert [v.suite for v in record.verdicts if v.passed] == ["equivalence", "memory", "communication"]
+    judged = {q for q in record.equivalence.deviations if q.kind is QuantityKind.BUFFERS}
+    assert judged == {QuantityKind.BUFFERS.of(name) for name in buffer_shapes(AMOEBANET.model)}
+    first, last = record.memory.planned
+    assert first is not None and last is not None and first.parameters != last.parameters
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -11,7 +11,7 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.pipedream.engines import PipeDreamEngine, VerticalEngine
 from meshmark.adapters.pipedream.mare import PipeMareEngine
 from meshmark.adapters.pipedream.two_buffered import TwoBufferedEngine
-from meshmark.adapters.pipeline import Pipeline, PipelineEngine
+from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine
 from meshmark.spec.algorithm import BY_MICRO_BATCH, STALE, AlgorithmKind
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Schedule
@@ -42,6 +42,7 @@ class PipeDream(Pipeline):
         algorithms=STALE,
         lacks={
             **Pipeline.capabilities.lacks,
+            **NO_IMAGES,
             Family.MIXTURE: "which experts are chosen was not tried of several versions of the weights",
             Precision.BF16: "its gradients would be held against a twin of one set of weights",
             Feature.TIED_EMBEDDINGS: "two stages would hold two versions of one weight",

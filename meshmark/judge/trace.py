@@ -36,6 +36,8 @@ class Trace:
     """Losses like `losses`, but in evaluation, before each step; empty when nobody asked."""
     buffers: list[list[Tensors]] = field(default_factory=list)
     """By replica, then like `parameters`; empty where the workload has none."""
+    replica: int = 0
+    """Of whose buffers one rank tells; ranks of a pipeline have some of them each."""
     left_out: list[int] = field(default_factory=list)
     """Attempts at each step that loss scaling left out on all ranks: of them, running statistics alone are left. Empty
     where nobody counted."""
@@ -95,6 +97,7 @@ def gather_replicas(
         norms=own.norms,
         evaluations=own.evaluations,
         buffers=own.buffers,
+        replica=own.replica,
         left_out=own.left_out,
         loss_scales=own.loss_scales,
         versions=own.versions,
@@ -124,12 +127,21 @@ def union_of(traces: Sequence[Trace]) -> Trace:
         losses=[sum(shares) for shares in zip(*(t.losses for t in traces), strict=True)],
         norms=[next((n for n in norms if n is not None), None) for norms in zip(*reported, strict=True)],
         evaluations=[sum(shares) for shares in zip(*(t.evaluations for t in traces), strict=True)],
-        buffers=[replica for t in traces for replica in t.buffers],
+        buffers=_whole_buffers(traces),
         left_out=traces[0].left_out,
         loss_scales=traces[0].loss_scales,
         versions=traces[0].versions,
         drifted={rank: held for trace in traces for rank, held in trace.drifted.items()},
     )
+
+
+def _whole_buffers(traces: Sequence[Trace]) -> list[list[Tensors]]:
+    """By replica, of what each of its ranks tells."""
+    ranks: dict[int, list[list[Tensors]]] = {}
+    for trace in traces:
+        for told in trace.buffers:
+            ranks.setdefault(trace.replica, []).append(told)
+    return [[_union(parts) for parts in zip(*ranks[replica], strict=True)] for replica in sorted(ranks)]
 
 
 def _gather(own: Trace) -> list[Trace] | None:
@@ -139,12 +151,12 @@ def _gather(own: Trace) -> list[Trace] | None:
     names = [[list(tensors) for tensors in kind] for kind in kinds]
     counts = [len(replica) for replica in own.buffers]
     numbers = [own.losses, own.norms, own.evaluations, own.left_out, own.loss_scales, own.versions]
-    headers = all_gather_json([names, numbers, list(own.drifted), counts])
+    headers = all_gather_json([names, numbers, list(own.drifted), counts, own.replica])
     everyone = gather_arrays([value for kind in kinds for tensors in kind for value in tensors.values()])
     if everyone is None:
         return None
     traces = []
-    for (kinds_names, numbers, ranks, counts), arrays in zip(headers, everyone, strict=True):
+    for (kinds_names, numbers, ranks, counts, replica), arrays in zip(headers, everyone, strict=True):
         losses, norms, evaluations, left_out, loss_scales, versions = numbers
         values = iter(arrays)
         every: list[list[Tensors]] = [[{name: next(values) for name in step} for step in kind] for kind in kinds_names]
@@ -161,6 +173,7 @@ def _gather(own: Trace) -> list[Trace] | None:
                 loss_scales=loss_scales,
                 versions=versions,
                 drifted=dict(zip(ranks, drifted, strict=True)),
+                replica=replica,
                 buffers=[[next(steps) for _ in range(count)] for count in counts],
             )
         )

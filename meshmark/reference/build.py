@@ -9,12 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from meshmark.reference.amoebanet import AmoebaNet
 from meshmark.reference.coatnet import CoAtNet
 from meshmark.reference.mixture import MixtureTransformer
 from meshmark.reference.model import Model
 from meshmark.reference.resnet import ResNet
 from meshmark.reference.transformer import Transformer
 from meshmark.reference.vision import VisionTransformer
+from meshmark.spec.amoebanet_spec import AmoebaNetSpec
 from meshmark.spec.coatnet_spec import CoAtNetSpec
 from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_spec import ModelSpec
@@ -26,6 +28,7 @@ _MODELS: dict[type[AnyModelSpec], type[Model]] = {
     VisionSpec: VisionTransformer,
     ResNetSpec: ResNet,
     CoAtNetSpec: CoAtNet,
+    AmoebaNetSpec: AmoebaNet,
     MixtureSpec: MixtureTransformer,
 }
 

@@ -54,9 +54,9 @@ class ResidualBlock(nn.Module):
 class MeanClassifier(nn.Module):
     """Last layer: the mean over pixels to logits [B, V]."""
 
-    def __init__(self, spec: ResNetSpec) -> None:
+    def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()
-        self.output = nn.Linear(spec.widths[-1], spec.num_classes, bias=False)
+        self.output = nn.Linear(width, num_classes, bias=False)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         out: Tensor = self.output(x_BCHW.mean((2, 3)))
@@ -74,4 +74,4 @@ class ResNet(Model):
         return ResidualBlock(self.spec.blocks[index])
 
     def make_head(self) -> nn.Module:
-        return MeanClassifier(self.spec)
+        return MeanClassifier(self.spec.widths[-1], self.spec.num_classes)

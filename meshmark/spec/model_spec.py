@@ -22,6 +22,8 @@ class Family(StrEnum):
     """Convolutions and batch norms beside a shortcut, no transformer (arXiv:1512.03385)."""
     COATNET = "coatnet"
     """Convolutions, then transformer blocks over pixels (arXiv:2106.04803)."""
+    AMOEBANET = "amoebanet"
+    """Cells of convolutions that read the states of the two before (arXiv:1802.01548)."""
     MIXTURE = "mixture"
     """A GPT's, whose feed-forward network is a mixture of experts (arXiv:1701.06538)."""
 
@@ -40,7 +42,7 @@ _WIDEST = 100.0
 """Of initial values; beyond, the first softmax is one element."""
 TEXT_FAMILIES = frozenset({Family.GPT, Family.LLAMA})
 """Transformers over tokens."""
-CONVOLUTIONAL_FAMILIES = frozenset({Family.RESNET, Family.COATNET})
+CONVOLUTIONAL_FAMILIES = frozenset({Family.RESNET, Family.COATNET, Family.AMOEBANET})
 """Layers of unequal size, over images."""
 
 

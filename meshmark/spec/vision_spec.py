@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshmark.errors import InputError
+from meshmark.spec.amoebanet_spec import AMOEBANET_MINI, AmoebaNetSpec
 from meshmark.spec.coatnet_spec import COATNET_MINI, CoAtNetSpec
 from meshmark.spec.convolutional import LayerSizes
 from meshmark.spec.mixture_spec import MixtureSpec
@@ -165,9 +166,9 @@ class VisionSpec:
 
 TransformerSpec = ModelSpec | VisionSpec | MixtureSpec
 """What is made of transformer blocks."""
-ImageSpec = VisionSpec | ResNetSpec | CoAtNetSpec
+ImageSpec = VisionSpec | ResNetSpec | CoAtNetSpec | AmoebaNetSpec
 """What is trained on images."""
-AnyModelSpec = ModelSpec | VisionSpec | ResNetSpec | CoAtNetSpec | MixtureSpec
+AnyModelSpec = ModelSpec | VisionSpec | ResNetSpec | CoAtNetSpec | AmoebaNetSpec | MixtureSpec
 """What a workload can train."""
 
 _VIT_MINI = VisionSpec(
@@ -190,5 +191,6 @@ VISION_MODELS: dict[str, ImageSpec] = {
         RESNET_MINI,
         COATNET_MINI,
         replace(COATNET_MINI, name="coatnet-mini-bn", batch_norm=True),
+        AMOEBANET_MINI,
     )
 }

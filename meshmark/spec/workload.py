@@ -208,6 +208,7 @@ WORKLOADS: dict[str, Workload] = {
         _digits("resnet-digits", VISION_MODELS["resnet-mini"]),
         _digits("coatnet-digits", VISION_MODELS["coatnet-mini"]),
         _digits("coatnet-digits-bn", VISION_MODELS["coatnet-mini-bn"]),
+        _digits("amoebanet-digits", VISION_MODELS["amoebanet-mini"]),
         Workload(name="gpt2-124m", model=MODELS["gpt2-124m"], masked=False),
         Workload(name="gpt-1.3b", model=MODELS["gpt-1.3b"], masked=False),
     )

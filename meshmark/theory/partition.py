@@ -63,6 +63,12 @@ def held_layers(model: ImageSpec, layout: Layout, rank: int) -> list[LayerSizes]
     return held
 
 
+def sent_on(model: ImageSpec, num_stages: int, boundary: int) -> int:
+    """Numbers of one image that go over the boundary behind a stage of the same cut."""
+    share, rest = divmod(model.num_layers, num_stages)
+    return model.layers[(boundary + 1) * share + min(boundary + 1, rest)].outputs
+
+
 def balanced_stages(model: ModelSpec, num_stages: int, *, head_share: float = 1.0) -> tuple[Stage, ...]:
     """Blocks in order, each stage closed by the block that takes the running cost past its share of the total.
 

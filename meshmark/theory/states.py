@@ -21,7 +21,7 @@ from meshmark.theory.memory import received_bytes, stage_memory, state_bytes, up
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import bucket_elements
 from meshmark.theory.parameters import stage_parameters
-from meshmark.theory.partition import held_layers, held_stage
+from meshmark.theory.partition import held_layers, held_stage, sent_on
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 
 
@@ -144,8 +144,14 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
 def _received(case: Case, rank: int, using: TrainingRecipe) -> float:
     """What pipeline stages receive, in buffers made once."""
     layout, model = case.layout, case.workload.model
-    if layout.pp == 1 or not using.receive_buffers or not isinstance(model, ModelSpec | MixtureSpec):
+    if layout.pp == 1 or not using.receive_buffers:
         return 0.0
+    if not isinstance(model, ModelSpec | MixtureSpec):
+        own, num_stages = layout.coordinates(rank).pp, layout.pp * layout.virtual_stages
+        ranks = [layout.pipeline_rank(stage) for stage in range(num_stages)]
+        borders = [b for b in range(num_stages - 1) if (ranks[b] == own) != (ranks[b + 1] == own)]
+        sent = sum(sent_on(model, num_stages, boundary) for boundary in borders)
+        return sent * case.workload.global_batch / layout.dp * case.precision.wide.itemsize
     grid = layout_grid(layout, case.workload.global_batch)
     stages = layout.stages_of(layout.coordinates(rank).pp)
     ends = (stages[0] == 0) + (stages[-1] == layout.pp * layout.virtual_stages - 1)

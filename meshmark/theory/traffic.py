@@ -13,10 +13,11 @@ from meshmark.spec.algorithm import COMPRESSING
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Layout, Recompute
 from meshmark.spec.precision import LossScaling
+from meshmark.spec.vision_spec import ImageSpec
 from meshmark.theory.compression import step_bytes
 from meshmark.theory.flow import Flow, Purpose
 from meshmark.theory.parameter_order import num_tensors
-from meshmark.theory.partition import held_stage
+from meshmark.theory.partition import held_stage, sent_on
 from meshmark.theory.states import local_parameters
 
 METERED_STEP = 2
@@ -233,21 +234,28 @@ def pipeline_traffic(case: Case, rank: int) -> list[Flow]:
     if layout.pp == 1:
         return []
     line, stage = layout.group("pp", rank), layout.coordinates(rank).pp
-    boundaries: dict[int, int] = {}
+    boundaries: dict[int, list[int]] = {}
     for boundary in range(layout.pp * layout.virtual_stages - 1):
         ends = {layout.pipeline_rank(boundary), layout.pipeline_rank(boundary + 1)}
         if stage in ends and len(ends) > 1:
             peer = line[(ends - {stage}).pop()]
-            boundaries[peer] = boundaries.get(peer, 0) + 1
+            boundaries.setdefault(peer, []).append(_boundary_bytes(case, boundary))
     flows = []
-    for peer, count in boundaries.items():
-        calls = count * layout.num_micro_batches
-        flows += [
-            _messages("pp", kind, (rank, peer), count * stream_bytes(case), (calls, calls)) for kind in ("send", "recv")
-        ]
+    for peer, sizes in boundaries.items():
+        calls = len(sizes) * layout.num_micro_batches
+        flows += [_messages("pp", kind, (rank, peer), sum(sizes), (calls, calls)) for kind in ("send", "recv")]
     if model.tied_embeddings and stage in (0, layout.pp - 1) and not layout.folded:
         flows.append(_tied_weight(case, (line[0], line[-1])))
     return flows
+
+
+def _boundary_bytes(case: Case, boundary: int) -> int:
+    """Of all rows of a step, behind one stage."""
+    layout, workload = case.layout, case.workload
+    if not isinstance(workload.model, ImageSpec):
+        return stream_bytes(case)
+    each = sent_on(workload.model, layout.pp * layout.virtual_stages, boundary)
+    return workload.global_batch // layout.dp * each * case.precision.wide.itemsize
 
 
 def _tied_weight(case: Case, ranks: tuple[int, int]) -> Flow:

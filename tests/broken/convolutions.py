@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from meshmark.adapter.data_parallel import PYTORCHS_CHECKPOINT
+from meshmark.reference.amoebanet import Cell
 from meshmark.reference.coatnet import Bottleneck, RelativeAttention
 from meshmark.reference.data import Batch
 from meshmark.reference.model import Model
 from meshmark.reference.resnet import ResidualBlock
+from meshmark.reference.vision import BatchNorm
 from tests.broken.engine import Broken
 from tests.broken.vision import NormalisesWholeRank, RankKeepsStatistics, SharesStatistics
 
@@ -91,6 +93,40 @@ class NeighbouringGroups(Broken):
 
 def _rolled(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(x.roll(1, dims=1) for x in inputs)
+
+
+class SkipsToTheOtherCell(Broken):
+    """Cells take the previous state for the one before it, and the other way round, where both are as wide."""
+
+    def prepare(self) -> None:
+        for cell in _each(self, Cell):
+            if cell.skip == cell.from_last.convolution.in_channels:
+                cell.states = _swapped(cell)  # type: ignore[method-assign]
+
+
+def _swapped(cell: Cell) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    right = cell.states
+
+    def states(x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        skip_BCHW, last_BCHW = right(x_BCHW)
+        return last_BCHW, skip_BCHW
+
+    return states
+
+
+class InfersOnStages(Broken):
+    """Every stage runs once more before the first step, to find out what it makes, as PyTorch's pipelining does by
+    default: its batch norms count that."""
+
+    def prepare(self) -> None:
+        self.runs_before = True
+
+    def backward(self, batch: Batch) -> Tensor:
+        if self.runs_before and self.case.workload.model.batch_norm:
+            self.runs_before = False
+            for norm in _each(self, BatchNorm):
+                norm(torch.ones(4, norm.num_features))
+        return super().backward(batch)
 
 
 class SharesStatisticsOfConvolutions(SharesStatistics):

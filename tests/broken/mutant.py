@@ -74,6 +74,7 @@ TIED = replace(GPT, name="gpt-tied", model=replace(GPT.model, name="gpt-tied", t
 MIXTURE = workload("gpt-moe-mini")
 VIT, VIT_BN, RESNET = workload("vit-digits"), workload("vit-digits-bn"), workload("resnet-digits")
 COATNET, COATNET_BN = workload("coatnet-digits"), workload("coatnet-digits-bn")
+AMOEBANET = workload("amoebanet-digits")
 
 
 def under(adapter: str, problem: Workload) -> Workload:

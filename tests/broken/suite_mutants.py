@@ -21,7 +21,20 @@ from tests.broken import timed as c
 from tests.broken import traffic as t
 from tests.broken import updates as u
 from tests.broken import vision as v
-from tests.broken.mutant import COATNET, COATNET_BN, DEEP, GPT, MIXTURE, RESNET, TIED, VIT, VIT_BN, Mutant, on
+from tests.broken.mutant import (
+    AMOEBANET,
+    COATNET,
+    COATNET_BN,
+    DEEP,
+    GPT,
+    MIXTURE,
+    RESNET,
+    TIED,
+    VIT,
+    VIT_BN,
+    Mutant,
+    on,
+)
 
 F = Fault
 FOUR = Layout(dp=4, num_micro_batches=2)
@@ -97,6 +110,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", k.HeadsShareBias, F.FORWARD, workload=COATNET),
     *on("ddp", k.PositionsNotUpdated, F.MISSING, workload=COATNET),
     *on("ddp fsdp2", k.NeighbouringGroups, F.FORWARD, workload=COATNET),
+    *on("ddp gpipe", k.SkipsToTheOtherCell, F.FORWARD, workload=AMOEBANET),
     # Experts
     *on("ddp fsdp2", e.RoutesToOne, F.FORWARD, F.MISSING, workload=MIXTURE),
     *on("ddp gpipe", e.WeighsOverAll, F.FORWARD, workload=MIXTURE),
@@ -105,6 +119,7 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp", e.DropsTokens, F.FORWARD, workload=MIXTURE),
     *on("ddp", e.OneTokenElsewhere, F.FORWARD, workload=MIXTURE),
     # Buffers
+    *on("gpipe pipeline", k.InfersOnStages, F.BUFFERS, workload=AMOEBANET),
     *on("ddp", k.SharesStatisticsOfConvolutions, F.BUFFERS, workload=COATNET_BN),
     *on("ddp fsdp2", k.KeepsStatisticsOfConvolutions, F.BUFFERS, workload=COATNET_BN),
     *on("ddp fairscale-oss", v.RankKeepsStatistics, F.BUFFERS, workload=VIT_BN),

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from meshmark import rank_progress
 from meshmark.adapter.engine import Engine
@@ -19,6 +20,7 @@ from meshmark.clip import told
 from meshmark.judge.deviation import Tensors
 from meshmark.judge.engine_tensors import host_gradients, host_parameters, local_holdings
 from meshmark.judge.gather import all_gather_json
+from meshmark.judge.replicas import replica_of
 from meshmark.judge.trace import Trace, host_copies, tensor_digests
 from meshmark.measure.memory import Named
 from meshmark.measure.watch import Watch
@@ -61,7 +63,7 @@ class Observer:
         default."""
         self.engine, self.request, self.retries = engine, request, retries
         self.notebook: Notebook = notebook or HostNotebook()
-        self.trace = Trace()
+        self.trace = Trace(replica=replica_of(request.case.layout, dist.get_rank()) if dist.is_initialized() else 0)
         self.unheld = ""
         """What went wrong with `holdings()`, of which no loss, gradient or parameter depends."""
         self.left_out = 0

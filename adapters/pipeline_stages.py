@@ -1,0 +1,90 @@
+"""Stages of a pipeline: what layers each is made of, what PyTorch is told of their shapes, what they receive into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from meshmark.adapter.data_parallel import AUTOCAST, configure
+from meshmark.reference.build import build_model
+from meshmark.reference.data import make_batch
+from meshmark.reference.model import Model
+from meshmark.reference.transformer import stage_layers
+from meshmark.spec.case import Case
+from meshmark.spec.precision import Dtype, Precision
+
+if TYPE_CHECKING:  # a second, which only ranks should take
+    from torch.distributed.pipelining import PipelineStage
+
+
+class Part(nn.Module):
+    """One stage's layers under the case's precision; between stages the residual stream stays in the wide one."""
+
+    def __init__(self, layers: Model, precision: Precision, device: torch.device) -> None:
+        super().__init__()
+        self.layers, self.dtype, self.device_type = layers, AUTOCAST.get(precision.compute), device.type
+        self.wide: torch.dtype = getattr(torch, precision.wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.dtype is not None):
+            out: Tensor = self.layers(x)
+        return out if self.layers.head is not None else out.to(self.wide)
+
+
+def chunk_of(case: Case, layers: Sequence[int], device: torch.device) -> Model:
+    """Some of the model's layers with their initial values."""
+    with device:
+        chunk = build_model(case.workload.model, layers)
+    chunk.initialize(case.workload.seed)
+    return configure(chunk.double() if case.precision.master is Dtype.FP64 else chunk, case)
+
+
+class _Examples(TypedDict, total=False):
+    """Arguments of `PipelineStage`."""
+
+    input_args: Tensor
+    output_args: Tensor
+
+
+def examples(case: Case, stage: int) -> _Examples:
+    """What a stage takes and makes of a micro-batch, for PyTorch to know by. Left to itself it runs every stage once to
+    find out, in training, on memory that nobody has written to: batch norms would keep that in their statistics
+    (tests/gaps/test_pipelining.py). Nothing where there are none."""
+    layout, model = case.layout, case.workload.model
+    if not case.workload.couples_rows:
+        return {}
+    num_stages, found = layout.pp * layout.virtual_stages, []
+    rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
+    x = make_batch(case.workload, 0).inputs[:1].expand(rows, -1, -1, -1).to("meta")
+    for index in range(stage + 1):
+        found.append(x)
+        with torch.device("meta"):
+            x = build_model(model, stage_layers(model, num_stages, index))(x)
+        x = x.to(getattr(torch, case.precision.wide if index < num_stages - 1 else case.precision.compute))
+        x = x.detach().requires_grad_()
+    return {"input_args": found[-1], "output_args": x}
+
+
+def joined(chunks: Sequence[Model]) -> Model:
+    """All that `chunks` hold under one root, for names, optimizer and checkpoints; what runs is the chunks."""
+    if len(chunks) == 1:
+        return chunks[0]
+    joined = build_model(chunks[0].spec, layers=())
+    joined.embedding, joined.head = chunks[0].embedding, chunks[-1].head
+    for chunk in chunks:
+        joined.blocks.update(dict(chunk.blocks.items()))
+    return joined
+
+
+def receive_buffers(stages: Sequence[PipelineStage]) -> list[Tensor]:
+    """What stages receive activations and their gradients into; allocated once, one a micro-batch."""
+    found: list[Tensor] = []
+    for stage in stages:
+        for buffers in (stage.args_recv_info, getattr(stage, "grad_recv_info", {})):
+            for infos in buffers.values():
+                received = [getattr(info, "buffer", None) for info in infos]
+                found += [buffer for buffer in received if isinstance(buffer, Tensor)]
+    return found

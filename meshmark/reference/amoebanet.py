@@ -1,0 +1,127 @@
+"""A small net of AmoebaNet-D's cells (arXiv:1802.01548), as a list of layers.
+
+Where the paper's cells take a maximum, these take a mean, and their activation is SiLU, not ReLU: at kinks and ties
+float32 and float64 disagree once in a while, and a right gradient is then far from the exact one. Its pairs of 1 x 7
+and 7 x 1 are 1 x 3 and 3 x 1, for images of 8 pixels.
+
+What goes from cell to cell is one tensor, both states side by side: of the cell before the previous one, and of the
+previous one. A reduction cell halves the former for the next cell too.
+
+Shape suffixes: B images, C channels, H and W pixels, V classes.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshmark.reference.model import Model
+from meshmark.reference.resnet import MeanClassifier
+from meshmark.reference.vision import BatchNorm
+from meshmark.spec.amoebanet_spec import AmoebaNetSpec, CellSizes
+
+Size = int | tuple[int, int]
+
+
+class Activated(nn.Module):
+    """A convolution, its norm and activation."""
+
+    def __init__(self, inner: int, outer: int, kernel: Size = 1, stride: Size = 1) -> None:
+        super().__init__()
+        padding = (kernel // 2, kernel // 2) if isinstance(kernel, int) else (kernel[0] // 2, kernel[1] // 2)
+        self.convolution = nn.Conv2d(inner, outer, kernel, stride=stride, padding=padding, bias=False)
+        self.norm = BatchNorm(outer)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return F.silu(self.norm(self.convolution(x_BCHW)))
+
+
+def across(width: int, stride: int = 1) -> nn.Sequential:
+    """Over rows, then over columns."""
+    return nn.Sequential(Activated(width, width, (1, 3), (1, stride)), Activated(width, width, (3, 1), (stride, 1)))
+
+
+class CellStem(nn.Module):
+    """First layer: images to both states, [B, C, H, W]."""
+
+    def __init__(self, spec: AmoebaNetSpec) -> None:
+        super().__init__()
+        self.entry = Activated(spec.num_channels, spec.cells[0], 3)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        images_BCHW = images_BCHW.to(self.entry.convolution.weight.dtype)  # exact in all: there are 17 shades
+        x_BCHW = self.entry(images_BCHW)
+        return torch.cat((x_BCHW, x_BCHW), 1)
+
+
+class Cell(nn.Module):
+    """Both states to the next two, [B, C, H, W] to the like; normal, or to half the size."""
+
+    def __init__(self, sizes: CellSizes) -> None:
+        super().__init__()
+        self.skip, self.reduces, w = sizes.skip, sizes.reduces, sizes.width
+        self.from_skip, self.from_last = Activated(sizes.skip, w), Activated(sizes.last, w)
+        if sizes.reduces:
+            self.square, self.cross = Activated(w, w, 3, 2), across(w, 2)
+            self.halved = Activated(sizes.last, w)
+        else:
+            self.cross, self.second_cross = across(w), across(w)
+            self.points = nn.ModuleList(Activated(w, w) for _ in range(3))
+
+    def states(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the cell before the previous one, and of the previous one."""
+        return x_BCHW[:, : self.skip], x_BCHW[:, self.skip :]
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        skip_BCHW, last_BCHW = self.states(x_BCHW)
+        zero, one = self.from_skip(skip_BCHW), self.from_last(last_BCHW)
+        if self.reduces:
+            return torch.cat((self.halved(F.avg_pool2d(last_BCHW, 2)), *self._reduced(zero, one)), 1)
+        return torch.cat((last_BCHW, *self._normal(zero, one)), 1)
+
+    def _normal(self, zero: Tensor, one: Tensor) -> tuple[Tensor, ...]:
+        two = self.points[0](one) + smoothed(one)
+        three = one + self.cross(zero)
+        four = self.points[1](zero) + self.second_cross(zero)
+        five = smoothed(two) + two
+        six = smoothed(one) + self.points[2](five)
+        return zero, three, four, six
+
+    def _reduced(self, zero: Tensor, one: Tensor) -> tuple[Tensor, ...]:
+        two = F.avg_pool2d(zero, 2) + smoothed(zero, 2)
+        three = two + self.square(one)
+        four = two + self.cross(one)
+        return smoothed(three) + two, three, four
+
+
+def smoothed(x_BCHW: Tensor, stride: int = 1) -> Tensor:
+    """The mean over each pixel's neighbours, what lies outside as zero."""
+    return F.avg_pool2d(x_BCHW, 3, stride, 1)
+
+
+class LastState(MeanClassifier):
+    """Last layer: of both states the last one, by its mean over pixels to logits [B, V]."""
+
+    def __init__(self, spec: AmoebaNetSpec) -> None:
+        super().__init__(spec.last_width, spec.num_classes)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        out: Tensor = super().forward(x_BCHW[:, -self.output.in_features :])
+        return out
+
+
+class AmoebaNet(Model):
+    block: ClassVar = Cell
+    spec: AmoebaNetSpec
+
+    def make_embedding(self) -> nn.Module:
+        return CellStem(self.spec)
+
+    def make_block(self, index: int) -> nn.Module:
+        return Cell(self.spec.blocks[index])
+
+    def make_head(self) -> nn.Module:
+        return LastState(self.spec)
