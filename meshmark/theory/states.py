@@ -17,12 +17,14 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.vision_spec import AnyModelSpec
 from meshmark.theory.gradient_path import DEEPSPEED_PATHS, GradientPath
 from meshmark.theory.grid import layout_grid
-from meshmark.theory.memory import received_bytes, stage_memory, state_bytes, update_excess
+from meshmark.theory.memory import received_bytes, stage_memory
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import bucket_elements
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import held_layers, held_stage, sent_on
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.stage_peak import update_excess
+from meshmark.theory.state_bytes import state_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +129,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     peak = backward = None
     if exact and known and layout.recompute is Recompute.NONE:
         peak = float(held.total_bytes[0])
-        backward = peak - float(update_excess(model, grid, using, index)[0])
+        backward = peak - float(update_excess(model, grid, using, index)[0]) if using.eager else None
     return ModelStates(
         parameters=float(held.parameters[0]),
         gradients=float(held.gradients[0]),
