@@ -6,6 +6,7 @@ import dataclasses
 import os
 from typing import Any, ClassVar
 
+from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.engine import RankContext
 from meshmark.adapters.accelerate import AccelerateFSDP2
 from meshmark.adapters.accelerate.prepare import sharding_accelerator
@@ -23,6 +24,8 @@ class AccelerateFSDP2Launched(AccelerateFSDP2):
         precisions=frozenset({Precision.FP32}),
         lacks={
             **AccelerateFSDP2.capabilities.lacks,
+            Feature.TIED_EMBEDDINGS: "its launcher's default of loading weights by the first rank (cpu_ram_efficient_loading) "
+            "ties again only models with Transformers' `tie_weights`",
             Precision.FP64: "its launcher knows no float64",
             Precision.BF16: "its launcher's bf16 reduces gradients in bf16",
             Precision.BF16_REDUCE_BF16: "not tried",
