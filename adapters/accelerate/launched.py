@@ -24,7 +24,7 @@ class AccelerateFSDP2Launched(AccelerateFSDP2):
         precisions=frozenset({Precision.FP32}),
         lacks={
             **AccelerateFSDP2.capabilities.lacks,
-            Feature.TIED_EMBEDDINGS: "its launcher's default of loading weights by the first rank (cpu_ram_efficient_loading) "
+            Feature.TIED_EMBEDDINGS: "its launcher loads weights by one rank (cpu_ram_efficient_loading), and "
             "ties again only models with Transformers' `tie_weights`",
             Precision.FP64: "its launcher knows no float64",
             Precision.BF16: "its launcher's bf16 reduces gradients in bf16",
