@@ -11,11 +11,13 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.megatron.buckets import bucket_sizes, local_sizes
 from meshmark.adapters.megatron.connections import one_connection
+from meshmark.adapters.megatron.gpt_bf16 import narrow_activations, restore_masters, untried_in_bf16
 from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
 from meshmark.adapters.megatron.gpt_weights import fused_of, initial_values, shard
 from meshmark.adapters.megatron.on_cpu import MarkedNorm, cuda_is, norms_marked, seed
@@ -52,6 +54,7 @@ class MegatronGPT(Adapter):
     """Whether weights that a distributed optimizer has shared out are gathered while the next forward pass goes on."""
     fuses: ClassVar = False
     """Whether megatron-core's fused kernels that need no other package run on CUDA; on a CPU none do."""
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, divides=True, splits_products=True, gpt_model_order=True)
     requires: ClassVar = (Requirement(module="megatron.core", distribution="megatron-core"),)
     preload: ClassVar[tuple[str, ...]] = ("megatron.core.models.gpt", "megatron.core.optimizer")
     capabilities: ClassVar = Capabilities(
@@ -61,8 +64,10 @@ class MegatronGPT(Adapter):
         sequence_parallel=True,
         recomputes=frozenset(Recompute),
         families=TEXT_FAMILIES,
-        precisions=frozenset({Precision.FP32}),
+        precisions=frozenset({Precision.FP32, Precision.BF16}),
         lacks={
+            Precision.FP16: "its loss scaling was not tried",
+            Precision.BF16_REDUCE_BF16: "not tried",
             Family.VIT: "GPTModel has an embedding and a loss over a vocabulary",
             **dict.fromkeys(CONVOLUTIONAL_FAMILIES, "GPTModel is a transformer"),
             Family.MIXTURE: "megatron-core's experts are not mapped",
@@ -89,6 +94,8 @@ class MegatronGPT(Adapter):
             return f"GPTModel takes as many layers on every stage, got {layers} on {stages}"
         if layout.virtual_stages > 1 and (layout.pp == 1 or layout.num_micro_batches % layout.pp):
             return f"interleaving takes a multiple of pp micro-batches, got {layout.num_micro_batches} on {layout.pp}"
+        if case.precision.is_mixed and (untried := ", ".join(untried_in_bf16(case))):
+            return f"in {case.precision} GPTModel was not tried with {untried}"
         return super().supports(case, device, backend)
 
     @classmethod
@@ -100,22 +107,28 @@ class MegatronGPT(Adapter):
 
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
-        """Gradients are in a buffer for life. GPTModel's activations are its own: unfused attention keeps scores."""
-        return dataclasses.replace(eager_recipe(case, "eager-ddp"), activations_known=False, receive_buffers=False)
+        """Gradients are in a float32 buffer for life; of weights in bf16 there are float32 masters. GPTModel's
+        activations are its own: unfused attention keeps scores."""
+        mixed, width = case.precision.is_mixed, case.precision.weights.itemsize
+        using = eager_recipe(case, "eager-ddp", casts_weights=mixed)
+        masters = case.precision.master.itemsize if mixed else 0
+        states = dataclasses.replace(using.states, weight_bytes=width, master_bytes=masters)
+        return dataclasses.replace(using, states=states, activations_known=False, receive_buffers=False)
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         """What megatron-core keeps for life beside the states: random states, its buffer for scores, an input."""
         layout, model = case.layout, case.workload.transformer
         rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
-        scores = 4 * rows * model.num_heads // layout.tp * model.seq_len**2
+        width = case.precision.weights.itemsize
+        scores = width * rows * model.num_heads // layout.tp * model.seq_len**2
         declared = [
             (3 * RNG_STATE_BYTES, "on a CPU, the random states of parallel ranks, which are tensors there"),
             (scores, "a buffer for the scores of attention (`get_global_memory_buffer`)"),
             (8 * model.seq_len, "positions, which this adapter hands to every micro-batch"),
         ]
         if receiving := sum(stage > 0 for stage in layout.stages_of(layout.coordinates(rank).pp)):
-            received = rows * model.seq_len * model.hidden * 4 // (layout.tp if layout.sequence_parallel else 1)
+            received = rows * model.seq_len * model.hidden * width // (layout.tp if layout.sequence_parallel else 1)
             reason = "of every stage of the pipeline, the last input that it has received, and its gradient"
             declared.append((receiving * 2 * received, reason))
         padding = cls.padding(case, rank)
@@ -128,7 +141,8 @@ class MegatronGPT(Adapter):
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
         flows, count = step_traffic(case, rank), sum(local_sizes(case, rank, range(case.layout.virtual_stages)))
         share, reason = Fraction(cls.padding(case, rank), count), "tensors are padded to 64 elements, buckets to 128"
-        return (*besides(flows, Purpose.GRADIENTS, share, reason), *besides(flows, Purpose.WEIGHTS, share, reason))
+        padded = (*besides(flows, Purpose.GRADIENTS, share, reason), *besides(flows, Purpose.WEIGHTS, share, reason))
+        return (*padded, *narrow_activations(case, flows))
 
     @classmethod
     def bucket_elements(cls, case: Case) -> int | None:
@@ -145,6 +159,7 @@ class MegatronGPT(Adapter):
     def build(self, case: Case, context: RankContext) -> Engine:
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.transformer.module import Float16Module
 
         layout, stands = case.layout, case.layout.coordinates(context.rank)
         parallel_state.initialize_model_parallel(
@@ -164,17 +179,27 @@ class MegatronGPT(Adapter):
         with cuda_is(context.device), norms_marked():
             config = _config(case, context, fuses=self.fuses and context.device.type == "cuda")
             models = [_chunk(case, context, config, chunk) for chunk in range(layout.virtual_stages)]
+            if case.precision.is_mixed:
+                models = [Float16Module(config, model) for model in models]
             chunks = [DistributedDataParallel(config, how, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
             if how.overlap_grad_reduce:  # as Megatron-LM's own training does
                 config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
             optimizer = _optimizer(case, chunks, overlaps_gather=self.overlaps_gather)
-        return GPTModelEngine(case, context, chunks, optimizer)
+        engine = GPTModelEngine(case, context, chunks, optimizer)
+        if case.precision.is_mixed:
+            restore_masters(case, engine)
+        return engine
 
 
 class MegatronGPTDistributedOptimizer(MegatronGPT):
     """Optimizer states, and the reduction of gradients, shared out over replicas: ZeRO's stage 1 in Megatron's way."""
 
-    capabilities: ClassVar = dataclasses.replace(MegatronGPT.capabilities, zero_stages=frozenset({1}))
+    capabilities: ClassVar = dataclasses.replace(
+        MegatronGPT.capabilities,
+        zero_stages=frozenset({1}),
+        precisions=frozenset({Precision.FP32}),
+        lacks={**MegatronGPT.capabilities.lacks, Precision.BF16: "masters are shared out by elements: not mapped"},
+    )
     known_gaps: ClassVar = tuple(
         KnownGap(clause=clause, symptom="AssertionError", reason=_FRESH) for clause in ("resume", "reshard", "recovery")
     )
@@ -212,7 +237,9 @@ def _config(case: Case, context: RankContext, *, fuses: bool) -> Any:  # noqa: A
         virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
         sequence_parallel=layout.sequence_parallel,
         **_RECOMPUTED[layout.recompute],
-        pipeline_dtype=torch.float32,
+        bf16=case.precision.is_mixed,
+        params_dtype=getattr(torch, case.precision.weights),
+        pipeline_dtype=getattr(torch, case.precision.weights),
         use_cpu_initialization=context.device.type == "cpu",
         bias_activation_fusion=fuses,
         bias_dropout_fusion=fuses,
@@ -278,6 +305,8 @@ def _optimizer(case: Case, chunks: list[Any], *, overlaps_gather: bool) -> Any: 
         clip_grad=spec.clip_norm or 0.0,
         use_distributed_optimizer=case.layout.zero_stage > 0,
         overlap_param_gather=overlaps_gather,
+        bf16=case.precision.is_mixed,
+        params_dtype=getattr(torch, case.precision.weights),
     )
     made = get_megatron_optimizer(config, chunks, config_overrides={}, use_gloo_process_groups=False)
     chained = getattr(made, "chained_optimizers", [made])

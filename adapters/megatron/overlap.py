@@ -12,6 +12,7 @@ from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
 from meshmark.adapters.megatron.gpt_model import MegatronGPT
 from meshmark.errors import AdapterError
 from meshmark.spec.case import Case
+from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure, Flow, Purpose, departing
 from meshmark.theory.traffic import step_traffic
 
@@ -23,7 +24,12 @@ class MegatronGPTOverlap(MegatronGPT):
     """Interleaved stages were not tried."""
 
     overlaps_reduction: ClassVar = True
-    capabilities: ClassVar = dataclasses.replace(MegatronGPT.capabilities, virtual_stages=frozenset({1}))
+    capabilities: ClassVar = dataclasses.replace(
+        MegatronGPT.capabilities,
+        virtual_stages=frozenset({1}),
+        precisions=frozenset({Precision.FP32}),
+        lacks={**MegatronGPT.capabilities.lacks, Precision.BF16: "overlap was not tried in bf16"},
+    )
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:

@@ -30,3 +30,6 @@ class Arithmetic:
     splits_products: bool = False
     """Linear layers and loss are in parts, one a tensor-parallel rank, as Megatron-LM's: summed over ranks in the
     narrow format behind products by rows and before the head; and biases are added wide, by one rank alone too."""
+    gpt_model_order: bool = False
+    """They are those of megatron-core's own GPTModel: queries, keys and values are one product, attention is unfused,
+    with its softmax in float32, sequences come first, and biases of row-parallel products are added by themselves."""

@@ -39,10 +39,10 @@ class _Region:
         self.copies: tuple[Tensor, ...] = ()
 
     def enter(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.copies = _copies(args[0], self.tp, args[0].dtype)
+        self.copies = copies_of(args[0], self.tp, args[0].dtype)
 
 
-def _copies(x: Tensor, tp: int, summed_in: torch.dtype) -> tuple[Tensor, ...]:
+def copies_of(x: Tensor, tp: int, summed_in: torch.dtype) -> tuple[Tensor, ...]:
     """One a rank, whose gradients are summed in a format of their own."""
     copies: tuple[Tensor, ...] = _Copies.apply(x, tp, summed_in)  # type: ignore[no-untyped-call]
     return copies
@@ -59,7 +59,7 @@ class _Copies(torch.autograd.Function):
         return functools.reduce(torch.add, [g.to(ctx.summed_in) for g in gradients]), None, None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A rank's linear layer, in megatron-core's order of operations: its bias makes the output wide."""
     output: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return output
@@ -102,10 +102,10 @@ class _ByColumns(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         low = torch.get_autocast_dtype(x.device.type)
-        copies = self.region.copies if self.region else _copies(x, self.tp, low)
+        copies = self.region.copies if self.region else copies_of(x, self.tp, low)
         biases = (None,) * self.tp if self.bias is None else self.bias.chunk(self.tp)
         parts = zip(copies, self.weight.chunk(self.tp), biases, strict=True)
-        return torch.cat([_product(*part) for part in parts], dim=-1)
+        return torch.cat([product(*part) for part in parts], dim=-1)
 
 
 class _ByRows(_Linear):
@@ -113,7 +113,7 @@ class _ByRows(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = zip(x.chunk(self.tp, dim=-1), self.weight.chunk(self.tp, dim=1), strict=True)
-        products = [_product(own.contiguous(), weight.contiguous()) for own, weight in parts]
+        products = [product(own.contiguous(), weight.contiguous()) for own, weight in parts]
         total: Tensor = functools.reduce(torch.add, products)
         return total if self.bias is None else total + self.bias
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.data_parallel import AUTOCAST, compile_blocks
 from meshmark.judge.deviation import Deviation, Quantity, QuantityKind, Tensors, deviation
+from meshmark.judge.gpt_model_order import GPTModelOrder
 from meshmark.judge.split_products import split, split_loss_share
 from meshmark.judge.trace import Trace
 from meshmark.reference.build import build_model
@@ -104,13 +105,16 @@ class Twin:
     @cached_property
     def _model(self) -> Model:
         """Without values; built once, for a compiled one takes seconds."""
+        workload, tp = self.case.workload, self.case.layout.tp
         with torch.device("meta"):
-            model = build_model(self.case.workload.model)
+            if self.arithmetic.gpt_model_order:
+                return GPTModelOrder(workload.transformer, tp)
+            model = build_model(workload.model)
         if self.case.tuning.compile:
             compile_blocks(model)
         if self.arithmetic.splits_products:
             assert isinstance(model, Transformer)
-            split(model, self.case.layout.tp)
+            split(model, tp)
         return model
 
     def _part(

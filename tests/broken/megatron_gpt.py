@@ -18,6 +18,7 @@ from meshmark.judge.faults import Fault
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Recompute, Schedule
+from meshmark.spec.precision import Precision
 from tests.broken.engine import Broken
 from tests.broken.mutant import Mutant, on
 
@@ -146,6 +147,17 @@ class BucketNotReduced(OfModel):
         bucket_group.start_grad_sync = bucket_group.finish_grad_sync = lambda *_, **__: None
 
 
+class SumsInBf16(OfModel):
+    """Gradients are sums over micro-batches in bf16, not in float32 as asked for (`grad_reduce_in_fp32`)."""
+
+    def backward(self, batch: Batch) -> Tensor:
+        loss = super().backward(batch)
+        for chunk in self.chunks:
+            for buffer in chunk.buffers:
+                buffer.grad_data.copy_(buffer.grad_data.bfloat16())
+        return loss
+
+
 class WeightsNotGathered(OfModel):
     """A rank steps its own part of the weights, and never gets the others'."""
 
@@ -173,6 +185,7 @@ MEGATRON_GPT_MUTANTS: list[Mutant] = [
     *on("megatron-gpt", RecomputesUnmasked, layout=replace(AGAIN, recompute=Recompute.SELECTIVE)),
     *on("megatron-gpt-overlap", NotOverlapped, suite="communication", layout=REPLICATED),
     *on("megatron-gpt-overlap", BucketNotReduced, F.NOT_REDUCED, layout=REPLICATED),
+    *on("megatron-gpt", SumsInBf16, layout=PIPELINE, precision=Precision.BF16),
     *on("megatron-gpt-recommended", WeightsNotGathered, layout=SHARDED),
     _on_load(SwapsShards),
     _on_load(ForgetsCount, F.UPDATE),
