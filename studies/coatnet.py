@@ -69,9 +69,9 @@ taken, and what is sent, and how unevenly products are dealt, stand for the cost
 The same net four times as deep, on images of 32 x 32 pixels and 1,000 classes, {ROWS:,} images a step, in bf16 autocast
 with fp32 weights, gradients and moments. *held*: states, and with ZeRO-3 one gathered block; **no activations, which
 are not planned of images**. *products*: at the GPU's peak, of a pipeline the slowest stage's with the bubble;
-*messages*: at the links' bandwidth; *host*: copies of offloaded states over PCIe, without the host's own update.
-Nothing overlaps here, as it does in practice, and nothing reaches its peak there: these are no predictions of a step,
-but they rank what differs by much. Plans within {ALIKE - 1:.0%} of the least are called as good.
+*messages*: at the bandwidth of the links, of all adapters of a node together; *host*: copies of offloaded states over
+PCIe, without the host's own update. Nothing overlaps here, as it does in practice, and nothing reaches its peak there:
+these are no predictions of a step, but they rank what differs by much. Plans within {ALIKE - 1:.0%} of the least are called as good.
 
 {_planned_table([plan for own in planned for plan in own])}
 
@@ -98,7 +98,7 @@ def _bullets(lines: Iterable[str]) -> str:
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e9:.2g} B" if count >= 1e9 else f"{count / 1e6:.2g} M"
+    return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
 
 
 def _parameters(each: Found) -> int:

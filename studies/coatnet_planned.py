@@ -3,6 +3,7 @@ take at the rates of datasheets, one after the other. Nothing here is measured."
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,7 +109,7 @@ class Plan:
 
     @cached_property
     def wire_seconds(self) -> float:
-        """At the bandwidth of the links that a group of ranks has: inside a node, or between nodes."""
+        """At the bandwidth of the links that each group of ranks has."""
         flows = [step_traffic(self.case, rank) or () for rank in one_a_stage(self.case.layout)]
         return max(sum(_seconds(flow.ranks, flow.kind, flow.num_bytes) for flow in own) for own in flows)
 
@@ -127,9 +128,17 @@ class Plan:
         return self.compute_seconds + self.wire_seconds + self.host_seconds
 
 
+def bandwidth(ranks: Sequence[int]) -> float:
+    """Of one rank's link in rings through a group: between nodes there are as many rings as the group has GPUs in a
+    node, each over the adapter of another of them, but no more than the links inside a node carry."""
+    in_node = Counter(rank // GPU.gpus_per_node for rank in ranks)
+    if len(in_node) == 1:
+        return GPU.link_bandwidth
+    return min(GPU.link_bandwidth, min(in_node.values()) * GPU.network_bandwidth)
+
+
 def _seconds(ranks: Sequence[int], kind: str, num_bytes: int) -> float:
-    inside = len({rank // GPU.gpus_per_node for rank in ranks}) == 1
-    return num_bytes * wire_factor(kind, len(ranks)) / (GPU.link_bandwidth if inside else GPU.network_bandwidth)
+    return num_bytes * wire_factor(kind, len(ranks)) / bandwidth(ranks)
 
 
 def plans(width: int) -> list[Plan]:

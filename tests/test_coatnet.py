@@ -13,7 +13,7 @@ from meshmark.run.request import Task
 from studies.coatnet import page, wrong
 from studies.coatnet_figure import draw
 from studies.coatnet_measured import Found, cases, fastest, fitting, frugal
-from studies.coatnet_planned import WIDTHS, best, plans, stretch
+from studies.coatnet_planned import GPU, WIDTHS, bandwidth, best, plans, stretch
 from tests.factories import make_memory, make_memory_evidence, make_record, make_timing, make_traffic_evidence
 
 MIB = 2**20
@@ -54,6 +54,12 @@ def test_the_fullest_stage_of_unequal_ones_holds_more_than_its_share() -> None:
     assert whole.state_bytes / 4 < four.state_bytes < whole.state_bytes
     assert stretch(whole.case) == 1
     assert stretch(four.case) > 11 / 8
+
+
+def test_rings_between_nodes_use_the_adapters_of_all_their_gpus_and_a_pair_its_own() -> None:
+    assert bandwidth(range(8)) == GPU.link_bandwidth
+    assert bandwidth(range(64)) == 8 * GPU.network_bandwidth < GPU.link_bandwidth
+    assert bandwidth((0, 8)) == GPU.network_bandwidth
 
 
 def test_data_parallelism_is_chosen_where_it_is_as_good_and_never_where_it_does_not_fit() -> None:
