@@ -71,7 +71,8 @@ with fp32 weights, gradients and moments. *held*: states, and with ZeRO-3 one ga
 are not planned of images**. *products*: at the GPU's peak, of a pipeline the slowest stage's with the bubble;
 *messages*: at the bandwidth of the links, of all adapters of a node together; *host*: copies of offloaded states over
 PCIe, without the host's own update. Nothing overlaps here, as it does in practice, and nothing reaches its peak there:
-these are no predictions of a step, but they rank what differs by much. Plans within {ALIKE - 1:.0%} of the least are called as good.
+these are no predictions of a step, but they rank what differs by much. Plans within {ALIKE - 1:.0%} of the least are
+called as good.
 
 {_planned_table([plan for own in planned for plan in own])}
 
