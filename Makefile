@@ -26,6 +26,7 @@ help:
 	@echo "make gpu      run on this machine's GPU with its own python (PYTHON=...), in pieces (gpu.mk), leave GPU_OUT"
 	@echo "make roster   every adapter, variants too, by capability: reports/roster.md"
 	@echo "make horovod  build Horovod into the environment, for the adapters that need it: minutes, a C++ compiler and CMake"
+	@echo "make coatnet  as a CoAtNet grows: data parallelism, ZeRO, offload or a pipeline: reports/coatnet.md"
 	@echo "make lint types docs clean"
 
 install: $(VENV)/.installed
@@ -66,7 +67,7 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-include plan.mk power.mk chaos.mk roster.mk gpu.mk cluster.mk size.mk horovod.mk
+include plan.mk power.mk chaos.mk roster.mk gpu.mk cluster.mk size.mk horovod.mk coatnet.mk
 
 # The site, of which a warning is an error; mkdocs and its theme are installed for it alone.
 docs: install

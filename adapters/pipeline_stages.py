@@ -15,6 +15,7 @@ from meshmark.reference.model import Model
 from meshmark.reference.transformer import stage_layers
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Dtype, Precision
+from meshmark.spec.vision_spec import ImageSpec
 
 if TYPE_CHECKING:  # a second, which only ranks should take
     from torch.distributed.pipelining import PipelineStage
@@ -31,7 +32,7 @@ class Part(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.dtype is not None):
             out: Tensor = self.layers(x)
-        return out if self.layers.head is not None else out.to(self.wide)
+        return out if self.layers.head is not None else out.to(self.wide).contiguous()  # messages are
 
 
 def chunk_of(case: Case, layers: Sequence[int], device: torch.device) -> Model:
@@ -52,9 +53,10 @@ class _Examples(TypedDict, total=False):
 def examples(case: Case, stage: int) -> _Examples:
     """What a stage takes and makes of a micro-batch, for PyTorch to know by. Left to itself it runs every stage once to
     find out, in training, on memory that nobody has written to: batch norms would keep that in their statistics
-    (tests/gaps/test_pipelining.py). Nothing where there are none."""
+    (tests/gaps/test_pipelining.py). And it would receive gradients as that run's happen to lie, which images do not in
+    the order of messages. Nothing of other models."""
     layout, model = case.layout, case.workload.model
-    if not case.workload.couples_rows:
+    if not isinstance(model, ImageSpec):
         return {}
     num_stages, found = layout.pp * layout.virtual_stages, []
     rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
@@ -64,7 +66,7 @@ def examples(case: Case, stage: int) -> _Examples:
         with torch.device("meta"):
             x = build_model(model, stage_layers(model, num_stages, index))(x)
         x = x.to(getattr(torch, case.precision.wide if index < num_stages - 1 else case.precision.compute))
-        x = x.detach().requires_grad_()
+        x = x.detach().contiguous().requires_grad_()
     return {"input_args": found[-1], "output_args": x}
 
 

@@ -41,7 +41,7 @@ class AlgorithmError(InputError):
 
 
 class CorpusError(InputError):
-    """A corpus that is missing, empty or too short."""
+    """A corpus that is missing, empty or too short, or images that do not go together."""
 
 
 class ResultsError(InputError):

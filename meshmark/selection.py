@@ -126,7 +126,7 @@ def add_options(parser: pytest.Parser) -> None:
         help=f"the workload's model in another size, of {', '.join(KEYS)}; or a Hugging Face FILE.json, and such keys",
     )
     group.addoption("--global-batch", type=int, default=None, metavar="N", help="sequences a step (default: preset's)")
-    group.addoption("--corpus", default=None, metavar="FILE", help="train on this file, byte by byte")
+    group.addoption("--corpus", default=None, metavar="PATH", help="train on a file, byte by byte, or image folder")
     group.addoption(
         "--conformance",
         action="store_true",

@@ -218,8 +218,6 @@ def test_contradictions_are_refused() -> None:
         dataclasses.replace(VIT, model=MODELS["gpt-mini"])
     with pytest.raises(InputError, match="takes a ModelSpec"):
         dataclasses.replace(workload("gpt-mini"), model=VIT.model)
-    with pytest.raises(InputError, match="no corpus replaces"):
-        dataclasses.replace(VIT, corpus="text.txt")
     with pytest.raises(InputError, match="image_size 8 is not divisible by patch_size 3"):
         dataclasses.replace(VIT.model, patch_size=3)
     with pytest.raises(InputError, match="image_size 8 is not divisible by 16: every change of widths"):

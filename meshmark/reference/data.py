@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshmark.errors import CorpusError, InputError
 from meshmark.reference.digits import load_digits
+from meshmark.reference.image_folder import load_images
 from meshmark.reference.initial import random_bits
 from meshmark.spec.vision_spec import ImageSpec
 from meshmark.spec.workload import Dataset, Workload
@@ -107,15 +108,28 @@ def load_corpus(path: str | None, at_least: int) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
+def images_of(workload: Workload) -> tuple[Tensor, Tensor]:
+    """All images that a workload is trained on, and their classes. Raises `CorpusError` when they cannot be read."""
+    return load_digits() if workload.corpus is None else load_images(workload.corpus)
+
+
 def on_corpus(workload: Workload, path: str | None) -> Workload:
-    """`workload` on the text at `path`, named after it: its file's stem, in characters that need no quotes in a shell,
-    and a digest of its bytes, for two texts may share a name. Raises `CorpusError` when it cannot be read."""
+    """`workload` on the text at `path`, or on the folder of images, in whose size, channels and classes its model then
+    is; named after it: its stem, in characters that need no quotes in a shell, and a digest of what it holds, for two
+    may share a name. Raises `CorpusError` when it cannot be read."""
     if path is None:
         return workload
+    model = workload.model
+    if isinstance(model, ImageSpec):
+        images, labels = load_images(path)
+        _, channels, side, _ = images.shape
+        model = dataclasses.replace(model, image_size=side, num_channels=channels, num_classes=int(labels.max()) + 1)
+        content = images.numpy().tobytes() + labels.numpy().tobytes()
+    else:
+        content = read_corpus(path)
     stem = re.sub(r"[^A-Za-z0-9]+", "_", Path(path).stem).strip("_")[:20]
-    digest = hashlib.sha256(read_corpus(path)).hexdigest()[:8]
-    name = ".".join(part for part in (workload.name, stem, digest) if part)
-    return dataclasses.replace(workload, name=name, corpus=path)
+    name = ".".join(part for part in (workload.name, stem, hashlib.sha256(content).hexdigest()[:8]) if part)
+    return dataclasses.replace(workload, name=name, model=model, corpus=path)
 
 
 def _uniform(name: str, count: int, bound: int, *, seed: int) -> Tensor:
@@ -128,12 +142,13 @@ def check_data(workload: Workload) -> None:
     there or too short, a vocabulary too small, a package that is not installed."""
     model = workload.model
     if isinstance(model, ImageSpec):
-        images, labels = load_digits()
+        images, labels = images_of(workload)
+        source = workload.corpus or "the digits"
         fits = (model.num_channels, model.image_size, model.image_size) == images.shape[1:]
         if not fits or model.num_classes <= int(labels.max()):
             raise InputError(
                 f"model {model.name!r} takes {model.num_channels} x {model.image_size} x {model.image_size} pixels of "
-                f"{model.num_classes} classes; the digits have {tuple(images.shape[1:])} of {int(labels.max()) + 1}"
+                f"{model.num_classes} classes; {source} have {tuple(images.shape[1:])} of {int(labels.max()) + 1}"
             )
         return
     load_corpus(workload.corpus, model.seq_len + 1)
@@ -145,7 +160,7 @@ def data_digest(workload: Workload) -> str:
     """A hash of all that batches are cut from."""
     images = workload.dataset is Dataset.DIGITS
     digest = hashlib.sha256()
-    for tensor in load_digits() if images else [load_corpus(workload.corpus, workload.model.seq_len + 1)]:
+    for tensor in images_of(workload) if images else [load_corpus(workload.corpus, workload.model.seq_len + 1)]:
         digest.update(tensor.numpy().data)
     return digest.hexdigest()
 
@@ -190,9 +205,9 @@ def _masked_text_batch(workload: Workload, step: int) -> Batch:
 
 
 def _digits_batch(workload: Workload, step: int) -> Batch:
-    """Images [global_batch, 1, 8, 8] and their classes [global_batch]. With `masked`, a random third of the images does
-    not count, so that ranks and micro-batches hold unequal numbers that do."""
-    images, labels = load_digits()
+    """Images [global_batch, channels, side, side] and their classes [global_batch]. With `masked`, a
+    random third of the images does not count, so that ranks and micro-batches hold unequal numbers that do."""
+    images, labels = images_of(workload)
     B = workload.global_batch
     drawn_B = _uniform(f"images/{step}", B, len(images), seed=workload.seed)
     targets_B = labels[drawn_B]

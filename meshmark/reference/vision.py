@@ -43,7 +43,7 @@ class PatchEmbedding(nn.Module):
         self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, images_BNHW: Tensor) -> Tensor:
-        images_BNHW = images_BNHW.to(self.patches.weight.dtype)  # exact in all: there are 17 shades
+        images_BNHW = images_BNHW.to(self.patches.weight.dtype)  # exact in all: there are 256 shades at most
         patches_BKP = F.unfold(images_BNHW, self.patch_size, stride=self.patch_size)
         x_BPC = self.patches(patches_BKP.transpose(1, 2))
         x_BPC = x_BPC + self.positions(torch.arange(x_BPC.shape[1], device=x_BPC.device))

@@ -57,7 +57,8 @@ class Workload:
     skipped_block: int | None = None
     """A block that every second step leaves out, so that its parameters are unused there."""
     corpus: str | None = None
-    """Path of a file to train on, byte by byte; None takes the text inside Python's standard library."""
+    """Path of a file to train on, byte by byte, or of a folder of images in subfolders, one a class; None takes the
+    text inside Python's standard library, or the digits."""
     seed: int = 0
     """Seeds the initial values and the batches."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
@@ -74,8 +75,6 @@ class Workload:
                 f"workload {self.name!r}: skipped_block is {self.skipped_block}, expected one of the model's "
                 f"{self.model.num_layers} blocks, counted from 0"
             )
-        if self.corpus is not None and self.dataset is Dataset.DIGITS:
-            raise InputError(f"workload {self.name!r}: its data set is {self.dataset}, which no corpus replaces")
         if isinstance(self.model, ImageSpec) is not (self.dataset is Dataset.DIGITS):
             images = [kind.__name__ for kind in get_args(ImageSpec)]
             needed = " or a ".join(images if self.dataset is Dataset.DIGITS else [ModelSpec.__name__])

@@ -1,0 +1,133 @@
+"""Images of the user's in the place of the digits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from meshmark.errors import CorpusError, InputError
+from meshmark.reference.build import build_model
+from meshmark.reference.data import check_data, data_digest, make_batch, on_corpus
+from meshmark.reference.image_folder import load_images
+from meshmark.spec.workload import Workload, workload
+
+VIT = workload("vit-digits")
+
+
+@pytest.fixture(autouse=True)
+def _afresh() -> None:
+    load_images.cache_clear()
+
+
+def image(path: Path, shade: int | tuple[int, int, int], side: int | tuple[int, int] = 16) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = side if isinstance(side, tuple) else (side, side)
+    Image.new("L" if isinstance(shade, int) else "RGB", size, shade).save(path)
+
+
+def folder_of(path: Path) -> Path:
+    """Two classes of grey images, 16 x 16, and what file managers leave."""
+    for name, shades in {"cats": (0, 51), "dogs": (255,)}.items():
+        for shade in shades:
+            image(path / name / f"{shade:03}.png", shade)
+    (path / ".DS_Store").touch()
+    (path / "cats" / ".hidden").touch()
+    return path
+
+
+def on(path: Path, base: Workload = VIT) -> Workload:
+    return on_corpus(base, str(path))
+
+
+def test_images_come_in_the_order_of_names_with_their_classes(tmp_path: Path) -> None:
+    images, labels = load_images(str(folder_of(tmp_path)))
+    assert images.shape == (3, 1, 16, 16)
+    assert images[:, 0, 0, 0].tolist() == [0.0, 51 / 256, 255 / 256]
+    assert labels.tolist() == [0, 0, 1]
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(images.to(dtype).float(), images)
+
+
+def test_coloured_images_have_three_channels_and_grey_ones_among_them_too(tmp_path: Path) -> None:
+    folder_of(tmp_path)
+    image(tmp_path / "dogs" / "red.png", (128, 0, 64))
+    images, _ = load_images(str(tmp_path))
+    assert images[:, :, 3, 5].tolist() == [[0.0] * 3, [51 / 256] * 3, [255 / 256] * 3, [0.5, 0.0, 0.25]]
+
+
+@pytest.mark.parametrize("name", ["vit-digits", "resnet-digits", "coatnet-digits", "amoebanet-digits"])
+def test_a_model_takes_the_size_and_the_classes_of_the_images(tmp_path: Path, name: str) -> None:
+    found = on(folder_of(tmp_path / "my pets"), workload(name))
+    assert re.fullmatch(rf"{name}\.my_pets\.[0-9a-f]{{8}}", found.name)
+    assert (found.model.image_size, found.model.num_channels, found.model.num_classes) == (16, 1, 2)  # type: ignore[union-attr]
+    check_data(found)
+    batch = make_batch(found, 0)
+    model = build_model(found.model)
+    model.initialize(0)
+    assert model(batch.inputs).shape == (32, 2)
+    assert {int(label) for label in batch.targets.unique()} <= {-100, 0, 1}
+
+
+def test_other_images_are_another_workload(tmp_path: Path) -> None:
+    one, same, other = (folder_of(tmp_path / name / "pets") for name in ("a", "b", "c"))
+    image(other / "dogs" / "255.png", 254)
+    assert on(one).name == on(same).name != on(other).name
+    assert data_digest(on(one)) == data_digest(on(same)) != data_digest(on(other))
+    assert data_digest(on(one)) != data_digest(VIT)
+
+
+def test_what_cannot_be_trained_on_is_refused_with_its_reason(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(CorpusError, match="empty' is empty; expected a subfolder a class"):
+        on(empty)
+    image(tmp_path / "flat" / "one.png", 1)
+    with pytest.raises(CorpusError, match="flat' has no class folders; expected a subfolder a class"):
+        on(tmp_path / "flat")
+    image(tmp_path / "single" / "cats" / "one.png", 1)
+    with pytest.raises(CorpusError, match="has one class folder, 'cats'.*at least two classes"):
+        on(tmp_path / "single")
+    with pytest.raises(CorpusError, match="nowhere' cannot be read: No such file"):
+        on(tmp_path / "nowhere")
+    with pytest.raises(CorpusError, match="one.png' cannot be read: Not a directory; images are a folder"):
+        on(tmp_path / "flat" / "one.png")
+
+
+def test_a_class_without_images_is_refused(tmp_path: Path) -> None:
+    (folder_of(tmp_path) / "birds").mkdir()
+    with pytest.raises(CorpusError, match="class folder 'birds' is empty"):
+        on(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "side, message", [(8, "unequal size: .*000.png has 16 .* side, .*odd.png 8"), ((16, 8), "odd.png has 16 x 8")]
+)
+def test_images_that_do_not_go_together_are_refused(tmp_path: Path, side: int | tuple[int, int], message: str) -> None:
+    image(folder_of(tmp_path) / "dogs" / "odd.png", 1, side)
+    with pytest.raises(CorpusError, match=message):
+        on(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"no image", b""], ids=["text", "empty"])
+def test_a_file_that_is_no_image_is_named(tmp_path: Path, content: bytes) -> None:
+    (folder_of(tmp_path) / "dogs" / "notes.txt").write_bytes(content)
+    with pytest.raises(CorpusError, match="notes.txt cannot be read as an image: cannot identify image file"):
+        on(tmp_path)
+
+
+def test_an_image_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    path = folder_of(tmp_path) / "dogs" / "255.png"
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(CorpusError, match="255.png cannot be read as an image"):
+        on(tmp_path)
+
+
+def test_a_size_that_a_model_cannot_take_is_refused(tmp_path: Path) -> None:
+    for name in ("cats", "dogs"):
+        image(tmp_path / name / "one.png", 1, side=7)
+    with pytest.raises(InputError, match="image_size 7 is not divisible by patch_size 2"):
+        on(tmp_path)
