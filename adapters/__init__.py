@@ -56,6 +56,7 @@ ROSTER: dict[str, str] = {
     "megatron-gpt": "meshmark.adapters.megatron.gpt_model:MegatronGPT",
     "megatron-gpt-zero1": "meshmark.adapters.megatron.gpt_model:MegatronGPTDistributedOptimizer",
     "megatron-gpt-overlap": "meshmark.adapters.megatron.overlap:MegatronGPTOverlap",
+    "megatron-gpt-recommended": "meshmark.adapters.megatron.recommended:MegatronGPTRecommended",
     "deepspeed-pipeline": "meshmark.adapters.deepspeed.pipeline:DeepSpeedPipeline",
     "fairscale-oss-ddp": "meshmark.adapters.fairscale.under_ddp:FairScaleOSSDDP",
     "fairscale-fsdp-unflattened": "meshmark.adapters.fairscale.options:FairScaleFSDPUnflattened",

@@ -10,7 +10,8 @@ import pytest
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapters.deepspeed import operators
-from meshmark.adapters.megatron.overlap import num_buckets
+from meshmark.adapters.megatron.buckets import bucket_sizes, default_elements, local_sizes
+from meshmark.adapters.megatron.overlap import MegatronGPTOverlap
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
@@ -55,8 +56,19 @@ def test_of_megatron_s_every_chunk_but_the_pipeline_s_first_keeps_what_it_has_re
 
 def test_megatron_s_first_stage_alone_reduces_in_buckets() -> None:
     case = Case(adapter="megatron-gpt-overlap", workload=GPT, layout=replace(LAYOUTS["pipeline"], dp=2))
-    found = [sum(num_buckets(case, rank)) for rank in range(4)]
+    found = [sum(MegatronGPTOverlap.num_buckets(case, rank)) for rank in range(4)]
     assert sorted(found) == [1, 1, 2, 2] and found[0] == 2
+
+
+def test_megatron_s_shared_buckets_are_padded_each() -> None:
+    """Tensors begin at multiples of 64, and every bucket ends at one of 128."""
+    case = Case(adapter="megatron-gpt-recommended", workload=GPT, layout=Layout(dp=2, zero_stage=1))
+    sizes = sum(local_sizes(case, 0, range(1)))
+    one, several = bucket_sizes(case, 0, 0, default_elements(2)), bucket_sizes(case, 0, 0, 10_000)
+    assert len(one) == 1 and len(several) > 1 and not any(n % 128 for n in (*one, *several))
+    assert sizes < sum(one) <= sum(several)
+    whole = replace(case, layout=Layout(dp=2))
+    assert sum(bucket_sizes(whole, 0, 0, 10_000)) == sizes == sum(local_sizes(whole, 0, range(1)))
 
 
 def test_a_stage_of_deepspeed_receives_from_either_side_into_one_buffer() -> None:

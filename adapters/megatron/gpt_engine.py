@@ -125,29 +125,35 @@ class GPTModelEngine(Engine):
             yield f"model{index}", chunk
 
     def parameters(self) -> Mapping[str, Tensor]:
+        """Weights that are gathered while the next forward pass goes on are each rank's own part until then."""
+        if any(chunk.ddp_config.overlap_param_gather for chunk in self.chunks):
+            return self._canonical(self._buffered("param_data"))
         return self._canonical({parameter: parameter.detach for _, parameter in self._named()})
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Under the distributed optimizer a rank has its part of the reduced buffer alone; the others' are fetched."""
+        return self._canonical(self._buffered("grad_data"))
+
+    def _buffered(self, which: str) -> Mapping[Tensor, Callable[[], Tensor]]:
+        """By parameter, what buckets have in `which` of their data."""
         found: dict[Tensor, Callable[[], Tensor]] = {}
         for buffer in (buffer for chunk in self.chunks for buffer in chunk.buffers):
             for bucket in buffer.buckets:
                 for parameter in bucket.params_list:
                     start, end, _ = buffer.param_index_map[parameter]
-                    place = range(start - bucket.offset, end - bucket.offset)
-                    found[parameter] = functools.partial(self._gradient, buffer, bucket, place, parameter.shape)
-        return self._canonical(found)
+                    place, data = range(start - bucket.offset, end - bucket.offset), getattr(bucket, which)
+                    found[parameter] = functools.partial(self._whole, buffer, data, place, parameter.shape)
+        return found
 
-    def _gradient(self, buffer: Any, bucket: Any, place: range, shape: torch.Size) -> Tensor:  # noqa: ANN401
-        """What lies at `place` of a bucket. Each rank adds what it has of it to zeros, which changes no value."""
-        here: Tensor = bucket.grad_data[place.start : place.stop]
+    def _whole(self, buffer: Any, data: Tensor, place: range, shape: torch.Size) -> Tensor:  # noqa: ANN401
+        """What lies at `place` of a bucket's data. Under the distributed optimizer each rank's own part alone is right:
+        it adds what it has of it to zeros, which changes no value."""
+        here = data[place.start : place.stop]
         if self.case.layout.zero_stage:
-            group, reduced = buffer.data_parallel_group, bucket.grad_data
-            share = reduced.numel() // group.size()
+            group, share = buffer.data_parallel_group, data.numel() // buffer.data_parallel_group.size()
             own = range(max(place.start, group.rank() * share), min(place.stop, (group.rank() + 1) * share))
             here = torch.zeros_like(here)
             if own:
-                here[own.start - place.start : own.stop - place.start] = reduced[own.start : own.stop]
+                here[own.start - place.start : own.stop - place.start] = data[own.start : own.stop]
             torch.distributed.all_reduce(here, group=group)
         return here.view(shape)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapters.megatron.buckets import bucket_sizes, local_sizes
 from meshmark.adapters.megatron.connections import one_connection
 from meshmark.adapters.megatron.gpt_engine import GPTModelEngine
 from meshmark.adapters.megatron.gpt_weights import fused_of, initial_values, shard
@@ -22,7 +22,7 @@ from meshmark.adapters.megatron.on_cpu import MarkedNorm, cuda_is, norms_marked,
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Recompute, Schedule
-from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family, ModelSpec
+from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure, Purpose, besides
@@ -46,8 +46,12 @@ _FRESH = (
 class MegatronGPT(Adapter):
     """Trains the same model as all others, in megatron-core's own modules: its weights are mapped by canonical name."""
 
-    bucket_elements: ClassVar[int | None] = None
-    """Of gradients that are reduced while the backward pass goes on; None: all together after it."""
+    overlaps_reduction: ClassVar = False
+    """Whether gradients are reduced while the backward pass goes on, or all together after it."""
+    overlaps_gather: ClassVar = False
+    """Whether weights that a distributed optimizer has shared out are gathered while the next forward pass goes on."""
+    fuses: ClassVar = False
+    """Whether megatron-core's fused kernels that need no other package run on CUDA; on a CPU none do."""
     requires: ClassVar = (Requirement(module="megatron.core", distribution="megatron-core"),)
     preload: ClassVar[tuple[str, ...]] = ("megatron.core.models.gpt", "megatron.core.optimizer")
     capabilities: ClassVar = Capabilities(
@@ -114,7 +118,7 @@ class MegatronGPT(Adapter):
             received = rows * model.seq_len * model.hidden * 4 // (layout.tp if layout.sequence_parallel else 1)
             reason = "of every stage of the pipeline, the last input that it has received, and its gradient"
             declared.append((receiving * 2 * received, reason))
-        padding = _padding(case, rank)
+        padding = cls.padding(case, rank)
         steady = tuple(Remainder(category="steady", num_bytes=n, reason=reason) for n, reason in declared)
         padded = (4 * padding, "the distributed optimizer pads tensors to 64 elements, and buckets to 128")
         both = ("gradients", "parameters", "steady") if padding else ()
@@ -123,8 +127,20 @@ class MegatronGPT(Adapter):
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
         flows, count = step_traffic(case, rank), sum(local_sizes(case, rank, range(case.layout.virtual_stages)))
-        share, reason = Fraction(_padding(case, rank), count), "tensors are padded to 64 elements, buckets to 128"
+        share, reason = Fraction(cls.padding(case, rank), count), "tensors are padded to 64 elements, buckets to 128"
         return (*besides(flows, Purpose.GRADIENTS, share, reason), *besides(flows, Purpose.WEIGHTS, share, reason))
+
+    @classmethod
+    def bucket_elements(cls, case: Case) -> int | None:
+        """Asked for of a bucket; None: all of a chunk's gradients are one."""
+        return None
+
+    @classmethod
+    def padding(cls, case: Case, rank: int) -> int:
+        """Elements that the distributed optimizer adds to a rank's buffers."""
+        chunks, elements = range(case.layout.virtual_stages), cls.bucket_elements(case)
+        padded = sum(sum(bucket_sizes(case, rank, chunk, elements)) for chunk in chunks)
+        return padded - sum(local_sizes(case, rank, chunks))
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from megatron.core import parallel_state
@@ -141,16 +157,17 @@ class MegatronGPT(Adapter):
         how = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=layout.zero_stage > 0,
-            overlap_grad_reduce=self.bucket_elements is not None,
-            bucket_size=self.bucket_elements,
+            overlap_grad_reduce=self.overlaps_reduction,
+            overlap_param_gather=self.overlaps_gather,
+            bucket_size=self.bucket_elements(case),
         )
         with cuda_is(context.device), norms_marked():
-            config = _config(case, context)
+            config = _config(case, context, fuses=self.fuses and context.device.type == "cuda")
             models = [_chunk(case, context, config, chunk) for chunk in range(layout.virtual_stages)]
             chunks = [DistributedDataParallel(config, how, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
             if how.overlap_grad_reduce:  # as Megatron-LM's own training does
                 config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
-            optimizer = _optimizer(case, chunks)
+            optimizer = _optimizer(case, chunks, overlaps_gather=self.overlaps_gather)
         return GPTModelEngine(case, context, chunks, optimizer)
 
 
@@ -169,13 +186,14 @@ class MegatronGPTDistributedOptimizer(MegatronGPT):
         return super().supports(case, device, backend)
 
 
-def _config(case: Case, context: RankContext) -> Any:  # noqa: ANN401
-    """Megatron's, of the model and of how it is laid over ranks; fusions, which are CUDA's, are off."""
+def _config(case: Case, context: RankContext, *, fuses: bool) -> Any:  # noqa: ANN401
+    """Megatron's, of the model and of how it is laid over ranks. Its fused GELU is the approximation by tanh."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.transformer import TransformerConfig
 
     layout, model = case.layout, case.workload.transformer
     is_gpt = model.family is Family.GPT
+    gelu = F.gelu if fuses else functools.partial(F.gelu, approximate="tanh")
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden,
@@ -185,7 +203,7 @@ def _config(case: Case, context: RankContext) -> Any:  # noqa: ANN401
         kv_channels=model.head_dim,
         add_bias_linear=is_gpt,
         normalization="LayerNorm" if is_gpt else "RMSNorm",
-        activation_func=functools.partial(F.gelu, approximate="tanh") if is_gpt else F.silu,
+        activation_func=gelu if is_gpt else F.silu,
         gated_linear_unit=not is_gpt,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -196,8 +214,8 @@ def _config(case: Case, context: RankContext) -> Any:  # noqa: ANN401
         **_RECOMPUTED[layout.recompute],
         pipeline_dtype=torch.float32,
         use_cpu_initialization=context.device.type == "cpu",
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
+        bias_activation_fusion=fuses,
+        bias_dropout_fusion=fuses,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
@@ -244,7 +262,7 @@ def _first_layer(case: Case, place: int) -> int:
     return place * case.workload.model.num_layers // (case.layout.pp * case.layout.virtual_stages)
 
 
-def _optimizer(case: Case, chunks: list[Any]) -> Any:  # noqa: ANN401
+def _optimizer(case: Case, chunks: list[Any], *, overlaps_gather: bool) -> Any:  # noqa: ANN401
     """Megatron's, over PyTorch's AdamW or SGD; nothing is exempt from weight decay."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -259,50 +277,8 @@ def _optimizer(case: Case, chunks: list[Any]) -> Any:  # noqa: ANN401
         sgd_momentum=spec.momentum,
         clip_grad=spec.clip_norm or 0.0,
         use_distributed_optimizer=case.layout.zero_stage > 0,
+        overlap_param_gather=overlaps_gather,
     )
     made = get_megatron_optimizer(config, chunks, config_overrides={}, use_gloo_process_groups=False)
     chained = getattr(made, "chained_optimizers", [made])
     return chained[0]
-
-
-def local_sizes(case: Case, rank: int, chunks: range) -> list[int]:
-    """Elements of this rank's tensors in those of its chunks, in the order of megatron-core's modules."""
-    layout, spec, stands = case.layout, case.workload.transformer, case.layout.coordinates(rank)
-    num_places = layout.pp * layout.virtual_stages
-    found: list[int] = []
-    for place in (chunk * layout.pp + stands.pp for chunk in chunks):
-        vocabulary = spec.vocab_size * spec.hidden // layout.tp
-        is_gpt = spec.family is Family.GPT
-        if place == 0:
-            found += [vocabulary, spec.seq_len * spec.hidden] if is_gpt else [vocabulary]
-        found += _layer_sizes(spec, layout.tp) * (spec.num_layers // num_places)
-        if place == num_places - 1:
-            found += [spec.hidden] * (2 if is_gpt else 1) + [vocabulary]
-    return found
-
-
-def _layer_sizes(spec: ModelSpec, tp: int) -> list[int]:
-    """Of one layer: norm, projection out and in of attention, norm, feed-forward in and out; GPT's with biases."""
-    is_gpt = spec.family is Family.GPT
-    qkv, width = (spec.hidden + 2 * spec.kv_hidden) // tp, spec.hidden
-    inner = spec.ffn_hidden // tp * (1 if is_gpt else 2)
-    norm = [width, width] if is_gpt else [width]
-    out = [width * width // tp, width] if is_gpt else [width * width // tp]
-    into = [qkv * width, qkv] if is_gpt else [qkv * width]
-    up = [inner * width, inner] if is_gpt else [inner * width]
-    down = [spec.ffn_hidden // tp * width, width] if is_gpt else [spec.ffn_hidden // tp * width]
-    return [*norm, *out, *into, *norm, *up, *down]
-
-
-def _padding(case: Case, rank: int) -> int:
-    """Elements that the distributed optimizer adds to a rank's buffers, one a chunk: tensors, last ones first, begin at
-    multiples of 64, and a buffer ends at one of 128 and of the replicas (`_ParamAndGradBuffer`)."""
-    if not case.layout.zero_stage:
-        return 0
-    total = 0
-    for chunk in range(case.layout.virtual_stages):
-        sizes, end = local_sizes(case, rank, range(chunk, chunk + 1)), 0
-        for size in reversed(sizes):
-            end = math.ceil(end / 64) * 64 + size
-        total += math.ceil(end / (unit := math.lcm(case.layout.dp, 128))) * unit - sum(sizes)
-    return total

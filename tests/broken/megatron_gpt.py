@@ -146,6 +146,13 @@ class BucketNotReduced(OfModel):
         bucket_group.start_grad_sync = bucket_group.finish_grad_sync = lambda *_, **__: None
 
 
+class WeightsNotGathered(OfModel):
+    """A rank steps its own part of the weights, and never gets the others'."""
+
+    def prepare(self) -> None:
+        self.chunks[0].disable_forward_pre_hook(param_sync=False)
+
+
 def _on_load(defect: type[Broken], *faults: Fault) -> Mutant:
     return Mutant(
         adapter="megatron-gpt",
@@ -166,6 +173,7 @@ MEGATRON_GPT_MUTANTS: list[Mutant] = [
     *on("megatron-gpt", RecomputesUnmasked, layout=replace(AGAIN, recompute=Recompute.SELECTIVE)),
     *on("megatron-gpt-overlap", NotOverlapped, suite="communication", layout=REPLICATED),
     *on("megatron-gpt-overlap", BucketNotReduced, F.NOT_REDUCED, layout=REPLICATED),
+    *on("megatron-gpt-recommended", WeightsNotGathered, layout=SHARDED),
     _on_load(SwapsShards),
     _on_load(ForgetsCount, F.UPDATE),
 ]

@@ -1,0 +1,58 @@
+"""How megatron-core's DistributedDataParallel cuts a chunk's gradients into buckets, and pads them."""
+
+from __future__ import annotations
+
+import math
+
+from meshmark.spec.case import Case
+from meshmark.spec.model_spec import Family, ModelSpec
+
+
+def default_elements(dp: int) -> int:
+    """Of a bucket for which nobody asked otherwise (`DistributedDataParallel.__init__`)."""
+    return max(40_000_000, 1_000_000 * dp)
+
+
+def bucket_sizes(case: Case, rank: int, chunk: int, elements: int | None) -> list[int]:
+    """With padding, of one of a rank's chunks: a bucket is full with the tensor that reaches so many `elements`; None:
+    all are one. So are those of chunks after the first, and of a pipeline after its first rank, whose backward passes
+    are over while others' are not. Under the distributed optimizer tensors, last ones first, begin at multiples of 64,
+    and buckets end at one of 128 and of the replicas (`_ParamAndGradBuffer`)."""
+    whole = elements is None or chunk > 0 or case.layout.coordinates(rank).pp > 0
+    shares = case.layout.zero_stage > 0
+    tensor, unit = (64, math.lcm(case.layout.dp, 128)) if shares else (1, 1)
+    found, filled = list[int](), 0
+    for size in reversed(local_sizes(case, rank, range(chunk, chunk + 1))):
+        filled = math.ceil(filled / tensor) * tensor + size
+        if not whole and elements is not None and filled >= elements:
+            found, filled = [*found, math.ceil(filled / unit) * unit], 0
+    return [*found, math.ceil(filled / unit) * unit] if filled else found
+
+
+def local_sizes(case: Case, rank: int, chunks: range) -> list[int]:
+    """Elements of this rank's tensors in those of its chunks, in the order of megatron-core's modules."""
+    layout, spec, stands = case.layout, case.workload.transformer, case.layout.coordinates(rank)
+    num_places = layout.pp * layout.virtual_stages
+    found: list[int] = []
+    for place in (chunk * layout.pp + stands.pp for chunk in chunks):
+        vocabulary = spec.vocab_size * spec.hidden // layout.tp
+        is_gpt = spec.family is Family.GPT
+        if place == 0:
+            found += [vocabulary, spec.seq_len * spec.hidden] if is_gpt else [vocabulary]
+        found += _layer_sizes(spec, layout.tp) * (spec.num_layers // num_places)
+        if place == num_places - 1:
+            found += [spec.hidden] * (2 if is_gpt else 1) + [vocabulary]
+    return found
+
+
+def _layer_sizes(spec: ModelSpec, tp: int) -> list[int]:
+    """Of one layer: norm, projection out and in of attention, norm, feed-forward in and out; GPT's with biases."""
+    is_gpt = spec.family is Family.GPT
+    qkv, width = (spec.hidden + 2 * spec.kv_hidden) // tp, spec.hidden
+    inner = spec.ffn_hidden // tp * (1 if is_gpt else 2)
+    norm = [width, width] if is_gpt else [width]
+    out = [width * width // tp, width] if is_gpt else [width * width // tp]
+    into = [qkv * width, qkv] if is_gpt else [qkv * width]
+    up = [inner * width, inner] if is_gpt else [inner * width]
+    down = [spec.ffn_hidden // tp * width, width] if is_gpt else [spec.ffn_hidden // tp * width]
+    return [*norm, *out, *into, *norm, *up, *down]
