@@ -235,5 +235,5 @@ _WHY_COMPRESSED = """Where a ratio differs it is of EF21, the worst here as ther
 sends is the change of a gradient that is of few rows and mostly noise. By how much is no property of the algorithm: the
 two published nets differ in it themselves, 1.08 and 1.39 times, and the second by 4.86 percent from run to run."""
 _WHY_PARALLEL = """Where it cannot be told: published accuracies are 0.05 percent apart at most, with no spread told;
-here seeds scatter by one percent and more. With more replicas an epoch has fewer steps here, and a rate that is linear in
-them has no warm-up: at 32 both end lower."""
+here seeds scatter by one percent and more. With more replicas an epoch has fewer steps here, and a rate that is linear
+in them has no warm-up: at 32 both end lower."""
