@@ -44,6 +44,8 @@ _ALL = {name: name in MUTANTS for name in (*chosen_adapters(None, []), *MUTANTS)
 _SUITE = ["-m", "pytest", "suites/test_equivalence.py", "-p", "no:cacheprovider", "-q", "-rs"]
 _WORKLOAD = ["--workload", "gpt2-124m", "--global-batch", "4"]
 _MODEL = "layers=12,hidden=768,heads=12,vocab={vocab},seq_len=128,tied_embeddings=true"
+KNOWN_GAPS = {"fairscale-fsdp": "it clips by the norm of flat tensors (tests/gaps/test_norm.py)"}
+"""By adapter, why it is wrong at this size."""
 _VOCAB, _PADDED = 50257, {"megatron": 50304}
 """GPT-2's tokens; and of what deals rows of the embedding out in equal parts, padded as its trainer does."""
 _COSTS = "costs.json"
@@ -117,14 +119,14 @@ def complaints(records: Sequence[Record], costs: dict[str, Cost]) -> list[str]:
     """What was claimed and does not hold."""
     found = []
     for record in records:
-        verdict, broken = record.verdict("equivalence"), record.case.adapter in MUTANTS
+        verdict, broken = record.verdict("equivalence"), record.case.adapter in (MUTANTS | KNOWN_GAPS)
         if record.outcome.status is Status.SKIPPED or (verdict is None and unsampled(record.case)):
             continue
         if verdict is None or verdict.undecided or (not verdict.passed and not broken):
             why = verdict.summary if verdict else f"{record.outcome.status}: {record.outcome.message}"
             found.append(f"{record.case.id}: {why}")
         elif verdict.passed and broken:
-            found.append(f"{record.case.id}: a defect was taken for right: {verdict.summary}")
+            found.append(f"{record.case.id}: what is wrong was taken for right: {verdict.summary}")
         if record.launch.seconds > MOST_SECONDS:
             found.append(f"{record.case.id} took {record.launch.seconds:.0f} s, where {MOST_SECONDS:.0f} are claimed")
     if not any(record.verdict("equivalence") for record in records):
@@ -157,20 +159,22 @@ def main() -> int:
     limits = ["--world", asked.world, "--time-limit", asked.time_limit, "--results", str(asked.results)]
     failed = list[str]()
     for name in names:
-        adapter = ["--adapter", MUTANTS[name]] if name in MUTANTS else ["--adapters", name]
+        exact = f"[{name[0]}]{name[1:]}"  # the name alone would stand for a family, such as Accelerate's
+        adapter = ["--adapter", MUTANTS[name]] if name in MUTANTS else ["--adapters", exact]
         model = _MODEL.format(vocab=_PADDED.get(name, _VOCAB))
         code, cost = measured([sys.executable, *_SUITE, *_WORKLOAD, "--model", model, *adapter, *limits])
-        failed += [f"{name}: pytest ended with {code}"] if code not in (0, _NO_TESTS) and name not in MUTANTS else []
+        wrong = name in MUTANTS or name in KNOWN_GAPS
+        failed += [f"{name}: pytest ended with {code}"] if code not in (0, _NO_TESTS) and not wrong else []
         costs = _kept(asked.results) | ({name: cost} if code != _NO_TESTS else {})
         asked.results.mkdir(parents=True, exist_ok=True)
         (asked.results / _COSTS).write_text(json.dumps({n: dataclasses.asdict(c) for n, c in costs.items()}))
     records, costs = _observed(asked.results), _kept(asked.results)
-    asked.output.write_text(page(records, costs, _ALL, f"{os.cpu_count()} x {machine('cpu')}"))
-    wrong = failed + complaints(
+    asked.output.write_text(page(records, costs, _ALL, KNOWN_GAPS, f"{os.cpu_count()} x {machine('cpu')}"))
+    found = failed + complaints(
         [r for r in records if r.case.adapter in names], {n: costs[n] for n in names if n in costs}
     )
-    print("\n".join(wrong) or f"all as claimed: {asked.output}")
-    return bool(wrong)
+    print("\n".join(found) or f"all as claimed: {asked.output}")
+    return bool(found)
 
 
 if __name__ == "__main__":

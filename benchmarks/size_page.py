@@ -36,8 +36,15 @@ class Cost(Protocol):
     load: float
 
 
-def page(records: Sequence[Record], costs: Mapping[str, Cost], adapters: Mapping[str, bool], made_on: str) -> str:
-    """Markdown; `adapters`: those that are to be here, and whether each is wrong on purpose; `made_on`: the machine."""
+def page(
+    records: Sequence[Record],
+    costs: Mapping[str, Cost],
+    adapters: Mapping[str, bool],
+    gaps: Mapping[str, str],
+    made_on: str,
+) -> str:
+    """Markdown; `adapters`: those that are to be here, and whether each is wrong on purpose; `gaps`: why others are
+    known to be; `made_on`: the machine."""
     count = Counter(record.environment.commit for record in records)
     commits = ", ".join(f"{counted(number, 'record')} at {commit}" for commit, number in count.items()) or "no records"
     missing = [inline(name) for name in adapters if name not in {record.case.adapter for record in records}]
@@ -46,6 +53,7 @@ def page(records: Sequence[Record], costs: Mapping[str, Cost], adapters: Mapping
         "# At the size that people run",
         f"Made by `make size` on {inline(made_on)}, of {commits}: {'; '.join(models)}.",
         table([_verdict(record, adapters.get(record.case.adapter, False)) for record in records]) or "Nothing was run.",
+        "\n".join(f"- **Known gap** of {inline(name)}: {reason}." for name, reason in gaps.items()),
         f"**Not run, so not judged:** {', '.join(missing)}." if missing else "",
         table(_took(records, costs)),
         _NOTES,

@@ -387,7 +387,8 @@ def test_make_roster_asks_every_clause_on_as_many_ranks_as_an_adapter_takes() ->
         adapter, world = load_adapter(path), 4 if name in wide[1].split(",") else 2
         cases = [case for case in plain_cells(name, adapter, world) if isinstance(case, Case)]
         refusals = [adapter.supports(case, "cpu", "gloo") for case in cases]
-        assert any(reason is None or "is not built" in reason for reason in refusals), f"{name}: {refusals}"
+        elsewhere = ("is not built", "swaps nothing under")  # the latter of models as small as a scenario's
+        assert any(r is None or any(why in r for why in elsewhere) for r in refusals), f"{name}: {refusals}"
 
 
 def test_on_two_ranks_the_workload_is_the_plain_one() -> None:

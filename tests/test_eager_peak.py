@@ -77,6 +77,8 @@ LONG = gpt("long", 3, 64, 4, vocab_size=256, seq_len=128, tied_embeddings=True)
 """At the loss."""
 GATED = llama("gated", 2, 128, 4, 344, vocab_size=256, seq_len=32, num_kv_heads=2)
 """In SwiGLU's backward, or where the output projection's gradient is added."""
+TIED = gpt("tied", 2, 64, 2, vocab_size=2048, seq_len=16, tied_embeddings=True)
+"""Where the head's and the embedding's gradients, which are one parameter's, are added in a third tensor."""
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,8 @@ GATED = llama("gated", 2, 128, 4, 344, vocab_size=256, seq_len=32, num_kv_heads=
         (LONG, 2, Precision.FP32, 0.001),
         (GATED, 1, Precision.FP32, 0.001),
         (GATED, 2, Precision.FP32, 0.001),
+        (TIED, 1, Precision.FP32, 0.001),
+        (TIED, 2, Precision.FP32, 0.001),
         (WIDE, 2, Precision.BF16, 0.001),
         (LONG, 1, Precision.BF16, 0.001),
         (GATED, 1, Precision.BF16, 0.001),

@@ -298,7 +298,7 @@ def test_a_sample_of_a_wrong_run_is_not_taken_for_right(runner: Runner) -> None:
     assert len(told) == 2 and "x its noise" in told[0] and "ddp: a peak of 13.0 GiB" in told[1]
     unjudged: Record = dataclasses.replace(record, verdicts=[])
     assert "nothing was judged" in size.complaints([unjudged], {})
-    assert "| not judged | –" in re.sub(" +", " ", size_page.page([unjudged], {}, {}, "a machine"))
+    assert "| not judged | –" in re.sub(" +", " ", size_page.page([unjudged], {}, {}, {}, "a machine"))
 
 
 _BUSY = """
@@ -338,11 +338,13 @@ def test_a_mutant_that_passes_is_complained_of() -> None:
     """And one that fails is as it should be; the page tells it from an adapter that is wrong."""
     name, good = next(iter(size.MUTANTS)), make_good()
     mutant = dataclasses.replace(good, case=dataclasses.replace(good.case, adapter=name))
-    assert "a defect was taken for right" in size.complaints([mutant], {})[0]
+    assert "what is wrong was taken for right" in size.complaints([mutant], {})[0]
     coupled = dataclasses.replace(good, case=make_case(workload=workload("vit-digits-bn")), verdicts=[])
     assert size.complaints([coupled], {}) == ["nothing was judged"], "what no sample can judge is told, and no more"
     caught = dataclasses.replace(mutant, verdicts=[Verdict(suite="equivalence", passed=False, summary="too far")])
     assert not size.complaints([caught], {}) and size.complaints([dataclasses.replace(caught, case=good.case)], {})
-    page = size_page.page([caught, good], {"ddp": size.Cost(seconds=12.0)}, {name: True, "fsdp2": False}, "a machine")
+    page = size_page.page(
+        [caught, good], {"ddp": size.Cost(seconds=12.0)}, {name: True, "fsdp2": False}, {}, "a machine"
+    )
     assert "**Not run, so not judged:** fsdp2." in page
     assert f"{name} (**broken**)" in page and "| no " in page and "too far" in page

@@ -19,12 +19,13 @@ from meshmark.spec.layout import Layout
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.workload import workload
 from meshmark.theory.grid import layout_grid
-from meshmark.theory.memory import eager_pass, memory
+from meshmark.theory.memory import memory
 from meshmark.theory.operations import Parameter, moments
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import parameter_shapes
 from meshmark.theory.partition import uniform_stages
 from meshmark.theory.recipe import recipe
+from meshmark.theory.stage_peak import eager_pass
 from meshmark.theory.states import model_states
 from meshmark.theory.streamed import Bucket, Parts
 from tests.broken.mutants import BY_NAME, target

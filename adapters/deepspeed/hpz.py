@@ -74,9 +74,9 @@ class DeepSpeedHPZ(DeepSpeed):
         from deepspeed.utils import groups
 
         got = torch.distributed.get_process_group_ranks(groups._get_zero_param_intra_parallel_group())
-        first = context.rank // NODE * NODE
-        if got != [*range(first, first + NODE)]:
-            raise AdapterError(f"rank {context.rank}: DeepSpeed's node is of ranks {got}, expected {NODE} from {first}")
+        nodes = [[*range(first, first + NODE)] for first in range(0, context.world_size, NODE)]
+        if got not in nodes or context.rank not in got:
+            raise AdapterError(f"rank {context.rank}: DeepSpeed's node is of ranks {got}, expected its own of {nodes}")
         return engine
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshmark.adapter.engine import RankContext
+from meshmark.judge.gather import all_gather_json
 
 
 def join(context: RankContext, variables: dict[str, str]) -> Callable[[], None]:
@@ -23,13 +24,13 @@ def join(context: RankContext, variables: dict[str, str]) -> Callable[[], None]:
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
     from horovod.runner.http.http_server import RendezvousServer
 
-    plan = assignments(_gathered(socket.gethostname(), context))
+    plan = assignments(all_gather_json(socket.gethostname()))
     server, address = None, ["", 0]
     if context.rank == 0:
         server = RendezvousServer()
         address = [os.environ.get("MASTER_ADDR", "127.0.0.1"), server.start()]
         server.init(plan)
-    dist.broadcast_object_list(address)
+    address = all_gather_json(address)[0]
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     run = create_run_env_vars(address[0], [interface], address[1])
     os.environ.update({name: str(value) for name, value in run.items()} | create_slot_env_vars(plan[context.rank]))
@@ -52,9 +53,3 @@ def assignments(hosts: Sequence[str]) -> list[Any]:
     slots = [HostInfo(name, len(list(ranks))) for name, ranks in itertools.groupby(hosts)]
     found: list[Any] = get_host_assignments(slots, len(hosts), len(hosts))
     return found
-
-
-def _gathered(own: str, context: RankContext) -> list[str]:
-    everyone = [""] * context.world_size
-    dist.all_gather_object(everyone, own)
-    return everyone

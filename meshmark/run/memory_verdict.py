@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshmark.measure.readings import MemoryReading
 from meshmark.run.record import MemoryEvidence, Record, Verdict
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.theory.states import ModelStates, Remainder, declared_bytes
+from meshmark.theory.states import ModelStates, Remainder, declared_bytes, declared_peak
 
 STATE_TOLERANCE = 0.01
 """Relative, on the bytes of each category of model states, of activations, and of the allocator's totals."""
@@ -137,12 +137,12 @@ def memory_totals(
         + plan.tables
         + declared_bytes(declared, "steady"),
     )
-    if on_cpu and plan.peak is not None:
+    if on_cpu and (planned := declared_peak(plan, declared)) is not None:
         yield Held(
             category="peak",
             rank=rank,
             measured=peak.total - peak.inputs,
-            planned=plan.peak + plan.tables + declared_bytes(declared, "peak"),
+            planned=planned + plan.tables,
             late=reading.late_bytes,
         )
     else:

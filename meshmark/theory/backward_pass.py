@@ -3,7 +3,7 @@ freed as soon as its own backward has run. Letters as in `saved_activations.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,8 @@ class Instant:
     """Parameters whose gradients this backward pass has made so far, the operation's own included."""
     own: Column
     """The operation's own: held twice where there is a gradient to add to."""
+    waiting: Column | float = 0.0
+    """Among those made, what is in no parameter's gradient yet: a tied head's, until the embedding's is added to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,12 @@ class Pass:
     def head_parameters(self) -> Column:
         """The output projection, whose gradient is made first."""
         found: Column = self.model.vocab_size * self.model.hidden / self.tp * self.stage.has_head
+        return found
+
+    @property
+    def tied_parameters(self) -> Column:
+        """Of a head and an embedding that are one, on this stage."""
+        found: Column = self.head_parameters * (self.model.tied_embeddings and self.stage.has_embedding)
         return found
 
     @property
@@ -175,19 +183,24 @@ class Pass:
             Instant(activations=rest + stream, made=made, own=none),
         ]
 
-    def embedding(self) -> Instant:
-        """The embedding's own backward, the last; that of positions was before it."""
+    def embedding(self) -> list[Instant]:
+        """The embedding's own backward, the last; that of positions was before it. Where it is the head too, the sum of
+        both gradients is a third tensor."""
         own = self.model.vocab_size * self.model.hidden / self.tp
         positions = self.model.seq_len * self.model.hidden if self.model.family is Family.GPT else 0
         blocks = self.head_parameters + self.stage.num_layers * self.block_parameters + positions
-        rest = self.before_block(self.stage.num_layers)
-        return Instant(activations=rest + self.stream, made=blocks + own, own=own)
+        rest, tied = self.before_block(self.stage.num_layers), self.tied_parameters
+        return [
+            Instant(activations=rest + self.stream, made=blocks + own, own=own, waiting=tied),
+            Instant(activations=rest, made=blocks + own + tied, own=own, waiting=2 * tied),
+        ]
 
     def instants(self, loss_tensors: float) -> list[Instant]:
         """All of the above."""
         found = [self.loss(loss_tensors), self.head()] if self.stage.has_head else []
-        found += [instant for done in self.landmarks for instant in self.in_block(done)]
-        return found + ([self.embedding()] if self.stage.has_embedding else [])
+        within = [instant for done in self.landmarks for instant in self.in_block(done)]
+        found += [replace(instant, waiting=self.tied_parameters) for instant in within]
+        return found + (self.embedding() if self.stage.has_embedding else [])
 
     def _cast(self, num_bytes: float) -> Column:
         """Autocast's copies of weights, which are freed with what else their products saved."""

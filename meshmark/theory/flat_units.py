@@ -70,6 +70,8 @@ def flat_units_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameter
         found += [over + gathered + unit.together, over - one.kept_weights + unit.reduced]
     end = one.before_block(one.stage.num_layers)
     blocks = 0.0 if later else recipe.states.gradient_bytes * one.stage.num_layers * one.block_parameters / shards
+    tied = recipe.wire.gather_bytes * one.tied_parameters
+    found.append(end + root.low + 2 * tied + blocks)  # the head's, the embedding's and their sum
     found += [end + root.together + blocks, end - root.low + root.reduced + blocks]
     most: Column = np.max(found, axis=0)
     return most + held

@@ -12,33 +12,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmark.spec.layout import Offload, Recompute
+from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.theory.activations import (
     boundary_bytes,
     held_bytes,
-    kept_weight_bytes,
     layer_activation_bytes,
     num_in_flight,
-    passes_bytes,
-    sequence_shards,
     tokens,
     vocabulary_shards,
 )
-from meshmark.theory.backward_pass import Pass
 from meshmark.theory.dealt_rows import dealt_parameters
-from meshmark.theory.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid
+from meshmark.theory.grid import RECOMPUTES, Column, Grid
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import optimizer_state_bytes
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import Stage
-from meshmark.theory.peak import Chunk, eager_peak, pipeline_peak, update_peak
-from meshmark.theory.pipeline_order import backward_passes
 from meshmark.theory.queued import queued_tensors
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.saved_activations import (
-    logit_bytes,
-)
+from meshmark.theory.saved_activations import logit_bytes
+from meshmark.theory.stage_peak import stage_peak
+from meshmark.theory.state_bytes import state_bytes
 from meshmark.theory.update_form import UpdateForm
 
 CATEGORIES = (
@@ -164,7 +158,7 @@ def stage_memory(
     held = held_bytes(model, grid, recipe, stage, index)
     logits = _logit_bytes(model, grid, recipe, stage)
     if recipe.eager:
-        peak = _eager_peak(model, grid, recipe, stage, index) - states["gradients"]
+        peak = stage_peak(model, grid, recipe, stage, index) - states["gradients"]
         buffers = received_bytes(model, grid, recipe, int(index == 0) + (index == grid.pp - 1))
     else:
         # A peak of the backward pass at its start (all activations, the logits or a block's working set), one at its
@@ -203,75 +197,12 @@ def _stated(num_parameters: Column, model: ModelSpec, grid: Grid, recipe: Traini
     return np.where(grid.zero_stage < 3, num_parameters, shards * dealt_parameters(model, stage, grid.tp, shards))
 
 
-def state_bytes(num_parameters: Column, grid: Grid, recipe: TrainingRecipe) -> dict[str, Column]:
-    """Model states under ZeRO (arXiv:1910.02054 sec. 5): stage 1 divides optimizer states and masters by dp, 2 also
-    gradients, 3 also weights."""
-    shards = (grid.dp * grid.cp).astype(float) / recipe.replicas
-
-    def share(num_bytes: float, from_stage: int) -> Column:
-        return num_bytes * num_parameters / np.where(grid.zero_stage >= from_stage, shards, 1)
-
-    masters, moments = share(recipe.states.master_bytes, 1), share(recipe.states.moment_bytes, 1)
-    there = grid.offload == OFFLOADS.index(Offload.NONE)
-    replicated = (shards > 1) & (grid.zero_stage < 3)
-    return {
-        "parameters": share(recipe.states.weight_bytes, 3) + np.where(there, masters, 0.0),
-        "gradients": share(recipe.states.gradient_bytes, recipe.states.gradient_stage)
-        + np.where(there, share(recipe.states.shard_gradient_bytes, 1), 0.0),
-        "optimizer": np.where(there, moments, 0.0),
-        "host_bytes": np.where(there, 0.0, masters + moments + share(recipe.states.shard_gradient_bytes, 1)),
-        "buffers": np.where(replicated, recipe.buffers.bucket_bytes * num_parameters, 0.0),
-    }
-
-
 def received_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, ends: Column | int) -> Column:
     """Of all micro-batches, the stage inputs that PyTorch's pipeline receives into buffers made once, and the gradients
     of outputs, which are received into such buffers too. `ends`: sides of a rank's stages where none are."""
     m, v = grid.num_micro_batches, grid.virtual_stages
     found: Column = (2 * m * v - m * ends) * boundary_bytes(model, grid, recipe)
     return found
-
-
-def _eager_peak(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage, index: int) -> Column:
-    """Of eager kernels, with the outputs and gradients that a pipeline has sent."""
-    pp, whole, count = int(grid.pp[0]), eager_pass(model, grid, recipe, stage), stage_parameters(model, stage, grid.tp)
-    found = update_peak(whole, grid, recipe, count)
-    if pp == 1:
-        return np.maximum(found, eager_peak(whole, grid, recipe, count))
-    orders = np.stack([grid.schedule, grid.num_micro_batches, grid.virtual_stages])
-    for schedule, m, v in np.unique(orders, axis=1).T:
-        rows = np.nonzero((orders == [[schedule], [m], [v]]).all(axis=0))[0]
-        part = grid.take(rows)
-        cut = recipe.cut.stages(model, pp * int(v)) if v > 1 else ()
-        owned = [cut[chunk * pp + index] for chunk in range(int(v))] if v > 1 else [stage]
-        chunks = [
-            Chunk(
-                one=eager_pass(model, part, recipe, own),
-                num_parameters=(count := stage_parameters(model, own, part.tp)),
-                gradients=state_bytes(count, part, recipe)["gradients"],
-            )
-            for own in owned
-        ]
-        passes = backward_passes(SCHEDULES[schedule], pp, index, int(m), int(v))
-        most = pipeline_peak(chunks, passes, part, recipe, boundary_bytes(model, part, recipe))
-        found[rows] = np.maximum(found[rows], most)
-    return found
-
-
-def eager_pass(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Pass:
-    """One micro-batch of eager kernels through `stage`."""
-    assert recipe.eager is not None
-    return Pass(
-        model=model,
-        widths=recipe.eager,
-        stage=stage,
-        tokens=tokens(model, grid),
-        tp=grid.tp,
-        sp=sequence_shards(grid),
-        held=passes_bytes(model, grid, recipe, stage, np.ones(len(grid))),
-        loss_tp=vocabulary_shards(grid, recipe),
-        kept_weights=kept_weight_bytes(model, grid, recipe),
-    )
 
 
 def _logit_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe, stage: Stage) -> Column:

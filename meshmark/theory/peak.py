@@ -89,16 +89,17 @@ def update_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: C
 
 
 def _whole_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
-    """Of tensors or of buckets, which are there from the start of the step; DDP's other micro-batches' beside them."""
+    """Of tensors or of buckets, which are there from the start of the step; DDP's other micro-batches' beside them,
+    each until its own goes to its bucket."""
     width, buckets = recipe.states.gradient_bytes, recipe.backward.gradient_path is GradientPath.BUCKETS
-    unreduced = buckets and later and recipe.backward.accumulates_beside
-    beside = width * num_parameters * np.where(grid.pp == 1, unreduced, 0)
-    return _most(
-        [
-            instant.activations + beside + width * (num_parameters + instant.own if later or buckets else instant.made)
-            for instant in one.instants(recipe.backward.loss_tensors)
-        ]
-    )
+    unreduced = np.where(grid.pp == 1, buckets and later and recipe.backward.accumulates_beside, 0)
+    found = list[Column]()
+    for instant in one.instants(recipe.backward.loss_tensors):
+        fresh = instant.own + instant.waiting
+        beside = unreduced * (num_parameters - (instant.made - fresh))
+        there = num_parameters + fresh + beside if later or buckets else instant.made
+        found.append(instant.activations + width * there)
+    return _most(found)
 
 
 def _flattened_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: Column, later: bool) -> Column:
@@ -115,7 +116,11 @@ def _staged_peak(one: Pass, grid: Grid, recipe: TrainingRecipe, num_parameters: 
         [
             instant.activations
             + width
-            * (num_parameters + instant.own + bucket if later else instant.made + np.where(instant.made > 0, bucket, 0))
+            * (
+                num_parameters + instant.own + instant.waiting + bucket
+                if later
+                else instant.made + np.where(instant.made > 0, bucket, 0)
+            )
             for instant in one.instants(recipe.backward.loss_tensors)
         ]
     )

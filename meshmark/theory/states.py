@@ -17,12 +17,14 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.vision_spec import AnyModelSpec
 from meshmark.theory.gradient_path import DEEPSPEED_PATHS, GradientPath
 from meshmark.theory.grid import layout_grid
-from meshmark.theory.memory import received_bytes, stage_memory, state_bytes
+from meshmark.theory.memory import received_bytes, stage_memory
 from meshmark.theory.overheads import Overheads
 from meshmark.theory.parameter_order import bucket_elements
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import held_layers, held_stage, sent_on
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
+from meshmark.theory.stage_peak import update_excess
+from meshmark.theory.state_bytes import state_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,8 @@ class ModelStates:
     stage 3 (whose modules gather their weights one by one), and of several groups of parameters, those of a reduction
     in another format than gradients are held in, what optimizers but AdamW and plain SGD make, a server that
     more than two replicas tell, and chunks of a pipeline in another order than interleaved 1F1B."""
+    backward_peak: float | None = None
+    """The same of a step's backward passes alone, beside which activations are that adapters declare."""
 
     def with_host(self) -> ModelStates:
         """Where the host's memory is the device's."""
@@ -84,6 +88,17 @@ def declared_bytes(declared: Sequence[Remainder], category: str) -> float:
     return sum(r.num_bytes for r in declared if r.category in here)
 
 
+def declared_peak(plan: ModelStates, declared: Sequence[Remainder]) -> float | None:
+    """Planned peak, with what is declared: of activations where there are any, not in the update."""
+    if plan.peak is None:
+        return None
+    whole = plan.peak + declared_bytes(declared, "peak")
+    if plan.backward_peak is None or plan.backward_peak == plan.peak:
+        return whole
+    updating = whole - declared_bytes(declared, "activations")
+    return max(updating, plan.backward_peak + declared_bytes(declared, "peak"))
+
+
 def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) -> ModelStates | None:
     """What `rank` must hold under `case`'s layout. Of models that are no decoder-only transformers, and of stages that
     lie as a V, states alone are planned, which follow from the number of parameters; None where that is not known, or
@@ -111,6 +126,10 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     known &= path is not GradientPath.MODULES and layout.offload is Offload.NONE
     known &= path is not GradientPath.STREAMED or not case.workload.optimizer.decay_matrices_only
     known &= layout.virtual_stages == 1 or using.backward.interleaves
+    peak = backward = None
+    if exact and known and layout.recompute is Recompute.NONE:
+        peak = float(held.total_bytes[0])
+        backward = peak - float(update_excess(model, grid, using, index)[0]) if using.eager else None
     return ModelStates(
         parameters=float(held.parameters[0]),
         gradients=float(held.gradients[0]),
@@ -119,7 +138,8 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
         tables=_table_bytes(case, rank),
         **_host_states(layout, using, local_parameters(model, layout, rank) or 0),
         activations=float(held.activations[0]) if exact else None,
-        peak=float(held.total_bytes[0]) if exact and known and layout.recompute is Recompute.NONE else None,
+        peak=peak,
+        backward_peak=backward,
     )
 
 

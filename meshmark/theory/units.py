@@ -107,7 +107,9 @@ def _of_root(units: _Units) -> Iterator[Column]:
     """When the embedding's gradient is made, and when all of the root are reduced."""
     one, root, layers = units.one, units.low * units.root, units.one.stage.num_layers
     end = one.before_block(layers) + units.reduced(layers)
-    yield end + one.stream + units.gathered_root + root + units.waiting
+    gathered, tied = units.gathered_root + root + units.waiting, units.low * one.tied_parameters
+    yield end + one.stream + gathered + tied
+    yield end + gathered + 2 * tied  # the head's, the embedding's and their sum
     kept = root - units.gathered_root  # given up before it is reduced
     yield end - kept + units.reducing(units.root, _last_of(one)[1])
 
