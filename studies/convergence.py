@@ -18,9 +18,10 @@ import torch
 
 from meshmark.algorithms.claim import CONFIDENCE, GROUPS, Result, measure
 from meshmark.algorithms.convergence import BIASED, CLAIMS, UNBIASED, left_of_bias
+from meshmark.algorithms.published import RUNS
 from meshmark.algorithms.quadratics import Array
 from meshmark.algorithms.targets import TASKS, Race, race
-from studies import convergence_map, throttled
+from studies import convergence_map, convergence_published, throttled
 
 PAGE = Path("reports/convergence.md")
 FIGURE = PAGE.with_suffix(".svg")
@@ -36,6 +37,7 @@ class Found:
     left: Sequence[float]
     """Of BIASED, then UNBIASED."""
     races: Sequence[Race]
+    finals: convergence_published.Finals
 
 
 def page(found: Found, seconds: float) -> str:
@@ -83,6 +85,7 @@ variance. Those that correct their bias must be within {LEFT:g}.
 {_left(left)}
 
 {convergence_map.section(races)}
+{convergence_published.section(found.finals)}
 {throttled.section()}"""
 
 
@@ -166,6 +169,7 @@ def measured() -> Found:
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("fork")) as pool:
         asked = [(task, count) for task, counts in convergence_map.WORKERS.items() for count in counts]
         raced = {each: pool.submit(_race, *each) for each in reversed(asked)}
+        ended = {run: pool.submit(run.final) for run in RUNS}
         claimed = [pool.submit(_claim, index) for index in range(len(CLAIMS))]
         left = [pool.submit(_bias, index) for index in range(len(BIASED) + len(UNBIASED))]
         arrays = [each.result() for each in claimed]
@@ -173,6 +177,7 @@ def measured() -> Found:
             results=[Result(claim=c, measured=m, formula=f) for c, (m, f) in zip(CLAIMS, arrays, strict=True)],
             left=[each.result() for each in left],
             races=[run for each in asked for run in raced[each].result()],
+            finals={run: final.result() for run, final in ended.items()},
         )
 
 

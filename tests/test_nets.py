@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from meshmark.algorithms import nets, targets
+from meshmark.algorithms import nets, published, targets
 from meshmark.algorithms.nets import Images, Net, Text
+from meshmark.algorithms.published import HeldOut, MaskedText
 from meshmark.algorithms.targets import Race
-from meshmark.reference.data import load_corpus
+from meshmark.reference.data import IGNORED, load_corpus
 from meshmark.reference.digits import load_digits
 from meshmark.reference.initial import initial_value
 from meshmark.reference.objective import cross_entropy
@@ -30,7 +31,18 @@ def vision() -> Net:
     return dataclasses.replace(nets.vision_transformer(2), data=Images(count=2, rows=4, fixed_rows=16, seeds=2))
 
 
-@pytest.mark.parametrize("net", [small(), vision()], ids=["text", "images"])
+def residual() -> Net:
+    return dataclasses.replace(published.residual_network(2), data=HeldOut(count=2, rows=4, seeds=2))
+
+
+def encoder() -> Net:
+    data = MaskedText(count=2, length=8, fixed_rows=32, seeds=2)
+    return dataclasses.replace(small(), model=dataclasses.replace(TINY, causal=False), data=data)
+
+
+@pytest.mark.parametrize(
+    "net", [small(), vision(), residual(), encoder()], ids=["text", "images", "batch norms", "masked"]
+)
 def test_a_step_is_that_of_each_model_alone(net: Net) -> None:
     """By the reference's own gradients, of one seed and replica; and by DSGD, whose pair of replicas then meets."""
     inputs, targets_ = net.data.drawn(0)
@@ -40,7 +52,7 @@ def test_a_step_is_that_of_each_model_alone(net: Net) -> None:
     for replica in range(2):
         model = nets.build_model(net.model)
         model.initialize(1)
-        loss = cross_entropy(model(inputs[1, replica]), targets_[1, replica]) / targets_[1, replica].numel()
+        loss = cross_entropy(model(inputs[1, replica]), targets_[1, replica]) / (targets_[1, replica] != IGNORED).sum()
         own[replica] = dict(zip(here, torch.autograd.grad(loss, list(model.parameters())), strict=True))
         for key, gradient in own[replica].items():
             np.testing.assert_allclose(found[key][1, replica], gradient.numpy(), rtol=1e-4, atol=1e-6)

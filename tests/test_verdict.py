@@ -336,6 +336,19 @@ def test_what_nobody_names_is_judged_at_a_peak_that_is_not_planned_too() -> None
     assert counted(plan, peak=Bytes(parameters=400, other=10**12)).evidence["category"] == "unnamed"
 
 
+def test_a_message_that_comes_when_it_comes_may_be_there_after_a_step_and_no_more_than_it() -> None:
+    """Of a parameter server, whose replicas do not wait for one another."""
+    plan, passing = dataclasses.replace(PEAK, peak=None), Remainder(category="unnamed", num_bytes=5000.0, reason="push")
+    for held in (0, 5000):
+        assert counted(plan, declared=[passing], steady=steady(other=held), previous_steady_bytes=1200).passed, held
+        assert not held or not counted(plan, steady=steady(other=held), previous_steady_bytes=1200).passed
+    more = counted(plan, declared=[passing], steady=steady(other=9000), previous_steady_bytes=10200)
+    assert more.evidence["category"] == "steady"
+    grown = counted(plan, declared=[passing], steady=steady(other=5000), previous_steady_bytes=0)
+    assert not counted(plan, declared=[passing], steady=steady(other=8000)).passed
+    assert grown.evidence["category"] == "growth" and not grown.passed
+
+
 def test_what_is_planned_or_declared_to_be_there_all_the_time_must_be_there() -> None:
     held = {"steady": steady(communication=5000), "previous_steady_bytes": 6200, "peak": peak(95_000)}
     random = Remainder(category="steady", num_bytes=5000.0, reason="random states")

@@ -23,11 +23,12 @@ from meshmark.algorithms.logistic import dealt_rows
 from meshmark.algorithms.quadratics import Array, plain_algorithm
 from meshmark.algorithms.replicas import Algorithm
 from meshmark.reference.build import build_model, parameter_shapes
-from meshmark.reference.data import load_corpus
+from meshmark.reference.data import IGNORED, load_corpus
 from meshmark.reference.digits import load_digits
 from meshmark.reference.initial import initial_value
 from meshmark.reference.model import Model
 from meshmark.reference.objective import cross_entropy
+from meshmark.reference.vision import BatchNorm
 from meshmark.spec.algorithm import AlgorithmSpec
 from meshmark.spec.model_spec import MODELS
 from meshmark.spec.vision_spec import VISION_MODELS, AnyModelSpec
@@ -132,10 +133,14 @@ class Net:
 
     def losses(self, spec: AlgorithmSpec) -> Iterator[Array]:
         """After each step, by seed: of the mean of the replicas, on the fixed set."""
+        return map(self.loss, self.means(spec))
+
+    def means(self, spec: AlgorithmSpec) -> Iterator[Stacked]:
+        """Of the replicas, after each step."""
         algorithm, here = plain_algorithm(spec, self.rate, self.count), self.start()
         for step in range(self.most_steps):
             here = self.stepped(algorithm, here, self.gradients(here, *self.data.drawn(step)))
-            yield self.loss({name: x.mean(axis=1) for name, x in here.items()})
+            yield {name: x.mean(axis=1) for name, x in here.items()}
 
     def start(self) -> Stacked:
         """The prescribed values, which replicas have in common and seeds do not."""
@@ -168,23 +173,38 @@ class Net:
 
     def loss(self, means: Stacked) -> Array:
         """By seed."""
-        inputs, targets = self.data.fixed()
+        targets = self.data.fixed()[1]
+        count = int((targets != IGNORED).sum())
+        return np.array([float(cross_entropy(own, targets)) / count for own in self.outputs(means)])
+
+    def accuracy(self, means: Stacked) -> Array:
+        """Percent of the fixed set that are taken for what they are, by seed."""
+        found = self.outputs(means).argmax(-1) == self.data.fixed()[1]
+        return np.asarray(100 * found.double().mean(dim=1))
+
+    def outputs(self, means: Stacked) -> Tensor:
+        """Of the fixed set, by seed."""
         told = {name: torch.from_numpy(x) for name, x in means.items()}
         with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-            outputs = vmap(self.called, in_dims=(0, None))(told, inputs)
-        return np.array([float(cross_entropy(own, targets)) / targets.numel() for own in outputs])
+            found: Tensor = vmap(self.called, in_dims=(0, None))(told, self.data.fixed()[0])
+        return found
 
     def called(self, parameters: dict[str, Tensor], inputs: Tensor) -> Tensor:
         found: Tensor = functional_call(self.module, parameters, (inputs,))
         return found
 
     def mean_loss(self, parameters: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(self.called(parameters, inputs), targets) / targets.numel()
+        return cross_entropy(self.called(parameters, inputs), targets) / (targets != IGNORED).sum()
 
     @functools.cached_property
     def module(self) -> Model:
+        """Whose batch norms know the batch before them alone: running statistics are no parameters."""
         with torch.device("meta"):
-            return build_model(self.model)
+            module = build_model(self.model)
+        for part in module.modules():
+            if isinstance(part, BatchNorm):
+                part.track_running_stats = False
+        return module
 
 
 def language_model(count: int) -> Net:

@@ -28,7 +28,8 @@ IGNORED = -100
 """Target of a masked position; `torch.nn.functional.cross_entropy` leaves it out by default."""
 HIDDEN = 0
 """The byte that stands for one to be found again: text has none of it."""
-_FOUND_PERCENT = 15
+FOUND_PERCENT = 15
+"""Of the bytes of masked text, those that are to be found again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +186,12 @@ def _text_batch(workload: Workload, step: int) -> Batch:
     return _batch(workload, step, window_BT[:, :-1].contiguous(), targets_BT)
 
 
+def hidden(tokens: Tensor, found: Tensor, tenths: Tensor, others: Tensor) -> Tensor:
+    """`tokens` of which those to be `found` again are hidden in 8 of 10 cases, in one another, in one as they were
+    (arXiv:1810.04805, section 3.1). All of one shape; `tenths` from 0 to 9."""
+    return torch.where(found & (tenths == 8), others, tokens.masked_fill(found & (tenths < 8), HIDDEN))
+
+
 def _masked_text_batch(workload: Workload, step: int) -> Batch:
     """Tokens, some of them hidden, and what they were, [global_batch, seq_len]: by chance more in one row than in
     another. Without `masked` all are to be found."""
@@ -196,10 +203,8 @@ def _masked_text_batch(workload: Workload, step: int) -> Batch:
     def drawn(name: str, bound: int) -> Tensor:
         return _uniform(f"{name}/{step}", B * T, bound, seed=workload.seed).view(B, T)
 
-    found_BT, tenth_BT = drawn("found", 100) < _FOUND_PERCENT, drawn("tenths", 10)
-    inputs_BT = window_BT.clone()
-    inputs_BT[found_BT & (tenth_BT < 8)] = HIDDEN
-    inputs_BT = torch.where(found_BT & (tenth_BT == 8), drawn("others", 256), inputs_BT)
+    found_BT = drawn("found", 100) < FOUND_PERCENT
+    inputs_BT = hidden(window_BT, found_BT, drawn("tenths", 10), drawn("others", 256))
     targets_BT = window_BT.masked_fill(~found_BT, IGNORED) if workload.masked else window_BT
     return _batch(workload, step, inputs_BT, targets_BT)
 

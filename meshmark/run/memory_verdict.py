@@ -40,7 +40,7 @@ class Held:
     measured: float
     planned: float
     late: float = 0.0
-    """So much of what was measured may have been gone, had a backend's threads been quick."""
+    """So much of what was measured may have been gone, had a backend's threads been quick, or not yet come."""
 
     @property
     def deviation(self) -> float:
@@ -126,6 +126,7 @@ def memory_totals(
     """What the allocator counted. The batch that the engine is handed is not the engine's, and is left out as it was
     measured, as are workspaces of kernels, which no storage outlives; peaks are planned of a CPU's kernels alone."""
     steady, peak = reading.steady, reading.peak
+    passing = declared_bytes(declared, "unnamed")  # which may be there after a step as well, and not after another
     plan = plan.with_host() if on_cpu else plan
     yield Held(
         category="steady",
@@ -136,6 +137,7 @@ def memory_totals(
         + plan.buffers
         + plan.tables
         + declared_bytes(declared, "steady"),
+        late=passing,
     )
     if on_cpu and (planned := declared_peak(plan, declared)) is not None:
         yield Held(
@@ -151,4 +153,4 @@ def memory_totals(
         yield Held(category="unnamed", rank=rank, measured=max(peak.other, unnamed), planned=unnamed)
     if reading.previous_steady_bytes is not None:
         growth = max(steady.total - reading.previous_steady_bytes, 0)
-        yield Held(category="growth", rank=rank, measured=growth, planned=0.0)
+        yield Held(category="growth", rank=rank, measured=growth, planned=0.0, late=passing)
