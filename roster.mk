@@ -9,7 +9,7 @@ ROSTER := results/roster
 CLAUSES_TIME ?= 10m
 WORKLOAD_TIME ?= 90s
 # What takes four ranks, crossed or in groups of two; others take two.
-WIDE := fsdp1-hybrid,fsdp2-hsdp,fsdp2-reshard2,tp-fsdp2,fabric-tp-fsdp2,pipeline-tp,pipeline-fsdp2,megatron-gpt-zero1,megatron-gpt-overlap,deepspeed-autotp,accelerate-hsdp,deepspeed-hpz
+WIDE := fsdp1-hybrid,fsdp2-hsdp,fsdp2-reshard2,tp-fsdp2,fabric-tp-fsdp2,pipeline-tp,pipeline-fsdp2,megatron-gpt-zero1,megatron-gpt-overlap,megatron-gpt-recommended,deepspeed-autotp,accelerate-hsdp,deepspeed-hpz
 ROSTER_NAMES = $$($(BIN)/python -c 'from meshmark.adapters import ROSTER; print(",".join(n for n in ROSTER if n not in "$(WIDE)".split(",")))')
 ROSTER_RUN = --results $(ROSTER) --resume
 # Of what trains by the same DeepSpeed, on four ranks and of clauses the deepest stage.
