@@ -3,7 +3,6 @@ take at the rates of datasheets, one after the other. Nothing here is measured."
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,10 +130,11 @@ class Plan:
 def bandwidth(ranks: Sequence[int]) -> float:
     """Of one rank's link in rings through a group: between nodes there are as many rings as the group has GPUs in a
     node, each over the adapter of another of them, but no more than the links inside a node carry."""
-    in_node = Counter(rank // GPU.gpus_per_node for rank in ranks)
+    nodes = [range(first, first + GPU.gpus_per_node) for first in range(0, max(ranks) + 1, GPU.gpus_per_node)]
+    in_node = [count for node in nodes if (count := sum(rank in node for rank in ranks))]
     if len(in_node) == 1:
         return GPU.link_bandwidth
-    return min(GPU.link_bandwidth, min(in_node.values()) * GPU.network_bandwidth)
+    return min(GPU.link_bandwidth, min(in_node) * GPU.network_bandwidth)
 
 
 def _seconds(ranks: Sequence[int], kind: str, num_bytes: int) -> float:

@@ -33,7 +33,7 @@ def restore_masters(case: Case, engine: GPTModelEngine) -> None:
     """Give the float32 masters the workload's initial values: megatron-core makes them from weights that it has already
     rounded."""
     values, stands = initial_values(case.workload.transformer, case.workload.seed), engine.stands
-    for fused, parameter in engine.named():
+    for fused, parameter in engine.fused_parameters():
         own = shard(case.workload.transformer, fused, values, stands.tp, case.layout.tp)
         parameter.main_param.copy_(own)  # type: ignore[attr-defined]
 

@@ -128,7 +128,7 @@ class GPTModelEngine(Engine):
         """Weights that are gathered while the next forward pass goes on are each rank's own part until then."""
         if any(chunk.ddp_config.overlap_param_gather for chunk in self.chunks):
             return self._canonical(self._buffered("param_data"))
-        return self._canonical({parameter: _master(parameter).detach for _, parameter in self.named()})
+        return self._canonical({parameter: _master(parameter).detach for _, parameter in self.fused_parameters()})
 
     def gradients(self) -> Mapping[str, Tensor]:
         return self._canonical(self._buffered("grad_data"))
@@ -157,7 +157,7 @@ class GPTModelEngine(Engine):
             torch.distributed.all_reduce(here, group=group)
         return here.view(shape)
 
-    def named(self) -> Iterator[tuple[Fused, Tensor]]:
+    def fused_parameters(self) -> Iterator[tuple[Fused, Tensor]]:
         for chunk in self.chunks:
             model = getattr(chunk.module, "module", chunk.module)  # within Float16Module
             layers = model.decoder.layers
@@ -167,7 +167,7 @@ class GPTModelEngine(Engine):
 
     def _canonical(self, values: Mapping[Tensor, Callable[[], Tensor]]) -> Gathered:
         """By the model's names, joined with what other tensor-parallel ranks have."""
-        return Gathered((f.names, functools.partial(self._joined, f, values[p])) for f, p in self.named())
+        return Gathered((f.names, functools.partial(self._joined, f, values[p])) for f, p in self.fused_parameters())
 
     def _joined(self, fused: Fused, value: Callable[[], Tensor]) -> list[Tensor]:
         """Those of the model's tensors that are one here."""
@@ -183,7 +183,9 @@ class GPTModelEngine(Engine):
     def holdings(self) -> Holdings:
         buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers]
         return Holdings(
-            parameters=[tensor.detach() for _, p in self.named() for tensor in dict.fromkeys((p, _master(p)))],
+            parameters=[
+                tensor.detach() for _, p in self.fused_parameters() for tensor in dict.fromkeys((p, _master(p)))
+            ],
             gradients=[buffer.grad_data for buffer in buffers],
             optimizer_states=optimizer_state_tensors(self.pytorchs_optimizer),
         )
