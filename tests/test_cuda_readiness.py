@@ -36,6 +36,7 @@ from meshmark.run.launch import process_environment
 from meshmark.run.perform import _kind
 from meshmark.run.rank_report import RankReport
 from meshmark.run.record import Status
+from meshmark.run.request import Task
 from meshmark.run.throughput import peak_flops_per_second
 from meshmark.spec.hardware import gpu_of_device
 from meshmark.spec.layout import Layout
@@ -198,7 +199,7 @@ def test_the_allocator_s_statistics_become_bytes_that_are_of_no_use_and_bytes_ou
 
 def test_an_image_that_turns_tf32_on_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
-    assert process_environment(ClusterSpec())["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] == "0"
+    assert process_environment(ClusterSpec(), Task.OBSERVE)["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] == "0"
 
 
 @pytest.mark.parametrize("counted, remarks", [(1090, 0), (1101, 0), (1112, 1), (1078, 1), (None, 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import errno
 import hashlib
@@ -21,6 +22,7 @@ from types import BuiltinFunctionType, FunctionType
 
 import psutil
 import pytest
+import torch
 
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.errors import InputError, MeshmarkError, NoSpaceError
@@ -31,6 +33,7 @@ from meshmark.run.forkserver_launcher import ForkedRanks, ForkserverLauncher
 from meshmark.run.launch import Launcher, process_environment
 from meshmark.run.launch_folder import private_folder
 from meshmark.run.launchers import LAUNCHERS
+from meshmark.run.passes.endure import live_bytes
 from meshmark.run.rank_info import RankInfo
 from meshmark.run.record import Record, Status
 from meshmark.run.request import Request, Task
@@ -88,7 +91,7 @@ def wait_for_exit(server: ForkServer, pid: int, seconds: float = 60) -> int:
 
 @pytest.fixture
 def server() -> Iterator[ForkServer]:
-    with contextlib.closing(ForkServer.start(process_environment(ClusterSpec()), [])) as started:
+    with contextlib.closing(ForkServer.start(process_environment(ClusterSpec(), Task.OBSERVE), [])) as started:
         started.await_ready("nothing", seconds=60)
         yield started
 
@@ -165,7 +168,9 @@ def test_what_a_dead_server_forked_counts_as_lost(server: ForkServer) -> None:
 
 def test_an_import_that_takes_too_long_is_an_error_and_no_process(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "sleeps_for_ever.py").write_text("import time\ntime.sleep(600)\n")
-    path = process_environment(ClusterSpec()) | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    path = process_environment(ClusterSpec(), Task.OBSERVE) | {
+        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    }
     slow = ForkServer.start(path, ["sleeps_for_ever"])
     with pytest.raises(MeshmarkError, match="importing sleeps_for_ever took longer than 2 s"):
         slow.await_ready("sleeps_for_ever", seconds=2)
@@ -263,15 +268,51 @@ def test_a_launch_leaves_this_process_s_environment_alone(launcher: ForkserverLa
 def test_variables_of_ranks_are_theirs_unless_the_user_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    told = process_environment(ClusterSpec())
+    told = process_environment(ClusterSpec(), Task.OBSERVE)
     assert (told["OMP_NUM_THREADS"], told["GLOO_SOCKET_IFNAME"]) == ("1", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert process_environment(ClusterSpec())["OMP_NUM_THREADS"] == "3"
+    assert process_environment(ClusterSpec(), Task.OBSERVE)["OMP_NUM_THREADS"] == "3"
     here = socket.gethostbyname(socket.gethostname())  # gloo takes the device that leads to node 0
-    told = process_environment(ClusterSpec(nnodes=2, rdzv=f"{here}:29000"))
+    told = process_environment(ClusterSpec(nnodes=2, rdzv=f"{here}:29000"), Task.OBSERVE)
     assert told["GLOO_SOCKET_IFNAME"] in {name for _, name in socket.if_nameindex()}
     nowhere = ClusterSpec(nnodes=2, rdzv="no-such-host.invalid:29000")
-    assert "GLOO_SOCKET_IFNAME" not in process_environment(nowhere)
+    assert "GLOO_SOCKET_IFNAME" not in process_environment(nowhere, Task.OBSERVE)
+
+
+@pytest.mark.parametrize(("task", "cached"), [(Task.OBSERVE, True), (Task.ENDURE, False)])
+def test_what_is_freed_is_in_use_no_more_where_growth_is_measured(
+    launcher: ForkserverLauncher, tmp_path: Path, task: Task, cached: bool
+) -> None:
+    """Otherwise the C library keeps it for the thread, and counts it."""
+    server = launcher._server(dataclasses.replace(make_request("ddp"), task=task))
+    wait_for_exit(server, server.call(_tell_whether_freed_is_in_use, str(tmp_path / "told")))
+    assert json.loads((tmp_path / "told").read_text()) is cached
+
+
+def _tell_whether_freed_is_in_use(path: str) -> None:
+    """In a thread, which begins with nothing cached."""
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    found = []
+
+    def allocate() -> None:
+        library.free(library.malloc(808))  # so that what calling takes is there
+        before = live_bytes(torch.device("cpu"))
+        for piece in [library.malloc(1000) for _ in range(5)]:
+            library.free(piece)
+        found.append(live_bytes(torch.device("cpu")) - before > 4000)
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    thread.join()
+    Path(path).write_text(json.dumps(found[0]))
+
+
+def test_a_user_s_own_tunables_of_the_c_library_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
+    assert process_environment(ClusterSpec(), Task.OBSERVE)["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2"
+    told = process_environment(ClusterSpec(), Task.ENDURE)["GLIBC_TUNABLES"]
+    assert told == "glibc.malloc.arena_max=2:glibc.malloc.tcache_count=0"
 
 
 def test_a_server_that_was_killed_is_started_anew(launcher: ForkserverLauncher) -> None:

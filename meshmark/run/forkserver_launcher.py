@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from meshmark.adapter.registry import load_adapter
 from meshmark.run.cluster import Cluster
 from meshmark.run.fork_server import ForkServer
-from meshmark.run.launch import LaunchResult, launch_with, process_environment
+from meshmark.run.launch import LaunchResult, caches_freed, launch_with, process_environment
 from meshmark.run.orphans import end_children
 from meshmark.run.process_state import process_state, unseen_exit_code
 from meshmark.run.rank_info import RankInfo
-from meshmark.run.request import Request
+from meshmark.run.request import Request, Task
 from meshmark.run.worker import run_forked_rank
 
 _ALWAYS = (
@@ -39,17 +39,18 @@ class ForkserverLauncher:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._trunk: ForkServer | None = None
-        self._servers: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], ForkServer] = {}
-        """By modules and environment, started when they are first needed. The trunk forks no ranks."""
+        self._trunks: dict[bool, ForkServer] = {}
+        """By whether they cache freed memory, which the C library reads when a process starts. They fork no ranks."""
+        self._servers: dict[tuple[bool, tuple[str, ...], tuple[tuple[str, str], ...]], ForkServer] = {}
+        """By trunk, modules and environment, started when they are first needed."""
 
     def launch(self, request: Request, world_size: int, *, alone: bool = False) -> LaunchResult:
         return launch_with(self._start, self.cluster, request, world_size, alone=alone)
 
     def close(self) -> None:
-        for server in [*self._servers.values(), *([self._trunk] if self._trunk else [])]:
+        for server in [*self._servers.values(), *self._trunks.values()]:
             server.close()
-        self._servers, self._trunk = {}, None
+        self._servers, self._trunks = {}, {}
 
     def _start(self, request: Request, ranks: Sequence[RankInfo]) -> ForkedRanks:
         return ForkedRanks(self._server(request), request, ranks)
@@ -58,19 +59,21 @@ class ForkserverLauncher:
         """The server for a request's adapter. Raises `MeshmarkError` when its imports take too long."""
         adapter = load_adapter(request.adapter)
         modules, environment = adapter.modules(), adapter.environment(request.device)
-        key = tuple(modules), tuple(sorted(environment.items()))
+        key = caches_freed(request.task), tuple(modules), tuple(sorted(environment.items()))
         if key not in self._servers or _is_lost(self._servers[key]):
-            self._servers[key] = self._root().branch(environment, modules)
+            self._servers[key] = self._root(request.task).branch(environment, modules)
             limit = max(_IMPORT_SECONDS, request.time_limit_seconds)
             self._servers[key].await_ready(", ".join(modules) or "nothing", seconds=limit)
         return self._servers[key]
 
-    def _root(self) -> ForkServer:
-        if self._trunk is None or _is_lost(self._trunk):
+    def _root(self, task: Task) -> ForkServer:
+        caches = caches_freed(task)
+        if caches in self._trunks and _is_lost(self._trunks[caches]):
             self.close()
-            self._trunk = ForkServer.start(process_environment(self.cluster.spec), _ALWAYS)
-            self._trunk.await_ready("torch", seconds=_IMPORT_SECONDS)
-        return self._trunk
+        if caches not in self._trunks:
+            self._trunks[caches] = ForkServer.start(process_environment(self.cluster.spec, task), _ALWAYS)
+            self._trunks[caches].await_ready("torch", seconds=_IMPORT_SECONDS)
+        return self._trunks[caches]
 
 
 def _is_lost(server: ForkServer) -> bool:

@@ -32,7 +32,7 @@ from meshmark.run.rank_info import RankInfo
 from meshmark.run.rank_report import RankFailure, RankReport, Standing
 from meshmark.run.reach import Place
 from meshmark.run.record import Status
-from meshmark.run.request import Request
+from meshmark.run.request import Request, Task
 from meshmark.run.watchdog import RankProcesses, Watchdog
 from meshmark.serial import decode, encode
 
@@ -141,8 +141,14 @@ def _run(watchdog: Watchdog, others: Cluster | None, place: Place, started: floa
     return [json.loads(text) for text in texts], ""
 
 
-def process_environment(spec: ClusterSpec) -> dict[str, str]:
-    """Variables of all processes that run ranks, on top of this one's own; none is set here."""
+def caches_freed(task: Task) -> bool:
+    """Whether the C library may keep what is freed in caches of its threads. By its own count that is still in use, and
+    they fill over hundreds of calls, the more threads the longer: where growth is measured there are none."""
+    return task is not Task.ENDURE
+
+
+def process_environment(spec: ClusterSpec, task: Task) -> dict[str, str]:
+    """Variables of all processes that run ranks for `task`, on top of this one's own; none is set here."""
     root = str(Path(meshmark.__file__).parent.parent)  # they import the checkout wherever they were started
     path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     defaults = {"OMP_NUM_THREADS": DEFAULT_THREADS}
@@ -154,6 +160,9 @@ def process_environment(spec: ClusterSpec) -> dict[str, str]:
         "KINETO_LOG_LEVEL": "9",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() must not touch CUDA in a process that forks
     }
+    if not caches_freed(task):
+        tunables = os.environ.get("GLIBC_TUNABLES", "")
+        always["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, "glibc.malloc.tcache_count=0")))
     return {**defaults, **os.environ, **always}
 
 

@@ -51,7 +51,7 @@ class TorchrunLauncher:
         self._server = None
 
     def _start(self, request: Request, ranks: Sequence[RankInfo]) -> TorchrunRanks:
-        environment = process_environment(self.cluster.spec)
+        environment = process_environment(self.cluster.spec, request.task)
         if self._server is None or self._server.lost or not self._server.serves():
             self._server = ForkServer.start(environment, [])
             self._server.await_ready("nothing", seconds=_START_SECONDS)
