@@ -9,30 +9,38 @@ survives, is diagnosed as something else, or a correct run raises an alarm.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gzip
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.honest import measure_honest
 from benchmarks.power_page import Power, report, write_mutants
 from benchmarks.sittings import NUM_SITTINGS, Parts, sitting, try_all
 from benchmarks.smallest import find_all, searches, sizes
-from meshmark.adapter.registry import builtin_adapters
+from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapters import ADAPTERS
 from meshmark.environment import describe
+from meshmark.errors import InputError
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
+from meshmark.spec.algorithm import ALGORITHMS as ALGORITHM_PRESETS
+from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.spec.workload import workload
+from meshmark.spec.workload import WORKLOADS, workload
 from tests.broken.mutant import ALGORITHMS, GPT, LAYOUTS, under
 from tests.broken.mutants import MUTANTS, sized
 
 MEASURED = Path("results/power/measured.json.gz")
+SEEDS = 4
+"""Of each algorithm that is not synchronous."""
+SEEDS_BY_CHANCE = 24
+"""Of those whose steps depend on which replica comes first."""
 SEEDED = 6
 """Adapters, the first of LAYOUTS, that run under other seeds and numbers of micro-batches too."""
 
@@ -71,6 +79,7 @@ def measure(names: Sequence[str], num_groups: int) -> Power:
     ):
         smallest = find_all(court)
         real = [court.suites.observe(case) for case in real_cases()]
+        algorithms = [court.suites.observe(case) for case in algorithm_cases()]
         # As the suites run: attention's gradients shrink as training goes on, and with them what can be seen of them.
         suites = Runner(launcher, builtin_adapters(), RunOptions(), folder / "limits")
         limits = [suites.observe(case) for case in limit_cases()]
@@ -81,6 +90,7 @@ def measure(names: Sequence[str], num_groups: int) -> Power:
         smallest=smallest,
         cells=cells,
         real=[*real, *limits],
+        algorithms=algorithms,
         limits=limits,
         honest=honest,
         seconds=time.monotonic() - started + parts.seconds / NUM_SITTINGS,
@@ -114,6 +124,27 @@ def real_cases() -> Iterable[Case]:
             yield Case(
                 adapter=adapter.partition("/")[0], workload=under(adapter, problem), layout=own
             )  # a stage may follow
+
+
+def algorithm_cases() -> Iterable[Case]:
+    """Every algorithm that is not synchronous, on the first adapter and preset that have it, over seeds."""
+    for end in ALGORITHM_PRESETS:
+        case = next(_cases_of(end))
+        by_chance = case.workload.algorithm.kind is AlgorithmKind.DOWNPOUR
+        for seed in range(SEEDS_BY_CHANCE if by_chance else SEEDS):
+            yield dataclasses.replace(case, workload=dataclasses.replace(case.workload, seed=seed))
+
+
+def _cases_of(end: str) -> Iterator[Case]:
+    """Of the algorithm that presets' names end in; not every one is defined on every optimizer."""
+    engines = {name: load_adapter(builtin_adapters()[name])() for name in ALGORITHMS}
+    for start in (name for name in WORKLOADS if name.startswith(GPT.name)):
+        with contextlib.suppress(InputError):
+            problem = workload(f"{start}-{end}")
+            for name, engine in engines.items():
+                case = Case(adapter=name, workload=problem, layout=LAYOUTS[name])
+                if engine.supports(case, "cpu", "gloo") is None:
+                    yield case
 
 
 def limit_cases() -> Iterable[Case]:

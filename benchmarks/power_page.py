@@ -32,8 +32,10 @@ class Power:
     """Clauses of correct adapters."""
     real: list[Record]
     """Correct runs of adapters in the suites' workloads."""
+    algorithms: list[Record]
+    """Correct runs of algorithms that are not synchronous, over seeds."""
     limits: list[Record]
-    """Of them, those whose detection limits are told."""
+    """Of the real ones, those whose detection limits are told."""
     honest: Honest
     seconds: float
     environment: Environment
@@ -49,7 +51,7 @@ class Power:
     @property
     def alarms(self) -> list[str]:
         """Correct runs that failed."""
-        wrong = [r.case.id for r in self.real if r.outcome.status is not Status.OK or not _equivalent(r)]
+        wrong = [r.case.id for r in (*self.real, *self.algorithms) if not _correct_run(r)]
         cells = [f"{c.adapter} {c.clause}: {c.finding.evidence}" for c in self.cells if c.alarm]
         return [*wrong, *cells, *self.honest.alarms]
 
@@ -73,7 +75,8 @@ class Power:
     @property
     def largest(self) -> dict[str, float]:
         """By kind of quantity, the furthest from the truth that an adapter's correct run was, in its noise."""
-        records = {id(r): r for r in (*self.real, *(r for c in self.cells for r in c.records))}  # clauses share records
+        of_cells = (r for c in self.cells for r in c.records)
+        records = {id(r): r for r in (*self.real, *self.algorithms, *of_cells)}  # clauses share records
         found: dict[str, float] = {}
         for e in (r.equivalence for r in records.values() if _equivalent(r)):
             for ratio, quantity, _ in e.yardstick.ratios(compare(e.deviations)):
@@ -107,7 +110,7 @@ def report(power: Power) -> str:
 
 
 def _summary(power: Power) -> Iterable[str]:
-    num_correct = power.honest.num_runs + len(power.real)
+    num_correct = power.honest.num_runs + len(power.real) + len(power.algorithms)
     yield (
         f"**{power.caught} of {len(power.trials)} mutants caught by the suite or clause that should, {power.named} "
         f"diagnosed rightly; {power.num_alarms} false alarms in {num_correct} correct runs and {len(power.judged)} "
@@ -203,6 +206,8 @@ def _correct(power: Power) -> Iterable[str]:
     )
     yield markdown([_tail_row(kind, honest.tails.get(kind), power.largest) for kind in SMALLEST_FACTORS])
     yield markdown([_real_row(record) for record in power.real])
+    yield f"And {len(power.algorithms)} launches of algorithms that are not synchronous, each over its own seeds:"
+    yield markdown(list(_algorithm_rows(power.algorithms)))
     yield "Every clause of conformance, once, on every adapter that the mutants break:"
     yield markdown([_adapter_row(power.cells, adapter) for adapter in dict.fromkeys(c.adapter for c in power.cells)])
 
@@ -304,6 +309,10 @@ def write_mutants(trials: Sequence[Trial], path: Path) -> None:
             writer.writerow([*shown, ", ".join(trial.failed), trial.told])
 
 
+def _correct_run(record: Record) -> bool:
+    return record.outcome.status is Status.OK and _equivalent(record)
+
+
 def _real_row(record: Record) -> dict[str, object]:
     verdict = record.verdict("equivalence")
     e = verdict.evidence if verdict else {}
@@ -315,6 +324,20 @@ def _real_row(record: Record) -> dict[str, object]:
         "x noise": f"{float(e.get('ratio', 0)):.2f}",
         "allowed": f"{float(e.get('factor', 0)):.2f}",
     }
+
+
+def _algorithm_rows(records: Sequence[Record]) -> Iterable[dict[str, object]]:
+    """By kind of algorithm."""
+    for kind in dict.fromkeys(record.case.workload.algorithm.kind for record in records):
+        of_kind = [r for r in records if r.case.workload.algorithm.kind is kind]
+        ratios = [float(v.evidence.get("ratio", 0)) for r in of_kind if (v := r.verdict("equivalence"))]
+        yield {
+            "algorithm": str(kind),
+            "presets": len({r.case.workload.algorithm.id for r in of_kind}),
+            "correct runs": len(of_kind),
+            "alarms": sum(not _correct_run(r) for r in of_kind),
+            "furthest, x noise": f"{max(ratios, default=0.0):.2f}",
+        }
 
 
 def _limit_row(record: Record) -> dict[str, object]:

@@ -104,6 +104,7 @@ def test_what_is_not_good_is_said() -> None:
         smallest=[],
         cells=[],
         real=[],
+        algorithms=[],
         limits=[],
         honest=Honest(groups=[group]),
         seconds=1.0,

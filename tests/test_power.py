@@ -16,7 +16,9 @@ from benchmarks.smallest import Smallest, correct_case, searches, sizes
 from benchmarks.trials import Cell, Trial
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.finding import decide
+from meshmark.run.record import Outcome, Status
 from meshmark.serial import decode, encode
+from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.precision import Precision
 from tests.broken import mutants
 from tests.broken.mutant import LAYOUTS, Mutant
@@ -37,6 +39,7 @@ def make_power() -> Power:
         smallest=[Smallest(kind="WeightDecay", caught=None, survived=0.1, loss=0.0, evidence="nothing was caught")],
         cells=[Cell(adapter="ddp", clause="error", finding=decide(True, "told"), records=[make_record()])],
         real=[make_good()],
+        algorithms=[make_good(), make_record()],
         limits=[make_good()],
         honest=Honest(groups=[group]),
         seconds=60.0,
@@ -51,7 +54,13 @@ def test_what_was_measured_comes_back_from_its_file_and_makes_the_same_page(tmp_
     assert again == found
     page = report(again)
     assert page == report(found)
-    for told in ("**1 of 2 mutants caught", "| NoReduction ", "| none ", "1 minutes on 2 CPUs (Abacus 3000)"):
+    for told in (
+        "**1 of 2 mutants caught",
+        "| NoReduction ",
+        "| none ",
+        "2 launches of algorithms",
+        "1 minutes on 2 CPUs (Abacus 3000)",
+    ):
         assert told in page
     assert [path.name for path in (tmp_path / "power").iterdir()] == ["measured.json.gz"]
 
@@ -123,3 +132,15 @@ def test_what_one_sitting_has_tried_is_not_tried_again_by_the_same_code(tmp_path
     Parts(path, dirty).add(dataclasses.replace(tried, code=Parts(path, dirty).code))
     assert Parts(path, dirty).get("ddp_NoReduction", cells=False) is None, "changes that no commit holds have no name"
     assert Parts(path, here).get("ddp_NoReduction", cells=False) is None
+
+
+def test_every_algorithm_is_run_right_too_at_least_200_times_in_all() -> None:
+    cases = list(power.algorithm_cases())
+    assert len(cases) >= 200
+    assert {case.workload.algorithm.kind for case in cases} == set(AlgorithmKind) - {AlgorithmKind.SYNCHRONOUS}
+    assert len({(case.id, case.workload.seed) for case in cases}) == len(cases)
+
+
+def test_a_correct_run_of_an_algorithm_that_fails_is_an_alarm() -> None:
+    crashed = make_record(outcome=Outcome(status=Status.RAISED, message="no"))
+    assert dataclasses.replace(make_power(), algorithms=[crashed]).alarms == [crashed.case.id]
