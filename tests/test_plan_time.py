@@ -256,6 +256,17 @@ def test_tensors_reduced_one_by_one_cost_a_pipeline_a_hop_a_rank() -> None:
     assert bucketed.max() < 0.01 * seconds[0]
 
 
+def test_what_is_reduced_in_one_bucket_costs_one_all_reduce_s_latency() -> None:
+    """Not one a weight matrix, which planned data parallelism three times slower than ZeRO-1 on small models."""
+    grid = make_grid(dp=[16], num_micro_batches=[1])
+    seconds = {}
+    for name in ("nanotron", "ddp"):
+        free = rates("h100").moved({"network.node_bandwidth": 1e15, "network.overlap": 0.0})
+        seconds[name] = step_time(plan_model("gpt-mini"), grid, H100, recipe(name), free).data_communication[0]
+    num_tensors = 6 * plan_model("gpt-mini").num_layers + 2
+    assert seconds["nanotron"] / seconds["ddp"] == pytest.approx(num_tensors, rel=0.01)
+
+
 def test_a_tied_embedding_is_reduced_between_the_ends_of_a_pipeline() -> None:
     grid = make_grid(pp=[1, 2], num_micro_batches=[8])
     seconds = step_time(plan_model("sweep-1b"), grid, H100, recipe("nanotron"), rates("h100")).data_communication

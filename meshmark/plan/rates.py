@@ -54,7 +54,7 @@ class NetworkRates:
     copy_tensor_seconds: float = 0.0
     """Copying one data-parallel rank's part of one tensor where ZeRO-1 gathers them: a kernel's launch each."""
     tree_tensor_seconds: float = 0.0
-    """An all-reduce's latency per doubling of ranks and weight matrix."""
+    """An all-reduce's latency per doubling of ranks, for each bucket, or weight matrix, that is reduced by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

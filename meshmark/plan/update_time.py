@@ -19,6 +19,8 @@ from meshmark.theory.grid import OFFLOADS, Column, Grid
 from meshmark.theory.recipe import TrainingRecipe
 
 _MATRICES_PER_LAYER = 6.0
+_BUCKET_BYTES = 25.0 * 2**20
+"""Of gradients that are reduced together: DDP's default, `bucket_cap_mb`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,9 @@ def data_seconds(grid: Grid, load: StageLoad, gpu: Gpu, recipe: TrainingRecipe, 
 
     num_tensors = _MATRICES_PER_LAYER * load.num_layers + 2.0
     spans, shards = crosses_nodes(grid, gpu.gpus_per_node), grid.dp * grid.cp
-    tree = np.where(spans, rates.network.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_tensors, 0.0)
+    buckets = np.ceil(load.num_parameters * recipe.wire.reduce_bytes / _BUCKET_BYTES)
+    num_reductions = num_tensors if recipe.wire.reduces_by_tensor else np.minimum(num_tensors, buckets)
+    tree = np.where(spans, rates.network.tree_tensor_seconds * np.log2(np.maximum(shards, 2)) * num_reductions, 0.0)
     copies = rates.network.copy_tensor_seconds * shards * num_tensors
     hidden = rates.network.overlap * load.backward_seconds
     # The embedding's gradient is the backward pass's last; nothing is left to hide its reduction behind.
