@@ -21,6 +21,7 @@ from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.theory.flow import Departure
+from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.sharding import Padding, Sharding, sharding_departures
 from meshmark.theory.states import Remainder
 
@@ -76,6 +77,11 @@ class FairScaleFSDPUnflattened(FairScaleFSDP):
             Feature.RESHARD: "its optimizer's states are gathered of flat parameters alone",
         },
     )
+
+    @classmethod
+    def recipe(cls, case: Case) -> TrainingRecipe:
+        """A unit's tensors are gathered, reduced and freed one by one: of that no peak is planned."""
+        return dataclasses.replace(super().recipe(case), activations_known=False)
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
