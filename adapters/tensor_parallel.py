@@ -29,13 +29,14 @@ from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.flow import Departure, Flow, Purpose, besides, departing
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import Remainder, local_parameters
-from meshmark.theory.traffic import step_traffic
+from meshmark.theory.traffic import step_traffic, stream_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh  # some seconds, which only ranks should take
 
 NORMS = "every split tensor's norm is reduced by itself"
 _WHOLE = "the gradient of an embedding that is split by rows is whole on every rank"
+_SUMMED = "the first block's input is the embedding's sum over ranks, where the collective has put it: communication"
 
 
 class TensorParallelEngine(DataParallelEngine):
@@ -112,6 +113,15 @@ class TensorParallelEngine(DataParallelEngine):
         load_sharded(folder, self.module, self.optimizer, self.schedule)
 
 
+def summed_embedding(case: Case) -> tuple[Remainder, ...]:
+    """Of an embedding that is split by rows. With positions added, the sum over ranks is another tensor."""
+    if case.workload.transformer.family is not Family.LLAMA:
+        return ()
+    summed = stream_bytes(case) / case.layout.num_micro_batches
+    there = {"activations": -summed, "peak": summed}
+    return tuple(Remainder(category=name, num_bytes=num_bytes, reason=_SUMMED) for name, num_bytes in there.items())
+
+
 class TensorParallel(Adapter):
     """Colwise for what goes into attention and feed-forward, Rowwise for what comes out."""
 
@@ -142,7 +152,7 @@ class TensorParallel(Adapter):
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         more = _unsplit(case) * case.precision.accumulation.itemsize
         whole = [Remainder(category=name, num_bytes=more, reason=_WHOLE) for name in ("gradients", "peak") if more]
-        return (*whole, mesh_remainder(case))
+        return (*whole, *summed_embedding(case), mesh_remainder(case))
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
 from meshmark.adapters.fsdp2 import ROWS, dealt_rows, mesh_remainder
-from meshmark.adapters.tensor_parallel import NORMS, TensorParallel, num_split
+from meshmark.adapters.tensor_parallel import NORMS, TensorParallel, num_split, summed_embedding
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
@@ -51,7 +51,7 @@ class TensorParallelFSDP2(TensorParallel):
         layout = case.layout
         shapes = _local_shapes(case)
         dealt = dealt_rows(shapes, layout.dp, layout.coordinates(rank).dp, cls.recipe(case).states)
-        return (*dealt, mesh_remainder(case))
+        return (*dealt, *summed_embedding(case), mesh_remainder(case))
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:

@@ -32,6 +32,15 @@ class AccelerateFSDP2Launched(AccelerateFSDP2):
         },
     )
 
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        if case.workload.couples_rows:
+            return (
+                "loading weights by one rank, as its launcher does, fails for models with buffers "
+                "(huggingface/accelerate#3898; tests/gaps/test_accelerate.py)"
+            )
+        return super().supports(case, device, backend)
+
     def accelerator(self, case: Case, context: RankContext) -> Any:  # noqa: ANN401
         os.environ.update(launched(case))
         return sharding_accelerator(case, context, None)

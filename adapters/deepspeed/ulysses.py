@@ -109,9 +109,11 @@ class DeepSpeedUlysses(DeepSpeed):
         cp = case.layout.cp
         if cp == 1:
             return f"sequence parallelism takes several ranks a sequence, got {case.layout.id}"
+        if reason := super().supports(case, device, backend):
+            return reason
         if case.workload.transformer.num_kv_heads % cp:
             return f"cp {cp} does not divide {case.workload.transformer.num_kv_heads} key-value heads"
-        return super().supports(case, device, backend)
+        return None
 
     @classmethod
     def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:

@@ -41,3 +41,25 @@ def test_a_schedule_makes_one_step_an_optimizer_step(found: dict[str, float | st
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="fp16 is dropped on a CPU, without a word")
 def test_fp16_is_fp16_or_an_error(found: dict[str, float | str]) -> None:
     assert found["dtype"] == "torch.float16"
+
+
+def loaded(rank: int) -> str:
+    """What comes of an FSDP2 model whose weights one rank loads, as `accelerate launch --use_fsdp` has it."""
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    # Its one mode for several CPUs ignores plugins.
+    PartialState(backend="gloo", cpu=True).distributed_type = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True, auto_wrap_policy="no_wrap")
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        Accelerator(fsdp_plugin=plugin).prepare(model, optimizer)
+    except AttributeError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="huggingface/accelerate#3898: buffers are no DTensors")
+def test_one_rank_loads_a_model_with_buffers() -> None:
+    assert on_two_ranks(loaded) == "loaded"
