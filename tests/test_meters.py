@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapter.traffic_source import Transfer
-from meshmark.measure.allocations import Allocation, Change, Timeline, timeline
+from meshmark.measure.allocations import Allocation, Change, Held, Timeline, timeline
 from meshmark.measure.memory import Named, _classify, read_memory
 from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
 from meshmark.measure.traffic import TorchTraffic, _full_bytes, read_traffic, sum_transfers
@@ -189,6 +189,15 @@ def test_what_another_thread_frees_is_over_when_the_allocator_no_longer_counts_i
     assert ends[3, 30] == (50, True) and ends[3, 50] == (None, False)
     known = {life.address: life.stop_ns for life in timeline(told, known=frozenset({1})).lives}
     assert (known[1], known[2]) == (None, 40)
+
+
+def test_what_was_named_is_not_what_was_freed_unseen_before() -> None:
+    """As a gradient that one of gloo's threads lets go of last, and a copy of gloo's that is as large."""
+    told = changes((10, 1, 100), (20, 2, 100), (30, 3, 7), (40, 4, 1, 100), (50, 5, 1), (60, 6, 1, 100))
+    held = timeline(told, held=Held(time_ns=50, num_bytes={1: 100, 3: 8})).lives
+    assert {life.address: life.stop_ns for life in held if life.num_bytes == 100} == {1: 60, 2: 40}
+    other = timeline(told, held=Held(time_ns=50, num_bytes={1: 99})).lives  # another storage, where this one was
+    assert {life.address: life.stop_ns for life in other if life.num_bytes == 100} == {1: 40, 2: 60}
 
 
 def test_several_may_be_freed_at_once_unseen() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _MOST_SUMS = 4096
@@ -66,6 +66,17 @@ class _Life:
     """When its address was given out again, where its end was not seen."""
     stop_ns: int | None = None
     elsewhere: bool = False
+    held_ns: int = 0
+    """When it was still there, for it was named then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Storages that were there at one instant."""
+
+    time_ns: int
+    num_bytes: Mapping[int, int]
+    """By address."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +109,13 @@ class Timeline:
         return max([self.peak(start_ns, stop_ns)[0], *(self.total(w.time_ns) + w.num_bytes for w in working)])
 
 
-def timeline(changes: Sequence[Change], known: frozenset[int] = frozenset()) -> Timeline:
+def timeline(changes: Sequence[Change], known: frozenset[int] = frozenset(), held: Held | None = None) -> Timeline:
     """`changes` in order of time; what was there before the first of them does not count. `known`: addresses of
     storages that are alive at the end."""
     changes, workspaces = _without_workspaces(_from_here(changes))
     lives = _lives(changes)
+    if held:
+        _hold(lives, held)
     at_end = {life.address: life for life in lives}
     unseen = [
         life for life in lives if life.seen_ns is None and not (life is at_end[life.address] and life.address in known)
@@ -173,6 +186,14 @@ def _lives(changes: Sequence[Change]) -> list[_Life]:
     return lives
 
 
+def _hold(lives: Sequence[_Life], held: Held) -> None:
+    """The latest at each address; of another size it is not the storage that was named."""
+    there = {life.address: life for life in lives if life.start_ns <= held.time_ns}
+    for address, num_bytes in held.num_bytes.items():
+        if (life := there.get(address)) and life.num_bytes == num_bytes:
+            life.held_ns = held.time_ns
+
+
 def _find_ends(changes: Sequence[Change], lives: Sequence[_Life], unseen: Sequence[_Life]) -> None:
     """Set `stop_ns` of those of `unseen` that the allocator no longer counts."""
     starts, waiting, listed = iter(unseen), list[_Life](), 0
@@ -187,7 +208,8 @@ def _find_ends(changes: Sequence[Change], lives: Sequence[_Life], unseen: Sequen
             listed -= life.num_bytes
         gone = [w for w in waiting if w.taken_ns is not None and w.taken_ns <= change.time_ns]
         gone += _sized(
-            [w for w in waiting if w not in gone], listed - sum(w.num_bytes for w in gone) - change.total_bytes
+            [w for w in waiting if w not in gone and w.held_ns <= change.time_ns],
+            listed - sum(w.num_bytes for w in gone) - change.total_bytes,
         )
         for life in gone:
             life.stop_ns, life.elsewhere = change.time_ns, True

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from meshmark.adapter.holdings import Holdings, storage_bytes
-from meshmark.measure.allocations import Allocation, Timeline, timeline
+from meshmark.measure.allocations import Allocation, Held, Timeline, timeline
 from meshmark.measure.readings import Bytes, MemoryReading
 from meshmark.measure.watch import AskedOperation, Watch
 
@@ -57,7 +57,8 @@ def read_memory(watch: Watch, step: int, before_update: Named, after_update: Nam
     for operation in asked:
         for address in operation.addresses:
             on_wire.setdefault(address, []).append(operation.time_ns)
-    found = timeline(watch.changes(), known=frozenset(after_update.addresses))
+    held = Held(time_ns=backward.stop_ns, num_bytes=before_update.addresses)
+    found = timeline(watch.changes(), known=frozenset(after_update.addresses), held=held)
     steady_ns = watch.steady_ns[step]
     peak_bytes, peak_ns = max((found.peak(w.start_ns, w.stop_ns) for w in (backward, update)), key=lambda peak: peak[0])
     starts = [start for start in watch.backward_starts() if backward.holds(start)]
