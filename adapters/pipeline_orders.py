@@ -9,6 +9,7 @@ from typing import ClassVar
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapters.pipeline import NO_IMAGES, Pipeline
 from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.theory.activations import num_in_flight, passes_in_flight_bytes
 from meshmark.theory.grid import Column, layout_grid
@@ -16,6 +17,10 @@ from meshmark.theory.states import Remainder, micro_batch_tokens
 
 _INPUTS = "gradients of stages' inputs are kept until the next step, for the backward pass is in two parts"
 
+_EVALUATED = (
+    "its schedule cannot evaluate: between two stages of one rank it hands over gradients in `eval` too, where there "
+    "are none (tests/gaps/test_pipelining.py)"
+)
 _HANDED = "outputs, and their gradients, that go from one stage to the next on the same rank stay until the next step"
 
 
@@ -99,6 +104,10 @@ class ZeroBubbleV(Pipeline):
             **NO_IMAGES,
             Feature.TIED_EMBEDDINGS: "one rank would hold the weight in both of its stages; not mapped",
         },
+    )
+    known_gaps: ClassVar = tuple(
+        KnownGap(clause=clause, symptom="can't steal_bwd_input", reason=_EVALUATED)
+        for clause in ("evaluation", "clipping", "dropout", "recomputed dropout")
     )
     interleaving: ClassVar = "ZBVZeroBubble"
 

@@ -37,3 +37,13 @@ def test_running_statistics_see_micro_batches_alone(alone: None) -> None:
 def test_with_shapes_they_do(alone: None) -> None:
     x = torch.empty(ROWS, WIDTH, device="meta")
     assert counted(input_args=x, output_args=x.clone().requires_grad_()) == 2
+
+
+@pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="between stages of one rank a gradient is handed over in evaluation too"
+)
+def test_a_schedule_that_is_folded_into_a_v_evaluates(alone: None, name: str) -> None:
+    stages = [pipelining.PipelineStage(nn.Linear(WIDTH, WIDTH), i, 2, torch.device("cpu")) for i in range(2)]
+    schedule = getattr(pipelining, name)(stages, 2, loss_fn=lambda out, target: (out - target).square().sum())
+    schedule.eval(torch.randn(2 * ROWS, WIDTH), target=torch.randn(2 * ROWS, WIDTH), losses=[])
