@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from meshmark.adapter.registry import load_adapter
+from meshmark.adapters import ADAPTERS
+from meshmark.conformance.scenario import plain_cells
 from meshmark.errors import CorpusError, InputError
 from meshmark.reference.build import build_model
 from meshmark.reference.data import check_data, data_digest, make_batch, on_corpus
@@ -124,6 +128,35 @@ def test_an_image_that_is_cut_off_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(CorpusError, match="255.png cannot be read as an image"):
         on(tmp_path)
+
+
+@pytest.mark.parametrize("kind, mode", [("uint16", "I;16"), ("int32", "I"), ("float32", "F")])
+def test_pixels_of_more_than_eight_bits_are_refused(tmp_path: Path, kind: str, mode: str) -> None:
+    """Pillow makes nearly all of them white."""
+    Image.fromarray(np.arange(256, dtype=kind).reshape(16, 16)).save(folder_of(tmp_path) / "dogs" / "deep.tiff")
+    with pytest.raises(CorpusError, match=f"deep.tiff cannot .*: its pixels have .* mode {mode!r}; expected 8 bits"):
+        on(tmp_path)
+
+
+def test_grey_images_that_tell_how_opaque_they_are_are_grey(tmp_path: Path) -> None:
+    Image.new("LA", (16, 16), (7, 128)).save(folder_of(tmp_path) / "dogs" / "thin.png")
+    images, _ = load_images(str(tmp_path))
+    assert images.shape == (4, 1, 16, 16) and images[3].unique().tolist() == [7 / 256]
+
+
+def test_what_pillow_has_not_implemented_is_named(tmp_path: Path) -> None:
+    path = folder_of(tmp_path) / "dogs" / "odd.dds"
+    Image.new("RGB", (16, 16)).save(path)
+    content = bytearray(path.read_bytes())
+    content[80:84] = bytes(4)  # the flags of its format of pixels
+    path.write_bytes(content)
+    with pytest.raises(CorpusError, match="odd.dds cannot be read as an image: .*pixel format"):
+        on(tmp_path)
+
+
+def test_clauses_which_train_text_leave_a_corpus_of_images_alone(tmp_path: Path) -> None:
+    ddp = load_adapter(ADAPTERS["ddp"])
+    assert plain_cells("ddp", ddp, 2, corpus=str(folder_of(tmp_path))) == plain_cells("ddp", ddp, 2)
 
 
 def test_a_size_that_a_model_cannot_take_is_refused(tmp_path: Path) -> None:

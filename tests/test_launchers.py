@@ -266,10 +266,10 @@ def test_a_launch_leaves_this_process_s_environment_alone(launcher: ForkserverLa
 
 
 def test_variables_of_ranks_are_theirs_unless_the_user_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     told = process_environment(ClusterSpec(), Task.OBSERVE)
-    assert (told["OMP_NUM_THREADS"], told["GLOO_SOCKET_IFNAME"]) == ("1", "lo")
+    assert (told["OMP_NUM_THREADS"], told["GLOO_SOCKET_IFNAME"], told["TP_SOCKET_IFNAME"]) == ("1", "lo", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert process_environment(ClusterSpec(), Task.OBSERVE)["OMP_NUM_THREADS"] == "3"
     here = socket.gethostbyname(socket.gethostname())  # gloo takes the device that leads to node 0

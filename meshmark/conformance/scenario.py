@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
@@ -245,7 +246,8 @@ def plain_cells(
 ) -> list[Case | Misfit]:
     """What a conformance pass of one adapter at a world size is made of: every ZeRO stage, every axis, the rest as
     plain as it has it; where it refuses that, as crossed as it must be. The workload grows with the world, but for a
-    `global_batch` that was asked for."""
+    `global_batch` that was asked for; it is of text, so a `corpus` of images is not for it."""
+    text = None if corpus and Path(corpus).is_dir() else corpus
     can, layouts = adapter.capabilities, list[Layout]()
     plain = Layout(zero_stage=min(can.zero_stages), offload=next(where for where in Offload if where in can.offloads))
     if "tp" in can.degrees:
@@ -262,7 +264,7 @@ def plain_cells(
 
     def made(layouts: Iterable[Layout]) -> list[Case | Misfit]:
         return [
-            cell(adapter=name, workload=on_corpus(_grown(trained, layout, global_batch), corpus), layout=layout)
+            cell(adapter=name, workload=on_corpus(_grown(trained, layout, global_batch), text), layout=layout)
             for layout in layouts
         ]
 

@@ -14,8 +14,10 @@ from meshmark.errors import CorpusError
 
 _SHADES = 256.0
 """Of a channel of a pixel: every one of them over this is exact in 16 bits too."""
-_GREY = ("1", "L")
-"""Modes of Pillow's that have one channel."""
+_GREY = ("1", "L", "LA")
+"""Modes of Pillow's that have one channel, and perhaps how opaque it is."""
+_WIDE = ("I", "F")
+"""Beginnings of modes whose pixels have more than 8 bits: Pillow cuts them off at 255, and nearly all become white."""
 _EXPECTED = "expected a subfolder a class, with images in it"
 
 
@@ -63,8 +65,10 @@ def _pixels(path: str, files: Sequence[Path]) -> np.ndarray[tuple[int, ...], np.
     for file in files:
         try:
             with Image.open(file) as image:
+                if image.mode.startswith(_WIDE):
+                    raise ValueError(f"its pixels have Pillow's mode {image.mode!r}; expected 8 bits a channel")
                 images.append(image.convert("L" if image.mode in _GREY else "RGB"))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except (OSError, SyntaxError, ValueError, RuntimeError, Image.DecompressionBombError) as error:
             raise CorpusError(f"corpus {path!r}: {file} cannot be read as an image: {error}") from error
         width, height = images[-1].size
         if width != height:

@@ -154,6 +154,7 @@ def process_environment(spec: ClusterSpec, task: Task) -> dict[str, str]:
     defaults = {"OMP_NUM_THREADS": DEFAULT_THREADS}
     if device := "lo" if spec.host in LOOPBACK else device_towards(spec.host):
         defaults["GLOO_SOCKET_IFNAME"] = device
+        defaults["TP_SOCKET_IFNAME"] = device  # torch RPC's, which listens at the host's name otherwise, and unpickles
     always = {
         **VARIABLES,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
