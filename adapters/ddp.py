@@ -35,6 +35,8 @@ _HOOKS: dict[Dtype, Callable[[dist.ProcessGroup, Any], Future[Tensor]]] = {
     Dtype.BF16: lambda group, bucket: bf16_compress_hook(group, bucket),
 }
 """By the format that gradients are reduced in, where it is not the one that they are held in."""
+_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 2**20, 25 * 2**20
+"""DDP's defaults."""
 
 
 class DDPEngine(DataParallelEngine):
@@ -118,7 +120,31 @@ class DDPStatic(DDP):
         def each(flow: Flow) -> Flow:
             return replace(flow, num_bytes=count * flow.num_bytes, fewest=count, most=count * flow.most)
 
-        return departing(step_traffic(case, rank) if count > 1 else None, Purpose.GRADIENTS, reason, each)
+        laid_out = _layout_of_buckets(case, rank) if count == 1 < case.layout.dp else ()
+        return (*departing(step_traffic(case, rank) if count > 1 else None, Purpose.GRADIENTS, reason, each), *laid_out)
+
+
+def _layout_of_buckets(case: Case, rank: int) -> tuple[Departure, ...]:
+    """Told once, in the third forward pass: one number a tensor, one of all and one a bucket (`sync_bucket_indices` of
+    PyTorch's reducer.cpp)."""
+    itemsize = case.precision.accumulation.itemsize
+    shapes = {n: shape for n, shape in parameter_shapes(case.workload.model).items() if case.workload.trains(n)}
+    sizes = [itemsize * math.prod(shape) for shape in reversed(shapes.values())]
+    buckets, filled = 1, 0
+    for size in sizes[:-1]:
+        filled += size
+        if filled >= (_FIRST_BUCKET_BYTES if buckets == 1 else _BUCKET_BYTES):
+            buckets, filled = buckets + 1, 0
+    told = Flow(
+        kind="broadcast",
+        axes="dp",
+        ranks=case.layout.group("dp", rank),
+        purpose=Purpose.GRADIENTS,
+        num_bytes=4 * (len(shapes) + 1 + buckets),
+        fewest=2,
+        most=2,
+    )
+    return (Departure(sends=(told,), reason="buckets are laid out by the order of the second backward pass, once"),)
 
 
 class DDPRecommended(DDP):
