@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -211,6 +212,20 @@ def test_a_replica_that_stops_is_named() -> None:
         patch.setattr(server_module, "PATIENCE_SECONDS", 0.05)
         with pytest.raises(RuntimeError, match="replica 1 has stopped: after 0 pushes nothing came of it for 0.05 sec"):
             served.push(0, [torch.ones(2)])
+
+
+def test_a_replica_may_be_as_slow_as_others_were() -> None:
+    """Where a push takes minutes of work, one that has been away for a minute has not stopped."""
+    spec = ParameterServer(lead=1)
+    served = server_module.Server(spec, [torch.zeros(2)], 2)
+    served.last_push[0] -= 0.2  # the time that replica 0 took to its first push
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_module, "PATIENCE_SECONDS", 0.01)
+        assert served.push(0, [torch.ones(2)]) == 1
+        late = threading.Timer(0.3, served.push, args=(1, [torch.ones(2)]))
+        late.start()
+        assert served.push(0, [torch.ones(2)]) == 3
+        late.join()
 
 
 def test_every_algorithm_has_at_least_four_mutants() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ from meshmark.adapter.holdings import Holdings
 from meshmark.spec.parameter_server import ParameterServer
 
 PATIENCE_SECONDS = 60.0
-"""That a push waits for the slowest replica; who has not pushed by then has stopped."""
+"""That a push waits for the slowest replica at least; who has not pushed by then has stopped."""
+_SLOWER = 10.0
+"""How much longer than any replica has taken from push to push it waits, where that is more."""
 
 
 class Server:
@@ -26,15 +29,20 @@ class Server:
         self.version = 0
         self.pushes = [0] * num_replicas
         """Applied so far, by replica."""
+        self.last_push = [time.monotonic()] * num_replicas
+        self.longest = 0.0
+        """Seconds from one push of a replica to its next."""
         self.turn = threading.Condition()
 
     def push(self, replica: int, gradients: list[Tensor]) -> int:
         """Returns the version that it makes."""
         with self.turn:
+            self.longest = max(self.longest, time.monotonic() - self.last_push[replica])
             self.wait_for_the_slowest(replica)
             self.apply(replica, gradients)
             self.version += 1
             self.pushes[replica] += 1
+            self.last_push[replica] = time.monotonic()
             self.turn.notify_all()
             return self.version
 
@@ -52,11 +60,12 @@ class Server:
     def wait_for_the_slowest(self, replica: int) -> None:
         """Raises `RuntimeError` with the name of a replica that has stopped."""
         while self.pushes[replica] - min(self.pushes) >= self.spec.lead:
-            if not self.turn.wait(PATIENCE_SECONDS):
+            patience = max(PATIENCE_SECONDS, _SLOWER * self.longest)
+            if not self.turn.wait(patience):
                 slowest = self.pushes.index(min(self.pushes))
                 raise RuntimeError(
                     f"replica {slowest} has stopped: after {min(self.pushes)} pushes nothing came of it for "
-                    f"{PATIENCE_SECONDS:g} seconds, and replica {replica} may be {self.spec.lead} ahead at most"
+                    f"{patience:g} seconds, and replica {replica} may be {self.spec.lead} ahead at most"
                 )
 
     def held(self) -> Holdings:
