@@ -6,7 +6,7 @@
 .PHONY: roster roster-page
 ROSTER := results/roster
 # Nothing is begun after so long of every clause, and of each other workload; one of every adapter comes first.
-CLAUSES_TIME ?= 10m
+CLAUSES_TIME ?= 15m
 WORKLOAD_TIME ?= 90s
 # What takes four ranks, crossed or in groups of two; others take two.
 WIDE := fsdp1-hybrid,fsdp2-hsdp,fsdp2-reshard2,tp-fsdp2,fabric-tp-fsdp2,pipeline-tp,pipeline-fsdp2,megatron-gpt-zero1,megatron-gpt-overlap,megatron-gpt-recommended,deepspeed-autotp,accelerate-hsdp,deepspeed-hpz
@@ -27,6 +27,9 @@ CROSSED := megatron-gpt*,pipeline-tp,pipeline-fsdp2
 EIGHT := dp2.tp2.pp2.1f1b.mb2,dp2.tp2.pp2.1f1b.zero1.mb2,dp2.tp2.pp2.1f1b.zero3.mb2
 # Wide enough for ZeRO-Infinity to write files.
 SWAPPED := layers=1,hidden=512,heads=4,vocab=256,seq_len=32
+# What does not train synchronously, and an algorithm of each.
+ALGORITHMS := post-local-sgd,diloco,fed-avg,downpour,decentralised,compressed,ddp-compressed,pipedream
+OTHERWISE := $(addprefix gpt-mini-sgd-,local-sgd2 diloco2 fed-avg2 downpour-p1f1 dsgd-ring error-feedback-top-k10 compressed-bf16 pipedream)
 # What builds by the knobs of --tuning.
 TUNED := ddp,ddp-static,fsdp2,fsdp2-noreshard,fsdp2-offload,fsdp2-recommended
 roster: install
@@ -41,6 +44,7 @@ roster: install
 		--layouts dp2.zero1.mb2.recompute_full,dp2.zero2.mb2.recompute_full,dp2.zero3.mb2.recompute_full || status=$$?; \
 	$(ROSTER_SUITES) --world 2 --adapters deepspeed-infinity --model $(SWAPPED) --time-limit 600 || status=$$?; \
 	$(ROSTER_SUITES) --world 2 --adapters horovod-fp16 --workload gpt-mini-sgd-compressed-fp16 || status=$$?; \
+	for name in $(OTHERWISE); do $(ROSTER_SUITES) --world 2,4 --adapters $(ALGORITHMS) --workload $$name || status=$$?; done; \
 	for name in bert-mini gpt-moe-mini llama-tiny vit-digits resnet-digits coatnet-digits coatnet-digits-bn amoebanet-digits; do \
 		$(ROSTER_SUITES) --world 2 --workload $$name --max-time $(WORKLOAD_TIME) || status=$$?; done; \
 	$(ROSTER_SUITES) --world 2 --adapters $(TUNED) --tuning compile,fused,chunked --time-limit 1200 || status=$$?; \
