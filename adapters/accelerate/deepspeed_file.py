@@ -18,17 +18,28 @@ from meshmark.adapters.deepspeed.operators import load
 from meshmark.adapters.deepspeed.variants import DeepSpeedOffload
 from meshmark.errors import AdapterError
 from meshmark.spec.case import Case
+from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.optimizer import OptimizerKind
 
 _AUTO = ("train_batch_size", "gradient_accumulation_steps")
 """That Accelerate works out of the micro-batch and of its own settings."""
+_STRAY = (
+    "the optimizer that Accelerate puts in the place of PyTorch's shares its groups until a checkpoint is loaded; then "
+    "the schedule changes the rates of one that does not train (tests/gaps/test_accelerate.py)"
+)
 
 
 class AccelerateDeepSpeedFile(AccelerateDeepSpeed, DeepSpeedOffload):
     capabilities: ClassVar = dataclasses.replace(
         AccelerateDeepSpeed.capabilities, offloads=DeepSpeedOffload.capabilities.offloads
     )
-    known_gaps: ClassVar = DeepSpeedOffload.known_gaps
+    known_gaps: ClassVar = (
+        *DeepSpeedOffload.known_gaps,
+        *(
+            KnownGap(clause=clause, symptom="with the learning rate of the step before", reason=_STRAY)
+            for clause in ("resume", "recovery")
+        ),
+    )
 
     def config(self, case: Case, context: RankContext) -> dict[str, Any]:
         """The default, by which DeepSpeed refuses other optimizers than its own on the host, is left in place where

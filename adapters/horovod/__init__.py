@@ -31,6 +31,12 @@ _UNFUSED = {"HOROVOD_FUSION_THRESHOLD": "0"}
 """No buffer that tensors are joined in: every gradient is sent as it lies."""
 
 
+_HALVED = (
+    "Horovod halves sums in fp16 where the truth, like PyTorch's hook, halves what is summed: of gradients below "
+    "fp16's normal range that is another last bit"
+)
+
+
 class HorovodEngine(DataParallelEngine):
     optimizer: Any
     """Horovod's DistributedOptimizer, a subclass of the one that it is made of."""
@@ -128,10 +134,14 @@ class HorovodFP16(Horovod):
     compression: ClassVar = "fp16"
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
-        precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
+        precisions=frozenset({Precision.FP64, Precision.FP32}),
         algorithms=frozenset({AlgorithmKind.COMPRESSED}),
         compressors=frozenset({CompressorKind.FP16}),
         lacks={
+            Precision.BF16: _HALVED,
+            Feature.TIED_EMBEDDINGS: _HALVED,
+            Feature.UNUSED: "what no rank has used is given a gradient of zero, which no truth of a compressor knows",
+            Feature.RESHARD: "each replica's gradients are told, of as many as there were",
             Precision.BF16_REDUCE_BF16: "what is sent has a format of its own",
             Precision.FP16: "a replica that skips an overflowing step would send what others do not",
             Feature.DROPOUT: "its masks are judged by gradients that are reduced over ranks",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshmark.adapters.deepspeed import operators
 from tests.gaps.ranks import on_two_ranks
 
 
@@ -63,3 +64,27 @@ def loaded(rank: int) -> str:
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="huggingface/accelerate#3898: buffers are no DTensors")
 def test_one_rank_loads_a_model_with_buffers() -> None:
     assert on_two_ranks(loaded) == "loaded"
+
+
+@pytest.fixture
+def cpu_adam() -> None:
+    if reason := operators.missing("cpu_adam"):
+        pytest.skip(reason)
+    operators.load("cpu_adam")
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="it is another object that shares its groups until then")
+def test_a_schedule_reaches_the_optimizer_that_accelerate_puts_in_its_place_after_loading(cpu_adam: None) -> None:
+    """With states on the host it replaces PyTorch's AdamW by DeepSpeedCPUAdam of the same groups; `load_state_dict` makes new groups, and the schedule goes on with the old optimizer's."""
+    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+
+    given = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1.0 / (1 + step))
+    put = map_pytorch_optim_to_deepspeed(given)
+    given.step()  # without gradients: PyTorch warns of a schedule that goes first
+    schedule.step()
+    if put.param_groups[0]["lr"] != 0.5:
+        raise RuntimeError("it does not follow before either")
+    put.load_state_dict(put.state_dict())
+    schedule.step()
+    assert put.param_groups[0]["lr"] == pytest.approx(1 / 3)
