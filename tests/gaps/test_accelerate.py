@@ -75,7 +75,8 @@ def cpu_adam() -> None:
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="it is another object that shares its groups until then")
 def test_a_schedule_reaches_the_optimizer_that_accelerate_puts_in_its_place_after_loading(cpu_adam: None) -> None:
-    """With states on the host it replaces PyTorch's AdamW by DeepSpeedCPUAdam of the same groups; `load_state_dict` makes new groups, and the schedule goes on with the old optimizer's."""
+    """With states on the host it replaces PyTorch's AdamW by DeepSpeedCPUAdam, of the same groups. `load_state_dict`
+    makes new ones, and the schedule goes on with the old optimizer's."""
     from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
 
     given = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=1.0)
