@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
 from meshmark.theory.compression import step_bytes, trained_shapes, vectors_kept
 from meshmark.theory.recipe import TrainingRecipe
@@ -27,7 +28,9 @@ def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[Remaind
     if plan.peak is None:
         return tuple(found)
     messages = sum(num_bytes // _holders(case, rank, kind) for kind, num_bytes, _ in step_bytes(case, rank))
-    updating = plan.parameters + plan.optimizer_states + kept + 2 * vector + messages
+    # Under error feedback the replica's own gradients become what is kept.
+    own = 0 if kind is AlgorithmKind.ERROR_FEEDBACK else vector
+    updating = plan.parameters + plan.optimizer_states + kept + own + vector + messages
     besides = max(plan.peak + kept, updating) - plan.peak - kept
     if besides:
         found.append(Remainder(category="peak", num_bytes=besides, reason="messages, and what they say together"))
