@@ -15,7 +15,7 @@ parameters are no number (`impossible` says why). u_i is summed by the bits, in 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,6 +71,15 @@ class Server:
         return total
 
 
+@dataclass(frozen=True)
+class Turns:
+    """In which order replicas come to the server in a step."""
+
+    order: Sequence[int]
+    together: bool = False
+    """Whether all of them push before one fetches."""
+
+
 class Downpour(Replicas):
     """Without an order to follow, replicas take turns."""
 
@@ -86,6 +95,8 @@ class Downpour(Replicas):
         self.turns: Server | None = None
         self.gathered: list[Tensors] = [{} for _ in rules]
         """u_i, where replicas take turns."""
+        self.turns_of: Callable[[int], Turns] = lambda step: Turns(range(len(rules)))
+        """By step."""
 
     def follow(self, told: Told) -> None:
         self.right, self.wrong = told, dict(impossible(self.spec, told))
@@ -142,23 +153,25 @@ class Downpour(Replicas):
 
     def in_turn(self, start: Tensors, alone: Sequence[Tensors], gradients: Sequence[Tensors]) -> list[Tensors]:
         self.turns = self.turns or self.server(start)
-        found: list[Tensors] = []
-        for replica, own in enumerate(gradients):
-            self.gathered[replica] = gathered([self.gathered[replica], own])
+        turns, found, fetches = self.turns_of(self.steps), list(alone), self.spec.fetches_after(self.steps)
+        for replica in turns.order:
+            self.gathered[replica] = gathered([self.gathered[replica], gradients[replica]])
             if self.spec.pushes_after(self.steps):
                 self.turns.step(self.gathered[replica])
                 self.gathered[replica] = {}
-            found.append(dict(self.turns.here) if self.spec.fetches_after(self.steps) else alone[replica])
-        return found
+            if fetches:
+                found[replica] = dict(self.turns.here)
+        return [dict(self.turns.here) for _ in found] if fetches and turns.together else found
 
     def told(self, step: int) -> list[Versions]:
         """What replicas that take turns would tell of `step`."""
-        count = len(self.rules)
+        count, turns, pushes = len(self.rules), self.turns_of(step), self.spec.pushes_after(step)
         before = count * sum(self.spec.pushes_after(earlier) for earlier in range(step))
         found: list[Versions] = []
         for replica in range(count):
-            made = before + replica + 1 if self.spec.pushes_after(step) else None
-            found.append((made, (made or before) if self.spec.fetches_after(step) else None))
+            made = before + list(turns.order).index(replica) + 1 if pushes else None
+            there = before + count if pushes and turns.together else made or before
+            found.append((made, there if self.spec.fetches_after(step) else None))
         return found
 
 

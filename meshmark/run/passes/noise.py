@@ -13,6 +13,7 @@ Runs of several numbers of micro-batches would make a mixture, in whose tail all
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -29,7 +30,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
 from meshmark.algorithms.compressing import Compressing
-from meshmark.algorithms.downpour import Downpour
+from meshmark.algorithms.downpour import Downpour, Turns
 from meshmark.algorithms.pipemare import PipeMare
 from meshmark.algorithms.table import build_algorithm, local_optimizer
 from meshmark.environment import machine
@@ -167,6 +168,13 @@ def backward(engine: SingleEngine, part: Batch, num_ranks: int) -> tuple[float, 
         left_out += 1
 
 
+def draw_turns(run: int, seed: int, replicas: int, step: int) -> Turns:
+    """Which replica comes first to a server is chance, and with it where each goes on: a gradient there has another
+    noise."""
+    drawn = random_bits(f"turns/{run}/{step}", (replicas + 1,), seed=seed)
+    return Turns(order=drawn[:replicas].argsort().tolist(), together=bool(drawn[replicas] % 2))
+
+
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
     """One noise run; `run` seeds its perturbations and picks its way of casting. Of replicas that may differ, each is
     trained by an engine of its own, here in turn, on its own rows."""
@@ -183,6 +191,8 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     algorithm, late = build_algorithm(workload, rules, exact=False), PipeMare(workload, request.case.layout)
     if isinstance(algorithm, Compressing):
         algorithm.order = random_bits(f"replicas/{run}", (replicas,), seed=workload.seed).argsort().tolist()
+    if isinstance(algorithm, Downpour):
+        algorithm.turns_of = functools.partial(draw_turns, run, workload.seed, replicas)
     twin = (
         _twin(dataclasses.replace(case, workload=workload), run, num_ranks, replicas, engines[0])
         if case.precision.is_mixed
