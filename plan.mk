@@ -16,7 +16,7 @@ validate: install
 	$(BIN)/python -m studies.validate
 
 # How algorithms converge where theory is exact, and to a target, on all cores; reports/convergence.md. Fails
-# where a claim does not hold; a claim alone: pytest suites/test_convergence.py -k.
+# where a claim does not hold; a claim alone: pytest studies/convergence/test_claims.py -k.
 .PHONY: convergence throttled
 convergence: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.convergence

@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.engine import RankContext
 from meshmark.adapters.ddp import DDP, DDPEngine
-from meshmark.algorithms.compressors import Draw
+from meshmark.algorithms.compressed import Compressed, Compressing, ErrorFeedback
+from meshmark.algorithms.compressed.compressor import CompressorKind
+from meshmark.algorithms.compressed.compressors import Draw
+from meshmark.algorithms.compressed.traffic import summed_bytes, trained_shapes
 from meshmark.errors import AdapterError
-from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
-from meshmark.spec.compressor import CompressorKind
 from meshmark.spec.precision import Precision
-from meshmark.theory.compression import summed_bytes, trained_shapes
 from meshmark.theory.states import Remainder
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class CompressedDDPEngine(DDPEngine):
         return hook(bucket)
 
     def make_hook(self) -> Hook:
-        compressor = self.case.workload.algorithm.compressor
+        compressor = self.case.workload.algorithm_as(Compressing).compressor
         assert compressor is not None
         if compressor.kind is CompressorKind.POWER_SGD:
             return self.power_sgd()
@@ -65,7 +65,7 @@ class CompressedDDPEngine(DDPEngine):
         # Here, for importing it takes time.
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-        algorithm = self.case.workload.algorithm
+        algorithm = self.case.workload.algorithm_as(ErrorFeedback)
         assert algorithm.compressor is not None
         state = PowerSGDState(
             process_group=None,
@@ -88,7 +88,7 @@ class CompressedDDPEngine(DDPEngine):
     def start_factors(self, state: PowerSGDState, bucket: GradBucket) -> None:
         """The first Q of every matrix, drawn by its name in the place of the hook's own draws, which it does not tell:
         what a warm start finds."""
-        compressor = self.case.workload.algorithm.compressor
+        compressor = self.case.workload.algorithm_as(Compressing).compressor
         assert compressor is not None
         by_shape: dict[tuple[int, int], list[Tensor]] = {}
         outer = 0
@@ -126,7 +126,7 @@ class DDPCompressed(DDP):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
-        algorithms=frozenset({AlgorithmKind.COMPRESSED, AlgorithmKind.ERROR_FEEDBACK}),
+        algorithms=frozenset({Compressed.kind, ErrorFeedback.kind}),
         compressors=frozenset({CompressorKind.FP16, CompressorKind.BF16, CompressorKind.POWER_SGD}),
         lacks={
             Precision.BF16_REDUCE_BF16: "what is sent has a format of its own",
@@ -140,8 +140,9 @@ class DDPCompressed(DDP):
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
         """Of PowerSGD: what it has yet to send, and the factors of the step before."""
-        compressor = case.workload.algorithm.compressor
-        if not case.workload.algorithm.is_power_sgd or compressor is None:
+        algorithm = case.workload.algorithm_as(Compressing)
+        compressor = algorithm.compressor
+        if compressor is None or compressor.kind is not CompressorKind.POWER_SGD:
             return ()
         itemsize = case.precision.accumulation.itemsize
         _, *factors = summed_bytes(compressor, trained_shapes(case, rank), itemsize)

@@ -16,14 +16,11 @@ from meshmark.adapter.data_parallel import DataParallelEngine, initial_model, op
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_own, save_own
+from meshmark.algorithms.local_sgd import DiLoCo as DiLoCoAlgorithm
 from meshmark.reference.objective import build_optimizer
-from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.states import Remainder, local_parameters
-
-KEPT = 2
-"""Vectors as long as the parameters: where replicas last met, and the momentum of that."""
 
 
 class DiLoCoEngine(DataParallelEngine):
@@ -33,7 +30,7 @@ class DiLoCoEngine(DataParallelEngine):
 
     def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(case, context, module, optimizer)
-        self.spec, self.steps_done = case.workload.algorithm, 0
+        self.spec, self.steps_done = case.workload.algorithm_as(DiLoCoAlgorithm), 0
         self.trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         self.met: list[Tensor] = [nn.Parameter(p.detach().clone()) for p in self.trained]
         rate, momentum = self.spec.outer_rate, self.spec.outer_momentum
@@ -88,7 +85,7 @@ class DiLoCo(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
-        algorithms=frozenset({AlgorithmKind.DILOCO}),
+        algorithms=frozenset({DiLoCoAlgorithm.kind}),
         lacks={
             Precision.BF16_REDUCE_BF16: "the rounding of averaged parameters is not in the noise that judges it",
             Precision.FP16: "a replica that skips an overflowing step would be averaged with those that did not",
@@ -103,7 +100,7 @@ class DiLoCo(Adapter):
         count = local_parameters(case.workload.model, case.layout, rank)
         if count is None:
             return ()
-        num_bytes = KEPT * count * case.precision.master.itemsize
+        num_bytes = case.workload.algorithm.vectors_kept(case, rank) * count * case.precision.master.itemsize
         reason = "where replicas last met, and its momentum"
         return (Remainder(category="optimizer_states", num_bytes=num_bytes, reason=reason),)
 

@@ -16,12 +16,12 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import DataParallelEngine, initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.checkpoint import load_own, save_own
-from meshmark.algorithms.local_sgd import own_rows
+from meshmark.algorithms.local_sgd import FedAvg as FedAvgAlgorithm
+from meshmark.algorithms.local_sgd.client_shares import client_shares
+from meshmark.algorithms.local_sgd.transition import client_rows
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer
-from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
-from meshmark.spec.client_shares import client_shares
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe
 
@@ -32,7 +32,7 @@ class FedAvgEngine(DataParallelEngine):
         self.weight, self.steps_done = float(client_shares(case.layout.dp)[self.dp_rank]), 0
 
     def part(self, batch: Batch) -> Batch:
-        return own_rows(batch, self.dp_rank, self.case.layout.dp)
+        return client_rows(batch, self.dp_rank, self.case.layout.dp)
 
     def differentiate(self, loss: Tensor) -> None:
         """`loss` is for replicas with as many rows as one another."""
@@ -71,7 +71,7 @@ class FedAvg(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         precisions=frozenset({Precision.FP64, Precision.FP32}),
-        algorithms=frozenset({AlgorithmKind.FED_AVG}),
+        algorithms=frozenset({FedAvgAlgorithm.kind}),
         lacks={
             Precision.BF16: "its gradients would be held against a twin of equal parts",
             Precision.FP16: "a replica that skips an overflowing step would be averaged with those that did not",

@@ -15,8 +15,8 @@ from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.checkpoint import load_own, save_own
 from meshmark.adapters.ddp import DDP, DDPEngine
+from meshmark.algorithms.local_sgd import LocalSGD
 from meshmark.reference.objective import Schedule, build_schedule
-from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
@@ -59,7 +59,7 @@ class PostLocalSGD(DDP):
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
-        algorithms=frozenset({AlgorithmKind.LOCAL_SGD}),
+        algorithms=frozenset({LocalSGD.kind}),
         lacks={
             Precision.BF16_REDUCE_BF16: "the rounding of averaged parameters is not in the noise that judges it",
             Precision.FP16: "a replica that skips an overflowing step does not join the averaging, and all hang",
@@ -75,7 +75,7 @@ class PostLocalSGD(DDP):
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
 
-        synchronous, algorithm = super().build(case, context), case.workload.algorithm
+        synchronous, algorithm = super().build(case, context), case.workload.algorithm_as(LocalSGD)
         assert isinstance(synchronous, DDPEngine)
         module, warmup = synchronous.module, algorithm.warmup_steps
         state = PostLocalSGDState(  # type: ignore[no-untyped-call]

@@ -28,8 +28,7 @@ from meshmark.environment import describe
 from meshmark.errors import InputError
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
-from meshmark.spec.algorithm import ALGORITHMS as ALGORITHM_PRESETS
-from meshmark.spec.algorithm import AlgorithmKind
+from meshmark.spec.algorithm import algorithm_presets
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import WORKLOADS, workload
@@ -128,9 +127,9 @@ def real_cases() -> Iterable[Case]:
 
 def algorithm_cases() -> Iterable[Case]:
     """Every algorithm that is not synchronous, on the first adapter and preset that have it, over seeds."""
-    for end in ALGORITHM_PRESETS:
+    for end in algorithm_presets():
         case = next(_cases_of(end))
-        by_chance = case.workload.algorithm.kind is AlgorithmKind.DOWNPOUR
+        by_chance = case.workload.algorithm.steps_until_chance is not None
         for seed in range(SEEDS_BY_CHANCE if by_chance else SEEDS):
             yield dataclasses.replace(case, workload=dataclasses.replace(case.workload, seed=seed))
 

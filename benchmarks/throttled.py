@@ -29,7 +29,7 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.environment import describe
 from meshmark.reference.data import make_batch
-from meshmark.spec.algorithm import ALGORITHMS
+from meshmark.spec.algorithm import algorithm_named
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
@@ -164,7 +164,7 @@ def _serve(number: int, network: int, commands: Connection, scratch: Path) -> No
 
 def _built(name: str, context: RankContext) -> Engine:
     case = case_of(name)
-    assert STEPS % (1 if name == "synchronous" else ALGORITHMS[name].period) == 0
+    assert STEPS % (1 if name == "synchronous" else algorithm_named(name).steps_per_meeting) == 0
     return load_adapter(builtin_adapters()[case.adapter])().build(case, context)
 
 

@@ -82,7 +82,7 @@ class Court:
             return Trial(mutant=mutant, record=self.suites.time(mutant.case))
         if mutant.suite:
             # Of what begins after a warm-up, and shows a step later, STEPS have nothing.
-            runner = self.warmed if mutant.workload.algorithm.warmup_steps else self.suites
+            runner = self.warmed if getattr(mutant.workload.algorithm, "warmup_steps", 0) else self.suites
             return Trial(mutant=mutant, record=runner.observe(mutant.case))
         finding, records = self.judge(mutant.clause, mutant.case)
         return Trial(mutant=mutant, record=records[-1], finding=finding)

@@ -24,6 +24,17 @@ class Written(typing.Protocol):
         """The value again. Raises `ValueError` for the text of none."""
 
 
+@typing.runtime_checkable
+class Tagged(typing.Protocol):
+    """A dataclass with subclasses. The class attribute that `TAG` names is written with the fields, and tells which."""
+
+    TAG: typing.ClassVar[str]
+
+    @classmethod
+    def class_of(cls, tag: str) -> type:
+        """Return the subclass that is written with `tag`. Raises `ValueError` where there is none."""
+
+
 def encode(value: object) -> Any:  # noqa: ANN401
     """JSON-ready copy of `value`; a number that is not finite becomes null, which every JSON reader takes. One of the
     PRESETS of its class, where that has any, becomes its name."""
@@ -32,7 +43,8 @@ def encode(value: object) -> Any:  # noqa: ANN401
             return str(value)
         if value in (presets := getattr(value, "PRESETS", {})).values():
             return next(name for name, preset in presets.items() if preset == value)
-        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        written = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {value.TAG: str(getattr(value, value.TAG)), **written} if isinstance(value, Tagged) else written
     if isinstance(value, Mapping):
         return {str(k): encode(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -58,7 +70,7 @@ Reader = Callable[[Any], Any]
 @functools.cache
 def _reader(kind: Any) -> Reader:  # noqa: ANN401
     if dataclasses.is_dataclass(kind):
-        return _of_dataclass(typing.cast(type, kind))
+        return _of_tagged(kind) if hasattr(kind, "TAG") else _of_dataclass(typing.cast(type, kind))
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return _of_union(arguments)
@@ -75,6 +87,26 @@ def _reader(kind: Any) -> Reader:  # noqa: ANN401
     if kind is str:
         return _str
     return kind if isinstance(kind, type) else lambda value: value
+
+
+def _of_tagged(cls: Any) -> Reader:  # noqa: ANN401
+    """Of a class with subclasses: the tag says of which."""
+
+    def read(value: Any) -> Any:  # noqa: ANN401
+        if isinstance(value, cls):
+            return value
+        _expect(dict, value, cls.__name__)
+        if cls.TAG not in value:
+            raise ValueError(f"{cls.__name__} without {cls.TAG}, got the fields {', '.join(value)}")
+        fields = {name: each for name, each in value.items() if name != cls.TAG}
+        return _reader_of_fields(cls.class_of(str(value[cls.TAG])))(fields)
+
+    return read
+
+
+@functools.cache
+def _reader_of_fields(cls: type) -> Reader:
+    return _of_dataclass(cls)
 
 
 def _of_dataclass(cls: type) -> Reader:

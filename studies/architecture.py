@@ -30,6 +30,11 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "change what a layout must hold, or send": ("meshmark/theory/memory.py", "meshmark/theory/traffic.py"),
     "let cases ask for a feature that an adapter may lack": ("meshmark/adapter/capabilities.py",),
     "change when a run counts as correct": ("meshmark/run/verdict.py", "meshmark/judge/yardstick.py"),
+    "add an algorithm that is not synchronous": (
+        "meshmark/spec/algorithm.py",
+        "meshmark/algorithms/local_sgd",
+        "docs/algorithms.md",
+    ),
     "have a fault recognised and named": (
         "meshmark/judge/faults.py",
         "meshmark/judge/gradient_faults.py",
@@ -73,7 +78,7 @@ def files(place: Path) -> list[Path]:
 def uses(path: Path) -> set[str]:
     """Folders, or the front, that the file at `path` imports of."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(without_type_checking(ast.parse(path.read_text(), str(path)))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -81,6 +86,12 @@ def uses(path: Path) -> set[str]:
     units = {parts[1] if parts[0] == "meshmark" else parts[0] for n in names if len(parts := n.split(".")) > 1}
     ours = {path.stem for path in (ROOT / "meshmark").glob("*.py")} - BASE - {"__init__"}
     return (units & folders().keys()) | ({FRONT} if units & ours else set())
+
+
+def without_type_checking(tree: ast.Module) -> ast.Module:
+    """Return the module without the `if TYPE_CHECKING:` blocks at its top level."""
+    kept = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
+    return ast.Module(body=kept, type_ignores=[])
 
 
 def imports() -> dict[str, set[str]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.throttled import ADAPTERS, MODEL, TABLE, WORKERS, case_of
+from meshmark.algorithms.decentralised import Decentralised
 from meshmark.measure.readings import wire_factor
 from meshmark.theory.traffic import step_traffic
 from studies.papers import paper
@@ -56,12 +57,12 @@ def sent_bytes(name: str) -> float:
     factors = {"broadcast": math.ceil(math.log2(WORKERS))}
     flows = step_traffic(case, 0) or []
     each = [f.num_bytes * factors.get(f.kind, wire_factor(f.kind, len(f.ranks))) for f in flows]
-    return sum(each) / case.workload.algorithm.period
+    return sum(each) / case.workload.algorithm.steps_per_meeting
 
 
 def _times(name: str) -> int:
     """That a step takes its bytes' time: neighbours of a graph exchange theirs, all others pass on around a ring."""
-    return IN_TURN if case_of(name).workload.algorithm.graph else 1
+    return IN_TURN if isinstance(case_of(name).workload.algorithm, Decentralised) else 1
 
 
 @dataclass(frozen=True, kw_only=True)

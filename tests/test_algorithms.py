@@ -13,6 +13,7 @@ import pytest
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ADAPTERS
+from meshmark.algorithms.contract import Transition
 from meshmark.algorithms.local_sgd import LocalSGD
 from meshmark.algorithms.replicas import Synchronous
 from meshmark.conformance.clauses import CLAUSES, judge_clause
@@ -33,7 +34,7 @@ from meshmark.run.passes.noise import noise_key
 from meshmark.run.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.serial import decode, encode
-from meshmark.spec.algorithm import AlgorithmKind, AlgorithmSpec, local_sgd
+from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm, algorithm_classes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
@@ -54,24 +55,23 @@ LOSS = QuantityKind.LOSS.of()
 
 
 def test_an_algorithm_says_when_replicas_meet() -> None:
-    spec = local_sgd(2, warmup_steps=1)
+    spec = LocalSGD(period=2, warmup_steps=1)
     assert [spec.reduces_gradients(step) for step in range(5)] == [True, False, False, False, False]
     assert [spec.averages_after(step) for step in range(5)] == [False, True, False, True, False]
-    assert not any(AlgorithmSpec().averages_after(step) for step in range(5))
-    assert all(AlgorithmSpec().reduces_gradients(step) for step in range(5))
+    assert not any(SYNCHRONOUS.averages_after(step) for step in range(5))
+    assert all(SYNCHRONOUS.reduces_gradients(step) for step in range(5))
 
 
 @pytest.mark.parametrize(
     "wrong, reason",
     [
-        ({"kind": AlgorithmKind.LOCAL_SGD, "period": 0}, "period is 0, expected at least 1"),
-        ({"kind": AlgorithmKind.LOCAL_SGD, "warmup_steps": -1}, "warmup_steps is -1, expected 0 or more"),
-        ({"period": 4}, "period 4 and warmup_steps 0 mean nothing in synchronous training"),
+        ({"period": 0}, "period is 0, expected at least 1"),
+        ({"warmup_steps": -1}, "warmup_steps is -1, expected 0 or more"),
     ],
 )
 def test_an_algorithm_that_means_nothing_is_an_error(wrong: dict[str, Any], reason: str) -> None:
     with pytest.raises(InputError, match=reason):
-        AlgorithmSpec(**wrong)
+        LocalSGD(**wrong)
 
 
 def test_ids_tell_the_algorithm_where_it_is_not_the_synchronous_one() -> None:
@@ -82,7 +82,8 @@ def test_ids_tell_the_algorithm_where_it_is_not_the_synchronous_one() -> None:
     assert id_of(mini) == "a-dp2.mb2-gpt-mini-fp32"
     assert id_of(LOCAL) == "a-dp2.mb2-gpt-mini-local-sgd2-fp32"
     assert id_of(dataclasses.replace(mini, algorithm=LOCAL.algorithm)) == id_of(LOCAL)
-    assert id_of(dataclasses.replace(mini, algorithm=local_sgd(3, 1))) == "a-dp2.mb2-gpt-mini-local-sgd3w1-fp32"
+    seldom = LocalSGD(period=3, warmup_steps=1)
+    assert id_of(dataclasses.replace(mini, algorithm=seldom)) == "a-dp2.mb2-gpt-mini-local-sgd3w1-fp32"
     assert decode(Workload, encode(LOCAL)) == LOCAL
 
 
@@ -103,15 +104,15 @@ def test_an_adapter_refuses_the_algorithms_that_it_has_not() -> None:
 
 def test_replicas_that_differ_have_no_batch_norms() -> None:
     with pytest.raises(InputError, match="'vit-digits-bn': model 'vit-mini-bn' has batch norms.* is local-sgd; take a"):
-        dataclasses.replace(workload("vit-digits-bn"), algorithm=local_sgd(2))
-    assert dataclasses.replace(workload("vit-digits"), algorithm=local_sgd(2)).id == "vit-digits-local-sgd2"
+        dataclasses.replace(workload("vit-digits-bn"), algorithm=LocalSGD(period=2))
+    assert dataclasses.replace(workload("vit-digits"), algorithm=LocalSGD(period=2)).id == "vit-digits-local-sgd2"
 
 
 def test_reductions_that_round_are_refused_where_replicas_differ() -> None:
     anything = Capabilities(
         degrees=frozenset({"dp"}),
         precisions=frozenset(Precision.PRESETS.values()),
-        algorithms=frozenset(AlgorithmKind),
+        algorithms=frozenset(algorithm_classes()),
     )
 
     def refusal(problem: Workload, precision: Precision) -> str | None:
@@ -135,12 +136,13 @@ def test_noise_is_measured_for_the_number_of_replicas() -> None:
 # The exact transition
 
 
-def algorithm(spec: AlgorithmSpec, optimizer: OptimizerSpec, count: int) -> LocalSGD:
-    return LocalSGD(spec, [ExactOptimizer(optimizer) for _ in range(count)])
+def algorithm(options: LocalSGD, optimizer: OptimizerSpec, count: int) -> Transition:
+    problem = make_workload(algorithm=options, optimizer=optimizer)
+    return options.transition(problem, [ExactOptimizer(optimizer) for _ in range(count)])
 
 
 def test_local_sgd_steps_alone_and_then_meets() -> None:
-    exact = algorithm(local_sgd(2, warmup_steps=1), PLAIN_SGD, 2)
+    exact = algorithm(LocalSGD(period=2, warmup_steps=1), PLAIN_SGD, 2)
     states: list[Tensors] = [{"a.weight": np.array([1.0, 2.0])}, {"a.weight": np.array([3.0, 4.0])}]
     gradients: list[Tensors] = [{"a.weight": np.array([1.0, 0.0])}, {"a.weight": np.array([0.0, 5.0])}]
     alone, mean = [[0.9, 2.0], [3.0, 3.5]], [[1.95, 2.75]] * 2
@@ -150,7 +152,7 @@ def test_local_sgd_steps_alone_and_then_meets() -> None:
 
 
 def test_in_the_warm_up_each_replica_steps_on_the_mean_and_afterwards_its_own() -> None:
-    exact = algorithm(local_sgd(2, warmup_steps=1), PLAIN_SGD, 2)
+    exact = algorithm(LocalSGD(period=2, warmup_steps=1), PLAIN_SGD, 2)
     shares: list[Tensors] = [{"a": np.array([1.0])}, {"a": np.array([2.0])}]
     assert [float(own["a"][0]) for own in exact.reported(shares)] == [3.0, 3.0]
     exact.transition(shares, shares)
@@ -161,7 +163,7 @@ def test_averaging_after_every_plain_step_is_synchronous_training() -> None:
     """Which is what makes the replicas' losses, n times their shares, the right ones."""
     problem = make_workload(optimizer=PLAIN_SGD)
     start = {name: x.astype(np.float64) for name, x in initial_values(problem).items()}
-    together, local = Synchronous(ExactOptimizer(PLAIN_SGD)), algorithm(local_sgd(1), PLAIN_SGD, 2)
+    together, local = Synchronous(ExactOptimizer(PLAIN_SGD)), algorithm(LocalSGD(period=1), PLAIN_SGD, 2)
     states, whole = [start, start], [start]
     for step in range(3):
         batch = make_batch(problem, step)
@@ -191,7 +193,7 @@ def exact_run(problem: Workload, num_steps: int, replicas: int) -> list[Trace]:
 
 
 def test_every_replica_is_compared_with_its_own_truth() -> None:
-    problem = make_workload(algorithm=local_sgd(2, warmup_steps=1))
+    problem = make_workload(algorithm=LocalSGD(period=2, warmup_steps=1))
     traces = exact_run(problem, 4, 2)
     found = assess_replicas(traces, problem)
     assert max(d.distance for steps in found.values() for d in steps) < 1e-13
@@ -207,7 +209,7 @@ def test_every_replica_is_compared_with_its_own_truth() -> None:
 
 
 def test_a_parameter_that_one_replica_does_not_tell_is_named() -> None:
-    problem = make_workload(algorithm=local_sgd(2))
+    problem = make_workload(algorithm=LocalSGD(period=2))
     traces = exact_run(problem, 3, 2)
     honest = fit([noise_run(assess_replicas(traces, problem), Precision.FP32)] * 2)
     case = Case(adapter="a", workload=problem, layout=Layout(dp=2))
@@ -273,7 +275,7 @@ def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactor
     running.close()
 
 
-def observe(runner: Runner, spec: AlgorithmSpec, dp: int = 2) -> Record:
+def observe(runner: Runner, spec: Algorithm, dp: int = 2) -> Record:
     problem = dataclasses.replace(workload("gpt-mini"), algorithm=spec)
     layout = Layout(dp=dp, num_micro_batches=2)
     return runner.observe(Case(adapter="post-local-sgd", workload=problem, layout=layout))
@@ -282,13 +284,13 @@ def observe(runner: Runner, spec: AlgorithmSpec, dp: int = 2) -> Record:
 @pytest.mark.parametrize(
     "spec, dp, sent",
     [
-        pytest.param(local_sgd(3), 2, "nothing", id="the metered step is taken alone"),
-        pytest.param(local_sgd(2, warmup_steps=3), 2, "reduces", id="the metered step is of the warm-up"),
+        pytest.param(LocalSGD(period=3), 2, "nothing", id="the metered step is taken alone"),
+        pytest.param(LocalSGD(period=2, warmup_steps=3), 2, "reduces", id="the metered step is of the warm-up"),
         pytest.param(LOCAL.algorithm, 4, "averages", id="four replicas"),
     ],
 )
 def test_pytorchs_post_local_sgd_trains_right_and_sends_what_it_should(
-    runner: Runner, spec: AlgorithmSpec, dp: int, sent: str
+    runner: Runner, spec: Algorithm, dp: int, sent: str
 ) -> None:
     record = observe(runner, spec, dp)
     assert record.outcome.status is Status.OK, record.outcome.message
@@ -321,7 +323,7 @@ def test_another_algorithm_is_caught_and_named(runner: Runner, name: str) -> Non
 def test_clauses_of_conformance_hold_of_every_replica(runner: Runner, name: str) -> None:
     adapter = load_adapter(ADAPTERS["post-local-sgd"])
     (base,) = plain_cells("post-local-sgd", adapter, 2)
-    assert isinstance(base, Case) and base.workload.algorithm == local_sgd(2)
+    assert isinstance(base, Case) and base.workload.algorithm == LocalSGD(period=2)
     records = {
         scenario: ScenarioRunner(runner).perform(SCENARIOS[scenario], base) for scenario in CLAUSES[name].scenarios
     }

@@ -15,17 +15,22 @@ import torch
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ROSTER
 from meshmark.adapters.compressed.codecs import check
-from meshmark.algorithms.compressing import EF21, ErrorFeedback, MajorityVote, PowerSGD
-from meshmark.algorithms.compressors import Draw, compressed
-from meshmark.algorithms.replicas import Tensors
-from meshmark.algorithms.table import build_algorithm
+from meshmark.algorithms.compressed import EF21, Compressed, Compressing, ErrorFeedback, MajorityVote
+from meshmark.algorithms.compressed.compressor import Compressor, CompressorKind
+from meshmark.algorithms.compressed.compressors import Draw, compressed
+from meshmark.algorithms.compressed.transition import (
+    EF21Transition,
+    ErrorFeedbackTransition,
+    MajorityVoteTransition,
+    PowerSGDTransition,
+)
+from meshmark.algorithms.contract import Tensors
 from meshmark.errors import InputError
 from meshmark.judge.deviation import QuantityKind
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import ExactOptimizer, assess_replicas
-from meshmark.spec.algorithm import ALGORITHMS, COMPRESSING, AlgorithmKind, AlgorithmSpec
+from meshmark.spec.algorithm import algorithm_named, algorithm_presets
 from meshmark.spec.case import Case
-from meshmark.spec.compressor import Compressor, CompressorKind
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
@@ -51,8 +56,8 @@ def gradient(seed: int, size: int = 1000) -> Any:  # noqa: ANN401
 
 
 def exact(algorithm: str, count: int = 3) -> Any:  # noqa: ANN401
-    problem = make_workload(optimizer=PLAIN, algorithm=ALGORITHMS[algorithm])
-    return build_algorithm(problem, [ExactOptimizer(PLAIN) for _ in range(count)])
+    problem = make_workload(optimizer=PLAIN, algorithm=algorithm_named(algorithm))
+    return problem.algorithm.transition(problem, [ExactOptimizer(PLAIN) for _ in range(count)])
 
 
 # What is asked
@@ -75,28 +80,28 @@ def test_a_compressor_that_means_nothing_is_an_error(wrong: dict[str, int], reas
 @pytest.mark.parametrize(
     "wrong, reason",
     [
-        ({"kind": AlgorithmKind.COMPRESSED}, "compressor none for compressed, which takes one of bf16, fp16, qsgd"),
+        ({"cls": Compressed}, "compressor none for compressed, which takes one of bf16, fp16, qsgd"),
         (
-            {"kind": AlgorithmKind.EF21, "compressor": "fp16"},
+            {"cls": EF21, "compressor": "fp16"},
             "compressor fp16 for ef21, which takes one of sign, top-k",
         ),
-        ({"kind": AlgorithmKind.MAJORITY_VOTE, "compressor": "sign"}, "compressor sign for majority-vote, which takes"),
-        ({"compressor": "sign"}, "compressor sign for synchronous, which takes none"),
+        ({"cls": MajorityVote, "compressor": "sign"}, "compressor sign for majority-vote, which takes"),
         (
-            {"kind": AlgorithmKind.ERROR_FEEDBACK, "compressor": "power-sgd", "warmup_steps": 1},
+            {"cls": ErrorFeedback, "compressor": "power-sgd", "warmup_steps": 1},
             "warmup_steps is 1, expected at least 2 with power-sgd: PyTorch's hook remembers by bucket",
         ),
         (
-            {"kind": AlgorithmKind.ERROR_FEEDBACK, "compressor": "top-k", "warmup_steps": 1},
-            "warmup_steps 1 mean nothing in error-feedback",
+            {"cls": ErrorFeedback, "compressor": "top-k", "warmup_steps": 1},
+            "warmup_steps 1 means nothing in error-feedback training with top-k",
         ),
     ],
 )
 def test_an_algorithm_with_a_compressor_that_is_not_its_own_is_an_error(wrong: dict[str, Any], reason: str) -> None:
+    wrong = dict(wrong)
     if "compressor" in wrong:
-        wrong = wrong | {"compressor": Compressor(kind=CompressorKind(wrong["compressor"]))}
+        wrong |= {"compressor": Compressor(kind=CompressorKind(wrong["compressor"]))}
     with pytest.raises(InputError, match=reason):
-        AlgorithmSpec(**wrong)
+        wrong.pop("cls")(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +124,7 @@ def test_each_adapter_says_which_compressors_it_has() -> None:
     ours = reason("compressed", "compressed-fp16") or ""
     assert "compressor fp16 (it has qsgd, random-k, sign, top-k alone)" in ours
     hooks = reason("ddp-compressed", "compressed-qsgd64") or ""
-    assert "compressor qsgd64 (it has bf16, fp16, power-sgd alone)" in hooks
+    assert "compressor qsgd (it has bf16, fp16, power-sgd alone)" in hooks
     assert reason("compressed", "compressed-qsgd64") is None and reason("ddp-compressed", "compressed-fp16") is None
 
 
@@ -177,7 +182,7 @@ def replicas(step: int, count: int = 3) -> list[Tensors]:
 def test_what_is_sent_and_what_is_left_add_up_to_what_was_to_be_sent(name: str) -> None:
     """So over a run: all that was stepped on, and what is left, are all gradients."""
     algorithm = exact(f"error-feedback-{name}")
-    assert isinstance(algorithm, ErrorFeedback)
+    assert isinstance(algorithm, ErrorFeedbackTransition)
     stepped, wanted = np.zeros((6, 10)), np.zeros((6, 10))
     for step in range(6):
         gradients = replicas(step)
@@ -192,7 +197,7 @@ def test_what_is_sent_and_what_is_left_add_up_to_what_was_to_be_sent(name: str) 
 def test_power_sgd_finds_a_matrix_of_its_rank() -> None:
     """From the second step that compresses at the latest; the first projects on a drawn direction."""
     algorithm = exact("error-feedback-power-sgd1w2")
-    assert isinstance(algorithm, PowerSGD)
+    assert isinstance(algorithm, PowerSGDTransition)
     one = np.outer(np.arange(1.0, 11), np.linspace(-1, 1, 12))
     own: list[Tensors] = [{"a.weight": (r + 1) * one} for r in range(3)]
     for _ in range(5):
@@ -203,7 +208,7 @@ def test_power_sgd_finds_a_matrix_of_its_rank() -> None:
 def test_ef21_comes_to_know_a_gradient_that_stays() -> None:
     """Each step leaves at most 1 - k/n of what was not known (arXiv:2106.05203, lemma 1)."""
     algorithm, own = exact("ef21-top-k10"), replicas(0)
-    assert isinstance(algorithm, EF21)
+    assert isinstance(algorithm, EF21Transition)
     before = math.inf
     for _ in range(10):
         algorithm.transition(own, own)
@@ -215,7 +220,7 @@ def test_ef21_comes_to_know_a_gradient_that_stays() -> None:
 
 def test_most_signs_win_and_as_many_as_against_are_none() -> None:
     algorithm = exact("majority-vote", 4)
-    assert isinstance(algorithm, MajorityVote)
+    assert isinstance(algorithm, MajorityVoteTransition)
     own: list[Tensors] = [{"a": np.array(x)} for x in ([1.0, 1, -9], [0.1, -1, 1], [-5.0, 2, -1], [0.0, -2, -1])]
     algorithm.transition(own, own)
     assert algorithm.taken[0]["a"].tolist() == [1, 0, -1], "the sign of zero is plus"
@@ -265,12 +270,10 @@ def test_replicas_that_are_to_stand_together_must_to_the_last_bit(
 
 
 def trial(problem: Workload, mutant: Mutant | None = None) -> Trial:
-    compressor = problem.algorithm.compressor
-    name = "ddp-compressed" if compressor and compressor.kind in HOOKS else "compressed"
+    name = "ddp-compressed" if problem.algorithm.compressor_kind in HOOKS else "compressed"
     case = Case(adapter=name, workload=problem, layout=Layout(dp=2, num_micro_batches=2), precision=Precision.FP64)
-    steps = (
-        6 if problem.algorithm.period > 1 else 4
-    )  # until replicas have met after two steps of their own, and one more
+    # Until replicas have met after two steps of their own, and one more.
+    steps = 6 if problem.algorithm.steps_per_meeting > 1 else 4
     return Trial(case=case, defect=mutant.defect if mutant else None, steps=steps)  # type: ignore[arg-type]
 
 
@@ -316,8 +319,8 @@ def test_engines_do_what_is_specified_and_broken_ones_are_named(
     optimizers = [optimizer, adam, dataclasses.replace(adam, weight_decay=0.0), lamb]
     problems = {
         name: make_workload(optimizer=next(o for o in optimizers if not spec.refusal(o)), algorithm=spec)
-        for name, spec in ALGORITHMS.items()
-        if spec.kind in COMPRESSING
+        for name, spec in algorithm_presets().items()
+        if isinstance(spec, Compressing)
     }
     mutants = [m for m in ALGORITHM_MUTANTS if m.defect.__name__ in SHOWN]
     assert len(mutants) == len(SHOWN)
@@ -325,9 +328,9 @@ def test_engines_do_what_is_specified_and_broken_ones_are_named(
     broken = [trial(problems[mutant.workload.algorithm.id], mutant) for mutant in mutants]
     found = train_all([*honest, *broken], tmp_path)
     for each, traces in zip(honest, found, strict=False):
-        assert moved(traces) != each.case.workload.algorithm.stands_together, each.case.id
+        assert moved(traces) != each.case.workload.algorithm.replicas_agree, each.case.id
         deviations = assess_replicas(traces, each.case.workload)
-        summed = each.case.workload.algorithm.compressor in [Compressor(kind=kind) for kind in ("fp16", "bf16")]
+        summed = each.case.workload.algorithm.compressor_kind in ("fp16", "bf16")
         assert furthest(deviations) < (1e-3 if summed else 1e-14), each.case.id
         clips = each.case.workload.optimizer.clip_norm is not None
         assert (QuantityKind.NORM in {q.kind for q in deviations}) == clips, "of what all step on"

@@ -8,12 +8,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from meshmark.algorithms import convergence_compressed, quadratics, table
-from meshmark.algorithms.claim import PER_GROUP, Claim, measure
-from meshmark.algorithms.convergence import CLAIMS
-from meshmark.judge.compression_rivals import DrawnAlike, NotTakenOff
-from meshmark.judge.mixing_rivals import NotSubtracted, Stale
-from meshmark.spec.algorithm import AlgorithmKind
+from meshmark.algorithms.compressed import Compressed, ErrorFeedback
+from meshmark.algorithms.compressed.faults import DrawnAlike, NotTakenOff
+from meshmark.algorithms.decentralised import DSGD, Decentralised, GradientTracking
+from meshmark.algorithms.decentralised.faults import NotSubtracted, Stale
+from meshmark.spec.algorithm import Algorithm, algorithm_named
+from studies.convergence import claims_compressed, quadratics
+from studies.convergence.claim import PER_GROUP, Claim, measure
+from studies.convergence.claims import CLAIMS
 
 BIAS, RATE, STALE = (
     next(claim for claim in CLAIMS if claim.name.startswith(start))
@@ -35,19 +37,19 @@ def test_a_constant_that_is_a_thousandth_off_fails_and_so_does_another_exponent(
 
 
 @pytest.mark.parametrize(
-    "claim, kind, rival",
-    [(BIAS, AlgorithmKind.DSGD, Stale), (RATE, AlgorithmKind.GRADIENT_TRACKING, NotSubtracted)],
+    "claim, algorithm, wrong",
+    [(BIAS, DSGD, Stale), (RATE, GradientTracking, NotSubtracted)],
     ids=["stale", "not subtracted"],
 )
 def test_another_algorithm_fails(
-    claim: Claim, kind: AlgorithmKind, rival: type[table.Decentralised], monkeypatch: pytest.MonkeyPatch
+    claim: Claim, algorithm: type[Decentralised], wrong: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if claim is BIAS:  # which what is heard a step late has none of its own: it is the way there that differs
         claim = dataclasses.replace(
             claim, measured=lambda rate: _after(3, rate), formula=lambda rate: _by_hand(3, rate), name="the way there"
         )
         assert measure(claim).holds
-    monkeypatch.setitem(table.ALONG_GRAPHS, kind, rival)
+    monkeypatch.setattr(algorithm, "transition_class", lambda self: wrong)
     assert not measure(claim).holds
 
 
@@ -57,12 +59,13 @@ def test_another_algorithm_fails(
 def test_another_compression_fails(start: str, rival: type, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = next(claim for claim in CLAIMS if claim.name.startswith(start))
     claim = dataclasses.replace(whole, values=whole.values[1:3])
-    monkeypatch.setattr(convergence_compressed, "STEPS", 400)
+    monkeypatch.setattr(claims_compressed, "STEPS", 400)
     result = measure(claim)
     assert result.holds, str(result)
     off = dataclasses.replace(claim, formula=lambda value: 1.1 * claim.formula(value))
     assert not measure(dataclasses.replace(off, measured=_found(claim, result.measured))).holds
-    monkeypatch.setattr(table, "compressing_class", lambda workload: rival)
+    for algorithm in (Compressed, ErrorFeedback):
+        monkeypatch.setattr(algorithm, "transition_class", lambda self: rival)
     assert not measure(claim).holds
 
 
@@ -79,17 +82,15 @@ def _after(steps: int, rate: float) -> quadratics.Array:
 
 def _by_hand(steps: int, rate: float) -> quadratics.Array:
     problem, spec = _problem()
-    assert spec.graph is not None
+    assert isinstance(spec, Decentralised)
     here, matrix = np.zeros_like(problem.centres), np.array(spec.graph.matrix(8, 0))
     for _ in range(steps):
         here = matrix @ (here - rate * (here - problem.centres))
     return np.linalg.norm(here, axis=0)
 
 
-def _problem() -> tuple[quadratics.Quadratic, quadratics.AlgorithmSpec]:
-    from meshmark.spec.algorithm import ALGORITHMS
-
-    return quadratics.Quadratic(centres=quadratics.drawn(8, 400), curvatures=np.ones(8)), ALGORITHMS["dsgd-ring"]
+def _problem() -> tuple[quadratics.Quadratic, Algorithm]:
+    return quadratics.Quadratic(centres=quadratics.drawn(8, 400), curvatures=np.ones(8)), algorithm_named("dsgd-ring")
 
 
 def test_prony_finds_the_root_of_what_oscillates_too() -> None:

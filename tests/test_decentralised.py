@@ -12,14 +12,15 @@ import pytest
 
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ROSTER
-from meshmark.algorithms.corrected import GradientTracking
-from meshmark.algorithms.replicas import Algorithm, Tensors
-from meshmark.algorithms.table import build_algorithm, local_optimizer
+from meshmark.algorithms import decentralised
+from meshmark.algorithms.contract import Tensors, Transition
+from meshmark.algorithms.decentralised import DPSGD, DSGD, ExactDiffusion, GradientTracking, QuasiGlobal
+from meshmark.algorithms.decentralised.graph import Graph, GraphKind, lazy
+from meshmark.algorithms.decentralised.transition import GradientTrackingTransition
+from meshmark.algorithms.local_sgd import LocalSGD
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.judge.truth import ExactOptimizer, assess_replicas
-from meshmark.spec.algorithm import DECENTRALISED, EXAMPLES, OF_PLAIN_SGD, OWN_MOMENTUM, AlgorithmKind, AlgorithmSpec
+from meshmark.judge.truth import assess_replicas, local_rules
 from meshmark.spec.case import Case
-from meshmark.spec.graph import Graph, GraphKind, lazy
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
@@ -35,15 +36,18 @@ STATIC = [kind for kind in GraphKind if kind not in (GraphKind.OWN, GraphKind.ON
 PATH = ((0.75, 0.25, 0.0), (0.25, 0.5, 0.25), (0.0, 0.25, 0.75))
 
 
-def under(kind: AlgorithmKind, graph: Graph) -> Workload:
-    optimizer = OptimizerSpec(clip_norm=0.5)
-    if kind in OF_PLAIN_SGD | OWN_MOMENTUM:
-        optimizer = dataclasses.replace(PLAIN, momentum=0.9 * (kind in OWN_MOMENTUM))
-    return make_workload(optimizer=optimizer, algorithm=AlgorithmSpec(kind=kind, graph=graph))
+ALGORITHMS = {cls.kind: cls for cls in decentralised.ALGORITHMS}
 
 
-def exact(problem: Workload, count: int) -> Algorithm:
-    return build_algorithm(problem, [ExactOptimizer(local_optimizer(problem)) for _ in range(count)])
+def under(kind: str, graph: Graph) -> Workload:
+    algorithm = ALGORITHMS[kind](graph=graph)
+    optimizers = [OptimizerSpec(clip_norm=0.5), PLAIN, dataclasses.replace(PLAIN, momentum=0.9)]
+    optimizer = next(each for each in optimizers if not algorithm.refusal(each))
+    return make_workload(optimizer=optimizer, algorithm=algorithm)
+
+
+def exact(problem: Workload, count: int) -> Transition:
+    return problem.algorithm.transition(problem, local_rules(problem, count))
 
 
 # Graphs
@@ -99,18 +103,9 @@ def test_a_matrix_that_would_not_average_is_an_error_with_its_place(rows: Any, r
         Graph(kind=GraphKind.OWN, rows=rows)
 
 
-@pytest.mark.parametrize(
-    "wrong, reason",
-    [
-        ({"kind": AlgorithmKind.DSGD}, "graph none for dsgd; d.*, exact-diffusion, .* take one"),
-        ({"kind": AlgorithmKind.LOCAL_SGD, "graph": Graph(kind=GraphKind.RING)}, "graph ring for local-sgd"),
-        ({"kind": AlgorithmKind.EXACT_DIFFUSION, "graph": Graph(kind=GraphKind.MATCHING)}, "changes from step to step"),
-        ({"kind": AlgorithmKind.DSGD, "graph": Graph(kind=GraphKind.RING), "period": 2}, "period 2 .* mean nothing in"),
-    ],
-)
-def test_an_algorithm_without_its_graph_is_an_error(wrong: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InputError, match=reason):
-        AlgorithmSpec(**wrong)
+def test_exact_diffusion_over_a_changing_graph_is_an_error() -> None:
+    with pytest.raises(InputError, match="changes from step to step"):
+        ExactDiffusion(graph=Graph(kind=GraphKind.MATCHING))
 
 
 def test_optimizers_that_an_algorithm_is_not_defined_on_are_errors() -> None:
@@ -123,11 +118,11 @@ def test_optimizers_that_an_algorithm_is_not_defined_on_are_errors() -> None:
 
 
 def test_a_graph_of_another_size_is_a_skip_with_its_reason() -> None:
-    problem = under(AlgorithmKind.DSGD, Graph(kind=GraphKind.OWN, rows=PATH))
+    problem = under(DSGD.kind, Graph(kind=GraphKind.OWN, rows=PATH))
     adapter = load_adapter(ROSTER["decentralised"])
     case = Case(adapter="decentralised", workload=problem, layout=Layout(dp=4))
     assert "a graph of 3 nodes over 4 replicas" in (adapter.supports(case, "cpu", "gloo") or "")
-    whole = under(AlgorithmKind.DSGD, Graph(kind=GraphKind.OWN, rows=((0.25,) * 4,) * 4))
+    whole = under(DSGD.kind, Graph(kind=GraphKind.OWN, rows=((0.25,) * 4,) * 4))
     assert adapter.supports(dataclasses.replace(case, workload=whole), "cpu", "gloo") is None
 
 
@@ -143,11 +138,11 @@ def mean(replicas: Sequence[Tensors]) -> Any:  # noqa: ANN401
     return np.mean([tensors["a.weight"] for tensors in replicas], axis=0)
 
 
-@pytest.mark.parametrize("kind", sorted(DECENTRALISED))
-def test_the_mean_of_replicas_steps_on_the_mean_gradient(kind: AlgorithmKind) -> None:
+@pytest.mark.parametrize("kind", sorted(ALGORITHMS))
+def test_the_mean_of_replicas_steps_on_the_mean_gradient(kind: str) -> None:
     """Whatever the doubly stochastic graph: with the momentum of SGD, where there is one."""
     problem = under(kind, Graph(kind=GraphKind.EXPONENTIAL))
-    if kind in (AlgorithmKind.DSGD, AlgorithmKind.DPSGD):
+    if kind in (DSGD.kind, DPSGD.kind):
         problem = dataclasses.replace(problem, optimizer=PLAIN)
     algorithm, here, beta = exact(problem, 6), states(6, 0), problem.optimizer.momentum
     together, momentum = mean(here), np.zeros(3)
@@ -157,13 +152,13 @@ def test_the_mean_of_replicas_steps_on_the_mean_gradient(kind: AlgorithmKind) ->
         taken = beta * momentum + mean(gradients)
         together = together - 0.1 * taken
         # The quasi-global one follows what was taken, and damps it: B (B m + g) + ... of arXiv:2102.04761.
-        momentum = beta * momentum + (1 - beta) * taken if kind is AlgorithmKind.QUASI_GLOBAL else taken
+        momentum = beta * momentum + (1 - beta) * taken if kind == QuasiGlobal.kind else taken
         np.testing.assert_allclose(mean(here), together, rtol=1e-12)
 
 
 def test_what_is_tracked_is_the_mean_gradient() -> None:
-    algorithm = exact(under(AlgorithmKind.GRADIENT_TRACKING, Graph(kind=GraphKind.RING)), 5)
-    assert isinstance(algorithm, GradientTracking)
+    algorithm = exact(under(GradientTracking.kind, Graph(kind=GraphKind.RING)), 5)
+    assert isinstance(algorithm, GradientTrackingTransition)
     for step in range(4):
         gradients = states(5, step)
         algorithm.transition(states(5, 9), gradients)
@@ -173,8 +168,8 @@ def test_what_is_tracked_is_the_mean_gradient() -> None:
 def test_two_that_are_the_same_where_all_average_at_once() -> None:
     """DSGD over the whole graph is local SGD of period one."""
     rows = ((0.25,) * 4,) * 4
-    one = exact(under(AlgorithmKind.DSGD, Graph(kind=GraphKind.OWN, rows=rows)), 4)
-    other = exact(make_workload(optimizer=OptimizerSpec(clip_norm=0.5), algorithm=EXAMPLES[AlgorithmKind.LOCAL_SGD]), 4)
+    one = exact(under(DSGD.kind, Graph(kind=GraphKind.OWN, rows=rows)), 4)
+    other = exact(make_workload(optimizer=OptimizerSpec(clip_norm=0.5), algorithm=LocalSGD(period=2)), 4)
     here = states(4, 0)
     found = one.transition(here, states(4, 1)), other.transition(here, states(4, 1))
     np.testing.assert_allclose(*([t["a.weight"] for t in each] for each in found), rtol=1e-12)
@@ -182,14 +177,15 @@ def test_two_that_are_the_same_where_all_average_at_once() -> None:
 
 def test_in_float32_a_transition_stays_there() -> None:
     """So that the noise floor has the rounding of the mixing."""
-    for kind in sorted(DECENTRALISED):
+    for kind in sorted(ALGORITHMS):
         narrow = [{n: x.astype(np.float32) for n, x in t.items()} for t in states(4, 0)]
 
         class Rule:
             def step(self, parameters: Tensors, gradients: Tensors) -> Tensors:
                 return {n: x - np.float32(0.1) * gradients[n] for n, x in parameters.items()}
 
-        algorithm = build_algorithm(under(kind, Graph(kind=GraphKind.RING)), [Rule() for _ in range(4)])
+        problem = under(kind, Graph(kind=GraphKind.RING))
+        algorithm = problem.algorithm.transition(problem, [Rule() for _ in range(4)])
         for _ in range(3):
             narrow = algorithm.transition(narrow, narrow)
         assert {x.dtype for t in narrow for x in t.values()} == {np.dtype("float32")}
@@ -236,9 +232,9 @@ def test_engines_do_what_is_specified_and_broken_ones_are_named(
     """In float64, where the truth is as good as exact; every algorithm, and every graph."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     graphs = [*STATIC, GraphKind.ONE_PEER, GraphKind.MATCHING]
-    pairs = zip(sorted(DECENTRALISED), [*graphs, GraphKind.EXPONENTIAL], strict=True)
+    pairs = zip(sorted(ALGORITHMS), [*graphs, GraphKind.EXPONENTIAL], strict=True)
     honest = [
-        trial(under(kind, Graph(kind=graph if kind is not AlgorithmKind.EXACT_DIFFUSION else GraphKind.GRID)), 4)
+        trial(under(kind, Graph(kind=graph if kind != ExactDiffusion.kind else GraphKind.GRID)), 4)
         for kind, graph in pairs
     ]
     mutants = {m.defect.__name__: m for m in ALGORITHM_MUTANTS if m.defect.__name__ in SHOWN}

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshmark.algorithms.contract import Tensors, Transition
 from meshmark.algorithms.local_sgd import DiLoCo, LocalSGD
-from meshmark.algorithms.replicas import Tensors
 from meshmark.errors import InputError
 from meshmark.judge.truth import ExactOptimizer, assess_replicas
-from meshmark.spec.algorithm import AlgorithmKind, AlgorithmSpec, local_sgd
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
@@ -23,11 +22,12 @@ from tests.factories import make_workload
 from tests.trained import Trial, diagnosed, furthest, train_all
 
 PLAIN = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0.0, clip_norm=None)
-SPEC = AlgorithmSpec(kind=AlgorithmKind.DILOCO, period=2)
+SPEC = DiLoCo(period=2)
 
 
-def exact(kind: type[LocalSGD], spec: AlgorithmSpec) -> LocalSGD:
-    return kind(spec, [ExactOptimizer(PLAIN) for _ in range(3)])
+def exact(algorithm: LocalSGD | DiLoCo) -> Transition:
+    problem = make_workload(algorithm=algorithm, optimizer=PLAIN)
+    return algorithm.transition(problem, [ExactOptimizer(PLAIN) for _ in range(3)])
 
 
 def states(seed: int) -> list[Tensors]:
@@ -38,19 +38,18 @@ def states(seed: int) -> list[Tensors]:
     "wrong, reason",
     [
         ({"period": 0}, "period is 0, expected at least 1"),
-        ({"warmup_steps": 2}, "warmup_steps 2 mean nothing in diloco"),
         ({"outer_rate": 0.0}, "outer_rate 0.0 and outer_momentum 0.9; expected a rate above 0"),
         ({"outer_momentum": 1.0}, "outer_momentum 1.0; expected a rate above 0, and a momentum of at least 0 and less"),
     ],
 )
 def test_a_diloco_that_means_nothing_is_an_error(wrong: dict[str, Any], reason: str) -> None:
     with pytest.raises(InputError, match=reason):
-        AlgorithmSpec(**{"kind": AlgorithmKind.DILOCO, "period": 2, **wrong})
+        DiLoCo(**{"period": 2, **wrong})
 
 
 def test_an_outer_step_of_rate_one_without_momentum_is_local_sgd() -> None:
     plain = dataclasses.replace(SPEC, outer_rate=1.0, outer_momentum=0.0)
-    outer, local = exact(DiLoCo, plain), exact(LocalSGD, local_sgd(2))
+    outer, local = exact(plain), exact(LocalSGD(period=2))
     here = [states(0)[0]] * 3
     there = here
     for step in range(5):
@@ -60,7 +59,7 @@ def test_an_outer_step_of_rate_one_without_momentum_is_local_sgd() -> None:
 
 def test_the_outer_momentum_is_nesterovs() -> None:
     """By hand: averages after steps 0 and 2, of drifts D0 and D2 (arXiv:2311.08105, with PyTorch's Nesterov)."""
-    outer, here = exact(DiLoCo, SPEC), [states(0)[0]] * 3
+    outer, here = exact(SPEC), [states(0)[0]] * 3
     first, momentum, met = np.zeros(4), np.zeros(4), here[0]["a"]
     for step in range(3):
         gradients = states(step + 1)

@@ -15,17 +15,17 @@ import pytest
 import torch
 
 from meshmark.adapters.downpour import server as server_module
-from meshmark.algorithms.downpour import Downpour, Told, Turns, Versions
-from meshmark.algorithms.replicas import Tensors
+from meshmark.algorithms.contract import ObservedRun, ServerVersions, Tensors
+from meshmark.algorithms.downpour import Downpour
+from meshmark.algorithms.downpour.parameter_server import ParameterServer
+from meshmark.algorithms.downpour.transition import DownpourTransition, Turns
 from meshmark.errors import InputError
 from meshmark.judge.faults import Fault
 from meshmark.judge.truth import ExactOptimizer, assess_replicas
-from meshmark.run.passes.noise import draw_turns
-from meshmark.spec.algorithm import AlgorithmKind, AlgorithmSpec
+from meshmark.spec.algorithm import Algorithm, algorithm_classes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
-from meshmark.spec.parameter_server import ParameterServer
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
 from meshmark.theory.traffic import step_traffic
@@ -38,21 +38,24 @@ PLAIN = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=0.1, weight_decay=0.
 SPARSE = ParameterServer(push_every=2, fetch_every=3, rate=0.5)
 
 
-def algorithm(server: ParameterServer) -> AlgorithmSpec:
-    return AlgorithmSpec(kind=AlgorithmKind.DOWNPOUR, server=server)
+def algorithm(server: ParameterServer) -> Algorithm:
+    return Downpour(server=server)
 
 
-def exact(server: ParameterServer, count: int = 2) -> Downpour:
+def exact(server: ParameterServer, count: int = 2) -> DownpourTransition:
     problem = make_workload(optimizer=PLAIN, algorithm=algorithm(server))
-    return Downpour(problem, [ExactOptimizer(PLAIN) for _ in range(count)])
+    return DownpourTransition(problem, [ExactOptimizer(PLAIN) for _ in range(count)])
 
 
-def run(versions: list[list[Versions | None]]) -> Told:
-    """Gradients of replica r in step t are 1 + r + 10 t."""
-    told: list[list[Tensors]] = [
+START: Tensors = {"a": np.array([1.0])}
+
+
+def run(versions: list[list[ServerVersions | None]]) -> ObservedRun:
+    """Return a run in which the gradients of replica r in step t are 1 + r + 10 t."""
+    gradients: list[list[Tensors]] = [
         [{"a": np.array([1.0 + r + 10 * t])} for t in range(len(v))] for r, v in enumerate(versions)
     ]
-    return Told(start={"a": np.array([1.0])}, gradients=told, versions=versions)
+    return ObservedRun(parameters=[[START]] * len(versions), gradients=gradients, server_versions=versions)
 
 
 def test_the_server_steps_by_adagrad_in_the_order_that_is_told() -> None:
@@ -79,14 +82,14 @@ def test_the_server_steps_by_adagrad_in_the_order_that_is_told() -> None:
 def test_replicas_that_take_turns_tell_an_order_that_leads_to_the_same(order: list[int], together: bool) -> None:
     turns, told = exact(SPARSE), run([[None] * 6, [None] * 6])
     turns.turns_of = lambda step: Turns(order if step % 2 else order[::-1], together)
-    versions: list[list[Versions | None]] = [[], []]
-    states: list[list[Tensors]] = [[dict(told.start) for _ in range(2)]]
+    versions: list[list[ServerVersions | None]] = [[], []]
+    states: list[list[Tensors]] = [[START, START]]
     for step in range(6):
         states.append(turns.transition(states[-1], [own[step] for own in told.gradients]))
-        for own, found in zip(versions, turns.told(step), strict=True):
+        for own, found in zip(versions, turns.server_versions(step), strict=True):
             own.append(found)
     followed = exact(SPARSE)
-    followed.follow(replace(told, versions=versions))
+    followed.follow(replace(told, server_versions=versions))
     assert followed.wrong == {}
     for step in range(6):
         after = followed.transition(states[step], [own[step] for own in told.gradients])
@@ -134,11 +137,7 @@ def test_a_server_that_means_nothing_is_an_error(wrong: dict[str, Any], reason: 
         ParameterServer(**wrong)
 
 
-def test_downpour_alone_takes_a_server() -> None:
-    with pytest.raises(InputError, match="parameter server none for downpour; downpour takes one, others none"):
-        AlgorithmSpec(kind=AlgorithmKind.DOWNPOUR)
-    with pytest.raises(InputError, match="parameter server p1f1 for local-sgd"):
-        AlgorithmSpec(kind=AlgorithmKind.LOCAL_SGD, server=ParameterServer())
+def test_an_id_tells_the_server() -> None:
     assert ParameterServer(lead=1).id == "p1f1l1" and algorithm(SPARSE).id == "downpour-p2f3"
 
 
@@ -149,13 +148,16 @@ def test_what_is_sent_is_gradients_and_parameters_of_all_but_the_server() -> Non
     for rank in (1, 2, 3):
         found = {flow.kind: (flow.ranks, flow.num_bytes) for flow in step_traffic(case, rank) or []}
         assert found == {kind: ((0, rank), whole[0].num_bytes) for kind in ("send", "recv")}
-    seldom = AlgorithmSpec(kind=AlgorithmKind.DOWNPOUR, server=ParameterServer(push_every=3, fetch_every=2))
+    seldom = Downpour(server=ParameterServer(push_every=3, fetch_every=2))
     assert step_traffic(replace(case, workload=replace(case.workload, algorithm=seldom)), 1) == []
 
 
 def test_noise_runs_come_to_the_server_in_other_orders() -> None:
     """Two of 72 correct runs had failed where replica 0 always came first: a gradient elsewhere has another noise."""
-    drawn = [draw_turns(run, 0, 2, step) for run in range(20) for step in range(3)]
+    server, drawn = exact(SPARSE), []
+    for index in range(20):
+        server.randomize(index, seed=0)
+        drawn += [server.turns_of(step) for step in range(3)]
     assert {(*turns.order, turns.together) for turns in drawn} == {
         (*order, together) for order in ((0, 1), (1, 0)) for together in (False, True)
     }
@@ -242,4 +244,4 @@ def test_a_replica_may_be_as_slow_as_others_were() -> None:
 
 def test_every_algorithm_has_at_least_four_mutants() -> None:
     counts = Counter(mutant.workload.algorithm.kind for mutant in MUTANTS)
-    assert {str(kind): counts[kind] for kind in AlgorithmKind if counts[kind] < 4} == {}
+    assert {str(kind): counts[kind] for kind in algorithm_classes() if counts[kind] < 4} == {}

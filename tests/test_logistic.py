@@ -6,13 +6,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshmark.algorithms import logistic
-from meshmark.algorithms.logistic import Logistic
-from meshmark.algorithms.quadratics import Array
-from meshmark.spec.algorithm import ALGORITHMS, AlgorithmSpec, local_sgd
+from meshmark.algorithms.local_sgd import LocalSGD
+from meshmark.spec.algorithm import Algorithm, algorithm_named
+from studies.convergence import logistic
+from studies.convergence.logistic import Logistic
+from studies.convergence.quadratics import Array
 
 COUNT, IMAGES, SIZE = 4, 6, 3
-RING = np.array(ALGORITHMS["dsgd-ring"].graph.matrix(COUNT, 0))  # type: ignore[union-attr]
+RING = np.array(algorithm_named("dsgd-ring").graph.matrix(COUNT, 0))  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +39,19 @@ def test_gradients_and_curvatures_are_those_of_the_loss(problem: Logistic) -> No
     assert np.abs(problem.gradients(at).mean(axis=0)).max() < 1e-14 < np.abs(problem.gradients(at)).max()
 
 
-def rest(problem: Logistic, spec: AlgorithmSpec) -> Array:
+def rest(problem: Logistic, spec: Algorithm) -> Array:
     """Of a step of 0.5, in the right phase of local SGD."""
-    *_, last = logistic.states([problem], spec, 0.5, 200 * spec.period + 1)
+    *_, last = logistic.states([problem], spec, 0.5, 200 * spec.steps_per_meeting + 1)
     return np.asarray(last[0])
 
 
 def test_algorithms_rest_where_their_equations_say(problem: Logistic) -> None:
     right = logistic.dsgd_rest(problem, RING, 0.5)
-    assert np.abs(rest(problem, ALGORITHMS["dsgd-ring"]) - right).max() < 1e-9
-    assert np.abs(rest(problem, ALGORITHMS["dpsgd-ring"]) - right).max() > 1e-3, "another one rests elsewhere"
+    assert np.abs(rest(problem, algorithm_named("dsgd-ring")) - right).max() < 1e-9
+    assert np.abs(rest(problem, algorithm_named("dpsgd-ring")) - right).max() > 1e-3, "another one rests elsewhere"
     there = logistic.local_sgd_rest(problem, 0.5, 3)
-    assert np.abs(rest(problem, local_sgd(3)) - there).max() < 1e-9
-    assert np.abs(rest(problem, local_sgd(2)) - there).max() > 1e-3
+    assert np.abs(rest(problem, LocalSGD(period=3)) - there).max() < 1e-9
+    assert np.abs(rest(problem, LocalSGD(period=2)) - there).max() > 1e-3
 
 
 def test_to_first_order_they_rest_where_the_papers_say(problem: Logistic) -> None:

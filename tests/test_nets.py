@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from meshmark.algorithms import nets, published, targets
-from meshmark.algorithms.nets import Images, Net, Text
-from meshmark.algorithms.published import HeldOut, MaskedText
-from meshmark.algorithms.targets import Race
 from meshmark.reference.data import IGNORED, load_corpus
 from meshmark.reference.digits import load_digits
 from meshmark.reference.initial import initial_value
 from meshmark.reference.objective import cross_entropy
-from meshmark.spec.algorithm import ALGORITHMS
+from meshmark.spec.algorithm import algorithm_named
 from meshmark.spec.model_spec import gpt
+from studies.convergence import nets, published, targets
+from studies.convergence.nets import Images, Net, Text
+from studies.convergence.published import HeldOut, MaskedText
+from studies.convergence.targets import Race
 
 TINY = gpt("gpt-least", 1, 8, 2, vocab_size=256, seq_len=8, init_std=0.1)
 
@@ -56,7 +56,7 @@ def test_a_step_is_that_of_each_model_alone(net: Net) -> None:
         own[replica] = dict(zip(here, torch.autograd.grad(loss, list(model.parameters())), strict=True))
         for key, gradient in own[replica].items():
             np.testing.assert_allclose(found[key][1, replica], gradient.numpy(), rtol=1e-4, atol=1e-6)
-    algorithm = nets.plain_algorithm(ALGORITHMS["dsgd-ring"], net.rate, 2)
+    algorithm = nets.plain_transition(algorithm_named("dsgd-ring"), net.rate, 2)
     after = net.stepped(algorithm, here, found)[name]
     start = initial_value(net.model, name, here[name].shape[2:], seed=1).numpy()
     met = start - net.rate * (own[0][name] + own[1][name]).numpy() / 2
@@ -85,7 +85,7 @@ def test_a_slow_one_and_one_that_never_gets_there_are_told() -> None:
     assert np.isfinite(synchronous).all() and synchronous.min() > 5
 
     def verdict(rate: float) -> str:
-        spec = ALGORITHMS["dsgd-ring"]
+        spec = algorithm_named("dsgd-ring")
         steps = targets.steps_to_target(small(rate), spec)
         return Race(task=net.name, spec=spec, count=2, steps=steps, synchronous=synchronous).verdict
 

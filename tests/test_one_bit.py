@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshmark.algorithms.one_bit import OneBitLAMB, ZeroOneAdam, within
+from meshmark.algorithms.one_bit import SignMomenta, ZeroOneAdam
+from meshmark.algorithms.one_bit.transition import OneBitLAMBTransition, ZeroOneAdamTransition, within
 from meshmark.errors import InputError
-from meshmark.spec.algorithm import ALGORITHMS, AlgorithmKind, AlgorithmSpec
+from meshmark.spec.algorithm import algorithm_named
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.workload import workload
-from meshmark.theory.compression import vectors_kept
 from meshmark.theory.traffic import step_traffic
 from tests.test_served import ADAM, SIGN, exact, replicas, signs
 
@@ -41,7 +41,7 @@ class Squeeze:
 def test_one_bit_lamb_goes_on_from_the_warm_ups_rates() -> None:
     """Five steps by hand (arXiv:2104.06069, algorithm 1), of which two warm up."""
     algorithm, squeeze = exact(ONE_BIT_LAMB, LAMB, 2), Squeeze()
-    assert isinstance(algorithm, OneBitLAMB)
+    assert isinstance(algorithm, OneBitLAMBTransition)
     x, m, v, a, f = np.ones((6, 10)), np.zeros((6, 10)), np.zeros((6, 10)), 0.0, 1.0
     for step in range(5):
         own = [g["a.weight"] * (np.arange(10) > 0) for g in replicas(step, 2)]  # one column has no gradient
@@ -70,7 +70,7 @@ def test_a_factor_stays_within_bounds_and_near_the_last() -> None:
 def test_zero_one_adam_steps_alone_and_meets_by_what_it_has_stepped() -> None:
     """Seven steps by hand (arXiv:2202.06009, algorithm 1): all meet after 0, 1, 2, 4 and 6."""
     algorithm, squeeze = exact(ZERO_ONE, replace(ADAM, weight_decay=0.0, warmup_steps=3), 2), Squeeze()
-    assert isinstance(algorithm, ZeroOneAdam)
+    assert isinstance(algorithm, ZeroOneAdamTransition)
     x, m, u = [np.ones((6, 10))] * 2, [np.zeros((6, 10))] * 2, [np.zeros((6, 10))] * 2
     met, v, rates = x[0], np.zeros((6, 10)), 0.0
     for step in range(7):
@@ -91,30 +91,33 @@ def test_zero_one_adam_steps_alone_and_meets_by_what_it_has_stepped() -> None:
 
 def test_the_variance_moves_ever_more_seldom() -> None:
     """By whole gradients; and nothing is sent between meetings."""
-    spec = AlgorithmSpec(kind=AlgorithmKind.ZERO_ONE_ADAM, compressor=SIGN, warmup_steps=9, period=3)
+    spec = ZeroOneAdam(compressor=SIGN, warmup_steps=9, period=3)
     assert [step for step in range(20) if spec.adapts(step)] == [0, 1, 3, 7]
     assert [step for step in range(20) if spec.compresses(step)] == [*range(9), 9, 12, 15, 18]
-    assert not spec.stands_together and spec.id == "zero-one-adam3-signw9"
+    assert not spec.replicas_agree and spec.id == "zero-one-adam3-signw9"
 
 
 def test_what_they_send_and_keep() -> None:
     def case(name: str, warmup: int = 2) -> Case:
         problem = workload(name)
-        spec = replace(problem.algorithm, warmup_steps=warmup)
-        return Case(adapter="a", workload=replace(problem, algorithm=spec), layout=Layout(dp=4))
+        if isinstance(problem.algorithm, SignMomenta):
+            problem = replace(problem, algorithm=replace(problem.algorithm, warmup_steps=warmup))
+        return Case(adapter="a", workload=problem, layout=Layout(dp=4))
 
     def sent(found: Case) -> list[tuple[str, int]]:
         return [(flow.kind, flow.num_bytes) for flow in step_traffic(found, 0) or []]
 
     adam, lamb = f"gpt-mini-plain-adam-{ZERO_ONE}", f"gpt-mini-unclipped-lamb-{ONE_BIT_LAMB}"
-    both = sent(case("gpt-mini-sgd-double-squeeze-sign", 0))
+    both = sent(case("gpt-mini-sgd-double-squeeze-sign"))
     whole = ("all_reduce", 4 * workload("gpt-mini").model.num_parameters)
     assert [kind for kind, _ in both] == ["gather", "broadcast"]
     assert sent(case(adam)) == sent(case(lamb)) == both
     assert sent(case(lamb, 3)) == [whole], "the third step is metered"
     assert sent(case(adam, 1)) == [], "which replicas step alone"
     assert sent(case(adam, 4)) == both, "no variance is due"
-    assert [vectors_kept(case(name), rank) for name in (adam, lamb) for rank in (0, 1)] == [4, 3, 3, 2]
+    assert [
+        case(name).workload.algorithm.vectors_kept(case(name), rank) for name in (adam, lamb) for rank in (0, 1)
+    ] == [4, 3, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -132,4 +135,4 @@ def test_other_rules_are_refused(name: str, reason: str) -> None:
 @pytest.mark.parametrize("name", [ZERO_ONE, ONE_BIT_LAMB])
 def test_they_must_warm_up(name: str) -> None:
     with pytest.raises(InputError, match="warmup_steps is 0, expected at least 1"):
-        replace(ALGORITHMS[name], warmup_steps=0)
+        replace(algorithm_named(name), warmup_steps=0)

@@ -7,12 +7,22 @@ import dataclasses
 import numpy as np
 import torch
 
-from meshmark.algorithms import published
-from meshmark.algorithms.published import COMPRESSED, ENCODER, RESNET, RUNS, HeldOut, MaskedText, Run
-from meshmark.algorithms.quadratics import Array
 from meshmark.reference.data import HIDDEN, IGNORED
 from meshmark.reference.digits import load_digits
-from studies.convergence_published import AGREES, DIFFERS, UNTOLD, Pair, compressed, parallel, section, times, within
+from studies.convergence import published
+from studies.convergence.published import COMPRESSED, ENCODER, RESNET, RUNS, HeldOut, MaskedText, Run
+from studies.convergence.published_page import (
+    AGREES,
+    DIFFERS,
+    UNTOLD,
+    Pair,
+    compressed,
+    parallel,
+    section,
+    times,
+    within,
+)
+from studies.convergence.quadratics import Array
 
 SCATTER = np.linspace(-0.1, 0.1, published.SEEDS)
 

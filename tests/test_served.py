@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshmark.algorithms.compressors import Draw, compressed
+from meshmark.algorithms.compressed import DoubleSqueeze
+from meshmark.algorithms.compressed.compressor import Compressor, CompressorKind
+from meshmark.algorithms.compressed.compressors import Draw, compressed
+from meshmark.algorithms.compressed.transition import DoubleSqueezeTransition
+from meshmark.algorithms.contract import Tensors
 from meshmark.algorithms.one_bit import OneBitAdam
-from meshmark.algorithms.replicas import Tensors
-from meshmark.algorithms.served import DoubleSqueeze
-from meshmark.algorithms.table import build_algorithm, local_optimizer
+from meshmark.algorithms.one_bit.transition import OneBitAdamTransition
 from meshmark.errors import InputError
-from meshmark.judge.truth import ExactOptimizer
-from meshmark.spec.algorithm import ALGORITHMS, AlgorithmKind, AlgorithmSpec
+from meshmark.judge.truth import local_rules
+from meshmark.spec.algorithm import algorithm_named
 from meshmark.spec.case import Case
-from meshmark.spec.compressor import Compressor, CompressorKind
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.workload import workload
-from meshmark.theory.compression import vectors_kept
 from meshmark.theory.traffic import step_traffic
 from tests.factories import make_workload
 
@@ -31,8 +31,8 @@ SIGN = Compressor(kind=CompressorKind.SIGN)
 
 
 def exact(name: str, optimizer: OptimizerSpec, count: int = 3) -> Any:  # noqa: ANN401
-    problem = make_workload(optimizer=optimizer, algorithm=ALGORITHMS[name])
-    return build_algorithm(problem, [ExactOptimizer(local_optimizer(problem)) for _ in range(count)])
+    problem = make_workload(optimizer=optimizer, algorithm=algorithm_named(name))
+    return problem.algorithm.transition(problem, local_rules(problem, count))
 
 
 def replicas(step: int, count: int = 3) -> list[Tensors]:
@@ -58,7 +58,7 @@ def test_rounds_of_what_does_not_contract_are_an_error(wrong: dict[str, Any], re
 
 def test_one_bit_adam_must_warm_up_and_is_adam() -> None:
     with pytest.raises(InputError, match="warmup_steps is 0, expected at least 1 with one-bit-adam: its variance is"):
-        AlgorithmSpec(kind=AlgorithmKind.ONE_BIT_ADAM, compressor=SIGN)
+        OneBitAdam(compressor=SIGN)
     for name in ("gpt-mini-sgd", "gpt-mini"):  # another rule; and one that clips
         with pytest.raises(InputError, match="algorithm one-bit-adam-signw2 is Adam, .* take kind adamw without clip"):
             workload(f"{name}-one-bit-adam-signw2")
@@ -70,9 +70,7 @@ def test_rounds_contract_as_often(kind: CompressorKind) -> None:
     algorithm = exact("double-squeeze-signx3", PLAIN)
     x = replicas(0)[0]["a.weight"]
     for rounds in (1, 2, 3):
-        algorithm.spec = AlgorithmSpec(
-            kind=AlgorithmKind.DOUBLE_SQUEEZE, compressor=Compressor(kind=kind, rounds=rounds)
-        )
+        algorithm.algorithm = DoubleSqueeze(compressor=Compressor(kind=kind, rounds=rounds))
         told = algorithm.told(x, Draw(seed=0, step=0, replica=0, name="a"))
         left, worst = x, 0.0
         for _ in range(rounds):
@@ -93,7 +91,7 @@ def top(x: Any) -> Any:  # noqa: ANN401
 @pytest.mark.parametrize("name", ["top-k10", "sign", "signx3"])
 def test_what_is_stepped_on_and_left_on_both_sides_is_all_gradients(name: str) -> None:
     algorithm = exact(f"double-squeeze-{name}", PLAIN)
-    assert isinstance(algorithm, DoubleSqueeze)
+    assert isinstance(algorithm, DoubleSqueezeTransition)
     stepped, wanted = np.zeros((6, 10)), np.zeros((6, 10))
     for step in range(6):
         gradients = replicas(step)
@@ -110,7 +108,7 @@ def test_what_is_stepped_on_and_left_on_both_sides_is_all_gradients(name: str) -
 def test_one_bit_adam_freezes_the_variance_and_squeezes_the_momentum() -> None:
     """Four steps by hand (arXiv:2102.02888, algorithm 1), of which two warm up."""
     algorithm = exact("one-bit-adam-signw2", ADAM, 2)
-    assert isinstance(algorithm, OneBitAdam)
+    assert isinstance(algorithm, OneBitAdamTransition)
     x, m, v = np.ones((6, 10)), np.zeros((6, 10)), np.zeros((6, 10))
     left, server = [np.zeros((6, 10))] * 2, np.zeros((6, 10))
     for step in range(4):
@@ -138,4 +136,4 @@ def test_bytes_go_to_the_server_and_back_and_it_keeps_more() -> None:
     assert sent("double-squeeze-sign") == both == sent("double-squeeze-sign", 3)
     assert sent("double-squeeze-signx3") == {"gather": 3 * gathered, "broadcast": 3 * gathered // 4}
     served = Case(adapter="a", workload=workload("gpt-mini-sgd-double-squeeze-sign"), layout=Layout(dp=4))
-    assert [vectors_kept(served, rank) for rank in range(4)] == [2, 1, 1, 1]
+    assert [served.workload.algorithm.vectors_kept(served, rank) for rank in range(4)] == [2, 1, 1, 1]

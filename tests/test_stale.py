@@ -13,13 +13,14 @@ import torch
 
 from meshmark.adapter.registry import load_adapter
 from meshmark.adapters import ROSTER
-from meshmark.algorithms.pipemare import PipeMare, delay
-from meshmark.algorithms.replicas import Tensors
-from meshmark.algorithms.stale import prescribed, stages_of, stale_step
+from meshmark.algorithms.contract import Tensors
+from meshmark.algorithms.pipedream import PipeDream, PipeDream2BW, PipeDreamVertical
+from meshmark.algorithms.pipedream.pipemare import PipeMareRule, delay
+from meshmark.algorithms.pipedream.schedule import Versions, in_flight, of_first_stage, of_step_before, stages_of
 from meshmark.errors import InputError
 from meshmark.judge.truth import assess_replicas
 from meshmark.reference.data import Batch
-from meshmark.spec.algorithm import ALGORITHMS, AlgorithmKind
+from meshmark.spec.algorithm import algorithm_named
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
@@ -37,28 +38,26 @@ EMBEDDING, HEAD = "embedding.tokens.weight", "head.output.weight"
 def test_versions_are_those_of_the_papers() -> None:
     """PipeDream's figure 4 and its vertical synchronisation, for four stages."""
 
-    def table(kind: AlgorithmKind) -> list[list[int]]:
-        return [[prescribed(kind, 4)(stage, index) for index in range(6)] for stage in range(4)]
+    def table(versions: Versions) -> list[list[int]]:
+        return [[versions(stage, index) for index in range(6)] for stage in range(4)]
 
-    assert table(AlgorithmKind.PIPEDREAM) == [
+    assert table(in_flight(4)) == [
         [0, 0, 0, 0, 1, 2],
         [0, 0, 0, 1, 2, 3],
         [0, 0, 1, 2, 3, 4],
         [0, 1, 2, 3, 4, 5],
     ]
-    assert table(AlgorithmKind.PIPEDREAM_VERTICAL) == [[0, 0, 0, 0, 1, 2]] * 4
-    assert table(AlgorithmKind.PIPEDREAM_2BW) == [[1] * 6] * 4
+    assert table(of_first_stage(4)) == [[0, 0, 0, 0, 1, 2]] * 4
+    assert table(of_step_before(4)) == [[1] * 6] * 4
 
 
-@pytest.mark.parametrize(
-    "kind", [AlgorithmKind.PIPEDREAM, AlgorithmKind.PIPEDREAM_VERTICAL, AlgorithmKind.PIPEDREAM_2BW]
-)
-def test_gradients_are_of_the_composed_versions(kind: AlgorithmKind) -> None:
+@pytest.mark.parametrize("kind", [PipeDream.kind, PipeDreamVertical.kind, PipeDream2BW.kind])
+def test_gradients_are_of_the_composed_versions(kind: str) -> None:
     """Of f = embedding * head, by hand: either's gradient is the other's version."""
-    problem = make_workload(optimizer=PLAIN, algorithm=ALGORITHMS[kind])
+    problem = make_workload(optimizer=PLAIN, algorithm=algorithm_named(kind))
     seen: list[tuple[float, float]] = []
 
-    def compute(p: Tensors, part: Batch, newest: Tensors) -> tuple[float, Tensors]:
+    def compute(p: Tensors, part: Batch, changed: Tensors | None) -> tuple[float, Tensors]:
         first, last = p[EMBEDDING], p[HEAD]
         seen.append((float(first), float(last)))
         return float(first * last), {EMBEDDING: last, HEAD: first}
@@ -66,14 +65,16 @@ def test_gradients_are_of_the_composed_versions(kind: AlgorithmKind) -> None:
     none = torch.zeros(4, 1)
     batch = Batch(inputs=none, targets=none.long(), weights=none, total_weight=1.0)
     history: list[Tensors] = [{EMBEDDING: np.float64(x), HEAD: np.float64(y)} for x, y in ((9, 9), (3, 4), (1, 2))]  # type: ignore[dict-item]
-    found = stale_step(problem, TWO, history, batch, compute)
-    if kind is AlgorithmKind.PIPEDREAM_2BW:
+    rule = problem.algorithm.gradient_rule(problem, TWO)
+    assert rule is not None
+    found = rule.step(history, batch, compute)
+    if kind == PipeDream2BW.kind:
         assert seen == [(3.0, 4.0)] and found.after is None
         return
     a, b = [1.0], [2.0]  # after every update
     for index in range(4):
         old = max(0, index - 1)
-        new = index if kind is AlgorithmKind.PIPEDREAM else old
+        new = index if kind == PipeDream.kind else old
         assert seen[index] == pytest.approx((a[old], b[new]), rel=1e-15)
         a, b = [*a, a[-1] - 0.1 * b[new]], [*b, b[-1] - 0.1 * a[old]]
     assert found.after is not None and float(found.after[EMBEDDING]) == pytest.approx(a[-1], rel=1e-15)
@@ -82,11 +83,12 @@ def test_gradients_are_of_the_composed_versions(kind: AlgorithmKind) -> None:
 
 def test_pipemare_by_hand() -> None:
     """Of f = embedding * head over two stages, 3 and 1 updates late: two steps of four micro-batches, K = 2."""
-    algorithm = dataclasses.replace(ALGORITHMS["pipemare"], annealing_steps=2, discrepancy_decay=0.125)
-    run = PipeMare(make_workload(optimizer=PLAIN, algorithm=algorithm), TWO)
+    algorithm = dataclasses.replace(algorithm_named("pipemare"), annealing_steps=2, discrepancy_decay=0.125)
+    run = PipeMareRule(make_workload(optimizer=PLAIN, algorithm=algorithm), TWO)
     seen: list[tuple[float, ...]] = []
 
-    def compute(p: Tensors, part: Batch, back: Tensors) -> tuple[float, Tensors]:
+    def compute(p: Tensors, part: Batch, back: Tensors | None) -> tuple[float, Tensors]:
+        assert back is not None
         seen.append((float(p[EMBEDDING]), float(p[HEAD]), float(back[EMBEDDING]), float(back[HEAD])))
         return 0.0, {EMBEDDING: back[HEAD], HEAD: p[EMBEDDING]}
 
@@ -95,7 +97,7 @@ def test_pipemare_by_hand() -> None:
     start, velocity = {EMBEDDING: 1.0, HEAD: 2.0}, {EMBEDDING: 0.0, HEAD: 0.0}
     for rates in ((0.1 / 3, 0.1), (0.1 / 3**0.5, 0.1)):
         seen.clear()
-        found = run.step({name: np.float64(x) for name, x in start.items()}, batch, compute)  # type: ignore[misc]
+        found = run.step([{name: np.float64(x) for name, x in start.items()}], batch, compute)  # type: ignore[misc]
         made = [start]
         for index in range(4):
             newest, late = made[-1], min(index, 1)
@@ -122,9 +124,9 @@ def test_what_means_nothing_is_refused() -> None:
         workload("gpt-mini-pipedream")
     warmed = OptimizerSpec(kind=OptimizerKind.SGD, weight_decay=0.0, clip_norm=None, warmup_steps=2)
     with pytest.raises(InputError, match="makes several updates a step, all of one rate"):
-        make_workload(optimizer=warmed, algorithm=ALGORITHMS["pipedream"])
+        make_workload(optimizer=warmed, algorithm=algorithm_named("pipedream"))
     with pytest.raises(InputError, match="annealing_steps 0 and discrepancy_decay 0.135"):
-        dataclasses.replace(ALGORITHMS["pipemare"], annealing_steps=0)
+        dataclasses.replace(algorithm_named("pipemare"), annealing_steps=0)
     shallow = Case(
         adapter="pipedream",
         workload=workload("gpt-mini-pipedream-2bw"),
@@ -163,7 +165,7 @@ def trials() -> Iterator[tuple[str, Trial]]:
     cases = {
         name: Case(
             adapter="pipedream",
-            workload=make_workload(optimizer=adamw if "2bw" in name else PLAIN, algorithm=ALGORITHMS[name]),
+            workload=make_workload(optimizer=adamw if "2bw" in name else PLAIN, algorithm=algorithm_named(name)),
             layout=TWO,
             precision=Precision.FP64,
         )

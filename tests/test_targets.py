@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from meshmark.algorithms import logistic, targets
-from meshmark.algorithms.targets import Race, Regression, Sampled
-from meshmark.spec.algorithm import ALGORITHMS
+from meshmark.spec.algorithm import algorithm_named
 from meshmark.spec.workload import workload
-from studies.convergence_map import MODEL, compute_seconds, step_cost, winner
+from studies.convergence import logistic, targets
+from studies.convergence.map import MODEL, compute_seconds, step_cost, winner
+from studies.convergence.targets import Race, Regression, Sampled
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,8 @@ def problems() -> list[Sampled]:
 
 
 def raced(problems: list[Sampled], name: str, synchronous: np.typing.NDArray[np.float64]) -> Race:
-    steps = targets.steps_to_target(Regression(problems=problems), ALGORITHMS[name])
-    return Race(task="", spec=ALGORITHMS[name], count=4, steps=steps, synchronous=synchronous)
+    steps = targets.steps_to_target(Regression(problems=problems), algorithm_named(name))
+    return Race(task="", spec=algorithm_named(name), count=4, steps=steps, synchronous=synchronous)
 
 
 def test_a_slow_and_a_fast_one_fail(problems: list[Sampled], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,8 @@ def test_a_slow_and_a_fast_one_fail(problems: list[Sampled], monkeypatch: pytest
 
 
 def test_one_seed_of_many_does_not_decide(problems: list[Sampled]) -> None:
-    run = Race(task="", spec=ALGORITHMS["dsgd-ring"], count=4, steps=np.full(8, 50.0), synchronous=np.full(8, 50.0))
+    steps = np.full(8, 50.0)
+    run = Race(task="", spec=algorithm_named("dsgd-ring"), count=4, steps=steps, synchronous=steps)
     assert run.verdict == "as promised" and run.bounds == (1, 1)
     assert dataclasses.replace(run, steps=np.array([50.0] * 7 + [99])).verdict == "as promised"
 
@@ -60,14 +61,14 @@ def test_gradients_of_a_step_are_of_images_of_the_replicas_own(problems: list[Sa
 
 def test_the_cheapest_step_wins_where_links_are_slow_and_the_fewest_where_they_are_not() -> None:
     whole = 4 * workload(MODEL).model.num_parameters
-    sent = {name: step_cost(ALGORITHMS[name], 4).num_bytes / whole for name in ("dsgd-ring", "dsgd-one-peer")}
+    sent = {name: step_cost(algorithm_named(name), 4).num_bytes / whole for name in ("dsgd-ring", "dsgd-one-peer")}
     assert sent == {"dsgd-ring": 2, "dsgd-one-peer": 1}
     both = step_cost(targets.SYNCHRONOUS, 4)
     assert (both.num_bytes / whole, both.hops) == (2 * 3 / 4, 6)
-    assert step_cost(ALGORITHMS["local-sgd2"], 4).num_bytes == both.num_bytes / 2
+    assert step_cost(algorithm_named("local-sgd2"), 4).num_bytes == both.num_bytes / 2
     alike = np.full(4, 50.0)
     sign, ring = (
-        Race(task="", spec=ALGORITHMS[name], count=4, steps=steps, synchronous=alike)
+        Race(task="", spec=algorithm_named(name), count=4, steps=steps, synchronous=alike)
         for name, steps in (("error-feedback-sign", 1.2 * alike), ("dsgd-ring", 0.95 * alike))
     )
     assert winner([sign, ring], 0.01, compute=0.1).name == "error-feedback-sign"

@@ -11,11 +11,10 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.compressed.memory import held_besides
-from meshmark.algorithms.table import local_optimizer
+from meshmark.algorithms import compressed, one_bit
+from meshmark.algorithms.compressed.compressor import SPARSE, CompressorKind
 from meshmark.reference.objective import build_optimizer
-from meshmark.spec.algorithm import COMPRESSING
 from meshmark.spec.case import Case
-from meshmark.spec.compressor import SPARSE, CompressorKind
 from meshmark.spec.precision import Precision
 from meshmark.theory.states import Remainder
 
@@ -25,7 +24,7 @@ class Compressed(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
-        algorithms=COMPRESSING,
+        algorithms=frozenset(one.kind for one in (*compressed.ALGORITHMS, *one_bit.ALGORITHMS)),
         compressors=SPARSE | {CompressorKind.SIGN, CompressorKind.QSGD},
         lacks={
             Precision.BF16_REDUCE_BF16: "what is sent has a format of its own",
@@ -43,6 +42,6 @@ class Compressed(Adapter):
     def build(self, case: Case, context: RankContext) -> Engine:
         from meshmark.adapters.compressed.table import ENGINES
 
-        module = initial_model(case, context.device)
-        optimizer = build_optimizer(local_optimizer(case.workload), module.named_parameters())
-        return ENGINES[case.workload.algorithm.kind](case, context, module, optimizer)
+        module, algorithm = initial_model(case, context.device), case.workload.algorithm
+        optimizer = build_optimizer(algorithm.local_optimizer(case.workload.optimizer), module.named_parameters())
+        return ENGINES[algorithm.kind](case, context, module, optimizer)

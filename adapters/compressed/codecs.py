@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshmark.algorithms.compressors import Draw
+from meshmark.algorithms.compressed.compressor import Compressor, CompressorKind
+from meshmark.algorithms.compressed.compressors import Draw
 from meshmark.errors import InputError
-from meshmark.spec.compressor import Compressor, CompressorKind
 
 _PLACES = (128, 64, 32, 16, 8, 4, 2, 1)
 """Of eight signs in a byte."""

@@ -1,5 +1,8 @@
-"""An engine an algorithm, written after the equations of `meshmark.algorithms.compressing`, of which it shares nothing
-but what is drawn: gradients are PyTorch's tensors, and what others know of them comes by message."""
+"""Engines of algorithms that compress, one each, after the equations of `meshmark.algorithms.compressed.transition`.
+
+They share no code with these but what is drawn: gradients are PyTorch's tensors, and what others know of them comes by
+message.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_own, save_own
 from meshmark.adapters.compressed.codecs import Votes
 from meshmark.adapters.compressed.exchange import Exchange, Gathered, exchange_of
+from meshmark.algorithms.compressed import Compressing
 from meshmark.spec.case import Case
 
 
@@ -25,13 +29,14 @@ class CompressedEngine(DataParallelEngine):
 
     def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(case, context, module, optimizer)
+        self.algorithm = case.workload.algorithm_as(Compressing)
         self.exchange = self.make_exchange()
         self.steps_done = 0
         self.kept: dict[str, dict[str, Tensor]] = {}
         """What the algorithm keeps, by name, of every trained parameter."""
 
     def make_exchange(self) -> Exchange:
-        compressor = self.case.workload.algorithm.compressor
+        compressor = self.algorithm.compressor
         assert compressor is not None
         return exchange_of(compressor, self.case.workload.seed)
 

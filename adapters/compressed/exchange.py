@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshmark.adapters.compressed.codecs import Codec, Message, check, codec_of, joined
-from meshmark.algorithms.compressors import Draw
-from meshmark.spec.compressor import Compressor, CompressorKind
+from meshmark.algorithms.compressed.compressor import Compressor, CompressorKind
+from meshmark.algorithms.compressed.compressors import Draw
 
 Named = Mapping[str, Tensor]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from meshmark.spec.algorithm import AlgorithmKind
+from meshmark.algorithms.compressed import Compressing, ErrorFeedback
+from meshmark.algorithms.compressed.traffic import trained_shapes
 from meshmark.spec.case import Case
-from meshmark.theory.compression import step_bytes, trained_shapes, vectors_kept
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder, model_states
 
@@ -19,17 +19,19 @@ def _holders(case: Case, rank: int, kind: str) -> int:
 def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[Remainder, ...]:
     """What is kept; and in the update the replica's own gradients, all replicas' messages and what they say together,
     where that is more than the backward pass held."""
-    kind, plan = case.workload.algorithm.kind, model_states(case, rank, recipe)
+    algorithm, plan = case.workload.algorithm_as(Compressing), model_states(case, rank, recipe)
     if plan is None:
         return ()
     vector = case.precision.accumulation.itemsize * sum(map(math.prod, trained_shapes(case, rank)))
-    kept = vectors_kept(case, rank) * vector
-    found = [Remainder(category="optimizer_states", num_bytes=kept, reason=f"what {kind} keeps")] if kept else []
+    kept = algorithm.vectors_kept(case, rank) * vector
+    found = (
+        [Remainder(category="optimizer_states", num_bytes=kept, reason=f"what {algorithm.kind} keeps")] if kept else []
+    )
     if plan.peak is None:
         return tuple(found)
-    messages = sum(num_bytes // _holders(case, rank, kind) for kind, num_bytes, _ in step_bytes(case, rank))
+    messages = sum(num_bytes // _holders(case, rank, kind) for kind, num_bytes, _ in algorithm.step_bytes(case, rank))
     # Under error feedback the replica's own gradients become what is kept.
-    own = 0 if kind is AlgorithmKind.ERROR_FEEDBACK else vector
+    own = 0 if isinstance(algorithm, ErrorFeedback) else vector
     updating = plan.parameters + plan.optimizer_states + kept + own + vector + messages
     besides = max(plan.peak + kept, updating) - plan.peak - kept
     if besides:

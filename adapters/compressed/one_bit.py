@@ -1,4 +1,4 @@
-"""Engines of Adam and LAMB whose momenta travel as signs; after the equations of `meshmark.algorithms.one_bit`."""
+"""Engines of Adam and LAMB whose momenta travel as signs, after `meshmark.algorithms.one_bit.transition`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshmark.adapters.compressed.served import DoubleSqueezeEngine, Tensors
-from meshmark.spec.lamb_rates import AVERAGED, FACTORS, NEAR, RATIOS
+from meshmark.algorithms.one_bit import ZeroOneAdam
+from meshmark.algorithms.one_bit.lamb_rates import AVERAGED, FACTORS, NEAR, RATIOS
 
 
 class MomentsEngine(DoubleSqueezeEngine):
@@ -53,14 +54,14 @@ class OneBitAdamEngine(MomentsEngine):
 
     def finish_gradients(self) -> None:
         super().finish_gradients()
-        if self.case.workload.algorithm.reduces_gradients(self.steps_done):
+        if self.algorithm.reduces_gradients(self.steps_done):
             for gradient in self.gradients().values():
                 dist.all_reduce(gradient)
                 gradient.div_(dist.get_world_size())
 
     def stepped_on(self, own: Tensors) -> Tensors:
         moved = self.moved(own)
-        if self.case.workload.algorithm.compresses(self.steps_done):
+        if self.algorithm.compresses(self.steps_done):
             moved = self.squeezed(moved)
         else:
             self.adapt(own)
@@ -87,7 +88,7 @@ class OneBitLAMBEngine(OneBitAdamEngine):
     def stepped_on(self, own: Tensors) -> Tensors:
         if self.steps_done == 0:
             self.rates = {name: Rate() for name in own}
-        compresses, before = self.case.workload.algorithm.compresses(self.steps_done), self.kept["momentum"]
+        compresses, before = self.algorithm.compresses(self.steps_done), self.kept["momentum"]
         found = super().stepped_on(own)
         if compresses:
             self.follow(before)
@@ -150,7 +151,7 @@ class ZeroOneAdamEngine(MomentsEngine):
         if not self.since:
             for name, parameter in self.trained():
                 self.kept["met"][name].copy_(parameter)
-        if self.case.workload.algorithm.adapts(self.steps_done):
+        if self.case.workload.algorithm_as(ZeroOneAdam).adapts(self.steps_done):
             self.adapt(self.mean(own))
         moved = self.kept["momentum"] = self.moved(own)
         (rate,) = {group["lr"] for group in self.optimizer.param_groups}
@@ -171,7 +172,7 @@ class ZeroOneAdamEngine(MomentsEngine):
 
     @torch.no_grad()
     def update(self) -> Tensor | None:
-        due = self.case.workload.algorithm.compresses(self.steps_done)
+        due = self.algorithm.compresses(self.steps_done)
         norm = super().update()
         if due:
             self.meet()

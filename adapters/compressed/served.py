@@ -1,5 +1,5 @@
 """Engines whose replicas tell a server, which is the first of them, and are told by it; after the equations of
-`meshmark.algorithms.served`."""
+`meshmark.algorithms.compressed.transition`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DoubleSqueezeEngine(CompressedEngine):
     exchange: Gathered
 
     def make_exchange(self) -> Gathered:
-        compressor = self.case.workload.algorithm.compressor
+        compressor = self.algorithm.compressor
         assert compressor is not None
         return Gathered(codec_of(compressor), self.case.workload.seed)
 

@@ -1,19 +1,20 @@
-"""Which engine is whose."""
+"""The engine of each algorithm, by kind."""
 
 from __future__ import annotations
 
 from meshmark.adapters.compressed.engines import CompressedEngine, EF21Engine, ErrorFeedbackEngine, MajorityVoteEngine
 from meshmark.adapters.compressed.one_bit import OneBitAdamEngine, OneBitLAMBEngine, ZeroOneAdamEngine
 from meshmark.adapters.compressed.served import DoubleSqueezeEngine
-from meshmark.spec.algorithm import AlgorithmKind
+from meshmark.algorithms.compressed import EF21, Compressed, DoubleSqueeze, ErrorFeedback, MajorityVote
+from meshmark.algorithms.one_bit import OneBitAdam, OneBitLAMB, ZeroOneAdam
 
-ENGINES: dict[AlgorithmKind, type[CompressedEngine]] = {
-    AlgorithmKind.COMPRESSED: CompressedEngine,
-    AlgorithmKind.ERROR_FEEDBACK: ErrorFeedbackEngine,
-    AlgorithmKind.EF21: EF21Engine,
-    AlgorithmKind.DOUBLE_SQUEEZE: DoubleSqueezeEngine,
-    AlgorithmKind.ONE_BIT_ADAM: OneBitAdamEngine,
-    AlgorithmKind.ONE_BIT_LAMB: OneBitLAMBEngine,
-    AlgorithmKind.ZERO_ONE_ADAM: ZeroOneAdamEngine,
-    AlgorithmKind.MAJORITY_VOTE: MajorityVoteEngine,
+ENGINES: dict[str, type[CompressedEngine]] = {
+    Compressed.kind: CompressedEngine,
+    ErrorFeedback.kind: ErrorFeedbackEngine,
+    EF21.kind: EF21Engine,
+    DoubleSqueeze.kind: DoubleSqueezeEngine,
+    OneBitAdam.kind: OneBitAdamEngine,
+    OneBitLAMB.kind: OneBitLAMBEngine,
+    ZeroOneAdam.kind: ZeroOneAdamEngine,
+    MajorityVote.kind: MajorityVoteEngine,
 }

@@ -11,9 +11,8 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.decentralised.memory import held_besides
-from meshmark.algorithms.table import local_optimizer
+from meshmark.algorithms import decentralised
 from meshmark.reference.objective import build_optimizer
-from meshmark.spec.algorithm import DECENTRALISED
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
@@ -26,7 +25,7 @@ class Decentralised(Adapter):
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
         precisions=frozenset({Precision.FP64, Precision.FP32, Precision.BF16}),
-        algorithms=DECENTRALISED,
+        algorithms=frozenset(one.kind for one in decentralised.ALGORITHMS),
         lacks={
             Precision.BF16_REDUCE_BF16: "states are mixed in the precision that they are kept in",
             Precision.FP16: "a replica that skips an overflowing step would mix states of another step in",
@@ -38,10 +37,9 @@ class Decentralised(Adapter):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        reason, graph = super().supports(case, device, backend), case.workload.algorithm.graph
-        if reason or graph is None:
+        if reason := super().supports(case, device, backend):
             return reason
-        misfit = graph.refusal(case.layout.dp)
+        misfit = case.workload.algorithm_as(decentralised.Decentralised).graph.refusal(case.layout.dp)
         return f"{case.adapter} does not support {misfit}" if misfit else None
 
     @classmethod
@@ -51,6 +49,6 @@ class Decentralised(Adapter):
     def build(self, case: Case, context: RankContext) -> Engine:
         from meshmark.adapters.decentralised.engines import ENGINES
 
-        module = initial_model(case, context.device)
-        optimizer = build_optimizer(local_optimizer(case.workload), module.named_parameters())
-        return ENGINES[case.workload.algorithm.kind](case, context, module, optimizer)
+        module, algorithm = initial_model(case, context.device), case.workload.algorithm
+        optimizer = build_optimizer(algorithm.local_optimizer(case.workload.optimizer), module.named_parameters())
+        return ENGINES[algorithm.kind](case, context, module, optimizer)

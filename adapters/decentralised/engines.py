@@ -15,8 +15,8 @@ from meshmark.adapter.engine import RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_own, save_own
 from meshmark.adapters.decentralised.exchange import Exchange
+from meshmark.algorithms import decentralised
 from meshmark.reference.data import Batch
-from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
 
 
@@ -27,8 +27,7 @@ class DSGDEngine(DataParallelEngine):
 
     def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(case, context, module, optimizer)
-        assert case.workload.algorithm.graph is not None
-        self.graph = case.workload.algorithm.graph
+        self.graph = case.workload.algorithm_as(decentralised.Decentralised).graph
         self.trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         self.steps_done = 0
         self.kept: dict[str, list[Tensor]] = {}
@@ -175,11 +174,11 @@ class ExactDiffusionEngine(DSGDEngine):
         return norm
 
 
-ENGINES: dict[AlgorithmKind, type[DSGDEngine]] = {
-    AlgorithmKind.DSGD: DSGDEngine,
-    AlgorithmKind.DPSGD: DPSGDEngine,
-    AlgorithmKind.DMSGD: DMSGDEngine,
-    AlgorithmKind.QUASI_GLOBAL: QuasiGlobalEngine,
-    AlgorithmKind.GRADIENT_TRACKING: GradientTrackingEngine,
-    AlgorithmKind.EXACT_DIFFUSION: ExactDiffusionEngine,
+ENGINES: dict[str, type[DSGDEngine]] = {
+    decentralised.DSGD.kind: DSGDEngine,
+    decentralised.DPSGD.kind: DPSGDEngine,
+    decentralised.DmSGD.kind: DMSGDEngine,
+    decentralised.QuasiGlobal.kind: QuasiGlobalEngine,
+    decentralised.GradientTracking.kind: GradientTrackingEngine,
+    decentralised.ExactDiffusion.kind: ExactDiffusionEngine,
 }

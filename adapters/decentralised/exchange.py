@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshmark.spec.graph import Graph
+from meshmark.algorithms.decentralised.graph import Graph
 
 
 class Exchange:

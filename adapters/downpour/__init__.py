@@ -11,11 +11,11 @@ from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
+from meshmark.algorithms.compressed.traffic import trained_shapes
+from meshmark.algorithms.downpour import Downpour as DownpourAlgorithm
 from meshmark.reference.objective import build_optimizer
-from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.compression import trained_shapes
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder
 
@@ -27,7 +27,7 @@ class Downpour(Adapter):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         precisions=frozenset({Precision.FP64, Precision.FP32}),
-        algorithms=frozenset({AlgorithmKind.DOWNPOUR}),
+        algorithms=frozenset({DownpourAlgorithm.kind}),
         devices=frozenset({"cpu"}),
         lacks={
             Precision.BF16: "its gradients would be held against a twin of equal replicas",

@@ -20,6 +20,7 @@ from meshmark.adapter.traffic_source import TrafficSource
 from meshmark.adapters.checkpoint import load_own, save_own
 from meshmark.adapters.downpour import server
 from meshmark.adapters.downpour.sent import PickledCalls
+from meshmark.algorithms.downpour import Downpour
 from meshmark.spec.case import Case
 
 SERVER = 0
@@ -30,8 +31,7 @@ _BUILT = itertools.count()
 class DownpourEngine(DataParallelEngine):
     def __init__(self, case: Case, context: RankContext, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(case, context, module, optimizer)
-        spec = case.workload.algorithm.server
-        assert spec is not None
+        spec = case.workload.algorithm_as(Downpour).server
         self.spec, self.steps_done = spec, 0
         self.trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         self.gathered = [torch.zeros_like(p) for p in self.trained]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmark.adapter.holdings import Holdings
-from meshmark.spec.parameter_server import ParameterServer
+from meshmark.algorithms.downpour.parameter_server import ParameterServer
 
 PATIENCE_SECONDS = 60.0
 """That a push waits for the slowest replica at least; who has not pushed by then has stopped."""

@@ -18,10 +18,10 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.traffic_source import TrafficSource
 from meshmark.adapters.horovod.launch import join
 from meshmark.adapters.horovod.traffic import HorovodTraffic
+from meshmark.algorithms.compressed import Compressed
+from meshmark.algorithms.compressed.compressor import CompressorKind
 from meshmark.reference.objective import build_optimizer
-from meshmark.spec.algorithm import AlgorithmKind
 from meshmark.spec.case import Case
-from meshmark.spec.compressor import CompressorKind
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
@@ -135,7 +135,7 @@ class HorovodFP16(Horovod):
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         precisions=frozenset({Precision.FP64, Precision.FP32}),
-        algorithms=frozenset({AlgorithmKind.COMPRESSED}),
+        algorithms=frozenset({Compressed.kind}),
         compressors=frozenset({CompressorKind.FP16}),
         lacks={
             Precision.BF16: _HALVED,

@@ -12,7 +12,7 @@ from meshmark.adapters.pipedream.engines import PipeDreamEngine, VerticalEngine
 from meshmark.adapters.pipedream.mare import PipeMareEngine
 from meshmark.adapters.pipedream.two_buffered import TwoBufferedEngine
 from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine
-from meshmark.spec.algorithm import BY_MICRO_BATCH, STALE, AlgorithmKind
+from meshmark.algorithms import pipedream
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
@@ -20,17 +20,12 @@ from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder, local_parameters
 
-ENGINES: dict[AlgorithmKind, type[PipelineEngine]] = {
-    AlgorithmKind.PIPEDREAM: PipeDreamEngine,
-    AlgorithmKind.PIPEDREAM_VERTICAL: VerticalEngine,
-    AlgorithmKind.PIPEDREAM_2BW: TwoBufferedEngine,
-    AlgorithmKind.PIPEMARE: PipeMareEngine,
+ENGINES: dict[str, type[PipelineEngine]] = {
+    pipedream.PipeDream.kind: PipeDreamEngine,
+    pipedream.PipeDreamVertical.kind: VerticalEngine,
+    pipedream.PipeDream2BW.kind: TwoBufferedEngine,
+    pipedream.PipeMare.kind: PipeMareEngine,
 }
-KEPT = {
-    AlgorithmKind.PIPEDREAM_2BW: "the weights of the step before",
-    AlgorithmKind.PIPEMARE: "the velocity of the weights",
-}
-"""From one step to the next, as large as the parameters."""
 
 
 class PipeDream(Pipeline):
@@ -39,7 +34,7 @@ class PipeDream(Pipeline):
         schedules=frozenset({Schedule.ONE_F_ONE_B}),
         families=TEXT_FAMILIES,
         precisions=frozenset({Precision.FP64, Precision.FP32}),
-        algorithms=STALE,
+        algorithms=frozenset(one.kind for one in pipedream.ALGORITHMS),
         lacks={
             **Pipeline.capabilities.lacks,
             **NO_IMAGES,
@@ -55,18 +50,19 @@ class PipeDream(Pipeline):
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         """Of stashed versions no peak is planned."""
-        own_loop = case.workload.algorithm.kind in BY_MICRO_BATCH
+        own_loop = case.workload.algorithm.updates_by_micro_batch
         return dataclasses.replace(super().recipe(case), activations_known=False, receive_buffers=not own_loop)
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        reason = KEPT.get(case.workload.algorithm.kind)
-        if reason is None:
+        algorithm = case.workload.algorithm
+        kept = algorithm.vectors_kept(case, rank)
+        if not kept:
             return ()
         count = local_parameters(case.workload.model, case.layout, rank)
         assert count is not None
-        num_bytes = count * case.precision.master.itemsize
-        return (Remainder(category="optimizer_states", num_bytes=num_bytes, reason=reason),)
+        num_bytes = kept * count * case.precision.master.itemsize
+        return (Remainder(category="optimizer_states", num_bytes=num_bytes, reason=f"what {algorithm.kind} keeps"),)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return ENGINES[case.workload.algorithm.kind](case, context)

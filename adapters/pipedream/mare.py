@@ -12,6 +12,7 @@ from meshmark.adapter.engine import RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.checkpoint import load_own, save_own
 from meshmark.adapters.pipedream.engines import PipeDreamEngine, Weights
+from meshmark.algorithms.pipedream import PipeMare
 from meshmark.spec.case import Case
 
 
@@ -62,7 +63,7 @@ class PipeMareEngine(PipeDreamEngine):
     @torch.no_grad()
     def step_on(self, gradients: Weights) -> None:
         (working,), rate = self.versions, self.rate()
-        kept = self.case.workload.algorithm.discrepancy_decay ** (1 / self.delay)
+        kept = self.case.workload.algorithm_as(PipeMare).discrepancy_decay ** (1 / self.delay)
         for name, w in working.items():
             w.data.copy_(self.newest[name])
         for name, gradient in gradients.items():
@@ -73,7 +74,7 @@ class PipeMareEngine(PipeDreamEngine):
 
     def rate(self) -> float:
         """This stage's, in this step."""
-        power = 1 - min(self.steps_done / self.case.workload.algorithm.annealing_steps, 1)
+        power = 1 - min(self.steps_done / self.case.workload.algorithm_as(PipeMare).annealing_steps, 1)
         return self.case.workload.optimizer.learning_rate / float(self.delay**power)
 
     def update(self) -> Tensor | None:

@@ -8,9 +8,8 @@ from enum import StrEnum
 from importlib.util import find_spec
 
 from meshmark.errors import AdapterError
-from meshmark.spec.algorithm import AlgorithmKind, AlgorithmSpec
+from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm
 from meshmark.spec.case import Case
-from meshmark.spec.compressor import CompressorKind
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.optimizer import OptimizerKind
@@ -79,9 +78,10 @@ class Capabilities:
     """What it builds by `configure`, `build_optimizer` and `loss_share`, which do it; proved of every run."""
     families: frozenset[Family] = TEXT_FAMILIES
     """Models that it can train; an adapter takes images only where it says so."""
-    algorithms: frozenset[AlgorithmKind] = frozenset({AlgorithmKind.SYNCHRONOUS})
-    compressors: frozenset[CompressorKind] = frozenset()
-    """Of algorithms that compress."""
+    algorithms: frozenset[str] = frozenset({SYNCHRONOUS.kind})
+    """Kinds of algorithms that it trains by, as `Algorithm.kind` has them."""
+    compressors: frozenset[str] = frozenset()
+    """Kinds of compressors that it has, for algorithms that compress."""
     lacks: Mapping[Feature | Precision | Family | Knob, str] = field(default_factory=dict)
     """Features that are missing, each with its reason, and the reasons of missing precisions, families and tunings."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
@@ -125,11 +125,13 @@ class Capabilities:
         if case.precision not in self.precisions:
             reason = self.lacks.get(case.precision)
             unsupported.append(f"precision {case.precision}" + (f" ({reason})" if reason else ""))
-        if (kind := case.workload.algorithm.kind) not in self.algorithms:
+        algorithm = case.workload.algorithm
+        if (kind := algorithm.kind) not in self.algorithms:
             unsupported.append(f"algorithm {kind} (it trains by {', '.join(sorted(self.algorithms))} alone)")
-        elif (compressor := case.workload.algorithm.compressor) and compressor.kind not in self.compressors:
-            unsupported.append(f"compressor {compressor.id} (it has {', '.join(sorted(self.compressors))} alone)")
-        elif case.workload.algorithm.replicas_differ and case.precision.narrows_reduction:
+        elif algorithm.compressor_kind and algorithm.compressor_kind not in self.compressors:
+            has = ", ".join(sorted(self.compressors))
+            unsupported.append(f"compressor {algorithm.compressor_kind} (it has {has} alone)")
+        elif algorithm.replicas_differ and case.precision.narrows_reduction:
             unsupported.append(
                 f"algorithm {kind} with reductions in {case.precision.reduction} (its noise is not known)"
             )
@@ -155,9 +157,9 @@ class Capabilities:
             yield f"a fused {case.workload.optimizer.kind} (PyTorch has {' and '.join(sorted(FUSED))} fused)"
         yield from case.tuning.missing(device)
 
-    def trains_by(self, algorithm: AlgorithmSpec) -> bool:
-        compressor = algorithm.compressor
-        return algorithm.kind in self.algorithms and (compressor is None or compressor.kind in self.compressors)
+    def trains_by(self, algorithm: Algorithm) -> bool:
+        compressor = algorithm.compressor_kind
+        return algorithm.kind in self.algorithms and (compressor is None or compressor in self.compressors)
 
     def lacking(self, needs: frozenset[Feature]) -> list[str]:
         """Which of `needs` are missing, each with its reason."""

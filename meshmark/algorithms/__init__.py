@@ -1,7 +1,27 @@
-"""What one step makes of the states of all replicas: each algorithm's exact transition, one small file a family.
-The same lines compute in whatever precision they are given: in float64 they are the truth, in a run's own precision
-they are part of the noise. Engines in `adapters/` do it by messages, and are judged by these. docs/algorithms.md has
-the list.
+"""Algorithms that are not synchronous SGD, one folder a family.
 
-May import: spec, reference.
+A family's `__init__` has its algorithms: frozen dataclasses of options that derive from
+`meshmark.spec.algorithm.Algorithm`. Its `transition` has their equations, which compute in whatever precision they are
+given: in float64 they are the truth, in a run's own precision they are part of the noise. Its `faults` has the ways in
+which they are got wrong. Engines in `adapters/` do the same by messages, and are judged by these. Families are imported
+through `algorithm_classes`, never by name. docs/algorithms.md has the list.
+
+May import: spec, reference, theory.
 """
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshmark.spec.algorithm import Algorithm
+
+
+def builtin_algorithms() -> Iterator[type[Algorithm]]:
+    """Yield Meshmark's own algorithm classes: what each family's folder lists in `ALGORITHMS`."""
+    for found in pkgutil.iter_modules(__path__):
+        if found.ispkg:
+            yield from importlib.import_module(f"{__name__}.{found.name}").ALGORITHMS

@@ -15,7 +15,7 @@ from meshmark.errors import AlgorithmError, LayoutError
 from meshmark.reference.data import on_corpus
 from meshmark.run.record import Status
 from meshmark.run.request import Task
-from meshmark.spec.algorithm import ALGORITHMS, AlgorithmKind
+from meshmark.spec.algorithm import SYNCHRONOUS, algorithm_presets
 from meshmark.spec.case import Case, Misfit, cell
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import ModelSpec
@@ -213,10 +213,10 @@ def plain_workload() -> Workload:
 def _by_algorithm(plain: Workload, adapter: type[Adapter]) -> Workload:
     """`plain`, renamed and by an adapter's first algorithm that takes its optimizer, where it is not synchronous."""
     can = adapter.capabilities
-    if AlgorithmKind.SYNCHRONOUS in can.algorithms:
+    if SYNCHRONOUS.kind in can.algorithms:
         return plain
-    presets = sorted(ALGORITHMS.values(), key=lambda spec: spec.kind)
-    fitting = (spec for spec in presets if can.trains_by(spec) and not spec.refusal(plain.optimizer))
+    presets = sorted(algorithm_presets().values(), key=lambda preset: preset.kind)
+    fitting = (one for one in presets if can.trains_by(one) and not one.refusal(plain.optimizer))
     own = replace(plain, algorithm=next(fitting))
     return replace(own, name=own.id)
 

@@ -6,17 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from meshmark.algorithms.replicas import LEFT_OVER
 from meshmark.judge.deviation import Quantity, QuantityKind, Tensors
 from meshmark.judge.trace import Trace
 from meshmark.judge.yardstick import Yardstick
 from meshmark.spec.case import Case
-
-SAME = 1e-5
-"""Norms that differ by less, relative to either, are one norm."""
-LEFT_OVER = 0.05
-"""Part of a deviation that may stay unexplained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +58,3 @@ def misfit(
         for r, names in wrong.items()
         for name in names
     )
-
-
-def flat(tensors: Tensors, names: Sequence[str]) -> NDArray[np.float64]:
-    return np.concatenate([np.asarray(tensors[name], dtype=np.float64).ravel() for name in names])
-
-
-def listed(weights: Sequence[float]) -> str:
-    """Rounding beside the largest counts as nothing."""
-    largest = max(abs(weight) for weight in weights)
-    return ", ".join(f"{weight if abs(weight) > SAME * largest else 0:.4g}" for weight in weights)

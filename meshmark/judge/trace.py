@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshmark import rank_progress
-from meshmark.algorithms.downpour import Told, Versions
+from meshmark.algorithms.contract import ObservedRun, ServerVersions
 from meshmark.judge.deviation import Drift, QuantityKind, Tensors
 from meshmark.judge.gather import all_gather_json, gather_arrays
 
@@ -43,19 +43,20 @@ class Trace:
     where nobody counted."""
     loss_scales: list[float] = field(default_factory=list)
     """What the loss was multiplied by; empty where nobody asked."""
-    versions: list[Versions | None] = field(default_factory=list)
+    versions: list[ServerVersions | None] = field(default_factory=list)
     """Of a parameter server, as the engine told them of each step."""
     drifted: dict[int, Tensors] = field(default_factory=dict)
     """Of the first step at which gradients drift: some of those that a rank holds otherwise than the lowest, by rank.
     Of all ranks together only."""
 
 
-def told_of(traces: Sequence[Trace]) -> Told:
-    """What replicas told of a parameter server."""
-    return Told(
-        start=traces[0].parameters[0],
+def observed_run(traces: Sequence[Trace], failed_step: int = 0) -> ObservedRun:
+    """Return what all replicas reported, for algorithms to look at."""
+    return ObservedRun(
+        parameters=[trace.parameters for trace in traces],
         gradients=[trace.gradients for trace in traces],
-        versions=[trace.versions for trace in traces],
+        server_versions=[trace.versions for trace in traces],
+        failed_step=failed_step,
     )
 
 

@@ -20,10 +20,7 @@ import torch
 from torch import nn
 
 from meshmark import rank_progress
-from meshmark.algorithms.downpour import Downpour
-from meshmark.algorithms.pipemare import PipeMare
-from meshmark.algorithms.stale import Versions, stale_step
-from meshmark.algorithms.table import build_algorithm, local_optimizer
+from meshmark.algorithms.contract import GradientRule
 from meshmark.errors import AdapterError
 from meshmark.judge.buffers import (
     assess_buffers,
@@ -35,14 +32,13 @@ from meshmark.judge.buffers import (
 )
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, Tensors, deviation, global_norm
 from meshmark.judge.routing import followed
-from meshmark.judge.trace import Trace, told_of
+from meshmark.judge.trace import Trace, observed_run
 from meshmark.judge.twin import Twin
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.initial import initial_value
 from meshmark.reference.objective import loss_share
 from meshmark.reference.optimizers import reference_optimizer
-from meshmark.spec.algorithm import STALE, AlgorithmKind
 from meshmark.spec.layout import Layout
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
@@ -87,11 +83,10 @@ def assess_replicas(
     for replica, trace in enumerate(traces):
         for name, x in start.items():
             note(replica, QuantityKind.INITIAL.of(name), deviation(trace.parameters[0].get(name), x))
-    rules = [ExactOptimizer(local_optimizer(workload)) for _ in traces]
-    algorithm = build_algorithm(workload, rules, num_stages=layout.pp if layout else 1)
-    if isinstance(algorithm, Downpour):
-        algorithm.follow(told_of(traces))
-    run = PipeMare(workload, layout or Layout())
+    rules = local_rules(workload, len(traces))
+    algorithm = workload.algorithm.transition(workload, rules, num_stages=layout.pp if layout else 1)
+    algorithm.follow(observed_run(traces))
+    gradient_rule = workload.algorithm.gradient_rule(workload, layout or Layout())
     num_steps, pasts = len(traces[0].gradients), deque[list[Tensors]](maxlen=MOST_PAST)
     rank_progress.begin(rank_progress.Phase.TRUTH, num_steps * len(traces))
     for step in range(num_steps):
@@ -99,12 +94,12 @@ def assess_replicas(
         pasts.append(here)
         batch, owns = make_batch(workload, step), []
         parts = [algorithm.part(batch, replica) for replica in range(len(traces))]
-        if workload.algorithm.kind is AlgorithmKind.PIPEMARE:
-            exact = [exact_pipemare_step(run, here[0], batch)]
+        if gradient_rule:
+            exact = [exact_pipelined_step(gradient_rule, workload, [states[0] for states in pasts], batch)]
         else:
             exact = [
-                _exact_step_of(trace.gradients[step], workload, past, part, layout)
-                for trace, past, part in zip(traces, zip(*pasts, strict=True), parts, strict=True)
+                _exact_step_of(trace.gradients[step], workload, parameters, part, layout)
+                for trace, parameters, part in zip(traces, here, parts, strict=True)
             ]
         right = algorithm.reported([e.gradients for e in exact])
         for replica, (trace, e, gradients) in enumerate(zip(traces, exact, right, strict=True)):
@@ -173,52 +168,32 @@ class Exact:
         return [name for name in self.gradients if name not in self.unused]
 
 
-def exact_step(workload: Workload, past: Sequence[Tensors], batch: Batch, layout: Layout | None = None) -> Exact:
-    """What a step from the last of `past`, where the run was before, is made of."""
-    if workload.algorithm.kind not in STALE:
-        return exact_gradients(workload, past[-1], batch, layout)
-    return exact_stale_step(workload, past, batch, layout or Layout())
+def local_rules(workload: Workload, count: int) -> list[ExactOptimizer]:
+    """Return the float64 optimizers that `count` replicas step with by themselves."""
+    spec = workload.algorithm.local_optimizer(workload.optimizer)
+    return [ExactOptimizer(spec) for _ in range(count)]
 
 
-def _exact_step_of(
-    own: Tensors, workload: Workload, past: Sequence[Tensors], batch: Batch, layout: Layout | None
-) -> Exact:
-    """That of a step of a run whose gradients are `own`: where experts tie, it goes the way of the run."""
+def _exact_step_of(own: Tensors, workload: Workload, parameters: Tensors, batch: Batch, layout: Layout | None) -> Exact:
+    """Return the step of a run whose gradients are `own`: where experts tie, it goes the way of the run."""
 
     def compute() -> Exact:
-        return exact_step(workload, past, batch, layout)
+        return exact_gradients(workload, parameters, batch, layout)
 
     if not workload.routes:
         return compute()
     return followed(workload, own, compute, lambda exact: exact.gradients)
 
 
-def exact_stale_step(
-    workload: Workload,
-    past: Sequence[Tensors],
-    batch: Batch,
-    layout: Layout,
-    versions: Versions | None = None,
-    stashed: bool = True,
-) -> Exact:
-    """By other `versions` than the prescribed ones, if any are given; without stashes, as a wrong run would have it."""
+def exact_pipelined_step(rule: GradientRule, workload: Workload, past: Sequence[Tensors], batch: Batch) -> Exact:
+    """Return the next step of a pipeline whose gradients are of older weights; `past` ends with where the run is."""
 
-    def compute(parameters: Tensors, part: Batch, newest: Tensors) -> tuple[float, Tensors]:
-        found = exact_gradients(workload, parameters, part, changed=None if stashed else newest)
+    def compute(parameters: Tensors, part: Batch, changed: Tensors | None) -> tuple[float, Tensors]:
+        found = exact_gradients(workload, parameters, part, changed=changed)
         return found.loss, found.gradients
 
-    found = stale_step(workload, layout, past, batch, compute, versions)
-    return Exact(loss=found.loss, gradients=found.gradients, unused=frozenset())
-
-
-def exact_pipemare_step(run: PipeMare, here: Tensors, batch: Batch) -> Exact:
-    """The next of a run, whose backward passes take other weights than its forward passes."""
-
-    def compute(parameters: Tensors, part: Batch, changed: Tensors) -> tuple[float, Tensors]:
-        found = exact_gradients(run.workload, parameters, part, changed=changed)
-        return found.loss, found.gradients
-
-    found = run.step({name: x.astype(np.float64) for name, x in here.items()}, batch, compute)
+    history = [{name: x.astype(np.float64) for name, x in states.items()} for states in past]
+    found = rule.step(history, batch, compute)
     return Exact(loss=found.loss, gradients=found.gradients, unused=frozenset())
 
 

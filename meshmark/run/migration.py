@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshmark.run.record import SCHEMA
+from meshmark.spec.algorithm import without_foreign_options
 
 _PARTS_OF_SCHEMA_1: dict[str, dict[str, str]] = {
     "launch": {"launch_seconds": "seconds", "build_seconds": "build_seconds"},
@@ -45,14 +46,40 @@ def migrate(value: object) -> dict[str, Any]:
     Raises `ValueError` where it is of none that this Meshmark knows.
     """
     schema = value.get("schema") if isinstance(value, dict) else None
-    if not isinstance(value, dict) or schema not in (1, SCHEMA):
+    if not isinstance(value, dict) or schema not in range(1, SCHEMA + 1):
         newer = "; a newer one wrote it: upgrade" if isinstance(schema, int) and schema > SCHEMA else ""
         raise ValueError(f"schema {schema}, this Meshmark reads 1 to {SCHEMA}{newer}")
     if schema == SCHEMA or "session" in value:
         return value | {"schema": SCHEMA}
+    if schema == 1:
+        value = _to_schema_2(value)
+    return _to_schema_3(value)
+
+
+def _to_schema_2(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record in the parts that schema 2 has them in."""
     moved = _LEFT_OUT.union(*_PARTS_OF_SCHEMA_1.values())
     parts = {
         name: {new: value[old] for old, new in part.items() if old in value}
         for name, part in _PARTS_OF_SCHEMA_1.items()
     }
-    return {name: each for name, each in value.items() if name not in moved} | parts | {"schema": SCHEMA}
+    return {name: each for name, each in value.items() if name not in moved} | parts
+
+
+def _to_schema_3(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a record whose algorithms have the options of their own class alone."""
+    found = value | {"schema": SCHEMA}
+    if isinstance(case := value.get("case"), dict):
+        found["case"] = _with_own_options(case)
+    conformance = value.get("conformance")
+    if isinstance(conformance, dict) and isinstance(base := conformance.get("base"), dict):
+        found["conformance"] = conformance | {"base": _with_own_options(base)}
+    return found
+
+
+def _with_own_options(case: dict[str, Any]) -> dict[str, Any]:
+    workload = case.get("workload")
+    algorithm = workload.get("algorithm") if isinstance(workload, dict) else None
+    if not isinstance(workload, dict) or not isinstance(algorithm, dict):
+        return case
+    return case | {"workload": workload | {"algorithm": without_foreign_options(algorithm)}}

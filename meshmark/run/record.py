@@ -26,7 +26,7 @@ from meshmark.spec.known_gap import KnownGap
 from meshmark.theory.flow import Departure, Flow
 from meshmark.theory.states import ModelStates, Remainder
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the format; raise it with every change that an older reader would misread."""
 
 

@@ -77,6 +77,9 @@ def _of(kind: Any, definitions: Json) -> Json:  # noqa: ANN401
 def _of_dataclass(kind: type, definitions: Json) -> Json:
     if issubclass(kind, Written):
         return {"type": "string", "description": _first_line(kind)}
+    if tag := getattr(kind, "TAG", ""):  # its subclasses have fields of their own
+        properties = {tag: {"type": "string"}}
+        return {"type": "object", "description": _first_line(kind), "properties": properties, "required": [tag]}
     name, presets = kind.__name__, getattr(kind, "PRESETS", {})
     reference: Json = {"$ref": f"#/$defs/{name}"}
     if name not in definitions:

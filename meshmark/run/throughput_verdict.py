@@ -38,11 +38,11 @@ def judge_throughput(record: Record) -> Verdict | None:
         each = f", in each of {len(launches)} launches" if len(launches) > 1 else ""
         summary = f"bit for bit what was judged: {compared} losses, parameters after {marks} steps{each}"
         return _verdict(summary, record, passed=True)
-    server = record.case.workload.algorithm.server
-    if path.repeats is not False and not server:
+    until_chance = record.case.workload.algorithm.steps_until_chance
+    if path.repeats is not False and until_chance is None:
         return _verdict(f"not what was judged: {differences[0]}; {_MEND}", record)
     yardstick = record.equivalence.yardstick
-    num_steps = min(len(losses), path.num_judged, server.fetch_every if server else len(losses))
+    num_steps = min(len(losses), path.num_judged, len(losses) if until_chance is None else until_chance)
     of_loss = [quantity for quantity in yardstick.noise if quantity.kind is QuantityKind.LOSS]  # of every replica
     tolerances = [2 * max(yardstick.tolerance(quantity, step) for quantity in of_loss) for step in range(num_steps)]
     excess, step = max(

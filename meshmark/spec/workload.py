@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import get_args
+from typing import TypeVar, get_args
 
 from meshmark.errors import AlgorithmError, InputError, UnknownNameError
-from meshmark.spec.algorithm import ALGORITHMS, AlgorithmSpec
+from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm, algorithm_presets
 from meshmark.spec.mixture_spec import MIXTURE_MINI, MixtureSpec
 from meshmark.spec.model_spec import MODELS, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.vision_spec import VISION_MODELS, AnyModelSpec, ImageSpec
 
+A = TypeVar("A", bound=Algorithm)
 MOST_ROWS = 2**24
 """Of one global batch: more than anybody trains on, and few enough for its divisors to be searched in seconds."""
 
@@ -61,8 +62,8 @@ class Workload:
     text inside Python's standard library, or the digits."""
     seed: int = 0
     """Seeds the initial values and the batches."""
-    algorithm: AlgorithmSpec = AlgorithmSpec()
-    """By which replicas train together."""
+    algorithm: Algorithm = SYNCHRONOUS
+    """How replicas train together."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.global_batch <= MOST_ROWS:
@@ -114,6 +115,11 @@ class Workload:
     def skipped_at(self, step: int) -> int | None:
         """The block that `step` leaves out."""
         return self.skipped_block if step % 2 else None
+
+    def algorithm_as(self, cls: type[A]) -> A:
+        """Return the algorithm, for code that knows one class of algorithms: it must have refused the others."""
+        assert isinstance(self.algorithm, cls), f"workload {self.name!r} trains by {self.algorithm.id or 'none'}"
+        return self.algorithm
 
     @property
     def transformer(self) -> ModelSpec:
@@ -219,11 +225,11 @@ def workload(name: str) -> Workload:
     `UnknownNameError` when there is none."""
     if name in WORKLOADS:
         return WORKLOADS[name]
-    for end, algorithm in ALGORITHMS.items():
+    for end, algorithm in algorithm_presets().items():
         start = name.removesuffix(f"-{end}")
         if start != name and start in WORKLOADS:
             return replace(WORKLOADS[start], name=name, algorithm=algorithm)
     start = max((known for known in WORKLOADS if name.startswith(f"{known}-")), key=len, default="")
     if start:
-        raise UnknownNameError(f"algorithm of workload {start!r}", name.removeprefix(f"{start}-"), ALGORITHMS)
+        raise UnknownNameError(f"algorithm of workload {start!r}", name.removeprefix(f"{start}-"), algorithm_presets())
     raise UnknownNameError("workload", name, WORKLOADS)

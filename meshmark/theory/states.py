@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshmark.spec.algorithm import SERVED
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.mixture_spec import MixtureSpec
@@ -211,8 +210,8 @@ def _temporaries_are_known(case: Case) -> bool:
     """Of the reduction and of the update."""
     optimizer = case.workload.optimizer
     plain = not optimizer.is_matrix_wise and not optimizer.momentum
-    serves = case.workload.algorithm.kind in SERVED and case.layout.dp > 2  # of two, the backward pass holds more
-    return plain and not case.precision.narrows_reduction and not serves
+    planned = case.workload.algorithm.update_memory_is_planned(case.layout.dp)
+    return plain and not case.precision.narrows_reduction and planned
 
 
 def _is_exact(case: Case) -> bool:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshmark.spec.algorithm import COMPRESSING
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Layout, Recompute
 from meshmark.spec.precision import LossScaling
 from meshmark.spec.vision_spec import ImageSpec
-from meshmark.theory.compression import step_bytes
 from meshmark.theory.flow import Flow, Purpose
 from meshmark.theory.parameter_order import num_tensors
 from meshmark.theory.partition import held_stage, sent_on
@@ -57,7 +55,7 @@ REPLICAS: tuple[Axis, ...] = ("dp", "cp")
 """Along which ranks hold, or share, the same parameters."""
 
 
-def _tensors(case: Case, rank: int) -> tuple[int, int]:
+def parameter_sizes(case: Case, rank: int) -> tuple[int, int]:
     """Number of parameters, and of the tensors that they are in."""
     model, layout = case.workload.model, case.layout
     count = local_parameters(model, layout, rank)
@@ -65,76 +63,11 @@ def _tensors(case: Case, rank: int) -> tuple[int, int]:
     return count, num_tensors(model, layout, rank)
 
 
-def decentralised_traffic(case: Case, rank: int) -> list[Flow]:
-    """To whomever the graph tells of this replica, and from whomever it hears: parameters, and as much again where
-    another vector is mixed as they are. As one message, or one a tensor."""
-    layout, algorithm = case.layout, case.workload.algorithm
-    assert algorithm.graph is not None
-    count, tensors = _tensors(case, rank)
-    num_bytes, calls = (
-        algorithm.vectors_mixed * count * case.precision.master.itemsize,
-        algorithm.vectors_mixed * tensors,
-    )
-    line, place = layout.group("dp", rank), layout.coordinates(rank).dp
-    peers = {
-        "send": algorithm.graph.tells(layout.dp, METERED_STEP, place),
-        "recv": algorithm.graph.hears(layout.dp, METERED_STEP, place),
-    }
-    return [
-        _messages("dp", kind, (rank, line[peer]), num_bytes, (1, calls), Purpose.WEIGHTS)
-        for kind, ends in peers.items()
-        for peer in ends
-    ]
-
-
-def local_sgd_traffic(case: Case, rank: int) -> list[Flow]:
-    """Replicas that step alone send nothing, but for their gradients in the warm-up and their parameters when these
-    are averaged (arXiv:1808.07217)."""
-    algorithm, precision = case.workload.algorithm, case.precision
-    replicas = Group.along(case.layout, rank, REPLICAS)
-    count, tensors = _tensors(case, rank)
-    flows = []
-    if algorithm.reduces_gradients(METERED_STEP):
-        num_bytes = count * precision.reduction.itemsize
-        flows += _collective(replicas, "all_reduce", Purpose.GRADIENTS, num_bytes, (1, tensors))
-    if algorithm.averages_after(METERED_STEP):
-        num_bytes = count * precision.master.itemsize
-        flows += _collective(replicas, "all_reduce", Purpose.WEIGHTS, num_bytes, (1, tensors))
-    return flows
-
-
-def served_traffic(case: Case, rank: int) -> list[Flow]:
-    """What a replica pushes to the server beside the first one, and fetches from it: as much as gradients, and as
-    parameters (Dean et al., NIPS 2012). The server's own end is not counted: in which of its steps a replica that waits
-    for nobody pushes is not determined."""
-    server, line = case.workload.algorithm.server, case.layout.group("dp", rank)
-    assert server is not None
-    if rank == line[0]:
-        return []
-    num_bytes = _tensors(case, rank)[0] * case.precision.master.itemsize
-    flows = {
-        ("send", Purpose.GRADIENTS): server.pushes_after(METERED_STEP),
-        ("recv", Purpose.WEIGHTS): server.fetches_after(METERED_STEP),
-    }
-    return [
-        _messages("dp", kind, (line[0], rank), num_bytes, (1, 1), purpose)
-        for (kind, purpose), due in flows.items()
-        if due
-    ]
-
-
-def compressed_traffic(case: Case, rank: int) -> list[Flow]:
-    """What compression leaves of gradients, all together or in buckets; whole ones in the warm-up."""
-    replicas, algorithm = Group.along(case.layout, rank, REPLICAS), case.workload.algorithm
-    count, tensors = _tensors(case, rank)
-    flows = []
-    if algorithm.sends_gradients(METERED_STEP):
-        num_bytes = count * case.precision.reduction.itemsize
-        flows += _collective(replicas, "all_reduce", Purpose.GRADIENTS, num_bytes, (1, tensors))
-    if algorithm.compresses(METERED_STEP):
-        for kind, num_bytes, calls in step_bytes(case, rank):
-            flows += _collective(replicas, kind, Purpose.GRADIENTS, num_bytes, (calls, calls * tensors))
-    return flows
+def reductions(
+    case: Case, rank: int, purpose: Purpose, num_bytes: int, calls: tuple[int, int], *, kind: str = "all_reduce"
+) -> list[Flow]:
+    """Return a collective over the ranks that hold the same parameters; `calls` are the fewest and the most."""
+    return _collective(Group.along(case.layout, rank, REPLICAS), kind, purpose, num_bytes, calls)
 
 
 def data_parallel_traffic(case: Case, rank: int) -> list[Flow]:
@@ -142,16 +75,10 @@ def data_parallel_traffic(case: Case, rank: int) -> list[Flow]:
     or under ZeRO reduce-scatter and all-gather (arXiv:1910.02054, section 7: 2P elements up to stage 2, 3P at stage 3).
     At stage 3, as FSDP does it, weights are gathered as the products read them, for every micro-batch's forward and
     again for its backward, and gradients reduced after every micro-batch, so that they stay sharded."""
-    if case.workload.algorithm.graph:
-        return decentralised_traffic(case, rank)
-    if case.workload.algorithm.server:
-        return served_traffic(case, rank)
-    if case.workload.algorithm.kind in COMPRESSING:
-        return compressed_traffic(case, rank)
-    if case.workload.algorithm.replicas_differ:
-        return local_sgd_traffic(case, rank)
+    if (own := case.workload.algorithm.traffic(case, rank)) is not None:
+        return own
     precision, stage, replicas = case.precision, case.layout.zero_stage, Group.along(case.layout, rank, REPLICAS)
-    count, tensors = _tensors(case, rank)
+    count, tensors = parameter_sizes(case, rank)
     rounds = case.layout.num_micro_batches if stage == 3 else 1
     reduced = rounds * count * precision.reduction.itemsize
     kind = "reduce_scatter" if stage else "all_reduce"
@@ -207,7 +134,7 @@ def tensor_parallel_traffic(case: Case, rank: int) -> list[Flow]:
     return flows
 
 
-def _messages(
+def messages(
     axis: Axis,
     kind: str,
     ranks: tuple[int, int],
@@ -243,7 +170,7 @@ def pipeline_traffic(case: Case, rank: int) -> list[Flow]:
     flows = []
     for peer, sizes in boundaries.items():
         calls = len(sizes) * layout.num_micro_batches
-        flows += [_messages("pp", kind, (rank, peer), sum(sizes), (calls, calls)) for kind in ("send", "recv")]
+        flows += [messages("pp", kind, (rank, peer), sum(sizes), (calls, calls)) for kind in ("send", "recv")]
     if model.tied_embeddings and stage in (0, layout.pp - 1) and not layout.folded:
         flows.append(_tied_weight(case, (line[0], line[-1])))
     return flows
@@ -285,8 +212,8 @@ def context_parallel_traffic(case: Case, rank: int) -> list[Flow]:
     calls = 2 * hops * layout.num_micro_batches, 6 * hops * layout.num_micro_batches
     after, before = ring[(index + 1) % layout.cp], ring[index - 1]
     return [
-        _messages("cp", "send", (rank, after), sent, calls),
-        _messages("cp", "recv", (before, rank), sent, calls),
+        messages("cp", "send", (rank, after), sent, calls),
+        messages("cp", "recv", (before, rank), sent, calls),
     ]
 
 

@@ -12,8 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.futures import Future
 
 from meshmark.adapters.compressed.codecs import QSGD, Codec, Sign, TopK
-from meshmark.algorithms.compressors import Draw
-from meshmark.spec.compressor import CompressorKind
+from meshmark.algorithms.compressed.compressor import CompressorKind
+from meshmark.algorithms.compressed.compressors import Draw
 from tests.broken.engine import Broken
 
 Named = dict[str, Tensor]

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshmark.adapter.data_parallel import DataParallelEngine
 from meshmark.adapters.decentralised.engines import DSGDEngine
 from meshmark.adapters.decentralised.exchange import Exchange
-from meshmark.spec.graph import Graph
+from meshmark.algorithms.decentralised.graph import Graph
 from tests.broken.engine import Broken
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from meshmark.adapter.contract import Adapter
 from meshmark.conformance.scenario import plain_workload
 from meshmark.judge.faults import Fault
-from meshmark.spec.algorithm import AlgorithmKind
+from meshmark.spec.algorithm import SYNCHRONOUS
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Schedule
 from meshmark.spec.precision import Precision
@@ -79,7 +79,7 @@ AMOEBANET = workload("amoebanet-digits")
 
 def under(adapter: str, problem: Workload) -> Workload:
     """`problem`, by an algorithm that `adapter` has, with plain SGD where it is defined on no other optimizer."""
-    if problem.algorithm.kind is not AlgorithmKind.SYNCHRONOUS or adapter not in ALGORITHMS:
+    if problem.algorithm.kind is not SYNCHRONOUS.kind or adapter not in ALGORITHMS:
         return problem
     algorithm, plain = ALGORITHMS[adapter], workload("gpt-mini-sgd").optimizer
     optimizer = plain if algorithm.refusal(problem.optimizer) else problem.optimizer

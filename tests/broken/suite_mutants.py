@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshmark.algorithms.local_sgd import LocalSGD
 from meshmark.judge.faults import Fault
-from meshmark.spec.algorithm import local_sgd
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
@@ -41,7 +41,7 @@ FOUR = Layout(dp=4, num_micro_batches=2)
 REPLICATED = Layout(dp=2, pp=2, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
 TENSOR_REPLICATED = Layout(dp=2, tp=2, num_micro_batches=4)
 INTERLEAVED = Layout(pp=2, num_micro_batches=4, schedule=Schedule.INTERLEAVED, virtual_stages=2)
-WARMED_UP = replace(GPT, name="gpt-mini-local-sgd2w2", algorithm=local_sgd(2, warmup_steps=2))
+WARMED_UP = replace(GPT, name="gpt-mini-local-sgd2w2", algorithm=LocalSGD(period=2, warmup_steps=2))
 SUITE_MUTANTS: list[Mutant] = [
     # Scaling
     *on("ddp fsdp2 megatron fairscale-oss fairscale-fsdp", g.OverMicroBatches, F.SCALED),

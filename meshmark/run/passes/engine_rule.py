@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshmark.adapter.single import SingleEngine
-from meshmark.algorithms.replicas import Tensors
+from meshmark.algorithms.contract import Tensors
 from meshmark.judge.trace import host_copies
 
 

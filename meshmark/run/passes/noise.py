@@ -13,7 +13,6 @@ Runs of several numbers of micro-batches would make a mixture, in whose tail all
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -29,10 +28,6 @@ from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
-from meshmark.algorithms.compressing import Compressing
-from meshmark.algorithms.downpour import Downpour, Turns
-from meshmark.algorithms.pipemare import PipeMare
-from meshmark.algorithms.table import build_algorithm, local_optimizer
 from meshmark.environment import machine
 from meshmark.judge.replicas import num_replicas
 from meshmark.judge.sample import Sample
@@ -45,10 +40,10 @@ from meshmark.reference.initial import Block, random_bits, row_blocks
 from meshmark.run.kernels import ATTENTION, VARIABLES
 from meshmark.run.passes.engine_rule import EngineRule, put
 from meshmark.run.passes.observer import MOST_LEFT_OUT
-from meshmark.run.passes.stale_noise import note_stale_step
+from meshmark.run.passes.pipelined_noise import note_pipelined_step
 from meshmark.run.request import Request
 from meshmark.serial import decode, encode
-from meshmark.spec.algorithm import BY_MICRO_BATCH, STALE, AlgorithmSpec
+from meshmark.spec.algorithm import SYNCHRONOUS
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Dtype
@@ -58,7 +53,7 @@ NUM_RANKS = 2
 """Processes that share the runs."""
 TIME_LIMIT_SECONDS = 600.0
 _PARTIAL = ".partial"
-FORMAT = 12
+FORMAT = 13
 """Part of every key; raise it when anything that shapes the noise changes: model, data, objective, truth, this file."""
 
 
@@ -90,7 +85,7 @@ def noise_key(case: Case, steps: int, device: str = "cpu", sample: Sample | None
         num_chunks(case),
         *([case.layout.dp] if case.precision.narrows_reduction else []),
         *([num_replicas(case)] if num_replicas(case) > 1 else []),
-        *([case.layout.pp, case.layout.num_micro_batches] if case.workload.algorithm.kind in STALE else []),
+        *([case.layout.pp, case.layout.num_micro_batches] if case.workload.algorithm.stale_weights else []),
         *(["twin"] if case.precision.is_mixed and sample is None else []),
         *(["sampled"] if sample else []),
         *([str(case.tuning.arithmetic)] if case.tuning.arithmetic else []),
@@ -168,31 +163,22 @@ def backward(engine: SingleEngine, part: Batch, num_ranks: int) -> tuple[float, 
         left_out += 1
 
 
-def draw_turns(run: int, seed: int, replicas: int, step: int) -> Turns:
-    """Which replica comes first to a server is chance, and with it where each goes on: a gradient there has another
-    noise."""
-    drawn = random_bits(f"turns/{run}/{step}", (replicas + 1,), seed=seed)
-    return Turns(order=drawn[:replicas].argsort().tolist(), together=bool(drawn[replicas] % 2))
-
-
 def train_alone(request: Request, adapter: Adapter, context: RankContext, run: int) -> Comparisons:
     """One noise run; `run` seeds its perturbations and picks its way of casting. Of replicas that may differ, each is
     trained by an engine of its own, here in turn, on its own rows."""
     workload, replicas, num_ranks = request.case.workload, num_replicas(request.case), ranks_that_round(request.case)
-    stale = workload.algorithm.kind in STALE
+    options = workload.algorithm
     layout = Layout(num_micro_batches=num_chunks(request.case))
-    alone = dataclasses.replace(workload, optimizer=local_optimizer(workload), algorithm=AlgorithmSpec())
+    alone = dataclasses.replace(workload, optimizer=options.local_optimizer(workload.optimizer), algorithm=SYNCHRONOUS)
     case = dataclasses.replace(request.case, adapter="single", layout=layout, workload=alone)
     engines = [cast(SingleEngine, adapter.build(case, context)) for _ in range(replicas)]
     for engine in engines:
         engine.cast_weights = bool(run % num_ways(case))
         perturb(engine, case, run)
     rules = [EngineRule(engine) for engine in engines]
-    algorithm, late = build_algorithm(workload, rules, exact=False), PipeMare(workload, request.case.layout)
-    if isinstance(algorithm, Compressing):
-        algorithm.order = random_bits(f"replicas/{run}", (replicas,), seed=workload.seed).argsort().tolist()
-    if isinstance(algorithm, Downpour):
-        algorithm.turns_of = functools.partial(draw_turns, run, workload.seed, replicas)
+    algorithm = options.transition(workload, rules, exact=False)
+    algorithm.randomize(run, workload.seed)
+    gradient_rule = options.gradient_rule(workload, request.case.layout)
     twin = (
         _twin(dataclasses.replace(case, workload=workload), run, num_ranks, replicas, engines[0])
         if case.precision.is_mixed
@@ -202,8 +188,10 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
     rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
     for step in range(request.steps):
         batch = make_batch(workload, step)
-        if stale:
-            note_stale_step(late, traces[0], rules[0], batch, lambda part: permute(part, case, run, num_ranks))
+        if gradient_rule:
+            note_pipelined_step(
+                gradient_rule, traces[0], rules[0], batch, lambda part: permute(part, case, run, num_ranks)
+            )
             rank_progress.advance()
             continue
         parts = [permute(algorithm.part(batch, replica), case, run, num_ranks) for replica in range(replicas)]
@@ -218,16 +206,15 @@ def train_alone(request: Request, adapter: Adapter, context: RankContext, run: i
         for trace, engine in zip(traces, engines, strict=True):
             trace.loss_scales.append(engine.loss_scale())
         after = algorithm.transition([t.parameters[-1] for t in traces], [t.gradients[-1] for t in traces])
-        if isinstance(algorithm, Downpour):
-            for trace, told in zip(traces, algorithm.told(step), strict=True):
-                trace.versions.append(told)
+        for trace, versions in zip(traces, algorithm.server_versions(step), strict=False):
+            trace.versions.append(versions)
         for trace, engine, rule, there in zip(traces, engines, rules, after, strict=True):
             trace.norms.append(rule.norm)
             put(engine.parameters(), there)
             trace.parameters.append(there)
             trace.buffers[0].append(host_copies(engine.buffers()))
         rank_progress.advance()
-    divided = request.case.layout if stale else dataclasses.replace(layout, dp=num_ranks)
+    divided = request.case.layout if gradient_rule else dataclasses.replace(layout, dp=num_ranks)
     deviations = assess_replicas(traces, workload, start=traces[0].parameters[0], layout=divided, twin=twin)
     return noise_run(deviations, case.precision)
 
@@ -263,7 +250,7 @@ def ranks_that_round(case: Case) -> int:
 
 def num_chunks(case: Case) -> int:
     """Micro-batches of all ranks together; of each replica, or rank whose reduction is rounded, its share of them."""
-    if case.workload.algorithm.kind in BY_MICRO_BATCH:
+    if case.workload.algorithm.updates_by_micro_batch:
         return 1
     together = case.layout.dp * case.layout.num_micro_batches
     return max(together // (num_replicas(case) * ranks_that_round(case)), 1)

@@ -54,7 +54,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     seen = _train(request, adapter, context, notebook)
     gc.collect()  # the engine's memory is the truth's from here on
     replicas = replicas_of_ranks(request.case)
-    together = request.case.workload.algorithm.stands_together
+    together = request.case.workload.algorithm.replicas_agree
     traces, drifts, num_replicated = (
         notebook.gather(seen.trace) if notebook else gather_replicas(seen.trace, replicas, together)
     )

@@ -31,7 +31,7 @@ def save_halfway(request: Request, adapter: Adapter, context: RankContext, start
     for step in range(halfway(request), request.steps):
         observer.train(step)
     engine.close()
-    together, replicas = request.case.workload.algorithm.stands_together, replicas_of_ranks(request.case)
+    together, replicas = request.case.workload.algorithm.replicas_agree, replicas_of_ranks(request.case)
     traces, drifts, _ = gather_replicas(observer.trace, replicas, together)
     return RankReport(
         rank=context.rank,
@@ -82,7 +82,7 @@ def resume(request: Request, adapter: Adapter, context: RankContext, started: fl
     for step in range(half, request.steps):
         observer.train(step)
     engine.close()
-    together = request.case.workload.algorithm.stands_together
+    together = request.case.workload.algorithm.replicas_agree
     second, drifts, _ = gather_replicas(observer.trace, replicas_of_ranks(request.case), together)
     dist.barrier()
     report = RankReport(
