@@ -20,7 +20,8 @@ from meshmark.algorithms.local_sgd import DiLoCo as DiLoCoAlgorithm
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.states import Remainder, local_parameters
+from meshmark.theory.model_theory import local_parameters
+from meshmark.theory.states import Remainder
 
 
 class DiLoCoEngine(DataParallelEngine):

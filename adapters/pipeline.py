@@ -29,7 +29,6 @@ from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.spec.tuning import Knob
-from meshmark.spec.vision_spec import ImageSpec
 from meshmark.spec.workload import Loss
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder, micro_batch_tokens
@@ -254,10 +253,7 @@ class Pipeline(Adapter):
             return ()
         width = case.precision.compute.itemsize
         model = case.workload.model
-        if isinstance(model, ImageSpec):
-            logits = micro_batch_tokens(case) // model.seq_len * model.num_classes * width
-        else:
-            logits = micro_batch_tokens(case) * model.vocab_size * width
+        logits = micro_batch_tokens(case) // model.seq_len * model.outputs_per_row * width
         count = layout.num_micro_batches if layout.schedule is Schedule.GPIPE and layout.pp > 1 else 1
         reason = "the last stage keeps the logits of every micro-batch until its backward pass"
         return (Remainder(category="activations", num_bytes=count * logits, reason=reason),)

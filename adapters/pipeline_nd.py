@@ -27,10 +27,11 @@ from meshmark.spec.layout import AXES, Axis, Recompute, Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure, Flow, Purpose, besides, departing
+from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import uniform_stages
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import Remainder, local_parameters
+from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import step_traffic
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from meshmark.reference.data import make_batch
 from meshmark.reference.model import Model
 from meshmark.reference.transformer import stage_layers
 from meshmark.spec.case import Case
+from meshmark.spec.model_config import Dataset
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.spec.vision_spec import ImageSpec
 
 if TYPE_CHECKING:  # a second, which only ranks should take
     from torch.distributed.pipelining import PipelineStage
@@ -56,7 +56,7 @@ def examples(case: Case, stage: int) -> _Examples:
     (tests/gaps/test_pipelining.py). And it would receive gradients as that run's happen to lie, which images do not in
     the order of messages. Nothing of other models."""
     layout, model = case.layout, case.workload.model
-    if not isinstance(model, ImageSpec):
+    if case.workload.dataset is not Dataset.DIGITS:
         return {}
     num_stages, found = layout.pp * layout.virtual_stages, []
     rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)

@@ -27,8 +27,9 @@ from meshmark.spec.case import Case
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.flow import Departure, Flow, Purpose, besides, departing
+from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import Remainder, local_parameters
+from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import step_traffic, stream_bytes
 
 if TYPE_CHECKING:

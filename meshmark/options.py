@@ -8,9 +8,10 @@ from meshmark.adapter.matrix import AUTO, LayoutChoice
 from meshmark.adapter.registry import core_adapters, known_adapters, outside_name, select
 from meshmark.errors import InputError
 from meshmark.spec.layout_id import parse_layout
+from meshmark.spec.model_config import Dataset
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.model_text import described_model, is_description
-from meshmark.spec.workload import Dataset, Workload, workload
+from meshmark.spec.workload import Workload, workload
 
 DEFAULT_WORKLOAD = "gpt-tiny"
 

@@ -12,9 +12,10 @@ from meshmark.spec.case import Case
 from meshmark.spec.coatnet_spec import CoAtNetSpec
 from meshmark.spec.hardware import gpu
 from meshmark.spec.layout import Layout, Offload, Schedule
+from meshmark.spec.model_config import Dataset
 from meshmark.spec.precision import Precision
-from meshmark.spec.workload import Dataset, Loss, Workload
-from meshmark.theory.flops import flops_per_unit
+from meshmark.spec.workload import Loss, Workload
+from meshmark.theory.model_theory import theory_of
 from meshmark.theory.partition import held_layers
 from meshmark.theory.states import model_states
 from meshmark.theory.traffic import step_traffic
@@ -104,7 +105,9 @@ class Plan:
     def compute_seconds(self) -> float:
         """At the peak."""
         work, peak = self.case.workload, GPU.peak(self.case.precision.compute.short)
-        return flops_per_unit(work) * work.global_batch / self.case.world_size / peak * stretch(self.case)
+        flops = theory_of(work.model).flops_per_unit()
+        assert flops is not None
+        return flops * work.global_batch / self.case.world_size / peak * stretch(self.case)
 
     @cached_property
     def wire_seconds(self) -> float:

@@ -30,8 +30,7 @@ from meshmark.spec.layout import Layout
 from meshmark.spec.mixture_spec import MIXTURE_MINI
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
-from meshmark.theory.parameter_order import num_tensors
-from meshmark.theory.states import local_parameters
+from meshmark.theory.model_theory import local_parameters, theory_of
 from tests.broken.mutant import MIXTURE
 from tests.broken.mutants import BY_NAME, target
 
@@ -79,7 +78,7 @@ def test_what_is_planned_of_it_is_what_it_has() -> None:
         held = build_model(MIXTURE_MINI, [0, 1] if stage == 0 else [2, 3])
         layout = Layout(pp=2)
         assert local_parameters(MIXTURE_MINI, layout, stage) == sum(p.numel() for p in held.parameters())
-        assert num_tensors(MIXTURE_MINI, layout, stage) == len(list(held.parameters()))
+        assert theory_of(MIXTURE_MINI).num_tensors(layout, stage) == len(list(held.parameters()))
 
 
 def test_flops_are_those_of_the_experts_that_are_met() -> None:

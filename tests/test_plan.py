@@ -17,8 +17,9 @@ from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Loss
 from meshmark.theory.flops import model_flops_per_token
+from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import TrainingRecipe, recipe
-from meshmark.theory.states import local_parameters, model_states
+from meshmark.theory.states import model_states
 from tests.factories import make_case, make_model, make_workload
 
 SPECS = {

@@ -15,7 +15,7 @@ from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import WORKLOADS, workload
 from meshmark.theory.flow import Departure, Flow, Purpose, besides, by, by_route, bytes_by_kind, departed, departing
-from meshmark.theory.states import local_parameters
+from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.traffic import pipeline_traffic, step_traffic, tensor_parallel_traffic
 from tests.factories import make_case, make_model, make_workload
 

@@ -8,9 +8,10 @@ import pytest
 
 from meshmark.errors import InputError, UnknownNameError
 from meshmark.spec.mixture_spec import MIXTURE_MINI
+from meshmark.spec.model_config import Dataset
 from meshmark.spec.model_spec import MODELS
 from meshmark.spec.vision_spec import VISION_MODELS
-from meshmark.spec.workload import WORKLOADS, Dataset, workload
+from meshmark.spec.workload import WORKLOADS, workload
 from tests.factories import make_model, make_workload
 
 

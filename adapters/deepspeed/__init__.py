@@ -30,9 +30,10 @@ from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.flow import Departure
-from meshmark.theory.parameter_order import bucket_elements, reaching_elements
+from meshmark.theory.model_theory import bucket_elements, local_parameters
+from meshmark.theory.parameter_order import reaching_elements
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import Remainder, local_parameters
+from meshmark.theory.states import Remainder
 
 
 class DeepSpeed(Adapter):

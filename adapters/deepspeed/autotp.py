@@ -27,8 +27,9 @@ from meshmark.spec.layout import Axis, Recompute
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure, Flow, Purpose, departing
+from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import Remainder, local_parameters
+from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import step_traffic, stream_bytes
 
 _COLUMN = r"blocks\.\d+\.(attention\.[qkv]|feed_forward\.(up|gate))\.(weight|bias)"

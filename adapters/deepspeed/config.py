@@ -10,7 +10,7 @@ from meshmark.adapter.engine import RankContext
 from meshmark.errors import AdapterError
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Dtype
-from meshmark.theory.parameter_order import bucket_elements
+from meshmark.theory.model_theory import bucket_elements
 
 
 def as_theory_says(case: Case) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Departure, Flow, Purpose, departing
-from meshmark.theory.parameter_order import bucket_elements
+from meshmark.theory.model_theory import bucket_elements
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import Remainder
 from meshmark.theory.traffic import step_traffic

@@ -19,7 +19,8 @@ from meshmark.reference.optimizers import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Offload
-from meshmark.theory.parameter_order import bucket_elements, reaching_elements
+from meshmark.theory.model_theory import bucket_elements
+from meshmark.theory.parameter_order import reaching_elements
 from meshmark.theory.states import Remainder
 
 

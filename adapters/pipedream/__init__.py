@@ -17,8 +17,9 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
+from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import Remainder, local_parameters
+from meshmark.theory.states import Remainder
 
 ENGINES: dict[str, type[PipelineEngine]] = {
     pipedream.PipeDream.kind: PipeDreamEngine,

@@ -3,60 +3,48 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from meshmark.reference.amoebanet import AmoebaNet
-from meshmark.reference.coatnet import CoAtNet
-from meshmark.reference.mixture import MixtureTransformer
 from meshmark.reference.model import Model
-from meshmark.reference.resnet import ResNet
-from meshmark.reference.transformer import Transformer
-from meshmark.reference.vision import VisionTransformer
-from meshmark.spec.amoebanet_spec import AmoebaNetSpec
-from meshmark.spec.coatnet_spec import CoAtNetSpec
-from meshmark.spec.mixture_spec import MixtureSpec
-from meshmark.spec.model_spec import ModelSpec
-from meshmark.spec.resnet_spec import ResNetSpec
-from meshmark.spec.vision_spec import AnyModelSpec, VisionSpec
-
-_MODELS: dict[type[AnyModelSpec], type[Model]] = {
-    ModelSpec: Transformer,
-    VisionSpec: VisionTransformer,
-    ResNetSpec: ResNet,
-    CoAtNetSpec: CoAtNet,
-    AmoebaNetSpec: AmoebaNet,
-    MixtureSpec: MixtureTransformer,
-}
+from meshmark.spec.model_config import ModelConfig
 
 
-def build_model(spec: AnyModelSpec, layers: Sequence[int] | None = None) -> Model:
-    """The model of `spec`, or these of its layers; see `Model`."""
-    return _MODELS[type(spec)](spec, layers)
+def module_class(spec: ModelConfig) -> type[Model]:
+    """Return the module class that the model's family names."""
+    where, _, name = spec.module.partition(":")
+    found: type[Model] = getattr(importlib.import_module(where), name)
+    return found
 
 
-def block_class(spec: AnyModelSpec) -> type[nn.Module]:
-    """What the blocks of the model of `spec` are, for frameworks that wrap each of a class."""
-    return _MODELS[type(spec)].block
+def build_model(spec: ModelConfig, layers: Sequence[int] | None = None) -> Model:
+    """Return the module of `spec`, or of some of its layers; see `Model`."""
+    return module_class(spec)(spec, layers)
+
+
+def block_class(spec: ModelConfig) -> type[nn.Module]:
+    """Return the class of the model's blocks, for frameworks that wrap each module of a class."""
+    return module_class(spec).block
 
 
 @functools.lru_cache(maxsize=4)
-def skeleton(spec: AnyModelSpec) -> Model:
+def skeleton(spec: ModelConfig) -> Model:
     """The model of `spec` without values, built once: to build one takes as long as a step of a tiny one. It is shared,
     so that who depends on a mode of its modules sets it."""
     with torch.device("meta"):
         return build_model(spec)
 
 
-def parameter_shapes(spec: AnyModelSpec) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(spec: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Canonical name and full shape of every parameter, without allocating any."""
     return {name: tuple(p.shape) for name, p in skeleton(spec).named_parameters()}
 
 
-def sizes_by_block(spec: AnyModelSpec) -> dict[str, list[int]]:
+def sizes_by_block(spec: ModelConfig) -> dict[str, list[int]]:
     """Elements of every parameter, by the block that it is in; of those in none under an empty name."""
     found: dict[str, list[int]] = {"": []}
     for name, shape in parameter_shapes(spec).items():
@@ -65,6 +53,6 @@ def sizes_by_block(spec: AnyModelSpec) -> dict[str, list[int]]:
     return found
 
 
-def buffer_shapes(spec: AnyModelSpec) -> dict[str, tuple[int, ...]]:
+def buffer_shapes(spec: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The same of every buffer, which each replica has values of its own of."""
     return {name: tuple(b.shape) for name, b in skeleton(spec).named_buffers()}

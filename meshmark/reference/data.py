@@ -21,8 +21,8 @@ from meshmark.errors import CorpusError, InputError
 from meshmark.reference.digits import load_digits
 from meshmark.reference.image_folder import load_images
 from meshmark.reference.initial import random_bits
-from meshmark.spec.vision_spec import ImageSpec
-from meshmark.spec.workload import Dataset, Workload
+from meshmark.spec.model_config import Dataset, ImageModelConfig
+from meshmark.spec.workload import Workload
 
 IGNORED = -100
 """Target of a masked position; `torch.nn.functional.cross_entropy` leaves it out by default."""
@@ -121,10 +121,10 @@ def on_corpus(workload: Workload, path: str | None) -> Workload:
     if path is None:
         return workload
     model = workload.model
-    if isinstance(model, ImageSpec):
+    if workload.dataset is Dataset.DIGITS:
         images, labels = load_images(path)
         _, channels, side, _ = images.shape
-        model = dataclasses.replace(model, image_size=side, num_channels=channels, num_classes=int(labels.max()) + 1)
+        model = model.on_images(num_channels=channels, image_size=side, num_classes=int(labels.max()) + 1)
         content = images.numpy().tobytes() + labels.numpy().tobytes()
     else:
         content = read_corpus(path)
@@ -142,7 +142,7 @@ def check_data(workload: Workload) -> None:
     """Raise `InputError` now rather than in every rank, when the workload's data cannot serve: a corpus that is not
     there or too short, a vocabulary too small, a package that is not installed."""
     model = workload.model
-    if isinstance(model, ImageSpec):
+    if isinstance(model, ImageModelConfig):
         images, labels = images_of(workload)
         source = workload.corpus or "the digits"
         fits = (model.num_channels, model.image_size, model.image_size) == images.shape[1:]
@@ -153,8 +153,10 @@ def check_data(workload: Workload) -> None:
             )
         return
     load_corpus(workload.corpus, model.seq_len + 1)
-    if model.vocab_size < 256:
-        raise CorpusError(f"model {model.name!r} has a vocabulary of {model.vocab_size}; byte-level data needs 256")
+    if workload.text_model.vocab_size < 256:
+        raise CorpusError(
+            f"model {model.name!r} has a vocabulary of {workload.text_model.vocab_size}; byte-level data needs 256"
+        )
 
 
 def data_digest(workload: Workload) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshmark.spec.vision_spec import AnyModelSpec
+from meshmark.spec.model_config import ModelConfig
 
 _AT_ONCE = 2**16
 """Elements that are drawn at once."""
@@ -102,7 +102,7 @@ def _bell(bits: Tensor) -> Tensor:
 
 
 def initial_value(
-    model: AnyModelSpec,
+    model: ModelConfig,
     name: str,
     full_shape: Sequence[int],
     *,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmark.reference.initial import initial_value
-from meshmark.spec.vision_spec import AnyModelSpec
+from meshmark.spec.model_config import ModelConfig
 
 Recomputer = Callable[[nn.Module, Tensor], Tensor]
 """`torch.utils.checkpoint.checkpoint`, or a framework's own."""
@@ -29,7 +29,7 @@ class Model(nn.Module, ABC):
     block: ClassVar[type[nn.Module]]
     """Of which every block is one."""
 
-    def __init__(self, spec: AnyModelSpec, layers: Sequence[int] | None = None) -> None:
+    def __init__(self, spec: ModelConfig, layers: Sequence[int] | None = None) -> None:
         super().__init__()
         layers = range(spec.num_layers + 2) if layers is None else layers
         self.spec = spec
@@ -78,7 +78,7 @@ class Model(nn.Module, ABC):
             buffer.fill_(initial_buffer(name))
 
 
-def drawn_name(spec: AnyModelSpec, name: str) -> str:
+def drawn_name(spec: ModelConfig, name: str) -> str:
     """The name under which a parameter's values are drawn: a tied head's copy takes the embedding's."""
     tied = spec.tied_embeddings and name == "head.output.weight"
     return "embedding.tokens.weight" if tied else name

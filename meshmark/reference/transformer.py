@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from meshmark.reference.model import Model
 from meshmark.spec.mixture_spec import MixtureSpec
+from meshmark.spec.model_config import ModelConfig
 from meshmark.spec.model_spec import Family, ModelSpec
-from meshmark.spec.vision_spec import AnyModelSpec, TransformerSpec
+from meshmark.spec.vision_spec import TransformerSpec
 
 TextSpec = ModelSpec | MixtureSpec
 """Of a transformer over tokens."""
@@ -198,7 +199,7 @@ class Transformer(Model):
         return Head(self.spec)
 
 
-def stage_layers(spec: AnyModelSpec, num_stages: int, stage: int) -> list[int]:
+def stage_layers(spec: ModelConfig, num_stages: int, stage: int) -> list[int]:
     """The layers of one of `num_stages` pipeline stages: blocks split as evenly as they go, the first stages taking the
     rest; the embedding joins the first stage and the head the last."""
     share, rest = divmod(spec.num_layers, num_stages)

@@ -11,7 +11,7 @@ from meshmark.report.results import CaseResult
 from meshmark.report.tables import Rows, bytes_text, names
 from meshmark.run.memory_verdict import Held, memory_categories, memory_totals
 from meshmark.run.record import Record
-from meshmark.spec.model_spec import ModelSpec
+from meshmark.theory.model_theory import theory_of
 from meshmark.theory.states import ModelStates, Remainder
 
 
@@ -58,7 +58,7 @@ def planned_memory(found: Sequence[CaseResult]) -> Rows:
             **names(result),
             **{name.replace("_", " "): f"{error:.2%}" for name, error in errors.items()},
         }
-        if not isinstance(record.case.workload.model, ModelSpec):
+        if theory_of(record.case.workload.model).transformer is None:
             row["activations"] = "not planned"
         counted, lacking = totals(record), "not planned" if plans(record) else "–"
         for name in ("steady", "peak"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshmark.measure.readings import MemoryReading
 from meshmark.run.record import MemoryEvidence, Record, Verdict
-from meshmark.spec.model_spec import ModelSpec
+from meshmark.theory.model_theory import theory_of
 from meshmark.theory.states import ModelStates, Remainder, declared_bytes, declared_peak
 
 STATE_TOLERANCE = 0.01
@@ -77,7 +77,7 @@ def judge_memory(record: Record) -> Verdict | None:
     relative = f"({worst.error:.2%})" if worst.planned else ""
     where = f"{worst.category} on rank {worst.rank}"
     summary = f"{where}: {worst.measured:,.0f} bytes, planned {worst.planned:,.0f} {relative}".rstrip()
-    if not isinstance(record.case.workload.model, ModelSpec) or record.case.tuning.passes_otherwise:
+    if theory_of(record.case.workload.model).transformer is None or record.case.tuning.passes_otherwise:
         summary += "; activations: not planned"
     passed = worst.error <= STATE_TOLERANCE
     mend = {"activations": _MEND_ACTIVATIONS} | dict.fromkeys(TOTALS, _MEND_TOTALS)

@@ -6,6 +6,7 @@ from typing import Any
 
 from meshmark.run.record import SCHEMA
 from meshmark.spec.algorithm import without_foreign_options
+from meshmark.spec.model_config import with_kind
 
 _PARTS_OF_SCHEMA_1: dict[str, dict[str, str]] = {
     "launch": {"launch_seconds": "seconds", "build_seconds": "build_seconds"},
@@ -67,7 +68,7 @@ def _to_schema_2(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_schema_3(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a record whose algorithms have the options of their own class alone."""
+    """Return a record whose algorithms have the options of their own class alone, and whose models tell their kind."""
     found = value | {"schema": SCHEMA}
     if isinstance(case := value.get("case"), dict):
         found["case"] = _with_own_options(case)
@@ -79,7 +80,11 @@ def _to_schema_3(value: dict[str, Any]) -> dict[str, Any]:
 
 def _with_own_options(case: dict[str, Any]) -> dict[str, Any]:
     workload = case.get("workload")
-    algorithm = workload.get("algorithm") if isinstance(workload, dict) else None
-    if not isinstance(workload, dict) or not isinstance(algorithm, dict):
+    if not isinstance(workload, dict):
         return case
-    return case | {"workload": workload | {"algorithm": without_foreign_options(algorithm)}}
+    changed: dict[str, Any] = {}
+    if isinstance(algorithm := workload.get("algorithm"), dict):
+        changed["algorithm"] = without_foreign_options(algorithm)
+    if isinstance(model := workload.get("model"), dict):
+        changed["model"] = with_kind(model)
+    return case | {"workload": workload | changed}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshmark.measure.laps import is_settled
 from meshmark.run.record import Record, TimingEvidence
 from meshmark.spec.hardware import gpu_of_device
-from meshmark.theory.flops import flops_per_unit
+from meshmark.theory.model_theory import theory_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ def throughput(record: Record) -> Throughput:
     rate = workload.units_per_step / interval.mean
     shortest, longest = (interval.mean + side * interval.half_width for side in (-1, 1))
     peak, source = peak_flops_per_second(record)
+    flops = theory_of(workload.model).flops_per_unit()
     return Throughput(
         per_second=rate,
         lowest=workload.units_per_step / longest,
@@ -54,7 +55,7 @@ def throughput(record: Record) -> Throughput:
         settled=is_settled(len(record.timing.step_seconds), interval, record.timing.num_launches),
         num_launches=record.timing.num_launches,
         unit=workload.unit,
-        mfu=rate * flops_per_unit(workload) / peak if peak else None,
+        mfu=rate * flops / peak if peak and flops else None,
         peak_source=source,
     )
 

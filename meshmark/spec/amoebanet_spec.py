@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from meshmark.errors import InputError
-from meshmark.spec.convolutional import Convolution, Convolutional, LayerSizes, layer_of
+from meshmark.spec.convolutional import Convolution, Convolutional, layer_of
+from meshmark.spec.model_config import LayerSizes
 from meshmark.spec.model_spec import Family
 
 
@@ -21,11 +23,8 @@ class AmoebaNetSpec(Convolutional):
     Raises `InputError` when the dimensions contradict each other.
     """
 
-    name: str
-    image_size: int
-    """Pixels a side."""
-    num_channels: int = 1
-    num_classes: int
+    kind: ClassVar[str] = "amoebanet"
+    module: ClassVar[str] = "meshmark.reference.amoebanet:AmoebaNet"
     cells: tuple[int, ...]
     """Channels of one operation, cell by cell; the first convolution has those of the first."""
     init_std: float = 0.1

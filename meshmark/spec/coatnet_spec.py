@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from meshmark.errors import InputError
-from meshmark.spec.convolutional import Convolution, Convolutional, LayerSizes, layer_of
+from meshmark.spec.convolutional import Convolution, Convolutional, layer_of
+from meshmark.spec.model_config import LayerSizes
 from meshmark.spec.model_spec import Family
 
 
@@ -21,11 +23,8 @@ class CoAtNetSpec(Convolutional):
     Raises `InputError` when the dimensions contradict each other.
     """
 
-    name: str
-    image_size: int
-    """Pixels a side."""
-    num_channels: int = 1
-    num_classes: int
+    kind: ClassVar[str] = "coatnet"
+    module: ClassVar[str] = "meshmark.reference.coatnet:CoAtNet"
     convolutions: tuple[int, ...]
     """Channels of the blocks of convolutions; the first convolution has those of the first."""
     attentions: tuple[int, ...]

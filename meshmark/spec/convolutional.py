@@ -5,22 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from meshmark.errors import InputError
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerSizes:
-    """One layer: the embedding, a block, or the head."""
-
-    num_parameters: int
-    num_tensors: int
-    products: int
-    """Multiply-adds of one image."""
-    outputs: int
-    """Numbers of one image as it goes out: what a pipeline sends on."""
-    normed: tuple[int, ...] = ()
-    """Channels of every norm that stands behind a convolution; where these are batch norms, they keep statistics."""
+from meshmark.spec.model_config import ImageModelConfig, LayerSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +57,15 @@ def layer_of(convolutions: Sequence[Convolution], outputs: int) -> LayerSizes:
     )
 
 
-class Convolutional:
-    """Of a spec that tells its `layers`, everything that follows from them."""
+class Convolutional(ImageModelConfig):
+    """Everything that follows from the `layers` that a spec has."""
 
-    name: str
-    image_size: int
-    num_channels: int
-    num_classes: int
+    theory: ClassVar[str] = "meshmark.theory.model_theory:LayeredTheory"
+
+    if TYPE_CHECKING:
+
+        @property
+        def batch_norm(self) -> bool: ...
 
     @property
     @abstractmethod
@@ -94,6 +84,11 @@ class Convolutional:
                 f"model {self.name!r}: image_size {self.image_size} is not divisible by {halved}: every change of "
                 f"widths {widths} halves it"
             )
+
+    @property
+    def couples_rows(self) -> bool:
+        """Whether it normalises over the images of one micro-batch of one replica."""
+        return self.batch_norm
 
     @property
     def causal(self) -> bool:

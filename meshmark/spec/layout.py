@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from meshmark.errors import LayoutError
-from meshmark.spec.vision_spec import AnyModelSpec
+from meshmark.spec.model_config import ModelConfig
 
 
 class Schedule(StrEnum):
@@ -195,7 +195,7 @@ class Layout:
             parts.append(f"offload_{self.offload}")
         return ".".join(parts)
 
-    def check(self, model: AnyModelSpec, global_batch: int) -> None:
+    def check(self, model: ModelConfig, global_batch: int) -> None:
         """Raise `LayoutError` when this layout cannot be laid over `model` with `global_batch` sequences a step."""
         problems = model.misfits(tp=self.tp, num_stages=self.pp * self.virtual_stages, cp=self.cp)
         if global_batch % (self.dp * self.num_micro_batches):

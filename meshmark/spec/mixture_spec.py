@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from meshmark.errors import InputError
+from meshmark.spec.model_config import Dataset, ModelConfig
 from meshmark.spec.model_spec import Family, ModelSpec, gpt
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureSpec:
+class MixtureSpec(ModelConfig):
     """Dimensions of a GPT whose feed-forward networks are mixtures of experts (arXiv:1701.06538, arXiv:2401.04088
     section 2.1): a gate without bias scores every expert, each token goes through the two that score highest, and their
     outputs are weighed by the softmax of these two scores. No expert has a capacity: every token is kept. There is no
@@ -18,7 +20,10 @@ class MixtureSpec:
     Raises `InputError` when the dimensions contradict each other.
     """
 
-    name: str
+    kind: ClassVar[str] = "mixture-of-experts"
+    module: ClassVar[str] = "meshmark.reference.mixture:MixtureTransformer"
+    theory: ClassVar[str] = "meshmark.theory.model_theory:MixtureTheory"
+    routes: ClassVar[bool] = True
     num_layers: int
     """Transformer blocks; the embedding and the head are not counted."""
     hidden: int
@@ -55,6 +60,14 @@ class MixtureSpec:
     @property
     def causal(self) -> bool:
         return True
+
+    @property
+    def datasets(self) -> frozenset[Dataset]:
+        return self.dense.datasets
+
+    @property
+    def outputs_per_row(self) -> int:
+        return self.dense.outputs_per_row
 
     @property
     def tied_embeddings(self) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypedDict, Unpack
+from typing import ClassVar, TypedDict, Unpack
 
 from meshmark.errors import InputError, UnknownNameError
+from meshmark.spec.model_config import Dataset, ModelConfig
 
 
 class Family(StrEnum):
@@ -47,13 +48,15 @@ CONVOLUTIONAL_FAMILIES = frozenset({Family.RESNET, Family.COATNET, Family.AMOEBA
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec:
+class ModelSpec(ModelConfig):
     """Dimensions of a decoder-only transformer, or of an encoder of the same blocks.
 
     Raises `InputError` when the dimensions contradict each other.
     """
 
-    name: str
+    kind: ClassVar[str] = "transformer"
+    module: ClassVar[str] = "meshmark.reference.transformer:Transformer"
+    theory: ClassVar[str] = "meshmark.theory.model_theory:TransformerTheory"
     family: Family
     num_layers: int
     """Transformer blocks; the embedding and the head are not counted."""
@@ -100,6 +103,20 @@ class ModelSpec:
             )
         if self.family is Family.LLAMA and self.head_dim % 2:
             raise InputError(f"model {self.name!r}: rotary positions need an even head_dim, got {self.head_dim}")
+
+    @property
+    def datasets(self) -> frozenset[Dataset]:
+        """Next tokens take a causal model, hidden ones an encoder."""
+        return frozenset({Dataset.TEXT if self.causal else Dataset.MASKED_TEXT})
+
+    @property
+    def outputs_per_row(self) -> int:
+        return self.seq_len * self.vocab_size
+
+    @property
+    def widest(self) -> int:
+        """Numbers at a position that a layer works on."""
+        return max(self.ffn_hidden, 4 * self.hidden, self.num_heads * self.seq_len, self.vocab_size)
 
     @property
     def head_dim(self) -> int:

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 from meshmark.errors import InputError
-from meshmark.spec.amoebanet_spec import AMOEBANET_MINI, AmoebaNetSpec
-from meshmark.spec.coatnet_spec import COATNET_MINI, CoAtNetSpec
-from meshmark.spec.convolutional import LayerSizes
+from meshmark.spec.amoebanet_spec import AMOEBANET_MINI
+from meshmark.spec.coatnet_spec import COATNET_MINI
 from meshmark.spec.mixture_spec import MixtureSpec
+from meshmark.spec.model_config import ImageModelConfig, LayerSizes
 from meshmark.spec.model_spec import Family, ModelSpec
-from meshmark.spec.resnet_spec import RESNET_MINI, ResNetSpec
+from meshmark.spec.resnet_spec import RESNET_MINI
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionSpec:
+class VisionSpec(ImageModelConfig):
     """Dimensions of a vision transformer (arXiv:2010.11929) without a class token: the mean over patches is classified.
     Embedded patches are normalised (as in arXiv:2103.00020).
 
     Raises `InputError` when the dimensions contradict each other.
     """
 
-    name: str
-    image_size: int
-    """Pixels a side."""
+    kind: ClassVar[str] = "vision-transformer"
+    module: ClassVar[str] = "meshmark.reference.vision:VisionTransformer"
+    theory: ClassVar[str] = "meshmark.theory.model_theory:LayeredTheory"
     patch_size: int
     """Pixels a side of the squares that an image is cut into."""
-    num_channels: int = 1
-    num_classes: int
     num_layers: int
     """Transformer blocks; the patch embedding and the head are not counted."""
     hidden: int
@@ -59,6 +58,10 @@ class VisionSpec:
     @property
     def family(self) -> Family:
         return Family.VIT
+
+    @property
+    def couples_rows(self) -> bool:
+        return self.batch_norm
 
     @property
     def causal(self) -> bool:
@@ -166,10 +169,6 @@ class VisionSpec:
 
 TransformerSpec = ModelSpec | VisionSpec | MixtureSpec
 """What is made of transformer blocks."""
-ImageSpec = VisionSpec | ResNetSpec | CoAtNetSpec | AmoebaNetSpec
-"""What is trained on images."""
-AnyModelSpec = ModelSpec | VisionSpec | ResNetSpec | CoAtNetSpec | AmoebaNetSpec | MixtureSpec
-"""What a workload can train."""
 
 _VIT_MINI = VisionSpec(
     name="vit-mini",
@@ -183,7 +182,7 @@ _VIT_MINI = VisionSpec(
     init_std=0.15,
 )
 """Small enough for milliseconds; wide initial values, so that attention is far from uniform."""
-VISION_MODELS: dict[str, ImageSpec] = {
+VISION_MODELS: dict[str, ImageModelConfig] = {
     spec.name: spec
     for spec in (
         _VIT_MINI,

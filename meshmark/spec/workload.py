@@ -4,30 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 from meshmark.errors import AlgorithmError, InputError, UnknownNameError
 from meshmark.spec.algorithm import SYNCHRONOUS, Algorithm, algorithm_presets
 from meshmark.spec.mixture_spec import MIXTURE_MINI, MixtureSpec
+from meshmark.spec.model_config import Dataset, ImageModelConfig, ModelConfig
 from meshmark.spec.model_spec import MODELS, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
-from meshmark.spec.vision_spec import VISION_MODELS, AnyModelSpec, ImageSpec
+from meshmark.spec.vision_spec import VISION_MODELS
 
 A = TypeVar("A", bound=Algorithm)
 MOST_ROWS = 2**24
 """Of one global batch: more than anybody trains on, and few enough for its divisors to be searched in seconds."""
-
-
-class Dataset(StrEnum):
-    """What a workload trains on."""
-
-    TEXT = "text"
-    """Bytes of a corpus, each predicted from those before it."""
-    MASKED_TEXT = "masked_text"
-    """The same bytes, of which 15 % are to be found again: 8 of 10 of these are hidden, one is another, one as it was
-    (BERT, arXiv:1810.04805 section 3.1)."""
-    DIGITS = "digits"
-    """The 1,797 images of handwritten digits, 8 x 8 pixels, that scikit-learn ships (UCI, Alpaydin and Kaynak 1998)."""
 
 
 class Loss(StrEnum):
@@ -44,7 +33,7 @@ class Workload:
     """One training problem, the same for every framework, layout and precision."""
 
     name: str
-    model: AnyModelSpec
+    model: ModelConfig
     dataset: Dataset = Dataset.TEXT
     loss: Loss = Loss.CROSS_ENTROPY
     optimizer: OptimizerSpec = OptimizerSpec()
@@ -76,17 +65,11 @@ class Workload:
                 f"workload {self.name!r}: skipped_block is {self.skipped_block}, expected one of the model's "
                 f"{self.model.num_layers} blocks, counted from 0"
             )
-        if isinstance(self.model, ImageSpec) is not (self.dataset is Dataset.DIGITS):
-            images = [kind.__name__ for kind in get_args(ImageSpec)]
-            needed = " or a ".join(images if self.dataset is Dataset.DIGITS else [ModelSpec.__name__])
+        if self.dataset not in self.model.datasets:
             raise InputError(
-                f"workload {self.name!r}: model {self.model.name!r} is a {type(self.model).__name__}, but the data set "
-                f"{self.dataset} takes a {needed}"
-            )
-        if self.dataset is not Dataset.DIGITS and self.model.causal is not (self.dataset is Dataset.TEXT):
-            raise InputError(
-                f"workload {self.name!r}: model {self.model.name!r} has causal={self.model.causal}, but its data set "
-                f"is {self.dataset}: next tokens take a causal model, hidden ones an encoder"
+                f"workload {self.name!r}: model {self.model.name!r} (causal={self.model.causal}) trains on "
+                f"{', '.join(sorted(self.model.datasets))}, but the data set is {self.dataset}: next tokens take a "
+                "causal model, hidden ones an encoder, images a model of images"
             )
         if self.couples_rows and self.algorithm.replicas_differ:
             raise InputError(
@@ -137,12 +120,12 @@ class Workload:
     def couples_rows(self) -> bool:
         """Whether the rows of a micro-batch enter one another's gradients, by a batch norm: the truth then depends on
         how a layout divides the batch, and replicas keep buffers of their own."""
-        return isinstance(self.model, ImageSpec) and self.model.batch_norm
+        return self.model.couples_rows
 
     @property
     def routes(self) -> bool:
         """Whether its values decide which weights a token meets: where a decision is close, rounding makes it."""
-        return isinstance(self.model, MixtureSpec)
+        return self.model.routes
 
     @property
     def tokens_per_step(self) -> int:
@@ -174,7 +157,7 @@ _LAMB = OptimizerSpec(kind=OptimizerKind.LAMB, learning_rate=1e-2, weight_decay=
 _UNCLIPPED_LAMB = replace(_LAMB, clip_norm=None, eps=1e-4)
 
 
-def _digits(name: str, model: ImageSpec) -> Workload:
+def _digits(name: str, model: ImageModelConfig) -> Workload:
     return Workload(
         name=name,
         model=model,

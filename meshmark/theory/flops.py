@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Literal
 
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.spec.workload import Workload
 from meshmark.theory.partition import matrix_ffn_parameters
 
 Attention = Literal["full", "causal"]
@@ -29,12 +28,6 @@ def model_flops_per_token(model: ModelSpec, *, attention: Attention = "full") ->
     weights = model.num_layers * layer_matrix_parameters(model) + model.vocab_size * model.hidden
     scores = 12.0 * model.num_layers * model.seq_len * model.hidden * (0.5 if attention == "causal" else 1.0)
     return 6.0 * weights + scores
-
-
-def flops_per_unit(workload: Workload) -> float:
-    """The same of one token, or of one image, whichever throughput counts."""
-    model = workload.model
-    return model_flops_per_token(model) if isinstance(model, ModelSpec) else 3.0 * model.forward_flops
 
 
 def hardware_flops_per_token(model: ModelSpec, *, recompute: str, attention: Attention = "full") -> float:

@@ -7,14 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshmark.spec.layout import Layout
-from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Dtype
-from meshmark.spec.vision_spec import AnyModelSpec
 from meshmark.theory.grid import Column
-from meshmark.theory.partition import Stage, held_layers, held_stage
+from meshmark.theory.partition import Stage
 
 
 def parameter_sizes(model: ModelSpec, stage: Stage, tp: Column) -> tuple[list[Column], list[Column], list[Column]]:
@@ -73,16 +70,6 @@ def parameter_shapes(model: ModelSpec, stage: Stage) -> Shapes:
     return found
 
 
-def num_tensors(model: AnyModelSpec, layout: Layout, rank: int) -> int:
-    """Parameters that `rank` computes with, counted as tensors."""
-    if isinstance(model, MixtureSpec):
-        held = held_stage(model.dense, layout, rank)
-        return 2 * held.has_embedding + held.num_layers * model.block_tensors + 3 * held.has_head
-    if not isinstance(model, ModelSpec):
-        return sum(layer.num_tensors for layer in held_layers(model, layout, rank))
-    return len(parameter_shapes(model, held_stage(model, layout, rank)))
-
-
 def optimizer_state_bytes(spec: OptimizerSpec, model: ModelSpec, stage: Stage, dtype: Dtype) -> int:
     """All that is kept of a stage's whole parameters, to the byte: counts of steps too, which beside a row and a column
     are not nothing."""
@@ -128,13 +115,6 @@ def reaching_elements(sizes: Sequence[int], num_parts: int, part: int) -> int:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     spans = zip(starts, sizes, strict=True)
     return sum(n for start, n in spans if start < (part + 1) * size and start + n > part * size)
-
-
-def bucket_elements(model: AnyModelSpec) -> int:
-    """Of the bucket that the suites give DeepSpeed: its default, but at most the larger of a block and the
-    embedding, for a small model would never fill more."""
-    embedding = model.vocab_size * model.hidden if isinstance(model, ModelSpec) else model.embedding_parameters
-    return min(500_000_000, max(model.block_parameters, embedding))
 
 
 def filled_elements(model: ModelSpec, stage: Stage, tp: Column, bucket: float) -> Column:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshmark.errors import LayoutError
-from meshmark.spec.convolutional import LayerSizes
 from meshmark.spec.layout import Layout
+from meshmark.spec.model_config import ImageModelConfig, LayerSizes
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.spec.vision_spec import ImageSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,7 @@ def held_stage(model: ModelSpec, layout: Layout, rank: int) -> Stage:
     )
 
 
-def held_layers(model: ImageSpec, layout: Layout, rank: int) -> list[LayerSizes]:
+def held_layers(model: ImageModelConfig, layout: Layout, rank: int) -> list[LayerSizes]:
     """All that `rank` holds of a model of images in a pipeline whose blocks are cut evenly by their number: stages of
     unequal size, where blocks are."""
     num_stages = layout.pp * layout.virtual_stages
@@ -63,7 +62,7 @@ def held_layers(model: ImageSpec, layout: Layout, rank: int) -> list[LayerSizes]
     return held
 
 
-def sent_on(model: ImageSpec, num_stages: int, boundary: int) -> int:
+def sent_on(model: ImageModelConfig, num_stages: int, boundary: int) -> int:
     """Numbers of one image that go over the boundary behind a stage of the same cut."""
     share, rest = divmod(model.num_layers, num_stages)
     return model.layers[(boundary + 1) * share + min(boundary + 1, rest)].outputs

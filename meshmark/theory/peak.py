@@ -15,7 +15,8 @@ from meshmark.theory.backward_pass import Pass
 from meshmark.theory.flat_units import flat_units_peak
 from meshmark.theory.gradient_path import GradientPath
 from meshmark.theory.grid import Column, Grid
-from meshmark.theory.parameter_order import bucket_elements, filled_elements, largest_temporaries, part_elements
+from meshmark.theory.model_theory import bucket_elements
+from meshmark.theory.parameter_order import filled_elements, largest_temporaries, part_elements
 from meshmark.theory.pipeline_order import Backward
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.streamed import streamed_peak, streamed_update_peak

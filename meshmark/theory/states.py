@@ -10,17 +10,11 @@ import numpy as np
 
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
-from meshmark.spec.mixture_spec import MixtureSpec
-from meshmark.spec.model_spec import Family, ModelSpec
-from meshmark.spec.precision import Precision
-from meshmark.spec.vision_spec import AnyModelSpec
 from meshmark.theory.gradient_path import DEEPSPEED_PATHS, GradientPath
 from meshmark.theory.grid import layout_grid
 from meshmark.theory.memory import received_bytes, stage_memory
+from meshmark.theory.model_theory import bucket_elements, local_parameters, theory_of
 from meshmark.theory.overheads import Overheads
-from meshmark.theory.parameter_order import bucket_elements
-from meshmark.theory.parameters import stage_parameters
-from meshmark.theory.partition import held_layers, held_stage, sent_on
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.stage_peak import update_excess
 from meshmark.theory.state_bytes import state_bytes
@@ -105,7 +99,8 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     model, layout = case.workload.model, case.layout
     grid = layout_grid(layout, case.workload.global_batch, layout.coordinates(rank).dp)
     using = recipe or eager_recipe(case)
-    if layout.folded or not isinstance(model, ModelSpec):
+    transformer = theory_of(model).transformer
+    if layout.folded or transformer is None:
         if using.states.matrix_wise or (count := local_parameters(model, layout, rank)) is None:
             return None
         states = state_bytes(np.array([float(count)]), grid, using)
@@ -114,11 +109,11 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
             gradients=float(states["gradients"][0]),
             optimizer_states=float(states["optimizer"][0]),
             buffers=_received(case, rank, using) + _lasting_gradients(case, using, float(states["gradients"][0])),
-            tables=_table_bytes(case, rank),
+            tables=theory_of(model).table_bytes(layout, rank, case.precision),
             **_host_states(layout, using, count),
         )
     index = layout.coordinates(rank).pp
-    held = stage_memory(model, grid, using, Overheads(), index)
+    held = stage_memory(transformer, grid, using, Overheads(), index)
     exact = _is_exact(case) and using.activations_known
     path = using.backward.gradient_path
     known = _temporaries_are_known(case) and (not case.precision.is_mixed or path not in DEEPSPEED_PATHS)
@@ -128,13 +123,13 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
     peak = backward = None
     if exact and known and layout.recompute is Recompute.NONE:
         peak = float(held.total_bytes[0])
-        backward = peak - float(update_excess(model, grid, using, index)[0]) if using.eager else None
+        backward = peak - float(update_excess(transformer, grid, using, index)[0]) if using.eager else None
     return ModelStates(
         parameters=float(held.parameters[0]),
         gradients=float(held.gradients[0]),
         optimizer_states=float(held.optimizer[0]),
         buffers=_received(case, rank, using) + _lasting_gradients(case, using, float(held.gradients[0])),
-        tables=_table_bytes(case, rank),
+        tables=theory_of(model).table_bytes(layout, rank, case.precision),
         **_host_states(layout, using, local_parameters(model, layout, rank) or 0),
         activations=float(held.activations[0]) if exact else None,
         peak=peak,
@@ -147,17 +142,17 @@ def _received(case: Case, rank: int, using: TrainingRecipe) -> float:
     layout, model = case.layout, case.workload.model
     if layout.pp == 1 or not using.receive_buffers:
         return 0.0
-    if not isinstance(model, ModelSpec | MixtureSpec):
+    theory = theory_of(model)
+    if (stream := theory.stream) is None:
         own, num_stages = layout.coordinates(rank).pp, layout.pp * layout.virtual_stages
         ranks = [layout.pipeline_rank(stage) for stage in range(num_stages)]
         borders = [b for b in range(num_stages - 1) if (ranks[b] == own) != (ranks[b + 1] == own)]
-        sent = sum(sent_on(model, num_stages, boundary) for boundary in borders)
+        sent = sum(theory.boundary_numbers(num_stages, boundary) or 0 for boundary in borders)
         return sent * case.workload.global_batch / layout.dp * case.precision.wide.itemsize
     grid = layout_grid(layout, case.workload.global_batch)
     stages = layout.stages_of(layout.coordinates(rank).pp)
     ends = (stages[0] == 0) + (stages[-1] == layout.pp * layout.virtual_stages - 1)
     inside = 2 * sum(after == before + 1 for before, after in itertools.pairwise(stages))  # handed over, both ways
-    stream = model.dense if isinstance(model, MixtureSpec) else model
     return float(received_bytes(stream, grid, using, ends + inside)[0])
 
 
@@ -174,25 +169,6 @@ def _host_states(layout: Layout, using: TrainingRecipe, num_parameters: int) -> 
         "host_optimizer_states": states.moment_bytes * share,
         "host_buffers": states.master_bytes * share * for_life,
     }
-
-
-def _rotary_bytes(model: ModelSpec, layout: Layout, precision: Precision) -> float:
-    """A cosine and a sine a token for half of a head's width (arXiv:2104.09864, eq. 15), in at least float32."""
-    if model.family is not Family.LLAMA:
-        return 0.0
-    return model.seq_len / layout.cp * model.head_dim * max(precision.compute.itemsize, 4)
-
-
-def _table_bytes(case: Case, rank: int) -> float:
-    """Besides rotary positions, what batch norms keep: two running statistics a channel, in at least float32, and a
-    count of batches."""
-    model, layout = case.workload.model, case.layout
-    if isinstance(model, ModelSpec):
-        return _rotary_bytes(model, layout, case.precision)
-    if isinstance(model, MixtureSpec) or not model.batch_norm:
-        return 0.0
-    norms = [width for layer in held_layers(model, layout, rank) for width in layer.normed]
-    return sum(2 * max(case.precision.compute.itemsize, 4) * width + 8 for width in norms)
 
 
 def _lasting_gradients(case: Case, using: TrainingRecipe, held: float) -> float:
@@ -229,18 +205,3 @@ def micro_batch_tokens(case: Case) -> int:
     """Of one rank."""
     layout, workload = case.layout, case.workload
     return workload.global_batch // (layout.dp * layout.num_micro_batches) * workload.model.seq_len
-
-
-def local_parameters(model: AnyModelSpec, layout: Layout, rank: int) -> int | None:
-    """Parameters that `rank` computes with: its pipeline stage's, its tensor-parallel shards; ZeRO not counted.
-    None where it is not planned: how a layer of another model than a decoder-only transformer is split."""
-    if not isinstance(model, ModelSpec) and layout.tp * layout.cp > 1:
-        return None
-    if isinstance(model, MixtureSpec):
-        held = held_stage(model.dense, layout, rank)
-        ends = held.has_embedding * model.embedding_parameters + held.has_head * model.head_parameters
-        return held.num_layers * model.block_parameters + ends
-    if not isinstance(model, ModelSpec):
-        return sum(layer.num_parameters for layer in held_layers(model, layout, rank))
-    stage = held_stage(model, layout, rank)
-    return int(stage_parameters(model, stage, layout.tp))

@@ -10,8 +10,8 @@ import numpy as np
 
 from meshmark.theory.backward_pass import Pass
 from meshmark.theory.grid import Column, Grid
+from meshmark.theory.model_theory import bucket_elements
 from meshmark.theory.operations import Parameter, moments, parameters
-from meshmark.theory.parameter_order import bucket_elements
 from meshmark.theory.recipe import TrainingRecipe
 
 _MOST_RANKS = 16

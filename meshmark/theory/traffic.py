@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Layout, Recompute
 from meshmark.spec.precision import LossScaling
-from meshmark.spec.vision_spec import ImageSpec
 from meshmark.theory.flow import Flow, Purpose
-from meshmark.theory.parameter_order import num_tensors
-from meshmark.theory.partition import held_stage, sent_on
-from meshmark.theory.states import local_parameters
+from meshmark.theory.model_theory import theory_of
+from meshmark.theory.partition import held_stage
 
 METERED_STEP = 2
 """Counted from 0: the step that traffic is planned and metered of, where the steps of an algorithm differ."""
@@ -57,10 +55,10 @@ REPLICAS: tuple[Axis, ...] = ("dp", "cp")
 
 def parameter_sizes(case: Case, rank: int) -> tuple[int, int]:
     """Number of parameters, and of the tensors that they are in."""
-    model, layout = case.workload.model, case.layout
-    count = local_parameters(model, layout, rank)
-    assert count is not None, "step_traffic leaves out what is not planned"
-    return count, num_tensors(model, layout, rank)
+    theory = theory_of(case.workload.model)
+    count, tensors = theory.num_parameters(case.layout, rank), theory.num_tensors(case.layout, rank)
+    assert count is not None and tensors is not None, "step_traffic leaves out what is not planned"
+    return count, tensors
 
 
 def reductions(
@@ -179,9 +177,11 @@ def pipeline_traffic(case: Case, rank: int) -> list[Flow]:
 def _boundary_bytes(case: Case, boundary: int) -> int:
     """Of all rows of a step, behind one stage."""
     layout, workload = case.layout, case.workload
-    if not isinstance(workload.model, ImageSpec):
+    theory = theory_of(workload.model)
+    if theory.stream:
         return stream_bytes(case)
-    each = sent_on(workload.model, layout.pp * layout.virtual_stages, boundary)
+    each = theory.boundary_numbers(layout.pp * layout.virtual_stages, boundary)
+    assert each is not None, "step_traffic leaves out what is not planned"
     return workload.global_batch // layout.dp * each * case.precision.wide.itemsize
 
 
@@ -220,7 +220,7 @@ def context_parallel_traffic(case: Case, rank: int) -> list[Flow]:
 def step_traffic(case: Case, rank: int) -> list[Flow] | None:
     """All of the above; None where it is not planned: how another model than a decoder-only transformer is split, and
     sequence parallelism."""
-    if local_parameters(case.workload.model, case.layout, rank) is None or case.layout.sequence_parallel:
+    if theory_of(case.workload.model).num_parameters(case.layout, rank) is None or case.layout.sequence_parallel:
         return None
     return [
         *data_parallel_traffic(case, rank),

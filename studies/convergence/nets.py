@@ -27,8 +27,9 @@ from meshmark.reference.model import Model
 from meshmark.reference.objective import cross_entropy
 from meshmark.reference.vision import BatchNorm
 from meshmark.spec.algorithm import Algorithm
+from meshmark.spec.model_config import ModelConfig
 from meshmark.spec.model_spec import MODELS
-from meshmark.spec.vision_spec import VISION_MODELS, AnyModelSpec
+from meshmark.spec.vision_spec import VISION_MODELS
 from studies.convergence.claim import GROUPS
 from studies.convergence.logistic import dealt_rows
 from studies.convergence.quadratics import Array, plain_transition
@@ -114,7 +115,7 @@ class Net:
     """A model to train on its data by plain SGD, to a loss."""
 
     name: str
-    model: AnyModelSpec
+    model: ModelConfig
     data: Data
     rate: float
     aim: float

@@ -1,0 +1,1 @@
+"""Elastic averaging SGD for Meshmark."""

@@ -1,0 +1,168 @@
+"""Closed forms of any model: what a rank holds and sends of it. A model family names its theory; see `ModelConfig`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+from meshmark.spec.layout import Layout
+from meshmark.spec.mixture_spec import MixtureSpec
+from meshmark.spec.model_config import ImageModelConfig, LayerSizes, ModelConfig
+from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.precision import Precision
+from meshmark.theory.flops import model_flops_per_token
+from meshmark.theory.parameter_order import parameter_shapes
+from meshmark.theory.parameters import stage_parameters
+from meshmark.theory.partition import held_layers, held_stage, sent_on
+
+
+class UnknownTheory:
+    """The theory of a model of which nothing is known: every answer is None, which suites call *not planned*."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+
+    @property
+    def transformer(self) -> ModelSpec | None:
+        """The transformer over tokens whose formulas of activations hold of this model."""
+        return None
+
+    @property
+    def stream(self) -> ModelSpec | None:
+        """The transformer whose residual stream has the size of this model's."""
+        return None
+
+    def num_parameters(self, layout: Layout, rank: int) -> int | None:
+        """Return how many parameters `rank` computes with: those of its pipeline stage and tensor-parallel shard."""
+        return None
+
+    def num_tensors(self, layout: Layout, rank: int) -> int | None:
+        """Return in how many tensors these are."""
+        return None
+
+    def boundary_numbers(self, num_stages: int, boundary: int) -> int | None:
+        """Return how many numbers of one row go over the boundary behind a pipeline stage."""
+        return None
+
+    def table_bytes(self, layout: Layout, rank: int, precision: Precision) -> float:
+        """Return the bytes of tables and buffers, such as rotary positions and running statistics."""
+        return 0.0
+
+    def bucket_elements(self) -> int:
+        """Return the elements of the larger of a block and the embedding, which a bucket holds at most."""
+        return max(self.model.block_parameters, self.model.embedding_parameters)
+
+    def flops_per_unit(self) -> float | None:
+        """Return the FLOPs of a forward and backward pass of one token, or of one image, without recomputation."""
+        return None
+
+
+class TransformerTheory(UnknownTheory):
+    """GPTs, LLaMAs, and encoders of the same blocks."""
+
+    model: ModelSpec
+
+    @property
+    def transformer(self) -> ModelSpec:
+        return self.model
+
+    @property
+    def stream(self) -> ModelSpec:
+        return self.model
+
+    def num_parameters(self, layout: Layout, rank: int) -> int:
+        return int(stage_parameters(self.model, held_stage(self.model, layout, rank), layout.tp))
+
+    def num_tensors(self, layout: Layout, rank: int) -> int:
+        return len(parameter_shapes(self.model, held_stage(self.model, layout, rank)))
+
+    def boundary_numbers(self, num_stages: int, boundary: int) -> int:
+        return self.model.seq_len * self.model.hidden
+
+    def table_bytes(self, layout: Layout, rank: int, precision: Precision) -> float:
+        """A cosine and a sine a token for half of a head's width (arXiv:2104.09864, eq. 15), in at least float32."""
+        if self.model.family is not Family.LLAMA:
+            return 0.0
+        return self.model.seq_len / layout.cp * self.model.head_dim * max(precision.compute.itemsize, 4)
+
+    def bucket_elements(self) -> int:
+        return max(self.model.block_parameters, self.model.vocab_size * self.model.hidden)
+
+    def flops_per_unit(self) -> float:
+        return model_flops_per_token(self.model)
+
+
+class MixtureTheory(UnknownTheory):
+    """A GPT with experts; how a layer of it is split is not known."""
+
+    model: MixtureSpec
+
+    @property
+    def stream(self) -> ModelSpec:
+        return self.model.dense
+
+    def num_parameters(self, layout: Layout, rank: int) -> int | None:
+        if layout.tp * layout.cp > 1:
+            return None
+        held = held_stage(self.model.dense, layout, rank)
+        ends = held.has_embedding * self.model.embedding_parameters + held.has_head * self.model.head_parameters
+        return held.num_layers * self.model.block_parameters + ends
+
+    def num_tensors(self, layout: Layout, rank: int) -> int:
+        held = held_stage(self.model.dense, layout, rank)
+        return 2 * held.has_embedding + held.num_layers * self.model.block_tensors + 3 * held.has_head
+
+    def boundary_numbers(self, num_stages: int, boundary: int) -> int:
+        return self.model.seq_len * self.model.hidden
+
+    def flops_per_unit(self) -> float:
+        return 3.0 * self.model.forward_flops
+
+
+class LayeredTheory(UnknownTheory):
+    """Models of images, which tell the sizes of their layers; how a layer is split is not known."""
+
+    model: ImageModelConfig
+
+    def _held(self, layout: Layout, rank: int) -> list[LayerSizes]:
+        return held_layers(self.model, layout, rank)
+
+    def num_parameters(self, layout: Layout, rank: int) -> int | None:
+        if layout.tp * layout.cp > 1:
+            return None
+        return sum(layer.num_parameters for layer in self._held(layout, rank))
+
+    def num_tensors(self, layout: Layout, rank: int) -> int:
+        return sum(layer.num_tensors for layer in self._held(layout, rank))
+
+    def boundary_numbers(self, num_stages: int, boundary: int) -> int:
+        return sent_on(self.model, num_stages, boundary)
+
+    def table_bytes(self, layout: Layout, rank: int, precision: Precision) -> float:
+        """Batch norms keep two running statistics a channel, in at least float32, and a count of batches."""
+        if not self.model.couples_rows:
+            return 0.0
+        norms = [width for layer in self._held(layout, rank) for width in layer.normed]
+        return sum(2 * max(precision.compute.itemsize, 4) * width + 8 for width in norms)
+
+    def flops_per_unit(self) -> float:
+        return 3.0 * self.model.forward_flops
+
+
+@functools.lru_cache(maxsize=64)
+def theory_of(model: ModelConfig) -> UnknownTheory:
+    """Return the closed forms of a model, those that its family names."""
+    where, _, name = model.theory.partition(":")
+    found: UnknownTheory = getattr(importlib.import_module(where), name)(model)
+    return found
+
+
+def local_parameters(model: ModelConfig, layout: Layout, rank: int) -> int | None:
+    """Return how many parameters `rank` computes with, ZeRO not counted; None where that is not planned."""
+    return theory_of(model).num_parameters(layout, rank)
+
+
+def bucket_elements(model: ModelConfig) -> int:
+    """Return the elements of the bucket that the suites give DeepSpeed: its default of 500 million, but at most the
+    larger of a block and the embedding, for a small model would never fill more."""
+    return min(500_000_000, theory_of(model).bucket_elements())
