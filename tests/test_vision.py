@@ -35,9 +35,10 @@ from meshmark.run.throughput import throughput
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
+from meshmark.spec.model_config import ImageModelConfig
 from meshmark.spec.model_spec import MODELS, Family
 from meshmark.spec.precision import Precision
-from meshmark.spec.vision_spec import VISION_MODELS, ImageSpec
+from meshmark.spec.vision_spec import VISION_MODELS
 from meshmark.spec.workload import Loss, Workload, workload
 from meshmark.theory.flow import bytes_by_kind
 from meshmark.theory.states import ModelStates, model_states
@@ -117,7 +118,7 @@ def test_weights_weigh() -> None:
 
 
 @pytest.mark.parametrize("spec", VISION_MODELS.values(), ids=lambda s: s.name)
-def test_closed_forms_are_those_of_the_model(spec: ImageSpec) -> None:
+def test_closed_forms_are_those_of_the_model(spec: ImageModelConfig) -> None:
     model, sizes = build_model(spec), sizes_by_block(spec)
     assert spec.num_parameters == sum(p.numel() for p in model.parameters())
     assert spec.embedding_parameters + spec.head_parameters == sum(sizes.pop(""))

@@ -3,6 +3,7 @@ other packages are this one's, so that nothing is downloaded), and what users do
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -111,7 +112,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         "-w",
         str(tmp),
     ]
-    done([*wheel, str(source), str(source / "examples" / "meshmark-mine")], tmp)
+    examples = [str(source / "examples" / name) for name in ("meshmark-mine", "meshmark-easgd")]
+    done([*wheel, str(source), *examples], tmp)
     done(["git", "init", "-q"], tmp)  # a repository around the environment, whose commits are not Meshmark's
     done(["git", "-c", "user.name=they", "-c", "user.email=they", "commit", "-q", "--allow-empty", "-m", "theirs"], tmp)
     done([sys.executable, "-m", "venv", "--without-pip", str(tmp / "venv")], tmp)
@@ -196,6 +198,19 @@ def test_an_installed_adapter_is_run_in_somebody_elses_repository(installed: Ins
     assert (said.returncode, "3 passed" in said.stdout) == (0, True), said.stdout + said.stderr
     verdicts = {verdict.suite: verdict.passed for verdict in only_record(repository / "out").verdicts}
     assert verdicts == {"equivalence": True, "memory": True, "communication": True}
+
+
+def test_an_installed_algorithm_is_trained_and_judged(installed: Installed, repository: Path) -> None:
+    """An algorithm and its engine come by entry points alone; the core has no word of them."""
+    asked = ["--pyargs", "meshmark.suites", "--adapters", "easgd", "--workload", "gpt-mini-sgd-easgd2"]
+    said = installed.run(repository, "pytest", *asked, "--results", "out", *SUITES)
+    assert (said.returncode, "3 passed" in said.stdout) == (0, True), said.stdout + said.stderr
+    lines = (repository / "out" / "records.jsonl").read_text().splitlines()
+    (record,) = (line for line in map(json.loads, lines) if "case" in line)  # this environment has not the algorithm
+    assert record["case"]["workload"]["algorithm"] == {"kind": "easgd", "period": 2, "moving_rate": 0.25}
+    assert {verdict["suite"]: verdict["passed"] for verdict in record["verdicts"]} == dict.fromkeys(
+        ("equivalence", "memory", "communication"), True
+    )
 
 
 def test_their_own_run_is_left_alone(installed: Installed, repository: Path) -> None:
