@@ -18,7 +18,7 @@ from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, configu
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
 from meshmark.errors import AdapterError
-from meshmark.reference.build import build_model, parameter_shapes
+from meshmark.reference.build import block_of, build_model, parameter_shapes
 from meshmark.reference.initial import Block, initial_value
 from meshmark.reference.model import Model
 from meshmark.reference.objective import build_optimizer
@@ -197,7 +197,7 @@ def fsdp2_departures(case: Case, rank: int, sharding: Sharding) -> tuple[Departu
     flows, shapes = step_traffic(case, rank), parameter_shapes(case.workload.model)
     shards = case.layout.dp // sharding.replicas
     padding = {name: -rows % shards * math.prod(row) for name, (rows, *row) in shapes.items()}
-    of_root = sum(elements for name, elements in padding.items() if not name.startswith("blocks."))
+    of_root = sum(elements for name, elements in padding.items() if not block_of(case.workload.model, name))
     of_blocks = sum(padding.values()) - of_root
     norms = "every tensor's norm is reduced by itself"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 
 from meshmark.adapter.matrix import AUTO, LayoutChoice
 from meshmark.adapter.registry import core_adapters, known_adapters, outside_name, select
@@ -14,6 +15,8 @@ from meshmark.spec.model_text import described_model, is_description
 from meshmark.spec.workload import Workload, workload
 
 DEFAULT_WORKLOAD = "gpt-tiny"
+WORKLOADS_GROUP = "meshmark.workloads"
+"""Entry points of a distribution that brings workloads: `name = "package.module:Class"`."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _DIGITS = 5
@@ -60,8 +63,19 @@ def chosen_layouts(world: str | None, layouts: str | None) -> tuple[list[int], L
 
 
 def chosen_workloads(names: str, model: str | None, global_batch: int | None) -> list[Workload]:
-    """Presets, renamed where their model or batch is another, for then their numbers are too."""
-    return [_in_batches(_of_model(workload(name), model), global_batch) for name in split_values("--workload", names)]
+    """Presets, renamed where their model or batch is another, for then their numbers are too; and users' own workloads,
+    as FILE.py:CLASS or package.module:Class, or by a name of the entry points `meshmark.workloads`."""
+    return [_in_batches(_of_model(_named(name), model), global_batch) for name in split_values("--workload", names)]
+
+
+def _named(name: str) -> Workload:
+    points = importlib.metadata.entry_points(group=WORKLOADS_GROUP, name=name)
+    target = next((point.value for point in points), name)
+    if ":" not in target:
+        return workload(name)
+    from meshmark.reference.own_model import describe  # torch, which presets do not need
+
+    return describe(target)
 
 
 def _of_model(preset: Workload, text: str | None) -> Workload:
@@ -80,6 +94,11 @@ def _of_model(preset: Workload, text: str | None) -> Workload:
 def _in_batches(preset: Workload, global_batch: int | None) -> Workload:
     if global_batch is None or global_batch == preset.global_batch:
         return preset
+    if preset.dataset is Dataset.OWN:
+        raise InputError(
+            f"--global-batch {global_batch}: workload {preset.name!r} makes batches of its own size"
+            f", {preset.global_batch} rows; change its batch()"
+        )
     return dataclasses.replace(preset, name=f"{preset.name}.b{global_batch}", global_batch=global_batch)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshmark.adapter.engine import RankContext
@@ -176,6 +176,7 @@ def test_a_bucket_and_the_largest_temporaries() -> None:
     assert largest_temporaries(spec, stage, ONE)[0] == 2 * 8 * 32 + 32  # down's, after up's bias
 
 
+@settings(deadline=None)
 @given(
     name=st.sampled_from(sorted(name for name in RECIPES if RECIPES[name].eager)),
     dp=st.sampled_from([2, 4]),

@@ -140,7 +140,7 @@ class Capabilities:
             unsupported.append(f"model family {model.family}" + (f" ({reason})" if reason else ""))
         if case.workload.routes and case.precision.is_mixed:
             unsupported.append(f"experts in {case.precision} (whose rounding would decide which are chosen)")
-        unsupported += [*self.lacking(features(case)), *self._untuned(case, device)]
+        unsupported += [*model.refusals(case), *self.lacking(features(case)), *self._untuned(case, device)]
         if device not in self.devices:
             unsupported.append(f"device {device}")
         if case.layout.pp > 1 and (device, backend) == ("cuda", "gloo"):

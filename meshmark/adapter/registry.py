@@ -5,15 +5,13 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import importlib.metadata
-import importlib.util
 import inspect
-import sys
 from collections.abc import Collection
-from pathlib import Path
 
 from meshmark.adapter.capabilities import Capabilities
 from meshmark.adapter.contract import Adapter
 from meshmark.errors import AdapterError, UnknownNameError
+from meshmark.import_target import import_module_of
 
 GROUP = "meshmark.adapters"
 """Entry points of a distribution that brings adapters: `name = "package.module:Class"`."""
@@ -30,7 +28,7 @@ def load_adapter(target: str) -> type[Adapter]:
             f"adapter {target!r}: expected path/to/file.py:Class or package.module:Class (--adapters takes names)"
         )
     try:
-        module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        module = import_module_of(where)
         found = getattr(module, name, None)
     except (Exception, SystemExit) as error:
         reason = f"cannot be imported: {type(error).__name__}: {error}"
@@ -50,25 +48,6 @@ def load_adapter(target: str) -> type[Adapter]:
         what = f"lacks {', '.join(lacking)}; see meshmark.adapter.contract.Adapter"
         raise AdapterError(f"adapter {target!r}{_origin(target)} {what}")
     return found
-
-
-def _import_file(path: Path) -> object:
-    """The module in `path`, imported once under a name of its own."""
-    path = path.resolve()
-    name = f"meshmark_outside_{path.stem}_{abs(hash(str(path))):x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"no Python file at {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def builtin_adapters() -> dict[str, str]:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, Tensors, deviation
 from meshmark.judge.trace import Trace
-from meshmark.reference.build import buffer_shapes, parameter_shapes, skeleton
+from meshmark.reference.build import buffer_shapes, module_class, parameter_shapes, skeleton
 from meshmark.reference.data import Batch, make_batch
-from meshmark.reference.model import Model, initial_buffer
+from meshmark.reference.model import Model
 from meshmark.reference.objective import loss_share
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import Workload
@@ -49,15 +49,13 @@ def doubles(tensors: Tensors) -> dict[str, Tensor]:
 
 
 def initial_buffers(workload: Workload) -> Tensors:
-    """The prescribed start, of every replica."""
-    return {
-        name: np.full(shape, initial_buffer(name), dtype=np.float64 if shape else np.int64)
-        for name, shape in buffer_shapes(workload.model).items()
-    }
+    """Return the prescribed start, of every replica."""
+    values = module_class(workload.model).initial_buffers(workload.model, workload.seed)
+    return {name: value.numpy() for name, value in values.items()}
 
 
 def fresh_buffers(workload: Workload) -> dict[str, Tensor]:
-    return doubles(initial_buffers(workload)) if workload.couples_rows else {}
+    return doubles(initial_buffers(workload))
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ import importlib
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from meshmark.reference.model import Model
@@ -28,15 +27,14 @@ def build_model(spec: ModelConfig, layers: Sequence[int] | None = None) -> Model
 
 def block_class(spec: ModelConfig) -> type[nn.Module]:
     """Return the class of the model's blocks, for frameworks that wrap each module of a class."""
-    return module_class(spec).block
+    return module_class(spec).block_class_of(spec)
 
 
 @functools.lru_cache(maxsize=4)
 def skeleton(spec: ModelConfig) -> Model:
     """The model of `spec` without values, built once: to build one takes as long as a step of a tiny one. It is shared,
     so that who depends on a mode of its modules sets it."""
-    with torch.device("meta"):
-        return build_model(spec)
+    return module_class(spec).skeleton(spec)
 
 
 def parameter_shapes(spec: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -48,9 +46,14 @@ def sizes_by_block(spec: ModelConfig) -> dict[str, list[int]]:
     """Elements of every parameter, by the block that it is in; of those in none under an empty name."""
     found: dict[str, list[int]] = {"": []}
     for name, shape in parameter_shapes(spec).items():
-        block = name.split(".")[1] if name.startswith("blocks.") else ""
+        block = block_of(spec, name)
         found.setdefault(block, []).append(math.prod(shape))
     return found
+
+
+def block_of(spec: ModelConfig, name: str) -> str:
+    """Return the key of the block that holds the parameter `name`; empty where none does."""
+    return skeleton(spec).block_of(name)
 
 
 def buffer_shapes(spec: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -13,9 +13,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from meshmark.errors import CorpusError, InputError
 from meshmark.reference.digits import load_digits
@@ -36,8 +38,8 @@ FOUND_PERCENT = 15
 class Batch:
     """Some rows of one global batch: sequences, or images."""
 
-    inputs: Tensor
-    """What the model takes, rows first."""
+    inputs: Any
+    """What the model takes, rows first: a tensor, or of a user's own workload any tree of tensors."""
     targets: Tensor
     """int64 classes, rows first; `IGNORED` where masked."""
     weights: Tensor
@@ -48,12 +50,15 @@ class Batch:
     """A block of the model that this step leaves out."""
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return len(self.targets)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        return dataclasses.replace(
-            self, inputs=change(self.inputs), targets=change(self.targets), weights=change(self.weights)
-        )
+        inputs = pytree.tree_map(change, self.inputs)
+        return dataclasses.replace(self, inputs=inputs, targets=change(self.targets), weights=change(self.weights))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of these rows."""
+        return (*pytree.tree_leaves(self.inputs), self.targets, self.weights)
 
     def take(self, index: Tensor) -> Batch:
         """The rows at these positions, in this order."""
@@ -121,6 +126,8 @@ def on_corpus(workload: Workload, path: str | None) -> Workload:
     if path is None:
         return workload
     model = workload.model
+    if workload.dataset is Dataset.OWN:
+        raise InputError(f"--corpus {path!r}: workload {workload.name!r} makes its own batches; leave --corpus out")
     if workload.dataset is Dataset.DIGITS:
         images, labels = load_images(path)
         _, channels, side, _ = images.shape
@@ -142,6 +149,8 @@ def check_data(workload: Workload) -> None:
     """Raise `InputError` now rather than in every rank, when the workload's data cannot serve: a corpus that is not
     there or too short, a vocabulary too small, a package that is not installed."""
     model = workload.model
+    if workload.dataset is Dataset.OWN:
+        return  # looked at when the workload was described
     if isinstance(model, ImageModelConfig):
         images, labels = images_of(workload)
         source = workload.corpus or "the digits"
@@ -163,6 +172,10 @@ def data_digest(workload: Workload) -> str:
     """A hash of all that batches are cut from."""
     images = workload.dataset is Dataset.DIGITS
     digest = hashlib.sha256()
+    if workload.dataset is Dataset.OWN:
+        for leaf in pytree.tree_leaves(make_batch(workload, 0).inputs):
+            digest.update(leaf.numpy().data)
+        return digest.hexdigest()
     for tensor in images_of(workload) if images else [load_corpus(workload.corpus, workload.model.seq_len + 1)]:
         digest.update(tensor.numpy().data)
     return digest.hexdigest()
@@ -170,6 +183,10 @@ def data_digest(workload: Workload) -> str:
 
 def make_batch(workload: Workload, step: int) -> Batch:
     """Global batch `step` of a workload, on the CPU."""
+    if workload.dataset is Dataset.OWN:
+        from meshmark.reference import own_model  # here, for it makes batches of this module's kind
+
+        return own_model.make_batch(workload, step)
     makers = {Dataset.DIGITS: _digits_batch, Dataset.MASKED_TEXT: _masked_text_batch, Dataset.TEXT: _text_batch}
     return makers[workload.dataset](workload, step)
 

@@ -10,8 +10,9 @@ the same on CPU and GPU.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +111,24 @@ def initial_value(
     block: Block | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
+    """Return the initial value of the parameter with canonical `name`, or of one block of it: float32, of that shape.
+
+    The model's family says how values are made.
+    """
+    where, _, function = model.initial_values.partition(":")
+    values: Callable[..., Tensor] = getattr(importlib.import_module(where), function)
+    return values(model, name, full_shape, seed=seed, block=block, device=device)
+
+
+def drawn_value(
+    model: ModelConfig,
+    name: str,
+    full_shape: Sequence[int],
+    *,
+    seed: int,
+    block: Block | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
     """The initial value of the parameter with canonical `name` (or of one block of it), float32, the block's shape.
 
     Norm weights are one and biases zero; every other weight is bell-shaped with standard deviation `init_std`,
@@ -121,7 +140,7 @@ def initial_value(
     if "norm." in name:
         return torch.ones(size, device=device)
     if len(parts := row_blocks(block or Block(shape=size, offset=[0] * len(size)))) > 1:
-        every = [initial_value(model, name, full_shape, seed=seed, block=part, device=device) for part in parts]
+        every = [drawn_value(model, name, full_shape, seed=seed, block=part, device=device) for part in parts]
         return torch.cat(every)
     std = model.init_std
     if name.endswith(("attention.out.weight", ".down.weight")):

@@ -53,6 +53,30 @@ class Model(nn.Module, ABC):
     def make_head(self) -> nn.Module:
         """Last layer: the residual stream to logits, one row of them for every target."""
 
+    @classmethod
+    def skeleton(cls, spec: ModelConfig) -> Model:
+        """Return a model whose parameters are replaced by others before it computes; here it has no values at all."""
+        with torch.device("meta"):
+            return cls(spec)
+
+    @classmethod
+    def block_class_of(cls, spec: ModelConfig) -> type[nn.Module]:
+        """Return the class of the blocks, for frameworks that wrap each module of a class."""
+        return cls.block
+
+    @classmethod
+    def initial_buffers(cls, spec: ModelConfig, seed: int) -> dict[str, Tensor]:
+        """Return the values that buffers start with, by canonical name."""
+        shapes = {name: tuple(b.shape) for name, b in cls.skeleton(spec).named_buffers()}
+        return {
+            name: torch.full(shape, initial_buffer(name), dtype=torch.float64 if shape else torch.int64)
+            for name, shape in shapes.items()
+        }
+
+    def block_of(self, name: str) -> str:
+        """Return the key of the block that holds the parameter `name`; empty where none does."""
+        return name.split(".")[1] if name.startswith("blocks.") else ""
+
     def forward(self, x: Tensor) -> Tensor:
         if self.embedding is not None:
             x = self.embedding(x)

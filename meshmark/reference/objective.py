@@ -27,6 +27,8 @@ def loss_share(outputs: Tensor, batch: Batch, loss: Loss, *, chunked: bool = Fal
     if chunked:
         weights = batch.weights if loss is Loss.WEIGHTED_CROSS_ENTROPY else torch.ones_like(batch.weights)
         return chunked_cross_entropy(outputs, batch.targets, weights) / batch.total_weight
+    if loss is Loss.OWN:
+        return _wide(outputs) / batch.total_weight
     if loss is Loss.CROSS_ENTROPY:
         return cross_entropy(outputs, batch.targets) / batch.total_weight
     return weighted_cross_entropy(outputs, batch.targets, batch.weights) / batch.total_weight

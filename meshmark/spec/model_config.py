@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from meshmark.errors import InputError
 
 if TYPE_CHECKING:
+    from meshmark.spec.case import Case
     from meshmark.spec.model_spec import Family
 
 UNKNOWN_THEORY = "meshmark.theory.model_theory:UnknownTheory"
@@ -24,6 +25,8 @@ class Dataset(StrEnum):
     MASKED_TEXT = "masked_text"
     """The same bytes, of which 15 % are to be found again: 8 of 10 of these are hidden, one is another, one as it was
     (BERT, arXiv:1810.04805 section 3.1)."""
+    OWN = "own"
+    """What the user's own workload makes of seed and step."""
     DIGITS = "digits"
     """The 1,797 images of handwritten digits, 8 x 8 pixels, that scikit-learn ships (UCI, Alpaydin and Kaynak 1998)."""
 
@@ -45,6 +48,10 @@ class ModelConfig:
     """The `torch.nn.Module` that this describes, as "package.module:Class"; it takes this, and some of its layers."""
     theory: ClassVar[str] = UNKNOWN_THEORY
     """Closed forms of parameters, traffic and FLOPs, as "package.module:Class"; see `meshmark.theory.model_theory`."""
+    initial_values: ClassVar[str] = "meshmark.reference.initial:drawn_value"
+    """Function that makes the initial value of one parameter, or of a block of it, as "package.module:function"."""
+    unit: ClassVar[str] = "tokens"
+    """What throughput counts: tokens, images or rows."""
     routes: ClassVar[bool] = False
     """Whether values decide which weights a token meets: where a decision is close, rounding makes it."""
     name: str
@@ -111,6 +118,10 @@ class ModelConfig:
         """Whether the rows of a micro-batch enter one another's gradients, as under a batch norm."""
         return False
 
+    def refusals(self, case: Case) -> list[str]:
+        """Return why the model cannot be trained under `case`, whatever the adapter, one reason each."""
+        return []
+
     @classmethod
     def class_of(cls, tag: str) -> type[ModelConfig]:
         """Return the family whose `kind` is `tag`. Raises `ValueError` where there is none."""
@@ -141,6 +152,7 @@ class LayerSizes:
 class ImageModelConfig(ModelConfig):
     """What models of images share."""
 
+    unit: ClassVar[str] = "images"
     num_channels: int = 1
     num_classes: int
     image_size: int

@@ -25,6 +25,8 @@ class Family(StrEnum):
     """Convolutions, then transformer blocks over pixels (arXiv:2106.04803)."""
     AMOEBANET = "amoebanet"
     """Cells of convolutions that read the states of the two before (arXiv:1802.01548)."""
+    OWN = "own"
+    """A user's own module."""
     MIXTURE = "mixture"
     """A GPT's, whose feed-forward network is a mixture of experts (arXiv:1701.06538)."""
 

@@ -12,6 +12,7 @@ from meshmark.spec.mixture_spec import MIXTURE_MINI, MixtureSpec
 from meshmark.spec.model_config import Dataset, ImageModelConfig, ModelConfig
 from meshmark.spec.model_spec import MODELS, ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
+from meshmark.spec.own_model import OwnModelConfig as OwnModelConfig  # a model family that records may hold
 from meshmark.spec.vision_spec import VISION_MODELS
 
 A = TypeVar("A", bound=Algorithm)
@@ -24,6 +25,8 @@ class Loss(StrEnum):
 
     CROSS_ENTROPY = "cross_entropy"
     """Every target counts or does not: PyTorch's cross-entropy leaves the masked ones out (`ignore_index`)."""
+    OWN = "own"
+    """The model's output is the sum already, as a user's own workload computes it."""
     WEIGHTED_CROSS_ENTROPY = "weighted_cross_entropy"
     """Each target's cross-entropy times its weight."""
 
@@ -135,12 +138,12 @@ class Workload:
     @property
     def unit(self) -> str:
         """What throughput counts."""
-        return "images" if self.dataset is Dataset.DIGITS else "tokens"
+        return self.model.unit
 
     @property
     def units_per_step(self) -> int:
         """Masked ones too."""
-        return self.global_batch if self.dataset is Dataset.DIGITS else self.tokens_per_step
+        return self.tokens_per_step if self.unit == "tokens" else self.global_batch
 
 
 # A clip norm below the gradient norms that the tiny workloads start with (about 2 to 5): clipping is active in

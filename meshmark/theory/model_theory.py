@@ -9,6 +9,7 @@ from meshmark.spec.layout import Layout
 from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_config import ImageModelConfig, LayerSizes, ModelConfig
 from meshmark.spec.model_spec import Family, ModelSpec
+from meshmark.spec.own_model import OwnModelConfig
 from meshmark.spec.precision import Precision
 from meshmark.theory.flops import model_flops_per_token
 from meshmark.theory.parameter_order import parameter_shapes
@@ -147,6 +148,21 @@ class LayeredTheory(UnknownTheory):
 
     def flops_per_unit(self) -> float:
         return 3.0 * self.model.forward_flops
+
+
+class CountedTheory(UnknownTheory):
+    """Models of which parameters are counted, and nothing else is known."""
+
+    model: OwnModelConfig
+
+    def num_parameters(self, layout: Layout, rank: int) -> int | None:
+        return self.model.num_parameters if layout.tp * layout.cp * layout.pp == 1 else None
+
+    def num_tensors(self, layout: Layout, rank: int) -> int | None:
+        return self.model.num_tensors if layout.tp * layout.cp * layout.pp == 1 else None
+
+    def bucket_elements(self) -> int:
+        return self.model.num_parameters
 
 
 @functools.lru_cache(maxsize=64)

@@ -116,7 +116,7 @@ class Observer:
         judges, workload, self.sources = self._judges(step), self.request.case.workload, sources
         with _window(watch, "backward", step, sources):
             loss = self.engine.backward(batch)
-        inputs = (batch.inputs, batch.targets, batch.weights)
+        inputs = batch.tensors()
         before = Named.of(self.holdings(), inputs)
         gradients = self.notebook.gradients(self.engine, workload, step) if judges else {}
         loss_scale = self.engine.loss_scale()

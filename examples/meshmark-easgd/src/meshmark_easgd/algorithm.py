@@ -1,7 +1,7 @@
 """Elastic averaging SGD (Zhang, Choromanska and LeCun, arXiv:1412.6651), with synchronous meetings.
 
-Replica i of n steps alone, x_i <- step(x_i, g_i). After every H-th step an elastic force draws it to the center c, and c
-to all replicas: d_i = x_i - c, x_i <- x_i - a d_i, c <- c + a sum_i d_i. At first c is where all replicas start.
+Replica i of n steps alone, x_i <- step(x_i, g_i). After every H-th step an elastic force draws it to the center c, and
+c to all replicas: d_i = x_i - c, x_i <- x_i - a d_i, c <- c + a sum_i d_i. At first c is where all replicas start.
 """
 
 from __future__ import annotations

@@ -1,0 +1,33 @@
+"""Classes by "package.module:Class" or "path/to/file.py:Class"."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def import_module_of(where: str) -> ModuleType:
+    """Return the module that the part of a target before its colon names. Raises what importing it raises."""
+    return import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+
+
+def import_file(path: Path) -> ModuleType:
+    """Return the module in the file at `path`, imported once in this process under a name of its own."""
+    path = path.resolve()
+    name = f"meshmark_outside_{path.stem}_{abs(hash(str(path))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"no Python file at {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,398 @@
+"""A user's own workload behind the interface of the models here: her module, her batches, her loss.
+
+A workload is a class with three methods in plain PyTorch (`meshmark.Workload` has their documentation): `model()`,
+`batch(step)` and `loss(model, batch)`, which returns a sum and its weight. The module that frameworks wrap computes
+that sum, so no framework sees the loss. The share that a part of a batch has in the loss of the global batch is its sum
+over the weight of the global batch, however rows are dealt.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from meshmark.errors import InputError
+from meshmark.import_target import import_module_of
+from meshmark.reference.data import Batch
+from meshmark.reference.initial import Block
+from meshmark.reference.model import Model
+from meshmark.spec.model_config import Dataset, ModelConfig
+from meshmark.spec.optimizer import OptimizerSpec
+from meshmark.spec.own_model import OwnModelConfig
+from meshmark.spec.workload import Loss, Workload
+
+_REQUIRED = ("model", "batch", "loss")
+_DEFAULT_OPTIMIZER = OptimizerSpec(clip_norm=0.5)
+
+
+class OwnWorkload(Protocol):
+    """What a user's class has."""
+
+    def model(self) -> nn.Module: ...
+
+    def batch(self, step: int) -> Any: ...  # noqa: ANN401
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]: ...  # noqa: ANN401
+
+
+@functools.lru_cache(maxsize=8)
+def load_workload(target: str) -> OwnWorkload:
+    """Return an instance of the class at "path/to/file.py:Class" or "package.module:Class".
+
+    Raises `InputError` when it cannot be imported or made, or lacks one of the three methods.
+    """
+    where, _, name = target.rpartition(":")
+    if not where or not name.isidentifier():
+        raise InputError(f"workload {target!r}: expected path/to/file.py:Class or package.module:Class")
+    try:
+        cls = getattr(import_module_of(where), name, None)
+    except (Exception, SystemExit) as error:
+        raise InputError(f"workload {target!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not inspect.isclass(cls):
+        raise InputError(f"workload {target!r}: {where} has no class {name}")
+    if lacking := [method for method in _REQUIRED if not callable(getattr(cls, method, None))]:
+        raise InputError(
+            f"workload {target!r} lacks {', '.join(f'{method}()' for method in lacking)}; a workload has model(), "
+            "batch(step) and loss(model, batch): see meshmark.Workload"
+        )
+    try:
+        made = cast(OwnWorkload, cls())
+    except Exception as error:
+        raise InputError(
+            f"workload {target!r} cannot be made: {type(error).__name__}: {error}; its class takes no arguments"
+        ) from error
+    return made
+
+
+def describe(target: str) -> Workload:
+    """Return the workload at `target` as a case names it, after looking at its model and its first batch.
+
+    Raises `InputError` for a workload that cannot be trained: one whose batches differ between two calls, whose rows
+    are uneven, whose loss is no sum and weight, whose module has dropout or changes its inputs.
+    """
+    where, _, name = target.rpartition(":")
+    if where.endswith(".py"):
+        target = f"{Path(where).resolve()}:{name}"
+    own = load_workload(target)
+    module = built(target, 0)
+    _expect_no_dropout(target, module)
+    batch = _checked_batch(target, own)
+    _expect_a_sum_and_a_weight(target, own, module, batch)
+    blocks = BlocksOf(module)
+    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks.values()]
+    parameters = list(module.parameters())
+    if not parameters:
+        raise InputError(f"workload {target!r}: its model has no parameters")
+    digest = hashlib.sha256(Path(inspect.getfile(type(own))).read_bytes()).hexdigest()[:8]
+    label = f"{name.lower()}.{digest}"
+    config = OwnModelConfig(
+        name=label,
+        target=target,
+        digest=digest,
+        num_parameters=sum(p.numel() for p in parameters),
+        num_tensors=len(parameters),
+        block_sizes=tuple(sizes),
+        shares_weights=sum(1 for _ in module.named_parameters(remove_duplicate=False)) > len(parameters),
+    )
+    optimizer = getattr(own, "optimizer", _DEFAULT_OPTIMIZER)
+    if not isinstance(optimizer, OptimizerSpec):
+        raise InputError(
+            f"workload {target!r}: optimizer is {optimizer!r:.80}, expected meshmark.spec.optimizer.OptimizerSpec"
+        )
+    return Workload(
+        name=label,
+        model=config,
+        dataset=Dataset.OWN,
+        loss=Loss.OWN,
+        optimizer=optimizer,
+        global_batch=_num_rows(batch),
+        masked=False,
+    )
+
+
+def built(target: str, seed: int) -> nn.Module:
+    """Return a new module of the workload, with the values that its own code draws under `seed`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = load_workload(target).model()
+    if not isinstance(module, nn.Module):
+        raise InputError(f"workload {target!r}: model() returned {type(module).__name__}, expected a torch.nn.Module")
+    return module
+
+
+@functools.lru_cache(maxsize=2)
+def reference_values(target: str, seed: int) -> dict[str, Tensor]:
+    """Return the initial values of all parameters and buffers, on the CPU, by canonical name."""
+    with torch.device("cpu"):
+        module = OwnModel.around(built(target, seed))
+    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: _unmetered(tensor) for name, tensor in values.items()}
+
+
+def _unmetered(tensor: Tensor) -> Tensor:
+    """Return a copy in numpy's memory, which the meters of a rank do not take for the framework's."""
+    return torch.from_numpy(tensor.detach().numpy().copy())
+
+
+def initial_value(
+    model: OwnModelConfig,
+    name: str,
+    full_shape: Sequence[int],
+    *,
+    seed: int,
+    block: Block | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Return the value that the workload's own code gives a parameter, or a block of it, as float32."""
+    value = reference_values(model.target, seed)[name].float()
+    if block:
+        where = tuple(slice(start, start + size) for start, size in zip(block.offset, block.shape, strict=True))
+        value = value[where]
+    return value.clone() if device is None else value.to(device, copy=True)
+
+
+def make_batch(workload: Workload, step: int) -> Batch:
+    """Return global batch `step`: the tree of tensors that the workload makes, with the weight of its loss."""
+    assert isinstance(workload.model, OwnModelConfig)
+    own = load_workload(workload.model.target)
+    tree = own.batch(step)
+    rows = _num_rows(tree)
+    with torch.no_grad():
+        _, weight = own.loss(_weighing_model(workload.model.target), tree)
+    return Batch(
+        inputs=tree,
+        targets=torch.zeros(rows, dtype=torch.int64),
+        weights=torch.ones(rows),
+        total_weight=float(weight),
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def _weighing_model(target: str) -> nn.Module:
+    """Return the model by which a batch's weight is asked for, which must not depend on its values."""
+    module = built(target, 0).eval()
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = _unmetered(tensor)
+    return module
+
+
+class OwnModel(Model):
+    """A user's module, as the models of this folder are used: it takes a tree of tensors and returns the loss's sum."""
+
+    block = nn.Module
+
+    def __init__(self, spec: ModelConfig, layers: Sequence[int] | None = None) -> None:
+        assert isinstance(spec, OwnModelConfig) and layers is None, "a model of one's own is built whole"
+        nn.Module.__init__(self)
+        self.spec, self.skipped_block = spec, None
+        self.embedding = self.head = self.recompute = None
+        self._wrap(load_workload(spec.target).model(), load_workload(spec.target).loss)
+
+    def _wrap(self, module: nn.Module, loss: Callable[[nn.Module, Any], tuple[Tensor, Tensor]] | None) -> None:
+        self.model, self._loss = module, loss
+        self.__dict__["blocks"] = BlocksOf(module)  # no submodule: its blocks have their names in the user's module
+
+    @classmethod
+    def around(cls, module: nn.Module) -> OwnModel:
+        """Return the wrapper of a module that is there already; its names are canonical."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._wrap(module, None)
+        return made
+
+    @classmethod
+    def skeleton(cls, spec: ModelConfig) -> Model:
+        """Built on the CPU first, for the module's own code may not build on the meta device."""
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            return cls(spec).to("meta")
+
+    @classmethod
+    def block_class_of(cls, spec: ModelConfig) -> type[nn.Module]:
+        blocks = cls.skeleton(spec).blocks
+        return type(next(iter(blocks.values()))) if blocks else nn.Module
+
+    @classmethod
+    def initial_buffers(cls, spec: ModelConfig, seed: int) -> dict[str, Tensor]:
+        assert isinstance(spec, OwnModelConfig)
+        values = reference_values(spec.target, seed)
+        return {name: values[name] for name, _ in cls.skeleton(spec).named_buffers()}
+
+    def make_embedding(self) -> nn.Module:
+        raise NotImplementedError
+
+    def make_block(self, index: int) -> nn.Module:
+        raise NotImplementedError
+
+    def make_head(self) -> nn.Module:
+        raise NotImplementedError
+
+    def block_of(self, name: str) -> str:
+        keys = (key for key in self.blocks if name.startswith(f"model.{key}."))
+        return next(keys, "")
+
+    def forward(self, x: Any) -> Tensor:  # noqa: ANN401
+        assert self._loss is not None
+        if next(self.parameters()).dtype is torch.float64:
+            with _InFloat64():
+                return self._loss(self.model, _as_double(x))[0]
+        return self._loss(self.model, x)[0]
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        assert isinstance(self.spec, OwnModelConfig)
+        values = reference_values(self.spec.target, seed)
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            tensor.copy_(values[name])
+
+
+class BlocksOf(MutableMapping[str, nn.Module]):
+    """The blocks of a module, by their path: what frameworks shard or wrap one by one.
+
+    They are all modules of one class: that of the entries of the longest `ModuleList`, for some frameworks wrap by
+    class. To set a block replaces it in the module, as frameworks do that wrap it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part)]
+        self.module = module
+        self.paths: list[str] = []
+        if lists:
+            kinds = Counter(type(block) for block in max(lists, key=len))
+            ((kind, _),) = kinds.most_common(1)
+            for path, part in module.named_modules():
+                if type(part) is kind and path and not any(path.startswith(f"{outer}.") for outer in self.paths):
+                    self.paths.append(path)
+
+    def __getitem__(self, key: str) -> nn.Module:
+        return self.module.get_submodule(key)
+
+    def __setitem__(self, key: str, block: nn.Module) -> None:
+        self.module.set_submodule(key, block)
+
+    def __delitem__(self, key: str) -> None:
+        raise TypeError("a block cannot be taken out of a module")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+class _InFloat64(TorchFunctionMode):
+    """Turns what asks for float32 into float64, for modules that compute in float32 inside (norms, rotary positions).
+
+    So a module in float64 is a truth, whatever its code casts.
+    """
+
+    def __torch_function__(  # noqa: ANN202
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        if func is torch.Tensor.float:
+            return args[0].double()
+        args, kwargs = pytree.tree_map(_wider, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _wider(value: Any) -> Any:  # noqa: ANN401
+    return torch.float64 if value is torch.float32 else value
+
+
+def _as_double(tree: Any) -> Any:  # noqa: ANN401
+    def wide(leaf: Any) -> Any:  # noqa: ANN401
+        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(wide, tree)
+
+
+def _leaves(tree: Any) -> list[Tensor]:  # noqa: ANN401
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _num_rows(tree: Any) -> int:  # noqa: ANN401
+    return len(_leaves(tree)[0])
+
+
+def _checked_batch(target: str, own: OwnWorkload) -> Any:  # noqa: ANN401
+    first, again = own.batch(0), own.batch(0)
+    leaves = _leaves(first)
+    if not leaves or any(leaf.dim() == 0 for leaf in leaves):
+        raise InputError(f"workload {target!r}: batch(0) holds no tensors with rows as their first dimension")
+    if len(sizes := {len(leaf) for leaf in leaves}) > 1:
+        raise InputError(
+            f"workload {target!r}: tensors of batch(0) have {', '.join(map(str, sorted(sizes)))} rows; expected as "
+            "many rows in each, along the first dimension"
+        )
+    if any(not torch.equal(one, other) for one, other in zip(leaves, _leaves(again), strict=True)):
+        raise InputError(
+            f"workload {target!r}: batch(0) differs between two calls; expected a function of the step alone: draw "
+            "with torch.Generator().manual_seed(step)"
+        )
+    return first
+
+
+def _expect_a_sum_and_a_weight(target: str, own: OwnWorkload, module: nn.Module, batch: Any) -> None:  # noqa: ANN401
+    before = [leaf.clone() for leaf in _leaves(batch)]
+    try:
+        with torch.no_grad():
+            found = own.loss(module, batch)
+            total, weight = found
+            total, weight = torch.as_tensor(total), torch.as_tensor(weight)
+            repeated = torch.as_tensor(own.loss(module, batch)[0])
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"workload {target!r}: loss(model, batch) did not return a sum and its weight: {error}"
+        ) from error
+    if total.dim() or weight.dim() or not float(weight) > 0:
+        raise InputError(
+            f"workload {target!r}: loss(model, batch) returned a sum of shape {tuple(total.shape)} and a weight "
+            f"{weight!r:.60}; expected two numbers, the weight above 0: sum over rows, and how many count"
+        )
+    if any(not torch.equal(one, other) for one, other in zip(before, _leaves(batch), strict=True)):
+        raise InputError(f"workload {target!r}: the model or the loss changes its batch in place; work on a copy")
+    if not torch.equal(total, repeated):
+        raise InputError(
+            f"workload {target!r}: the loss of one batch differs between two calls ({float(total)!r} and "
+            f"{float(repeated)!r}); a model that draws random numbers in training cannot be judged by its values"
+        )
+    parts = [pytree.tree_map(lambda leaf, rows=rows: leaf[rows], batch) for rows in _halves(_num_rows(batch))]
+    with torch.no_grad():
+        halves = [own.loss(module, part) for part in parts]
+    apart = abs(float(total) - sum(float(s) for s, _ in halves)) / max(abs(float(total)), 1e-30)
+    if apart > _COUPLED or abs(float(weight) - sum(float(w) for _, w in halves)) > _COUPLED * float(weight):
+        raise InputError(
+            f"workload {target!r}: the losses of two halves of a batch do not add up to that of the whole (off by "
+            f"{apart:.1e}): rows enter one another's loss, as under a batch norm or a contrastive loss, which "
+            "frameworks that deal out rows compute otherwise; not judged yet"
+        )
+
+
+_COUPLED = 1e-4
+"""By how much the losses of two halves may miss that of the whole, relative to it: rounding."""
+
+
+def _halves(rows: int) -> list[slice]:
+    return [slice(0, rows // 2), slice(rows // 2, rows)]
+
+
+def _expect_no_dropout(target: str, module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Dropout) and part.p > 0:
+            raise InputError(
+                f"workload {target!r}: {name} drops out with p={part.p}; its masks differ between layouts, so build "
+                "the model with p=0 here"
+            )

@@ -1,0 +1,94 @@
+"""What is known of a user's own model: where it is, and the sizes of its parameters. No torch, as in `model_config`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from meshmark.spec.layout import Recompute
+from meshmark.spec.model_config import Dataset, ModelConfig
+from meshmark.spec.model_spec import Family
+from meshmark.spec.precision import Precision
+
+if TYPE_CHECKING:
+    from meshmark.spec.case import Case
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnModelConfig(ModelConfig):
+    """Any `torch.nn.Module`, as the workload at `target` builds it. What it holds is counted; what it saves is unknown.
+
+    `meshmark.reference.own_model.describe` makes one.
+    """
+
+    kind: ClassVar[str] = "module"
+    module: ClassVar[str] = "meshmark.reference.own_model:OwnModel"
+    theory: ClassVar[str] = "meshmark.theory.model_theory:CountedTheory"
+    initial_values: ClassVar[str] = "meshmark.reference.own_model:initial_value"
+    unit: ClassVar[str] = "rows"
+    family: ClassVar[Family] = Family.OWN
+    seq_len: ClassVar[int] = 1
+    causal: ClassVar[bool] = False
+    dropout: ClassVar[float] = 0.0
+    target: str
+    """The workload's class, as "path/to/file.py:Class" or "package.module:Class"."""
+    digest: str
+    """Of the source that the class is in, so that two versions of it are two models."""
+    num_parameters: int
+    num_tensors: int
+    block_sizes: tuple[int, ...]
+    """Parameters of each block, which frameworks wrap one by one."""
+    shares_weights: bool = False
+    """Whether two modules hold one parameter."""
+
+    @property
+    def tied_embeddings(self) -> bool:
+        return self.shares_weights
+
+    @property
+    def datasets(self) -> frozenset[Dataset]:
+        return frozenset({Dataset.OWN})
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.block_sizes)
+
+    @property
+    def block_parameters(self) -> int:
+        return max(self.block_sizes, default=0)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """All that is in no block."""
+        return self.num_parameters - sum(self.block_sizes)
+
+    @property
+    def head_parameters(self) -> int:
+        """None: what is in no block counts as the embedding's."""
+        return 0
+
+    @property
+    def outputs_per_row(self) -> int:
+        return 1
+
+    @property
+    def widest(self) -> int:
+        return max(self.block_parameters, 1)
+
+    def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
+        asked = {
+            f"tp {tp}: a model of your own is not split yet": tp > 1,
+            f"pp {num_stages}: a model of your own is not cut into stages yet": num_stages > 1,
+            f"cp {cp}: the rows of a model of your own have no sequence": cp > 1,
+        }
+        return [problem for problem, there in asked.items() if there]
+
+    def refusals(self, case: Case) -> list[str]:
+        asked = {
+            f"precision {case.precision} (of a model of your own, fp32 and fp64 are judged so far)": case.precision
+            not in (Precision.FP32, Precision.FP64),
+            "recomputation (which of a model of your own is not yet asked for)": case.layout.recompute
+            is not Recompute.NONE,
+            "tuning (which of a model of your own is not yet asked for)": bool(case.tuning.knobs),
+        }
+        return [reason for reason, refused in asked.items() if refused]
