@@ -30,6 +30,7 @@ from meshmark.reference.data import check_data, on_corpus
 from meshmark.regression.baseline import find_baseline
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
 from meshmark.regression.gatekeeper import Gatekeeper, expect_conditions, gatekeeper
+from meshmark.run.caches import users_caches
 from meshmark.run.cluster import ClusterSpec
 from meshmark.run.gpus import num_gpus
 from meshmark.run.launchers import LAUNCHERS
@@ -297,6 +298,7 @@ def _run_options(config: pytest.Config) -> RunOptions:
         raise InputError(f"--time-limit {limit:g}: expected seconds above 0, at most {MOST_SECONDS:,} (11 days)")
     if not 0 <= budget < limit:
         raise InputError(f"--timing-budget {budget:g}: expected seconds from 0 to below --time-limit, {limit:g}")
+    users_caches(os.environ)
     counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
     chosen = RunOptions(
         device=device,
