@@ -102,9 +102,7 @@ def test_no_process_is_left_and_records_are(
     wait_until(lambda: not processes_of(str(tmp_path)), seconds=END_SECONDS)
     assert hanging.wait() == (-signal.SIGKILL if ending is signal.SIGKILL else pytest.ExitCode.INTERRUPTED)
     assert [record.case.adapter for record in read_records(tmp_path / "results").records] == ["ddp"]
-    assert [*(tmp_path / "temporary").glob("meshmark-*")] == [others], (
-        "a launch's folder is left"
-    )
+    assert [*(tmp_path / "temporary").glob("meshmark-*")] == [others], "a launch's folder is left"
 
 
 def test_a_signal_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:

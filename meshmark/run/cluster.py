@@ -181,7 +181,7 @@ class Cluster:
         while True:
             try:
                 return RunStore(spec.host, spec.port, secret, datetime.timedelta(seconds=_JOIN_SECONDS))
-            except OSError as error:
+            except NodeLostError as error:
                 if waiting.over(f"waiting for node 0 of {spec.nnodes} at {spec.host}:{spec.port}"):
                     raise ClusterError(
                         f"node {spec.node_rank} of {spec.nnodes} found no store at {spec.host}:{spec.port} within "
