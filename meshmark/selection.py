@@ -32,7 +32,7 @@ from meshmark.regression.gate import DEFAULT_GATE, parse_gate
 from meshmark.regression.gatekeeper import Gatekeeper, expect_conditions, gatekeeper
 from meshmark.run.caches import users_caches
 from meshmark.run.cluster import ClusterSpec
-from meshmark.run.gpus import num_gpus
+from meshmark.run.gpus import num_gpus, refuses_to_share
 from meshmark.run.launchers import LAUNCHERS
 from meshmark.run.node_loss import node_loss
 from meshmark.run.passes.observe import WATCHED_STEP
@@ -246,6 +246,22 @@ def expect_spread(chosen: Selection, worlds: Collection[int]) -> None:
             f"multiples of {spec.nnodes} here; or start one task a node (srun --ntasks-per-node=1), which has all of "
             "its ranks"
         )
+
+
+def expect_gpus(chosen: Selection, worlds: Collection[int]) -> None:
+    """Raises `InputError` where NCCL was asked for and cannot serve the ranks of every world size."""
+    if chosen.options.backend != "nccl":
+        return
+    if chosen.options.device != "cuda":
+        raise InputError(
+            f"--backend nccl with --device {chosen.options.device}: NCCL sends tensors of GPUs alone; give --device "
+            "cuda, or leave --backend out"
+        )
+    spec, gpus = chosen.cluster, chosen.options.num_gpus
+    for world in sorted(worlds):
+        ranks = world // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
+        if told := refuses_to_share(ranks, gpus):
+            raise InputError(f"{told}: give --world {gpus * world // ranks} or less, or --backend gloo")
 
 
 def crowding(chosen: Selection) -> list[str]:
