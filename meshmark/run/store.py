@@ -278,6 +278,8 @@ def run_secret() -> bytes:
             _create(file, secrets.token_hex(32))
         with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW)) as opened:
             about, text = os.fstat(opened.fileno()), opened.read()
+    except UnicodeDecodeError as error:
+        raise ClusterError(f"{file} is not text: remove it, a new one is made") from error
     except OSError as error:
         raise ClusterError(f"{file}: {error.strerror}; set MESHMARK_RDZV_SECRET alike on all nodes instead") from error
     if about.st_uid != os.geteuid() or about.st_mode & 0o077 or len(text) < 64:
