@@ -138,6 +138,17 @@ def test_a_session_is_refused_before_anything_runs(tmp_path: Path) -> None:
     assert "TORCHINDUCTOR_CACHE_DIR" in done.stderr and "others can put code there" in done.stderr
 
 
+def test_a_temporary_folder_that_pytorch_cannot_open_is_refused(tmp_path: Path) -> None:
+    """Every case of the session had failed, each by a `UnicodeEncodeError`."""
+    folder = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(folder)
+    command = [sys.executable, "-m", "pytest", "suites", "--results", str(tmp_path / "results"), "--collect-only"]
+    environment = {**os.environb, b"TMPDIR": folder}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    assert "caf\\xe9', which is not UTF-8" in done.stderr and "name another one in TMPDIR" in done.stderr
+
+
 @pytest.fixture(params=[ForkserverLauncher, TorchrunLauncher])
 def own_launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
     """One that starts its processes after `shared` has set the folder for temporary files."""

@@ -112,8 +112,8 @@ def _write(folder: Path, records: Sequence[Record], reading: Reading) -> None:
     if not folder.exists():
         beside.rename(folder)
         return
-    for file in beside.iterdir():
-        file.replace(folder / file.name)
+    for made in beside.iterdir():
+        made.replace(folder / made.name)
     beside.rmdir()
 
 

@@ -46,8 +46,10 @@ def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def users_caches(environment: Mapping[str, str]) -> dict[str, str]:
     """Folders of caches that `environment` names; they exist afterwards.
 
-    Raises `InputError` if one belongs to another user, or if others can write to it.
+    Raises `InputError` if one belongs to another user, or if others can write to it; and if the folder for temporary
+    files has a name that PyTorch cannot open.
     """
+    _expect_text(tempfile.gettempdir())
     found = {name: environment[name] for name in VARIABLES if environment.get(name)}
     for name, folder in found.items():
         _expect_private(name, Path(folder))
@@ -74,6 +76,17 @@ def _own_base(temporary: Path) -> Path:
     base = Path(tempfile.mkdtemp(prefix=f"{folder_prefix()}caches-", dir=temporary))
     atexit.register(shutil.rmtree, base, ignore_errors=True)
     return base
+
+
+def _expect_text(temporary: str) -> None:
+    """PyTorch's stores and shared memory take paths as UTF-8."""
+    try:
+        temporary.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the folder for temporary files is {os.fsencode(temporary)!r}, which is not UTF-8: PyTorch cannot open "
+            "files there; name another one in TMPDIR"
+        ) from error
 
 
 def _expect_private(variable: str, folder: Path) -> None:
