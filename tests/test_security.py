@@ -221,6 +221,24 @@ def test_who_does_not_know_the_secret_is_told_nothing(server: StoreServer, conne
     assert connect().get("key") == b"value"
 
 
+def test_node_0_tells_of_a_node_that_holds_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had waited for it without a word, while the other node told why to its own user alone."""
+    monkeypatch.setattr("meshmark.run.cluster._JOIN_SECONDS", 2)
+    monkeypatch.setenv("MESHMARK_RDZV_SECRET", SECRET.decode())
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    stranger = threading.Timer(0.5, lambda: _come_with_another_secret(port))
+    stranger.start()
+    with pytest.raises(ClusterError, match=r"node 1 of 2 did not answer.*\(from 127.0.0.1 somebody came who holds"):
+        Cluster(ClusterSpec(nnodes=2, node_rank=0, rdzv=f"127.0.0.1:{port}")).__enter__()
+    stranger.join()
+
+
+def _come_with_another_secret(port: int) -> None:
+    with contextlib.suppress(ClusterError):
+        RunStore("127.0.0.1", port, b"a guess of sixteen", SECOND)
+
+
 def test_a_proof_that_was_overheard_is_worth_nothing(server: StoreServer) -> None:
     """A new connection has new numbers."""
     heard: list[bytes] = []

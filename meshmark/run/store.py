@@ -63,6 +63,8 @@ class StoreServer:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most_unproven = _MOST_UNPROVEN if files < 0 else min(_MOST_UNPROVEN, max(files // 4, 1))
         self._closed = False
+        self.refused: set[str] = set()
+        """Addresses from which somebody came with another secret."""
         self.port: int = listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True, name="meshmark-store").start()
 
@@ -113,6 +115,8 @@ class StoreServer:
                 proof = _challenge(peer, self._secret)
             finally:
                 kept = self._forget(peer)  # before it is told that it may stay
+            if proof is None:
+                self.refused.add(str(peer.getpeername()[0]))
             if not (proof and kept):
                 return
             peer.sendall(proof)
