@@ -73,7 +73,8 @@ def _pixels(path: str, files: Sequence[Path]) -> np.ndarray[tuple[int, ...], np.
                     raise ValueError(f"its pixels have Pillow's mode {image.mode!r}; expected 8 bits a channel")
                 images.append(image.convert("L" if image.mode in _GREY else "RGB"))
         except (OSError, SyntaxError, ValueError, RuntimeError, Image.DecompressionBombError) as error:
-            raise CorpusError(f"corpus {path!r}: {file} cannot be read as an image: {error}") from error
+            known = f"{', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"
+            raise CorpusError(f"corpus {path!r}: {file} cannot be read as an image ({known}): {error}") from error
         width, height = images[-1].size
         if width != height:
             raise CorpusError(f"corpus {path!r}: {file} has {width} x {height} pixels; expected square images")
