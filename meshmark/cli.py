@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import textwrap
@@ -50,7 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, 1 where a gate failed, or 2 for a mistake of the user's."""
     parsed = _parser().parse_args(arguments)
     try:
-        return parsed.run(parsed) or 0
+        code = parsed.run(parsed) or 0
+        if sys.stdout:
+            sys.stdout.flush()  # here, where what becomes of it can be told
+        return code
     except MeshmarkError as error:
         from meshmark.report.markdown import visible
 
@@ -58,8 +62,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"meshmark: {told}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read along, as `head` does, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        _silence_stdout()
+        return 0
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        _silence_stdout()
+        print(f"meshmark: what it found cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO)
+"""Of a standard output that is full or closed."""
+
+
+def _silence_stdout() -> None:
+    """Python would try to write once more at its end, and fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,9 +18,13 @@ def clip_tail(text: str, characters: int = LIMIT) -> str:
 
 
 def told(error: BaseException) -> str:
-    """`Type: what it says`, clipped; an exception that cannot say it is no reason for another."""
+    """`Type: what it says`, clipped."""
+    return clip(f"{type(error).__name__}: {text_of(error)}")
+
+
+def text_of(error: BaseException) -> str:
+    """What it says, clipped; an exception that cannot say it is no reason for another."""
     try:
-        text = str(error)
-    except Exception as other:
-        text = f"(its text cannot be had: {type(other).__name__})"
-    return clip(f"{type(error).__name__}: {text}")
+        return clip(str(error))
+    except BaseException as other:
+        return f"(its text cannot be had: {type(other).__name__})"

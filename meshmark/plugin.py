@@ -29,7 +29,7 @@ from meshmark.run.resume import Held, is_committed, is_own
 from meshmark.run.runner import Runner
 from meshmark.run.throughput import values_of
 from meshmark.run.user_gaps import gaps_of_nothing
-from meshmark.selection import SELECTION, Selection, add_options, crowding, expect_spread, selection
+from meshmark.selection import SELECTION, Selection, add_options, crowding, expect_gpus, expect_spread, selection
 from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
 
 pytest_plugins = ["meshmark.session_log", "meshmark.long_run", "meshmark.shard", "meshmark.github"]
@@ -96,7 +96,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cells = [p[name] for p in parameters for name in ("case", "conforming") if name in p]
     try:
         expect_fit([cell for cell in cells if isinstance(cell, Cell)])
-        expect_spread(selection(config), {cell.world_size for cell in cells if isinstance(cell, Case)})
+        worlds = {cell.world_size for cell in cells if isinstance(cell, Case)}
+        expect_spread(selection(config), worlds)
+        expect_gpus(selection(config), worlds)
         if cells and (keeper := selection(config).gatekeeper):
             expect_cases(keeper, {cell.id for cell in cells if isinstance(cell, Case)})
     except InputError as error:

@@ -30,8 +30,9 @@ from meshmark.reference.data import check_data, on_corpus
 from meshmark.regression.baseline import find_baseline
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
 from meshmark.regression.gatekeeper import Gatekeeper, expect_conditions, gatekeeper
+from meshmark.run.caches import users_caches
 from meshmark.run.cluster import ClusterSpec
-from meshmark.run.gpus import num_gpus
+from meshmark.run.gpus import num_gpus, refuses_to_share
 from meshmark.run.launchers import LAUNCHERS
 from meshmark.run.node_loss import node_loss
 from meshmark.run.passes.observe import WATCHED_STEP
@@ -247,6 +248,22 @@ def expect_spread(chosen: Selection, worlds: Collection[int]) -> None:
         )
 
 
+def expect_gpus(chosen: Selection, worlds: Collection[int]) -> None:
+    """Raises `InputError` where NCCL was asked for and cannot serve the ranks of every world size."""
+    if chosen.options.backend != "nccl":
+        return
+    if chosen.options.device != "cuda":
+        raise InputError(
+            f"--backend nccl with --device {chosen.options.device}: NCCL sends tensors of GPUs alone; give --device "
+            "cuda, or leave --backend out"
+        )
+    spec, gpus = chosen.cluster, chosen.options.num_gpus
+    for world in sorted(worlds):
+        ranks = world // (spec.nnodes if spec.gpus_by_task else spec.num_hosts)
+        if told := refuses_to_share(ranks, gpus):
+            raise InputError(f"{told}: give --world {gpus * world // ranks} or less, or --backend gloo")
+
+
 def crowding(chosen: Selection) -> list[str]:
     """What a reader of times should know: ranks that share what each would have for itself."""
     spec, world = chosen.cluster, max(chosen.worlds, default=1)
@@ -297,6 +314,7 @@ def _run_options(config: pytest.Config) -> RunOptions:
         raise InputError(f"--time-limit {limit:g}: expected seconds above 0, at most {MOST_SECONDS:,} (11 days)")
     if not 0 <= budget < limit:
         raise InputError(f"--timing-budget {budget:g}: expected seconds from 0 to below --time-limit, {limit:g}")
+    users_caches(os.environ)
     counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
     chosen = RunOptions(
         device=device,

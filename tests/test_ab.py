@@ -259,6 +259,7 @@ def test_mistakes_are_told(repository: list[str], capsys: pytest.CaptureFixture[
         (["--good", "HEAD", "--bad", repository[0]], "are they the other way round?"),
         (["--good", repository[0], "--bad", repository[2]], "there is nothing to find"),
         (["--good", "HEAD~1", "--bad", "HEAD", "--launches", "0"], "expected at least 1"),
+        (["--good", "HEAD~1", "--bad", "HEAD", "--launches", "2"], "at least 3, which show how launches scatter"),
     ):
         assert main(["bisect", *asked, "--", "-k", "x"]) == 2
         assert words in capsys.readouterr().err

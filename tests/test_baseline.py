@@ -136,7 +136,7 @@ def test_nothing_fails_beside_an_equal_record() -> None:
 
 
 def test_each_kind_of_regression_fails_its_own_test_with_its_evidence() -> None:
-    found = keeper(make_good(), timed())
+    found = keeper(make_good(), *(timed(1 + 0.01 * i) for i in range(5)))
     bigger = make_good(memory=make_memory_evidence(readings=[make_memory(), make_memory(activations=2000)]))
     with pytest.raises(pytest.fail.Exception, match=r"peak memory worse: .*activations on rank 1: 1,000 -> 2,000"):
         expect_no_worse(bigger, "memory", found)
@@ -152,10 +152,21 @@ def test_each_kind_of_regression_fails_its_own_test_with_its_evidence() -> None:
 
 
 def test_more_timed_cases_share_the_chance_of_a_false_alarm() -> None:
-    found = keeper(make_good(), timed())
+    found = keeper(make_good(), *(timed(1 + 0.03 * i) for i in range(5)))
     slow = timed(1.8)
     assert found.failing(slow, "throughput")
     assert not dataclasses.replace(found, num_timed=100_000).failing(slow, "throughput")
+
+
+def test_a_baseline_of_one_launch_fails_no_rate() -> None:
+    """How far its launches scatter on this machine nobody has seen."""
+    assert not keeper(make_good(), timed()).failing(timed(3.0), "throughput")
+
+
+def test_a_baseline_of_another_machine_fails_no_rate() -> None:
+    found = keeper(make_good(), *(timed(1 + 0.01 * i) for i in range(5)))
+    slow = dataclasses.replace(timed(3.0), environment=make_environment(machine="Abacus 4000"))
+    assert found.failing(timed(3.0), "throughput") and not found.failing(slow, "throughput")
 
 
 def test_a_case_that_the_baseline_lacks_is_told() -> None:

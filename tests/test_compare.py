@@ -14,8 +14,8 @@ from meshmark.errors import InputError, ResultsError
 from meshmark.measure.readings import Bytes, Collective, TrafficReading
 from meshmark.regression.change import Change, Kind, Standing
 from meshmark.regression.compare import compare
-from meshmark.regression.gate import parse_gate
-from meshmark.regression.samples import STEP, Sample, own_scatter, recorded_scatter
+from meshmark.regression.gate import DEFAULT_GATE, parse_gate
+from meshmark.regression.samples import STEP, Sample, own_scatter
 from meshmark.regression.times import ALPHA, holm, time_changes
 from meshmark.run.record import ConformanceEvidence, LaunchSeconds, Outcome, Record, Status
 from meshmark.run.record_file import RecordFile
@@ -56,7 +56,7 @@ def rows(before: list[Record], after: list[Record], **options: Any) -> dict[str,
 
 def test_equal_sides_differ_in_nothing() -> None:
     found = rows([make_good(), timed(0.1)], [make_good(), timed(0.1)])
-    exact = [change for change in found.values() if change.kind is not Kind.SLOWER]
+    exact = [change for change in found.values() if change.kind not in (Kind.SLOWER, Kind.SLOWER_START)]
     assert {change.standing for change in exact} == {Standing.SAME}
     names = {
         "equivalence verdict",
@@ -136,12 +136,47 @@ def test_repeated_launches_tell_a_slow_down_with_its_interval() -> None:
     assert rows(launches(0.12), launches(0.1))["tokens/s"].standing is Standing.BETTER
 
 
-def test_single_launches_are_judged_by_recorded_scatter() -> None:
-    recorded = recorded_scatter(STEP)
-    small, large = 1 + recorded.variance**0.5, 1 + 12 * recorded.variance**0.5
-    found = rows([timed(0.1)], [timed(0.1 * small)])["tokens/s"]
-    assert found.standing is Standing.UNDECIDED and "more launches of A" in found.evidence
-    assert rows([timed(0.1)], [timed(0.1 * large)])["tokens/s"].standing is Standing.WORSE
+def test_another_machine_s_scatter_decides_nothing() -> None:
+    """A single launch of each side: what is on record is of a machine that is not this one."""
+    for large in (1.1, 3.0):
+        found = compare([timed(0.1)], [timed(0.1 * large)]).changes
+        (rate,) = (change for change in found if change.metric == "tokens/s")
+        assert rate.standing is Standing.UNDECIDED and rate.effect and rate.effect.estimate < -0.05
+        assert (
+            "decides nothing here); to tell how launches scatter on this machine takes 4 more launches" in rate.evidence
+        )
+        assert not parse_gate("slower").failing(found)
+
+
+def test_repeats_on_one_machine_decide_nothing_on_another() -> None:
+    """Under `--across`, where A is repeated and B is one launch of another machine; until B is repeated too."""
+
+    def here(record: Record) -> Record:
+        return dataclasses.replace(record, environment=make_environment(machine="Abacus 4000"))
+
+    before, after = launches(0.1, 5), [here(each) for each in launches(0.2, 5)]
+    assert rows(before, after[:1], across=True)["tokens/s"].standing is Standing.UNDECIDED
+    assert rows(before, after, across=True)["tokens/s"].standing is Standing.WORSE
+
+
+def starts(seconds: float, count: int = 4) -> list[Record]:
+    return [
+        make_good(launch=LaunchSeconds(seconds=3 * seconds + 0.01 * i, build_seconds=seconds + 0.01 * i))
+        for i in range(count)
+    ]
+
+
+def test_slower_is_of_steps_and_starts_fail_where_they_are_asked_for_alone() -> None:
+    """Unchanged code had failed by "launch seconds worse": how fast a machine starts a process is not the code's."""
+    steady, slow = launches(0.1), launches(0.2)
+    started = compare([*starts(1.0), *steady], [*starts(2.0), *steady]).changes
+    told = {change.metric for change in started if change.standing is Standing.WORSE}
+    assert told == {"launch seconds", "build seconds"}, "they are told all the same"
+    assert not parse_gate(DEFAULT_GATE).failing(started)
+    assert {c.metric for c in parse_gate("slower-start:50%").failing(started)} == told
+    stepped = compare([*starts(1.0), *steady], [*starts(1.0), *slow]).changes
+    assert [change.metric for change in parse_gate(DEFAULT_GATE).failing(stepped)] == ["tokens/s"]
+    assert not parse_gate("slower-start").failing(stepped)
 
 
 def test_one_step_says_nothing() -> None:
@@ -153,10 +188,11 @@ def test_one_step_says_nothing() -> None:
 
 
 def test_equal_code_is_called_different_as_rarely_as_promised_and_slow_code_is_found() -> None:
-    """Ten cases, four launches a side: of 300 comparisons of equal code as good as none may alarm."""
+    """Ten cases, four launches a side: of 300 comparisons of equal code as good as none may alarm. 15 % is found in
+    98 % of them, by the power of a t-test with 6 degrees of freedom; 10 % would be in 71 %."""
     alarms = found = 0
     for trial in range(300):
-        slow = 1.1 if trial % 10 == 0 else 1.0
+        slow = 1.15 if trial % 10 == 0 else 1.0
         pairs = {
             (str(case), STEP): tuple(
                 [

@@ -40,8 +40,8 @@ from meshmark.run.request import Task
 from meshmark.run.throughput import peak_flops_per_second
 from meshmark.spec.hardware import gpu_of_device
 from meshmark.spec.layout import Layout
-from meshmark.spec.precision import Precision
-from meshmark.spec.tuning import Tuning
+from meshmark.spec.precision import Dtype, Precision
+from meshmark.spec.tuning import Matmul, Tuning
 from meshmark.spec.workload import workload
 from tests.factories import make_case, make_environment, make_timed
 
@@ -352,3 +352,21 @@ def test_everything_of_an_engine_is_on_its_context_s_device(
     placed = [*shares, *gradients, *held.parameters, *engine.parameters().values(), *engine.buffers().values(), *states]
     assert {tensor.device.type for tensor in placed} == {"meta"} and not strays.found
     assert len(states) == 2 * len(gradients) > 0
+
+
+@pytest.mark.parametrize("precision", Precision.PRESETS.values(), ids=str)
+@pytest.mark.parametrize("matmul", [None, *Matmul], ids=str)
+def test_no_utilisation_exceeds_the_peak_of_the_arithmetic_in_use(precision: Precision, matmul: Matmul | None) -> None:
+    """TF32 had been held against the peak of fp32, seven times lower."""
+    tuning = Tuning(matmul=matmul) if matmul else Tuning()
+    case = make_case(layout=Layout(dp=1), precision=precision, tuning=tuning)
+    record = make_timed(case=case, environment=make_environment(machine=f"1 x {H100}", device="cuda"))
+    found, _ = peak_flops_per_second(record)
+    gpu = gpu_of_device(H100)
+    assert gpu and found
+    if matmul is Matmul.TF32 and precision.compute is Dtype.FP32:
+        assert found == gpu.peak_flops["tf32"]
+    elif precision.compute.short in gpu.peak_flops:
+        assert found == gpu.peak_flops[precision.compute.short]
+    else:
+        assert found == record.timing.peak_flops_per_second, "which was measured under the same tuning"

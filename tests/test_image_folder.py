@@ -119,7 +119,7 @@ def test_images_that_do_not_go_together_are_refused(tmp_path: Path, side: int | 
 @pytest.mark.parametrize("content", [b"no image", b""], ids=["text", "empty"])
 def test_a_file_that_is_no_image_is_named(tmp_path: Path, content: bytes) -> None:
     (folder_of(tmp_path) / "dogs" / "notes.txt").write_bytes(content)
-    with pytest.raises(CorpusError, match="notes.txt cannot be read as an image: cannot identify image file"):
+    with pytest.raises(CorpusError, match=r"notes.txt cannot be read as an image \(.*\): cannot identify image file"):
         on(tmp_path)
 
 
@@ -144,13 +144,10 @@ def test_grey_images_that_tell_how_opaque_they_are_are_grey(tmp_path: Path) -> N
     assert images.shape == (4, 1, 16, 16) and images[3].unique().tolist() == [7 / 256]
 
 
-def test_what_pillow_has_not_implemented_is_named(tmp_path: Path) -> None:
+def test_a_format_that_is_not_read_is_told_with_those_that_are(tmp_path: Path) -> None:
     path = folder_of(tmp_path) / "dogs" / "odd.dds"
     Image.new("RGB", (16, 16)).save(path)
-    content = bytearray(path.read_bytes())
-    content[80:84] = bytes(4)  # the flags of its format of pixels
-    path.write_bytes(content)
-    with pytest.raises(CorpusError, match="odd.dds cannot be read as an image: .*pixel format"):
+    with pytest.raises(CorpusError, match=r"odd.dds cannot be read as an image \(BMP, .* or WEBP\): cannot identify"):
         on(tmp_path)
 
 

@@ -6,11 +6,16 @@ import contextlib
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from meshmark.measure.flight_recorder import IssuedOperation
 from meshmark.measure.profile import Activity, ActivityKind, Bandwidth, Kernel, Profile, curve, read_profile, union
+from meshmark.measure.profiler import _on_gpu
 from meshmark.report.profiles import memory_curves, profile_rows
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
@@ -136,3 +141,29 @@ def test_a_profiled_run_tells_of_every_rank_and_leaves_its_trace(tmp_path: Path)
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert sum(event.get("name") == "gloo:all_reduce" for event in events) >= 3
     assert [r.profiles for r in read_records(tmp_path).records] == [record.profiles]
+
+
+def test_ranges_that_a_program_names_are_no_kernels() -> None:
+    """FSDP and NCCL name some on the GPU's own time line: taken for kernels, they fill every gap."""
+
+    def event(name: str, start: int, stop: int, *, annotation: bool = False) -> Any:  # noqa: ANN401
+        return SimpleNamespace(
+            name=lambda: name,
+            device_type=lambda: DeviceType.CUDA,
+            start_ns=lambda: start,
+            end_ns=lambda: stop,
+            is_user_annotation=lambda: annotation,
+        )
+
+    events = [
+        event("FSDP::post_forward", 0, 100, annotation=True),
+        event("gemm", 10, 40),
+        event("nccl:all_reduce", 40, 90, annotation=True),
+        event("ncclDevKernel_AllReduce", 60, 85),
+    ]
+    found = list(_on_gpu(events))
+    assert [activity.name for activity in found] == ["gemm", "ncclDevKernel_AllReduce"]
+    assert 100 - sum(stop - start for start, stop in union([a.span for a in found])) == 45, "idle"
+    assert set(dir(events[0])) & {"is_user_annotation"} <= set(dir(torch._C._autograd._KinetoEvent)), (
+        "as PyTorch has it"
+    )

@@ -109,19 +109,19 @@ def test_a_gate_fails_each_kind_with_its_evidence_and_its_page_shows_it(
     assert main(["baseline", "accept", "ab/a/000", "--name", "main", "--allow", "noisy"]) == 0
     words = ["--pyargs", "meshmark.suites", *CHOSEN, "--baseline", "main", "--results", "now", "-p", "no:cacheprovider"]
     said = run(repository, "pytest", *words, "--fail-on", "wrong,bigger:1%,slower:50%", code=1)
-    wrong, bigger, slower = (failure(said, kind) for kind in KINDS)
+    wrong, bigger = (failure(said, kind) for kind in KINDS[:2])
     assert "gradient scaled (from step 0 on" in wrong[0] and "1.01" in wrong[0]
     assert "worse than baseline" in bigger[0] and "memory" in bigger[0] and "400,000" in "".join(bigger)
-    assert "worse than baseline" in slower[0] and "tokens/s" in slower[0]
-    for kind, lines in zip(KINDS, (wrong, bigger, slower), strict=True):
+    assert "2 failed, 1 passed" in said, "one launch of the baseline shows nothing of how launches scatter here"
+    for kind, lines in zip(KINDS[:2], (wrong, bigger), strict=True):
         assert len(lines) <= 10 and f"[{kind}" in lines[-2]
         assert lines[-2].startswith("  again      pytest 'meshmark.suites.test_"), "a path would be this machine's"
         assert lines[-1].startswith(f"  all of it  meshmark show {kind}")
-    assert len([line for line in said.splitlines() if line.startswith("::error title=")]) == 3
+    assert len([line for line in said.splitlines() if line.startswith("::error title=")]) == 2
     for page in ("report.html", "report.md"):
         assert main(["report", "now", "-o", page]) == 0
         told = (repository / page).read_text()
-        assert all(words in told for words in ("gradient scaled", "worse than baseline", "tokens/s worse"))
+        assert all(words in told for words in ("gradient scaled", "worse than baseline"))
 
 
 def failure(said: str, kind: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import pwd
@@ -24,7 +25,12 @@ import torch.distributed as dist
 from meshmark.errors import ClusterError
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.listener import listen
+from meshmark.run.perform import perform
+from meshmark.run.rank_info import RankInfo
+from meshmark.run.rank_report import RankFailure
+from meshmark.run.record import Status
 from meshmark.run.store import RunStore, StoreServer, run_secret
+from tests.test_launchers import make_request
 from tests.test_orphans import heed_signals, processes_of, wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -215,6 +221,24 @@ def test_who_does_not_know_the_secret_is_told_nothing(server: StoreServer, conne
     assert connect().get("key") == b"value"
 
 
+def test_node_0_tells_of_a_node_that_holds_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had waited for it without a word, while the other node told why to its own user alone."""
+    monkeypatch.setattr("meshmark.run.cluster._JOIN_SECONDS", 2)
+    monkeypatch.setenv("MESHMARK_RDZV_SECRET", SECRET.decode())
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    stranger = threading.Timer(0.5, lambda: _come_with_another_secret(port))
+    stranger.start()
+    with pytest.raises(ClusterError, match=r"node 1 of 2 did not answer.*\(from 127.0.0.1 somebody came who holds"):
+        Cluster(ClusterSpec(nnodes=2, node_rank=0, rdzv=f"127.0.0.1:{port}")).__enter__()
+    stranger.join()
+
+
+def _come_with_another_secret(port: int) -> None:
+    with contextlib.suppress(ClusterError):
+        RunStore("127.0.0.1", port, b"a guess of sixteen", SECOND)
+
+
 def test_a_proof_that_was_overheard_is_worth_nothing(server: StoreServer) -> None:
     """A new connection has new numbers."""
     heard: list[bytes] = []
@@ -270,6 +294,161 @@ def test_a_message_of_absurd_size_ends_its_connection_alone(connect: Callable[[]
     with pytest.raises(ClusterError):
         store.get("key")
     connect().set("key", "value")
+
+
+SERVES = """
+import os, resource, socket, sys, time
+from meshmark.run.store import StoreServer
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+server = StoreServer(socket.create_server(("127.0.0.1", 0)), sys.stdin.readline().strip().encode())
+print(server.port, flush=True)
+for line in sys.stdin:
+    if line.strip() == "fill":
+        held = []
+        try:
+            while True:
+                held.append(os.dup(0))
+        except OSError as error:
+            print(error.errno, flush=True)
+    else:
+        for file in held:
+            os.close(file)
+"""
+
+
+@pytest.fixture
+def narrow() -> Iterator[subprocess.Popen[str]]:
+    """A store in a process that may have 64 files open. Its first line is its port; "fill" takes all of its files."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVES], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        tell(process, SECRET.decode())
+        yield process
+        process.kill()
+
+
+def tell(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+
+
+def heard(process: subprocess.Popen[str]) -> int:
+    assert process.stdout
+    return int(process.stdout.readline())
+
+
+def test_strangers_keep_nobody_out(narrow: subprocess.Popen[str]) -> None:
+    """Three hundred of them, who stay and say nothing, in front of a store that may have 64 files open."""
+    port = heard(narrow)
+    with contextlib.ExitStack() as stack:
+        for number in range(300):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            if number % 2:
+                stranger.settimeout(None)
+                with contextlib.suppress(OSError):
+                    stranger.sendall(b"x")
+        stores = [RunStore("127.0.0.1", port, SECRET, SECOND) for _ in range(4)]
+        stores[0].set("key", "value")
+        assert stores[-1].get("key") == b"value"
+        for store in stores:
+            store.close()
+
+
+def test_want_of_files_ends_no_store(narrow: subprocess.Popen[str]) -> None:
+    """Who comes meanwhile waits, and is served as soon as there is room."""
+    port = heard(narrow)
+    tell(narrow, "fill")
+    assert heard(narrow) == errno.EMFILE
+    first = RunStore("127.0.0.1", port, SECRET, SECOND)  # for whom the kernel had kept a file while it was waited for
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as waiting:
+        waiting.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            waiting.recv(48)
+        tell(narrow, "release")
+        waiting.settimeout(10)
+        assert waiting.recv(48).startswith(b"meshmark store")
+    first.set("key", "value")
+    first.close()
+
+
+def test_many_ranks_that_come_at_once_all_get_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far more than may be unproven at one time."""
+    monkeypatch.setattr("meshmark.run.store._MOST_UNPROVEN", 4)
+    serving = StoreServer(socket.create_server(("127.0.0.1", 0), backlog=128), SECRET)
+    found = list[int]()
+
+    def rank() -> None:
+        store = RunStore("127.0.0.1", serving.port, SECRET, SECOND)
+        found.append(store.add("ranks", 1))
+        store.close()
+
+    ranks = [threading.Thread(target=rank) for _ in range(64)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    serving.close()
+    assert sorted(found) == list(range(1, 65))
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+def test_a_peer_that_drips_is_let_go_in_time(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
+    """A byte now and then is not a proof: what is limited is the whole of it."""
+    monkeypatch.setattr("meshmark.run.store._PROVE_SECONDS", 1.0)
+    over = threading.Event()
+
+    def drip(peer: socket.socket, text: bytes) -> None:
+        with peer, contextlib.suppress(OSError):
+            for byte in text:
+                peer.sendall(bytes([byte]))
+                if over.wait(0.5):
+                    return
+
+    if side == "client":
+        serving = StoreServer(socket.create_server(("127.0.0.1", 0)), SECRET)
+        with socket.create_connection(("127.0.0.1", serving.port), timeout=20) as peer:
+            assert len(peer.recv(48)) == 48
+            dripping = threading.Thread(target=drip, args=(peer, bytes(64)))
+            dripping.start()
+            with contextlib.suppress(ConnectionResetError):
+                assert peer.recv(1) == b""
+            ended_early = dripping.is_alive()
+            over.set()
+            dripping.join()
+        serving.close()
+    else:
+        listener = socket.create_server(("127.0.0.1", 0))
+        dripping = threading.Thread(target=lambda: drip(listener.accept()[0], b"meshmark store 1" + bytes(48)))
+        dripping.start()
+        with pytest.raises(ClusterError, match="is not this run's store.* bytes came in time"):
+            RunStore("127.0.0.1", listener.getsockname()[1], SECRET, SECOND)
+        ended_early = dripping.is_alive()
+        over.set()
+        dripping.join()
+        listener.close()
+    assert ended_early, "the connection outlived 32 s of dripping"
+
+
+def test_a_store_that_cannot_be_reached_is_no_adapter_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHMARK_RDZV_SECRET", SECRET.decode())
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    info = RankInfo(
+        rank=1,
+        local_rank=1,
+        local_world_size=2,
+        world_size=2,
+        host="127.0.0.1",
+        port=port,
+        prefix="launch",
+        folder=tmp_path,
+    )
+    failure = perform(make_request("ddp"), info)
+    assert isinstance(failure, RankFailure)
+    assert failure.kind is Status.UNFINISHED
+    assert f"node 0's store at 127.0.0.1:{port} cannot be reached" in failure.message
 
 
 def test_node_0_listens_at_the_address_of_rdzv_alone() -> None:

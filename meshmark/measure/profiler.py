@@ -86,9 +86,10 @@ def _called(event: Any) -> Iterator[Any]:  # noqa: ANN401
 
 
 def _on_gpu(events: Sequence[Any]) -> Iterator[Activity]:
-    """What its streams did. NCCL's kernels have its name, of every version."""
+    """What its streams did. NCCL's kernels have its name, of every version. Ranges that a program names, by
+    `record_function`, stand on the GPU's time line too: they span its kernels and the gaps between them."""
     for event in events:
-        if event.device_type() == DeviceType.CUDA:
+        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation():
             name = event.name()
             kind = ActivityKind.COMMUNICATION if "nccl" in name.lower() else ActivityKind.COMPUTE
             yield Activity(name=name, kind=kind, start_ns=event.start_ns(), stop_ns=event.end_ns())

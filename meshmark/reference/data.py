@@ -96,6 +96,8 @@ def read_corpus(path: str | None) -> bytes:
     """The bytes to train on. Raises `CorpusError` when the file is missing, unreadable or empty."""
     if path is None:
         return standard_text()
+    if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):  # a device may have no end
+        raise CorpusError(f"corpus {path!r} is no regular file; name a file with text in it")
     try:
         text = Path(path).read_bytes()
     except OSError as error:

@@ -18,6 +18,8 @@ _GREY = ("1", "L", "LA")
 """Modes of Pillow's that have one channel, and perhaps how opaque it is."""
 _WIDE = ("I", "F")
 """Beginnings of modes whose pixels have more than 8 bits: Pillow cuts them off at 255, and nearly all become white."""
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""That Pillow decodes by itself: of others it tries every decoder, some of which start programs."""
 _EXPECTED = "expected a subfolder a class, with images in it"
 
 
@@ -63,13 +65,16 @@ def _pixels(path: str, files: Sequence[Path]) -> np.ndarray[tuple[int, ...], np.
         raise CorpusError(f"corpus {path!r} is a folder of images, which take Pillow: pip install pillow") from error
     images = []
     for file in files:
+        if not file.is_file():  # to open a pipe waits for whoever writes to it
+            raise CorpusError(f"corpus {path!r}: {file} is no file; {_EXPECTED}")
         try:
-            with Image.open(file) as image:
+            with Image.open(file, formats=_FORMATS) as image:
                 if image.mode.startswith(_WIDE):
                     raise ValueError(f"its pixels have Pillow's mode {image.mode!r}; expected 8 bits a channel")
                 images.append(image.convert("L" if image.mode in _GREY else "RGB"))
         except (OSError, SyntaxError, ValueError, RuntimeError, Image.DecompressionBombError) as error:
-            raise CorpusError(f"corpus {path!r}: {file} cannot be read as an image: {error}") from error
+            known = f"{', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"
+            raise CorpusError(f"corpus {path!r}: {file} cannot be read as an image ({known}): {error}") from error
         width, height = images[-1].size
         if width != height:
             raise CorpusError(f"corpus {path!r}: {file} has {width} x {height} pixels; expected square images")

@@ -15,13 +15,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshmark.spec.model_config import ModelConfig
 
 _AT_ONCE = 2**16
-"""Elements that are drawn at once."""
+"""Elements that are drawn at once, few enough that the generator's wide integers stay in the cache."""
+_AT_ONCE_ELSEWHERE = 2**22
+"""The same on other devices than a CPU, where every operator is a launch, and an event for whoever watches."""
+_KEY, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""SplitMix64's constants: golden ratio, first and second multiplier."""
 # The sum of four uniform integers in [0, 65535]: its mean, and its standard deviation sqrt(4 (65536^2 - 1) / 12).
 _MEAN = 2 * 65535
 _STD = math.sqrt((65536**2 - 1) / 3)
@@ -40,8 +46,8 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 def _splitmix64(x: Tensor) -> Tensor:
     """The finaliser of SplitMix64 on int64 counters (any shape), with wrap-around multiplication."""
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    x = (x ^ _shift_right(x, 30)) * _signed(_FIRST)
+    x = (x ^ _shift_right(x, 27)) * _signed(_SECOND)
     return x ^ _shift_right(x, 31)
 
 
@@ -76,17 +82,20 @@ def random_bits(
     """64 random bits for every element of a block of a tensor of `full_shape` (default: all of it), by (seed, name,
     element) alone. int64, the block's shape."""
     part = block or Block(shape=full_shape, offset=[0] * len(full_shape))
+    return _splitmix64(_counters(name, full_shape, part, seed, device or torch.device("cpu")))
+
+
+def _counters(name: str, full_shape: Sequence[int], block: Block, seed: int, device: torch.device) -> Tensor:
+    """What the generator turns into the bits of each element. int64, the block's shape."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
-    golden = _signed(0x9E3779B97F4A7C15)
-    index = _index(full_shape, part.shape, part.offset, device or torch.device("cpu"))
-    return _splitmix64(index * golden + _signed(key))
+    return _index(full_shape, block.shape, block.offset, device) * _signed(_KEY) + _signed(key)
 
 
 def row_blocks(block: Block) -> list[Block]:
-    """A block by some of its rows at once, few enough that the generator's wide integers stay in the cache."""
+    """A block by some of its rows at once, `_AT_ONCE` elements where a row has no more."""
     if not block.shape:
         return [block]
-    rows = max(_AT_ONCE // max(math.prod(block.shape[1:]), 1), 1)
+    rows = _rows_at_once(block.shape, _AT_ONCE)
     return [
         Block(
             shape=[min(rows, block.shape[0] - i), *block.shape[1:]],
@@ -96,10 +105,51 @@ def row_blocks(block: Block) -> list[Block]:
     ]
 
 
-def _bell(bits: Tensor) -> Tensor:
-    """Random bits (int64) to values of mean 0 and standard deviation 1, bounded by 3.5. float32, same shape."""
-    total = (bits & 0xFFFF) + ((bits >> 16) & 0xFFFF) + ((bits >> 32) & 0xFFFF) + ((bits >> 48) & 0xFFFF)
-    return (total - _MEAN).to(torch.float32) * (1.0 / _STD)
+def _rows_at_once(shape: Sequence[int], elements: int) -> int:
+    return max(elements // max(math.prod(shape[1:]), 1), 1)
+
+
+def _fill_on_host(out: NDArray[np.float32], counters: NDArray[np.uint64], advance: int, std: float) -> None:
+    """Fill `out` with bell-shaped values, some rows at once, in place.
+
+    `counters` are those of its first rows, as many as are drawn at once; a row's are `advance` larger than those of the
+    row before. NumPy draws without a trace: a profiler that watches PyTorch notes every operator and allocation, which
+    for a large model came to gigabytes.
+    """
+    bits, shifted, total = np.empty_like(counters), np.empty_like(counters), np.empty(counters.shape, np.int32)
+    for first in range(0, len(out), max(len(counters), 1)):
+        rows = out[first : first + len(counters)]
+        x, s, t = (each[: len(rows)] for each in (bits, shifted, total))
+        np.add(counters[: len(rows)], np.uint64(first * advance % 2**64), out=x)
+        for shift, factor in ((30, _FIRST), (27, _SECOND)):
+            x ^= np.right_shift(x, np.uint64(shift), out=s)
+            x *= np.uint64(factor)
+        x ^= np.right_shift(x, np.uint64(31), out=s)
+        fields = x.view(np.uint16).reshape(*x.shape, 4)
+        np.add(fields[..., 0], fields[..., 1], out=t, dtype=np.int32)
+        t += fields[..., 2]
+        t += fields[..., 3]
+        t -= _MEAN
+        rows[...] = t
+        rows *= np.float32(1.0 / _STD)
+        rows *= np.float32(std)
+
+
+def _fill(out: Tensor, counters: Tensor, advance: int, std: float) -> None:
+    """`_fill_on_host` for tensors on any device, by PyTorch's operators, in place too."""
+    bits, shifted, total = (torch.empty_like(counters) for _ in range(3))
+    for first in range(0, len(out), max(len(counters), 1)):
+        rows = out[first : first + len(counters)]
+        x, s, t = (each[: len(rows)] for each in (bits, shifted, total))
+        torch.add(counters[: len(rows)], _signed(first * advance), out=x)
+        for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+            torch.bitwise_right_shift(x, shift, out=s)
+            x.bitwise_xor_(s.bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
+        torch.bitwise_and(x, 0xFFFF, out=t)
+        for shift in (16, 32, 48):
+            torch.bitwise_right_shift(x, shift, out=s)
+            t.add_(s.bitwise_and_(0xFFFF))
+        rows.copy_(t.sub_(_MEAN)).mul_(1.0 / _STD).mul_(std)
 
 
 def initial_value(
@@ -139,10 +189,18 @@ def drawn_value(
         return torch.zeros(size, device=device)
     if "norm." in name:
         return torch.ones(size, device=device)
-    if len(parts := row_blocks(block or Block(shape=size, offset=[0] * len(size)))) > 1:
-        every = [drawn_value(model, name, full_shape, seed=seed, block=part, device=device) for part in parts]
-        return torch.cat(every)
     std = model.init_std
     if name.endswith(("attention.out.weight", ".down.weight")):
         std /= math.sqrt(2 * model.num_layers)
-    return _bell(random_bits(name, full_shape, seed=seed, block=block, device=device)) * std
+    full, shape = tuple(full_shape) or (1,), size or (1,)  # a scalar is a row of one
+    offset = (block.offset if block else ()) or [0] * len(shape)
+    out = torch.empty(shape, dtype=torch.float32, device=device or torch.device("cpu"))
+    on_host = type(out) is Tensor and out.device.type == "cpu"
+    rows = min(_rows_at_once(shape, _AT_ONCE if on_host else _AT_ONCE_ELSEWHERE), shape[0])
+    first = Block(shape=(rows, *shape[1:]), offset=offset)
+    counters, advance = _counters(name, full, first, seed, out.device), math.prod(full[1:]) * _KEY
+    if on_host:
+        _fill_on_host(out.numpy(), counters.numpy().view(np.uint64), advance, std)
+    else:
+        _fill(out, counters, advance, std)
+    return out.view(size)

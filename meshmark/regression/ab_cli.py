@@ -14,9 +14,12 @@ from meshmark.regression.attempts import attempts_of
 from meshmark.regression.bisect import Search, bisect, steps_between
 from meshmark.regression.cli import FAILED, add_gate, tell
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
+from meshmark.regression.samples import LEAST_DEGREES
 from meshmark.regression.side import open_side, run_suites
 from meshmark.report.github import tell_github
 
+_LEAST_TIMED = 1 + LEAST_DEGREES // 2
+"""Sessions of each side that show how launches scatter, of one case."""
 _SIDE = "a git ref of the repository here, a virtual environment's folder, or a pip requirement such as torch==2.12.1"
 _OPTIONS = "options and tests of pytest, as of `pytest suites`, such as suites/test_throughput.py --adapters ddp"
 
@@ -73,6 +76,11 @@ def _bisect(parsed: argparse.Namespace) -> int:
     gate = parse_gate(parsed.fail_on or DEFAULT_GATE)
     if parsed.launches < 1:
         raise InputError(f"--launches {parsed.launches}: expected at least 1")
+    if gate.timed and parsed.launches < _LEAST_TIMED:
+        raise InputError(
+            f"--launches {parsed.launches} with --fail-on {parsed.fail_on or DEFAULT_GATE}: expected at least "
+            f"{_LEAST_TIMED}, which show how launches scatter on this machine; or a gate without slower"
+        )
     steps = steps_between(parsed.good, parsed.bad)
     with tempfile.TemporaryDirectory(prefix="meshmark-bisect-") as folder:
         options = _behind_dashes(parsed.options)

@@ -55,6 +55,8 @@ def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bo
     if not _NAME.fullmatch(name):
         raise InputError(f"--name {name!r}: expected letters, digits, '.', '_' or '-', such as a100-8gpu")
     folder = Path(FOLDER) / name
+    if folder.is_symlink():
+        raise InputError(f"{str(folder)!r} is a link: remove it, or choose another name")
     if folder.exists() and not (replace and (folder / ABOUT).exists()):
         raise InputError(f"{str(folder)!r} is there already: choose another name, or give --replace for a baseline")
     reading = read_records(results)
@@ -98,7 +100,8 @@ def _unfinished(sessions: Iterable[Session]) -> list[str]:
 
 
 def _write(folder: Path, records: Sequence[Record], reading: Reading) -> None:
-    """Beside its place first, so that a write that fails costs nothing."""
+    """Beside its place first, so that a write that fails costs nothing; of a baseline that is replaced, its own files
+    alone, one by one, so that what its user keeps there stays, and each file is whole at any time."""
     beside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
     with contextlib.closing(RecordFile(beside)) as file:
@@ -106,9 +109,12 @@ def _write(folder: Path, records: Sequence[Record], reading: Reading) -> None:
             file.append(compact(record))
     (beside / ABOUT).write_text(json.dumps(about(folder.name, records, reading), indent=2) + "\n")
     shutil.rmtree(beside / "evidence", ignore_errors=True)
-    if folder.exists():
-        shutil.rmtree(folder)
-    beside.rename(folder)
+    if not folder.exists():
+        beside.rename(folder)
+        return
+    for made in beside.iterdir():
+        made.replace(folder / made.name)
+    beside.rmdir()
 
 
 def compact(record: Record) -> Record:

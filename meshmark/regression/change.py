@@ -23,9 +23,11 @@ class Kind(StrEnum):
     BIGGER = "bigger"
     """Bytes held or sent."""
     SLOWER = "slower"
-    """Steps, launches, builds."""
+    """Fewer tokens, or samples, a second."""
     MISSING = "missing"
     """A case that was run in A and not in B."""
+    SLOWER_START = "slower-start"
+    """Launches and builds; what a machine does beside them moves these far more than steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

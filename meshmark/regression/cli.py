@@ -16,7 +16,6 @@ from meshmark.regression.change import Change, Kind
 from meshmark.regression.compare import Comparison, compare
 from meshmark.regression.gate import DEFAULT_GATE, Gate, parse_gate
 from meshmark.regression.page import lines, page
-from meshmark.regression.times import STARTS
 from meshmark.report.github import tell_github
 from meshmark.report.markdown import one_line
 from meshmark.run.record import Record
@@ -77,8 +76,8 @@ def _compare(parsed: argparse.Namespace) -> int:
     if gate:
         gated = f"{command} --fail-on {parsed.fail_on}{' --across' if parsed.across else ''}"
         tell_github(attempts_of(found, failing, titles[0], gated), print)
-    steps_timed = any(change.kind is Kind.SLOWER and change.metric not in STARTS for change in found.changes)
-    if gate and gate.timed and not failing and not steps_timed:
+    steps_timed = any(change.kind is Kind.SLOWER for change in found.changes)
+    if gate and Kind.SLOWER in gate.limits and not failing and not steps_timed:
         raise ResultsError(
             f"--fail-on {parsed.fail_on}: no case was timed in both {titles[0]} and {titles[1]}, so that none can be "
             "slower; expected records of suites/test_throughput.py, or a gate without slower"

@@ -10,7 +10,7 @@ from meshmark.errors import InputError
 from meshmark.regression.change import Change, Kind, Standing
 
 _SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)%")
-_SIZED = (Kind.BIGGER, Kind.SLOWER)
+_SIZED = (Kind.BIGGER, Kind.SLOWER, Kind.SLOWER_START)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Gate:
     @property
     def timed(self) -> bool:
         """Whether times fail."""
-        return Kind.SLOWER in self.limits
+        return Kind.SLOWER in self.limits or Kind.SLOWER_START in self.limits
 
     @property
     def margin(self) -> float | None:

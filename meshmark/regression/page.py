@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from meshmark.counted import counted
-from meshmark.regression.change import Change, Standing
+from meshmark.regression.change import Change, Kind, Standing
 from meshmark.regression.compare import Comparison
-from meshmark.regression.times import ALPHA, STARTS
+from meshmark.regression.times import ALPHA
 from meshmark.report.markdown import inline, one_line, table
 
 _ORDER = (Standing.WORSE, Standing.UNDECIDED, Standing.BETTER)
@@ -29,7 +29,7 @@ def lines(found: Comparison) -> list[str]:
         told += [one_line(str(change)) for change in rows[:_MOST_LINES]]
         if len(rows) > _MOST_LINES:
             told.append(f"... and {len(rows) - _MOST_LINES} more {standing}; -o FILE.md lists all")
-    starts = Counter(change.metric for change in found.of(Standing.UNDECIDED) if change.metric in STARTS)
+    starts = Counter(change.metric for change in found.of(Standing.UNDECIDED) if change.kind is Kind.SLOWER_START)
     told += [
         f"{metric} {Standing.UNDECIDED} of {counted(cases, 'case')}; -o FILE.md lists all"
         for metric, cases in starts.items()
@@ -41,7 +41,7 @@ def lines(found: Comparison) -> list[str]:
 def _alone(change: Change) -> bool:
     """Whether a row stands in a terminal: a total names its parts, and starts scatter too widely to be told one by
     one."""
-    return change.gated and not (change.metric in STARTS and change.standing is Standing.UNDECIDED)
+    return change.gated and not (change.kind is Kind.SLOWER_START and change.standing is Standing.UNDECIDED)
 
 
 def page(found: Comparison, titles: tuple[str, str], command: str) -> str:
@@ -51,8 +51,8 @@ def page(found: Comparison, titles: tuple[str, str], command: str) -> str:
         "# Comparison",
         f"Made by {inline(command)}. A: {inline(a)}. B: {inline(b)}.",
         f"{counted(found.num_cases, 'case')} in both. Bytes and collectives are exact. Times: Student's t on launches, "
-        f"by Holm's method: the chance that equal code has any time called different here is {ALPHA:.0%}, as far as "
-        "launches scatter as each row says.",
+        f"by Holm's method: the chance that equal code has any rate called different here is {ALPHA:.0%}, and as much "
+        "that any launch or build has, as far as launches scatter as each row says.",
     ]
     head += [
         f"**Conditions differ**: {inline(name)} {inline(one)} in A, {inline(other)} in B."

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshmark.environment import Environment
 from meshmark.measure.interval import student_t
 from meshmark.regression.runs import CaseRuns
-from meshmark.run.record import Status, TimingEvidence
+from meshmark.run.record import Record, Status
 
 STEP, LAUNCH, BUILD = "step", "launch", "build"
 """Seconds of a step of the timed pass, of the whole instrumented pass, and of the slowest rank's engine in it."""
@@ -30,6 +31,8 @@ class Sample:
     variance: float = 0.0
     """Of the logarithm of `seconds`, as far as blocks of its steps show it; infinite of a single step."""
     steps: int = 1
+    machine: str = ""
+    """That it was measured on."""
 
     @property
     def log(self) -> float:
@@ -40,19 +43,28 @@ def samples(runs: CaseRuns) -> dict[str, list[Sample]]:
     """By metric, in the order of launches."""
     complete = [r for r in runs.observed if r.outcome.status is Status.OK]
     found = {
-        STEP: [_of_steps(record.timing) for record in runs.complete],
-        LAUNCH: [Sample(seconds=r.launch.seconds) for r in complete if r.launch.seconds > 0],
-        BUILD: [Sample(seconds=r.launch.build_seconds) for r in complete if r.launch.build_seconds > 0],
+        STEP: [_of_steps(record) for record in runs.complete],
+        LAUNCH: [_of_start(r, r.launch.seconds) for r in complete if r.launch.seconds > 0],
+        BUILD: [_of_start(r, r.launch.build_seconds) for r in complete if r.launch.build_seconds > 0],
     }
     return {metric: each for metric, each in found.items() if each}
 
 
-def _of_steps(timing: TimingEvidence) -> Sample:
+def _of_start(record: Record, seconds: float) -> Sample:
+    return Sample(seconds=seconds, machine=machine_of(record.environment))
+
+
+def machine_of(environment: Environment) -> str:
+    """As far as a record tells machines apart."""
+    return f"{environment.machine}, {environment.num_cpus} CPUs"
+
+
+def _of_steps(record: Record) -> Sample:
     """By blocks as long as neighbours are alike, or by launches: see `mean_interval`."""
-    found, steps = timing.interval, len(timing.step_seconds)
+    found, steps = record.timing.interval, len(record.timing.step_seconds)
     blocks = steps // found.block
     error = found.relative / student_t(blocks - 1) if blocks > 1 else math.inf
-    return Sample(seconds=found.mean, variance=error**2, steps=steps)
+    return Sample(seconds=found.mean, variance=error**2, steps=steps, machine=machine_of(record.environment))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,25 +76,30 @@ class Scatter:
     degrees: float
     """Of freedom that it was estimated with."""
     source: str
+    machines: frozenset[str] = frozenset()
+    """Those whose launches it is of, as far as they are among what is compared."""
 
 
 def own_scatter(groups: Iterable[Sequence[Sample]], source: str) -> Scatter | None:
     """Of launches around their group's mean; None where no group repeats."""
-    squares, degrees, within = 0.0, 0, list[float]()
+    squares, degrees, within, machines = 0.0, 0, list[float](), set[str]()
     for group in groups:
         if len(group) > 1:
             squares += statistics.variance(s.log for s in group) * (len(group) - 1)
             degrees += len(group) - 1
+            machines |= {s.machine for s in group}
             within += [s.variance for s in group if math.isfinite(s.variance)]
     if not degrees:
         return None
     floor = statistics.fmean(within) if within else 0.0  # a few launches may agree by luck better than their steps do
-    return Scatter(variance=max(squares / degrees, floor), degrees=degrees, source=source.format(degrees))
+    variance = max(squares / degrees, floor)
+    return Scatter(variance=variance, degrees=degrees, source=source.format(degrees), machines=frozenset(machines))
 
 
 @functools.cache
 def recorded_scatter(metric: str) -> Scatter:
-    """Measured by `python -m benchmarks.launch_scatter`, for folders in which no case was launched twice."""
+    """Measured by `python -m benchmarks.launch_scatter`, for folders in which no case was launched twice. It says how
+    many launches a difference may take to be told; it decides nothing, for it is another machine's."""
     told = json.loads(RECORDED.read_text())
     found = told["metrics"][metric]
     return Scatter(variance=found["deviation"] ** 2, degrees=found["degrees"], source=f"measured on {told['machine']}")

@@ -1,11 +1,13 @@
 """Whether times differ: Student's t on the logarithms of launches, corrected for the number of tests.
 
 A pass is one sample: its steps share whatever its processes met, and its launches, where it has several, the state of
-the machine. Their scatter is taken from repeats of the case itself, else from those of the other cases, else from what
-was measured once; it is never less than the launches of a pass, and blocks of its steps, show. Verdicts are corrected
-by Holm's method (Scand. J. Statist. 6, 65, 1979): one false alarm of any case fails a CI job, so it is the chance of
-any that is held, whatever the tests have to do with one another; Benjamini and Hochberg's holds the share of false ones
-among the found, which is for screening.
+the machine. Their scatter is taken from repeats of the case itself, else from those of the other cases; it is never
+less than the launches of a pass, and blocks of its steps, show. Where nothing was repeated on the machine that a side
+was measured on, nothing is decided: how launches scatter on another machine says little of this one.
+
+Verdicts of rates, and those of starts, are corrected by Holm's method (Scand. J. Statist. 6, 65, 1979): one false alarm
+of any case fails a CI job, so it is the chance of any that is held, whatever the tests have to do with one another;
+Benjamini and Hochberg's holds the share of false ones among the found, which is for screening.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ ALPHA = 0.01
 SAME_WITHIN = PRECISION
 """Times whose interval stays within this, up and down, are the same; to this the timed pass measures."""
 _MOST_LAUNCHES = 1000
-STARTS = ("launch seconds", "build seconds")
-_WORDS = dict(zip((LAUNCH, BUILD), STARTS, strict=True))
+_SINGLE = "a single step says nothing of how steps scatter: time at least 2, without --steps or with more"
+_WORDS = {LAUNCH: "launch seconds", BUILD: "build seconds"}
 
 Pair = tuple[Sequence[Sample], Sequence[Sample]]
 Key = tuple[str, str]
@@ -52,6 +54,11 @@ class Test:
     """Standard error of the difference."""
     degrees: float
     scatter: Scatter
+
+    @property
+    def grounded(self) -> bool:
+        """Whether the scatter was measured on every machine that the launches were."""
+        return {sample.machine for side in self.pair for sample in side} <= self.scatter.machines
 
     @property
     def p(self) -> float:
@@ -115,8 +122,15 @@ def time_changes(pairs: Mapping[Key, Pair], units: Mapping[str, tuple[int, str]]
     """Of all cases and metrics at once; `units`: by case, how many of what a step trains on. `margin`: the difference
     that *cannot tell* says how to resolve."""
     tests = {key: test_of(pair, scatter_of(key, pairs)) for key, pair in pairs.items()}
-    decided = holm({key: test.p for key, test in tests.items()})
+    decided = dict[Key, tuple[bool, float]]()
+    for kind in (Kind.SLOWER, Kind.SLOWER_START):
+        decided |= holm({key: test.p for key, test in tests.items() if kind_of(key[1]) is kind})
     return [change_of(key, tests[key], decided[key][1], units[key[0]], margin) for key in pairs]
+
+
+def kind_of(metric: str) -> Kind:
+    """What a metric of time is when it is worse."""
+    return Kind.SLOWER if metric == STEP else Kind.SLOWER_START
 
 
 def change_of(key: Key, test: Test, level: float, unit: tuple[int, str], margin: float) -> Change:
@@ -124,7 +138,9 @@ def change_of(key: Key, test: Test, level: float, unit: tuple[int, str], margin:
     case, metric = key
     width = test.half_width(level)
     lowest, highest = test.difference - width, test.difference + width
-    if test.p <= level:
+    if not test.grounded:
+        standing = Standing.UNDECIDED
+    elif test.p <= level:
         standing = Standing.WORSE if test.difference > 0 else Standing.BETTER
     else:
         within = math.log1p(-margin) < lowest and highest < math.log1p(margin)
@@ -137,7 +153,7 @@ def change_of(key: Key, test: Test, level: float, unit: tuple[int, str], margin:
     return Change(
         case=case,
         metric=f"{unit[1]}/s" if metric == STEP else _WORDS[metric],
-        kind=Kind.SLOWER,
+        kind=kind_of(metric),
         standing=standing,
         before=before,
         after=after,
@@ -152,14 +168,26 @@ def _evidence(test: Test, level: float, standing: Standing, margin: float) -> st
     launches = (
         f"{ours} and {counted(theirs, 'launch', 'launches')}, which scatter by {math.sqrt(test.scatter.variance):.1%}"
     )
+    if not test.grounded:
+        return f"{launches} ({test.scatter.source}, which decides nothing here); {_ungrounded(test)}"
     told = f"{launches} ({test.scatter.source}); p = {test.p:.2g}, {level:.2g} decides"
     return f"{told}; {_needed(test, level, margin)}" if standing is Standing.UNDECIDED else told
+
+
+def _ungrounded(test: Test) -> str:
+    """What would show how launches scatter here."""
+    if any(not math.isfinite(s.variance) for side in test.pair for s in side):
+        return _SINGLE
+    lacking = LEAST_DEGREES - sum(max(len(side) - 1, 0) for side in test.pair)
+    if lacking <= 0:
+        return "one side was measured on another machine, and once: repeat it there"
+    return f"to tell how launches scatter on this machine takes {counted(lacking, 'more launch', 'more launches')}"
 
 
 def _needed(test: Test, level: float, margin: float) -> str:
     """How many launches, of as many steps as there were, would tell a difference of `margin`."""
     if any(not math.isfinite(s.variance) for side in test.pair for s in side):
-        return "a single step says nothing of how steps scatter: time at least 2, without --steps or with more"
+        return _SINGLE
     variance = max(test.scatter.variance, *map(_within, test.pair))
     steps = max(s.steps for side in test.pair for s in side)
     for count in range(2, _MOST_LAUNCHES):

@@ -181,7 +181,7 @@ class Cluster:
         while True:
             try:
                 return RunStore(spec.host, spec.port, secret, datetime.timedelta(seconds=_JOIN_SECONDS))
-            except OSError as error:
+            except NodeLostError as error:
                 if waiting.over(f"waiting for node 0 of {spec.nnodes} at {spec.host}:{spec.port}"):
                     raise ClusterError(
                         f"node {spec.node_rank} of {spec.nnodes} found no store at {spec.host}:{spec.port} within "
@@ -289,11 +289,18 @@ class Cluster:
         waiting = Waiting(self._say, seconds)
         while missing := self._check().missing([*seats]):
             first = seats[missing[0]]
-            if waiting.over(f"waiting for {first} at {what!r}"):
+            if waiting.over(f"waiting for {first} at {what!r}{self._refused}"):
                 self._lost = (
                     f"{first} did not answer within {seconds:.0f} s at {what!r}: "
-                    "did its pytest command end, or was it given other options?"
+                    f"did its pytest command end, or was it given other options?{self._refused}"
                 )
+
+    @property
+    def _refused(self) -> str:
+        """What node 0 knows of those that were not let in: each of them tells it to its own user alone."""
+        if not (self._server and self._server.refused):
+            return ""
+        return f" (from {', '.join(sorted(self._server.refused))} somebody came who holds another secret)"
 
     def _expect(self, name: str, what: str, told: tuple[str, str]) -> str:
         """What a node has brought to the meeting."""

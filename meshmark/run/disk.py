@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from meshmark.clip import text_of
 from meshmark.errors import NoSpaceError
 
 NEEDED_BYTES = 16 * 2**20
@@ -30,12 +31,14 @@ def is_full(folder: Path) -> bool:
     return _free_bytes(folder) < _FULL_BYTES
 
 
-def means_no_space(error: BaseException) -> bool:
-    """Whether a full disk, or a quota that is spent, is why it was raised."""
-    return any(
-        (isinstance(cause, OSError) and cause.errno in _FULL) or os.strerror(errno.ENOSPC) in str(cause)
-        for cause in _causes(error)
-    )
+def means_no_space(error: BaseException, folders: Iterable[Path]) -> bool:
+    """Whether a full disk, or a quota that is spent, is why it was raised. What an error only says, as C++'s do, counts
+    where one of `folders`, in which it may have written, is as good as full: anybody can say it."""
+    causes = list(_causes(error))
+    if any(isinstance(cause, OSError) and cause.errno in _FULL for cause in causes):
+        return True
+    said = any(os.strerror(errno.ENOSPC) in text_of(cause) for cause in causes)
+    return said and any(folder.exists() and _free_bytes(folder) < NEEDED_BYTES for folder in folders)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -19,6 +19,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from multiprocessing.reduction import send_handle
 from typing import TypeVar
 
 from meshmark.errors import MeshmarkError
+from meshmark.run.launch_folder import FOLDERS, folder_prefix
 from meshmark.run.process_state import has_variable, process_state
 from meshmark.run.server_process import CUDA_STARTED, LAUNCHER, LEAVE, STILL_THERE, Branch, Call, Ended
 
@@ -62,7 +64,7 @@ class ForkServer:
         code = f"import sys; from meshmark.run.server_process import main; main({its_end.fileno()})"
         process = subprocess.Popen(
             [sys.executable, "-c", code, *modules],
-            env={**environment, LAUNCHER: str(os.getpid())},
+            env={**environment, LAUNCHER: str(os.getpid()), FOLDERS: f"{tempfile.gettempdir()}/{folder_prefix()}"},
             stdin=subprocess.DEVNULL,
             pass_fds=[its_end.fileno()],
             start_new_session=True,  # Ctrl-C is the launcher's

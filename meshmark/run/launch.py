@@ -22,6 +22,7 @@ import meshmark
 from meshmark.environment import DEFAULT_THREADS
 from meshmark.errors import NodeLostError
 from meshmark.rank_progress import Pace
+from meshmark.run.caches import cache_variables
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.interface import device_towards
 from meshmark.run.kernels import VARIABLES
@@ -148,7 +149,10 @@ def caches_freed(task: Task) -> bool:
 
 
 def process_environment(spec: ClusterSpec, task: Task) -> dict[str, str]:
-    """Variables of all processes that run ranks for `task`, on top of this one's own; none is set here."""
+    """Variables of all processes that run ranks for `task`, on top of this one's own; none is set here.
+
+    Raises `InputError` where the user has sent a framework's cache to a folder that others can write to.
+    """
     root = str(Path(meshmark.__file__).parent.parent)  # they import the checkout wherever they were started
     path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     defaults = {"OMP_NUM_THREADS": DEFAULT_THREADS}
@@ -164,7 +168,7 @@ def process_environment(spec: ClusterSpec, task: Task) -> dict[str, str]:
     if not caches_freed(task):
         tunables = os.environ.get("GLIBC_TUNABLES", "")
         always["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, "glibc.malloc.tcache_count=0")))
-    return {**defaults, **os.environ, **always}
+    return {**defaults, **os.environ, **cache_variables(os.environ), **always}
 
 
 def _ranks(spec: ClusterSpec, world_size: int, prefix: str, folder: Path) -> list[RankInfo]:

@@ -6,6 +6,7 @@ import dataclasses
 
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.errors import MeshmarkError, NoSpaceError
+from meshmark.judge.sample import LARGEST_FULL
 from meshmark.judge.yardstick import Comparisons
 from meshmark.run.launch import Launcher
 from meshmark.run.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS
@@ -13,9 +14,9 @@ from meshmark.run.record import Status
 from meshmark.run.request import Request, Task
 
 
-def launch_noise(launcher: Launcher, request: Request) -> list[Comparisons]:
+def launch_noise(launcher: Launcher, request: Request, num_gpus: int) -> list[Comparisons]:
     """The noise runs that `request` is judged by: of PyTorch's eager kernels, whatever the case's tuning, lest a kernel
-    that is wrong be excused by itself. Raises `MeshmarkError` when their processes fail."""
+    that is wrong be excused by itself. `num_gpus`: on this node. Raises `MeshmarkError` when their processes fail."""
     measured = dataclasses.replace(
         request,
         case=dataclasses.replace(request.case, tuning=request.case.tuning.arithmetic),
@@ -24,9 +25,16 @@ def launch_noise(launcher: Launcher, request: Request) -> list[Comparisons]:
         backend="gloo",  # they share a GPU, which NCCL refuses; nothing is sent
         time_limit_seconds=max(TIME_LIMIT_SECONDS, request.time_limit_seconds),
     )
-    launched = launcher.launch(measured, NUM_RANKS, alone=True)
+    launched = launcher.launch(measured, num_processes(request, num_gpus), alone=True)
     if launched.failures:
         failure = launched.failures[0]
         kind = NoSpaceError if failure.kind == Status.NO_SPACE else MeshmarkError
         raise kind(f"noise of {request.case.id} could not be measured: {failure.message}\n{failure.log_tail}")
     return [run for report in launched.reports for run in report.noise_runs]
+
+
+def num_processes(request: Request, num_gpus: int) -> int:
+    """Processes that share the noise runs of `request`. Of a large model no two are on one GPU: each holds its model,
+    its optimizer's states and a float64 truth."""
+    large = request.case.workload.model.num_parameters > LARGEST_FULL
+    return max(min(NUM_RANKS, num_gpus), 1) if large and request.device == "cuda" else NUM_RANKS

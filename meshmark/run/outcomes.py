@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import traceback
+from pathlib import Path
 
 from meshmark.clip import clip, told
 from meshmark.errors import MeshmarkError, NodeLostError, NodesDisagreeError, NoSpaceError
@@ -20,7 +22,9 @@ _STATUS: dict[type[BaseException], Status] = {
 
 def outcome_of_error(error: BaseException) -> Outcome:
     """A failure outside the ranks; one that nobody foresaw with its stack."""
-    status = _STATUS.get(type(error), Status.NO_SPACE if means_no_space(error) else Status.UNFINISHED)
+    status = _STATUS.get(
+        type(error), Status.NO_SPACE if means_no_space(error, [Path(tempfile.gettempdir())]) else Status.UNFINISHED
+    )
     if isinstance(error, MeshmarkError):
         return Outcome(status=status, message=clip(str(error)))
     stack = clip("".join(traceback.format_exception(error)))

@@ -8,6 +8,8 @@ import os
 import re
 import time
 import traceback
+from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
@@ -15,7 +17,7 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from meshmark import rank_progress
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.registry import load_adapter
-from meshmark.clip import clip, told
+from meshmark.clip import clip, text_of, told
 from meshmark.environment import DEFAULT_THREADS
 from meshmark.errors import ClusterError
 from meshmark.run import kernels
@@ -76,7 +78,9 @@ def perform(request: Request, info: RankInfo) -> RankReport | RankFailure:
     except BaseException as error:  # whatever it was, it is this rank's outcome
         return RankFailure(
             rank=info.rank,
-            kind=_kind(error),
+            kind=_kind(
+                error, [info.folder, *([Path(request.checkpoint)] if request.checkpoint else []), _SHARED_MEMORY]
+            ),
             message=told(error),
             time=time.time(),
             traceback=clip(traceback.format_exc()),
@@ -123,8 +127,12 @@ def _recorded(request: Request) -> int:
     return 2_000 if request.backend == "nccl" else 0
 
 
-def _kind(error: BaseException) -> Status:
-    if means_no_space(error):
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def _kind(error: BaseException, folders: Iterable[Path] = ()) -> Status:
+    """`folders`: those that the rank writes to."""
+    if means_no_space(error, folders):
         return Status.NO_SPACE
     if isinstance(error, ClusterError):  # nodes and their store are Meshmark's
         return Status.UNFINISHED
@@ -142,4 +150,4 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(_OUT_OF_MEMORY.search(str(error)))
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(_OUT_OF_MEMORY.search(text_of(error)))

@@ -16,6 +16,7 @@ from meshmark.errors import AdapterError, ClusterError, NodeLostError, ResultsEr
 from meshmark.judge.sample import OBSERVED_STEPS, TIME_LIMITS, Assess, assess_of, sample_of
 from meshmark.measure.laps import LEAST_LAUNCHES
 from meshmark.run.assemble import JUDGED, assemble
+from meshmark.run.gpus import refuses_to_share
 from meshmark.run.launch import Launcher, LaunchResult
 from meshmark.run.node_loss import NodeLoss, rank_room
 from meshmark.run.outcomes import outcome_of_error, outcome_of_launch
@@ -95,7 +96,7 @@ class Runner:
         self._records: dict[_Key, Record] = {}
         self._remarks: list[str] = []
         """For the next record."""
-        self._yardsticks = Yardsticks(launcher, results, self._remarks)
+        self._yardsticks = Yardsticks(launcher, results, self._remarks, options.num_gpus)
         self._peaks = PeakProbe(launcher, options.num_gpus)
 
     def close(self) -> None:
@@ -115,7 +116,10 @@ class Runner:
         if cluster.room is not None and self._local_ranks(case) > cluster.room:
             of = f"{case.world_size} ranks are more than {cluster.spec.text} can hold, {cluster.room} each"
             return f"{of}{cluster.told_of_lost}"
-        return self.adapter(case).refusal(case, self.options.device, self._backend(case), needs)
+        backend = self._backend(case)
+        if backend == "nccl" and (told := refuses_to_share(self._local_ranks(case), self.options.num_gpus)):
+            return told
+        return self.adapter(case).refusal(case, self.options.device, backend, needs)
 
     def observe(self, case: Case) -> Record:
         """The instrumented pass, with all its verdicts."""

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
 from typing import NoReturn
 
-from meshmark.run.launch_folder import remove_folders
+from meshmark.run.launch_folder import FOLDERS, remove_folders
 from meshmark.run.orphans import adopt_orphans, die_with_parent, end_children
 
 LAUNCHER = "MESHMARK_LAUNCHER"
@@ -89,7 +89,7 @@ def _serve(channel: Connection, modules: Sequence[str]) -> NoReturn:
         told = True
     end_children(os.getpid())
     if not told:
-        remove_folders(int(os.environ[LAUNCHER]))
+        remove_folders(os.environ[FOLDERS])
     os._exit(0)
 
 

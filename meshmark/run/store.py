@@ -13,6 +13,8 @@ import datetime
 import hmac
 import json
 import os
+import random
+import resource
 import secrets
 import socket
 import threading
@@ -30,6 +32,14 @@ _PROOF_BYTES = 32
 _MOST_BYTES = 2**30
 """Of one message: reports of all ranks of a node are a few megabytes."""
 _PROVE_SECONDS = 10.0
+"""For the whole proof, however many bytes arrive when."""
+_PROVE_ATTEMPTS = 6
+_PAUSE_SECONDS = 0.1
+"""Before a second attempt to prove; twice as long before each further one."""
+_MOST_UNPROVEN = 256
+"""Peers that have yet to prove themselves; as many more push out those that came first."""
+_RETRY_SECONDS = 0.05
+"""Before the next connection is taken where this process has no room for one."""
 _CALL_SECONDS = 15.0
 """A call that takes longer means that node 0 or the link to it is lost."""
 SILENT_SECONDS = 15.0
@@ -47,27 +57,69 @@ class StoreServer:
         self._heard: dict[int, float] = {}
         """When each node's launcher last gave a sign of life."""
         self._lock = threading.Lock()
+        self._unproven: dict[socket.socket, None] = {}
+        """Peers that have not shown that they know the secret, in the order in which they came."""
+        self._unproven_lock = threading.Lock()
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most_unproven = _MOST_UNPROVEN if files < 0 else min(_MOST_UNPROVEN, max(files // 4, 1))
+        self._closed = False
+        self.refused: set[str] = set()
+        """Addresses from which somebody came with another secret."""
         self.port: int = listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True, name="meshmark-store").start()
 
     def close(self) -> None:
+        self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        """Take connections until this side closes. A stranger's, or want of room for one, ends nothing else."""
+        while not self._closed:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(peer,), daemon=True, name="meshmark-store-peer").start()
+            except ConnectionAbortedError:  # it left before its turn
+                continue
+            except OSError:  # no file or memory to spare: the peer waits in the kernel's queue
+                time.sleep(_RETRY_SECONDS)
+                continue
+            with self._unproven_lock:
+                self._unproven[peer] = None
+            self._drop_unproven()
+            try:
+                threading.Thread(target=self._serve, args=(peer,), daemon=True, name="meshmark-store-peer").start()
+            except RuntimeError:  # no thread to spare
+                self._forget(peer)
+                peer.close()
+
+    def _drop_unproven(self) -> None:
+        """Hang up on those that came first, so that strangers cannot keep others out: a rank proves itself in
+        milliseconds, and comes again if that was too long."""
+        with self._unproven_lock:
+            for peer in list(self._unproven)[: max(len(self._unproven) - self._most_unproven, 0)]:
+                del self._unproven[peer]
+                with contextlib.suppress(OSError):
+                    peer.shutdown(socket.SHUT_RDWR)  # its own thread closes it
+
+    def _forget(self, peer: socket.socket) -> bool:
+        """Count `peer` among the unproven no longer. Returns whether it was still one of them."""
+        with self._unproven_lock:
+            counted = peer in self._unproven
+            self._unproven.pop(peer, None)
+        return counted
 
     def _serve(self, peer: socket.socket) -> None:
         with peer, contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # such a peer is let go
-            peer.settimeout(_PROVE_SECONDS)
-            if not _admit(peer, self._secret):
+            try:
+                proof = _challenge(peer, self._secret)
+            finally:
+                kept = self._forget(peer)  # before it is told that it may stay
+            if proof is None:
+                self.refused.add(str(peer.getpeername()[0]))
+            if not (proof and kept):
                 return
+            peer.sendall(proof)
             peer.settimeout(None)
             while (question := _receive(peer)) is not None:
                 with self._lock:
@@ -112,7 +164,8 @@ class RunStore(Store):
     """A rank's or a launcher's connection to the store; what a process group needs of one. Whoever gives it to one
     keeps it alive too: PyTorch would not.
 
-    Raises `ClusterError` when nobody is there, who is there does not know the secret, or an answer does not come.
+    Raises `NodeLostError` when nobody is there or an answer does not come, another `ClusterError` when who is there
+    does not know the secret.
     """
 
     def __init__(self, host: str, port: int, secret: bytes, timeout: datetime.timedelta) -> None:
@@ -120,16 +173,29 @@ class RunStore(Store):
         self.set_timeout(timeout)
         self._where = f"{host}:{port}"
         self._lock = threading.Lock()
-        self._peer = socket.create_connection((host, port), timeout=_PROVE_SECONDS)
-        try:
-            _prove(self._peer, secret)
-        except (OSError, ValueError) as error:
-            self._peer.close()
-            raise ClusterError(
-                f"what listens at {self._where} is not this run's store, or holds another secret: is the port another "
-                f"program's? Do all nodes see the same MESHMARK_RDZV_SECRET, or the same home directory? ({error})"
-            ) from error
+        self._peer = self._connect(host, port, secret)
         self._peer.settimeout(_CALL_SECONDS)
+
+    def _connect(self, host: str, port: int, secret: bytes) -> socket.socket:
+        for attempt in range(1, _PROVE_ATTEMPTS + 1):
+            try:
+                peer = socket.create_connection((host, port), timeout=_PROVE_SECONDS)
+            except OSError as error:
+                raise NodeLostError(f"node 0's store at {self._where} cannot be reached: {error}") from error
+            try:
+                _prove(peer, secret)
+            except (OSError, ValueError) as error:
+                peer.close()
+                if isinstance(error, ConnectionError) and attempt < _PROVE_ATTEMPTS:  # pushed out by too many others?
+                    time.sleep(_PAUSE_SECONDS * 2**attempt * random.random())
+                    continue
+                raise ClusterError(
+                    f"what listens at {self._where} is not this run's store, or holds another secret: is the port "
+                    "another program's? Do all nodes see the same MESHMARK_RDZV_SECRET, or the same home directory? "
+                    f"({error})"
+                ) from error
+            return peer
+        raise AssertionError("the last attempt returns or raises")
 
     def _ask(self, what: str, **question: Any) -> Any:  # noqa: ANN401
         try:
@@ -216,6 +282,8 @@ def run_secret() -> bytes:
             _create(file, secrets.token_hex(32))
         with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW)) as opened:
             about, text = os.fstat(opened.fileno()), opened.read()
+    except UnicodeDecodeError as error:
+        raise ClusterError(f"{file} is not text: remove it, a new one is made") from error
     except OSError as error:
         raise ClusterError(f"{file}: {error.strerror}; set MESHMARK_RDZV_SECRET alike on all nodes instead") from error
     if about.st_uid != os.geteuid() or about.st_mode & 0o077 or len(text) < 64:
@@ -236,24 +304,25 @@ def _create(file: Path, text: str) -> None:
         own.unlink()
 
 
-def _admit(peer: socket.socket, secret: bytes) -> bool:
-    """Whether a client knows the secret; it is shown that this side does only after it has shown so itself."""
-    nonce = secrets.token_bytes(_NONCE_BYTES)
+def _challenge(peer: socket.socket, secret: bytes) -> bytes | None:
+    """What shows a client that this side knows the secret; None unless the client has shown that it does."""
+    deadline, nonce = time.monotonic() + _PROVE_SECONDS, secrets.token_bytes(_NONCE_BYTES)
+    peer.settimeout(_PROVE_SECONDS)
     peer.sendall(_GREETING + nonce)
-    theirs = _exactly(peer, _NONCE_BYTES)
-    if not hmac.compare_digest(_exactly(peer, _PROOF_BYTES), _proof(secret, b"client", nonce + theirs)):
-        return False
-    peer.sendall(_proof(secret, b"server", nonce + theirs))
-    return True
+    theirs = _exactly(peer, _NONCE_BYTES, deadline)
+    if not hmac.compare_digest(_exactly(peer, _PROOF_BYTES, deadline), _proof(secret, b"client", nonce + theirs)):
+        return None
+    return _proof(secret, b"server", nonce + theirs)
 
 
 def _prove(peer: socket.socket, secret: bytes) -> None:
-    """The client's side of `_admit`. Raises `ValueError` or `OSError` unless the server knows the secret too."""
-    if (greeting := _exactly(peer, len(_GREETING))) != _GREETING:
+    """The client's side of `_challenge`. Raises `ValueError` or `OSError` unless the server knows the secret too."""
+    deadline = time.monotonic() + _PROVE_SECONDS
+    if (greeting := _exactly(peer, len(_GREETING), deadline)) != _GREETING:
         raise ValueError(f"it greets with {greeting!r}")
-    theirs, nonce = _exactly(peer, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+    theirs, nonce = _exactly(peer, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
     peer.sendall(nonce + _proof(secret, b"client", theirs + nonce))
-    if not hmac.compare_digest(_exactly(peer, _PROOF_BYTES), _proof(secret, b"server", theirs + nonce)):
+    if not hmac.compare_digest(_exactly(peer, _PROOF_BYTES, deadline), _proof(secret, b"server", theirs + nonce)):
         raise ValueError("its proof is wrong")
 
 
@@ -280,10 +349,15 @@ def _receive(peer: socket.socket) -> dict[str, Any] | None:
     return message
 
 
-def _exactly(peer: socket.socket, size: int) -> bytes:
-    """Raises `ConnectionResetError` when the peer leaves first."""
+def _exactly(peer: socket.socket, size: int, deadline: float | None = None) -> bytes:
+    """Raises `ConnectionResetError` when the peer leaves first, `TimeoutError` when all is not there by `deadline`, or
+    without one when nothing arrives for as long as the socket's own timeout."""
     parts = bytearray()
     while len(parts) < size:
+        if deadline is not None:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError(f"{len(parts)} of {size} bytes came in time")
+            peer.settimeout(left)
         part = peer.recv(min(size - len(parts), 2**20))
         if not part:
             raise ConnectionResetError("it has closed the connection")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from meshmark.measure.laps import is_settled
 from meshmark.run.record import Record, TimingEvidence
 from meshmark.spec.hardware import gpu_of_device
+from meshmark.spec.precision import Dtype
+from meshmark.spec.tuning import Matmul
 from meshmark.theory.model_theory import theory_of
 
 
@@ -73,6 +75,8 @@ def peak_flops_per_second(record: Record) -> tuple[float | None, str]:
     if record.environment.device == "cuda":
         count, _, name = machine.partition(" x ")
         gpu, compute = gpu_of_device(name), record.case.precision.compute.short
+        if record.case.tuning.matmul is Matmul.TF32 and record.case.precision.compute is Dtype.FP32:
+            compute = "tf32"
         if gpu and compute in gpu.peak_flops:
             num_gpus = min(record.case.world_size, int(count) * record.environment.nnodes)
             return gpu.peak_flops[compute] * num_gpus, f"datasheet of {name}"

@@ -74,6 +74,7 @@ class TorchrunRanks:
         self._environment = environment | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # what the launcher can import
             LAUNCHER: str(os.getpid()),
+            "TMPDIR": str(self._folder),
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # the agent would listen for its ranks, and for everybody
         }
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
@@ -50,7 +51,8 @@ def run_rank(request: Request, info: RankInfo) -> NoReturn:
 
 
 def _leave_traces(info: RankInfo) -> None:
-    """Own log, progress and stacks in the launch's folder; no standard input; leave Ctrl-C to the launcher."""
+    """Own log, progress, stacks and temporary files in the launch's folder; no standard input; leave Ctrl-C to the
+    launcher."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log = os.open(info.file("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -58,6 +60,7 @@ def _leave_traces(info: RankInfo) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
+    os.environ["TMPDIR"], tempfile.tempdir = str(info.folder), None  # goes with the launch, and is open to nobody else
     rank_progress.watch(info.file("progress"))
     faulthandler.register(STACK_SIGNAL, file=open(info.file("stack"), "w"), all_threads=True)  # noqa: SIM115
 

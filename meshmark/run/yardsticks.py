@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from meshmark.errors import ClusterError, MeshmarkError
 from meshmark.judge.yardstick import Comparisons, Yardstick, fit
 from meshmark.run.launch import Launcher
 from meshmark.run.meeting import from_node_0, meet
@@ -24,24 +25,35 @@ from meshmark.serial import decode, encode
 class Yardsticks:
     """Those of one session."""
 
-    def __init__(self, launcher: Launcher, results: Path, remarks: list[str]) -> None:
-        """`remarks`: where is told what the reader of the next record should know."""
-        self._launcher, self._results, self._remarks = launcher, results, remarks
+    def __init__(self, launcher: Launcher, results: Path, remarks: list[str], num_gpus: int) -> None:
+        """`remarks`: where is told what the reader of the next record should know. `num_gpus`: on this node."""
+        self._launcher, self._results, self._remarks, self._num_gpus = launcher, results, remarks, num_gpus
         self._known: dict[str, Yardstick] = {}
+        self._failed: dict[str, MeshmarkError] = {}
+        """Why those could not be measured that were tried: to try again takes minutes, and ends the same way."""
 
     def forget(self) -> None:
         """All nodes know the same again: those of the disk of node 0."""
         self._known.clear()
+        self._failed.clear()
 
     def of(self, request: Request) -> Yardstick:
         """The yardstick of a request's workload and precision: from this session, from disk, or measured now.
 
-        Raises `MeshmarkError` when the single process fails, for then nothing can be judged.
+        Raises `MeshmarkError` when the single process fails, or has failed before, for then nothing can be judged.
         """
         key = noise_key(request.case, request.steps, request.device, request.sample)
         path = noise_folder(self._results) / f"{key}.json"
+        if key in self._failed:
+            raise type(self._failed[key])(str(self._failed[key]))
         if key not in self._known:
-            self._known[key] = fit(self._shared_runs(request, path), variance_ratio(request.case))
+            try:
+                self._known[key] = fit(self._shared_runs(request, path), variance_ratio(request.case))
+            except ClusterError:
+                raise
+            except MeshmarkError as error:
+                self._failed[key] = error
+                raise
         return self._known[key]
 
     def _shared_runs(self, request: Request, path: Path) -> list[Comparisons]:
@@ -65,6 +77,6 @@ class Yardsticks:
         return runs or self._measure(request, path)
 
     def _measure(self, request: Request, path: Path) -> list[Comparisons]:
-        runs = launch_noise(self._launcher, request)
+        runs = launch_noise(self._launcher, request, self._num_gpus)
         write_noise(path, runs)
         return runs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -45,6 +46,15 @@ class Raises(Accident):
     def happen(self, engine: DDPEngine) -> None:
         print("about to raise")
         raise ArithmeticError("planted in step 3")
+
+
+class TellsFolders(Accident):
+    """Raises where this rank's temporary files and compiled code go."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        raise AssertionError(f"{tempfile.gettempdir()}{os.pathsep}{cache_dir()}")
 
 
 class Killed(Accident):

@@ -14,13 +14,11 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import SingleEngine
 from meshmark.judge.piecewise import all_cores, assess_pieces
-from meshmark.judge.sample import Sample
 from meshmark.judge.stored import stored_copies
 from meshmark.judge.trace import Trace
 from meshmark.judge.yardstick import Comparisons, noise_run
 from meshmark.reference.data import make_batch
 from meshmark.run.passes.noise import (
-    NUM_RANKS,
     NUM_RUNS,
     backward,
     num_chunks,
@@ -40,19 +38,22 @@ def measure_noise(request: Request, adapter: Adapter, context: RankContext, star
     alone, sample = dataclasses.replace(context, rank=0, world_size=1), request.sample
     runs = range(context.rank, sample.noise_runs if sample else NUM_RUNS, context.world_size)
     if sample:
-        noise_runs = [_train_sampled(request, adapter, alone, run, sample) for run in runs]
+        noise_runs = [_train_sampled(request, adapter, alone, run, context.world_size) for run in runs]
     else:
         noise_runs = [train_alone(request, adapter, alone, run) for run in runs]
     return RankReport(rank=context.rank, build_seconds=0.0, run_seconds=time.time() - started, noise_runs=noise_runs)
 
 
-def _train_sampled(request: Request, adapter: Adapter, context: RankContext, run: int, sample: Sample) -> Comparisons:
-    """One noise run of a large model, as `train_alone` does it of a small one."""
+def _train_sampled(
+    request: Request, adapter: Adapter, context: RankContext, run: int, num_processes: int
+) -> Comparisons:
+    """One noise run of a large model, as `train_alone` does it of a small one, beside those of other processes."""
     folder = context.scratch / f"run-{run}"
+    assert request.sample
     try:
-        trace = _trace(request, adapter, context, run, sample.steps, folder)
+        trace = _trace(request, adapter, context, run, request.sample.steps, folder)
         gc.collect()  # the engine's memory is the truth's from here on
-        with all_cores(share=NUM_RANKS):
+        with all_cores(share=num_processes):
             deviations = assess_pieces(trace, request.case.workload, trace.parameters[0], context.device)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

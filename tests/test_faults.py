@@ -1,0 +1,168 @@
+"""Faults that others make, and what says that they are at fault: each of these had been blamed on somebody else, had
+hung, or had cost a user's files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from meshmark.clip import LIMIT, told
+from meshmark.errors import ClusterError, CorpusError, InputError
+from meshmark.reference.data import read_corpus
+from meshmark.reference.image_folder import load_images
+from meshmark.regression.baseline import accept
+from meshmark.run.perform import _kind
+from meshmark.run.record import Status
+from meshmark.run.record_file import read_records
+from meshmark.run.store import run_secret
+from tests.factories import make_good
+from tests.test_compare import write
+
+ROOT = Path(__file__).parent.parent
+
+
+class Mute(Exception):
+    """One that cannot say what it is about."""
+
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+def test_an_error_without_a_text_is_its_rank_s_outcome() -> None:
+    assert _kind(Mute()) is Status.RAISED
+    assert told(Mute()) == "Mute: (its text cannot be had: SystemExit)"
+
+
+def test_an_error_with_a_text_of_any_length_is_told_at_once() -> None:
+    """As long as a tensor that was printed whole: searched for what it means, it had taken a rank to its time limit."""
+    error = RuntimeError("NCCL " * 40_000_000)
+    started = time.process_time()
+    assert _kind(error) is Status.RAISED
+    assert len(told(error)) < LIMIT + 100
+    assert time.process_time() - started < 5
+
+
+def test_who_says_that_a_disk_is_full_must_have_filled_one(tmp_path: Path) -> None:
+    said = RuntimeError("cannot save: No space left on device")
+    assert _kind(said, [tmp_path]) is Status.RAISED
+    assert _kind(OSError(28, os.strerror(28)), [tmp_path]) is Status.NO_SPACE
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_what_is_said_of_a_disk_that_is_full_is_believed(tmp_path: Path) -> None:
+    """As C++ says it, which has no error number."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no mounts here")
+    try:
+        assert _kind(RuntimeError("No space left on device"), [tmp_path]) is Status.NO_SPACE
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_a_secret_that_is_not_text_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("MESHMARK_RDZV_SECRET", raising=False)
+    run_secret()
+    (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    file.write_bytes(bytes(range(128, 256)))
+    with pytest.raises(ClusterError, match="is not text: remove it"):
+        run_secret()
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Two classes, of one image each."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        Image.new("L", (4, 4)).save(tmp_path / name / "1.png")
+    return tmp_path
+
+
+def test_a_pipe_among_images_is_not_waited_for(images: Path) -> None:
+    os.mkfifo(images / "a" / "2.png")
+    with pytest.raises(CorpusError, match="2.png is no file"):
+        load_images(str(images))
+
+
+def test_images_are_decoded_by_pillow_alone(images: Path) -> None:
+    """PostScript would be given to a program."""
+    Image.new("L", (4, 4)).save(images / "a" / "2.eps")
+    with pytest.raises(CorpusError, match=r"2.eps cannot be read as an image \(BMP, .*\): cannot identify image"):
+        load_images(str(images))
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom"])
+def test_a_corpus_without_an_end_is_refused(device: str) -> None:
+    with pytest.raises(CorpusError, match=f"'{device}' is no regular file"):
+        read_corpus(device)
+
+
+@pytest.fixture
+def baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write(Path("results"), [make_good()])
+    return accept(Path("results"), "here")
+
+
+def test_a_baseline_that_is_replaced_leaves_its_user_s_files(baseline: Path) -> None:
+    (baseline / "notes.md").write_text("why this machine")
+    (baseline / "plots").mkdir()
+    write(Path("more"), [make_good()] * 3)
+    accept(Path("more"), "here", replace=True)
+    assert (baseline / "notes.md").read_text() == "why this machine" and (baseline / "plots").is_dir()
+    assert len(read_records(baseline).records) == 3
+    assert [path.name for path in Path("baselines").iterdir()] == ["here"]
+
+
+def test_a_baseline_s_records_are_whole_at_any_time(baseline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replacement that is cut off anywhere leaves the old ones or the new ones."""
+    kept, remove = (baseline / "records.jsonl").read_bytes(), shutil.rmtree
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def removed(folder: Path, **options: bool) -> None:
+        remove(folder, **options)
+        if Path(folder) == Path("baselines/here"):
+            raise KeyboardInterrupt
+
+    for step in ("replace", "rename", "rmdir"):
+        monkeypatch.setattr(Path, step, killed)
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    write(Path("more"), [make_good()] * 3)
+    with pytest.raises(KeyboardInterrupt):
+        accept(Path("more"), "here", replace=True)
+    assert (baseline / "records.jsonl").read_bytes() == kept
+
+
+def test_a_link_in_the_place_of_a_baseline_is_not_followed(baseline: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    baseline.rename(elsewhere)
+    baseline.symlink_to(elsewhere)
+    with pytest.raises(InputError, match="is a link"):
+        accept(Path("results"), "here", replace=True)
+    assert (elsewhere / "records.jsonl").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device here")
+@pytest.mark.parametrize("command", [["schema"], ["compare", "results", "results"], ["show", "ddp"]])
+def test_output_that_cannot_be_written_is_no_failed_gate(baseline: Path, command: list[str]) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "meshmark", *command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == f"meshmark: what it found cannot be written: {os.strerror(28)}\n"

@@ -1,0 +1,214 @@
+"""What runs on one GPU, seen without one: which pieces of gpu.mk measure a noise floor, on how many processes, how
+often, and who may share a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from _pytest.config.argparsing import Parser
+from _pytest.mark.expression import Expression
+
+from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.conformance.scenario import plain_cells
+from meshmark.errors import InputError
+from meshmark.judge.sample import LARGEST_FULL, Assess, assess_of
+from meshmark.run.cluster import Cluster, ClusterSpec
+from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.launch import LaunchResult
+from meshmark.run.noise_launch import num_processes
+from meshmark.run.rank_report import RankFailure
+from meshmark.run.record import Status
+from meshmark.run.request import Request, Task
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.selection import add_options, expect_gpus
+from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import workload
+from tests.factories import make_case
+
+ROOT = Path(__file__).parent.parent
+SUITES = ("equivalence", "memory", "communication", "throughput")
+JUDGED = {"equivalence", "memory", "communication"}
+"""Suites whose pass is held against a noise floor."""
+
+
+def pieces() -> dict[str, list[str]]:
+    """By name: the words of each command of pytest that `make gpu` gives."""
+    names = re.findall(r"gpu-\d-\w+", (ROOT / "gpu.mk").read_text().partition("GPU_PYTHON")[0])
+    found = {}
+    for name in names:
+        told = subprocess.run(["make", "-n", name], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for command in re.findall(r"-m pytest (suites .*?);", told.replace("\\\n", " ")):
+            found[name] = shlex.split(command)
+    return found
+
+
+PIECES = pieces()
+
+
+def asked(words: list[str]) -> tuple[Any, set[str]]:
+    """Meshmark's options among them, and the suites that `-k` lets run."""
+    parser = Parser(_ispytest=True)
+    add_options(parser)
+    parser.addoption("--keyword", default="test")
+    chosen, _ = parser.parse_known_and_unknown_args(["--keyword" if word == "-k" else word for word in words])
+    expression = Expression.compile(chosen.keyword)
+    return chosen, {suite for suite in SUITES if expression.evaluate(functools.partial(_is_in, f"test_{suite}"))}
+
+
+def _is_in(test: str, keyword: str, **_: object) -> bool:
+    return keyword in test
+
+
+def test_the_pieces_are_found() -> None:
+    assert len(PIECES) >= 6
+    assert asked(PIECES["gpu-6-memory"])[1] == {"memory"} and asked(PIECES["gpu-5-speed"])[1] == {"throughput"}
+    assert asked(PIECES["gpu-2-correct"])[1] == JUDGED
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_no_piece_measures_a_noise_floor_of_a_large_model(name: str) -> None:
+    """That takes longer than a piece has, and most of the disk of a machine that is lent."""
+    chosen, suites = asked(PIECES[name])
+    for text in chosen.workload.split(","):
+        case = make_case("ddp", Layout(), workload=workload(text))
+        how = assess_of(case, Assess(chosen.assess) if chosen.assess else None)
+        large = case.workload.model.num_parameters > LARGEST_FULL
+        assert not (large and suites & JUDGED and how is not Assess.OFF), f"{name} judges {text}: {how}"
+
+
+def make_request(name: str = "gpt-1.3b", **changes: Any) -> Request:  # noqa: ANN401
+    options = RunOptions(device="cuda", num_gpus=1)
+    runner = SimpleNamespace(options=options, adapters=builtin_adapters(), _backend=lambda case: "gloo")
+    case = make_case("ddp", Layout(), workload=workload(name), precision=Precision.BF16)
+    asked: Request = Runner.request(runner, Task.OBSERVE, case)  # type: ignore[arg-type]
+    return dataclasses.replace(asked, **changes)
+
+
+@pytest.mark.parametrize(
+    "request_, gpus, processes",
+    [
+        (make_request(), 1, 1),
+        (make_request(), 2, 2),
+        (make_request(), 8, 2),
+        (make_request(sample=None), 1, 1),
+        (make_request("gpt-tiny"), 1, 2),
+        (make_request(device="cpu"), 0, 2),
+    ],
+    ids=["one GPU", "two", "eight", "in full", "a small model", "a CPU"],
+)
+def test_no_two_noise_runs_of_a_large_model_share_a_gpu(request_: Request, gpus: int, processes: int) -> None:
+    """Two of 1.3 billion parameters need 94 GB. A small model's runs wait for launches more than for memory."""
+    assert num_processes(request_, gpus) == processes
+
+
+class Fails(ForkserverLauncher):
+    """Runs nothing, and says what became of every rank that it was to run."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self.asked: list[tuple[Request, int]] = []
+        self.kind: str = Status.OOM
+
+    def launch(self, request: Request, world_size: int, *, alone: bool = False) -> LaunchResult:
+        self.asked.append((request, world_size))
+        failure = RankFailure(rank=0, kind=self.kind, message="out of memory", time=0.0)
+        return LaunchResult(reports=[], failures=[failure], seconds=0.0)
+
+
+@pytest.mark.usefixtures("own_noise")
+@pytest.mark.parametrize("kind", [Status.OOM, Status.NO_SPACE])
+def test_a_yardstick_that_fails_is_launched_once(tmp_path: Path, kind: Status) -> None:
+    """Every case of its workload and precision tells why; another precision's is tried."""
+    with Cluster(ClusterSpec()) as cluster:
+        launcher = Fails(cluster)
+        launcher.kind = kind
+        runner = Runner(launcher, builtin_adapters(), RunOptions(), tmp_path)
+        cases = [
+            make_case(name, Layout(dp=2, num_micro_batches=2, zero_stage=stage))
+            for name, stage in (("ddp", 0), ("fsdp2", 3), ("deepspeed", 1))
+        ]
+        outcomes = [runner.observe(case).outcome for case in cases]
+        assert [request.task for request, _ in launcher.asked] == [Task.NOISE]
+        runner.observe(dataclasses.replace(cases[0], precision=Precision.BF16))
+        assert len(launcher.asked) == 2
+        runner.close()
+    assert len({(outcome.status, outcome.message) for outcome in outcomes}) == 1
+    assert outcomes[0].status is (Status.NO_SPACE if kind is Status.NO_SPACE else Status.UNFINISHED)
+    assert "could not be measured: out of memory" in outcomes[0].message
+
+
+def make_selection(**options: Any) -> Any:  # noqa: ANN401
+    given = {"device": "cuda", "backend": "nccl", "num_gpus": 1} | options
+    cluster = given.pop("cluster", ClusterSpec())
+    return SimpleNamespace(options=RunOptions(**given), cluster=cluster)
+
+
+FOUR = ClusterSpec(nnodes=4, node_rank=0, rdzv="10.0.0.1:29000", tasks_per_node=2)
+"""Four tasks on two nodes."""
+
+
+@pytest.mark.parametrize(
+    "selection, worlds, told",
+    [
+        (
+            make_selection(),
+            {1, 2},
+            "2 ranks of a node with 1 GPU over nccl.*: give --world 1 or less, or --backend gloo",
+        ),
+        (make_selection(num_gpus=4), {8}, "8 ranks of a node with 4 GPUs over nccl.*: give --world 4 or less"),
+        (make_selection(num_gpus=1, cluster=FOUR), {4}, "2 ranks of a node with 1 GPU.*: give --world 2 or less"),
+        (
+            make_selection(num_gpus=1, cluster=dataclasses.replace(FOUR, gpus_by_task=True)),
+            {8},
+            "2 ranks of a node with 1 GPU.*: give --world 4 or less",
+        ),
+        (make_selection(device="cpu"), {1}, "--backend nccl with --device cpu: NCCL sends tensors of GPUs alone"),
+    ],
+    ids=["one", "four", "two nodes", "GPUs by task", "no GPU"],
+)
+def test_ranks_that_share_a_gpu_are_refused_under_nccl(selection: Any, worlds: set[int], told: str) -> None:  # noqa: ANN401
+    """NCCL itself ends in `invalid usage` minutes later, once for every case."""
+    with pytest.raises(InputError, match=told):
+        expect_gpus(selection, worlds)
+
+
+def test_what_nccl_and_gloo_can_serve_is_not_refused() -> None:
+    expect_gpus(make_selection(), {1})
+    expect_gpus(make_selection(backend="gloo"), {1, 2, 8})
+    expect_gpus(make_selection(backend=None), {1, 2, 8})
+    expect_gpus(make_selection(num_gpus=8), {1, 2, 8})
+    expect_gpus(make_selection(cluster=dataclasses.replace(FOUR, gpus_by_task=True)), {4})
+
+
+@pytest.mark.parametrize("name", builtin_adapters())
+def test_refusals_of_every_adapter_by_backend_and_gpus(name: str, tmp_path: Path) -> None:
+    """Over nccl where ranks outnumber GPUs, with the reason, whatever the adapter; else as the adapter itself says of
+    the backend that is taken."""
+    adapter = load_adapter(builtin_adapters()[name])
+    with Cluster(ClusterSpec()) as cluster:
+        launcher = ForkserverLauncher(cluster)
+        for backend, gpus, taken in (
+            ("nccl", 1, None),
+            ("nccl", 2, "nccl"),
+            ("gloo", 1, "gloo"),
+            (None, 1, "gloo"),
+            (None, 2, "nccl"),
+        ):
+            options = RunOptions(device="cuda", backend=backend, num_gpus=gpus)
+            runner = Runner(launcher, builtin_adapters(), options, tmp_path)
+            for case in plain_cells(name, adapter, 2):
+                if case.world_size != 2:
+                    continue
+                expected = adapter.refusal(case, "cuda", taken) if taken else "2 ranks of a node with 1 GPU over nccl"
+                found = runner.refusal(case)
+                assert found == expected if taken else (found or "").startswith(expected or "")
+            runner.close()
