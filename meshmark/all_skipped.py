@@ -105,6 +105,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.write_line(f"{adapter}, {counted(more, 'test')}: other reasons (-rs shows them)")
     if fails:
         terminalreporter.write_line(
-            f"This run fails, because it shows nothing. Install what is missing (`meshmark doctor` lists it), or {CHOOSE}"
+            f"This run shows nothing, so it fails. Install what is missing (`meshmark doctor` lists it), or {CHOOSE}"
             "; --allow-skipped lets it pass."
         )
