@@ -68,7 +68,7 @@ def test_a_model_is_named_described_or_its_dimensions(tmp_path: Path) -> None:
     )
     sizes = {"layers": "40", "hidden": "5120", "heads": "40", "vocab": "50257", "seq_len": "2048"}
     named = memory_gib()
-    assert memory_gib(model=str(tmp_path / "config.json")) == named
+    assert memory_gib(model=f"{tmp_path / 'config.json'},dropout=0") == named
     assert memory_gib(model="mine", family="gpt", tied_embeddings="true", **sizes) == named
     assert memory_gib(model="layers=40,hidden=5120,heads=40,vocab=50257,seq_len=2048,tied_embeddings=true") == named
 
