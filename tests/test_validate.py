@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from meshmark.plan.rates import rates
+from studies import fit_nemo
+from studies.papers import FITTED, PAPERS_DIR, fitting, paper
 from studies.validate_goals import (
     MEMORY_BOUND,
     REGRET_WORST_BOUND,
@@ -52,3 +55,26 @@ def test_the_committed_page_is_of_a_planner_that_holds() -> None:
     lines = re.findall(r"^(\w+) ([\d.]+) bound ([\d.]+) (\w+)$", page, re.MULTILINE)
     assert len(lines) == 6
     assert all(float(value) <= float(bound) and state == "held" for _, value, bound, state in lines)
+
+
+def test_no_fit_reads_a_table_that_is_for_validation() -> None:
+    """What is fitted is fitted within `fitting`, in which such tables cannot be read."""
+    others = {path.stem for path in PAPERS_DIR.glob("*.csv")} - FITTED
+    assert others and {path.stem for path in PAPERS_DIR.glob("*.csv")} >= FITTED
+    with fitting():
+        for name in FITTED:
+            assert paper(name)
+        for name in others:
+            with pytest.raises(ValueError, match=f"{name} is for validation"):
+                paper(name)
+    assert all(paper(name) for name in others)
+
+
+def test_shipped_rates_are_fitted_within_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit that reads another table raises before it writes anything."""
+    reads = fit_nemo.paper
+    monkeypatch.setattr(fit_nemo, "paper", lambda name: reads("mpt_fsdp_benchmarks"))
+    with pytest.raises(ValueError, match="mpt_fsdp_benchmarks is for validation"), fitting():
+        fit_nemo.fit_megatron_core(rates("h100"))
+    names = {each.origin.partition(",")[0] for each in map(rates, ("a100", "h100", "h100-megatron-core", "h100-sweep"))}
+    assert names <= FITTED

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshmark.errors import InputError
-from meshmark.plan.rates import Rates, rates
+from meshmark.plan.rates import Rates
 from meshmark.spec.hardware import GIB, GIGA, TERA, Gpu, Host
 
 _UNITS: dict[str, tuple[str, float]] = {
@@ -47,7 +47,7 @@ class WrittenGpu:
 
 def gpu_template(there: Gpu, using: Rates) -> str:
     """A file that says what `there` is, to be changed."""
-    nearest = next((name for name in _SHIPPED if rates(name).name == using.name), _SHIPPED[0])
+    nearest = next((name for name in _SHIPPED if using.name == name or using.name.startswith(f"{name}-")), _SHIPPED[0])
     lines = [
         "# A GPU for `meshmark plan --gpu FILE.toml`, from its datasheet: dense peaks, bandwidths in one direction.",
         f"name = {json.dumps(there.name)}",
