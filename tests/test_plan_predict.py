@@ -12,9 +12,12 @@ from meshmark.cli import main
 from meshmark.errors import InputError
 from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, FRAMEWORKS
 from meshmark.plan.layout_table import batches, remarks
+from meshmark.plan.model_names import plan_model
 from meshmark.plan.predict_file import predict_file, predict_rows
 from meshmark.plan.rows import read_rows
 from meshmark.spec.layout_id import parse_layout
+from meshmark.theory.grid import SearchSpace, enumerate_grid
+from meshmark.theory.recipe import recipe
 from studies.validate_fsdp import mpt_fits, mpt_rows
 
 ROOT = Path(__file__).parent.parent
@@ -152,6 +155,32 @@ def test_megatron_is_of_the_generation_of_the_gpu() -> None:
     """Unfused attention and fp16 on A100, as the papers have it; flash attention and bf16 since Hopper."""
     recipes = [batch.recipe for batch in batches([{**ROW, "gpu": name} for name in ("a100-80", "h100", "b200")])]
     assert [each.name if each else "" for each in recipes] == ["megatron", "megatron-core", "megatron-core"]
+    (llama,) = batches([{**ROW, "gpu": "a100-80", "model": "llama-8b"}])
+    assert llama.recipe and llama.recipe.name == "megatron-core", "the papers' trained none"
     old, new = (predict_rows([{**ROW, "gpu": "h100", "framework": name}]) for name in ("megatron-2021", "nemo"))
     assert new["predicted_memory_gib"][0] < old["predicted_memory_gib"][0]
     assert new["predicted_step_seconds"][0] < old["predicted_step_seconds"][0]
+
+
+def test_embedding_and_head_count_as_layers_where_a_pipeline_is_cut() -> None:
+    """Llama 3's 126 layers on 16 stages of 8 chunks (arXiv:2407.21783 section 3.3.2 has them) were said not to fit."""
+    row = {
+        "model": "llama-405b",
+        "gpu": "h100",
+        "layout": "dp128.tp8.pp16.interleaved.v8.sp.zero1.mb16.recompute_selective",
+    }
+    assert predict_rows([{**row, "framework": "megatron"}])["predicted_fits"] == [1.0]
+    assert not remarks([{**row, "framework": "megatron"}])
+    more = {**row, "layout": "tp8.pp16.interleaved.v9.sp.mb16"}
+    assert predict_rows([more])["predicted_fits"] == [0.0] and "more pipeline stages" in remarks([more])[0]
+    cut = recipe("megatron-core").cut.stages(plan_model("llama-405b"), 16)
+    assert [stage.num_layers for stage in cut] == [7, *[8] * 14, 7]
+    assert sum(stage.num_layers for stage in recipe("megatron-core").cut.stages(plan_model("llama-405b"), 100)) == 126
+
+
+def test_a_search_tries_every_number_of_chunks() -> None:
+    """NeMo trains Llama 3 70B with five chunks a stage; more than four were never tried."""
+    space = SearchSpace(num_gpus=64, global_batch=128)
+    for name, chunks in (("llama-70b", {2, 4, 5, 10, 20}), ("llama-405b", {2, 4, 8, 16, 32})):
+        grid = enumerate_grid(plan_model(name), space, max_tp=8, ends_count=True)
+        assert chunks <= {int(v) for v in grid.virtual_stages[grid.pp == 4]}

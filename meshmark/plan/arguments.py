@@ -14,6 +14,7 @@ from meshmark.plan.gpu_file import read_gpu
 from meshmark.plan.rates import Rates, rates, read_rates
 from meshmark.plan.stacks import rates_for, stack_of
 from meshmark.spec.hardware import GIGA, Gpu, gpu
+from meshmark.spec.model_spec import Family
 from meshmark.theory.recipe import RECIPES, TrainingRecipe, recipe
 
 DEFAULT_GPU = "h100"
@@ -60,9 +61,10 @@ class Given:
         return self.own_rates or rates_for(self.machine, stack_of(self.using.name), nearest=self.nearest)
 
 
-def given_by(arguments: argparse.Namespace) -> Given:
-    """The GPU, the recipe and the rates asked for; of a calibrated machine's file machine and rates, for its rates are
-    shares of that machine.
+def given_by(arguments: argparse.Namespace, family: Family = Family.LLAMA) -> Given:
+    """The GPU, the recipe (of a family's models) and the rates that are asked for.
+
+    A calibrated machine's file says machine and rates, for its rates are shares of that machine.
 
     Raises `InputError` when such rates are asked for on another GPU, or rates beside bandwidths.
     """
@@ -79,7 +81,7 @@ def given_by(arguments: argparse.Namespace) -> Given:
     taken = own.rates if own else None
     if name is not None:
         taken = read_rates(Path(name)) if name.endswith(".json") else rates(name)
-    return Given(machine=there, recipe=_recipe_given(arguments, there), own_rates=taken, nearest=nearest)
+    return Given(machine=there, recipe=_recipe_given(arguments, there, family), own_rates=taken, nearest=nearest)
 
 
 def _gpu_given(name: str | None) -> tuple[Gpu, str | None]:
@@ -104,8 +106,8 @@ def framework_given(arguments: argparse.Namespace) -> Framework | None:
     return framework(arguments.framework) if arguments.framework is not None else None
 
 
-def _recipe_given(arguments: argparse.Namespace, there: Gpu) -> TrainingRecipe | None:
+def _recipe_given(arguments: argparse.Namespace, there: Gpu, family: Family) -> TrainingRecipe | None:
     """What the command line says to train by; None where it does not."""
     if named := framework_given(arguments):
-        return named.recipe_on(there)
+        return named.recipe_on(there, family)
     return recipe(arguments.recipe) if arguments.recipe is not None else None

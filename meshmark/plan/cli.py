@@ -23,11 +23,12 @@ from meshmark.plan.search import (
     stage_times,
 )
 from meshmark.plan.search_text import print_search, search_json
-from meshmark.spec.hardware import GIB, Gpu
+from meshmark.spec.hardware import GIB
 from meshmark.spec.layout import AXES, Offload, Schedule
 from meshmark.spec.layout_id import glossary
 from meshmark.spec.model_spec import Family
 from meshmark.theory.grid import SEARCHED_SCHEDULES, SearchSpace
+from meshmark.theory.recipe import TrainingRecipe
 
 _DEFAULT_MODEL = "llama-8b"
 
@@ -65,16 +66,17 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> Search | None:
     """Search and print; None where nothing is to be searched."""
-    given = given_by(arguments)
+    model = plan_model(arguments.model or _DEFAULT_MODEL)
+    family = Family.GPT if arguments.max_model and not arguments.model else model.family
+    given = given_by(arguments, family)
     if arguments.gpu_template:
         print(gpu_template(given.machine, given.rates), end="")
         return None
     if arguments.gpus is None:
         raise InputError("--gpus is missing: how many GPUs are there?")
     if arguments.max_model:
-        _print_max_model(arguments, given)
+        _print_max_model(arguments, given, family)
         return None
-    model = plan_model(arguments.model or _DEFAULT_MODEL)
     if told := told_of_size(arguments.model or _DEFAULT_MODEL):
         print(f"meshmark: {told}", file=sys.stderr)
     if arguments.seq_len is not None:
@@ -91,7 +93,7 @@ def run_plan(arguments: argparse.Namespace) -> Search | None:
         print(json.dumps(search_json(found, arguments.top, elapsed), indent=1))
     else:
         print_search(found, arguments.top, elapsed)
-        print(_trained_by(arguments, given.machine))
+        print(_trained_by(arguments, given.using))
     if arguments.timeline:
         _draw_timeline(found, arguments.timeline)
     return found
@@ -109,13 +111,13 @@ def _space(arguments: argparse.Namespace) -> SearchSpace:
     )
 
 
-def _trained_by(arguments: argparse.Namespace, machine: Gpu) -> str:
+def _trained_by(arguments: argparse.Namespace, using: TrainingRecipe) -> str:
     """Whose bytes a parameter were taken."""
     if named := framework_given(arguments):
-        return f"Planned for {named.name}: {named.told(machine)}."
+        return f"Planned for {named.name}: {named.told(using)}."
     if arguments.recipe is not None:
         return f"Planned by recipe {arguments.recipe}, with any axis; --framework plans for one that has a name."
-    return f"Planned for {DEFAULT_FRAMEWORK}, as no --framework is given: {framework(DEFAULT_FRAMEWORK).told(machine)}."
+    return f"Planned for {DEFAULT_FRAMEWORK}, as no --framework is given: {framework(DEFAULT_FRAMEWORK).told(using)}."
 
 
 def _contexts(text: str | None) -> list[int] | None:
@@ -133,9 +135,8 @@ def _schedule(name: str) -> Schedule:
     return Schedule(name)
 
 
-def _print_max_model(arguments: argparse.Namespace, given: Given) -> None:
+def _print_max_model(arguments: argparse.Namespace, given: Given, family: Family) -> None:
     machine = given.machine
-    family = plan_model(arguments.model).family if arguments.model else Family.GPT
     model, grid, held = max_model(
         _space(arguments), machine, given.using, given.rates, family=family, seq_len=arguments.seq_len
     )

@@ -8,6 +8,7 @@ from meshmark.errors import UnknownNameError
 from meshmark.plan.stacks import is_modern
 from meshmark.spec.hardware import Gpu
 from meshmark.spec.layout import AXES, Axis, Layout
+from meshmark.spec.model_spec import Family
 from meshmark.theory.recipe import RECIPES, TrainingRecipe
 
 
@@ -18,20 +19,21 @@ class Framework:
     name: str
     recipe: str
     older: str | None = None
-    """The recipe of its generation on GPUs before Hopper, where that is another."""
+    """The recipe of its generation that trained GPTs on GPUs before Hopper, where that is another."""
     axes: tuple[Axis, ...]
     """Degrees above one that it has."""
     zero_stages: tuple[int, ...]
     adapter: str | None = None
     """Meshmark's adapter of it; None where there is none, and nothing can be run."""
 
-    def recipe_on(self, there: Gpu | None) -> TrainingRecipe:
-        """What it trains by on a GPU; today's generation where that is not known."""
-        return RECIPES[self.older if self.older and there and not is_modern(there) else self.recipe]
+    def recipe_on(self, there: Gpu | None, family: Family) -> TrainingRecipe:
+        """What it trains a family's models by on a GPU; today's generation where that is not known. Models with rotary
+        positions and a gate are younger than what trained the papers' GPTs."""
+        older = there is not None and not is_modern(there) and family is Family.GPT
+        return RECIPES[self.older if self.older and older else self.recipe]
 
-    def told(self, there: Gpu) -> str:
+    def told(self, using: TrainingRecipe) -> str:
         """In one line: bytes a parameter before sharding, and what is searched."""
-        using = self.recipe_on(there)
         stages = ", ".join(map(str, self.zero_stages))
         return f"recipe {using.name}, {using.states.total:g} bytes a parameter; {', '.join(self.axes)}; ZeRO {stages}"
 
@@ -91,6 +93,6 @@ DEFAULT_FRAMEWORK = "megatron-core"
 """Whose recipe and rates are taken where none is named."""
 
 
-def recipe_of(name: str, there: Gpu | None = None) -> TrainingRecipe:
+def recipe_of(name: str, there: Gpu | None = None, family: Family = Family.GPT) -> TrainingRecipe:
     """What the framework called `name` trains by on a GPU."""
-    return framework(name).recipe_on(there)
+    return framework(name).recipe_on(there, family)

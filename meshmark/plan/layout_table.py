@@ -25,7 +25,7 @@ from meshmark.plan.model_names import known_models, told_of_size
 from meshmark.plan.rows import Row
 from meshmark.spec.hardware import MOST_GPUS, Gpu, gpu
 from meshmark.spec.layout import AXES, Layout
-from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.theory.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid, make_grid
 from meshmark.theory.recipe import TrainingRecipe, recipe
 
@@ -57,7 +57,8 @@ def batches(table: Sequence[Row], machine: Gpu | None = None) -> Iterator[Layout
     groups: dict[tuple[ModelSpec, str, TrainingRecipe | None], list[tuple[int, Layout]]] = {}
     for i, row in enumerate(table):
         expect_planned(row, i)
-        key = (model(row, i), cell(row, "gpu"), _recipe_of(row, i, machine))
+        spec = model(row, i)
+        key = (spec, cell(row, "gpu"), _recipe_of(row, i, machine, spec.family))
         groups.setdefault(key, []).append((i, layout(row, i)))
     for (spec, gpu_name, using), members in groups.items():
         rows = [i for i, _ in members]
@@ -81,13 +82,13 @@ def _once(read: Callable[[Row, int], _Read], columns: Sequence[str]) -> Callable
     return one
 
 
-def _recipe_of(row: Row, position: int, machine: Gpu | None) -> TrainingRecipe | None:
+def _recipe_of(row: Row, position: int, machine: Gpu | None, family: Family) -> TrainingRecipe | None:
     named, of = cell(row, "recipe"), cell(row, "framework")
     try:
         if not of:
             return recipe(named) if named else None
         there = machine or (gpu(cell(row, "gpu")) if cell(row, "gpu") else None)
-        using = recipe_of(of, there)
+        using = recipe_of(of, there, family)
         if named and using.name != named:
             raise InputError(f"recipe {named!r} is not framework {of!r}'s, {using.name!r}; leave one empty")
         return using

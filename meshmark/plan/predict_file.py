@@ -62,7 +62,7 @@ def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRo
         machine = setting.machine or gpu(batch.gpu_name)
         if machine.host is None and len(offloaded := batch.rows[batch.grid.offload > 0]):
             raise InputError(f"row {offloaded[0] + 2}: what a node of {machine.name} could offload to is not known")
-        named = setting.framework.recipe_on(machine) if setting.framework else None
+        named = setting.framework.recipe_on(machine, batch.model.family) if setting.framework else None
         using = setting.recipe or named or batch.recipe or recipe_of(DEFAULT_FRAMEWORK, machine)
         stack = stack_of(using.name)
         yield (

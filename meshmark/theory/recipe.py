@@ -119,14 +119,15 @@ class PipelineCut:
     `account_for_embedding_in_pipeline_split` and `account_for_loss_in_pipeline_split`)."""
 
     def stages(self, model: ModelSpec, num_stages: int) -> tuple[Stage, ...]:
-        """The stages. Raises `LayoutError` when an even cut finds too few layers."""
-        if self.ends_count and model.num_layers % num_stages:
+        """The stages."""
+        uneven = self.ends_count and model.num_layers % num_stages
+        if not self.balanced_stages and (uneven or num_stages > model.num_layers):
             return eased_stages(model, num_stages)
         return stages(model, num_stages, balanced=self.balanced_stages, head_share=self.head_share)
 
     def most_stages(self, model: ModelSpec) -> int:
-        """Virtual stages that a model can be cut into."""
-        return model.num_layers + 2 * self.ends_count
+        """Virtual stages that a model can be cut into: the first may hold the embedding alone, the last the head."""
+        return model.num_layers + 2 * (not self.balanced_stages)
 
 
 @dataclass(frozen=True, kw_only=True)
