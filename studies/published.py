@@ -13,6 +13,7 @@ from meshmark.plan.layout_table import batches
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
 from meshmark.plan.rows import Row, number
+from meshmark.plan.stacks import scaled
 from meshmark.plan.step_time import step_time
 from meshmark.spec.hardware import GIB, Gpu, gpu
 from meshmark.spec.layout import Recompute, Schedule
@@ -46,13 +47,8 @@ class Published:
 
     def predict(self, rates: Rates) -> Prediction:
         """The planner's view of it."""
-        slower = rates.moved(
-            {
-                "network.node_bandwidth": rates.network.node_bandwidth * self.network_share,
-                "network.p2p_bandwidth": rates.network.p2p_bandwidth * self.network_share,
-            }
-        )
-        return predict_grid(self.model, self.grid, self.gpu, self.recipe, slower)
+        there = dataclasses.replace(self.gpu, network_bandwidth=self.gpu.network_bandwidth * self.network_share)
+        return predict_grid(self.model, self.grid, there, self.recipe, scaled(rates, self.gpu, there))
 
 
 def megatron_flops(batch: float, s: float, layers: float, h: float, vocab: float) -> float:
