@@ -33,6 +33,7 @@ from studies.validate_figure import draw
 from studies.validate_fsdp import fsdp_lines
 from studies.validate_goals import exit_code, figures, summary
 from studies.validate_papers import paper_lines
+from studies.validate_runs import run_lines
 from studies.validate_sweep import SLOW, Choice, SweepReport, sweep_report
 
 REPORTS_DIR = Path(__file__).parents[1] / "reports"
@@ -259,6 +260,8 @@ def main(arguments: list[str] | None = None) -> int:
         *paper_lines(),
         "",
         *fsdp_lines(),
+        "",
+        *run_lines(),
         "",
         *rates_lines(reports),
         "",

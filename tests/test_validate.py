@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from meshmark.plan.rates import rates
@@ -20,6 +21,7 @@ from studies.validate_goals import (
     exit_code,
     summary,
 )
+from studies.validate_runs import Blind, blind
 
 ROOT = Path(__file__).parent.parent
 MISSED = Figure(name="time", value=0.15, bound=0.2, goal=0.08)
@@ -78,3 +80,27 @@ def test_shipped_rates_are_fitted_within_the_guard(monkeypatch: pytest.MonkeyPat
         fit_nemo.fit_megatron_core(rates("h100"))
     names = {each.origin.partition(",")[0] for each in map(rates, ("a100", "h100", "h100-megatron-core", "h100-sweep"))}
     assert names <= FITTED
+
+
+def test_the_readme_quotes_the_blind_numbers() -> None:
+    """Of runs that nothing is fitted to, whatever they are."""
+    found = blind()
+    assert len({row["source"].partition(" ")[0] for row in found.rows}) >= 2 and all(
+        row["source"] for row in found.rows
+    )
+    off = 100 * np.abs(found.errors)
+    by = {key: off[[(row["note_system"], row["gpu"]) == key for row in found.rows]].mean() for key in _keys(found)}
+    text = " ".join((ROOT / "README.md").read_text().split())
+    told = re.search(
+        r"Of (\d+) published runs .*? off by (\d+) % in the mean \((\d+) % in the median\): ([\d.]+) % for NeMo on H100, "
+        r"(\d+) % on GB200, (\d+) % for InternEvo on A100 and (\d+) % for MaxText.*?; (\d+) % of them are predicted to fit",
+        text,
+    )
+    assert told
+    kinds = [("NeMo", "h100"), ("NeMo", "gb200"), ("InternEvo", "a100-80"), ("MaxText", "h100")]
+    expected = [len(off), off.mean(), np.median(off), *(by[key] for key in kinds), 100 * found.fits.mean()]
+    assert [float(one) for one in told.groups()] == pytest.approx(expected, abs=0.5)
+
+
+def _keys(found: Blind) -> set[tuple[str, str]]:
+    return {(row["note_system"], row["gpu"]) for row in found.rows}
