@@ -129,6 +129,25 @@ def test_a_gpu_without_measurements_takes_its_own_links() -> None:
     assert reached == sorted(reached), "a slower network is never predicted to be a faster one"
 
 
+def test_products_reach_as_much_of_the_peak_as_the_best_shapes_do() -> None:
+    """An MI300X was planned with the H100's share of a peak of which far less is reached."""
+    known = rates_for(gpu("h100"), Stack.MEGATRON_CORE).kernels
+    for name in ("mi300x", "gb200", "h200", "l40s"):
+        found, there = rates_for(gpu(name), Stack.MEGATRON_CORE).kernels, gpu(name)
+        share = there.matmul_share / 0.803 if there.matmul_share else 1.0
+        assert found.gemm_efficiency == pytest.approx(known.gemm_efficiency * share)
+        assert found.attention_efficiency == pytest.approx(known.attention_efficiency * share)
+        assert found.gemm_efficiency <= (there.matmul_share or 1.0), "no framework is faster than the products alone"
+    with pytest.raises(InputError, match="matmul_share is 80.3, expected a share"):
+        dataclasses.replace(gpu("h100"), matmul_share=80.3)
+
+
+def test_a_gpu_that_is_not_known_can_be_written_down(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpus", "8", "--gpu", "h10"]) == 2
+    said = capsys.readouterr().err
+    assert "did you mean" in said and "--gpu-template prints such a file" in said
+
+
 def test_to_tell_the_true_network_never_worsens_an_answer() -> None:
     """Of 50 GB/s a node a third was taken away, as Selene's 200 GB/s had reached a third: 78 % off, and 3.9 % with a
     wrong number. BLOOM's nodes had those 50."""

@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.errors import InputError
+from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.calibration_file import calibrated_at
 from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, FRAMEWORKS, Framework, framework, recipe_of
 from meshmark.plan.gpu_file import read_gpu
@@ -89,7 +89,10 @@ def _gpu_given(name: str | None) -> tuple[Gpu, str | None]:
     if name is not None and name.endswith(".toml"):
         written = read_gpu(Path(name))
         return written.gpu, written.rates
-    return gpu(name or DEFAULT_GPU), None
+    try:
+        return gpu(name or DEFAULT_GPU), None
+    except UnknownNameError as error:
+        raise InputError(f"{error}; --gpu FILE.toml takes any other, and --gpu-template prints such a file") from error
 
 
 def _changed(there: Gpu, arguments: argparse.Namespace) -> Gpu:

@@ -32,7 +32,6 @@ _STACKS = {
     **dict.fromkeys(("megatron", "megatron-deepspeed", "megatron-deepspeed-bf16", "mixed20"), Stack.MEGATRON_2021),
 }
 """By recipe; the others are PyTorch's."""
-_MODERN = frozenset({"h100", "h100-96", "h200", "b200", "b300", "gb200-nvl72", "mi300x"})
 _REACHED = 0.9
 """Of a network that limits: an all-reduce of 256 MB over two nodes of 400 GB/s reached 362
 (baselines/papers/nanotron_collective_bandwidth.csv)."""
@@ -63,13 +62,16 @@ def rates_for(
     """
     if stack is Stack.NANOTRON and there == gpu("h100"):
         return rates("h100-sweep" if as_measured else "h100-nanotron")
-    nearest = nearest or ("cpu" if there.name == "cpu" else "h100" if there.name in _MODERN else "a100")
+    nearest = nearest or ("cpu" if there.name == "cpu" else "h100" if is_modern(there) else "a100")
     given, known = rates(_FITTED.get((nearest, stack), nearest)), gpu(nearest)
     return scaled(given, known, there)
 
 
 def scaled(given: Rates, known: Gpu, there: Gpu) -> Rates:
-    """The rates of `known` on a GPU with other links and another network.
+    """The rates of `known` on another GPU, or with other links and another network.
+
+    Matrix products, in attention too, reach as much more or less of the peak as the best shapes do that one program has
+    found on both.
 
     What collectives reached of faster links is in proportion to them. Slower ones may be what limits: those then reach
     `_REACHED` of themselves, but no more than what was reached of the faster. A fabric of which little was reached
@@ -85,7 +87,13 @@ def scaled(given: Rates, known: Gpu, there: Gpu) -> Rates:
         node_bandwidth=_reached(links.node_bandwidth, across, there.network_bandwidth * there.gpus_per_node),
         p2p_bandwidth=links.p2p_bandwidth * across / nodes,
     )
-    return dataclasses.replace(given, network=made)
+    better = there.matmul_share / known.matmul_share if there.matmul_share and known.matmul_share else 1.0
+    kernels = dataclasses.replace(
+        given.kernels,
+        gemm_efficiency=min(1.0, given.kernels.gemm_efficiency * better),
+        attention_efficiency=min(1.0, given.kernels.attention_efficiency * better),
+    )
+    return dataclasses.replace(given, network=made, kernels=kernels if better != 1.0 else given.kernels)
 
 
 def _reached(known: float, ratio: float, peak: float) -> float:
