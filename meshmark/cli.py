@@ -247,6 +247,6 @@ def _cases(parsed: argparse.Namespace) -> None:
             reason = adapters[cell.adapter].refusal(cell, parsed.device, backend)
         else:
             reason = cell.reason
-        print(f"{cell.id:<60}{f'skipped: {reason}' if reason else ''}".rstrip())
+        print(f"{cell.id:<60} {f'skipped: {reason}' if reason else ''}".rstrip())
     print(counts(adapters, worlds, cells))
     print(counted(len(cells), "case"))

@@ -14,7 +14,7 @@ from meshmark.plan.frameworks import FRAMEWORKS
 from meshmark.plan.search import Search
 from meshmark.spec.case import Case, cell
 from meshmark.spec.layout_id import parse_layout
-from meshmark.spec.model_text import describe
+from meshmark.spec.model_text import describe, described_model, is_description
 from meshmark.spec.precision import Precision
 from meshmark.suite_file import run_pytest
 
@@ -36,6 +36,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Plan and print; then train, where that was asked for. Returns pytest's exit code."""
     if arguments.hand_on is not None:
         _adapter_of(arguments)  # a mistake is told before the search
+        if arguments.model and is_description(arguments.model):
+            described_model(arguments.model)  # what is planned without, as a scaled rotation, would be trained without
     found = cli.run_plan(arguments)
     if arguments.hand_on is None:
         return 0

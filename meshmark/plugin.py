@@ -32,7 +32,13 @@ from meshmark.run.user_gaps import gaps_of_nothing
 from meshmark.selection import SELECTION, Selection, add_options, crowding, expect_gpus, expect_spread, selection
 from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
 
-pytest_plugins = ["meshmark.session_log", "meshmark.long_run", "meshmark.shard", "meshmark.github"]
+pytest_plugins = [
+    "meshmark.session_log",
+    "meshmark.long_run",
+    "meshmark.shard",
+    "meshmark.github",
+    "meshmark.all_skipped",
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -164,6 +164,9 @@ def add_options(parser: pytest.Parser) -> None:
         help="run nothing that DIR holds already for the same case, code (a clean commit) and machine",
     )
     group.addoption(
+        "--allow-skipped", action="store_true", help="pass though every case was skipped, which otherwise fails"
+    )
+    group.addoption(
         "--shard", default=None, metavar="2/4", help="the second of four parts of the cases, for job arrays and CI"
     )
     group.addoption(

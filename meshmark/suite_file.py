@@ -17,7 +17,7 @@ from meshmark.suite_gate import hold
 
 CASES = (
     *("adapters", "adapter", "world", "layouts", "precision", "workload", "model", "global-batch", "corpus"),
-    *("conformance", "steps", "time-limit", "timing-budget"),
+    *("conformance", "allow-skipped", "steps", "time-limit", "timing-budget"),
 )
 """Keys of a run that are options of `pytest suites`."""
 OPTIONS = (
@@ -35,7 +35,7 @@ OPTIONS = (
 )
 """Of all runs."""
 GATES = ("baseline", "fail-on")
-_FLAGS = ("conformance",)
+_FLAGS = ("conformance", "allow-skipped")
 """Options without a value."""
 _OWN = ("suites", "select")
 _SUITES = ("equivalence", "memory", "communication", "throughput", "conformance")

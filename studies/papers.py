@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from meshmark.errors import UnknownNameError
@@ -9,9 +11,25 @@ from meshmark.plan.rows import Row, read_rows
 
 PAPERS_DIR = Path(__file__).parents[1] / "baselines" / "papers"
 
+FITTED = frozenset({"megatron_sc21_table1_weak_scaling", "nemo_h100_bf16", "ultrascale_sweep_1b_8b"})
+"""Tables that rates are fitted to; the others are for validation."""
+_FITTING: list[None] = []
+
+
+@contextlib.contextmanager
+def fitting() -> Iterator[None]:
+    """Within this, tables that are for validation cannot be read."""
+    _FITTING.append(None)
+    try:
+        yield
+    finally:
+        _FITTING.pop()
+
 
 def paper(name: str) -> list[Row]:
     """The rows of one published table. Raises `UnknownNameError` when there is none of that name."""
+    if _FITTING and name not in FITTED:
+        raise ValueError(f"{name} is for validation: no rate is fitted to it, only to {', '.join(sorted(FITTED))}")
     known = {path.stem: path for path in PAPERS_DIR.glob("*.csv")}
     if name not in known:
         raise UnknownNameError("published table", name, known)

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshmark.plan.layout_table import batches
 from meshmark.plan.prediction import Prediction, predict_grid
 from meshmark.plan.rates import Rates
 from meshmark.plan.rows import Row, number
+from meshmark.plan.stacks import scaled
 from meshmark.plan.step_time import step_time
 from meshmark.spec.hardware import GIB, Gpu, gpu
 from meshmark.spec.layout import Recompute, Schedule
@@ -45,13 +47,8 @@ class Published:
 
     def predict(self, rates: Rates) -> Prediction:
         """The planner's view of it."""
-        slower = rates.moved(
-            {
-                "network.node_bandwidth": rates.network.node_bandwidth * self.network_share,
-                "network.p2p_bandwidth": rates.network.p2p_bandwidth * self.network_share,
-            }
-        )
-        return predict_grid(self.model, self.grid, self.gpu, self.recipe, slower)
+        there = dataclasses.replace(self.gpu, network_bandwidth=self.gpu.network_bandwidth * self.network_share)
+        return predict_grid(self.model, self.grid, there, self.recipe, scaled(rates, self.gpu, there))
 
 
 def megatron_flops(batch: float, s: float, layers: float, h: float, vocab: float) -> float:
@@ -228,6 +225,19 @@ def _torchtitan_gap(row: Row) -> str:
     if "float8" in row["precision"]:
         return "float8 products, which the planner has no rate of"
     return "every second layer recomputed, which no layout says" if "2nd layer" in row["recompute"] else ""
+
+
+def nemo_rows() -> list[Published]:
+    """Three models under NeMo on H100, as `meshmark predict` reads them."""
+    table, out = paper("nemo_h100_bf16"), []
+    for batch in batches(table):
+        for position, i in enumerate(batch.rows):
+            row, grid = table[i], batch.grid.take(np.array([position]))
+            tokens = float(grid.global_batch[0]) * batch.model.seq_len
+            seconds = tokens / number(row, "measured_tokens_per_s_per_gpu") / float(grid.num_gpus[0])
+            label = f"{row['model']} {grid.layout(0).id}"
+            out.append(_published(label, batch.model, grid, (gpu(row["gpu"]), recipe("megatron-core")), seconds, row))
+    return out
 
 
 def left_out(name: str) -> dict[str, int]:

@@ -12,17 +12,28 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshmark.plan.rates import RATES_DIR, KernelRates, NetworkRates, PollingRates, Rates, rates, write_rates
+from meshmark.plan.rates import (
+    RATES_DIR,
+    FloorRates,
+    KernelRates,
+    NetworkRates,
+    PollingRates,
+    Rates,
+    rates,
+    write_rates,
+)
 from meshmark.theory.overheads import Overheads
 from studies.errors_of import error_cells
 from studies.fit import fit_rates
+from studies.fit_nemo import fit_megatron_core
 from studies.fit_sweep import fit_sweep, measured_sweep
-from studies.papers import paper
+from studies.papers import fitting, paper
 from studies.published import log_time_errors, megatron_table1
 from studies.validate_figure import draw
 from studies.validate_fsdp import fsdp_lines
 from studies.validate_goals import exit_code, figures, summary
 from studies.validate_papers import paper_lines
+from studies.validate_runs import run_lines
 from studies.validate_sweep import SLOW, Choice, SweepReport, sweep_report
 
 REPORTS_DIR = Path(__file__).parents[1] / "reports"
@@ -59,6 +70,7 @@ _RATES = (
     "floors.pipeline_stall_seconds",
     "network.node_bandwidth",
     "network.overlap",
+    "network.tensor_overlap",
     "network.copy_tensor_seconds",
     "network.tree_tensor_seconds",
     "host.step_seconds",
@@ -81,18 +93,33 @@ def fit_a100() -> Rates:
     return fit_rates(_A100_START, _A100_BOUNDS, log_time_errors(megatron_table1()))
 
 
+def fitted_rates() -> list[Rates]:
+    """All that the planner ships with; no table that is for validation is read."""
+    with fitting():
+        origin = "ultrascale_sweep_1b_8b, both models, consistent rows that ran"
+        sweep = dataclasses.replace(fit_sweep(measured_sweep(), origin), name="h100-sweep")
+        nanotron = dataclasses.replace(
+            sweep,
+            name="h100-nanotron",
+            origin=f"{origin}; without its polling build's wait",
+            polling=PollingRates(pipeline_wait_dp=sweep.polling.pipeline_wait_dp),
+        )
+        pytorch = dataclasses.replace(
+            sweep,
+            name="h100",
+            origin=f"{origin}; without what is nanotron's own",
+            floors=FloorRates(),
+            polling=PollingRates(),
+            host=dataclasses.replace(sweep.host, tp_step_seconds=0.0),
+            memory=dataclasses.replace(sweep.memory, queued_collectives=0.0),
+        )
+        return [sweep, nanotron, pytorch, fit_megatron_core(pytorch), fit_a100()]
+
+
 def refit() -> None:
     """Write the rates that the planner ships with."""
-    origin = "ultrascale_sweep_1b_8b, both models, consistent rows that ran"
-    fitted = fit_sweep(measured_sweep(), origin)
-    write_rates(RATES_DIR / "h100-sweep.json", dataclasses.replace(fitted, name="h100-sweep"))
-    plain = dataclasses.replace(
-        fitted, name="h100", polling=PollingRates(pipeline_wait_dp=fitted.polling.pipeline_wait_dp)
-    )
-    write_rates(
-        RATES_DIR / "h100.json", dataclasses.replace(plain, origin=f"{origin}; without its polling build's wait")
-    )
-    write_rates(RATES_DIR / "a100.json", fit_a100())
+    for made in fitted_rates():
+        write_rates(RATES_DIR / f"{made.name}.json", made)
 
 
 def _num_flagged() -> int:
@@ -201,8 +228,9 @@ def regret_lines(choices: Sequence[Choice]) -> list[str]:
 
 def rates_lines(reports: Sequence[SweepReport]) -> list[str]:
     """What was fitted, so that a reader sees whether it is physical and agrees between the models."""
-    columns = {"H100, shipped": rates("h100"), **{f"fitted to {r.fitted_to}": r.rates for r in reports}}
-    columns["A100, shipped"] = rates("a100")
+    columns = {"H100, nanotron": rates("h100-nanotron"), **{f"fitted to {r.fitted_to}": r.rates for r in reports}}
+    columns |= {"H100, PyTorch": rates("h100"), "H100, megatron-core": rates("h100-megatron-core")}
+    columns["A100"] = rates("a100")
     lines = ["## Rates", "", f"| field | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     numbers = [given.numbers() for given in columns.values()]
     assert set(_RATES) == set(numbers[0])
@@ -232,6 +260,8 @@ def main(arguments: list[str] | None = None) -> int:
         *paper_lines(),
         "",
         *fsdp_lines(),
+        "",
+        *run_lines(),
         "",
         *rates_lines(reports),
         "",

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshmark.plan.layout_table import batches
-from meshmark.plan.predict_file import rates_for
 from meshmark.plan.prediction import predict_grid
 from meshmark.plan.rows import Row, number
+from meshmark.plan.stacks import rates_for
 from meshmark.spec.hardware import gpu
 from meshmark.theory.grid import Column
 from meshmark.theory.recipe import recipe

@@ -17,7 +17,7 @@ from studies.validate_sweep import (
     SweepReport,
 )
 
-MEMORY_BOUND, TIME_BOUND, REGRET_MEDIAN_BOUND, REGRET_WORST_BOUND = MEMORY_ERROR, 0.20, 0.01, 0.75
+MEMORY_BOUND, TIME_BOUND, REGRET_MEDIAN_BOUND, REGRET_WORST_BOUND = MEMORY_ERROR, 0.21, 0.01, 0.75
 """What README.md publishes: a planner that does worse makes it untrue."""
 
 

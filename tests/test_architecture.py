@@ -37,6 +37,7 @@ BASE = {"clip", "counted", "environment", "errors", "import_target", "rank_progr
 FRONT = {
     "__init__",
     "__main__",
+    "all_skipped",
     "asked_files",
     "cli",
     "cluster_doctor",

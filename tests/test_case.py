@@ -8,8 +8,10 @@ import pytest
 
 from meshmark.adapter.capabilities import Capabilities
 from meshmark.adapter.contract import Adapter
+from meshmark.adapter.covering import takes
 from meshmark.adapter.matrix import layouts, matrix
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.adapters import ROSTER
 from meshmark.errors import LayoutError
 from meshmark.spec.case import Case, Misfit, expect_fit
 from meshmark.spec.layout import Layout, Offload, Schedule
@@ -69,6 +71,15 @@ def test_layouts_of_the_matrix_are_those_that_the_adapter_supports(
     for case in cases:
         refusal = adapters[case.adapter].capabilities.refusal(case, "cpu", "gloo") or ""
         assert not re.search(r"\b(dp|tp|pp)=|ZeRO stage", refusal), f"{case.id}: {refusal}"
+
+
+def test_an_adapter_that_refuses_all_but_replicas_is_asked_for_replicas() -> None:
+    """A distributed optimizer takes several replicas; on two ranks every layout of the matrix had one."""
+    for name in ("megatron-gpt-zero1", "megatron-gpt-overlap"):
+        adapter = load_adapter(ROSTER[name])
+        cells = matrix({name: adapter}, [2], [WORKLOADS["gpt-tiny"]], [Precision.FP32])
+        taken = [cell.layout.dp for cell in cells if isinstance(cell, Case) and takes(adapter, cell)]
+        assert taken == [2]
 
 
 def test_every_zero_stage_that_an_adapter_supports_is_in_the_matrix(adapters: dict[str, type[Adapter]]) -> None:

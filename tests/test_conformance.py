@@ -377,6 +377,9 @@ def test_what_an_adapter_refuses_plain_is_asked_of_it_crossed() -> None:
     assert layouts("deepspeed-autotp", 4) == ["dp2.tp2.zero1"]
     assert layouts("pipeline-tp", 4) == ["tp2.pp2.1f1b.mb4"]
     assert layouts("fsdp2-hsdp", 4) == ["dp4.zero3"]
+    for name in ("megatron-gpt-zero1", "megatron-gpt-recommended"):
+        assert layouts(name, 2) == ["dp2.zero1"], "it takes replicas, which were not asked of it"
+    assert layouts("deepspeed-ulysses", 16) == ["dp4.cp4.zero1", "dp4.cp4.zero2", "dp4.cp4.zero3"]
     assert layouts("tp-fsdp2", 2) == ["tp2.zero3"], "on two ranks there is nothing else, and the refusal says why"
 
 

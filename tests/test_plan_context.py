@@ -32,7 +32,7 @@ from tests.factories import make_case, make_model, make_workload
 from tests.test_plan_search import sweep_rows, write_table
 
 TWO = st.sampled_from([1, 2])
-H100, NANOTRON, GIVEN = gpu("h100"), recipe("nanotron"), rates("h100")
+H100, NANOTRON, GIVEN = gpu("h100"), recipe("nanotron"), rates("h100-nanotron")
 
 
 def links(**bandwidths: float) -> Rates:

@@ -11,10 +11,10 @@ import pytest
 from meshmark.cli import main
 from meshmark.plan.frameworks import FRAMEWORKS
 from meshmark.plan.gpu_file import gpu_template, read_gpu
-from meshmark.plan.predict_file import rates_for
 from meshmark.plan.prediction import MEMORY_ERROR, predict_grid
 from meshmark.plan.rates import rates
 from meshmark.plan.search import search
+from meshmark.plan.stacks import rates_for
 from meshmark.spec.hardware import GIB, GPUS, gpu
 from meshmark.spec.model_spec import model_spec
 from meshmark.theory.grid import SearchSpace, make_grid
@@ -51,7 +51,7 @@ def test_a_template_is_read_back_as_the_gpu_it_was_made_of(name: str, tmp_path: 
 def test_a_file_that_says_no_gpu_is_refused_by_its_key(
     old: str, new: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = gpu_template(gpu("h100"), rates("h100"))
+    text = gpu_template(gpu("h100"), rates("h100-nanotron"))
     assert old in text
     (tmp_path / "one.toml").write_text(text.replace(old, new))
     assert main(["plan", "--gpus", "8", "--gpu", str(tmp_path / "one.toml")]) == 2
@@ -91,9 +91,11 @@ def test_a_machine_is_changed_by_options_or_a_file(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize("name", sorted(FRAMEWORKS))
 def test_a_framework_is_searched_in_what_it_has(name: str) -> None:
     one = FRAMEWORKS[name]
-    assert name != "ddp" or "fsdp" not in one.told, "which shards nothing"
+    assert name != "ddp" or "fsdp" not in one.told(RECIPES[one.recipe]), "which shards nothing"
     space = SearchSpace(num_gpus=16, global_batch=64, axes=one.axes, zero_stages=one.zero_stages)
-    grid = search(model_spec("gpt3-1.3b"), space, gpu("h100"), RECIPES[one.recipe], rates("h100")).prediction.grid
+    grid = search(
+        model_spec("gpt3-1.3b"), space, gpu("h100"), RECIPES[one.recipe], rates("h100-nanotron")
+    ).prediction.grid
     assert set(grid.zero_stage) == set(one.zero_stages)
     for axis in ("tp", "pp"):
         assert bool((getattr(grid, axis) > 1).any()) is (axis in one.axes)
@@ -102,12 +104,12 @@ def test_a_framework_is_searched_in_what_it_has(name: str) -> None:
 
 def test_what_is_left_within_the_planner_s_error_is_tight(capsys: pytest.CaptureFixture[str]) -> None:
     grid = make_grid(dp=8, zero_stage=1, micro_batch=range(1, 20))
-    found = predict_grid(model_spec("gpt3-2.7b"), grid, gpu("h100"), recipe("nanotron"), rates("h100"))
+    found = predict_grid(model_spec("gpt3-2.7b"), grid, gpu("h100"), recipe("nanotron"), rates("h100-nanotron"))
     left = (found.available_bytes - found.needed_bytes) / found.needed_bytes
     assert found.tight.any() and (found.fits & ~found.tight).any()
     assert ((0 <= left) & (left < MEMORY_ERROR) == found.tight).all()
     assert main(["plan", "--model", "gpt3-13b", "--gpus", "8", "--global-batch", "64", "--top", "300"]) == 0
     said = capsys.readouterr().out
-    assert " of 1 seq " in said and "Planned for no framework: nanotron's bytes" in said
+    assert " of 1 seq " in said and "Planned for megatron-core, as no --framework is given" in said
     lines = [line.split() for line in said.splitlines() if line.endswith(" tight")]
     assert lines and all(0 <= float(words[-2]) < 0.08 * float(words[-3]) + 6 for words in lines)

@@ -78,7 +78,7 @@ def test_categories_less_what_is_absent_add_up_and_none_is_negative(
     tp: int, pp: int, micro_batch: int, name: str
 ) -> None:
     grid = make_grid(tp=[tp], pp=[pp], micro_batch=[micro_batch], num_micro_batches=[8], sequence_parallel=[tp > 1])
-    held = memory(plan_model("llama-8b"), grid, recipe(name), rates("h100").memory)
+    held = memory(plan_model("llama-8b"), grid, recipe(name), rates("h100-nanotron").memory)
     parts = [getattr(held, c)[0] for c in CATEGORIES]
     assert min(parts) >= 0
     assert held.total_bytes[0] == pytest.approx(sum(parts) - held.absent[0])
@@ -113,7 +113,7 @@ def test_the_update_of_pytorch_s_default_on_a_gpu_takes_the_roots_of_all_second_
 def test_the_fullest_of_all_stages_is_found_among_the_first_of_each_kind(
     pp: int, m: int, schedule: Schedule, name: str, micro_batch: int, tp: int, capacity: float
 ) -> None:
-    model, using, given = plan_model("llama-8b"), recipe(name), rates("h100")
+    model, using, given = plan_model("llama-8b"), recipe(name), rates("h100-nanotron")
     grid = make_grid(
         pp=[pp],
         tp=[tp],
@@ -244,7 +244,7 @@ def test_what_queued_collectives_pin_is_given_back_where_it_does_not_fit() -> No
 
 def test_what_is_pinned_follows_the_launch_queue_and_the_filling_of_a_pipeline() -> None:
     """Nothing in two stages whose host is the slower, two forward passes' tensors in four, in eight a full queue."""
-    model, fitted = plan_model("sweep-1b"), rates("h100")
+    model, fitted = plan_model("sweep-1b"), rates("h100-nanotron")
     none = fitted.moved({"memory.queued_collectives": 0.0})
     grid = make_grid(tp=[8], pp=[2, 4, 8], num_micro_batches=[32], sequence_parallel=True)
     lag = np.full(3, 1e-9)
@@ -259,6 +259,6 @@ def test_what_is_pinned_follows_the_launch_queue_and_the_filling_of_a_pipeline()
 
 def test_rank_0_holds_the_first_stage() -> None:
     grid = make_grid(tp=[2], pp=[1, 2], micro_batch=[16], num_micro_batches=[1], sequence_parallel=True)
-    found = memory(plan_model("sweep-1b"), grid, recipe("nanotron"), rates("h100").memory)
+    found = memory(plan_model("sweep-1b"), grid, recipe("nanotron"), rates("h100-nanotron").memory)
     assert found.first_stage_bytes[0] == found.total_bytes[0]
     assert found.fullest_stage[1] == 1 and found.first_stage_bytes[1] < found.total_bytes[1]

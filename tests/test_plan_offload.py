@@ -17,17 +17,18 @@ from meshmark.theory.grid import SearchSpace, make_grid
 from meshmark.theory.recipe import recipe
 
 H100, NANOTRON = gpu("h100"), recipe("nanotron")
+SWEPT = rates("h100-nanotron")
 
 
 def test_offloaded_states_leave_the_gpu_and_are_counted_on_the_host() -> None:
     with pytest.raises(NothingFitsError):
-        search(plan_model("gpt-175b"), SearchSpace(num_gpus=32, global_batch=256), H100, NANOTRON, rates("h100"))
+        search(plan_model("gpt-175b"), SearchSpace(num_gpus=32, global_batch=256), H100, NANOTRON, SWEPT)
     found = search(
         plan_model("gpt-175b"),
         SearchSpace(num_gpus=32, global_batch=256, offload=Offload.CPU),
         H100,
         NANOTRON,
-        rates("h100"),
+        SWEPT,
     )
     best = int(found.ranked[0])
     assert found.prediction.grid.layout(best).offload is Offload.CPU
@@ -41,7 +42,7 @@ def small_host(memory_bytes: float, nvme_bytes: float = 3e13) -> Gpu:
 
 
 def test_offloading_more_than_a_node_has_does_not_fit_and_says_by_how_much() -> None:
-    model, given = plan_model("gpt-175b"), rates("h100")
+    model, given = plan_model("gpt-175b"), SWEPT
     # Twelve bytes a parameter over four nodes are 487.9 GiB a node; norms are whole on tensor-parallel ranks.
     with pytest.raises(NothingFitsError, match=r"489\.2 GiB a node in host memory, 189\.2 GiB more than there is"):
         search(

@@ -9,10 +9,15 @@ import numpy as np
 import pytest
 
 from meshmark.cli import main
+from meshmark.errors import InputError
+from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, FRAMEWORKS
 from meshmark.plan.layout_table import batches, remarks
-from meshmark.plan.predict_file import DEFAULT_RECIPE, predict_file, predict_rows
+from meshmark.plan.model_names import plan_model
+from meshmark.plan.predict_file import predict_file, predict_rows
 from meshmark.plan.rows import read_rows
 from meshmark.spec.layout_id import parse_layout
+from meshmark.theory.grid import SearchSpace, enumerate_grid
+from meshmark.theory.recipe import recipe
 from studies.validate_fsdp import mpt_fits, mpt_rows
 
 ROOT = Path(__file__).parent.parent
@@ -68,7 +73,7 @@ def test_a_model_is_named_described_or_its_dimensions(tmp_path: Path) -> None:
     )
     sizes = {"layers": "40", "hidden": "5120", "heads": "40", "vocab": "50257", "seq_len": "2048"}
     named = memory_gib()
-    assert memory_gib(model=str(tmp_path / "config.json")) == named
+    assert memory_gib(model=f"{tmp_path / 'config.json'},dropout=0") == named
     assert memory_gib(model="mine", family="gpt", tied_embeddings="true", **sizes) == named
     assert memory_gib(model="layers=40,hidden=5120,heads=40,vocab=50257,seq_len=2048,tied_embeddings=true") == named
 
@@ -96,9 +101,9 @@ def test_the_example_is_predicted_row_by_row_by_its_frameworks(tmp_path: Path) -
     with target.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [b.recipe and b.recipe.name for b in batches(read_rows(source))] == [
-        "fsdp-fused-loss", "megatron", "fsdp2-foreach", "zero",
+        "fsdp-fused-loss", "megatron-core", "fsdp2-foreach", "zero",
     ]  # fmt: skip
-    assert DEFAULT_RECIPE not in {row["framework"] for row in rows}
+    assert DEFAULT_FRAMEWORK not in {row["framework"] for row in rows}
     assert [float(row["predicted_memory_gib"]) > 0 for row in rows] == [True] * 5
     assert float(rows[2]["predicted_memory_gib"]) < float(rows[1]["predicted_memory_gib"])  # selective recomputation
 
@@ -110,3 +115,72 @@ def test_fsdp_runs_of_a_fused_loss_fit_as_they_did() -> None:
     assert len(table) == 209 and fused.fits.all()
     whole = np.array([row["recompute"] == "none" for row in table])
     assert fused.twice[whole].mean() < 0.2 and plain.fits[whole].mean() < 0.5
+
+
+@pytest.mark.parametrize("said", ["fp8", "amp_fp8", "FP8", "float8", "mxfp8", "nvfp4", "int8", "fp32"])
+def test_a_precision_that_would_be_planned_as_another_is_refused(said: str) -> None:
+    """It was planned in bf16 without a word."""
+    with pytest.raises(InputError, match=f"row 3: precision is '{said}'"):
+        predict_rows([ROW, {**ROW, "precision": said}])
+    for same in ("", "bf16", "amp_bf16", "bf16-mixed", "fp16"):
+        assert predict_rows([{**ROW, "precision": same}])
+    assert predict_rows([{**ROW, "framework": "", "recipe": "fp32", "precision": "fp32"}])
+
+
+@pytest.mark.parametrize(
+    ("framework", "layout", "told"),
+    [
+        ("fsdp2", "dp2.tp2.pp2.1f1b.sp.zero3.mb8", "framework fsdp2, which has dp and ZeRO 3, does not train with tp"),
+        ("fsdp2", "dp8", "does not train with ZeRO stage 0"),
+        (
+            "megatron",
+            "dp8.zero3",
+            "framework megatron, which has dp, tp, pp, cp and ZeRO 0, 1, does not train with ZeRO",
+        ),
+        ("ddp", "dp8.zero1", "does not train with ZeRO stage 1"),
+    ],
+)
+def test_a_layout_that_a_framework_has_not_got_is_told(framework: str, layout: str, told: str) -> None:
+    row = {"model": "gpt3-13b", "gpu": "h100", "framework": framework, "layout": layout}
+    (remark,) = remarks([row])
+    assert remark.startswith("row 2: ") and told in remark and "planned as if it did" in remark
+    (again,) = remarks([{**row, "framework": ""}], FRAMEWORKS[framework])
+    assert again == remark
+    assert not remarks([{**row, "framework": "", "recipe": "fsdp2"}])
+    fitting = {"fsdp2": "dp8.zero3", "megatron": "dp2.tp2.pp2.1f1b.sp.zero1.mb8", "ddp": "dp8"}
+    assert not remarks([{**row, "layout": fitting[framework]}])
+
+
+def test_megatron_is_of_the_generation_of_the_gpu() -> None:
+    """Unfused attention and fp16 on A100, as the papers have it; flash attention and bf16 since Hopper."""
+    recipes = [batch.recipe for batch in batches([{**ROW, "gpu": name} for name in ("a100-80", "h100", "b200")])]
+    assert [each.name if each else "" for each in recipes] == ["megatron", "megatron-core", "megatron-core"]
+    (llama,) = batches([{**ROW, "gpu": "a100-80", "model": "llama-8b"}])
+    assert llama.recipe and llama.recipe.name == "megatron-core", "the papers' trained none"
+    old, new = (predict_rows([{**ROW, "gpu": "h100", "framework": name}]) for name in ("megatron-2021", "nemo"))
+    assert new["predicted_memory_gib"][0] < old["predicted_memory_gib"][0]
+    assert new["predicted_step_seconds"][0] < old["predicted_step_seconds"][0]
+
+
+def test_embedding_and_head_count_as_layers_where_a_pipeline_is_cut() -> None:
+    """Llama 3's 126 layers on 16 stages of 8 chunks (arXiv:2407.21783 section 3.3.2 has them) were said not to fit."""
+    row = {
+        "model": "llama-405b",
+        "gpu": "h100",
+        "layout": "dp128.tp8.pp16.interleaved.v8.sp.zero1.mb16.recompute_selective",
+    }
+    assert predict_rows([{**row, "framework": "megatron"}])["predicted_fits"] == [1.0]
+    assert not remarks([{**row, "framework": "megatron"}])
+    more = {**row, "layout": "tp8.pp16.interleaved.v9.sp.mb16"}
+    assert predict_rows([more])["predicted_fits"] == [0.0] and "more pipeline stages" in remarks([more])[0]
+    cut = recipe("megatron-core").cut.stages(plan_model("llama-405b"), 16)
+    assert [stage.num_layers for stage in cut] == [7, *[8] * 14, 7]
+    assert sum(stage.num_layers for stage in recipe("megatron-core").cut.stages(plan_model("llama-405b"), 100)) == 126
+
+
+def test_a_search_tries_every_number_of_chunks() -> None:
+    """NeMo trains Llama 3 70B with five chunks a stage; more than four were never tried."""
+    space = SearchSpace(num_gpus=64, global_batch=128)
+    for name, chunks in (("llama-70b", {2, 4, 5, 10, 20}), ("llama-405b", {2, 4, 8, 16, 32})):
+        grid = enumerate_grid(plan_model(name), space, max_tp=8, ends_count=True)
+        assert chunks <= {int(v) for v in grid.virtual_stages[grid.pp == 4]}

@@ -26,6 +26,7 @@ from meshmark.theory.recipe import recipe
 from studies.published import megatron_flops
 
 H100 = gpu("h100")
+SWEPT = rates("h100-nanotron")
 
 
 def equal_stages(schedule: Schedule, pp: int, num_micro_batches: int, virtual_stages: int = 1) -> Run:
@@ -148,7 +149,7 @@ def test_a_long_step_s_bubble_is_that_of_the_micro_batches_that_fill_and_drain(
 
 def test_what_is_shown_is_the_simulators() -> None:
     model, using = plan_model("gpt-175b"), recipe("nanotron")
-    closed = search(model, SearchSpace(num_gpus=512, global_batch=1024), H100, using, rates("h100"))
+    closed = search(model, SearchSpace(num_gpus=512, global_batch=1024), H100, using, SWEPT)
     found = simulate_first(closed, 20)
     speeds = found.prediction.tokens_per_second_per_gpu[found.ranked]
     assert set(found.ranked[:20]) == set(closed.ranked[:20]) and (np.diff(speeds[:20]) <= 0).all()
@@ -183,7 +184,7 @@ def test_impossible_schedules_are_refused() -> None:
 @settings(deadline=None)
 def test_parts_add_up_and_none_is_negative(tp: int, pp: int, zero: int) -> None:
     grid = make_grid(dp=[4], tp=[tp], pp=[pp], zero_stage=[zero], num_micro_batches=[8], sequence_parallel=True)
-    found = step_time(plan_model("llama-8b"), grid, H100, recipe("nanotron"), rates("h100"))
+    found = step_time(plan_model("llama-8b"), grid, H100, recipe("nanotron"), SWEPT)
     parts = [getattr(found, p)[0] for p in PARTS]
     assert min(parts) >= 0
     assert found.total_seconds[0] == pytest.approx(sum(parts))
@@ -191,12 +192,12 @@ def test_parts_add_up_and_none_is_negative(tp: int, pp: int, zero: int) -> None:
 
 def test_one_of_everything_is_a_single_gpu() -> None:
     grid = make_grid(num_micro_batches=[4])
-    found = predict_grid(plan_model("llama-8b"), grid, H100, recipe("nanotron"), rates("h100"))
+    found = predict_grid(plan_model("llama-8b"), grid, H100, recipe("nanotron"), SWEPT)
     for part in ("tensor_communication", "point_to_point", "bubble", "data_communication", "launch_floor"):
         assert getattr(found.time, part)[0] == 0.0
     assert found.memory.fullest_stage[0] == 0
     sharded = make_grid(num_micro_batches=[4], zero_stage=[3], sequence_parallel=True)
-    same = predict_grid(plan_model("llama-8b"), sharded, H100, recipe("nanotron"), rates("h100"))
+    same = predict_grid(plan_model("llama-8b"), sharded, H100, recipe("nanotron"), SWEPT)
     assert same.step_seconds[0] == pytest.approx(found.step_seconds[0])
     assert same.memory_bytes[0] == pytest.approx(found.memory_bytes[0])
 
@@ -204,9 +205,9 @@ def test_one_of_everything_is_a_single_gpu() -> None:
 def test_a_grid_predicts_each_row_as_alone() -> None:
     model = plan_model("llama-8b")
     grid = enumerate_grid(model, SearchSpace(num_gpus=64, global_batch=64, recomputes=[Recompute.NONE]), max_tp=8)
-    together = predict_grid(model, grid, H100, recipe("nanotron"), rates("h100"))
+    together = predict_grid(model, grid, H100, recipe("nanotron"), SWEPT)
     for row in (0, len(grid) // 2, len(grid) - 1):
-        alone = predict_grid(model, grid.take(np.array([row])), H100, recipe("nanotron"), rates("h100"))
+        alone = predict_grid(model, grid.take(np.array([row])), H100, recipe("nanotron"), SWEPT)
         assert alone.step_seconds[0] == pytest.approx(together.step_seconds[row])
         assert alone.memory_bytes[0] == pytest.approx(together.memory_bytes[row])
 
@@ -223,7 +224,7 @@ def test_flops_are_those_of_the_megatron_papers() -> None:
 
 def test_a_polling_pipeline_sleeps_once_a_neighbour_and_micro_batch_and_its_host_is_never_ahead() -> None:
     grid = make_grid(dp=[32, 16], tp=[8], pp=[2, 4], num_micro_batches=[4, 8], sequence_parallel=True)
-    polling, plain = rates("h100-sweep"), rates("h100")
+    polling, plain = rates("h100-sweep"), SWEPT
     found = step_time(plan_model("sweep-8b"), grid, H100, recipe("nanotron"), polling)
     wait = polling.polling.pipeline_wait_seconds
     assert found.message_wait == pytest.approx([4 * wait, (2 * 8 + 4 / 3) * wait])
@@ -231,25 +232,9 @@ def test_a_polling_pipeline_sleeps_once_a_neighbour_and_micro_batch_and_its_host
     assert not step_time(plan_model("sweep-8b"), grid, H100, recipe("nanotron"), plain).message_wait.any()
 
 
-def test_a_pipeline_without_room_for_a_host_that_runs_ahead_polls_where_a_build_does() -> None:
-    grid = make_grid(
-        dp=[4, 4],
-        tp=[2],
-        pp=[4],
-        zero_stage=[1],
-        micro_batch=[2, 4],
-        num_micro_batches=[32, 16],
-        sequence_parallel=True,
-    )
-    for name in ("h100-sweep", "h100"):
-        found = predict_grid(plan_model("sweep-8b"), grid, H100, recipe("nanotron"), rates(name))
-        assert list(found.fits) == [True, False]
-        assert list(found.time.message_wait > 0.0) == [False, name == "h100-sweep"]
-
-
 def test_tensors_reduced_one_by_one_cost_a_pipeline_a_hop_a_rank() -> None:
     grid = make_grid(dp=[8, 64], tp=[2], pp=[2], num_micro_batches=[32, 4], sequence_parallel=True)
-    given = rates("h100").moved({"network.node_bandwidth": 1e15, "network.tree_tensor_seconds": 0.0})
+    given = SWEPT.moved({"network.node_bandwidth": 1e15, "network.tree_tensor_seconds": 0.0})
     seconds = step_time(plan_model("sweep-8b"), grid, H100, recipe("nanotron"), given).data_communication
     assert seconds[1] / seconds[0] == pytest.approx(8.0, rel=0.01)
     bucketed = step_time(plan_model("sweep-8b"), grid, H100, recipe("megatron"), given).data_communication
@@ -261,7 +246,7 @@ def test_what_is_reduced_in_one_bucket_costs_one_all_reduce_s_latency() -> None:
     grid = make_grid(dp=[16], num_micro_batches=[1])
     seconds = {}
     for name in ("nanotron", "ddp"):
-        free = rates("h100").moved({"network.node_bandwidth": 1e15, "network.overlap": 0.0})
+        free = SWEPT.moved({"network.node_bandwidth": 1e15, "network.overlap": 0.0})
         seconds[name] = step_time(plan_model("gpt-mini"), grid, H100, recipe(name), free).data_communication[0]
     num_tensors = 6 * plan_model("gpt-mini").num_layers + 2
     assert seconds["nanotron"] / seconds["ddp"] == pytest.approx(num_tensors, rel=0.01)
@@ -269,9 +254,9 @@ def test_what_is_reduced_in_one_bucket_costs_one_all_reduce_s_latency() -> None:
 
 def test_a_tied_embedding_is_reduced_between_the_ends_of_a_pipeline() -> None:
     grid = make_grid(pp=[1, 2], num_micro_batches=[8])
-    seconds = step_time(plan_model("sweep-1b"), grid, H100, recipe("nanotron"), rates("h100")).data_communication
+    seconds = step_time(plan_model("sweep-1b"), grid, H100, recipe("nanotron"), SWEPT).data_communication
     assert seconds[0] == 0.0 < seconds[1]
-    untied = step_time(plan_model("sweep-8b"), grid, H100, recipe("nanotron"), rates("h100")).data_communication
+    untied = step_time(plan_model("sweep-8b"), grid, H100, recipe("nanotron"), SWEPT).data_communication
     assert not untied.any()
 
 
@@ -286,7 +271,7 @@ def test_a_wider_model_reaches_more_of_the_peak() -> None:
         seconds[name] = time / (spec.num_layers * spec.hidden**2)
     narrow, wide = (plan_model(n).hidden for n in ("megatron-1.7b", "megatron-175b"))
     assert seconds["megatron-175b"] < seconds["megatron-1.7b"]
-    assert given.kernels.gemm_half_width == pytest.approx(rates("h100").kernels.gemm_half_width, rel=0.1)
+    assert given.kernels.gemm_half_width == pytest.approx(SWEPT.kernels.gemm_half_width, rel=0.1)
     assert narrow / (narrow + given.kernels.gemm_half_width) < 0.9 < wide / (wide + given.kernels.gemm_half_width)
 
 

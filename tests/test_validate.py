@@ -7,8 +7,12 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from meshmark.plan.rates import rates
+from studies import fit_nemo
+from studies.papers import FITTED, PAPERS_DIR, fitting, paper
 from studies.validate_goals import (
     MEMORY_BOUND,
     REGRET_WORST_BOUND,
@@ -17,6 +21,7 @@ from studies.validate_goals import (
     exit_code,
     summary,
 )
+from studies.validate_runs import Blind, blind
 
 ROOT = Path(__file__).parent.parent
 MISSED = Figure(name="time", value=0.15, bound=0.2, goal=0.08)
@@ -52,3 +57,49 @@ def test_the_committed_page_is_of_a_planner_that_holds() -> None:
     lines = re.findall(r"^(\w+) ([\d.]+) bound ([\d.]+) (\w+)$", page, re.MULTILINE)
     assert len(lines) == 6
     assert all(float(value) <= float(bound) and state == "held" for _, value, bound, state in lines)
+
+
+def test_no_fit_reads_a_table_that_is_for_validation() -> None:
+    """What is fitted is fitted within `fitting`, in which such tables cannot be read."""
+    others = {path.stem for path in PAPERS_DIR.glob("*.csv")} - FITTED
+    assert others and {path.stem for path in PAPERS_DIR.glob("*.csv")} >= FITTED
+    with fitting():
+        for name in FITTED:
+            assert paper(name)
+        for name in others:
+            with pytest.raises(ValueError, match=f"{name} is for validation"):
+                paper(name)
+    assert all(paper(name) for name in others)
+
+
+def test_shipped_rates_are_fitted_within_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit that reads another table raises before it writes anything."""
+    reads = fit_nemo.paper
+    monkeypatch.setattr(fit_nemo, "paper", lambda name: reads("mpt_fsdp_benchmarks"))
+    with pytest.raises(ValueError, match="mpt_fsdp_benchmarks is for validation"), fitting():
+        fit_nemo.fit_megatron_core(rates("h100"))
+    names = {each.origin.partition(",")[0] for each in map(rates, ("a100", "h100", "h100-megatron-core", "h100-sweep"))}
+    assert names <= FITTED
+
+
+def test_the_readme_quotes_the_blind_numbers() -> None:
+    """Of runs that nothing is fitted to, whatever they are."""
+    found = blind()
+    assert all(row["source"] for row in found.rows)
+    off = 100 * np.abs(found.errors)
+    by = {key: off[[(row["note_system"], row["gpu"]) == key for row in found.rows]].mean() for key in _keys(found)}
+    text = " ".join((ROOT / "README.md").read_text().split())
+    told = re.search(
+        r"Of (\d+) published runs .*? off by (\d+) % in the mean \((\d+) % in the median\): ([\d.]+) % for NeMo on "
+        r"H100, (\d+) % on GB200, (\d+) % for InternEvo on A100 and (\d+) % for MaxText.*?; (\d+) % of them are "
+        r"predicted to fit",
+        text,
+    )
+    assert told
+    kinds = [("NeMo", "h100"), ("NeMo", "gb200"), ("InternEvo", "a100-80"), ("MaxText", "h100")]
+    expected = [len(off), off.mean(), np.median(off), *(by[key] for key in kinds), 100 * found.fits.mean()]
+    assert [float(one) for one in told.groups()] == pytest.approx(expected, abs=0.5)
+
+
+def _keys(found: Blind) -> set[tuple[str, str]]:
+    return {(row["note_system"], row["gpu"]) for row in found.rows}

@@ -228,6 +228,7 @@ def _config(case: Case, context: RankContext, *, fuses: bool) -> Any:  # noqa: A
         kv_channels=model.head_dim,
         add_bias_linear=is_gpt,
         normalization="LayerNorm" if is_gpt else "RMSNorm",
+        layernorm_epsilon=model.norm_eps,
         activation_func=gelu if is_gpt else F.silu,
         gated_linear_unit=not is_gpt,
         hidden_dropout=0.0,
@@ -275,6 +276,7 @@ def _chunk(case: Case, context: RankContext, config: Any, chunk: int) -> Any:  #
         pre_process=place == 0,
         post_process=place == layout.pp * layout.virtual_stages - 1,
         position_embedding_type="learned_absolute" if spec.family is Family.GPT else "rope",
+        rotary_base=spec.rope_theta,
         vp_stage=chunk if layout.virtual_stages > 1 else None,
     ).to(context.device)
     values, first = initial_values(spec, case.workload.seed), _first_layer(case, place)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from meshmark.adapter.capabilities import Capabilities
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.covering import NO_ORDER, Order, combinations, covering, laid, supported
+from meshmark.adapter.covering import NO_ORDER, Order, combinations, covering, laid, supported, takes
 from meshmark.counted import counted
 from meshmark.spec.case import Case, Misfit, cell
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Schedule
@@ -43,7 +43,7 @@ def matrix(
     def tried(name: str, adapter: type[Adapter], workload: Workload, precision: Precision) -> Iterable[Layout]:
         own = worlds_of(adapter, worlds)
         if chosen is None:
-            return [layout for world_size in own for layout in layouts(adapter, world_size)]
+            return [layout for n in own for layout in _tried(name, adapter, n, workload, precision)]
         if chosen != AUTO:
             return chosen
         return [layout for n in own for layout in covering(supported(name, adapter, [n], workload, precision))]
@@ -84,6 +84,23 @@ def layouts(adapter: type[Adapter], world_size: int) -> Iterator[Layout]:
     """Layouts of `world_size` ranks that the matrix tries on `adapter`."""
     for mesh in meshes(adapter.capabilities, world_size):
         yield from variants(adapter.capabilities, mesh)
+
+
+def _tried(
+    name: str, adapter: type[Adapter], world_size: int, workload: Workload, precision: Precision
+) -> list[Layout]:
+    """The matrix's layouts; where an adapter refuses them all, as a distributed optimizer refuses a single replica,
+    those of replicas alone that it takes as well."""
+
+    def taken(layout: Layout) -> bool:
+        each = cell(adapter=name, workload=workload, layout=layout, precision=precision)
+        return isinstance(each, Case) and takes(adapter, each)
+
+    own = list(layouts(adapter, world_size))
+    if "dp" not in adapter.capabilities.degrees or any(map(taken, own)):
+        return own
+    replicas = filter(taken, variants(adapter.capabilities, Layout(dp=world_size)))
+    return list(dict.fromkeys([*own, *replicas]))
 
 
 def meshes(can: Capabilities, world_size: int) -> Iterator[Layout]:

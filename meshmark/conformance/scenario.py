@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.contract import Adapter
-from meshmark.adapter.covering import takes
+from meshmark.adapter.covering import combinations, takes
 from meshmark.adapter.matrix import layouts as matrix_layouts
+from meshmark.adapter.matrix import variants
 from meshmark.errors import AlgorithmError, LayoutError
 from meshmark.reference.data import on_corpus
 from meshmark.run.record import Status
@@ -271,11 +272,24 @@ def plain_cells(
     plainest = made(layouts)
     if any(isinstance(each, Case) and takes(adapter, each) for each in plainest):
         return plainest
-    crossed: dict[int, Case | Misfit] = {}
-    for each in made(_unaccumulated(layout) for layout in matrix_layouts(adapter, world_size)):
-        if isinstance(each, Case) and takes(adapter, each):
-            crossed.setdefault(each.layout.zero_stage, each)
-    return [*crossed.values()] or plainest
+    # Some adapters are made for a combination, and a distributed optimizer takes replicas alone: ask of what the matrix
+    # tries, then of replicas, then of every layout that there is.
+    replicas = (layout for layout in variants(can, Layout(dp=world_size)) if "dp" in can.degrees)
+    for tried in (matrix_layouts(adapter, world_size), replicas, _combined(adapter, world_size)):
+        taken: dict[int, Case | Misfit] = {}
+        for each in made(_unaccumulated(layout) for layout in tried):
+            if isinstance(each, Case) and takes(adapter, each):
+                taken.setdefault(each.layout.zero_stage, each)
+        if taken:
+            return [*taken.values()]
+    return plainest
+
+
+def _combined(adapter: type[Adapter], world_size: int) -> Iterator[Layout]:
+    """Every layout of so many ranks that is within an adapter's capabilities and computes nothing again."""
+    for layout in combinations(world_size):
+        if layout.recompute is Recompute.NONE and not adapter.capabilities.beyond(layout):
+            yield layout
 
 
 def _unaccumulated(layout: Layout) -> Layout:

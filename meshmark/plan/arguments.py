@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.errors import InputError
+from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.calibration_file import calibrated_at
-from meshmark.plan.frameworks import FRAMEWORKS, Framework, framework
+from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, FRAMEWORKS, Framework, framework, recipe_of
 from meshmark.plan.gpu_file import read_gpu
-from meshmark.plan.predict_file import rates_for
 from meshmark.plan.rates import Rates, rates, read_rates
+from meshmark.plan.stacks import rates_for, stack_of
 from meshmark.spec.hardware import GIGA, Gpu, gpu
+from meshmark.spec.model_spec import Family
 from meshmark.theory.recipe import RECIPES, TrainingRecipe, recipe
 
 DEFAULT_GPU = "h100"
@@ -21,8 +23,8 @@ GPU_HELP = (
     "measured, with its rates"
 )
 _RATES_HELP = (
-    "name or JSON file of rates, if not the GPU's own; on h100 `predict` takes h100-sweep, the sweep's build, whose "
-    "pipelines poll for messages on many nodes, and `plan` takes h100, without the polling"
+    "name or JSON file of rates, if not those of the framework on the GPU; of nanotron on h100 `predict` takes "
+    "h100-sweep, the sweep's build, whose pipelines poll for messages on many nodes, and `plan` takes h100-nanotron"
 )
 
 
@@ -38,8 +40,31 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def machine_given(arguments: argparse.Namespace) -> tuple[Gpu, Rates]:
-    """The GPU and the rates asked for; of a calibrated machine's file both, for its rates are shares of that machine.
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What the command line says, or leaves to the usual."""
+
+    machine: Gpu
+    recipe: TrainingRecipe | None
+    """None where it does not say."""
+    own_rates: Rates | None
+    """By --rates or of a calibrated machine; None takes those of the recipe's stack on the machine."""
+    nearest: str | None
+    """The GPU whose rates the machine takes, where its file says so."""
+
+    @property
+    def using(self) -> TrainingRecipe:
+        return self.recipe or recipe_of(DEFAULT_FRAMEWORK, self.machine)
+
+    @property
+    def rates(self) -> Rates:
+        return self.own_rates or rates_for(self.machine, stack_of(self.using.name), nearest=self.nearest)
+
+
+def given_by(arguments: argparse.Namespace, family: Family = Family.LLAMA) -> Given:
+    """The GPU, the recipe (of a family's models) and the rates that are asked for.
+
+    A calibrated machine's file says machine and rates, for its rates are shares of that machine.
 
     Raises `InputError` when such rates are asked for on another GPU, or rates beside bandwidths.
     """
@@ -53,9 +78,10 @@ def machine_given(arguments: argparse.Namespace) -> tuple[Gpu, Rates]:
     there, nearest = (own.gpu, None) if own else _gpu_given(arguments.gpu)
     there = _changed(there, arguments)
     name = None if own and calibrated_at(arguments.rates) else arguments.rates
+    taken = own.rates if own else None
     if name is not None:
-        return there, read_rates(Path(name)) if name.endswith(".json") else rates(name)
-    return there, own.rates if own else rates_for(there, nearest=nearest)
+        taken = read_rates(Path(name)) if name.endswith(".json") else rates(name)
+    return Given(machine=there, recipe=_recipe_given(arguments, there, family), own_rates=taken, nearest=nearest)
 
 
 def _gpu_given(name: str | None) -> tuple[Gpu, str | None]:
@@ -63,7 +89,10 @@ def _gpu_given(name: str | None) -> tuple[Gpu, str | None]:
     if name is not None and name.endswith(".toml"):
         written = read_gpu(Path(name))
         return written.gpu, written.rates
-    return gpu(name or DEFAULT_GPU), None
+    try:
+        return gpu(name or DEFAULT_GPU), None
+    except UnknownNameError as error:
+        raise InputError(f"{error}; --gpu FILE.toml takes any other, and --gpu-template prints such a file") from error
 
 
 def _changed(there: Gpu, arguments: argparse.Namespace) -> Gpu:
@@ -80,8 +109,8 @@ def framework_given(arguments: argparse.Namespace) -> Framework | None:
     return framework(arguments.framework) if arguments.framework is not None else None
 
 
-def recipe_given(arguments: argparse.Namespace) -> TrainingRecipe | None:
+def _recipe_given(arguments: argparse.Namespace, there: Gpu, family: Family) -> TrainingRecipe | None:
     """What the command line says to train by; None where it does not."""
     if named := framework_given(arguments):
-        return recipe(named.recipe)
+        return named.recipe_on(there, family)
     return recipe(arguments.recipe) if arguments.recipe is not None else None

@@ -21,9 +21,9 @@ import numpy as np
 
 from meshmark.errors import InputError
 from meshmark.plan.calibration_file import Calibrated, write_calibrated
-from meshmark.plan.predict_file import rates_for
 from meshmark.plan.provenance import provenance
 from meshmark.plan.rates import HostRates, Rates
+from meshmark.plan.stacks import rates_for
 from meshmark.spec.hardware import GIGA, Gpu, gpu, gpu_of_device
 from meshmark.theory.overheads import Overheads
 

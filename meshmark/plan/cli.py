@@ -10,12 +10,11 @@ import time
 from pathlib import Path
 
 from meshmark.errors import InputError, UnknownNameError
-from meshmark.plan.arguments import DEFAULT_GPU, GPU_HELP, add_setting, framework_given, machine_given, recipe_given
+from meshmark.plan.arguments import DEFAULT_GPU, GPU_HELP, Given, add_setting, framework_given, given_by
+from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, framework
 from meshmark.plan.gpu_file import gpu_template
 from meshmark.plan.model_names import plan_model, told_of_size
-from meshmark.plan.predict_file import DEFAULT_RECIPE
 from meshmark.plan.provenance import provenance
-from meshmark.plan.rates import Rates
 from meshmark.plan.search import (
     Search,
     max_model,
@@ -24,12 +23,12 @@ from meshmark.plan.search import (
     stage_times,
 )
 from meshmark.plan.search_text import print_search, search_json
-from meshmark.spec.hardware import GIB, Gpu
+from meshmark.spec.hardware import GIB
 from meshmark.spec.layout import AXES, Offload, Schedule
 from meshmark.spec.layout_id import glossary
 from meshmark.spec.model_spec import Family
 from meshmark.theory.grid import SEARCHED_SCHEDULES, SearchSpace
-from meshmark.theory.recipe import recipe
+from meshmark.theory.recipe import TrainingRecipe
 
 _DEFAULT_MODEL = "llama-8b"
 
@@ -67,16 +66,17 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> Search | None:
     """Search and print; None where nothing is to be searched."""
-    (machine, given), using = machine_given(arguments), recipe_given(arguments) or recipe(DEFAULT_RECIPE)
+    model = plan_model(arguments.model or _DEFAULT_MODEL)
+    family = Family.GPT if arguments.max_model and not arguments.model else model.family
+    given = given_by(arguments, family)
     if arguments.gpu_template:
-        print(gpu_template(machine, given), end="")
+        print(gpu_template(given.machine, given.rates), end="")
         return None
     if arguments.gpus is None:
         raise InputError("--gpus is missing: how many GPUs are there?")
     if arguments.max_model:
-        _print_max_model(arguments, machine, given)
+        _print_max_model(arguments, given, family)
         return None
-    model = plan_model(arguments.model or _DEFAULT_MODEL)
     if told := told_of_size(arguments.model or _DEFAULT_MODEL):
         print(f"meshmark: {told}", file=sys.stderr)
     if arguments.seq_len is not None:
@@ -85,21 +85,22 @@ def run_plan(arguments: argparse.Namespace) -> Search | None:
         raise InputError(f"--top is {arguments.top}, expected at least 1")
     schedules = [_schedule(name.strip()) for name in arguments.schedules.split(",")]
     start = time.perf_counter()
-    closed = search(model, dataclasses.replace(_space(arguments), schedules=schedules), machine, using, given)
+    space = dataclasses.replace(_space(arguments), schedules=schedules)
+    closed = search(model, space, given.machine, given.using, given.rates)
     found = simulate_first(closed, arguments.top)
     elapsed = time.perf_counter() - start
     if arguments.json:
         print(json.dumps(search_json(found, arguments.top, elapsed), indent=1))
     else:
         print_search(found, arguments.top, elapsed)
-        print(_trained_by(arguments))
+        print(_trained_by(arguments, given.using))
     if arguments.timeline:
         _draw_timeline(found, arguments.timeline)
     return found
 
 
 def _space(arguments: argparse.Namespace) -> SearchSpace:
-    named = framework_given(arguments)
+    named = framework_given(arguments) or (framework(DEFAULT_FRAMEWORK) if arguments.recipe is None else None)
     return SearchSpace(
         num_gpus=arguments.gpus,
         global_batch=arguments.global_batch,
@@ -110,13 +111,13 @@ def _space(arguments: argparse.Namespace) -> SearchSpace:
     )
 
 
-def _trained_by(arguments: argparse.Namespace) -> str:
+def _trained_by(arguments: argparse.Namespace, using: TrainingRecipe) -> str:
     """Whose bytes a parameter were taken."""
     if named := framework_given(arguments):
-        return f"Planned for {named.name}: {named.told}."
+        return f"Planned for {named.name}: {named.told(using)}."
     if arguments.recipe is not None:
         return f"Planned by recipe {arguments.recipe}, with any axis; --framework plans for one that has a name."
-    return f"Planned for no framework: {DEFAULT_RECIPE}'s bytes a parameter, with any axis. --framework plans for one."
+    return f"Planned for {DEFAULT_FRAMEWORK}, as no --framework is given: {framework(DEFAULT_FRAMEWORK).told(using)}."
 
 
 def _contexts(text: str | None) -> list[int] | None:
@@ -134,10 +135,11 @@ def _schedule(name: str) -> Schedule:
     return Schedule(name)
 
 
-def _print_max_model(arguments: argparse.Namespace, machine: Gpu, given: Rates) -> None:
-    using = recipe_given(arguments) or recipe(DEFAULT_RECIPE)
-    family = plan_model(arguments.model).family if arguments.model else Family.GPT
-    model, grid, held = max_model(_space(arguments), machine, using, given, family=family, seq_len=arguments.seq_len)
+def _print_max_model(arguments: argparse.Namespace, given: Given, family: Family) -> None:
+    machine = given.machine
+    model, grid, held = max_model(
+        _space(arguments), machine, given.using, given.rates, family=family, seq_len=arguments.seq_len
+    )
     least = int(held.argmin())
     layout = grid.layout(least)
     if arguments.json:
@@ -146,7 +148,7 @@ def _print_max_model(arguments: argparse.Namespace, machine: Gpu, given: Rates) 
             "model": dataclasses.asdict(model),
             "layout": layout.id,
             "memory_bytes": float(held[least]),
-            "rates": provenance(machine, given),
+            "rates": provenance(machine, given.rates),
         }
         print(json.dumps(answer, indent=1))
         return
@@ -154,7 +156,7 @@ def _print_max_model(arguments: argparse.Namespace, machine: Gpu, given: Rates) 
     shape = f"{model.num_layers} layers, hidden {model.hidden}, {model.seq_len} tokens"
     held_gib = f"{held[least] / GIB:.1f} GiB a gpu"
     print(f"the largest {kind} on {arguments.gpus} {machine.name}: {size} ({shape}), as {layout.id}, {held_gib}")
-    print(provenance(machine, given))
+    print(provenance(machine, given.rates))
 
 
 def _draw_timeline(found: Search, path: Path) -> None:

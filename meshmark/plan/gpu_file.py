@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshmark.errors import InputError
-from meshmark.plan.rates import Rates, rates
+from meshmark.plan.rates import Rates
 from meshmark.spec.hardware import GIB, GIGA, TERA, Gpu, Host
 
 _UNITS: dict[str, tuple[str, float]] = {
@@ -33,6 +33,7 @@ _REMARKS = {
     "nvme_tb": "of one node's drives",
     "nvme_gb_per_s": "of one node's drives together",
 }
+_MATMUL_REMARK = "of the 16-bit peak, what the best shapes of products reach (MAMF); leave it out where not known"
 _SHIPPED = ("h100", "a100", "cpu")
 
 
@@ -47,13 +48,14 @@ class WrittenGpu:
 
 def gpu_template(there: Gpu, using: Rates) -> str:
     """A file that says what `there` is, to be changed."""
-    nearest = next((name for name in _SHIPPED if rates(name).name == using.name), _SHIPPED[0])
+    nearest = next((name for name in _SHIPPED if using.name == name or using.name.startswith(f"{name}-")), _SHIPPED[0])
     lines = [
         "# A GPU for `meshmark plan --gpu FILE.toml`, from its datasheet: dense peaks, bandwidths in one direction.",
         f"name = {json.dumps(there.name)}",
         f"source = {json.dumps(there.source)}",
         *_lines(there, _UNITS),
         f"gpus_per_node = {there.gpus_per_node}",
+        *([f"matmul_share = {there.matmul_share}  # {_MATMUL_REMARK}"] if there.matmul_share else []),
         f'rates = "{nearest}"  # whose measured shares of its datasheet are assumed: {", ".join(_SHIPPED)}',
         "",
         "[tflops]",
@@ -79,7 +81,7 @@ def read_gpu(path: Path) -> WrittenGpu:
         said = tomllib.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path}: {error}; `meshmark plan --gpu-template` prints such a file") from error
-    host, own = said.pop("host", None), said.pop("rates", None)
+    host, own, share = said.pop("host", None), said.pop("rates", None), said.pop("matmul_share", None)
     if own is not None and own not in _SHIPPED:
         raise InputError(f"{path}: rates is {str(own)[:40]!r}, expected one of {', '.join(_SHIPPED)}")
     peaks = _table(path, said.pop("tflops", None), "tflops")
@@ -88,6 +90,8 @@ def read_gpu(path: Path) -> WrittenGpu:
     if host is not None:
         table = _table(path, host, "host")
         fields["host"] = Host(**_fields(path, table, _HOST_UNITS, ("source",), "host."))  # type: ignore[arg-type]
+    if share is not None:
+        fields["matmul_share"] = _number(path, "matmul_share", share)
     there = Gpu(peak_flops=flops, **fields)  # type: ignore[arg-type]
     return WrittenGpu(gpu=there, rates=own)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TypeVar
@@ -65,6 +66,25 @@ def expect_known(columns: Sequence[str]) -> None:
         raise InputError(
             f"unknown column {named}{hint}. Read are {', '.join(READ)}; passed on unread are "
             f"{', '.join(filter(None, PASSED_ON))} and names that begin with {', '.join(PREFIXES)}"
+        )
+
+
+_UNPLANNED = re.compile(r"(mx|nv)?(fp|float|int)_?[468]", re.IGNORECASE)
+"""Products of 8 bits and fewer, in any spelling."""
+
+
+def expect_planned(row: Row, position: int) -> None:
+    """Raise `InputError` for a precision that would be planned as another."""
+    said = cell(row, "precision")
+    if _UNPLANNED.search(said):
+        raise InputError(
+            f"row {position + 2}: precision is {said[:40]!r}: products of 8 bits and fewer are not planned yet; leave "
+            "the row out, or say bf16 to have it planned as that"
+        )
+    if said.lower() in ("fp32", "float32", "32", "tf32") and cell(row, "recipe") not in ("fp32", "eager"):
+        raise InputError(
+            f"row {position + 2}: precision is {said[:40]!r}, but products are planned in 16 bits; a column recipe "
+            "says fp32, or leave precision empty"
         )
 
 

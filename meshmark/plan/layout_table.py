@@ -10,13 +10,22 @@ from typing import TypeVar
 import numpy as np
 
 from meshmark.errors import InputError
-from meshmark.plan.frameworks import framework, recipe_of
-from meshmark.plan.layout_columns import DEGREES, DIMENSIONS, cell, expect_known, integer, layout_of, model_of
+from meshmark.plan.frameworks import Framework, framework, recipe_of
+from meshmark.plan.layout_columns import (
+    DEGREES,
+    DIMENSIONS,
+    cell,
+    expect_known,
+    expect_planned,
+    integer,
+    layout_of,
+    model_of,
+)
 from meshmark.plan.model_names import known_models, told_of_size
 from meshmark.plan.rows import Row
-from meshmark.spec.hardware import MOST_GPUS
+from meshmark.spec.hardware import MOST_GPUS, Gpu, gpu
 from meshmark.spec.layout import AXES, Layout
-from meshmark.spec.model_spec import ModelSpec
+from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.theory.grid import OFFLOADS, RECOMPUTES, SCHEDULES, Column, Grid, make_grid
 from meshmark.theory.recipe import TrainingRecipe, recipe
 
@@ -37,8 +46,8 @@ class LayoutRows:
     grid: Grid
 
 
-def batches(table: Sequence[Row]) -> Iterator[LayoutRows]:
-    """The table's rows grouped by model, GPU and recipe.
+def batches(table: Sequence[Row], machine: Gpu | None = None) -> Iterator[LayoutRows]:
+    """The table's rows grouped by model, GPU and recipe; `machine` stands in place of what they say of the GPU.
 
     Raises `InputError` for a column that is not known and, with the row and the column, for what is missing or cannot
     be.
@@ -47,7 +56,9 @@ def batches(table: Sequence[Row]) -> Iterator[LayoutRows]:
     model, layout = _once(model_of, ("model", *DIMENSIONS)), _once(layout_of, ("layout", *DEGREES))
     groups: dict[tuple[ModelSpec, str, TrainingRecipe | None], list[tuple[int, Layout]]] = {}
     for i, row in enumerate(table):
-        key = (model(row, i), cell(row, "gpu"), _recipe_of(row, i))
+        expect_planned(row, i)
+        spec = model(row, i)
+        key = (spec, cell(row, "gpu"), _recipe_of(row, i, machine, spec.family))
         groups.setdefault(key, []).append((i, layout(row, i)))
     for (spec, gpu_name, using), members in groups.items():
         rows = [i for i, _ in members]
@@ -71,12 +82,16 @@ def _once(read: Callable[[Row, int], _Read], columns: Sequence[str]) -> Callable
     return one
 
 
-def _recipe_of(row: Row, position: int) -> TrainingRecipe | None:
+def _recipe_of(row: Row, position: int, machine: Gpu | None, family: Family) -> TrainingRecipe | None:
     named, of = cell(row, "recipe"), cell(row, "framework")
     try:
-        if named and of and framework(of).recipe != named:
-            raise InputError(f"recipe {named!r} is not framework {of!r}'s, {framework(of).recipe!r}; leave one empty")
-        return recipe(named) if named else recipe_of(of) if of else None
+        if not of:
+            return recipe(named) if named else None
+        there = machine or (gpu(cell(row, "gpu")) if cell(row, "gpu") else None)
+        using = recipe_of(of, there, family)
+        if named and using.name != named:
+            raise InputError(f"recipe {named!r} is not framework {of!r}'s, {using.name!r}; leave one empty")
+        return using
     except InputError as error:
         raise InputError(f"row {position + 2}: {error}") from error
 
@@ -117,15 +132,17 @@ def _check_shards(model: ModelSpec, rows: Sequence[int], grid: Grid) -> None:
         raise InputError(f"row {rows[wrong[0]] + 2}: a sequence of {model.seq_len} does not divide into 2 x cp {cp}")
 
 
-def remarks(table: Sequence[Row]) -> list[str]:
-    """What is odd about a table's rows but does not keep them from being predicted."""
+def remarks(table: Sequence[Row], of_all: Framework | None = None) -> list[str]:
+    """What is odd about a table's rows but does not keep them from being predicted. `of_all`: every row's framework."""
     stages, sizes, ungated = [], [], []
-    known = known_models()
+    known, beyond = known_models(), dict[str, list[int]]()
     for batch in batches(table):
         product = batch.grid.global_batch
         for position, i in enumerate(batch.rows):
-            given = cell(table[i], "global_batch")
-            if batch.grid.pp[position] * batch.grid.virtual_stages[position] > batch.model.num_layers:
+            given, of = cell(table[i], "global_batch"), of_all or _framework_of(table[i])
+            if of and (told := of.beyond(batch.grid.layout(position))):
+                beyond.setdefault(told, []).append(int(i) + 2)
+            if batch.grid.pp[position] * batch.grid.virtual_stages[position] > batch.model.num_layers + 2:
                 stages.append(int(i) + 2)
             if given and given != str(product[position]):
                 sizes.append(int(i) + 2)
@@ -133,6 +150,7 @@ def remarks(table: Sequence[Row]) -> list[str]:
                 ungated.append(int(i) + 2)
     named = dict.fromkeys(cell(row, "model") for row in table if not cell(row, "layers") and not cell(row, "hidden"))
     out = [told for name in named if name and (told := told_of_size(name))]
+    out += [f"{_named(sorted(rows))}: {told}; planned as if it did" for told, rows in beyond.items()]
     if stages:
         out.append(f"{_named(sorted(stages))}: more pipeline stages than layers; predicted_fits is 0")
     if sizes:
@@ -144,6 +162,10 @@ def remarks(table: Sequence[Row]) -> list[str]:
             f"{_named(sorted(ungated))}: no family, so taken for llama (gated); a column family says gpt or llama"
         )
     return out
+
+
+def _framework_of(row: Row) -> Framework | None:
+    return framework(cell(row, "framework")) if cell(row, "framework") else None
 
 
 def _named(rows: Sequence[int]) -> str:

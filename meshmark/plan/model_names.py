@@ -98,7 +98,7 @@ def plan_model(name: str) -> ModelSpec:
     name.
     """
     if is_description(name):
-        return described_model(name)
+        return described_model(name, planned=True)
     known, name = known_models(), _SHAPES.get(name, name)
     if name in known:
         return known[name]

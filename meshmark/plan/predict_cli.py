@@ -8,13 +8,12 @@ from pathlib import Path
 
 from meshmark.counted import counted
 from meshmark.errors import InputError
-from meshmark.plan.arguments import GPU_HELP, add_setting, machine_given, recipe_given
+from meshmark.plan.arguments import GPU_HELP, add_setting, framework_given, given_by
 from meshmark.plan.calibration_file import calibrated_at
+from meshmark.plan.frameworks import DEFAULT_FRAMEWORK
 from meshmark.plan.layout_table import remarks
-from meshmark.plan.predict_file import Setting, predict_file, rates_for
-from meshmark.plan.provenance import provenance
+from meshmark.plan.predict_file import Setting, predict_file, told_rates
 from meshmark.plan.rows import read_rows
-from meshmark.spec.hardware import gpu
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
@@ -28,23 +27,24 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
 
 def run_predict(arguments: argparse.Namespace) -> int:
     """Predict a file of layouts."""
-    machine, given = None, None
     changes = (arguments.gpus_per_node, arguments.link_bandwidth, arguments.network_bandwidth)
     if not arguments.gpu and any(change is not None for change in changes):
         raise InputError("--gpus-per-node and bandwidths change a GPU, and each row names its own: give --gpu too")
-    if arguments.gpu or arguments.rates:
-        machine, given = machine_given(arguments)
-    if not arguments.gpu and not calibrated_at(arguments.rates):
-        machine = None  # each row names its own
-    using = recipe_given(arguments)
-    setting = Setting(recipe=using, rates=given, machine=machine)
+    given = given_by(arguments)
+    # Each row names its own, unless one is given, or comes with the rates of a calibrated machine.
+    machine = given.machine if arguments.gpu or calibrated_at(arguments.rates) else None
+    using = given.recipe if machine or not arguments.framework else None
+    named = framework_given(arguments)
+    nearest = given.nearest if machine else None
+    setting = Setting(recipe=using, framework=named, rates=given.own_rates, machine=machine, nearest=nearest)
     count, table = predict_file(arguments.layouts, arguments.output, setting), read_rows(arguments.layouts)
-    for remark in remarks(table):
+    for remark in remarks(table, named):
         print(f"meshmark: {remark}", file=sys.stderr)
     print(f"{counted(count, 'layout')} predicted: {arguments.output}")
-    if using is None and (unsaid := sum(not (row.get("recipe") or row.get("framework")) for row in table)):
-        print(f"{unsaid} of them by nanotron's recipe, as nothing says another: --framework, or a column framework")
-    names = {gpu(row["gpu"]).name for row in table} if machine is None else set()
-    for there in [machine] if machine else map(gpu, sorted(names)):
-        print(provenance(there, given or rates_for(there, as_measured=True)))
+    unsaid = sum(not (row.get("recipe") or row.get("framework")) for row in table)
+    if unsaid and not (named or given.recipe):
+        told = f"{unsaid} of them by {DEFAULT_FRAMEWORK}'s recipe"
+        print(f"{told}, as nothing says another: --framework, or a column framework")
+    for line in told_rates(table, setting):
+        print(line)
     return 0

@@ -3,55 +3,25 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from meshmark.errors import InputError
-from meshmark.plan.layout_table import batches
+from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, Framework, recipe_of
+from meshmark.plan.layout_table import LayoutRows, batches
 from meshmark.plan.prediction import Prediction, predict_grid
-from meshmark.plan.rates import Rates, rates
+from meshmark.plan.provenance import provenance
+from meshmark.plan.rates import Rates
 from meshmark.plan.rows import Row, read_rows
+from meshmark.plan.stacks import rates_for, stack_of
 from meshmark.plan.step_time import PARTS
 from meshmark.spec.hardware import GIB, Gpu, gpu
 from meshmark.theory.grid import Column
 from meshmark.theory.memory import CATEGORIES
-from meshmark.theory.recipe import TrainingRecipe, recipe
-
-DEFAULT_RECIPE = "nanotron"
-
-
-_NEAREST = {name: "h100" for name in ("h100", "h100-96", "h200", "b200", "b300", "gb200-nvl72", "mi300x")} | {
-    "cpu": "cpu"
-}
-"""Whose rates a GPU takes; the A100's for all others."""
-
-
-def rates_for(there: Gpu, *, as_measured: bool = False, nearest: str | None = None) -> Rates:
-    """The rates that the planner uses on a GPU: fitted where there were measurements, else the nearest GPU's (or those
-    of the one that `nearest` names), their bandwidths in proportion to the two datasheets'.
-
-    `as_measured` takes the sweep's cluster with the build it ran, whose pipelines wait for messages on many nodes; a
-    search assumes one that does not.
-    """
-    if as_measured and there == gpu("h100"):
-        return rates("h100-sweep")
-    nearest = nearest or _NEAREST.get(there.name, "a100")
-    given, known = rates(nearest), gpu(nearest)
-    inside = there.link_bandwidth / known.link_bandwidth
-    across = there.network_bandwidth * there.gpus_per_node / known.network_bandwidth / known.gpus_per_node
-    links = given.network
-    scaled = dataclasses.replace(
-        links,
-        tp_bandwidth=links.tp_bandwidth * inside,
-        tp_network_bandwidth=links.tp_network_bandwidth * across,
-        node_bandwidth=links.node_bandwidth * across,
-        p2p_bandwidth=links.p2p_bandwidth * across,
-    )
-    return dataclasses.replace(given, network=scaled)
+from meshmark.theory.recipe import TrainingRecipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +29,12 @@ class Setting:
     """What is said for all rows at once, in place of what they name."""
 
     recipe: TrainingRecipe | None = None
+    framework: Framework | None = None
+    """Its recipe is that of its generation on each row's GPU."""
     rates: Rates | None = None
     machine: Gpu | None = None
+    nearest: str | None = None
+    """The GPU whose rates `machine` takes."""
 
 
 _ROWS_SAY = Setting()
@@ -73,18 +47,35 @@ def predict_rows(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> dict[str
     what a layout offloads to.
     """
     columns: dict[str, Column] = {}
-    for batch in batches(table):
+    for batch, machine, using, given in _settings(table, setting):
+        found = predict_grid(batch.model, batch.grid, machine, using, given)
+        for name, column in predicted_columns(found).items():
+            columns.setdefault(name, np.zeros(len(table)))[batch.rows] = column
+    return columns
+
+
+def _settings(table: Sequence[Row], setting: Setting) -> Iterator[tuple[LayoutRows, Gpu, TrainingRecipe, Rates]]:
+    """Each batch of rows with its machine, its recipe and its rates."""
+    for batch in batches(table, setting.machine):
         if not batch.gpu_name and setting.machine is None:
             raise InputError(f"row {batch.rows[0] + 2}: missing column gpu; or give --gpu")
         machine = setting.machine or gpu(batch.gpu_name)
         if machine.host is None and len(offloaded := batch.rows[batch.grid.offload > 0]):
             raise InputError(f"row {offloaded[0] + 2}: what a node of {machine.name} could offload to is not known")
-        given = setting.rates or rates_for(machine, as_measured=True)
-        using = setting.recipe or batch.recipe or recipe(DEFAULT_RECIPE)
-        found = predict_grid(batch.model, batch.grid, machine, using, given)
-        for name, column in predicted_columns(found).items():
-            columns.setdefault(name, np.zeros(len(table)))[batch.rows] = column
-    return columns
+        named = setting.framework.recipe_on(machine, batch.model.family) if setting.framework else None
+        using = setting.recipe or named or batch.recipe or recipe_of(DEFAULT_FRAMEWORK, machine)
+        stack = stack_of(using.name)
+        yield (
+            batch,
+            machine,
+            using,
+            setting.rates or rates_for(machine, stack, as_measured=True, nearest=setting.nearest),
+        )
+
+
+def told_rates(table: Sequence[Row], setting: Setting = _ROWS_SAY) -> list[str]:
+    """Where the rates of a table's predictions come from, a line each."""
+    return list(dict.fromkeys(provenance(machine, given) for _, machine, _, given in _settings(table, setting)))
 
 
 def predicted_columns(found: Prediction) -> dict[str, Column]:

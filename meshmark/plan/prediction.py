@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmark.plan.bubble import message_wait_seconds
 from meshmark.plan.rates import Rates
 from meshmark.plan.step_time import StepTime, step_time
 from meshmark.spec.hardware import Gpu
@@ -69,7 +68,7 @@ class Prediction:
     def fits(self) -> Column:
         """Whether every rank has memory enough, and every stage a layer."""
         there: Column = self.headroom_bytes >= 0
-        return there & (self.grid.pp * self.grid.virtual_stages <= self.model.num_layers)
+        return there & (self.grid.pp * self.grid.virtual_stages <= self.recipe.cut.most_stages(self.model))
 
     @property
     def tight(self) -> Column:
@@ -104,18 +103,12 @@ def predict_grid(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe,
     capacity = gpu.memory_bytes - recipe.buffers.outside_bytes
     held = memory(model, grid, recipe, rates.memory, lag=time.lag, capacity_bytes=capacity)
     if rates.polling.pipeline_wait_seconds:
-        # On a cluster with both builds, what has no room for a host that runs ahead only runs with the one that polls,
-        # which cuts pipelines as its source says.
-        needed = held.total_bytes + held.released
-        tight = (grid.pp > 1) & (needed > capacity)
-        waits = np.where(tight, message_wait_seconds(grid, rates), time.message_wait)
-        time = dataclasses.replace(time, message_wait=waits, lag=np.where(tight, 0.0, time.lag))
+        # The build that polls cuts pipelines as its source says, the head counted whole.
         whole = dataclasses.replace(recipe, cut=dataclasses.replace(recipe.cut, head_share=1.0))
         polled = memory(model, grid, whole, rates.memory, lag=time.lag, capacity_bytes=capacity)
-        polled = dataclasses.replace(polled, released=np.maximum(needed - polled.total_bytes, 0.0) * tight)
         held = Memory(
             **{
-                field.name: np.where(waits > 0.0, getattr(polled, field.name), getattr(held, field.name))
+                field.name: np.where(time.message_wait > 0.0, getattr(polled, field.name), getattr(held, field.name))
                 for field in dataclasses.fields(Memory)
             }
         )

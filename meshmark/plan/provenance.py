@@ -5,16 +5,20 @@ from __future__ import annotations
 from meshmark.plan.rates import Rates
 from meshmark.spec.hardware import Gpu
 
-VALIDATED_ON: dict[str, tuple[tuple[str, ...], str]] = {
-    "h100": (("h100", "h100-sweep"), "the 1B and 8B sweep"),
-    "h100-96": (("h100",), "runs of torchtitan"),
-    "a100-80": (("a100",), "published runs of Megatron, BLOOM and torchtitan"),
+VALIDATED_ON: dict[tuple[str, str], str] = {
+    ("h100", "h100-nanotron"): "the 1B and 8B sweep",
+    ("h100", "h100-sweep"): "the 1B and 8B sweep",
+    ("h100", "h100"): "runs of torchtitan and composer",
+    ("h100", "h100-megatron-core"): "the runs of NeMo that they are fitted to, no others",
+    ("h100-96", "h100"): "runs of torchtitan",
+    ("a100-80", "a100"): "published runs of Megatron, BLOOM, torchtitan and composer",
+    ("a100-40", "a100"): "runs of composer",
 }
-"""By GPU: the rates that reports/validation.md predicts measured runs with, and which runs."""
+"""By GPU and rates: the runs that reports/validation.md predicts with these rates."""
 
 
 def provenance(gpu: Gpu, rates: Rates) -> str:
     """The rates' origin, and what was measured on this GPU to hold them to."""
-    names, runs = VALIDATED_ON.get(gpu.name, ((), ""))
-    held = f"held to {runs} (reports/validation.md)" if rates.name in names else f"held to no run on {gpu.name}"
+    runs = VALIDATED_ON.get((gpu.name, rates.name), "")
+    held = f"held to {runs} (reports/validation.md)" if runs else f"held to no run on {gpu.name}"
     return f"Rates: {rates.name} ({rates.origin}), {held}."

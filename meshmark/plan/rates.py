@@ -51,6 +51,9 @@ class NetworkRates:
     """Bytes per second from one pipeline stage to the next across nodes."""
     overlap: float = 0.8
     """Share of a backward pass that data-parallel communication can hide behind."""
+    tensor_overlap: float = 0.0
+    """Share of tensor-parallel collectives that a framework hides behind the products they feed or follow (Transformer
+    Engine's user buffers)."""
     copy_tensor_seconds: float = 0.0
     """Copying one data-parallel rank's part of one tensor where ZeRO-1 gathers them: a kernel's launch each."""
     tree_tensor_seconds: float = 0.0

@@ -111,6 +111,7 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
         space,
         max_tp=4 * gpu.gpus_per_node,
         zero_stages=space.zero_stages or _stages_of(recipe),
+        ends_count=recipe.cut.ends_count,
     )
     if not len(grid):
         raise InputError(

@@ -162,6 +162,8 @@ class _Pieces:
     """From stage to stage."""
     logit_bytes: Column
     """Where the loss is on another stage than the head."""
+    hides_sends: bool
+    """Of interleaved stages."""
 
 
 def _pieces(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rates: Rates) -> _Pieces:
@@ -181,6 +183,7 @@ def _pieces(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecipe, rate
         embedding=model.vocab_size * model.hidden / grid.tp * 10.0 / memory,
         sent_bytes=sent,
         logit_bytes=head["logits"] * recipe.activations.element_bytes,
+        hides_sends=recipe.wire.hides_sends,
     )
 
 
@@ -207,12 +210,14 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
         forward = attention / np.where(core_again, 4.0, 3.0)
     traffic = (
         num_tokens
-        * _elementwise_bytes(model, grid)
+        * _elementwise_bytes(model, grid, recipe)
         * recipe.activations.element_bytes
         / 2.0
         * np.where(full | some, 1.4, 1.0)
     )
-    accumulate = weights * (4.0 + 2.0 * recipe.states.gradient_bytes + 4.0)
+    # Unfused, a weight's gradient is written, read and added to the one that is held.
+    written = 0.0 if recipe.activations.fused_elementwise else 8.0
+    accumulate = weights * (written + 2.0 * recipe.states.gradient_bytes)
     whole = num_tokens * model.hidden * recipe.activations.element_bytes
     one = tensor_collective_seconds(grid, whole, rates, gpu.gpus_per_node)
     backward = _BACKWARD_COLLECTIVES - 2.0 * recipe.wire.hides_backward_gathers
@@ -226,7 +231,7 @@ def _layer_seconds(model: ModelSpec, grid: Grid, gpu: Gpu, recipe: TrainingRecip
         "matmul": matmul,
         "attention": attention,
         "elementwise": (traffic + accumulate) / memory,
-        "tensor_communication": count * one,
+        "tensor_communication": count * one * (1.0 - rates.network.tensor_overlap),
         "context_communication": ring,
         "floor": np.where(t > 1, floor, 0.0),
         "collective": one,
@@ -250,14 +255,22 @@ def _floor_seconds(grid: Grid, num_collectives: Column, rates: Rates, gpus_per_n
     return floor
 
 
-def _elementwise_bytes(model: ModelSpec, grid: Grid) -> Column:
+def _elementwise_bytes(model: ModelSpec, grid: Grid, recipe: TrainingRecipe) -> Column:
     """Bytes a token that a layer's element-wise kernels read and write, forward and backward.
 
     GPT with Megatron's fused kernels: norms, dropout with residual, GELU. LLaMA: norms, residuals, rotary positions,
     the copies that order q, k and v for the attention kernel, and an unfused gate. What lies between the parallel
     regions is divided over t only with sequence parallelism.
+
+    Fused, in 16 bits: two norms read and write forward (4 a value), and read the input and its gradient and write
+    another backward (8, with the statistics); two residual sums (6 and 6). The rotation of queries and keys takes 8 a
+    value, a gate reads two and writes one, and backward reads three and writes two (16); without one, 4 and 6.
     """
     between = np.where(grid.sequence_parallel, grid.tp, 1)
+    if recipe.activations.fused_elementwise:
+        rotated = 0.0 if model.family == "gpt" else 8.0 * (model.hidden + model.kv_hidden)
+        activated = (10.0 if model.family == "gpt" else 16.0) * model.ffn_hidden
+        return 48.0 * model.hidden / between + (rotated + activated) / grid.tp
     if model.family == "gpt":
         return 44.0 * model.hidden / between + 10.0 * model.ffn_hidden / grid.tp
     return 40.0 * model.hidden / between + (84.0 * model.hidden + 33.0 * model.ffn_hidden) / grid.tp
@@ -295,6 +308,7 @@ def _stage_seconds(
     floor = n * layer["floor"]
     sent = pieces.sent_bytes * grid.virtual_stages
     p2p = 2.0 * neighbours * point_to_point_seconds(grid, sent, rates, gpu.gpus_per_node)
+    p2p = np.where((grid.virtual_stages > 1) & pieces.hides_sends, np.maximum(p2p - device, 0.0), p2p)
     if stage.has_loss != stage.has_head:
         # Logits go one way while the gradients of others come back, and both while the stages compute.
         logits = point_to_point_seconds(grid, pieces.logit_bytes, rates, gpu.gpus_per_node)

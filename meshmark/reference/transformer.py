@@ -24,10 +24,15 @@ TextSpec = ModelSpec | MixtureSpec
 """Of a transformer over tokens."""
 
 
+_NORM_EPS = 1e-5
+"""Of models that say nothing of it; PyTorch's."""
+_ROPE_THETA = 10_000.0
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm (arXiv:1910.07467), computed in at least float32."""
 
-    def __init__(self, size: int, eps: float = 1e-5) -> None:
+    def __init__(self, size: int, eps: float = _NORM_EPS) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
@@ -39,22 +44,25 @@ class RMSNorm(nn.Module):
 
 
 def norm(spec: TransformerSpec) -> nn.Module:
-    return RMSNorm(spec.hidden) if spec.family is Family.LLAMA else nn.LayerNorm(spec.hidden)
+    eps = spec.norm_eps if isinstance(spec, ModelSpec) else _NORM_EPS
+    return RMSNorm(spec.hidden, eps) if spec.family is Family.LLAMA else nn.LayerNorm(spec.hidden, eps)
 
 
 @functools.lru_cache(maxsize=8)
-def _rotation(num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _rotation(
+    num_tokens: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of rotary positions (arXiv:2104.09864, eq. 15), each [T, D/2], rounded once from float64."""
     with torch.no_grad():
-        frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         angle = torch.outer(torch.arange(num_tokens, dtype=torch.float64), frequency)
         return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
-def rotate(x_BHTD: Tensor) -> Tensor:
+def rotate(x_BHTD: Tensor, theta: float = _ROPE_THETA) -> Tensor:
     """Rotary position embedding, in at least float32; halves are rotated against each other."""
     wide = x_BHTD if x_BHTD.dtype is torch.float64 else x_BHTD.float()
-    cos_TD, sin_TD = _rotation(x_BHTD.shape[2], x_BHTD.shape[3], wide.dtype, wide.device)
+    cos_TD, sin_TD = _rotation(x_BHTD.shape[2], x_BHTD.shape[3], theta, wide.dtype, wide.device)
     a, b = wide.chunk(2, dim=-1)
     return torch.cat((a * cos_TD - b * sin_TD, a * sin_TD + b * cos_TD), dim=-1).to(x_BHTD.dtype)
 
@@ -70,6 +78,7 @@ class Attention(nn.Module):
         super().__init__()
         bias = spec.family is not Family.LLAMA
         self.head_dim, self.dropout, self.rotary = spec.head_dim, spec.dropout, spec.family is Family.LLAMA
+        self.rope_theta = spec.rope_theta if isinstance(spec, ModelSpec) else _ROPE_THETA
         self.causal = spec.causal
         self.q = nn.Linear(spec.hidden, spec.hidden, bias=bias)
         # To a bias of the keys softmax is blind; a GPT has it all the same, as GPT-2 does.
@@ -89,7 +98,7 @@ class Attention(nn.Module):
     def attend(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
         """Over whole sequences, of any of the heads."""
         if self.rotary:
-            q_BHTD, k_BKTD = rotate(q_BHTD), rotate(k_BKTD)
+            q_BHTD, k_BKTD = rotate(q_BHTD, self.rope_theta), rotate(k_BKTD, self.rope_theta)
         return F.scaled_dot_product_attention(
             q_BHTD,
             k_BKTD,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshmark.errors import InputError, UnknownNameError
 
@@ -54,6 +54,8 @@ class Gpu:
     source: str
     host: Host | None = None
     """None where it is not known: nothing can be offloaded then."""
+    matmul_share: float | None = None
+    """Of its 16-bit peak, what the best of many shapes of matrix products reaches; None where that is not known."""
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "gpus_per_node"):
@@ -64,6 +66,8 @@ class Gpu:
                 f"gpu {self.name!r}: gpus_per_node is {_short(self.gpus_per_node)}, expected a whole number of at most "
                 f"{MOST_GPUS}"
             )
+        if self.matmul_share is not None and not 0.0 < self.matmul_share <= 1.0:
+            raise InputError(f"gpu {self.name!r}: matmul_share is {self.matmul_share}, expected a share of the peak")
         for dtype, flops in self.peak_flops.items():
             if not 10**8 < flops < 10**17:
                 raise InputError(
@@ -119,8 +123,14 @@ _DGX_A100_40 = Host(memory_bytes=1024 * GIB, bandwidth=32 * GIGA, nvme_bytes=15.
 _DGX_2 = Host(memory_bytes=1536 * GIB, bandwidth=3 * GIGA, nvme_bytes=28 * TERA, nvme_bandwidth=16 * 1.6 * GIGA,
               source="arXiv:2104.07857 fig. 2b: 1.5 and 28 TB; 3.0 and 1.6 GB/s a GPU with all 16 reading")  # fmt: skip
 
+# The same program on each (github:stas00/ml-engineering compute/accelerator/README.md, table MAMF, of August 2026).
+_MATMUL_SHARES = {
+    "h100": 0.803, "h800": 0.803, "h200": 0.803, "b200": 0.776, "b300": 0.786, "gb200-nvl72": 0.729, "a100-80": 0.869,
+    "a100-40": 0.869, "a800-80": 0.869, "mi300x": 0.514, "mi325x": 0.604, "mi355x": 0.680,
+}  # fmt: skip
+
 GPUS: dict[str, Gpu] = {
-    gpu.name: gpu
+    gpu.name: replace(gpu, matmul_share=_MATMUL_SHARES.get(gpu.name))
     for gpu in (
         _gpu("h100", _HOPPER, 79.1, 3352, 450, 50, 8, "NVIDIA H100 SXM5 datasheet; 8 x 400 Gb/s per node",
              _DGX_H100),
@@ -128,31 +138,46 @@ GPUS: dict[str, Gpu] = {
              _DGX_H100),
         _gpu("h200", _HOPPER, 139.8, 4800, 450, 50, 8, "NVIDIA H200 SXM datasheet; 8 x 400 Gb/s per node",
              _DGX_H100),
+        _gpu("h800", _HOPPER, 79.1, 3352, 200, 50, 8, "an H100 SXM5 with NVLink of 400 GB/s in both directions"),
         _gpu("b200", _BLACKWELL, 178.3, 7700, 900, 50, 8, "NVIDIA HGX B200 datasheet; 8 x 400 Gb/s per node"),
         _gpu("b300", _BLACKWELL, 267.5, 7700, 900, 100, 8,
              "NVIDIA HGX B300 datasheet, 270 GB; 8 x 800 Gb/s per node (ConnectX-8)"),
         _gpu("gb200-nvl72", _GRACE_BLACKWELL, 184.3, 8000, 900, 50, 72,
              "NVIDIA GB200 NVL72 datasheet: 13.4 TB, 576 and 130 TB/s over 72 GPUs; 400 Gb/s each"),
+        _gpu("gb300-nvl72", _GRACE_BLACKWELL, 267.5, 8000, 900, 100, 72,
+             "NVIDIA GB300 NVL72 datasheet: 130 TB/s over 72 GPUs; 800 Gb/s each (ConnectX-8)"),
+        _gpu("l40s", {"fp32": 91.6, "tf32": 183.0, "fp16": 362.0, "bf16": 362.0, "fp8": 733.0}, 44.5, 864, 32, 25, 8,
+             "NVIDIA L40S datasheet; PCIe 4 x16 without NVLink; 200 Gb/s a GPU"),
         _gpu("mi300x", {"fp32": 163.4, "tf32": 653.7, "fp16": 1307.4, "bf16": 1307.4, "fp8": 2614.9}, 191.5, 5300, 448,
              50, 8, "AMD Instinct MI300X data sheet: 7 x 128 GB/s in both directions; 8 x 400 Gb/s per node"),
+        _gpu("mi325x", {"fp32": 163.4, "tf32": 653.7, "fp16": 1307.4, "bf16": 1307.4, "fp8": 2614.9}, 255.5, 6000, 448,
+             50, 8, "AMD Instinct MI325X data sheet: 7 x 128 GB/s in both directions; 8 x 400 Gb/s per node"),
+        _gpu("mi355x", {"fp32": 157.3, "fp16": 2516.6, "bf16": 2516.6, "fp8": 5033.2}, 287.5, 8000, 537,
+             50, 8, "AMD Instinct MI355X data sheet: 7 x 153.6 GB/s in both directions; 8 x 400 Gb/s per node"),
         _gpu("a100-80", _AMPERE, 79.1, 2039, 300, 25, 8, "NVIDIA A100 80GB SXM datasheet; 8 x 200 Gb/s per node",
              _DGX_A100),
         _gpu("a100-40", _AMPERE, 39.4, 1555, 300, 25, 8, "NVIDIA A100 40GB SXM datasheet; 8 x 200 Gb/s per node",
              _DGX_A100_40),
+        _gpu("a800-80", _AMPERE, 79.1, 2039, 200, 25, 8, "an A100 80GB SXM with NVLink of 400 GB/s in both directions"),
         _gpu("v100-32", {"fp32": 15.7, "fp16": 125.0}, 31.7, 900, 150, 6.25, 16,
              "NVIDIA V100-SXM3 datasheet; DGX-2H: 16 GPUs, 8 x 100 Gb/s (arXiv:1909.08053 sec. 5)", _DGX_2),
         _gpu("p100", {"fp32": 10.6, "fp16": 21.2}, 15.9, 732, 16, 1.25, 8,
              "NVIDIA P100 datasheet; PCIe 3 x16 without NVLink (arXiv:1811.06965 table 3)"),
         _gpu("tpu-v3", {"fp32": 3.8, "bf16": 61.5}, 16.0, 450, 70, 70, 2048,
              "Jouppi et al., CACM 63(7) 2020: a core is half of a chip's 123 TFLOP/s, 32 GiB and 900 GB/s"),
+        _gpu("tpu-v4", {"bf16": 275.0}, 32.0, 1228, 300, 300, 4096, "Google Cloud TPU v4: 2,400 Gb/s between chips"),
+        _gpu("tpu-v5e", {"bf16": 197.0}, 16.0, 819, 200, 200, 256, "Google Cloud TPU v5e: 1,600 Gb/s between chips"),
+        _gpu("tpu-v5p", {"bf16": 459.0}, 95.0, 2765, 600, 600, 8960, "Google Cloud TPU v5p: 4,800 Gb/s between chips"),
         _gpu("cpu", {"fp32": 0.1, "bf16": 0.05}, 8.0, 20, 5, 1.25, 2, "a laptop's two cores; see meshmark calibrate"),
     )
 }  # fmt: skip
 
 _ALIASES = {
-    "h100-80gb": "h100", "h100-80": "h100", "h100-sxm": "h100", "h200-141gb": "h200", "b200-180gb": "b200",
-    "gb200": "gb200-nvl72", "mi300": "mi300x", "a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40",
-    "v100": "v100-32", "v100-32gb": "v100-32", "tpuv3": "tpu-v3",
+    "h100-80gb": "h100", "h100-80": "h100", "h100-sxm": "h100", "h800-80": "h800", "h200-141gb": "h200",
+    "b200-180gb": "b200", "gb200": "gb200-nvl72", "gb300": "gb300-nvl72", "mi300": "mi300x", "mi325": "mi325x",
+    "mi355": "mi355x", "a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "a800": "a800-80",
+    "v100": "v100-32", "v100-32gb": "v100-32", "tpuv3": "tpu-v3", "tpuv4": "tpu-v4", "tpuv5e": "tpu-v5e",
+    "tpuv5p": "tpu-v5p",
 }  # fmt: skip
 
 

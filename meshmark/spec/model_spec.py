@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, TypedDict, Unpack
@@ -80,6 +81,10 @@ class ModelSpec(ModelConfig):
     """Standard deviation of initial weights; residual projections get init_std / sqrt(2 num_layers)."""
     causal: bool = True
     """Every token sees those before it; in an encoder (BERT, arXiv:1810.04805) all of its sequence."""
+    rope_theta: float = 10_000.0
+    """Base of the frequencies of a LLaMA's rotary positions (arXiv:2104.09864, section 3.2.2)."""
+    norm_eps: float = 1e-5
+    """Added to the variance, or the mean square, in every norm."""
 
     def __post_init__(self) -> None:
         if self.family not in TEXT_FAMILIES:
@@ -103,6 +108,9 @@ class ModelSpec(ModelConfig):
             raise InputError(
                 f"model {self.name!r}: init_std is {self.init_std}, expected a number above 0, at most {_WIDEST:g}"
             )
+        for field in ("rope_theta", "norm_eps"):
+            if not 0.0 < (number := getattr(self, field)) < math.inf:
+                raise InputError(f"model {self.name!r}: {field} is {number}, expected a finite number above 0")
         if self.family is Family.LLAMA and self.head_dim % 2:
             raise InputError(f"model {self.name!r}: rotary positions need an even head_dim, got {self.head_dim}")
 

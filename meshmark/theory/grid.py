@@ -178,9 +178,10 @@ def enumerate_grid(
     *,
     max_tp: int,
     zero_stages: Iterable[int] = (0, 1, 2, 3),
-    max_virtual_stages: int = 4,
+    ends_count: bool = False,
 ) -> Grid:
-    """Every layout of `model` in `space` that divides evenly.
+    """Every layout of `model` in `space` that divides evenly; where `ends_count`, a pipeline whose embedding and head
+    count as a layer each too.
 
     ZeRO 2 and 3 are combined with one pipeline stage only, as frameworks do: their gradients and weights would cross
     the network once a micro-batch. Tensor parallelism without sequence parallelism is not searched: it costs as much
@@ -193,7 +194,9 @@ def enumerate_grid(
         if global_batch % dp or (pp > 1 and "pp" not in space.axes):
             continue
         counts = [m for m in divisors(global_batch // dp) if m >= pp - 1]
-        divides = [v for v in range(2, max_virtual_stages + 1) if model.num_layers % (v * pp) == 0]
+        # Chunks of one layer at least; where both counts divide, by layers alone.
+        counted = [model.num_layers, *([model.num_layers + 2] if ends_count else [])]
+        divides = [v for v in range(2, max(counted) // pp + 1) if any(count % (v * pp) == 0 for count in counted)]
         orders = _orders(space.schedules, divides) if pp > 1 else [(Schedule.ONE_F_ONE_B, 1)]
         stages = [z for z in zero_stages if (z == 0 or dp * cp > 1) and (z < 2 or pp == 1)]
         mesh = np.meshgrid(counts, range(len(orders)), stages, recomputes, indexing="ij")

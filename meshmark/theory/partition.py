@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -31,6 +32,28 @@ def uniform_stages(model: ModelSpec, num_stages: int) -> tuple[Stage, ...]:
     return tuple(
         Stage(num_layers=share + (i < rest), has_embedding=i == 0, has_head=i == last, has_loss=i == last)
         for i in range(num_stages)
+    )
+
+
+@lru_cache(maxsize=4096)
+def eased_stages(model: ModelSpec, num_stages: int) -> tuple[Stage, ...]:
+    """An even cut in which embedding and head count as a layer each, so that the first and the last stage hold fewer;
+    what then does not divide lies in the middle."""
+    counted = model.num_layers + 2
+    if num_stages > counted:  # none of which fits; some stages are empty
+        sizes = [int(i <= model.num_layers) + (i == num_stages - 1) for i in range(num_stages)]
+        return _ended(sizes)
+    share, rest = divmod(counted, num_stages)
+    first = (num_stages - rest) // 2
+    return _ended([share + (first <= i < first + rest) for i in range(num_stages)])
+
+
+def _ended(sizes: Sequence[int]) -> tuple[Stage, ...]:
+    """Stages of so many layers, of which the first counts the embedding and the last the head."""
+    last = len(sizes) - 1
+    return tuple(
+        Stage(num_layers=size - (i == 0) - (i == last), has_embedding=i == 0, has_head=i == last, has_loss=i == last)
+        for i, size in enumerate(sizes)
     )
 
 

@@ -11,7 +11,7 @@ from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.theory.eager_backward import EagerBackward
 from meshmark.theory.gradient_path import GradientPath
-from meshmark.theory.partition import Stage, stages
+from meshmark.theory.partition import Stage, eased_stages, stages
 from meshmark.theory.saved_activations import Widths
 from meshmark.theory.update_form import UpdateForm
 
@@ -77,6 +77,8 @@ class Wire:
     hides_backward_gathers: bool = False
     """Under sequence parallelism the two inputs gathered again in a layer's backward pass travel behind the products of
     the gradients before them (arXiv:2205.05198 sec. 4.2.2)."""
+    hides_sends: bool = False
+    """Interleaved stages send and receive while they compute (Megatron's `overlap_p2p_comm`)."""
     sends_whole: bool = False
     """Every tensor-parallel rank sends the whole of a stage's output, not its share (arXiv:2104.04473 sec. 4.1)."""
     reduces_by_tensor: bool = False
@@ -99,6 +101,9 @@ class ActivationBytes:
     """The attention core keeps one fp32 statistic a query instead of the scores."""
     dropout_masks: bool = False
     """One-byte dropout masks are kept, as arXiv:2205.05198 counts them."""
+    fused_elementwise: bool = False
+    """Norms, rotation, gate and residual sums are a kernel each (Transformer Engine's), and weights' gradients are
+    added up by the product that makes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +114,20 @@ class PipelineCut:
     """The pipeline is cut by compute, the head counted with the layers; otherwise by number of layers."""
     head_share: float = 1.0
     """How much of the head's weights counts in that cut."""
+    ends_count: bool = False
+    """Where layers do not divide evenly, embedding and head count as a layer each (Megatron's
+    `account_for_embedding_in_pipeline_split` and `account_for_loss_in_pipeline_split`)."""
 
     def stages(self, model: ModelSpec, num_stages: int) -> tuple[Stage, ...]:
-        """The stages. Raises `LayoutError` when an even cut finds too few layers."""
+        """The stages."""
+        uneven = self.ends_count and model.num_layers % num_stages
+        if not self.balanced_stages and (uneven or num_stages > model.num_layers):
+            return eased_stages(model, num_stages)
         return stages(model, num_stages, balanced=self.balanced_stages, head_share=self.head_share)
+
+    def most_stages(self, model: ModelSpec) -> int:
+        """Virtual stages that a model can be cut into: the first may hold the embedding alone, the last the head."""
+        return model.num_layers + 2 * (not self.balanced_stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +204,18 @@ RECIPES: dict[str, TrainingRecipe] = {
             wire=Wire(hides_backward_gathers=True),
             activations=ActivationBytes(flash_attention=False, dropout_masks=True),
             arithmetic="fp16",
+        ),
+        # megatron-core as NeMo runs it: flash attention, bf16, distributed optimizer, no dropout; gradients are held
+        # and reduced in bf16 (`grad_reduce_in_fp32=False` of NeMo's recipes), and the optimizer has an fp32 copy of
+        # its shard's. Its own cross-entropy makes the softmax in place of the fp32 logits, and keeps that alone
+        # (`VocabParallelCrossEntropy`): 2 for the logits in bf16, 4 for it. Outside as FSDP2's.
+        TrainingRecipe(
+            name="megatron-core",
+            states=StateBytes(weight_bytes=2, gradient_bytes=2, master_bytes=4, shard_gradient_bytes=4),
+            buffers=BufferBytes(outside_bytes=0.9e9),
+            wire=Wire(hides_backward_gathers=True, hides_sends=True),
+            activations=ActivationBytes(logit_bytes=6, fused_elementwise=True),
+            cut=PipelineCut(ends_count=True),
         ),
         # Megatron-DeepSpeed of 2022, ZeRO-1: an fp32 copy of a rank's share of the gradients (its stage_1_and_2.py), a
         # reduce and an all-gather bucket of 5e8 16-bit elements (its defaults); its pipeline sends whole tensors.

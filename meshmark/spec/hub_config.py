@@ -1,0 +1,244 @@
+"""The `config.json` of a Hugging Face checkpoint: which of its keys a model of this project can honour.
+
+A key is honoured, or has a value that changes nothing here, or has no part in the function that is trained; whatever
+else a file says is refused where the model is to be trained. A planner, which takes sizes alone, names it and goes on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from meshmark.errors import InputError
+from meshmark.spec.model_spec import Family
+
+Fields = dict[str, Family | float]
+"""Of a `ModelSpec`, by name."""
+LARGEST = 10**7
+"""Of any dimension: beyond, a unit is wrong."""
+_LARGEST_FILE = 2**20
+_REQUIRED = None
+"""In the place of a usual value: the key may not be left out."""
+
+# By `model_type`: the key of each field in config.json, and its value in Transformers where that is left out.
+_DECODER: dict[str, tuple[str, object]] = {
+    "num_layers": ("num_hidden_layers", _REQUIRED),
+    "hidden": ("hidden_size", _REQUIRED),
+    "num_heads": ("num_attention_heads", _REQUIRED),
+    "ffn_hidden": ("intermediate_size", _REQUIRED),
+    "vocab_size": ("vocab_size", _REQUIRED),
+    "tied_embeddings": ("tie_word_embeddings", False),
+    "init_std": ("initializer_range", 0.02),
+    "norm_eps": ("rms_norm_eps", 1e-6),
+}
+_HONOURED: dict[str, dict[str, tuple[str, object]]] = {
+    "gpt2": {
+        "num_layers": ("n_layer", 12),
+        "hidden": ("n_embd", 768),
+        "num_heads": ("n_head", 12),
+        "vocab_size": ("vocab_size", 50257),
+        "seq_len": ("n_positions", 1024),
+        "tied_embeddings": ("tie_word_embeddings", True),
+        "init_std": ("initializer_range", 0.02),
+        "norm_eps": ("layer_norm_epsilon", 1e-5),
+    },
+    "llama": _DECODER | {"seq_len": ("max_position_embeddings", 2048)},
+    "mistral": _DECODER | {"seq_len": ("max_position_embeddings", 131072), "num_kv_heads": ("num_key_value_heads", 8)},
+    "qwen2": _DECODER | {"seq_len": ("max_position_embeddings", 32768), "num_kv_heads": ("num_key_value_heads", 32)},
+    "qwen3": _DECODER | {"seq_len": ("max_position_embeddings", 32768), "num_kv_heads": ("num_key_value_heads", 32)},
+}
+_OPTIONAL = {"num_kv_heads": "num_key_value_heads", "ffn_hidden": "n_inner"}
+"""Fields that follow from others where the file says null or nothing."""
+_GPT2_DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+_LEFT_OUT = {
+    "qwen2": "queries, keys and values have biases",
+    "qwen3": "queries and keys are normed",
+}
+"""By `model_type`: what this project's model of that family does not have."""
+
+# Keys that change the trained function, and the values under which they do not.
+_OFF: tuple[object, ...] = (None, False, 0)
+_UNCHANGING: dict[str, tuple[object, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (None, 1),
+    "scale_attn_weights": (True,),
+    **dict.fromkeys(
+        (
+            "add_cross_attention",
+            "attention_bias",
+            "attention_dropout",
+            "cross_attention_hidden_size",
+            "is_encoder_decoder",
+            "mlp_bias",
+            "scale_attn_by_inverse_layer_idx",
+            "tie_encoder_decoder",
+            "use_sliding_window",
+        ),
+        _OFF,
+    ),
+    "pruned_heads": (None, {}),
+    "quantization_config": (None,),
+}
+
+_SILENT = frozenset(
+    # What a file says of itself, of its tokenizer, of storage, of how a function is computed, and of what is done with
+    # outputs: the loss of a next token and its gradients are the same whatever stands there.
+    """
+    _attn_implementation _attn_implementation_autoset _name_or_path architectures attn_implementation auto_map
+    chunk_size_feed_forward dtype finetuning_task gradient_checkpointing id2label is_decoder label2id model_type
+    output_attentions output_hidden_states prefix pretraining_tp problem_type reorder_and_upcast_attn return_dict
+    task_specific_params tf_legacy_loss tokenizer_class torch_dtype torchscript transformers_version use_bfloat16
+    use_cache use_return_dict
+    bos_token_id decoder_start_token_id eos_token_id pad_token_id sep_token_id
+    n_ctx summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
+    repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
+    """.split()
+)
+
+
+def read_config(path: Path, given: Mapping[str, object], *, planned: bool) -> Fields:
+    """The fields that a file says, but for those `given` beside it, which take their place.
+
+    Raises `InputError` for a file that cannot be read, and for what it says that no model here does; where the model is
+    only `planned`, warns of the latter.
+    """
+    config = _read(path)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _HONOURED:
+        raise InputError(f"--model {str(path)!r}: model_type is {kind!r}, expected one of {', '.join(_HONOURED)}")
+    fields: Fields = {"family": Family.GPT if kind == "gpt2" else Family.LLAMA}
+    for field, (key, usual) in _HONOURED[kind].items():
+        fields[field] = _entry(path, config, key, usual)
+    for field, key in _OPTIONAL.items():
+        if config.get(key) is not None:
+            fields[field] = _entry(path, config, key, _REQUIRED)
+    own = {key for key, _ in _HONOURED[kind].values()} | {*_OPTIONAL.values(), "head_dim"}
+    own |= {*_GPT2_DROPOUTS} if kind == "gpt2" else {"rope_theta", "rope_scaling", "rope_parameters"}
+    _expect_width(path, config, fields)
+    changed = [*_changes(config, kind, {**fields, **given}, own)]
+    for field, read in (("dropout", _dropout), ("rope_theta", _rope_theta)):
+        if field not in given:
+            try:
+                fields |= read(config, kind)
+            except InputError as error:
+                changed.append(str(error))
+    if changed:
+        _tell(path, changed, planned=planned)
+    return fields
+
+
+def _tell(path: Path, changed: list[str], *, planned: bool) -> None:
+    told = f"{path}: no model here does what it says: {'; '.join(changed)}"
+    if planned:
+        warnings.warn(f"{told}; planned without", stacklevel=4)
+        return
+    raise InputError(
+        f"--model {told}. It would be another model that is trained: take a key out of the file, or give it the value "
+        "of the model here, where that is what you mean"
+    )
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise InputError(f"--model {str(path)!r}: over {_LARGEST_FILE:,} bytes, which no model's config.json has")
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"--model {str(path)!r}: {error.strerror}; expected a Hugging Face config.json") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"--model {str(path)!r}: not JSON ({error}); expected a Hugging Face config.json") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _expect_width(path: Path, config: Mapping[str, object], fields: Fields) -> None:
+    head_dim = fields["hidden"] / fields["num_heads"]  # type: ignore[operator]
+    if config.get("head_dim") not in (None, head_dim):
+        raise InputError(
+            f"--model {str(path)!r}: head_dim is {config['head_dim']!r}; expected hidden_size / num_attention_heads, "
+            f"{head_dim:g}: other widths are not modelled"
+        )
+
+
+def _changes(config: Mapping[str, object], kind: str, fields: Mapping[str, object], own: set[str]) -> Iterator[str]:
+    """What of a file is neither honoured nor without effect, in words."""
+    if kind in _LEFT_OUT:
+        yield f"model_type {kind}, whose {_LEFT_OUT[kind]}"
+    # Mistral's window is on unless the file says null; Qwen's is off unless `use_sliding_window` says true.
+    window = config.get("sliding_window", 4096) if kind == "mistral" else None
+    if isinstance(window, int) and window < fields["seq_len"]:  # type: ignore[operator]
+        yield f"sliding_window {window}, below seq_len {fields['seq_len']} (seq_len={window} behind the file is within)"
+    windowed = {"sliding_window", "max_window_layers", "layer_types"}
+    if isinstance(types := config.get("layer_types"), list) and set(types) - {"full_attention"}:
+        yield f"layer_types {', '.join(sorted(map(str, set(types))))} (here: full_attention)"
+    for key, value in config.items():
+        if key in _UNCHANGING:
+            if not _among(value, same := _UNCHANGING[key]):
+                yield f"{key} {json.dumps(value)[:60]} (here: {' or '.join(json.dumps(one) for one in same[-2:])})"
+        elif key not in own | windowed | _SILENT:
+            near = difflib.get_close_matches(key, own | windowed | _SILENT | _UNCHANGING.keys(), n=1)
+            yield f"{key} {json.dumps(value)[:60]}, which is not known" + (f" (is {near[0]} meant?)" if near else "")
+
+
+def _among(value: object, same: tuple[object, ...]) -> bool:
+    """By value and, between truth values and numbers, by kind as JSON has it; 0 and 0.0 are one number."""
+    return any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in same)
+
+
+def _dropout(config: Mapping[str, object], kind: str) -> Fields:
+    """None. A GPT-2 that does not say so has it: Transformers' default is 0.1."""
+    rates = {key: config.get(key, 0.1) for key in (_GPT2_DROPOUTS if kind == "gpt2" else ())}
+    if any(not _among(rate, _OFF) for rate in rates.values()):
+        told = ", ".join(f"{key} {json.dumps(rate)[:60]}" for key, rate in rates.items())
+        raise InputError(f"{told} (here: 0; dropout=0 behind the file chooses that, and dropout=0.1 one for all)")
+    return {}
+
+
+def _rope_theta(config: Mapping[str, object], kind: str) -> Fields:
+    """Of plain rotary positions: Transformers before 5 has `rope_theta` and `rope_scaling`, later `rope_parameters`."""
+    if kind == "gpt2":
+        return {}
+    said = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(said, dict):
+        raise InputError(f"rope_scaling {json.dumps(said)[:60]} (here: none)")
+    scaling = said.get("rope_type", said.get("type", "default"))
+    others = {key: value for key, value in said.items() if key not in ("rope_type", "type", "rope_theta")}
+    if scaling != "default" or others:
+        raise InputError(f"rope_scaling {json.dumps(said)[:100]} (here: none)")
+    theta = said.get("rope_theta", config.get("rope_theta", 10000.0))
+    if not _is_number(theta):
+        raise InputError(f"rope_theta {json.dumps(theta)[:60]} (here: a number)")
+    return {"rope_theta": float(theta)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _entry(path: Path, config: Mapping[str, object], key: str, usual: object) -> float:
+    value = config.get(key, usual)
+    where = f"--model {str(path)!r}: {key} is {str(value)[:40]}"
+    expected, holds = _EXPECTED.get(key, (f"a whole number from 1 to {LARGEST:,}", _is_dimension))
+    if not holds(value):
+        raise InputError(f"{where}, expected {expected}")
+    return value  # type: ignore[return-value]
+
+
+def _is_dimension(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
+
+
+def _is_above_zero(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+_EXPECTED: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "tie_word_embeddings": ("true or false", lambda value: isinstance(value, bool)),
+    **dict.fromkeys(("initializer_range", "rms_norm_eps", "layer_norm_epsilon"), ("a number above 0", _is_above_zero)),
+}

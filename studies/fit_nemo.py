@@ -1,0 +1,50 @@
+"""Fit megatron-core's rates on the H100 to three models under NeMo."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from meshmark.plan.layout_table import batches
+from meshmark.plan.prediction import predict_grid
+from meshmark.plan.rates import HostRates, KernelRates, Rates
+from meshmark.plan.rows import number
+from meshmark.spec.hardware import gpu
+from meshmark.theory.grid import Column
+from meshmark.theory.recipe import recipe
+from studies.fit import fit_rates
+from studies.papers import paper
+
+_BOUNDS = {"kernels.gemm_efficiency": (0.3, 0.95), "network.tensor_overlap": (0.01, 0.95)}
+_HALF_WIDTH = 331.0
+"""As on the A100, where Megatron SC21's table 1 tells it."""
+_ATTENTION = 0.55
+"""Of the H100's peak, forward and backward pass together: 620 and 520 TFLOP/s at 128 dimensions a head, 16,384 tokens
+and a causal mask (arXiv:2407.08608 figures 5 and 6, of FlashAttention-3 and cuDNN)."""
+
+
+def fit_megatron_core(pytorch: Rates) -> Rates:
+    """Two numbers, the efficiency of matrix products and the share of tensor-parallel collectives that is hidden; the
+    network is that of `pytorch`."""
+    table = paper("nemo_h100_bf16")
+    rows = list(batches(table))
+
+    def errors(given: Rates) -> Column:
+        found = []
+        for batch in rows:
+            using = recipe("megatron-core")
+            predicted = predict_grid(batch.model, batch.grid, gpu(batch.gpu_name), using, given)
+            rate = np.array([number(table[i], "measured_tokens_per_s_per_gpu") for i in batch.rows])
+            found.append(np.log(rate / predicted.tokens_per_second_per_gpu))
+        return np.concatenate(found)
+
+    start = dataclasses.replace(
+        pytorch,
+        name="h100-megatron-core",
+        origin="nemo_h100_bf16, all 20 rows; network of the sweep's cluster, attention by arXiv:2407.08608",
+        kernels=KernelRates(gemm_efficiency=0.7, gemm_half_width=_HALF_WIDTH, attention_efficiency=_ATTENTION),
+        network=dataclasses.replace(pytorch.network, tensor_overlap=0.3),
+        host=HostRates(),
+    )
+    return fit_rates(start, _BOUNDS, errors)
