@@ -77,7 +77,7 @@ def judge_communication(record: Record) -> Verdict | None:
         "declared": "; ".join(sorted({d.reason for declared in evidence.departures for d in declared})),
         "barriers": barriers,
     }
-    also = f"; and {counted(barriers, 'barrier')} a step, which no plan counts" if barriers else ""
+    also = f" (besides {counted(barriers, 'barrier')} a step, which no plan counts)" if barriers else ""
     if worst is None:
         return Verdict(suite="communication", passed=True, summary=_as_planned(expected) + also, evidence=told)
     told |= {
@@ -89,7 +89,7 @@ def judge_communication(record: Record) -> Verdict | None:
         "calls": worst.calls,
     }
     more = f", and {counted(len(found) - 1, 'more difference')}" if len(found) > 1 else ""
-    return Verdict(suite="communication", passed=False, summary=f"{worst}{more}; {_MEND}{also}", evidence=told)
+    return Verdict(suite="communication", passed=False, summary=f"{worst}{more}{also}; {_MEND}", evidence=told)
 
 
 def _barriers(asked: Sequence[Collective]) -> int:

@@ -93,7 +93,7 @@ def judge_memory(record: Record) -> Verdict | None:
     if not isinstance(record.case.workload.model, ModelSpec) or record.case.tuning.passes_otherwise:
         summary += "; activations: not planned"
     if unknown := [rank for rank, reading in enumerate(record.memory.readings) if not reading.ends_known]:
-        summary += f"; not judged on {_ranks(unknown)}: {_UNKNOWN}"
+        summary += f" (not judged on {_ranks(unknown)}: {_UNKNOWN})"
     passed = worst.error <= STATE_TOLERANCE
     return Verdict(
         suite="memory",
