@@ -329,7 +329,9 @@ def test_everything_that_the_allocator_counted_is_judged(changes: dict[str, obje
     assert not caught or (verdict.evidence["category"], verdict.evidence["rank"]) == (caught, 1)
 
 
-@pytest.mark.parametrize("num_bytes, said, unsaid", [(88_000, "fewer bytes", "in no plan"), (92_000, "in no plan", "fewer")])
+@pytest.mark.parametrize(
+    "num_bytes, said, unsaid", [(88_000, "fewer bytes", "in no plan"), (92_000, "in no plan", "fewer")]
+)
 def test_a_total_that_is_off_says_in_which_direction(num_bytes: int, said: str, unsaid: str) -> None:
     summary = counted(peak=peak(num_bytes)).summary
     assert said in summary and unsaid not in summary and "`Adapter.remainders`" in summary

@@ -94,7 +94,7 @@ class Timeline:
     workspaces: list[Workspace] = field(default_factory=list)
     """Which are in no life and no total."""
     ends_known: bool = True
-    """Whether the ends that nobody saw were all looked for; where not, lives may last too long, and totals are right."""
+    """Whether the ends that nobody saw were all looked for. Where not, lives may last too long; totals are right."""
 
     def total(self, time_ns: int) -> int:
         """Bytes that the allocator counted at this time."""
