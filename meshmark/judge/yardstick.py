@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshmark.judge.deviation import Deviations, Quantity, QuantityKind
+from meshmark.adapter.arithmetic import Casting
+from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
 from meshmark.judge.replicas import by_replica
 from meshmark.judge.spread import Spread
 from meshmark.spec.precision import Precision
@@ -25,7 +26,7 @@ from meshmark.spec.precision import Precision
 FALSE_ALARMS = 1e-4
 """Probability that a correct run fails, any of its comparisons, all steps together: what factors aim at. What has been
 shown of it, `false_alarms` tells."""
-SMALLEST_FACTORS = {"number": 8.0, "gradients": 2.4, "parameters": 4.0, "buffers": 4.0, "twin": 4.0}
+SMALLEST_FACTORS = {"number": 8.0, "gradients": 2.4, "parameters": 4.0, "buffers": 4.0, "twin": 4.0, "way": 4.0}
 """By kind: a framework that computes in another order than `single` has another noise, not only another draw of it. Of
 real adapters the furthest stood at 4.9, 2.1 and 2.9. `make power` tells it again."""
 ZERO = 1e-12
@@ -39,6 +40,70 @@ MULTIPLES = {QuantityKind.GRADIENTS: QuantityKind.SCALE, QuantityKind.TWIN: Quan
 """What is told besides of tensors that have a multiple."""
 TWINS = (QuantityKind.TWIN, QuantityKind.TWIN_SCALE, QuantityKind.TWIN_LOSS)
 """What is compared with the twin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """What engines that compute in one way have in common."""
+
+    dense: list[str] = field(default_factory=list)
+    """Quantities, as written, that are far from the twin in every one of them, at every step."""
+    most_flips: int = 0
+    """Of other gradients, at all steps together, the most in one of them that were not the twin's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """In which an engine that casts as declared may still differ from the twin, the least first."""
+
+    reordered: QuantityKind
+    regrouped: QuantityKind | None = None
+    products: QuantityKind
+    forward: QuantityKind
+
+    @property
+    def kinds(self) -> list[QuantityKind]:
+        return [kind for kind in (self.reordered, self.regrouped, self.products, self.forward) if kind]
+
+
+WAYS = {
+    Casting.AUTOCAST: Ways(
+        reordered=QuantityKind.REORDERED,
+        regrouped=QuantityKind.REGROUPED,
+        products=QuantityKind.PRODUCTS,
+        forward=QuantityKind.FORWARD,
+    ),
+    Casting.WEIGHTS: Ways(
+        reordered=QuantityKind.CAST_REORDERED,
+        products=QuantityKind.CAST_PRODUCTS,
+        forward=QuantityKind.CAST_FORWARD,
+    ),
+}
+_ALL_WAYS = frozenset(kind for ways in WAYS.values() for kind in ways.kinds)
+WAY_NAMES = {
+    "reordered": "rows in another order",
+    "regrouped": "other micro-batches",
+    "products": "fused products, or their sums in another order",
+    "forward": "another forward pass, as of attention by hand",
+}
+_FLIPS_LIKE = {
+    QuantityKind.REORDERED: QuantityKind.REGROUPED,
+    QuantityKind.PRODUCTS: QuantityKind.FORWARD,
+    QuantityKind.CAST_REORDERED: QuantityKind.CAST_FORWARD,
+    QuantityKind.CAST_PRODUCTS: QuantityKind.CAST_FORWARD,
+}
+"""Where a way rounds most numbers as the twin does, a few are flipped. One flip in a tensor is no more than what a way
+that rounds all of its numbers anew makes of it: this one."""
+DENSE = 10.0
+"""Tolerances of the twin's own bits: where every engine that was drawn of a way is further away, the way shows."""
+SHOWN = 0.25
+"""Of what a way always changes, the part that a run must show that claims it. An engine that fuses products in half of
+its layers shows half of it; a defect in one tensor shows none of the others."""
+MORE_FLIPS = 4
+"""Beyond twice the most that any engine drawn of a way had. Flips are rare and independent; their number is Poisson's,
+and a next draw exceeds twice the most of a dozen, and four, with a probability below 1e-4 whatever the rate."""
+ONE_DIRECTION = 1e-3
+"""Of the twin's distance from the truth, the part that is no multiple: a tensor of one element has less."""
 
 Comparisons = Mapping[Quantity, list[float]]
 """One run, by quantity, then step; or the noise, which is the root mean square over runs. Quantities are those of
@@ -97,6 +162,8 @@ def noise_run(deviations: Deviations, precision: Precision) -> Comparisons:
 
 def kind_of(quantity: Quantity) -> str:
     """What shares a factor: `number`s (losses, norm and multiples), and each kind of tensors."""
+    if quantity.kind in _ALL_WAYS:
+        return "way"
     return quantity.kind.value if quantity.kind.value in SMALLEST_FACTORS else "number"
 
 
@@ -107,6 +174,10 @@ class Yardstick:
     noise: Comparisons
     factors: Mapping[str, float]
     """By kind of quantity, and by quantity, as written, where that asks for more."""
+    ways: Mapping[str, Way] = field(default_factory=dict)
+    """In which a correct run may differ from the twin, the least first."""
+    way: str = ""
+    """That this yardstick has been fitted to."""
 
     def noise_of(self, quantity: Quantity, step: int) -> float:
         """That of its step, where it is a number at all of them."""
@@ -122,7 +193,11 @@ class Yardstick:
         of_kinds = {name: factor for name, factor in self.factors.items() if name in SMALLEST_FACTORS}
         own = {Quantity.parse(name): factor for name, factor in self.factors.items() if name not in of_kinds}
         return [
-            Yardstick(noise=noise, factors=of_kinds | {str(quantity): factor for quantity, factor in factors.items()})
+            Yardstick(
+                noise=noise,
+                factors=of_kinds | {str(quantity): factor for quantity, factor in factors.items()},
+                ways=self.ways if num_replicas == 1 else {},
+            )
             for noise, factors in zip(by_replica(self.noise, num_replicas), by_replica(own, num_replicas), strict=True)
         ]
 
@@ -138,11 +213,82 @@ class Yardstick:
                     yield _ratio(value, self.noise_of(quantity, step)), quantity, step
 
     def judge(self, deviations: Deviations) -> Iterator[tuple[float, Quantity, int]]:
-        """The excesses of a run; a twin that is wrong itself accuses nobody."""
+        """The excesses of a run, held against the way in which it computes; a twin that is wrong itself accuses
+        nobody."""
         run = compare(deviations)
         if not self.twin_excess(deviations) <= 1:
             run = {quantity: steps for quantity, steps in run.items() if quantity.kind not in TWINS}
-        return self.excesses(run)
+        return self.fitted_to(deviations).excesses(run)
+
+    def declared(self, casting: Casting | None) -> Yardstick:
+        """With the ways that are open to an engine that declares who casts, and no others."""
+        kinds = WAYS[casting].kinds if casting else []
+        return replace(self, ways={kind.value: self.ways[kind.value] for kind in kinds if kind.value in self.ways})
+
+    def fitted_to(self, deviations: Deviations) -> Yardstick:
+        """This, or where the run has not the twin's bits and one way explains all of that, with the spread of that way
+        in the place of the twin's noise.
+
+        A run may compute in any correct arithmetic, but in one: a defect that is as small as another attention's
+        rounding in one tensor is excused only if the run shows another attention's rounding everywhere. So the ways
+        are asked one by one, each for all quantities and steps together.
+        """
+        run = compare(deviations)
+        own = {q: steps for q, steps in run.items() if q.kind in (QuantityKind.TWIN, QuantityKind.TWIN_LOSS)}
+        own = {q: steps for q, steps in own.items() if q in self.noise}
+        off = {(q, i) for q, steps in own.items() for i, x in enumerate(steps) if not x <= self.tolerance(q, i)}
+        if not off or any(self._is_multiple(deviations, q, i) for q, i in off if q.kind is QuantityKind.TWIN):
+            return self
+        for name in self.ways:
+            if self._explains(QuantityKind(name), own, off):
+                return self._with(QuantityKind(name))
+        return self
+
+    def _is_multiple(self, deviations: Deviations, quantity: Quantity, step: int) -> bool:
+        """Whether a gradient is a multiple of the twin's and nothing else: rounding never does that, but to a tensor of
+        one element."""
+        reference = deviations[replace(quantity, kind=QuantityKind.REFERENCE)][step]
+        if _beside_multiple(reference) <= ONE_DIRECTION * reference.distance:
+            return False
+        return _beside_multiple(deviations[quantity][step]) <= self.tolerance(quantity, step)
+
+    def _explains(self, way: QuantityKind, own: Comparisons, off: set[tuple[Quantity, int]]) -> bool:
+        """Whether a run computes in `way`: `own` of its quantities are from the twin, and `off` beyond its noise."""
+        if any((tolerance := self._tolerance_of(way, q, i)) is None or not own[q][i] <= tolerance for q, i in off):
+            return False
+        gradients = [(q, i) for q, steps in own.items() if q.kind is QuantityKind.TWIN for i in range(len(steps))]
+        dense = [place for place in gradients if str(replace(place[0], kind=way)) in self.ways[way.value].dense]
+        if sum(place in off for place in dense) < SHOWN * len(dense):
+            return False
+        # With the twin's loss at every step, the forward pass is the twin's.
+        if way in (ways.forward for ways in WAYS.values()):
+            return any(q.kind is QuantityKind.TWIN_LOSS for q, _ in off)
+        flips = sum(place in off for place in set(gradients) - set(dense))
+        return flips <= 2 * self.ways[way.value].most_flips + MORE_FLIPS
+
+    def _tolerance_of(self, way: QuantityKind, quantity: Quantity, step: int) -> float | None:
+        """How far from the twin an engine may be that computes in `way`; None where that was not measured."""
+        other = replace(quantity, kind=way)
+        own = self.tolerance(quantity, step)
+        return max(self.tolerance(other, step), own) if other in self.noise else None
+
+    def excused(self, quantity: Quantity, step: int) -> float:
+        """How far from the twin a gradient may be where all others are the twin's: what a few flips may make of it, and
+        what shows in it alone of a way."""
+        lone = [QuantityKind(name) for name, way in self.ways.items() if SHOWN * len(way.dense) <= 1]
+        forward = [ways.forward for ways in WAYS.values()]
+        found = [self._tolerance_of(way, quantity, step) for way in lone if way not in forward]
+        return max([self.tolerance(quantity, step), *(x for x in found if x is not None)])
+
+    def _with(self, way: QuantityKind) -> Yardstick:
+        noise = {
+            quantity: steps for quantity, steps in self.noise.items() if quantity.kind is not QuantityKind.TWIN_SCALE
+        }
+        for quantity in noise:
+            if quantity.kind in TWINS:
+                tolerances = [self._tolerance_of(way, quantity, step) or 0.0 for step in range(len(noise[quantity]))]
+                noise[quantity] = [tolerance / self.factor_of(quantity) for tolerance in tolerances]
+        return replace(self, noise=noise, way=way.value, ways={})
 
     def twin_excess(self, deviations: Deviations) -> float:
         """How far the twin is from the truth, as a multiple of what a run may be; zero where there is none."""
@@ -160,6 +306,12 @@ class Yardstick:
             yield ratio / factors[quantity], quantity, step
 
 
+def _beside_multiple(found: Deviation) -> float:
+    """The part of a distance that is no multiple of what it is from."""
+    along = (found.factor - 1) * found.scale
+    return math.sqrt(max(found.distance**2 - along**2, 0.0))
+
+
 def _ratio(value: float, noise: float) -> float:
     """What is exactly right passes whatever the noise; a noise that is no number excuses nothing."""
     if value == 0:
@@ -172,12 +324,47 @@ def fit(runs: Sequence[Comparisons], variance_ratio: float = 1.0) -> Yardstick:
     `variance_ratio`: how much more than all of them together a correct run may vary."""
     found = spreads(runs)
     wider = math.sqrt(variance_ratio)
-    factors = {kind: wider * factor for kind, factor in SMALLEST_FACTORS.items()}
-    probability = _share_of_false_alarms(found, factors)
+    factors = {kind: (1 if kind == "way" else wider) * factor for kind, factor in SMALLEST_FACTORS.items()}
+    # A run is held against the twin's bits or against one way, each as many comparisons: they do not add up.
+    probability = _share_of_false_alarms({q: s for q, s in found.items() if q.kind not in _ALL_WAYS}, factors)
     for quantity, spread in found.items():
+        if quantity.kind in _ALL_WAYS:
+            continue
         if (factor := wider * spread.factor(probability)) > factors[kind_of(quantity)]:
             factors[str(quantity)] = factor
-    return Yardstick(noise={q: s.level for q, s in found.items()}, factors=factors)
+    noise = {quantity: spread.level for quantity, spread in found.items()}
+    return _with_ways(Yardstick(noise=noise, factors=factors), runs)
+
+
+def _with_ways(plain: Yardstick, runs: Sequence[Comparisons]) -> Yardstick:
+    """With what `runs` tell of the ways in which correct engines differ from the twin.
+
+    A way's noise is the most that any run had at any step, and not a root mean square: most of what is reordered stays
+    the same to the last bit, and of the rest a variance says nothing. A dozen runs of three steps and more come close to
+    the most where all numbers are rounded anew; where a few are flipped, `_FLIPS_LIKE` stands in for flips that no run
+    happened to show. Factor 4 is for engines that are of a way, and none of those that were drawn.
+    """
+    noise, ways = dict(plain.noise), dict[str, Way]()
+    kinds = [kind for kind in QuantityKind if kind in _ALL_WAYS and any(q.kind is kind for q in noise)]
+    for quantity, own in [(q, [run[q] for run in runs if q in run]) for q in noise if q.kind in kinds]:
+        noise[quantity] = [float(np.max(own))] * len(noise[quantity])
+    for kind in kinds:
+        like = _FLIPS_LIKE.get(kind)
+        own = [run for run in runs if any(q.kind is kind for q in run)]
+        places = [(q, i) for q in noise if q.kind is kind and q.name for i in range(len(noise[q]))]
+        sharp = {(q, i): plain.tolerance(replace(q, kind=QuantityKind.TWIN), i) for q, i in places}
+        off = [{(q, i) for q, i in places if run[q][i] > sharp[q, i]} for run in own]
+        dense = {
+            q for q, _ in places if all(run[q][i] > DENSE * sharp[q, i] for run in own for i in range(len(noise[q])))
+        }
+        ways[kind.value] = Way(
+            dense=sorted(map(str, dense)), most_flips=max(sum(q not in dense for q, _ in each) for each in off)
+        )
+        for quantity in {q for q, _ in places}:
+            if like and (other := replace(quantity, kind=like)) in noise:
+                flip = max(noise[other]) / SMALLEST_FACTORS["way"]
+                noise[quantity] = [max(level, flip) for level in noise[quantity]]
+    return replace(plain, noise=noise, ways=ways)
 
 
 def _share_of_false_alarms(found: Mapping[Quantity, Spread], smallest: Mapping[str, float]) -> float:
@@ -194,9 +381,10 @@ def _share_of_false_alarms(found: Mapping[Quantity, Spread], smallest: Mapping[s
 
 
 def spreads(runs: Sequence[Comparisons]) -> dict[Quantity, Spread]:
-    """Of every quantity that all runs have."""
-    return {
-        quantity: Spread.of(np.array([run[quantity] for run in runs]), of_number=kind_of(quantity) == "number")
-        for quantity in runs[0]
-        if all(quantity in run for run in runs)
-    }
+    """Of every quantity that all runs have; and of ways in the runs that cast so."""
+    found = {}
+    for quantity in dict.fromkeys(quantity for run in runs for quantity in run):
+        own = [run[quantity] for run in runs if quantity in run]
+        if len(own) == len(runs) or quantity.kind in _ALL_WAYS:
+            found[quantity] = Spread.of(np.array(own), of_number=kind_of(quantity) == "number")
+    return found
