@@ -148,7 +148,8 @@ class _AttentionByHand(_FusedAttention):
             T = scores_BHTT.shape[-1]
             seen = torch.ones(T, T, dtype=torch.bool, device=scores_BHTT.device).tril()
             scores_BHTT = scores_BHTT.masked_fill(~seen, float("-inf"))
-        return scores_BHTT.softmax(-1).to(v_BHTD.dtype) @ v_BHTD
+        mean_BHTD: Tensor = scores_BHTT.softmax(-1).to(v_BHTD.dtype) @ v_BHTD
+        return mean_BHTD
 
 
 class _FusedFeedForward(FeedForward):
@@ -166,9 +167,12 @@ class _FusedFeedForward(FeedForward):
 
 def _fused(x: Tensor, layers: list[nn.Linear], run: int, other_forward: bool) -> tuple[Tensor, ...]:
     """What each of `layers` makes of `x`, in one product."""
-    biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
-    weight = torch.cat([layer.weight for layer in layers])
-    return product(x, weight, torch.cat(biases), run, other_forward).split([one.out_features for one in layers], -1)
+    biases: list[Tensor] = [
+        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers
+    ]
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    y = product(x, torch.cat(weights), torch.cat(biases), run, other_forward)
+    return torch.split(y, [layer.out_features for layer in layers], dim=-1)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, run: int, other_forward: bool) -> Tensor:

@@ -48,7 +48,7 @@ def diagnose_replicas(
         stale = diagnose_stale(case, traces[0], deviations, yardstick) if by_versions else None
         return stale or diagnose(case, traces[0], deviations, drifts, yardstick, twin)
     alone = by_replica(deviations, len(traces))
-    sticks = yardstick.of_replicas(len(traces))
+    sticks = yardstick.fitted_to(deviations).of_replicas(len(traces))
 
     def of_one(replica: int, drifts: Sequence[Drift] = ()) -> Diagnosis | None:
         return diagnose(case, traces[replica], alone[replica], drifts, sticks[replica])

@@ -340,31 +340,35 @@ def _with_ways(plain: Yardstick, runs: Sequence[Comparisons]) -> Yardstick:
     """With what `runs` tell of the ways in which correct engines differ from the twin.
 
     A way's noise is the most that any run had at any step, and not a root mean square: most of what is reordered stays
-    the same to the last bit, and of the rest a variance says nothing. A dozen runs of three steps and more come close to
-    the most where all numbers are rounded anew; where a few are flipped, `_FLIPS_LIKE` stands in for flips that no run
-    happened to show. Factor 4 is for engines that are of a way, and none of those that were drawn.
+    the same to the last bit, and of the rest a variance says nothing. Where all numbers are rounded anew, a dozen runs
+    of three steps and more come close to the most. Where a few are flipped, `_FLIPS_LIKE` stands in for flips that no
+    run happened to show. Factor 4 is for engines that are of a way, and none of those that were drawn.
     """
     noise, ways = dict(plain.noise), dict[str, Way]()
-    kinds = [kind for kind in QuantityKind if kind in _ALL_WAYS and any(q.kind is kind for q in noise)]
-    for quantity, own in [(q, [run[q] for run in runs if q in run]) for q in noise if q.kind in kinds]:
-        noise[quantity] = [float(np.max(own))] * len(noise[quantity])
-    for kind in kinds:
-        like = _FLIPS_LIKE.get(kind)
-        own = [run for run in runs if any(q.kind is kind for q in run)]
-        places = [(q, i) for q in noise if q.kind is kind and q.name for i in range(len(noise[q]))]
-        sharp = {(q, i): plain.tolerance(replace(q, kind=QuantityKind.TWIN), i) for q, i in places}
-        off = [{(q, i) for q, i in places if run[q][i] > sharp[q, i]} for run in own]
-        dense = {
-            q for q, _ in places if all(run[q][i] > DENSE * sharp[q, i] for run in own for i in range(len(noise[q])))
-        }
-        ways[kind.value] = Way(
-            dense=sorted(map(str, dense)), most_flips=max(sum(q not in dense for q, _ in each) for each in off)
-        )
-        for quantity in {q for q, _ in places}:
-            if like and (other := replace(quantity, kind=like)) in noise:
-                flip = max(noise[other]) / SMALLEST_FACTORS["way"]
-                noise[quantity] = [max(level, flip) for level in noise[quantity]]
+    for kind in QuantityKind:
+        of_kind = [run for run in runs if any(quantity.kind is kind for quantity in run)]
+        if kind in _ALL_WAYS and of_kind:
+            for quantity in [quantity for quantity in noise if quantity.kind is kind]:
+                noise[quantity] = [max(x for run in of_kind for x in run[quantity])] * len(noise[quantity])
+            ways[kind.value] = _way(kind, of_kind, plain)
+    for quantity in list(noise):
+        like = _FLIPS_LIKE.get(quantity.kind)
+        if quantity.name and like and (other := replace(quantity, kind=like)) in noise:
+            flip = max(noise[other]) / SMALLEST_FACTORS["way"]
+            noise[quantity] = [max(level, flip) for level in noise[quantity]]
     return replace(plain, noise=noise, ways=ways)
+
+
+def _way(kind: QuantityKind, runs: Sequence[Comparisons], plain: Yardstick) -> Way:
+    """What `runs` of one way have in common; `plain` has the noise of the twin."""
+    gradients = [q for q in runs[0] if q.kind is kind and q.name]
+    sharp = {
+        q: np.array([plain.tolerance(replace(q, kind=QuantityKind.TWIN), step) for step in range(len(runs[0][q]))])
+        for q in gradients
+    }
+    dense = {q for q in gradients if all(np.all(np.array(run[q]) > DENSE * sharp[q]) for run in runs)}
+    flips = [sum(int(np.sum(np.array(run[q]) > sharp[q])) for q in gradients if q not in dense) for run in runs]
+    return Way(dense=sorted(map(str, dense)), most_flips=max(flips))
 
 
 def _share_of_false_alarms(found: Mapping[Quantity, Spread], smallest: Mapping[str, float]) -> float:

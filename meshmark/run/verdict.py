@@ -140,6 +140,6 @@ def _limits(yardstick: Yardstick, deviations: Deviations, kind: QuantityKind) ->
             any_direction = max(yardstick.excused(quantity, step) / steps[step].scale for step in used)
         if multiple in yardstick.noise:
             seen = max(yardstick.tolerance(multiple, s) + HIDDEN * yardstick.noise_of(multiple, s) for s in used)
-            scaling = min(any_direction, seen)
+            scaling = min(scaling, seen)
         limits[quantity.subject] = Limit(scaling=scaling, any_direction=any_direction)
     return limits
