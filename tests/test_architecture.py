@@ -27,7 +27,6 @@ FRAMEWORKS = {
     "pytorch_lightning",
     "torchtitan",
 }
-MAX_LINES = 320
 MAX_ARGUMENTS = 6
 TABLE_HELPERS = {"spec/hardware.py::_gpu"}
 """Functions that stand for one line of a table of data, and may take more."""
@@ -230,11 +229,6 @@ def test_asking_planning_and_reading_records_load_no_torch() -> None:
     code = f"import sys, {', '.join(n.removesuffix('.__init__') for n in names)}; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
-
-
-@pytest.mark.parametrize("path", python_files("meshmark") + python_files("adapters"), ids=lambda p: p.name)
-def test_files_stay_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
 def test_the_page_of_the_architecture_is_up_to_date() -> None:

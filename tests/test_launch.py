@@ -142,7 +142,7 @@ TORCH, LIBRARY = torch.nn.functional.__file__, json.__file__
         ([TORCH, MODEL, TORCH, JUDGE], Standing.OWN),
         ([TORCH, MODEL, TORCH, ENGINE, OBSERVER], Standing.OUTSIDE),
         ([MODEL, TORCH, HERE / "adapter" / "data_parallel.py", OBSERVER], Standing.OUTSIDE),
-        (["/home/me/engine.py", OBSERVER], Standing.OUTSIDE),
+        (["/somewhere/engine.py", OBSERVER], Standing.OUTSIDE),
         (["/venv/lib/python3.11/site-packages/deepspeed/engine.py", OBSERVER], Standing.OUTSIDE),
         ([torch.distributed.distributed_c10d.__file__, JUDGE], Standing.INSIDE),
     ],

@@ -48,7 +48,8 @@ def with_equivalents(twin: Twin, run: int) -> Twin:
     if ways.regrouped and times:
         others[ways.regrouped] = rows
     if not case.workload.routes:  # one flipped rounding may send a token to another expert
-        others[ways.products] = dataclasses.replace(rows, rewrite=_Rewrite(run, forward=False))
+        others[ways.sums] = dataclasses.replace(within, rewrite=_Rewrite(run, fuse=False))
+        others[ways.products] = dataclasses.replace(rows, rewrite=_Rewrite(run))
         others[ways.forward] = dataclasses.replace(rows, rewrite=_Rewrite(run, forward=True))
     return dataclasses.replace(twin, others=others)
 
@@ -81,19 +82,20 @@ class _Rows:
 
 @dataclasses.dataclass(frozen=True)
 class _Rewrite:
-    """Puts layers that compute otherwise into a model: products that are fused, or whose inner sums have another order;
-    and, with `forward`, other roundings of the forward pass too, of attention above all."""
+    """Puts layers that compute otherwise into a model: products whose inner sums have another order, and that are
+    fused; and, with `forward`, other roundings of the forward pass too, of attention above all."""
 
     run: int
-    forward: bool
+    fuse: bool = True
+    forward: bool = False
 
     def __call__(self, model: Model) -> None:
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__class__ = _Product
-            elif type(module) is Attention:
+            elif type(module) is Attention and self.fuse:
                 module.__class__ = _AttentionByHand if self.forward else _FusedAttention
-            elif type(module) is FeedForward and module.gate is not None:
+            elif type(module) is FeedForward and module.gate is not None and self.fuse:
                 module.__class__ = _FusedFeedForward
             else:
                 continue

@@ -46,10 +46,10 @@ TWINS = (QuantityKind.TWIN, QuantityKind.TWIN_SCALE, QuantityKind.TWIN_LOSS)
 class Way:
     """What engines that compute in one way have in common."""
 
-    dense: list[str] = field(default_factory=list)
-    """Quantities, as written, that are far from the twin in every one of them, at every step."""
+    dense: Mapping[str, float] = field(default_factory=dict)
+    """Quantities, as written, that are far from the twin in every one of them, at every step; and at least how far."""
     most_flips: int = 0
-    """Of other gradients, at all steps together, the most in one of them that were not the twin's."""
+    """The most gradients of one of them, at all steps together, that were further than the others had led to expect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,23 +58,26 @@ class Ways:
 
     reordered: QuantityKind
     regrouped: QuantityKind | None = None
+    sums: QuantityKind
     products: QuantityKind
     forward: QuantityKind
 
     @property
     def kinds(self) -> list[QuantityKind]:
-        return [kind for kind in (self.reordered, self.regrouped, self.products, self.forward) if kind]
+        return [kind for kind in (self.reordered, self.regrouped, self.sums, self.products, self.forward) if kind]
 
 
 WAYS = {
     Casting.AUTOCAST: Ways(
         reordered=QuantityKind.REORDERED,
         regrouped=QuantityKind.REGROUPED,
+        sums=QuantityKind.SUMS,
         products=QuantityKind.PRODUCTS,
         forward=QuantityKind.FORWARD,
     ),
     Casting.WEIGHTS: Ways(
         reordered=QuantityKind.CAST_REORDERED,
+        sums=QuantityKind.CAST_SUMS,
         products=QuantityKind.CAST_PRODUCTS,
         forward=QuantityKind.CAST_FORWARD,
     ),
@@ -83,25 +86,36 @@ _ALL_WAYS = frozenset(kind for ways in WAYS.values() for kind in ways.kinds)
 WAY_NAMES = {
     "reordered": "rows in another order",
     "regrouped": "other micro-batches",
-    "products": "fused products, or their sums in another order",
+    "sums": "another order of products' inner sums",
+    "products": "fused products",
     "forward": "another forward pass, as of attention by hand",
 }
 _FLIPS_LIKE = {
-    QuantityKind.REORDERED: QuantityKind.REGROUPED,
-    QuantityKind.PRODUCTS: QuantityKind.FORWARD,
-    QuantityKind.CAST_REORDERED: QuantityKind.CAST_FORWARD,
-    QuantityKind.CAST_PRODUCTS: QuantityKind.CAST_FORWARD,
+    QuantityKind.REORDERED: (QuantityKind.REGROUPED, 1.0),
+    QuantityKind.SUMS: (QuantityKind.FORWARD, 0.25),
+    QuantityKind.PRODUCTS: (QuantityKind.FORWARD, 0.25),
+    QuantityKind.CAST_REORDERED: (QuantityKind.CAST_FORWARD, 0.25),
+    QuantityKind.CAST_SUMS: (QuantityKind.CAST_FORWARD, 0.25),
+    QuantityKind.CAST_PRODUCTS: (QuantityKind.CAST_FORWARD, 0.25),
 }
-"""Where a way rounds most numbers as the twin does, a few are flipped. One flip in a tensor is no more than what a way
-that rounds all of its numbers anew makes of it: this one."""
+"""Where a way rounds most numbers as the twin does, a few are flipped, each engine's in other tensors. A tensor with a
+flip is no further off than one of which a way rounds all numbers anew: this part of what that makes. Of n numbers anew
+one flip is sqrt(6 / n) of all, a few times that for the largest number: all of a bias, a quarter of what has passed
+through layers."""
 DENSE = 10.0
 """Tolerances of the twin's own bits: where every engine that was drawn of a way is further away, the way shows."""
-SHOWN = 0.25
-"""Of what a way always changes, the part that a run must show that claims it. An engine that fuses products in half of
-its layers shows half of it; a defect in one tensor shows none of the others."""
+SHOWN = 0.1
+"""Of what a way always changes, the part that a run must show that claims it. An engine that fuses products in some of
+its layers shows some of it; a defect in one tensor shows none of the others."""
+LEAST = 0.5
+"""Of the least that any engine drawn of a way had: what is smaller does not show the way."""
+SHOWN_AT_SIZE = 0.5
+"""Of what a run changes of that, the part that must be as large. Sums over ranks in 11 bits instead of 24 change every
+gradient, and each by a tenth of what other products do."""
 MORE_FLIPS = 4
-"""Beyond twice the most that any engine drawn of a way had. Flips are rare and independent; their number is Poisson's,
-and a next draw exceeds twice the most of a dozen, and four, with a probability below 1e-4 whatever the rate."""
+"""Beyond twice the most that any engine drawn of a way had where the others had none. Flips are rare and independent,
+so their number is Poisson's, and a next draw exceeds twice the most of a dozen, and four, in fewer than one of 10,000
+runs whatever the rate."""
 ONE_DIRECTION = 1e-3
 """Of the twin's distance from the truth, the part that is no multiple: a tensor of one element has less."""
 
@@ -226,8 +240,8 @@ class Yardstick:
         return replace(self, ways={kind.value: self.ways[kind.value] for kind in kinds if kind.value in self.ways})
 
     def fitted_to(self, deviations: Deviations) -> Yardstick:
-        """This, or where the run has not the twin's bits and one way explains all of that, with the spread of that way
-        in the place of the twin's noise.
+        """This; or, where a run has not the twin's bits, one way explains that and nothing else is wrong, with what
+        engines of that way do in the place of the twin's noise.
 
         A run may compute in any correct arithmetic, but in one: a defect that is as small as another attention's
         rounding in one tensor is excused only if the run shows another attention's rounding everywhere. So the ways
@@ -241,7 +255,8 @@ class Yardstick:
             return self
         for name in self.ways:
             if self._explains(QuantityKind(name), own, off):
-                return self._with(QuantityKind(name))
+                found = self._with(QuantityKind(name), own)
+                return found if all(excess <= 1 for excess, *_ in found.excesses(run)) else self
         return self
 
     def _is_multiple(self, deviations: Deviations, quantity: Quantity, step: int) -> bool:
@@ -254,40 +269,53 @@ class Yardstick:
 
     def _explains(self, way: QuantityKind, own: Comparisons, off: set[tuple[Quantity, int]]) -> bool:
         """Whether a run computes in `way`: `own` of its quantities are from the twin, and `off` beyond its noise."""
-        if any((tolerance := self._tolerance_of(way, q, i)) is None or not own[q][i] <= tolerance for q, i in off):
+        if any(not own[q][i] <= self._tolerance_of(way, q, i, flipped=True) for q, i in off):
             return False
-        gradients = [(q, i) for q, steps in own.items() if q.kind is QuantityKind.TWIN for i in range(len(steps))]
-        dense = [place for place in gradients if str(replace(place[0], kind=way)) in self.ways[way.value].dense]
-        if sum(place in off for place in dense) < SHOWN * len(dense):
+        flipped = sum(own[q][i] > self._tolerance_of(way, q, i) for q, i in off)
+        if flipped > 2 * self.ways[way.value].most_flips + MORE_FLIPS:
             return False
-        # With the twin's loss at every step, the forward pass is the twin's.
-        if way in (ways.forward for ways in WAYS.values()):
-            return any(q.kind is QuantityKind.TWIN_LOSS for q, _ in off)
-        flips = sum(place in off for place in set(gradients) - set(dense))
-        return flips <= 2 * self.ways[way.value].most_flips + MORE_FLIPS
+        # With the twin's loss at every step, the forward pass is the twin's. With another, what is computed otherwise
+        # may be less than attention; without, the way is to show at its size.
+        is_forward = way in (ways.forward for ways in WAYS.values())
+        if is_forward and not any(q.kind is QuantityKind.TWIN_LOSS for q, _ in off):
+            return False
+        least = {q: self.ways[way.value].dense.get(str(replace(q, kind=way)), math.inf) for q in own}
+        changed = [(q, i) for q, i in off if least[q] < math.inf]
+        shown = sum(is_forward or own[q][i] >= LEAST * least[q] for q, i in changed)
+        always = sum(len(steps) for q, steps in own.items() if least[q] < math.inf)
+        return shown >= max(SHOWN * always, SHOWN_AT_SIZE * len(changed))
 
-    def _tolerance_of(self, way: QuantityKind, quantity: Quantity, step: int) -> float | None:
-        """How far from the twin an engine may be that computes in `way`; None where that was not measured."""
-        other = replace(quantity, kind=way)
-        own = self.tolerance(quantity, step)
-        return max(self.tolerance(other, step), own) if other in self.noise else None
+    def _tolerance_of(self, way: QuantityKind, quantity: Quantity, step: int, *, flipped: bool = False) -> float:
+        """How far from the twin an engine may be that computes in `way`, where a rounding was `flipped` or not."""
+        own, other = self.tolerance(quantity, step), replace(quantity, kind=way)
+        if other not in self.noise:
+            return own
+        found = max(own, self.tolerance(other, step))
+        if not flipped or not quantity.name or way not in _FLIPS_LIKE:
+            return found
+        kind, part = _FLIPS_LIKE[way]
+        like = replace(quantity, kind=kind)
+        return max(found, part * self.noise_of(like, step)) if like in self.noise else found
 
     def excused(self, quantity: Quantity, step: int) -> float:
         """How far from the twin a gradient may be where all others are the twin's: what a few flips may make of it, and
         what shows in it alone of a way."""
-        lone = [QuantityKind(name) for name, way in self.ways.items() if SHOWN * len(way.dense) <= 1]
         forward = [ways.forward for ways in WAYS.values()]
-        found = [self._tolerance_of(way, quantity, step) for way in lone if way not in forward]
-        return max([self.tolerance(quantity, step), *(x for x in found if x is not None)])
+        lone = [QuantityKind(name) for name, way in self.ways.items() if SHOWN * len(way.dense) <= 1]
+        found = [self._tolerance_of(way, quantity, step, flipped=True) for way in lone if way not in forward]
+        return max([self.tolerance(quantity, step), *found])
 
-    def _with(self, way: QuantityKind) -> Yardstick:
+    def _with(self, way: QuantityKind, own: Comparisons) -> Yardstick:
+        """Held against `way`, which explains `own`."""
         noise = {
             quantity: steps for quantity, steps in self.noise.items() if quantity.kind is not QuantityKind.TWIN_SCALE
         }
-        for quantity in noise:
-            if quantity.kind in TWINS:
-                tolerances = [self._tolerance_of(way, quantity, step) or 0.0 for step in range(len(noise[quantity]))]
-                noise[quantity] = [tolerance / self.factor_of(quantity) for tolerance in tolerances]
+        for quantity, values in own.items():
+            tolerances = [
+                self._tolerance_of(way, quantity, i, flipped=value > self._tolerance_of(way, quantity, i))
+                for i, value in enumerate(values)
+            ]
+            noise[quantity] = [tolerance / self.factor_of(quantity) for tolerance in tolerances]
         return replace(self, noise=noise, way=way.value, ways={})
 
     def twin_excess(self, deviations: Deviations) -> float:
@@ -341,8 +369,9 @@ def _with_ways(plain: Yardstick, runs: Sequence[Comparisons]) -> Yardstick:
 
     A way's noise is the most that any run had at any step, and not a root mean square: most of what is reordered stays
     the same to the last bit, and of the rest a variance says nothing. Where all numbers are rounded anew, a dozen runs
-    of three steps and more come close to the most. Where a few are flipped, `_FLIPS_LIKE` stands in for flips that no
-    run happened to show. Factor 4 is for engines that are of a way, and none of those that were drawn.
+    of three steps and more come close to the most. Where a few are flipped, `most_flips` tells of how many tensors one
+    run may have flipped where no other has, and `_FLIPS_LIKE` how far that goes. Factor 4 is for engines that are of a
+    way, and none of those that were drawn.
     """
     noise, ways = dict(plain.noise), dict[str, Way]()
     for kind in QuantityKind:
@@ -351,24 +380,26 @@ def _with_ways(plain: Yardstick, runs: Sequence[Comparisons]) -> Yardstick:
             for quantity in [quantity for quantity in noise if quantity.kind is kind]:
                 noise[quantity] = [max(x for run in of_kind for x in run[quantity])] * len(noise[quantity])
             ways[kind.value] = _way(kind, of_kind, plain)
-    for quantity in list(noise):
-        like = _FLIPS_LIKE.get(quantity.kind)
-        if quantity.name and like and (other := replace(quantity, kind=like)) in noise:
-            flip = max(noise[other]) / SMALLEST_FACTORS["way"]
-            noise[quantity] = [max(level, flip) for level in noise[quantity]]
     return replace(plain, noise=noise, ways=ways)
 
 
 def _way(kind: QuantityKind, runs: Sequence[Comparisons], plain: Yardstick) -> Way:
     """What `runs` of one way have in common; `plain` has the noise of the twin."""
     gradients = [q for q in runs[0] if q.kind is kind and q.name]
-    sharp = {
-        q: np.array([plain.tolerance(replace(q, kind=QuantityKind.TWIN), step) for step in range(len(runs[0][q]))])
-        for q in gradients
-    }
-    dense = {q for q in gradients if all(np.all(np.array(run[q]) > DENSE * sharp[q]) for run in runs)}
-    flips = [sum(int(np.sum(np.array(run[q]) > sharp[q])) for q in gradients if q not in dense) for run in runs]
-    return Way(dense=sorted(map(str, dense)), most_flips=max(flips))
+    values = np.array([[run[q] for q in gradients] for run in runs])  # runs x gradients x steps
+    sharp = np.array(
+        [
+            [plain.tolerance(replace(q, kind=QuantityKind.TWIN), step) for step in range(values.shape[2])]
+            for q in gradients
+        ]
+    )
+    dense = (values > DENSE * sharp).all((0, 2))
+    flips = []
+    for i in range(len(runs)):
+        others = np.delete(values, i, 0).max((0, 2), initial=0.0)[:, None]
+        flips.append(int((values[i] > np.maximum(sharp, SMALLEST_FACTORS["way"] * others)).sum()))
+    least = zip(map(str, gradients), values.min((0, 2)), dense, strict=True)
+    return Way(dense={name: float(x) for name, x, is_dense in least if is_dense}, most_flips=max(flips))
 
 
 def _share_of_false_alarms(found: Mapping[Quantity, Spread], smallest: Mapping[str, float]) -> float:
