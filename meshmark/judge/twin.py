@@ -7,7 +7,8 @@ away by all that bf16 rounds. A sum that was asked for in a narrow format is rou
 other kernels has a twin that runs them, for fused operations round in other places; the noise that both are held to is
 that of PyTorch's eager ones, lest a kernel that is wrong be excused by itself.
 
-The twin is judged by the truth as the run is: one that is wrong excuses nothing.
+The twin is judged by the truth as the run is: one that is wrong excuses nothing. Correct engines may still round in
+other places than the twin, for a declaration leaves much open; `equivalents` has those.
 """
 
 from __future__ import annotations

@@ -393,7 +393,7 @@ def _way(kind: QuantityKind, runs: Sequence[Comparisons], plain: Yardstick) -> W
             for q in gradients
         ]
     )
-    dense = (values > DENSE * sharp).all((0, 2))
+    dense = [bool(np.all(of_one > DENSE * own)) for of_one, own in zip(values.swapaxes(0, 1), sharp, strict=True)]
     flips = []
     for i in range(len(runs)):
         others = np.delete(values, i, 0).max((0, 2), initial=0.0)[:, None]
