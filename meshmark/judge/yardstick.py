@@ -48,6 +48,8 @@ class Way:
 
     dense: Mapping[str, float] = field(default_factory=dict)
     """Quantities, as written, that are far from the twin in every one of them, at every step; and at least how far."""
+    fewest: int = 0
+    """Gradients, at all steps together, that had not the twin's bits in the one of them that is the most like it."""
     most_flips: int = 0
     """The most gradients of one of them, at all steps together, that were further than the others had led to expect."""
 
@@ -271,8 +273,12 @@ class Yardstick:
         """Whether a run computes in `way`: `own` of its quantities are from the twin, and `off` beyond its noise."""
         if any(not own[q][i] <= self._tolerance_of(way, q, i, flipped=True) for q, i in off):
             return False
-        flipped = sum(own[q][i] > self._tolerance_of(way, q, i) for q, i in off)
-        if flipped > 2 * self.ways[way.value].most_flips + MORE_FLIPS:
+        flipped = [q for q, i in off if own[q][i] > self._tolerance_of(way, q, i)]
+        if len(flipped) > 2 * self.ways[way.value].most_flips + MORE_FLIPS:
+            return False
+        if any(flipped.count(q) == len(own[q]) for q in flipped):  # by chance, the same one at every step
+            return False
+        if len(off) < SHOWN * self.ways[way.value].fewest:
             return False
         # With the twin's loss at every step, the forward pass is the twin's. With another, what is computed otherwise
         # may be less than attention; without, the way is to show at its size.
@@ -298,11 +304,12 @@ class Yardstick:
         return max(found, part * self.noise_of(like, step)) if like in self.noise else found
 
     def excused(self, quantity: Quantity, step: int) -> float:
-        """How far from the twin a gradient may be where all others are the twin's: what a few flips may make of it, and
-        what shows in it alone of a way."""
+        """How far from the twin a gradient may be at every step while all others have its bits: as far as a way takes
+        it of which no more need show."""
         forward = [ways.forward for ways in WAYS.values()]
-        lone = [QuantityKind(name) for name, way in self.ways.items() if SHOWN * len(way.dense) <= 1]
-        found = [self._tolerance_of(way, quantity, step, flipped=True) for way in lone if way not in forward]
+        num_steps = len(self.noise[quantity])
+        lone = [QuantityKind(name) for name, way in self.ways.items() if SHOWN * way.fewest <= num_steps]
+        found = [self._tolerance_of(way, quantity, step) for way in lone if way not in forward]
         return max([self.tolerance(quantity, step), *found])
 
     def _with(self, way: QuantityKind, own: Comparisons) -> Yardstick:
@@ -399,7 +406,11 @@ def _way(kind: QuantityKind, runs: Sequence[Comparisons], plain: Yardstick) -> W
         others = np.delete(values, i, 0).max((0, 2), initial=0.0)[:, None]
         flips.append(int((values[i] > np.maximum(sharp, SMALLEST_FACTORS["way"] * others)).sum()))
     least = zip(map(str, gradients), values.min((0, 2)), dense, strict=True)
-    return Way(dense={name: float(x) for name, x, is_dense in least if is_dense}, most_flips=max(flips))
+    return Way(
+        dense={name: float(x) for name, x, is_dense in least if is_dense},
+        fewest=min(int((own > sharp).sum()) for own in values),
+        most_flips=max(flips),
+    )
 
 
 def _share_of_false_alarms(found: Mapping[Quantity, Spread], smallest: Mapping[str, float]) -> float:
