@@ -102,10 +102,11 @@ def everywhere(names: list[str], distance: float) -> dict[str, float]:
     [
         (run(), ""),
         (run(product0=1e-3, steps=1), "reordered"),
+        (run(product0=1e-3, product1=1e-3, steps=1), "reordered"),
         (run(**everywhere(NARROW, 1e-3)), "regrouped"),
         (run(loss=3e-3, **everywhere(NARROW + WIDE, 3e-3)), "forward"),
     ],
-    ids=["the twin's bits", "a flip", "other micro-batches", "another forward pass"],
+    ids=["the twin's bits", "a flip", "two flips", "other micro-batches", "another forward pass"],
 )
 def test_one_way_that_explains_everything_passes(found: Deviations, way: str) -> None:
     stick = yardstick()

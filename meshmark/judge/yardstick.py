@@ -278,7 +278,7 @@ class Yardstick:
             return False
         if any(flipped.count(q) == len(own[q]) for q in flipped):  # by chance, the same one at every step
             return False
-        if len(off) < SHOWN * self.ways[way.value].fewest:
+        if len(off) < SHOWN * self.ways[way.value].fewest or self._is_lone(way, own, off):
             return False
         # With the twin's loss at every step, the forward pass is the twin's. With another, what is computed otherwise
         # may be less than attention; without, the way is to show at its size.
@@ -303,13 +303,24 @@ class Yardstick:
         like = replace(quantity, kind=kind)
         return max(found, part * self.noise_of(like, step)) if like in self.noise else found
 
+    def _is_lone(self, way: QuantityKind, own: Comparisons, off: set[tuple[Quantity, int]]) -> bool:
+        """Whether one gradient alone is off, at every step, though `way` does not always change it."""
+        quantities = {q for q, _ in off}
+        if len(quantities) > 1 or len(off) < max(len(steps) for steps in own.values()):
+            return False
+        return all(str(replace(q, kind=way)) not in self.ways[way.value].dense for q in quantities)
+
     def excused(self, quantity: Quantity, step: int) -> float:
         """How far from the twin a gradient may be at every step while all others have its bits: as far as a way takes
         it of which no more need show."""
         forward = [ways.forward for ways in WAYS.values()]
         num_steps = len(self.noise[quantity])
         lone = [QuantityKind(name) for name, way in self.ways.items() if SHOWN * way.fewest <= num_steps]
-        found = [self._tolerance_of(way, quantity, step) for way in lone if way not in forward]
+        found = [
+            self._tolerance_of(way, quantity, step)
+            for way in lone
+            if way not in forward and str(replace(quantity, kind=way)) in self.ways[way.value].dense
+        ]
         return max([self.tolerance(quantity, step), *found])
 
     def _with(self, way: QuantityKind, own: Comparisons) -> Yardstick:
