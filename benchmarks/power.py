@@ -34,6 +34,7 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.workload import WORKLOADS, workload
 from tests.broken.mutant import ALGORITHMS, GPT, LAYOUTS, under
 from tests.broken.mutants import MUTANTS, sized
+from tests.correct.ddp import ENGINES
 
 MEASURED = Path("results/power/measured.json.gz")
 SEEDS = 4
@@ -77,7 +78,7 @@ def measure(names: Sequence[str], num_groups: int) -> Power:
         folder,
     ):
         smallest = find_all(court)
-        real = [court.suites.observe(case) for case in real_cases()]
+        real = [court.suites.observe(case) for case in (*real_cases(), *cases_by_other_hands())]
         algorithms = [court.suites.observe(case) for case in algorithm_cases()]
         # As the suites run: attention's gradients shrink as training goes on, and with them what can be seen of them.
         suites = Runner(launcher, builtin_adapters(), RunOptions(), folder / "limits")
@@ -123,6 +124,14 @@ def real_cases() -> Iterable[Case]:
             yield Case(
                 adapter=adapter.partition("/")[0], workload=under(adapter, problem), layout=own
             )  # a stage may follow
+
+
+def cases_by_other_hands() -> Iterable[Case]:
+    """Correct engines that compute in another order than `ddp`, in micro-batches whose rows can be reordered."""
+    layout = dataclasses.replace(LAYOUTS["ddp"], num_micro_batches=2)
+    for precision in (Precision.FP32, Precision.BF16, Precision.FP16):
+        for engine in ENGINES:
+            yield Case(adapter=engine, workload=GPT, layout=layout, precision=precision)
 
 
 def algorithm_cases() -> Iterable[Case]:

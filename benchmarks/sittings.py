@@ -23,6 +23,7 @@ from meshmark.run.launch import Launcher
 from meshmark.run.orphans import die_with_parent
 from meshmark.serial import decode, encode
 from tests.broken.mutants import BY_NAME, target
+from tests.correct.ddp import ENGINES
 
 NUM_SITTINGS = 2
 
@@ -32,7 +33,7 @@ def sitting(names: Sequence[str]) -> Iterator[tuple[Court, Launcher, Path]]:
     """A court of its own, with its cluster and folder, that knows the mutants called `names`."""
     with tempfile.TemporaryDirectory() as folder, Cluster(ClusterSpec()) as cluster:
         launcher = ForkserverLauncher(cluster)  # one a cluster: it counts launches in the store
-        court = Court(launcher, {name: target(name) for name in names} | builtin_adapters(), Path(folder))
+        court = Court(launcher, {name: target(name) for name in names} | builtin_adapters() | ENGINES, Path(folder))
         try:
             yield court, launcher, Path(folder)
         finally:

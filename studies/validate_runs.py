@@ -96,6 +96,6 @@ _TEXT: Sequence[str] = [
     "fitted to, but of the same stack; the eight of nemotron4-15b with tp2 differ from one of those by their scale. On",
     "GB200 the share of the peak is the one fitted on H100, times what an independent program found products to reach",
     "on both (MAMF; hardware.py). That factor came after the first look at this table, at which GB200 was off by 21 %:",
-    "it is no fit, but the look is not untouched either. MaxText and InternEvo have no recipe: they are planned as FSDP2",
-    "and megatron-core are, which the last column says, beside what a source does not state. All ran, so all should fit.",
+    "it is no fit, but the look is not untouched either. MaxText and InternEvo have no recipe: planned as FSDP2",
+    "and megatron-core are, which the last column says, beside what a source leaves unsaid. All ran, so all should fit.",
 ]

@@ -60,15 +60,24 @@ def test_the_same_bytes_in_as_many_calls_as_are_allowed_pass() -> None:
             [*ASKED, ("all_reduce", (0, 2), 1, 4)],
             "all_reduce over ranks 0, 2 on rank 1: 4 bytes in 1 call, expected none",
         ),
-        ([*ASKED, ("barrier", (0, 1), 1, 0)], "barrier over ranks 0, 1 on rank 1: 0 bytes in 1 call, expected none"),
         ([ASKED[0]], "send over ranks 0, 2 on rank 1: none, expected 64 in 4 calls"),
     ],
-    ids=["more", "less", "calls", "halves", "other peer", "wrong group", "wrong kind", "scalar", "barrier", "missing"],
+    ids=["more", "less", "calls", "halves", "other peer", "wrong group", "wrong kind", "scalar", "missing"],
 )
 def test_what_differs_by_a_byte_a_call_or_a_rank_fails_and_says_what_to_do(change: list[Call], told: str) -> None:
     found = verdict(*change)
     assert not found.passed and told in found.summary and "`Adapter.departures`" in found.summary
     assert found.evidence["rank"] == 1
+
+
+def test_barriers_are_counted_and_told_and_fail_no_case() -> None:
+    """They carry no data; a real difference beside them still fails."""
+    barriers: list[Call] = [("barrier", (0, 1), 2, 0), ("barrier", (0, 2), 1, 0)]
+    found = verdict(*ASKED, *barriers)
+    assert found.passed and (found.evidence["barriers"], found.evidence["differences"]) == (3, 0)
+    assert "3 barriers" in found.summary
+    worse = verdict(ASKED[0], *barriers)
+    assert not worse.passed and worse.evidence["differences"] == 1 and "send over ranks 0, 2" in worse.summary
 
 
 def test_what_is_declared_is_sent_instead_or_besides() -> None:

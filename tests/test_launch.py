@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import tempfile
@@ -13,11 +14,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+import meshmark
 from meshmark.run.caches import private_base
 from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.rank_report import Standing
 from meshmark.run.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
+from meshmark.run.watchdog import standing
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
@@ -29,6 +34,7 @@ ACCIDENTS = {
         "Killed",
         "ExitsEarly",
         "HangsAlone",
+        "HangsInMeshmark",
         "Slow",
         "Stopped",
         "OutOfMemory",
@@ -114,6 +120,38 @@ def test_a_hang_ends_at_the_limit_with_every_ranks_stack(runner: Runner) -> None
     assert set(record.outcome.stacks) == {0, 1}
     assert "wait_for_ever" in record.outcome.stacks[1]
     assert "backward" in record.outcome.stacks[0]
+
+
+def test_a_hang_in_our_own_code_is_no_fault_of_the_framework(runner: Runner) -> None:
+    outcome = run(runner, "hangsinmeshmark").outcome
+    assert (outcome.status, outcome.rank) == (Status.UNFINISHED, 1) and outcome.status.outside, outcome.message
+    assert re.search(r"Meshmark's own code, meshmark/rank_progress.py:\d+ in advance", outcome.message)
+
+
+HERE = Path(meshmark.__file__).parent
+JUDGE, OBSERVER = HERE / "judge" / "truth.py", HERE / "run" / "passes" / "observer.py"
+MODEL, ENGINE = HERE / "reference" / "transformer.py", HERE / "adapters" / "ddp.py"
+TORCH, LIBRARY = torch.nn.functional.__file__, json.__file__
+
+
+@pytest.mark.parametrize(
+    "frames, stands",
+    [
+        ([HERE / "measure" / "allocations.py", OBSERVER], Standing.OWN),
+        ([HERE / "measure" / "watch.py", TORCH, ENGINE, OBSERVER], Standing.OWN),
+        ([LIBRARY, HERE / "serial.py", OBSERVER], Standing.OWN),
+        ([TORCH, MODEL, TORCH, JUDGE], Standing.OWN),
+        ([TORCH, MODEL, TORCH, ENGINE, OBSERVER], Standing.OUTSIDE),
+        ([MODEL, TORCH, HERE / "adapter" / "data_parallel.py", OBSERVER], Standing.OUTSIDE),
+        (["/somewhere/engine.py", OBSERVER], Standing.OUTSIDE),
+        (["/venv/lib/python3.11/site-packages/deepspeed/engine.py", OBSERVER], Standing.OUTSIDE),
+        ([torch.distributed.distributed_c10d.__file__, JUDGE], Standing.INSIDE),
+    ],
+)
+def test_whose_code_a_rank_stands_in_is_told_by_its_stack(frames: list[Path | str], stands: Standing) -> None:
+    lines = [f'  File "{file}", line 1 in some_function' for file in frames]
+    stack = "\n".join(["Thread 0x1 (most recent call first):", '  File "/other.py", line 2 in run', ""])
+    assert standing("\n".join([stack, "Current thread 0x2 (most recent call first):", *lines])) is stands
 
 
 def test_what_comes_on_until_the_limit_is_slow_and_not_hung(runner: Runner) -> None:

@@ -218,7 +218,16 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
     old = {name: value for name, value in today.items() if name not in parts} | {"schema": 1}
     for part in parts:
         old |= {moved.get(name, {}).get(part, name): value for name, value in today[part].items()}
-    lacked = ("rank_starts", "lap_steps", "peak_flops_per_second", "observed", "departures", "left_out", "sample")
+    lacked = (
+        "rank_starts",
+        "lap_steps",
+        "peak_flops_per_second",
+        "observed",
+        "departures",
+        "left_out",
+        "sample",
+        "ways",
+    )
     of_timing = ("device_memory", "power", "spoilt", "relaunches")
     of_traffic = ("places", "reach", "planned_reach")
     for name in (*lacked, *of_timing, *of_traffic, "gathering_bytes", "compile_seconds"):

@@ -329,6 +329,23 @@ def test_everything_that_the_allocator_counted_is_judged(changes: dict[str, obje
     assert not caught or (verdict.evidence["category"], verdict.evidence["rank"]) == (caught, 1)
 
 
+@pytest.mark.parametrize(
+    "num_bytes, said, unsaid", [(88_000, "fewer bytes", "in no plan"), (92_000, "in no plan", "fewer")]
+)
+def test_a_total_that_is_off_says_in_which_direction(num_bytes: int, said: str, unsaid: str) -> None:
+    summary = counted(peak=peak(num_bytes)).summary
+    assert said in summary and unsaid not in summary and "`Adapter.remainders`" in summary
+
+
+def test_a_peak_that_is_not_known_is_not_judged_and_the_verdict_says_so() -> None:
+    """What does not rest on it still is."""
+    unknown = counted(peak=peak(500_000), held=Bytes(activations=10**9), ends_known=False)
+    assert unknown.passed and "not judged on rank 1" in unknown.summary
+    assert "not judged" not in counted().summary
+    hoard = counted(steady=steady(other=10**6), ends_known=False)
+    assert not hoard.passed and hoard.evidence["category"] == "steady" and "not judged on rank 1" in hoard.summary
+
+
 def test_what_nobody_names_is_judged_at_a_peak_that_is_not_planned_too() -> None:
     plan = dataclasses.replace(PEAK, peak=None)
     assert counted(plan, peak=peak(10**9)).passed

@@ -17,7 +17,10 @@ class Casting(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """What an adapter declares of a case in mixed precision, besides the precision itself."""
+    """What an adapter declares of a case in mixed precision, besides the precision itself.
+
+    The order of rows, fused products and how attention is computed stay open, and under autocast the micro-batches too.
+    """
 
     casting: Casting
     averages: bool = True

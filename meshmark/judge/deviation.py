@@ -47,6 +47,23 @@ class QuantityKind(StrEnum):
     """From the twin's."""
     REFERENCE = "reference"
     """Of the twin's gradient, from the truth."""
+    # Of noise runs alone: the gradients, and as the quantity without a name the loss, of an engine that computes in
+    # another way than the twin, from the twin's. Ways are told in `judge.equivalents`.
+    REORDERED = "reordered"
+    """Rows stand in another order within every micro-batch."""
+    REGROUPED = "regrouped"
+    """Micro-batches are more or fewer, of other rows."""
+    SUMS = "sums"
+    """Products of the backward pass add up in another order."""
+    PRODUCTS = "products"
+    """And are fused, so that gradients between layers are rounded once and not thrice."""
+    FORWARD = "forward"
+    """Attention and products round otherwise in the forward pass too."""
+    CAST_REORDERED = "cast-reordered"
+    """The same where the weights are cast."""
+    CAST_SUMS = "cast-sums"
+    CAST_PRODUCTS = "cast-products"
+    CAST_FORWARD = "cast-forward"
 
     def of(self, name: str = "") -> Quantity:
         """That of the parameter or buffer called `name`; a number of the whole model has none."""

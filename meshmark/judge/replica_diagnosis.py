@@ -42,7 +42,7 @@ def diagnose_replicas(
         stale = diagnose_pipeline(case, traces[0], deviations, yardstick) if of_older_weights else None
         return stale or diagnose(case, traces[0], deviations, drifts, yardstick, twin)
     alone = by_replica(deviations, len(traces))
-    sticks = yardstick.of_replicas(len(traces))
+    sticks = yardstick.fitted_to(deviations).of_replicas(len(traces))
 
     def of_one(replica: int, drifts: Sequence[Drift] = ()) -> Diagnosis | None:
         return diagnose(case, traces[replica], alone[replica], drifts, sticks[replica])

@@ -118,6 +118,14 @@ def assess_replicas(
                 whole = replace(t, gradients=reduced[replica])
                 for quantity, value in whole.deviations(trace, step, right[replica]).items():
                     note(replica, quantity, value)
+            for way, other in twin.others.items():
+                both = enumerate(zip(traces, here, strict=True))
+                steps = [other.step_of(trace, p, algorithm.part(batch, r), step) for r, (trace, p) in both]
+                reported = algorithm.reported([t.gradients for t in steps])
+                for replica, (t, equivalent, gradients) in enumerate(zip(twins, steps, reported, strict=True)):
+                    whole = replace(t, gradients=reduced[replica])
+                    for quantity, value in whole.deviations_of(replace(equivalent, gradients=gradients), way).items():
+                        note(replica, quantity, value)
         afters = algorithm.transition(here, owns)
         for replica, (trace, after, given) in enumerate(zip(traces, afters, algorithm.stepped_on(owns), strict=True)):
             norm = trace.norms[step]

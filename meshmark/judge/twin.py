@@ -7,13 +7,15 @@ away by all that bf16 rounds. A sum that was asked for in a narrow format is rou
 other kernels has a twin that runs them, for fused operations round in other places; the noise that both are held to is
 that of PyTorch's eager ones, lest a kernel that is wrong be excused by itself.
 
-The twin is judged by the truth as the run is: one that is wrong excuses nothing.
+The twin is judged by the truth as the run is: one that is wrong excuses nothing. Correct engines may still round in
+other places than the twin, for a declaration leaves much open; `equivalents` has those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
@@ -53,6 +55,11 @@ class TwinStep:
             found[QuantityKind.REFERENCE.of(name)] = deviation(own, exact[name])
         return found
 
+    def deviations_of(self, other: TwinStep, way: QuantityKind) -> dict[Quantity, Deviation]:
+        """Of an equivalent's step from this."""
+        found = {way.of(name): deviation(other.gradients[name], own) for name, own in self.gradients.items()}
+        return found | {way.of(): deviation(np.array(other.loss), np.array(self.loss))}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Twin:
@@ -65,6 +72,23 @@ class Twin:
     """Another order of the rows of a batch: noise runs have one of their own."""
     order: Sequence[int] = ()
     """In which ranks are summed, where such sums are rounded; by default from the first on."""
+    times: Fraction = Fraction(1)
+    """So many times the micro-batches of the layout, where rows allow it."""
+    rewrite: Callable[[Model], None] = field(default=lambda model: None)
+    """Puts other layers into the model."""
+    others: Mapping[QuantityKind, Twin] = field(default_factory=dict)
+    """Equivalents of this one, by the way in which they compute otherwise: noise runs tell how far they are."""
+
+    @property
+    def rows(self) -> int:
+        """Of a micro-batch of the layout."""
+        layout = self.case.layout
+        return self.case.workload.global_batch // (layout.dp * layout.num_micro_batches)
+
+    def _num_micro_batches(self, num_rows: int) -> int:
+        own = num_rows // self.rows
+        other = max(int(own * self.times), 1)
+        return other if num_rows % other == 0 else own
 
     def step_of(self, trace: Trace, parameters: Tensors, batch: Batch, step: int) -> TwinStep:
         """That of a step of a run, whose loss scale it shares."""
@@ -74,8 +98,7 @@ class Twin:
         """Loss and gradients of `batch` at `parameters`. `loss_scale`: what the run multiplied its loss by, lest small
         gradients vanish."""
         layout = self.case.layout
-        rows = self.case.workload.global_batch // (layout.dp * layout.num_micro_batches)
-        micro_batches = list(self.arrange(batch).micro_batches(len(batch) // rows))
+        micro_batches = list(self.arrange(batch).micro_batches(self._num_micro_batches(len(batch))))
         model, weights = self._model, self._weights(parameters)
         losses, total = list[float](), dict[str, Tensor]()
 
@@ -115,6 +138,7 @@ class Twin:
         if self.arithmetic.splits_products:
             assert isinstance(model, Transformer)
             split(model, tp)
+        self.rewrite(model)
         return model
 
     def _part(

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshmark.judge.deviation import Deviations, Quantity, QuantityKind
+from meshmark.adapter.arithmetic import Casting
+from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
 from meshmark.judge.replicas import by_replica
 from meshmark.judge.spread import Spread
 from meshmark.spec.precision import Precision
@@ -25,7 +26,7 @@ from meshmark.spec.precision import Precision
 FALSE_ALARMS = 1e-4
 """Probability that a correct run fails, any of its comparisons, all steps together: what factors aim at. What has been
 shown of it, `false_alarms` tells."""
-SMALLEST_FACTORS = {"number": 8.0, "gradients": 2.4, "parameters": 4.0, "buffers": 4.0, "twin": 4.0}
+SMALLEST_FACTORS = {"number": 8.0, "gradients": 2.4, "parameters": 4.0, "buffers": 4.0, "twin": 4.0, "way": 4.0}
 """By kind: a framework that computes in another order than `single` has another noise, not only another draw of it. Of
 real adapters the furthest stood at 4.9, 2.1 and 2.9. `make power` tells it again."""
 ZERO = 1e-12
@@ -39,6 +40,86 @@ MULTIPLES = {QuantityKind.GRADIENTS: QuantityKind.SCALE, QuantityKind.TWIN: Quan
 """What is told besides of tensors that have a multiple."""
 TWINS = (QuantityKind.TWIN, QuantityKind.TWIN_SCALE, QuantityKind.TWIN_LOSS)
 """What is compared with the twin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """What engines that compute in one way have in common."""
+
+    dense: Mapping[str, float] = field(default_factory=dict)
+    """Quantities, as written, that are far from the twin in every one of them, at every step; and at least how far."""
+    fewest: int = 0
+    """Gradients, at all steps together, that had not the twin's bits in the one of them that is the most like it."""
+    most_flips: int = 0
+    """The most gradients of one of them, at all steps together, that were further than the others had led to expect."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """In which an engine that casts as declared may still differ from the twin, the least first."""
+
+    reordered: QuantityKind
+    regrouped: QuantityKind | None = None
+    sums: QuantityKind
+    products: QuantityKind
+    forward: QuantityKind
+
+    @property
+    def kinds(self) -> list[QuantityKind]:
+        return [kind for kind in (self.reordered, self.regrouped, self.sums, self.products, self.forward) if kind]
+
+
+WAYS = {
+    Casting.AUTOCAST: Ways(
+        reordered=QuantityKind.REORDERED,
+        regrouped=QuantityKind.REGROUPED,
+        sums=QuantityKind.SUMS,
+        products=QuantityKind.PRODUCTS,
+        forward=QuantityKind.FORWARD,
+    ),
+    Casting.WEIGHTS: Ways(
+        reordered=QuantityKind.CAST_REORDERED,
+        sums=QuantityKind.CAST_SUMS,
+        products=QuantityKind.CAST_PRODUCTS,
+        forward=QuantityKind.CAST_FORWARD,
+    ),
+}
+_ALL_WAYS = frozenset(kind for ways in WAYS.values() for kind in ways.kinds)
+WAY_NAMES = {
+    "reordered": "rows in another order",
+    "regrouped": "other micro-batches",
+    "sums": "another order of products' inner sums",
+    "products": "fused products",
+    "forward": "another forward pass, as of attention by hand",
+}
+_FLIPS_LIKE = {
+    QuantityKind.REORDERED: (QuantityKind.REGROUPED, 1.0),
+    QuantityKind.SUMS: (QuantityKind.FORWARD, 0.25),
+    QuantityKind.PRODUCTS: (QuantityKind.FORWARD, 0.25),
+    QuantityKind.CAST_REORDERED: (QuantityKind.CAST_FORWARD, 0.25),
+    QuantityKind.CAST_SUMS: (QuantityKind.CAST_FORWARD, 0.25),
+    QuantityKind.CAST_PRODUCTS: (QuantityKind.CAST_FORWARD, 0.25),
+}
+"""Where a way rounds most numbers as the twin does, a few are flipped, each engine's in other tensors. A tensor with a
+flip is no further off than one of which a way rounds all numbers anew: this part of what that makes. Of n numbers anew
+one flip is sqrt(6 / n) of all, a few times that for the largest number: all of a bias, a quarter of what has passed
+through layers."""
+DENSE = 10.0
+"""Tolerances of the twin's own bits: where every engine that was drawn of a way is further away, the way shows."""
+SHOWN = 0.1
+"""Of what a way always changes, the part that a run must show that claims it. An engine that fuses products in some of
+its layers shows some of it; a defect in one tensor shows none of the others."""
+LEAST = 0.5
+"""Of the least that any engine drawn of a way had: what is smaller does not show the way."""
+SHOWN_AT_SIZE = 0.5
+"""Of what a run changes of that, the part that must be as large. Sums over ranks in 11 bits instead of 24 change every
+gradient, and each by a tenth of what other products do."""
+MORE_FLIPS = 4
+"""Beyond twice the most that any engine drawn of a way had where the others had none. Flips are rare and independent,
+so their number is Poisson's, and a next draw exceeds twice the most of a dozen, and four, in fewer than one of 10,000
+runs whatever the rate."""
+ONE_DIRECTION = 1e-3
+"""Of the twin's distance from the truth, the part that is no multiple: a tensor of one element has less."""
 
 Comparisons = Mapping[Quantity, list[float]]
 """One run, by quantity, then step; or the noise, which is the root mean square over runs. Quantities are those of
@@ -97,6 +178,8 @@ def noise_run(deviations: Deviations, precision: Precision) -> Comparisons:
 
 def kind_of(quantity: Quantity) -> str:
     """What shares a factor: `number`s (losses, norm and multiples), and each kind of tensors."""
+    if quantity.kind in _ALL_WAYS:
+        return "way"
     return quantity.kind.value if quantity.kind.value in SMALLEST_FACTORS else "number"
 
 
@@ -107,6 +190,10 @@ class Yardstick:
     noise: Comparisons
     factors: Mapping[str, float]
     """By kind of quantity, and by quantity, as written, where that asks for more."""
+    ways: Mapping[str, Way] = field(default_factory=dict)
+    """In which a correct run may differ from the twin, the least first."""
+    way: str = ""
+    """That this yardstick has been fitted to."""
 
     def noise_of(self, quantity: Quantity, step: int) -> float:
         """That of its step, where it is a number at all of them."""
@@ -122,7 +209,11 @@ class Yardstick:
         of_kinds = {name: factor for name, factor in self.factors.items() if name in SMALLEST_FACTORS}
         own = {Quantity.parse(name): factor for name, factor in self.factors.items() if name not in of_kinds}
         return [
-            Yardstick(noise=noise, factors=of_kinds | {str(quantity): factor for quantity, factor in factors.items()})
+            Yardstick(
+                noise=noise,
+                factors=of_kinds | {str(quantity): factor for quantity, factor in factors.items()},
+                ways=self.ways if num_replicas == 1 else {},
+            )
             for noise, factors in zip(by_replica(self.noise, num_replicas), by_replica(own, num_replicas), strict=True)
         ]
 
@@ -138,11 +229,112 @@ class Yardstick:
                     yield _ratio(value, self.noise_of(quantity, step)), quantity, step
 
     def judge(self, deviations: Deviations) -> Iterator[tuple[float, Quantity, int]]:
-        """The excesses of a run; a twin that is wrong itself accuses nobody."""
+        """The excesses of a run, held against the way in which it computes; a twin that is wrong itself accuses
+        nobody."""
         run = compare(deviations)
         if not self.twin_excess(deviations) <= 1:
             run = {quantity: steps for quantity, steps in run.items() if quantity.kind not in TWINS}
-        return self.excesses(run)
+        return self.fitted_to(deviations).excesses(run)
+
+    def declared(self, casting: Casting | None) -> Yardstick:
+        """With the ways that are open to an engine that declares who casts, and no others."""
+        kinds = WAYS[casting].kinds if casting else []
+        return replace(self, ways={kind.value: self.ways[kind.value] for kind in kinds if kind.value in self.ways})
+
+    def fitted_to(self, deviations: Deviations) -> Yardstick:
+        """This; or, where a run has not the twin's bits, one way explains that and nothing else is wrong, with what
+        engines of that way do in the place of the twin's noise.
+
+        A run may compute in any correct arithmetic, but in one: a defect that is as small as another attention's
+        rounding in one tensor is excused only if the run shows another attention's rounding everywhere. So the ways
+        are asked one by one, each for all quantities and steps together.
+        """
+        run = compare(deviations)
+        own = {q: steps for q, steps in run.items() if q.kind in (QuantityKind.TWIN, QuantityKind.TWIN_LOSS)}
+        own = {q: steps for q, steps in own.items() if q in self.noise}
+        off = {(q, i) for q, steps in own.items() for i, x in enumerate(steps) if not x <= self.tolerance(q, i)}
+        if not off or any(self._is_multiple(deviations, q, i) for q, i in off if q.kind is QuantityKind.TWIN):
+            return self
+        for name in self.ways:
+            if self._explains(QuantityKind(name), own, off):
+                found = self._with(QuantityKind(name), own)
+                return found if all(excess <= 1 for excess, *_ in found.excesses(run)) else self
+        return self
+
+    def _is_multiple(self, deviations: Deviations, quantity: Quantity, step: int) -> bool:
+        """Whether a gradient is a multiple of the twin's and nothing else: rounding never does that, but to a tensor of
+        one element."""
+        reference = deviations[replace(quantity, kind=QuantityKind.REFERENCE)][step]
+        if _beside_multiple(reference) <= ONE_DIRECTION * reference.distance:
+            return False
+        return _beside_multiple(deviations[quantity][step]) <= self.tolerance(quantity, step)
+
+    def _explains(self, way: QuantityKind, own: Comparisons, off: set[tuple[Quantity, int]]) -> bool:
+        """Whether a run computes in `way`: `own` of its quantities are from the twin, and `off` beyond its noise."""
+        if any(not own[q][i] <= self._tolerance_of(way, q, i, flipped=True) for q, i in off):
+            return False
+        flipped = [q for q, i in off if own[q][i] > self._tolerance_of(way, q, i)]
+        if len(flipped) > 2 * self.ways[way.value].most_flips + MORE_FLIPS:
+            return False
+        if any(flipped.count(q) == len(own[q]) for q in flipped):  # by chance, the same one at every step
+            return False
+        if len(off) < SHOWN * self.ways[way.value].fewest or self._is_lone(way, own, off):
+            return False
+        # With the twin's loss at every step, the forward pass is the twin's. With another, what is computed otherwise
+        # may be less than attention; without, the way is to show at its size.
+        is_forward = way in (ways.forward for ways in WAYS.values())
+        if is_forward and not any(q.kind is QuantityKind.TWIN_LOSS for q, _ in off):
+            return False
+        least = {q: self.ways[way.value].dense.get(str(replace(q, kind=way)), math.inf) for q in own}
+        changed = [(q, i) for q, i in off if least[q] < math.inf]
+        shown = sum(is_forward or own[q][i] >= LEAST * least[q] for q, i in changed)
+        always = sum(len(steps) for q, steps in own.items() if least[q] < math.inf)
+        return shown >= max(SHOWN * always, SHOWN_AT_SIZE * len(changed))
+
+    def _tolerance_of(self, way: QuantityKind, quantity: Quantity, step: int, *, flipped: bool = False) -> float:
+        """How far from the twin an engine may be that computes in `way`, where a rounding was `flipped` or not."""
+        own, other = self.tolerance(quantity, step), replace(quantity, kind=way)
+        if other not in self.noise:
+            return own
+        found = max(own, self.tolerance(other, step))
+        if not flipped or not quantity.name or way not in _FLIPS_LIKE:
+            return found
+        kind, part = _FLIPS_LIKE[way]
+        like = replace(quantity, kind=kind)
+        return max(found, part * self.noise_of(like, step)) if like in self.noise else found
+
+    def _is_lone(self, way: QuantityKind, own: Comparisons, off: set[tuple[Quantity, int]]) -> bool:
+        """Whether one gradient alone is off, at every step, though `way` does not always change it."""
+        quantities = {q for q, _ in off}
+        if len(quantities) > 1 or len(off) < max(len(steps) for steps in own.values()):
+            return False
+        return all(str(replace(q, kind=way)) not in self.ways[way.value].dense for q in quantities)
+
+    def excused(self, quantity: Quantity, step: int) -> float:
+        """How far from the twin a gradient may be at every step while all others have its bits: as far as a way takes
+        it of which no more need show."""
+        forward = [ways.forward for ways in WAYS.values()]
+        num_steps = len(self.noise[quantity])
+        lone = [QuantityKind(name) for name, way in self.ways.items() if SHOWN * way.fewest <= num_steps]
+        found = [
+            self._tolerance_of(way, quantity, step)
+            for way in lone
+            if way not in forward and str(replace(quantity, kind=way)) in self.ways[way.value].dense
+        ]
+        return max([self.tolerance(quantity, step), *found])
+
+    def _with(self, way: QuantityKind, own: Comparisons) -> Yardstick:
+        """Held against `way`, which explains `own`."""
+        noise = {
+            quantity: steps for quantity, steps in self.noise.items() if quantity.kind is not QuantityKind.TWIN_SCALE
+        }
+        for quantity, values in own.items():
+            tolerances = [
+                self._tolerance_of(way, quantity, i, flipped=value > self._tolerance_of(way, quantity, i))
+                for i, value in enumerate(values)
+            ]
+            noise[quantity] = [tolerance / self.factor_of(quantity) for tolerance in tolerances]
+        return replace(self, noise=noise, way=way.value, ways={})
 
     def twin_excess(self, deviations: Deviations) -> float:
         """How far the twin is from the truth, as a multiple of what a run may be; zero where there is none."""
@@ -160,6 +352,12 @@ class Yardstick:
             yield ratio / factors[quantity], quantity, step
 
 
+def _beside_multiple(found: Deviation) -> float:
+    """The part of a distance that is no multiple of what it is from."""
+    along = (found.factor - 1) * found.scale
+    return math.sqrt(max(found.distance**2 - along**2, 0.0))
+
+
 def _ratio(value: float, noise: float) -> float:
     """What is exactly right passes whatever the noise; a noise that is no number excuses nothing."""
     if value == 0:
@@ -172,12 +370,58 @@ def fit(runs: Sequence[Comparisons], variance_ratio: float = 1.0) -> Yardstick:
     `variance_ratio`: how much more than all of them together a correct run may vary."""
     found = spreads(runs)
     wider = math.sqrt(variance_ratio)
-    factors = {kind: wider * factor for kind, factor in SMALLEST_FACTORS.items()}
-    probability = _share_of_false_alarms(found, factors)
+    factors = {kind: (1 if kind == "way" else wider) * factor for kind, factor in SMALLEST_FACTORS.items()}
+    # A run is held against the twin's bits or against one way, each as many comparisons: they do not add up.
+    probability = _share_of_false_alarms({q: s for q, s in found.items() if q.kind not in _ALL_WAYS}, factors)
     for quantity, spread in found.items():
+        if quantity.kind in _ALL_WAYS:
+            continue
         if (factor := wider * spread.factor(probability)) > factors[kind_of(quantity)]:
             factors[str(quantity)] = factor
-    return Yardstick(noise={q: s.level for q, s in found.items()}, factors=factors)
+    noise = {quantity: spread.level for quantity, spread in found.items()}
+    return _with_ways(Yardstick(noise=noise, factors=factors), runs)
+
+
+def _with_ways(plain: Yardstick, runs: Sequence[Comparisons]) -> Yardstick:
+    """With what `runs` tell of the ways in which correct engines differ from the twin.
+
+    A way's noise is the most that any run had at any step, and not a root mean square: most of what is reordered stays
+    the same to the last bit, and of the rest a variance says nothing. Where all numbers are rounded anew, a dozen runs
+    of three steps and more come close to the most. Where a few are flipped, `most_flips` tells of how many tensors one
+    run may have flipped where no other has, and `_FLIPS_LIKE` how far that goes. Factor 4 is for engines that are of a
+    way, and none of those that were drawn.
+    """
+    noise, ways = dict(plain.noise), dict[str, Way]()
+    for kind in QuantityKind:
+        of_kind = [run for run in runs if any(quantity.kind is kind for quantity in run)]
+        if kind in _ALL_WAYS and of_kind:
+            for quantity in [quantity for quantity in noise if quantity.kind is kind]:
+                noise[quantity] = [max(x for run in of_kind for x in run[quantity])] * len(noise[quantity])
+            ways[kind.value] = _way(kind, of_kind, plain)
+    return replace(plain, noise=noise, ways=ways)
+
+
+def _way(kind: QuantityKind, runs: Sequence[Comparisons], plain: Yardstick) -> Way:
+    """What `runs` of one way have in common; `plain` has the noise of the twin."""
+    gradients = [q for q in runs[0] if q.kind is kind and q.name]
+    values = np.array([[run[q] for q in gradients] for run in runs])  # runs x gradients x steps
+    sharp = np.array(
+        [
+            [plain.tolerance(replace(q, kind=QuantityKind.TWIN), step) for step in range(values.shape[2])]
+            for q in gradients
+        ]
+    )
+    dense = [bool(np.all(of_one > DENSE * own)) for of_one, own in zip(values.swapaxes(0, 1), sharp, strict=True)]
+    flips = []
+    for i in range(len(runs)):
+        others = np.delete(values, i, 0).max((0, 2), initial=0.0)[:, None]
+        flips.append(int((values[i] > np.maximum(sharp, SMALLEST_FACTORS["way"] * others)).sum()))
+    least = zip(map(str, gradients), values.min((0, 2)), dense, strict=True)
+    return Way(
+        dense={name: float(x) for name, x, is_dense in least if is_dense},
+        fewest=min(int((own > sharp).sum()) for own in values),
+        most_flips=max(flips),
+    )
 
 
 def _share_of_false_alarms(found: Mapping[Quantity, Spread], smallest: Mapping[str, float]) -> float:
@@ -194,9 +438,10 @@ def _share_of_false_alarms(found: Mapping[Quantity, Spread], smallest: Mapping[s
 
 
 def spreads(runs: Sequence[Comparisons]) -> dict[Quantity, Spread]:
-    """Of every quantity that all runs have."""
-    return {
-        quantity: Spread.of(np.array([run[quantity] for run in runs]), of_number=kind_of(quantity) == "number")
-        for quantity in runs[0]
-        if all(quantity in run for run in runs)
-    }
+    """Of every quantity that all runs have; and of ways in the runs that cast so."""
+    found = {}
+    for quantity in dict.fromkeys(quantity for run in runs for quantity in run):
+        own = [run[quantity] for run in runs if quantity in run]
+        if len(own) == len(runs) or quantity.kind in _ALL_WAYS:
+            found[quantity] = Spread.of(np.array(own), of_number=kind_of(quantity) == "number")
+    return found

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 _MOST_SUMS = 4096
 """Of storages that may have been freed between two changes: there are rarely two."""
+_MOST_WORK = 4_000_000
+"""Sums that the search for such storages looks at over a whole pass: a second or two of Python. It is a count and not a
+time, so that a busy machine finds what a quiet one does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +63,11 @@ class _Life:
     address: int
     num_bytes: int
     start_ns: int
+    begun: int
+    """Which change began it."""
+    seen: int | None = None
+    """Which change was its end, where that was seen."""
     seen_ns: int | None = None
-    """When its end was seen."""
-    taken_ns: int | None = None
-    """When its address was given out again, where its end was not seen."""
     stop_ns: int | None = None
     elsewhere: bool = False
     held_ns: int = 0
@@ -89,6 +93,8 @@ class Timeline:
     """After each change, at the same place in `times`."""
     workspaces: list[Workspace] = field(default_factory=list)
     """Which are in no life and no total."""
+    ends_known: bool = True
+    """Whether the ends that nobody saw were all looked for. Where not, lives may last too long; totals are right."""
 
     def total(self, time_ns: int) -> int:
         """Bytes that the allocator counted at this time."""
@@ -120,7 +126,7 @@ def timeline(changes: Sequence[Change], known: frozenset[int] = frozenset(), hel
     unseen = [
         life for life in lives if life.seen_ns is None and not (life is at_end[life.address] and life.address in known)
     ]
-    _find_ends(changes, lives, unseen)
+    ends_known = _find_ends(changes, lives, unseen)
     return Timeline(
         lives=[
             Allocation(
@@ -135,6 +141,7 @@ def timeline(changes: Sequence[Change], known: frozenset[int] = frozenset(), hel
         times=[change.time_ns for change in changes],
         totals=[change.total_bytes for change in changes],
         workspaces=workspaces,
+        ends_known=ends_known,
     )
 
 
@@ -173,14 +180,12 @@ def _from_here(changes: Sequence[Change]) -> list[Change]:
 def _lives(changes: Sequence[Change]) -> list[_Life]:
     """In order of their start, as far as they were seen."""
     lives, there = list[_Life](), dict[int, _Life]()
-    for change in changes:
+    for i, change in enumerate(changes):
         life = there.pop(change.address, None)
         if life and change.num_bytes < 0:
-            life.seen_ns, life.elsewhere = change.time_ns, change.thread != changes[0].thread
-        elif life:
-            life.taken_ns = change.time_ns
+            life.seen, life.seen_ns, life.elsewhere = i, change.time_ns, change.thread != changes[0].thread
         if change.num_bytes > 0:
-            life = _Life(address=change.address, num_bytes=change.num_bytes, start_ns=change.time_ns)
+            life = _Life(address=change.address, num_bytes=change.num_bytes, start_ns=change.time_ns, begun=i)
             there[change.address] = life
             lives.append(life)
     return lives
@@ -194,39 +199,72 @@ def _hold(lives: Sequence[_Life], held: Held) -> None:
             life.held_ns = held.time_ns
 
 
-def _find_ends(changes: Sequence[Change], lives: Sequence[_Life], unseen: Sequence[_Life]) -> None:
-    """Set `stop_ns` of those of `unseen` that the allocator no longer counts."""
-    starts, waiting, listed = iter(unseen), list[_Life](), 0
-    upcoming, by_seen = next(starts, None), {(life.seen_ns, life.address): life for life in lives if life.seen_ns}
-    for change in changes:
-        while upcoming and upcoming.start_ns <= change.time_ns:
-            waiting.append(upcoming)
-            upcoming = next(starts, None)
+class _Budget:
+    """Work that the search for unseen ends may still do, over the whole of a pass."""
+
+    def __init__(self) -> None:
+        self.left = _MOST_WORK
+
+    @property
+    def is_spent(self) -> bool:
+        return self.left <= 0
+
+
+def _find_ends(changes: Sequence[Change], lives: Sequence[_Life], unseen: Sequence[_Life]) -> bool:
+    """Set `stop_ns` of those of `unseen` that the allocator no longer counts. False where that took more work than is
+    allowed: then nobody knows the ends from there on.
+
+    Every change asks which storages have gone since the last one. A search that found nobody is not repeated until its
+    answer can differ: other bytes are missing, a new storage waits, or those that were named may go. What all searches
+    cost together is bounded by `_Budget`, whatever a framework allocates.
+    """
+    starts = {life.begun: life for life in unseen}
+    seen = {life.seen: life for life in lives if life.seen is not None}
+    waiting = dict[int, _Life]()  # by address, oldest first: an address has one storage at a time
+    named_until = max((life.held_ns for life in unseen), default=0)
+    listed, newest, in_vain, budget = 0, -1, None, _Budget()
+    for i, change in enumerate(changes):
+        gone = list[_Life]()
         if change.num_bytes > 0:
             listed += change.num_bytes
-        elif life := by_seen.get((change.time_ns, change.address)):
+            if taken := waiting.pop(change.address, None):
+                gone.append(taken)
+            if begun := starts.get(i):
+                waiting[change.address], newest = begun, i
+        elif life := seen.get(i):
             listed -= life.num_bytes
-        gone = [w for w in waiting if w.taken_ns is not None and w.taken_ns <= change.time_ns]
-        gone += _sized(
-            [w for w in waiting if w not in gone and w.held_ns <= change.time_ns],
-            listed - sum(w.num_bytes for w in gone) - change.total_bytes,
-        )
+        missing = listed - sum(w.num_bytes for w in gone) - change.total_bytes
+        question = missing, newest, named_until <= change.time_ns
+        if missing > 0 and question != in_vain:
+            found = _sized([w for w in waiting.values() if w.held_ns <= change.time_ns], missing, budget)
+            if budget.is_spent:
+                return False
+            in_vain = None if found else question
+            for life in found:
+                del waiting[life.address]
+            gone += found
         for life in gone:
             life.stop_ns, life.elsewhere = change.time_ns, True
             listed -= life.num_bytes
-            waiting.remove(life)
+    return True
 
 
-def _sized(waiting: Sequence[_Life], num_bytes: int) -> list[_Life]:
+def _sized(waiting: Sequence[_Life], num_bytes: int, budget: _Budget) -> list[_Life]:
     """Those, oldest first, that together have `num_bytes`; nobody where that is not to be found."""
-    if num_bytes <= 0:
-        return []
-    sums: dict[int, list[_Life]] = {0: []}
+    came_from: dict[int, tuple[int, _Life] | None] = {0: None}
+    budget.left -= len(waiting)
     for life in waiting:
-        for total, chosen in list(sums.items()):
+        budget.left -= len(came_from)
+        if budget.is_spent:
+            return []
+        for total in list(came_from):
             more = total + life.num_bytes
-            if more <= num_bytes and more not in sums and len(sums) < _MOST_SUMS:
-                sums[more] = [*chosen, life]
-        if num_bytes in sums:
-            return sums[num_bytes]
-    return []
+            if more <= num_bytes and more not in came_from and len(came_from) < _MOST_SUMS:
+                came_from[more] = total, life
+        if num_bytes in came_from:
+            break
+    chosen, total = list[_Life](), num_bytes
+    while step := came_from.get(total):
+        total, life = step
+        chosen.append(life)
+    return chosen[::-1]

@@ -88,6 +88,7 @@ def read_memory(watch: Watch, step: int, before_update: Named, after_update: Nam
         ),
         allocator_peak_bytes=watch.peaks.allocated or None,
         allocator_reserved_bytes=watch.peaks.reserved or None,
+        ends_known=found.ends_known,
     )
 
 

@@ -63,6 +63,9 @@ class MemoryReading:
     """CUDA: `max_memory_allocated` of the step."""
     allocator_reserved_bytes: int | None = None
     """CUDA: `max_memory_reserved` of the step."""
+    ends_known: bool = True
+    """Whether it is known when every storage ended. Where not, `peak` has the allocator's total, but neither its
+    categories nor `late_bytes` nor `held` is known."""
 
     @property
     def counted_peak_bytes(self) -> int:

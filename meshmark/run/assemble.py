@@ -156,6 +156,7 @@ def _equivalence(launches: Sequence[LaunchResult], request: Request) -> Equivale
         deviations=first.deviations,
         noise=yardstick.noise if yardstick else {},
         factors=yardstick.factors if yardstick else {},
+        ways=yardstick.ways if yardstick else {},
         drifts=[drift for launched in launches for drift in launched.reports[0].drifts],
         diagnosis=first.diagnosis,
         num_replicated=first.num_replicated,

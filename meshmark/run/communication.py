@@ -1,8 +1,11 @@
-"""Judges what ranks sent against theory and the departures from it that the adapter declares: to the byte."""
+"""Judges what ranks sent against theory and the departures from it that the adapter declares: to the byte.
+
+A barrier carries no data, so no plan holds one. It is counted and told, and fails no case.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshmark.counted import counted
@@ -10,6 +13,7 @@ from meshmark.measure.readings import Collective
 from meshmark.run.record import Record, Verdict
 from meshmark.theory.flow import Flow, Route, by_route, departed
 
+BARRIER = "barrier"
 _MEND = "what the framework's algorithm is meant to send otherwise than theory says goes into `Adapter.departures`"
 
 
@@ -66,13 +70,16 @@ def judge_communication(record: Record) -> Verdict | None:
         for difference in _differences(rank, reading.asked, routes)
     ]
     worst = max(found, key=lambda d: (abs(d.measured_bytes - d.expected_bytes), d.expected is None), default=None)
+    barriers = max((_barriers(reading.asked) for reading in evidence.readings), default=0)
     told: dict[str, float | int | str] = {
         "differences": len(found),
         "compared": sum(len(routes) for routes in expected),
         "declared": "; ".join(sorted({d.reason for declared in evidence.departures for d in declared})),
+        "barriers": barriers,
     }
+    also = f" (besides {counted(barriers, 'barrier')} a step, which no plan counts)" if barriers else ""
     if worst is None:
-        return Verdict(suite="communication", passed=True, summary=_as_planned(expected), evidence=told)
+        return Verdict(suite="communication", passed=True, summary=_as_planned(expected) + also, evidence=told)
     told |= {
         "kind": worst.route[0],
         "ranks": " ".join(map(str, worst.route[1])),
@@ -82,11 +89,15 @@ def judge_communication(record: Record) -> Verdict | None:
         "calls": worst.calls,
     }
     more = f", and {counted(len(found) - 1, 'more difference')}" if len(found) > 1 else ""
-    return Verdict(suite="communication", passed=False, summary=f"{worst}{more}; {_MEND}", evidence=told)
+    return Verdict(suite="communication", passed=False, summary=f"{worst}{more}{also}; {_MEND}", evidence=told)
+
+
+def _barriers(asked: Sequence[Collective]) -> int:
+    return sum(collective.count for collective in asked if collective.kind == BARRIER)
 
 
 def _differences(rank: int, asked: list[Collective], expected: dict[Route, Flow]) -> Iterator[Difference]:
-    measured = {(collective.kind, collective.ranks): collective for collective in asked}
+    measured = {(c.kind, c.ranks): c for c in asked if c.kind != BARRIER}
     for route in sorted(measured.keys() | expected.keys()):
         difference = Difference(rank=rank, route=route, measured=measured.get(route), expected=expected.get(route))
         wanted = difference.expected

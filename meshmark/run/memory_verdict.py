@@ -25,9 +25,18 @@ _MEND_STATES = (
 _MEND_ACTIVATIONS = (
     "what the framework is meant to keep follows from `Adapter.recipe`, and what is over from `Adapter.remainders`"
 )
-_MEND_TOTALS = (
+_MEND_MORE = (
     "the allocator counts bytes that are in no plan: what the framework is meant to hold besides goes into "
     "`Adapter.remainders`, with its size and the reason"
+)
+_MEND_LESS = (
+    "the allocator counts fewer bytes than are planned: what the framework is meant to do without follows from "
+    "`Adapter.recipe`, or is a negative size in `Adapter.remainders` with its reason"
+)
+
+_UNKNOWN = (
+    "activations and peak, which are not known, for the meter could not tell in its bounded time which storages "
+    "another thread had freed"
 )
 
 
@@ -41,6 +50,10 @@ class Held:
     planned: float
     late: float = 0.0
     """So much of what was measured may have been gone, had a backend's threads been quick, or not yet come."""
+
+    @property
+    def is_below(self) -> bool:
+        return self.measured < self.planned
 
     @property
     def deviation(self) -> float:
@@ -79,14 +92,26 @@ def judge_memory(record: Record) -> Verdict | None:
     summary = f"{where}: {worst.measured:,.0f} bytes, planned {worst.planned:,.0f} {relative}".rstrip()
     if theory_of(record.case.workload.model).transformer is None or record.case.tuning.passes_otherwise:
         summary += "; activations: not planned"
+    if unknown := [rank for rank, reading in enumerate(record.memory.readings) if not reading.ends_known]:
+        summary += f" (not judged on {_ranks(unknown)}: {_UNKNOWN})"
     passed = worst.error <= STATE_TOLERANCE
-    mend = {"activations": _MEND_ACTIVATIONS} | dict.fromkeys(TOTALS, _MEND_TOTALS)
     return Verdict(
         suite="memory",
         passed=passed,
-        summary=summary if passed else f"{summary}; {mend.get(worst.category, _MEND_STATES)}",
+        summary=summary if passed else f"{summary}; {_mend(worst)}",
         evidence=_evidence(worst, found, record.memory),
     )
+
+
+def _mend(worst: Held) -> str:
+    """What to do about a number that is off, in the direction in which it is off."""
+    if worst.category in TOTALS:
+        return _MEND_LESS if worst.is_below else _MEND_MORE
+    return _MEND_ACTIVATIONS if worst.category == "activations" else _MEND_STATES
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _evidence(worst: Held, found: Sequence[Held], memory: MemoryEvidence) -> dict[str, float | int | str]:
@@ -99,6 +124,7 @@ def _evidence(worst: Held, found: Sequence[Held], memory: MemoryEvidence) -> dic
         "tolerance": STATE_TOLERANCE,
         "declared": "; ".join(sorted({r.reason for own in memory.remainders for r in own})),
         "workspace_bytes": max(reading.workspace_bytes for reading in memory.readings),
+        "not_known_ranks": " ".join(str(rank) for rank, r in enumerate(memory.readings) if not r.ends_known),
     }
     for name in TOTALS:
         if ranks := [held for held in found if held.category == name]:
@@ -112,11 +138,11 @@ def memory_categories(
     reading: MemoryReading, plan: ModelStates, declared: Sequence[Remainder], *, with_activations: bool
 ) -> Iterator[tuple[str, float, float]]:
     """Category, measured and expected bytes. Activations are those that PyTorch's operators save on a CPU, whose memory
-    is the host's."""
+    is the host's; they are left out where the meter does not know which storages had ended."""
     plan = plan.with_host() if with_activations else plan
     for name in ("parameters", "gradients", "optimizer_states"):
         yield name, getattr(reading.states, name), getattr(plan, name) + declared_bytes(declared, name)
-    if with_activations and reading.held is not None and plan.activations is not None:
+    if with_activations and reading.ends_known and reading.held is not None and plan.activations is not None:
         yield "activations", reading.held.activations, plan.activations + declared_bytes(declared, "activations")
 
 
@@ -124,7 +150,8 @@ def memory_totals(
     rank: int, reading: MemoryReading, plan: ModelStates, declared: Sequence[Remainder], *, on_cpu: bool
 ) -> Iterator[Held]:
     """What the allocator counted. The batch that the engine is handed is not the engine's, and is left out as it was
-    measured, as are workspaces of kernels, which no storage outlives; peaks are planned of a CPU's kernels alone."""
+    measured, as are workspaces of kernels, which no storage outlives; peaks are planned of a CPU's kernels alone.
+    Without the ends of storages, nobody can tell which buffers at the peak were late, nor which bytes had a name."""
     steady, peak = reading.steady, reading.peak
     passing = declared_bytes(declared, "unnamed")  # which may be there after a step as well, and not after another
     plan = plan.with_host() if on_cpu else plan
@@ -139,7 +166,10 @@ def memory_totals(
         + declared_bytes(declared, "steady"),
         late=passing,
     )
-    if on_cpu and (planned := declared_peak(plan, declared)) is not None:
+    planned = declared_peak(plan, declared) if on_cpu else None
+    if not reading.ends_known:
+        pass
+    elif planned is not None:
         yield Held(
             category="peak",
             rank=rank,

@@ -81,6 +81,7 @@ class RankReport:
 class Standing(StrEnum):
     """Where a rank stood when its time was up; the most suspicious first."""
 
+    OWN = "in Meshmark's own code"
     SILENT = "answered no signal"
     OUTSIDE = "outside any collective"
     INSIDE = "inside a collective, or in what waits for one"

@@ -12,7 +12,7 @@ from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.sample import Sample
-from meshmark.judge.yardstick import Comparisons, Yardstick
+from meshmark.judge.yardstick import Comparisons, Way, Yardstick
 from meshmark.measure.device_memory import DeviceMemory
 from meshmark.measure.gpu_power import GpuPower
 from meshmark.measure.interval import Interval, mean_interval
@@ -146,6 +146,8 @@ class EquivalenceEvidence:
     """The root mean square of such distances in runs of `single` under perturbation, and of the scales of gradients."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """How many times its noise a quantity may stand from the truth: by kind, and by quantity where that is more."""
+    ways: Mapping[str, Way] = field(default_factory=dict)
+    """As a `Yardstick` has them: how a run that has not the twin's bits may compute."""
     drifts: list[Drift] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
     """Of a run that is not equivalent: the likely defect."""
@@ -158,7 +160,7 @@ class EquivalenceEvidence:
 
     @property
     def yardstick(self) -> Yardstick:
-        return Yardstick(noise=self.noise, factors=self.factors)
+        return Yardstick(noise=self.noise, factors=self.factors, ways=self.ways)
 
     @property
     def wrong_start(self) -> list[Quantity]:

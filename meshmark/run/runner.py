@@ -284,7 +284,9 @@ class Runner:
 
     def _run(self, request: Request) -> Record:
         if request.task in JUDGED and request.assess:
-            request = dataclasses.replace(request, yardstick=self._yardsticks.of(request))
+            arithmetic = load_adapter(request.adapter).arithmetic
+            yardstick = self._yardsticks.of(request).declared(arithmetic.casting if arithmetic else None)
+            request = dataclasses.replace(request, yardstick=yardstick)
         first, power = launch_watched(self.launcher, request)
         launches, outcome = [first], outcome_of_launch(first, request.case.world_size)
         if request.task is Task.TIME and outcome.status is Status.OK:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
 from meshmark.judge.false_alarms import shown
-from meshmark.judge.yardstick import MULTIPLES, TWINS, ZERO, Yardstick, compare, gradient_norms, zeros
+from meshmark.judge.yardstick import MULTIPLES, TWINS, WAY_NAMES, ZERO, Yardstick, compare, gradient_norms, zeros
 from meshmark.run.record import Record, Verdict
 
 BLIND = 0.3
@@ -24,7 +24,7 @@ def judge_equivalence(record: Record) -> Verdict:
     """Every loss, norm, gradient and parameter within its factor of its noise, the start exact, replicas equal; and
     not decided where that noise hides too much, or is no number."""
     found = record.equivalence
-    yardstick, run = found.yardstick, compare(found.deviations)
+    yardstick, run = found.yardstick.fitted_to(found.deviations), compare(found.deviations)
     excesses = list(yardstick.judge(found.deviations))
     told = [e for e in excesses if math.isfinite(yardstick.noise_of(e[1], e[2]))]
     excess, quantity, step = max(told or excesses)
@@ -35,6 +35,10 @@ def judge_equivalence(record: Record) -> Verdict:
     twin_excess, reference = yardstick.twin_excess(found.deviations), "float64 alone"
     if any(q.kind in TWINS for q in run):
         reference = "float64 and the twin" if twin_excess <= 1 else "float64 alone: the twin is too far from it"
+    differs = ""
+    if yardstick.way and twin_excess <= 1:
+        reference = f"float64 and equivalents of the twin ({yardstick.way})"
+        differs = f"; bits differ from the twin's as {WAY_NAMES[yardstick.way.removeprefix('cast-')]} make them"
     evidence: dict[str, float | int | str] = {
         "held_against": reference,
         "worst_quantity": str(quantity),
@@ -57,7 +61,7 @@ def judge_equivalence(record: Record) -> Verdict:
     wrong = bool(found.wrong_start or found.drifts or (told and not excess <= 1))
     undecided = not wrong and (len(told) < len(excesses) or not limit <= BLIND or not twin_excess <= 1)
     if wrong:
-        summary = _what_is_wrong(record, quantity, step, excess * factor)
+        summary = _what_is_wrong(record, yardstick, quantity, step, excess * factor)
     elif undecided and not twin_excess <= 1:
         summary = f"cannot tell: the twin itself is {twin_excess:.3g} x as far from the truth as a run may be"
     elif undecided and limit <= BLIND:
@@ -70,17 +74,18 @@ def judge_equivalence(record: Record) -> Verdict:
         )
     else:
         summary = f"worst {quantity} at step {step}: {excess * factor:.2f} x its noise where {factor:.2f} x is allowed"
+        summary += differs
     return Verdict(
         suite="equivalence", passed=not wrong and not undecided, undecided=undecided, summary=summary, evidence=evidence
     )
 
 
-def _what_is_wrong(record: Record, quantity: Quantity, step: int, ratio: float) -> str:
+def _what_is_wrong(record: Record, yardstick: Yardstick, quantity: Quantity, step: int, ratio: float) -> str:
     """`quantity` at `step` is the worst, that multiple of its noise."""
     found = record.equivalence
     if found.wrong_start:
         return f"starts elsewhere: {len(found.wrong_start)} initial values differ, first {found.wrong_start[0]}"
-    if found.drifts and ratio <= found.yardstick.factor_of(quantity):
+    if found.drifts and ratio <= yardstick.factor_of(quantity):
         first = found.drifts[0]
         return f"replicas differ: {first.quantity} at step {first.step} on ranks {first.ranks}"
     multiple = _worst(record, quantity)[step].factor
@@ -107,7 +112,8 @@ class Limit:
 def detection_limits(record: Record) -> dict[str, Limit]:
     """By parameter, over the steps at which it has a gradient; those whose gradient is zero by mathematics, which have
     no relative error, are left out. Against the truth or the twin, whichever sees more."""
-    yardstick, deviations = record.equivalence.yardstick, record.equivalence.deviations
+    deviations = record.equivalence.deviations
+    yardstick = record.equivalence.yardstick.fitted_to(deviations)
     limits = _limits(yardstick, deviations, QuantityKind.GRADIENTS)
     if yardstick.twin_excess(deviations) <= 1:
         for subject, limit in _limits(yardstick, deviations, QuantityKind.TWIN).items():
@@ -130,8 +136,10 @@ def _limits(yardstick: Yardstick, deviations: Deviations, kind: QuantityKind) ->
             continue
         any_direction = max(yardstick.tolerance(quantity, step) / steps[step].scale for step in used)
         multiple, scaling = replace(quantity, kind=MULTIPLES[kind]), any_direction
+        if kind is QuantityKind.TWIN:  # no rounding is a multiple, but some of it may be like an error in one tensor
+            any_direction = max(yardstick.excused(quantity, step) / steps[step].scale for step in used)
         if multiple in yardstick.noise:
             seen = max(yardstick.tolerance(multiple, s) + HIDDEN * yardstick.noise_of(multiple, s) for s in used)
-            scaling = min(any_direction, seen)
+            scaling = min(scaling, seen)
         limits[quantity.subject] = Limit(scaling=scaling, any_direction=any_direction)
     return limits

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import meshmark
 from meshmark.clip import LIMIT, clip, clip_tail
 from meshmark.rank_progress import Mark, Pace, read_mark
 from meshmark.run.cluster import Cluster
@@ -204,22 +205,28 @@ class Watchdog:
         limit, mark = self.request.time_limit_seconds, self.marks[info.rank]
         pace, message = mark.pace(now=self.stopped, limit=limit), f"no end within {limit:g} s"
         stack = _read(info.file("stack"))
-        if pace is Pace.WAITS and not stack:
-            pace = Pace.HUNG  # it does not even wait
-        if pace is Pace.SLOW:
+        stands = standing(stack)
+        if self.request.device != "cpu" and stands is Standing.OWN:
+            stands = Standing.OUTSIDE  # a line of ours may wait there for the framework's kernels
+        kind: str = Pace.HUNG if pace is Pace.WAITS and not stack else pace  # without a stack, it does not even wait
+        if stands is Standing.OWN and pace is not Pace.SLOW:
+            kind = Status.UNFINISHED
+            message += f": {mark.text(now=self.stopped)}; it stands in Meshmark's own code, {own_place(stack)}: "
+            message += "no fault of the adapter or its framework; please report it"
+        elif pace is Pace.SLOW:
             message += f", but still coming on: {mark.text(now=self.stopped)}; --time-limit gives it longer"
         else:
             message += f", and no progress: {mark.text(now=self.stopped)}"
             message += "" if mark.done else "; if that may take so long, --time-limit gives it longer"
         return RankFailure(
             rank=info.rank,
-            kind=pace,
+            kind=kind,
             message=message,
             time=time.time() - (time.monotonic() - mark.time),
             log_tail=log_tail,
             stack=(clip(stack) or f"none: the process answered no signal ({self.states.get(info.rank, 'gone')})")
             + _communicated(info),
-            standing=standing(stack),
+            standing=stands,
         )
 
 
@@ -235,16 +242,49 @@ _WAITS = re.compile(r"/torch/(distributed|autograd|futures|_ops\.py|cuda)\b")
 """Where a rank is that waits for others: in a collective, or in a backward pass or a stream that holds one."""
 
 
+_PACKAGE = Path(meshmark.__file__).parent
+_ENGINES = ("adapters", "adapter", "suites")
+"""Folders of the package whose code is an engine's, or runs for one."""
+_SHARED = ("reference", "algorithms", "spec", "theory")
+"""Folders whose code engines and judge both call: the caller decides."""
+_LIBRARY = re.compile(r"/(torch|numpy|scipy)/|/lib/python[0-9.]+/(?!site-packages|dist-packages)|^<")
+
+
 def standing(stack: str) -> Standing:
     """Of a rank that left `stack`, as faulthandler writes it: by the innermost frame of the thread that was asked."""
     if not stack:
         return Standing.SILENT
-    frames = re.findall(r'File "(.*)", line (\d+)', stack.rpartition("Current thread")[2])
+    frames = _frames(stack)
     if not frames:
         return Standing.OUTSIDE
-    file, line = frames[0]
-    waits = _WAITS.search(file) or ".wait(" in linecache.getline(file, int(line))
-    return Standing.INSIDE if waits else Standing.OUTSIDE
+    file, line, _ = frames[0]
+    if _WAITS.search(file) or ".wait(" in linecache.getline(file, int(line)):
+        return Standing.INSIDE
+    return Standing.OWN if own_place(stack) else Standing.OUTSIDE
+
+
+def own_place(stack: str) -> str:
+    """Where in Meshmark's own code the thread that was asked stands; empty where an engine was at work.
+
+    Frames of libraries that Meshmark's code calls are passed over, from the innermost one outward. The first other one
+    decides.
+    """
+    for file, line, name in _frames(stack):
+        path = Path(file)
+        if not path.is_relative_to(_PACKAGE):
+            if _LIBRARY.search(file):
+                continue
+            return ""
+        folder = path.relative_to(_PACKAGE).parts[0]
+        if folder in _SHARED:
+            continue
+        return "" if folder in _ENGINES else f"{path.relative_to(_PACKAGE.parent)}:{line} in {name}"
+    return ""
+
+
+def _frames(stack: str) -> list[tuple[str, str, str]]:
+    """File, line and function, innermost first."""
+    return re.findall(r'File "(.*)", line (\d+) in (.*)', stack.rpartition("Current thread")[2])
 
 
 def tail(log: Path) -> str:

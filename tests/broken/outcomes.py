@@ -7,11 +7,13 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from meshmark import rank_progress
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.ddp import DDP, DDPEngine
 from meshmark.reference.data import Batch
@@ -71,6 +73,15 @@ class Hangs(Accident):
     def wait_for_ever(self) -> None:
         while True:
             time.sleep(3600)
+
+
+class HangsInMeshmark(Accident):
+    """Plants an endless loop in Meshmark's own code, which the rank runs into after a step that is fine."""
+
+    def happen(self, engine: DDPEngine) -> None:
+        planted: dict[str, Callable[[], None]] = {}
+        exec(compile("def advance():\n    while True: pass\n", rank_progress.__file__, "exec"), planted)
+        rank_progress.advance = planted["advance"]
 
 
 class Slow(DDP):

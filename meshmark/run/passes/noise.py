@@ -29,6 +29,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.single import SingleEngine, reduced_backward
 from meshmark.environment import machine
+from meshmark.judge.equivalents import with_equivalents
 from meshmark.judge.replicas import num_replicas
 from meshmark.judge.sample import Sample
 from meshmark.judge.trace import Trace, host_copies
@@ -223,13 +224,14 @@ def _twin(case: Case, run: int, num_ranks: int, replicas: int, engine: SingleEng
     """That of a noise run, which sums what the run sums in another order."""
     layout = dataclasses.replace(case.layout, dp=num_ranks * replicas)
     casting = Casting.WEIGHTS if engine.cast_weights else Casting.AUTOCAST
-    return Twin(
+    twin = Twin(
         case=dataclasses.replace(case, layout=layout),
         arithmetic=Arithmetic(casting=casting, averages=False, reduces_each=engine.cast_weights),
         device=engine.context.device,
         arrange=lambda batch: permute(batch, case, run, num_ranks),
         order=random_bits(f"ranks/{run}", (num_ranks,), seed=case.workload.seed).argsort().tolist(),
     )
+    return with_equivalents(twin, run // num_ways(case))
 
 
 def num_ways(case: Case) -> int:

@@ -1,0 +1,218 @@
+"""Equivalents of a twin: the same step in arithmetic that a declaration leaves open.
+
+An adapter declares a precision and who casts. It does not declare in which order rows are summed, which rows share a
+micro-batch, whether queries, keys and values are one product, or how attention is computed. Every such choice rounds
+16-bit numbers in other places, and all of them are correct. Each noise run draws one engine of every *way* in which an
+engine may differ from the twin, and notes how far that is from the twin on the same parameters. The ways are kept
+apart, because a correct engine computes in one of them: one way must explain all differences of a run. A single limit
+for all of them would be as wide as the widest, and excuse defects that no arithmetic makes.
+
+Shape suffixes: B sequences, T tokens, C hidden, H heads, K heads of keys and values, D a head's width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshmark.adapter.arithmetic import Casting
+from meshmark.judge.twin import Twin
+from meshmark.judge.yardstick import WAYS
+from meshmark.reference.data import Batch
+from meshmark.reference.initial import random_bits
+from meshmark.reference.model import Model
+from meshmark.reference.transformer import Attention, FeedForward, rotate
+
+_HANDS = 3
+"""Ways of writing attention by hand."""
+
+
+def with_equivalents(twin: Twin, run: int) -> Twin:
+    """`twin`, with one engine of every way beside it, as drawn for noise run `run`."""
+    case, casting = twin.case, twin.arithmetic.casting
+    ways = WAYS[casting]
+    within = dataclasses.replace(twin, arrange=_Rows(twin, run, anyhow=False))
+    # Rows that share a micro-batch are summed before they are rounded. In wide gradients, as autocast's norms and
+    # embeddings have them, nothing of that is left, and so a loss of digits cannot pass for it. Where the weights are
+    # cast all gradients are narrow; which rows share a micro-batch is then part of what is declared.
+    regroups = casting is Casting.AUTOCAST and not case.workload.couples_rows and not case.precision.narrows_reduction
+    rows, times = within, _groupings(twin) if regroups else []
+    if times:
+        rows = dataclasses.replace(twin, arrange=_Rows(twin, run, anyhow=True), times=times[run % len(times)])
+    others = {ways.reordered: within}
+    if ways.regrouped and times:
+        others[ways.regrouped] = rows
+    if not case.workload.routes:  # one flipped rounding may send a token to another expert
+        others[ways.sums] = dataclasses.replace(within, rewrite=_Rewrite(run, fuse=False))
+        others[ways.products] = dataclasses.replace(rows, rewrite=_Rewrite(run))
+        others[ways.forward] = dataclasses.replace(rows, rewrite=_Rewrite(run, forward=True))
+    return dataclasses.replace(twin, others=others)
+
+
+def _groupings(twin: Twin) -> list[Fraction]:
+    """So many times the twin's micro-batches hold other rows than they do."""
+    layout = twin.case.layout
+    count = layout.dp * layout.num_micro_batches
+    found = [Fraction(1, 2)] if count % 2 == 0 else []
+    found += [Fraction(1)] if twin.rows > 1 and count > 1 else []
+    return found + ([Fraction(2)] if twin.rows % 2 == 0 else [])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Another order of rows: within every micro-batch of the twin's, or of all of them."""
+
+    twin: Twin
+    run: int
+    anyhow: bool
+
+    def __call__(self, batch: Batch) -> Batch:
+        batch = self.twin.arrange(batch)
+        parts = 1 if self.anyhow else len(batch) // self.twin.rows
+        seed = self.twin.case.workload.seed
+        drawn = random_bits(f"equivalent/{self.run}/{self.anyhow}", (len(batch),), seed=seed).view(parts, -1)
+        first = torch.arange(parts)[:, None] * drawn.shape[1]
+        return batch.take((drawn.argsort(1) + first).flatten())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rewrite:
+    """Puts layers that compute otherwise into a model: products whose inner sums have another order, and that are
+    fused; and, with `forward`, other roundings of the forward pass too, of attention above all."""
+
+    run: int
+    fuse: bool = True
+    forward: bool = False
+
+    def __call__(self, model: Model) -> None:
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = _Product
+            elif type(module) is Attention and self.fuse:
+                module.__class__ = _AttentionByHand if self.forward else _FusedAttention
+            elif type(module) is FeedForward and module.gate is not None and self.fuse:
+                module.__class__ = _FusedFeedForward
+            else:
+                continue
+            module.run, module.other_forward = self.run, self.forward  # type: ignore[assignment]
+
+
+class _Product(nn.Linear):
+    """A linear layer whose inner sums run in another order."""
+
+    run: int
+    other_forward: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(x, self.weight, self.bias, self.run, self.other_forward)
+
+
+class _FusedAttention(Attention):
+    """Queries, keys and values are one product: its input's gradient is rounded once, and not thrice."""
+
+    run: int
+    other_forward: bool
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        B, T, _ = x_BTC.shape
+        layers = [self.q, self.k, self.v]
+        y = _fused(x_BTC, layers, self.run, self.other_forward)
+        heads = [part.reshape(B, T, -1, self.head_dim).transpose(1, 2) for part in y]
+        out: Tensor = self.out(self.attend(*heads).transpose(1, 2).reshape(B, T, -1))
+        return out
+
+
+class _AttentionByHand(_FusedAttention):
+    """Scores, softmax and the mean of values as operations of their own, with the softmax in float32."""
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return super().forward(x_BTC) if self.run // _HANDS % 2 else Attention.forward(self, x_BTC)
+
+    def attend(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
+        if self.rotary:
+            q_BHTD, k_BKTD = rotate(q_BHTD), rotate(k_BKTD)
+        groups, hand = q_BHTD.shape[1] // k_BKTD.shape[1], self.run % _HANDS
+        k_BHTD, v_BHTD = (x.repeat_interleave(groups, dim=1) for x in (k_BKTD, v_BKTD))
+        scale = self.head_dim**-0.5
+        if hand == 0:  # narrow scores, scaled when they are wide
+            scores_BHTT = (q_BHTD @ k_BHTD.transpose(-2, -1)).float() * scale
+        elif hand == 1:  # queries are scaled, narrow
+            scores_BHTT = ((q_BHTD * scale) @ k_BHTD.transpose(-2, -1)).float()
+        else:  # nothing is rounded between the products
+            with torch.autocast(q_BHTD.device.type, enabled=False):
+                scores_BHTT = (q_BHTD.float() * scale) @ k_BHTD.float().transpose(-2, -1)
+        if self.causal:
+            T = scores_BHTT.shape[-1]
+            seen = torch.ones(T, T, dtype=torch.bool, device=scores_BHTT.device).tril()
+            scores_BHTT = scores_BHTT.masked_fill(~seen, float("-inf"))
+        mean_BHTD: Tensor = scores_BHTT.softmax(-1).to(v_BHTD.dtype) @ v_BHTD
+        return mean_BHTD
+
+
+class _FusedFeedForward(FeedForward):
+    """Gate and up are one product."""
+
+    run: int
+    other_forward: bool
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        assert self.gate is not None
+        gate, up = _fused(x_BTC, [self.gate, self.up], self.run, self.other_forward)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
+
+
+def _fused(x: Tensor, layers: list[nn.Linear], run: int, other_forward: bool) -> tuple[Tensor, ...]:
+    """What each of `layers` makes of `x`, in one product."""
+    biases: list[Tensor] = [
+        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers
+    ]
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    y = product(x, torch.cat(weights), torch.cat(biases), run, other_forward)
+    return torch.split(y, [layer.out_features for layer in layers], dim=-1)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, run: int, other_forward: bool) -> Tensor:
+    """A linear layer in the format that autocast, or the weights, ask for. Its inner sums run in an order of `run`'s:
+    always in the backward pass, and with `other_forward` in the forward pass too."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        kind = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
+    with torch.autocast(device, enabled=False):
+        found: Tensor = _Linear.apply(x, weight, bias, run, other_forward)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, run: int, other: bool) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(x, weight)
+        ctx.run, ctx.biased = run, bias is not None
+        if not other:
+            return F.linear(x, weight, bias)
+        order = _order(x.shape[-1], run, x.device)
+        return F.linear(x.float()[..., order], weight.float()[:, order], None if bias is None else bias.float()).to(
+            x.dtype
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:  # noqa: ANN401
+        x, weight = ctx.saved_tensors
+        wide = gradient.float()
+        outputs = _order(weight.shape[0], ctx.run, x.device)
+        of_input = (wide[..., outputs] @ weight.float()[outputs]).to(x.dtype)
+        flat, inputs = wide.flatten(0, -2), x.float().flatten(0, -2)
+        rows = _order(len(flat), ctx.run, x.device)
+        of_weight = (flat[rows].t() @ inputs[rows]).to(weight.dtype)
+        return of_input, of_weight, flat[rows].sum(0).to(weight.dtype) if ctx.biased else None, None, None
+
+
+def _order(size: int, run: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(run)
+    return torch.randperm(size, generator=generator).to(device)

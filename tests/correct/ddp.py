@@ -1,0 +1,204 @@
+"""DDP by other hands. Each engine computes the mathematics of `ddp` and declares what `ddp` declares. It differs in
+what that declaration leaves open: the order of rows, their micro-batches, fused products, how attention is computed.
+
+Shape suffixes: B rows, T tokens, C hidden, H heads, K heads of keys and values, D a head's width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from meshmark.adapter.data_parallel import skip_block
+from meshmark.adapter.engine import RankContext
+from meshmark.adapters.ddp import DDP, DDPEngine
+from meshmark.reference.data import Batch
+from meshmark.reference.transformer import Attention, rotate
+from meshmark.spec.case import Case
+
+
+class InOrder(DDPEngine):
+    """Trains its rows in micro-batches that `split` chooses."""
+
+    def split(self, part: Batch) -> list[Batch]:
+        return list(part.micro_batches(self.case.layout.num_micro_batches))
+
+    def backward(self, batch: Batch) -> Tensor:
+        part = self.part(batch).to(self.context.device)
+        skip_block(self.module, batch, self.case.workload)
+        total = torch.zeros((), device=self.context.device)
+        micro_batches = self.split(part)
+        for i, micro in enumerate(micro_batches):
+            with self.micro_batch(last=i == len(micro_batches) - 1):
+                share = self.loss_share(self.forward(micro.inputs), micro)
+                self.differentiate(share * self.case.layout.dp)
+            total = total + share.detach()
+        self.finish_gradients()
+        return total
+
+
+class ReversedMicroBatches(InOrder):
+    def split(self, part: Batch) -> list[Batch]:
+        return super().split(part)[::-1]
+
+
+class ReversedRows(InOrder):
+    """Within every micro-batch."""
+
+    def split(self, part: Batch) -> list[Batch]:
+        return [micro.take(torch.arange(len(micro) - 1, -1, -1)) for micro in super().split(part)]
+
+
+class StridedRows(DDPEngine):
+    """As `DistributedSampler` deals them out: every rank takes each dp-th row."""
+
+    def part(self, batch: Batch) -> Batch:
+        return batch.take(torch.arange(self.dp_rank, len(batch), self.case.layout.dp))
+
+
+class TwiceTheMicroBatches(InOrder):
+    """Memory is short: every micro-batch in two halves, where it has two rows."""
+
+    def split(self, part: Batch) -> list[Batch]:
+        count = self.case.layout.num_micro_batches
+        return list(part.micro_batches(2 * count if len(part) >= 2 * count else count))
+
+
+class HalfTheMicroBatches(InOrder):
+    def split(self, part: Batch) -> list[Batch]:
+        return list(part.micro_batches(max(self.case.layout.num_micro_batches // 2, 1)))
+
+
+class FusedAttention(Attention):
+    """Queries, keys and values are one product."""
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        B, T, _ = x_BTC.shape
+        layers = [self.q, self.k, self.v]
+        weight = torch.cat([layer.weight for layer in layers])
+        biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+        product = F.linear(x_BTC, weight, None if self.q.bias is None else torch.cat(biases))
+        heads = [
+            part.reshape(B, T, -1, self.head_dim).transpose(1, 2)
+            for part in product.split([layer.out_features for layer in layers], dim=-1)
+        ]
+        out: Tensor = self.out(self.attend(*heads).transpose(1, 2).reshape(B, T, -1))
+        return out
+
+
+class ByHand:
+    """Scores, a softmax in float32, and the mean of values, each its own operation."""
+
+    head_dim: int
+    causal: bool
+    rotary: bool
+
+    def attend(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
+        if self.rotary:
+            q_BHTD, k_BKTD = rotate(q_BHTD), rotate(k_BKTD)
+        groups = q_BHTD.shape[1] // k_BKTD.shape[1]
+        k_BHTD, v_BHTD = (x.repeat_interleave(groups, dim=1) for x in (k_BKTD, v_BKTD))
+        scores_BHTT = (q_BHTD @ k_BHTD.transpose(-2, -1)).float() / self.head_dim**0.5
+        if self.causal:
+            T = scores_BHTT.shape[-1]
+            future = torch.ones(T, T, dtype=torch.bool, device=scores_BHTT.device).triu(1)
+            scores_BHTT = scores_BHTT.masked_fill(future, float("-inf"))
+        return scores_BHTT.softmax(-1).to(v_BHTD.dtype) @ v_BHTD
+
+
+class AttentionByHand(ByHand, Attention): ...
+
+
+class FusedAttentionByHand(ByHand, FusedAttention): ...
+
+
+class OtherHands(DDP):
+    """`ddp` with one of these engines, or another attention."""
+
+    attention: ClassVar[type[Attention] | None] = None
+
+    def wrap(self, case: Case, context: RankContext) -> DistributedDataParallel:
+        module = super().wrap(case, context)
+        for part in module.modules():
+            if self.attention and isinstance(part, Attention):
+                part.__class__ = self.attention
+        return module
+
+
+class ReversedMicroBatchesDDP(OtherHands):
+    engine = ReversedMicroBatches
+
+
+class ReversedRowsDDP(OtherHands):
+    engine = ReversedRows
+
+
+class StridedRowsDDP(OtherHands):
+    engine = StridedRows
+
+
+class TwiceTheMicroBatchesDDP(OtherHands):
+    engine = TwiceTheMicroBatches
+
+
+class HalfTheMicroBatchesDDP(OtherHands):
+    engine = HalfTheMicroBatches
+
+
+class FusedProductsDDP(OtherHands):
+    attention = FusedAttention
+
+
+class AttentionByHandDDP(OtherHands):
+    attention = AttentionByHand
+
+
+class EverythingElseDDP(OtherHands):
+    """All of it at once."""
+
+    engine = StridedRows
+    attention = FusedAttentionByHand
+
+
+class ChunkedLoss(DDPEngine):
+    """The head's loss, a quarter of the rows' tokens at a time."""
+
+    def loss_share(self, outputs: Tensor, batch: Batch) -> Tensor:
+        classes, targets, weights = outputs.flatten(0, -2), batch.targets.flatten(), batch.weights.flatten()
+        shares = [
+            (F.cross_entropy(part.float(), target, reduction="none") * weight).sum()
+            for part, target, weight in zip(classes.chunk(4), targets.chunk(4), weights.chunk(4), strict=True)
+        ]
+        return torch.stack(shares).sum() / batch.total_weight
+
+
+class ChunkedLossDDP(OtherHands):
+    engine = ChunkedLoss
+
+
+def _reduce_wide(group: dist.ProcessGroup, bucket: Any) -> Future[Tensor]:  # noqa: ANN401
+    """Sums gradients over ranks in float64."""
+    wide = bucket.buffer().double().div_(group.size())
+    future = dist.all_reduce(wide, group=group, async_op=True).get_future()
+    return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+class WideReductionDDP(OtherHands):
+    def wrap(self, case: Case, context: RankContext) -> DistributedDataParallel:
+        module = super().wrap(case, context)
+        module.register_comm_hook(dist.group.WORLD, lambda group, bucket: _reduce_wide(group, bucket))
+        return module
+
+
+ENGINES = {
+    name.removesuffix("DDP").lower(): f"{__name__}:{name}"
+    for name in list(globals())
+    if name.endswith("DDP") and name not in ("DDP", "OtherHands")
+}
+"""By name, as a launcher is told."""

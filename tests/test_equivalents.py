@@ -1,0 +1,167 @@
+"""Correct engines by other hands are accused by nobody, and what no correct arithmetic makes still is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from meshmark.adapter.arithmetic import Casting
+from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
+from meshmark.judge.yardstick import Comparisons, Yardstick, fit
+from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.record import Record
+from meshmark.run.runner import Runner, RunOptions
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import workload
+from tests.correct.ddp import ENGINES
+
+LAYOUT = Layout(dp=2, num_micro_batches=2)
+"""Micro-batches of two rows, whose order can be another."""
+
+
+@pytest.fixture(scope="module")
+def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    running = Runner(launcher, ENGINES, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
+    yield running
+    running.close()
+
+
+def observed(runner: Runner, engine: str, precision: Precision) -> Record:
+    return runner.observe(Case(adapter=engine, workload=workload("gpt-mini"), layout=LAYOUT, precision=precision))
+
+
+OTHER_BITS = (
+    "stridedrows",
+    "twicethemicrobatches",
+    "halfthemicrobatches",
+    "fusedproducts",
+    "attentionbyhand",
+    "everythingelse",
+)
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP16], ids=str)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_correct_engine_by_other_hands_passes(runner: Runner, engine: str, precision: Precision) -> None:
+    verdict = observed(runner, engine, precision).verdict("equivalence")
+    assert verdict is not None and verdict.passed, verdict
+    assert "diagnosis" not in verdict.evidence
+    if precision is not Precision.FP32 and engine in OTHER_BITS:
+        assert "bits differ" in verdict.summary
+
+
+# By hand: noise runs of two wide tensors, one narrow one that only other micro-batches change, and the loss.
+
+STEPS, SCALE, SHARP = 6, 1.0, 1e-8
+WIDE, NARROW = ["norm", "embedding"], [f"product{i}" for i in range(12)]
+AUTOCAST = {QuantityKind.REORDERED: 0.0, QuantityKind.REGROUPED: 1e-3, QuantityKind.FORWARD: 3e-3}
+"""How far each way takes narrow gradients; the last of them takes wide ones and the loss as far."""
+
+
+def noise_runs() -> list[Comparisons]:
+    runs = []
+    for draw in range(12):
+        own: dict[Quantity, list[float]] = {QuantityKind.TWIN_LOSS.of(): [SHARP] * STEPS}
+        for name in (*WIDE, *NARROW):
+            own[QuantityKind.TWIN.of(name)] = own[QuantityKind.TWIN_SCALE.of(name)] = [SHARP] * STEPS
+        for way, size in AUTOCAST.items():
+            forward = way is QuantityKind.FORWARD
+            scatter = 1 + 0.02 * draw
+            own[way.of()] = [size * scatter if forward else SHARP] * STEPS
+            for name in (*WIDE, *NARROW):
+                own[way.of(name)] = [max(size * scatter, SHARP) if forward or name in NARROW else SHARP] * STEPS
+        runs.append(own)
+    return runs
+
+
+def yardstick() -> Yardstick:
+    return fit(noise_runs()).declared(Casting.AUTOCAST)
+
+
+def run(loss: float = 0.0, factor: float = 1.0, steps: int = STEPS, **distances: float) -> Deviations:
+    """Of gradients that are so far from the twin's at the first steps, and no others; `factor`: of those multiples."""
+    found = {QuantityKind.TWIN_LOSS.of(): [Deviation(distance=loss, scale=SCALE, factor=1.0)] * STEPS}
+    for name in (*WIDE, *NARROW):
+        own = [distances.get(name, 0.0) if step < steps else 0.0 for step in range(STEPS)]
+        found[QuantityKind.TWIN.of(name)] = [
+            Deviation(distance=distance, scale=SCALE, factor=factor if distance else 1.0) for distance in own
+        ]
+        found[QuantityKind.REFERENCE.of(name)] = [Deviation(distance=0.01, scale=SCALE, factor=1.0)] * STEPS
+    return found
+
+
+def everywhere(names: list[str], distance: float) -> dict[str, float]:
+    return dict.fromkeys(names, distance)
+
+
+@pytest.mark.parametrize(
+    "found, way",
+    [
+        (run(), ""),
+        (run(product0=1e-3, steps=1), "reordered"),
+        (run(product0=1e-3, product1=1e-3, steps=1), "reordered"),
+        (run(**everywhere(NARROW, 1e-3)), "regrouped"),
+        (run(loss=3e-3, **everywhere(NARROW + WIDE, 3e-3)), "forward"),
+    ],
+    ids=["the twin's bits", "a flip", "two flips", "other micro-batches", "another forward pass"],
+)
+def test_one_way_that_explains_everything_passes(found: Deviations, way: str) -> None:
+    stick = yardstick()
+    assert stick.fitted_to(found).way == way
+    assert max(excess for excess, *_ in stick.judge(found)) <= 1
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        run(norm=1e-6),
+        run(product0=0.1, steps=1),
+        run(product0=1e-3),
+        run(norm=1e-3, **everywhere(NARROW, 1e-3)),
+        run(**everywhere(NARROW + WIDE, 3e-3)),
+        run(loss=3e-3),
+        run(loss=3e-3, product0=3e-3),
+        run(loss=0.1, **everywhere(NARROW + WIDE, 3e-3)),
+        run(product0=1e-5, factor=1 + 1e-5, steps=1),
+        run(factor=1 + 1e-3, **everywhere(NARROW, 1e-3)),
+        run(product0=float("inf")),
+    ],
+    ids=[
+        "a norm that no micro-batch changes",
+        "more than a flip",
+        "too many flips, too few for another way",
+        "digits are lost of wide gradients too",
+        "another backward pass with the twin's loss",
+        "another loss alone",
+        "a gradient beside another loss",
+        "a loss that is wrong",
+        "a multiple",
+        "a multiple everywhere",
+        "no number",
+    ],
+)
+def test_what_no_way_explains_alone_fails(found: Deviations) -> None:
+    stick = yardstick()
+    assert stick.fitted_to(found) is stick
+    assert max(excess for excess, *_ in stick.judge(found)) > 1
+
+
+def test_a_tensor_of_one_element_is_always_a_multiple() -> None:
+    found = dict(run(product0=1e-4, factor=1 + 1e-4, steps=1))
+    found[QuantityKind.REFERENCE.of("product0")] = [Deviation(distance=0.01, scale=SCALE, factor=1.01)] * STEPS
+    assert yardstick().fitted_to(found).way == "reordered"
+
+
+def test_an_adapter_that_declares_nothing_has_no_way() -> None:
+    assert fit(noise_runs()).declared(None).ways == {}
+    assert set(fit(noise_runs()).declared(Casting.WEIGHTS).ways) == set()
+
+
+def test_records_hold_the_ways(runner: Runner) -> None:
+    """So that a record on disk can be judged again."""
+    record = observed(runner, "attentionbyhand", Precision.BF16)
+    assert record.equivalence.yardstick.fitted_to(record.equivalence.deviations).way == "forward"
+    assert set(record.equivalence.ways) == {"reordered", "regrouped", "sums", "products", "forward"}
