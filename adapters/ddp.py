@@ -25,9 +25,9 @@ from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.spec.tuning import Knob
-from meshmark.theory.flow import Departure, Flow, Purpose, departing
+from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
 
 # Functions of its own, for DDP lets PyTorch's run on NCCL alone (it knows them by name), though gloo sums bf16 too.
@@ -113,7 +113,7 @@ class DDPStatic(DDP):
     )
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         count = case.layout.num_micro_batches
         reason = "after every micro-batch, for `no_sync` breaks the reducer of a static graph"
 
@@ -121,10 +121,13 @@ class DDPStatic(DDP):
             return replace(flow, num_bytes=count * flow.num_bytes, fewest=count, most=count * flow.most)
 
         laid_out = _layout_of_buckets(case, rank) if count == 1 < case.layout.dp else ()
-        return (*departing(step_traffic(case, rank) if count > 1 else None, Purpose.GRADIENTS, reason, each), *laid_out)
+        return (
+            *exceptions_for(step_traffic(case, rank) if count > 1 else None, Purpose.GRADIENTS, reason, each),
+            *laid_out,
+        )
 
 
-def _layout_of_buckets(case: Case, rank: int) -> tuple[Departure, ...]:
+def _layout_of_buckets(case: Case, rank: int) -> tuple[TrafficException, ...]:
     """Told once, in the third forward pass: one number a tensor, one of all and one a bucket (`sync_bucket_indices` of
     PyTorch's reducer.cpp)."""
     itemsize = case.precision.accumulation.itemsize
@@ -144,7 +147,9 @@ def _layout_of_buckets(case: Case, rank: int) -> tuple[Departure, ...]:
         fewest=2,
         most=2,
     )
-    return (Departure(sends=(told,), reason="buckets are laid out by the order of the second backward pass, once"),)
+    return (
+        TrafficException(sends=(told,), reason="buckets are laid out by the order of the second backward pass, once"),
+    )
 
 
 class DDPRecommended(DDP):
@@ -163,11 +168,11 @@ class DDPRecommended(DDP):
         return eager_recipe(case)
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         trained = sum(
             math.prod(shape)
             for name, shape in parameter_shapes(case.workload.model).items()
             if case.workload.trains(name)
         )
         num_bytes = case.precision.accumulation.itemsize * trained
-        return (Remainder(category="steady", num_bytes=num_bytes, reason="buckets, beside the gradients themselves"),)
+        return (ExtraMemory(category="steady", num_bytes=num_bytes, reason="buckets, beside the gradients themselves"),)

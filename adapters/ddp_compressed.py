@@ -25,7 +25,7 @@ from meshmark.algorithms.compressed.traffic import summed_bytes, trained_shapes
 from meshmark.errors import AdapterError
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -138,7 +138,7 @@ class DDPCompressed(DDP):
     )
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """Of PowerSGD: what it has yet to send, and the factors of the step before."""
         algorithm = case.workload.algorithm_as(Compressing)
         compressor = algorithm.compressor
@@ -147,4 +147,4 @@ class DDPCompressed(DDP):
         itemsize = case.precision.accumulation.itemsize
         _, *factors = summed_bytes(compressor, trained_shapes(case, rank), itemsize)
         left = itemsize * sum(map(math.prod, trained_shapes(case, rank)))
-        return (Remainder(category="steady", num_bytes=left + sum(factors), reason="what is left, and two factors"),)
+        return (ExtraMemory(category="steady", num_bytes=left + sum(factors), reason="what is left, and two factors"),)

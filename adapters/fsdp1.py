@@ -24,9 +24,9 @@ from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Purpose, departing
+from meshmark.theory.flow import Purpose, TrafficException, exceptions_for
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.sharding import Padding, Sharding, neighbours, sharded_recipe, sharding_departures
+from meshmark.theory.sharding import Padding, Sharding, neighbours, sharded_recipe, sharding_exceptions
 from meshmark.theory.traffic import step_traffic
 
 if TYPE_CHECKING:
@@ -117,18 +117,18 @@ class FSDP1(Adapter):
         return sharded_recipe(eager_recipe(case, "eager-fsdp1", casts_weights=True), cls.sharding)
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """The norm of replicas is that of the shards of one."""
         flows, replicas = step_traffic(case, rank), cls.sharding.replicas
         within = "a replica's ranks hold all gradients among them"
         return (
-            *departing(
+            *exceptions_for(
                 flows if replicas > 1 else None,
                 Purpose.NORM,
                 within,
                 lambda norm: replace(norm, ranks=neighbours(norm, replicas, rank)),
             ),
-            *sharding_departures(case, rank, cls.sharding, _padding(case, cls.sharding)),
+            *sharding_exceptions(case, rank, cls.sharding, _padding(case, cls.sharding)),
         )
 
     @classmethod

@@ -27,7 +27,7 @@ from meshmark.spec.layout import Offload
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.spec.tuning import Knob
-from meshmark.theory.flow import Departure, Flow, Purpose, departing
+from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
 from meshmark.theory.recipe import StateBytes, TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import (
     Padding,
@@ -35,9 +35,9 @@ from meshmark.theory.sharding import (
     neighbours,
     offloaded_recipe,
     sharded_recipe,
-    sharding_departures,
+    sharding_exceptions,
 )
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
 
 if TYPE_CHECKING:  # a second or more, which only ranks should take
@@ -83,12 +83,12 @@ class FSDP2(Adapter):
         return sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        return row_remainders(case, rank, cls.sharding, cls.recipe(case).states)
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        return row_extra_memory(case, rank, cls.sharding, cls.recipe(case).states)
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
-        return fsdp2_departures(case, rank, cls.sharding)
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        return fsdp2_exceptions(case, rank, cls.sharding)
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
@@ -139,8 +139,8 @@ class FSDP2Offload(FSDP2):
         return offloaded_recipe(super().recipe(case))
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        return row_remainders(case, rank, cls.sharding, super().recipe(case).states)
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        return row_extra_memory(case, rank, cls.sharding, super().recipe(case).states)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         """On a CPU nothing that is measured would tell whether the policy was heeded."""
@@ -162,22 +162,22 @@ class FSDP2Recommended(FSDP2):
     sharding: ClassVar = Sharding(reshards_root=False)
 
 
-def row_remainders(case: Case, rank: int, sharding: Sharding, states: StateBytes) -> tuple[Remainder, ...]:
+def row_extra_memory(case: Case, rank: int, sharding: Sharding, states: StateBytes) -> tuple[ExtraMemory, ...]:
     """Of shards that `sharding` makes over the data-parallel ranks."""
     shards = case.layout.dp // sharding.replicas
     shapes = parameter_shapes(case.workload.model)
     dealt = dealt_rows(shapes, shards, case.layout.coordinates(rank).dp % shards, states)
-    return (*dealt, mesh_remainder(case))
+    return (*dealt, mesh_extra_memory(case))
 
 
-def mesh_remainder(case: Case) -> Remainder:
+def mesh_extra_memory(case: Case) -> ExtraMemory:
     """PyTorch's, which ranks of thousands notice."""
-    return Remainder(category="steady", num_bytes=4.0 * case.world_size, reason="a device mesh lists all ranks")
+    return ExtraMemory(category="steady", num_bytes=4.0 * case.world_size, reason="a device mesh lists all ranks")
 
 
 def dealt_rows(
     shapes: Mapping[str, tuple[int, ...]], shards: int, index: int, states: StateBytes
-) -> tuple[Remainder, ...]:
+) -> tuple[ExtraMemory, ...]:
     """Beyond an even share: rows are dealt out whole, as many to each shard until there are none left, and parameters
     and gradients are padded to that many on all. A thousand ranks notice: few tensors have a multiple of their rows."""
     padded = dealt = 0.0
@@ -190,10 +190,10 @@ def dealt_rows(
         "gradients": states.gradient_bytes * padded,
         "optimizer_states": states.moment_bytes * dealt,
     }
-    return tuple(Remainder(category=name, num_bytes=more, reason=ROWS) for name, more in found.items() if more)
+    return tuple(ExtraMemory(category=name, num_bytes=more, reason=ROWS) for name, more in found.items() if more)
 
 
-def fsdp2_departures(case: Case, rank: int, sharding: Sharding) -> tuple[Departure, ...]:
+def fsdp2_exceptions(case: Case, rank: int, sharding: Sharding) -> tuple[TrafficException, ...]:
     flows, shapes = step_traffic(case, rank), parameter_shapes(case.workload.model)
     shards = case.layout.dp // sharding.replicas
     padding = {name: -rows % shards * math.prod(row) for name, (rows, *row) in shapes.items()}
@@ -206,8 +206,8 @@ def fsdp2_departures(case: Case, rank: int, sharding: Sharding) -> tuple[Departu
         return dataclasses.replace(norm, num_bytes=norm.num_bytes * len(shapes), ranks=own)
 
     return (
-        *departing(flows, Purpose.NORM, norms, by_tensor),
-        *sharding_departures(case, rank, sharding, Padding(root=of_root, blocks=of_blocks, reason=ROWS)),
+        *exceptions_for(flows, Purpose.NORM, norms, by_tensor),
+        *sharding_exceptions(case, rank, sharding, Padding(root=of_root, blocks=of_blocks, reason=ROWS)),
     )
 
 

@@ -31,7 +31,7 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.tuning import Knob
 from meshmark.spec.workload import Loss
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import Remainder, micro_batch_tokens
+from meshmark.theory.states import ExtraMemory, micro_batch_tokens
 
 if TYPE_CHECKING:  # a second, which only ranks should take
     from torch.distributed.pipelining import PipelineStage
@@ -246,7 +246,7 @@ class Pipeline(Adapter):
         return dataclasses.replace(using, backward=dataclasses.replace(using.backward, interleaves=cls is Pipeline))
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """PyTorch's last stage keeps its outputs, the logits, as the others keep theirs (which are on the wire)."""
         layout = case.layout
         if layout.coordinates(rank).pp < layout.pp - 1:
@@ -256,7 +256,7 @@ class Pipeline(Adapter):
         logits = micro_batch_tokens(case) // model.seq_len * model.outputs_per_row * width
         count = layout.num_micro_batches if layout.schedule is Schedule.GPIPE and layout.pp > 1 else 1
         reason = "the last stage keeps the logits of every micro-batch until its backward pass"
-        return (Remainder(category="activations", num_bytes=count * logits, reason=reason),)
+        return (ExtraMemory(category="activations", num_bytes=count * logits, reason=reason),)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return PipelineEngine(case, context, self.interleaving)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapters.fsdp2 import mesh_remainder
+from meshmark.adapters.fsdp2 import mesh_extra_memory
 from meshmark.adapters.pipeline import NO_IMAGES, Pipeline, PipelineEngine, own_group
 from meshmark.adapters.pipeline_stages import Part
 from meshmark.adapters.tensor_parallel import parallelize
@@ -26,12 +26,12 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES, Axis, Recompute, Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Flow, Purpose, besides, departing
+from meshmark.theory.flow import Flow, Purpose, TrafficException, besides, exceptions_for
 from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import uniform_stages
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
 
 if TYPE_CHECKING:
@@ -145,13 +145,13 @@ class PipelineTensorParallel(Pipeline):
         return dataclasses.replace(super().recipe(case), activations_known=False)
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         more = _unsplit(case, rank) * case.precision.accumulation.itemsize
-        whole = [Remainder(category="gradients", num_bytes=more, reason=_WHOLE)] if more else []
-        return (*whole, mesh_remainder(case))
+        whole = [ExtraMemory(category="gradients", num_bytes=more, reason=_WHOLE)] if more else []
+        return (*whole, mesh_extra_memory(case))
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         share = Fraction(_unsplit(case, rank), local_parameters(case.workload.model, case.layout, rank) or 1)
         return besides(step_traffic(case, rank), Purpose.GRADIENTS, share, _WHOLE)
 
@@ -167,11 +167,11 @@ class PipelineFSDP2(PipelineTensorParallel):
     axes: ClassVar[frozenset[Axis]] = frozenset({"pp", "dp"})
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        return (mesh_remainder(case),)
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        return (mesh_extra_memory(case),)
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """One reduction of gradients that were accumulated whole, and fewer gathers."""
         layout, flows = case.layout, step_traffic(case, rank)
         model, count, stands = case.workload.transformer, layout.num_micro_batches, layout.coordinates(rank)
@@ -190,8 +190,8 @@ class PipelineFSDP2(PipelineTensorParallel):
 
         kept = "a block stays whole from its backward pass to its next forward, what is in no block for the step"
         return (
-            *departing(flows, Purpose.GRADIENTS, "gradients are accumulated whole, and reduced once", once),
-            *departing(flows, Purpose.WEIGHTS, kept, gathered),
+            *exceptions_for(flows, Purpose.GRADIENTS, "gradients are accumulated whole, and reduced once", once),
+            *exceptions_for(flows, Purpose.WEIGHTS, kept, gathered),
         )
 
 

@@ -13,7 +13,7 @@ from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.theory.activations import num_in_flight, passes_in_flight_bytes
 from meshmark.theory.grid import Column, layout_grid
-from meshmark.theory.states import Remainder, micro_batch_tokens
+from meshmark.theory.states import ExtraMemory, micro_batch_tokens
 
 _INPUTS = "gradients of stages' inputs are kept until the next step, for the backward pass is in two parts"
 
@@ -38,7 +38,7 @@ class LoopedBFS(Pipeline):
     interleaving: ClassVar = "LoopedBFS"
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """Activations of other forward passes than 1F1B's; and on the last rank logits of as many micro-batches."""
         layout, index = case.layout, case.layout.coordinates(rank).pp
         grid, model, using = (
@@ -53,8 +53,8 @@ class LoopedBFS(Pipeline):
         )
         reason = f"{cls.interleaving} has other micro-batches in flight than interleaved 1F1B"
         count = cls.logits_held(layout)
-        logits = [dataclasses.replace(r, num_bytes=r.num_bytes * count) for r in super().remainders(case, rank)]
-        return (*logits, Remainder(category="activations", num_bytes=own - theirs, reason=reason))
+        logits = [dataclasses.replace(r, num_bytes=r.num_bytes * count) for r in super().extra_memory(case, rank)]
+        return (*logits, ExtraMemory(category="activations", num_bytes=own - theirs, reason=reason))
 
     @classmethod
     def in_flight(cls, layout: Layout, index: int, usual: Column) -> Column:
@@ -74,11 +74,11 @@ class InterleavedZeroBubble(LoopedBFS):
     interleaving: ClassVar = "InterleavedZeroBubble"
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         layout, width = case.layout, case.precision.wide.itemsize
         inputs = layout.num_micro_batches * (layout.virtual_stages - (layout.coordinates(rank).pp == 0))
         num_bytes = inputs * micro_batch_tokens(case) * case.workload.transformer.hidden * width
-        return (*super().remainders(case, rank), Remainder(category="steady", num_bytes=num_bytes, reason=_INPUTS))
+        return (*super().extra_memory(case, rank), ExtraMemory(category="steady", num_bytes=num_bytes, reason=_INPUTS))
 
     @classmethod
     def in_flight(cls, layout: Layout, index: int, usual: Column) -> Column:
@@ -119,7 +119,7 @@ class ZeroBubbleV(Pipeline):
         return super().supports(case, device, backend)
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """The first stage's inputs have no gradients; those of a stage after one on the same rank are handed over."""
         layout, width = case.layout, case.precision.wide.itemsize
         index = layout.coordinates(rank).pp
@@ -129,8 +129,8 @@ class ZeroBubbleV(Pipeline):
         each = micro_batch_tokens(case) * case.workload.transformer.hidden * width
         handed = 2 * layout.num_micro_batches * each * together
         return (
-            Remainder(category="steady", num_bytes=inputs * each, reason=_INPUTS),
-            *([Remainder(category="steady", num_bytes=handed, reason=_HANDED)] if handed else []),
+            ExtraMemory(category="steady", num_bytes=inputs * each, reason=_INPUTS),
+            *([ExtraMemory(category="steady", num_bytes=handed, reason=_HANDED)] if handed else []),
         )
 
     @classmethod

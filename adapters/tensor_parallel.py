@@ -18,7 +18,7 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import DataParallelEngine, configure
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.checkpoint import load_sharded, save_sharded
-from meshmark.adapters.fsdp2 import fill_shards, mesh_remainder
+from meshmark.adapters.fsdp2 import fill_shards, mesh_extra_memory
 from meshmark.reference.data import Batch
 from meshmark.reference.initial import initial_value
 from meshmark.reference.objective import build_optimizer
@@ -26,10 +26,10 @@ from meshmark.reference.transformer import Transformer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.theory.flow import Departure, Flow, Purpose, besides, departing
+from meshmark.theory.flow import Flow, Purpose, TrafficException, besides, exceptions_for
 from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic, stream_bytes
 
 if TYPE_CHECKING:
@@ -114,13 +114,13 @@ class TensorParallelEngine(DataParallelEngine):
         load_sharded(folder, self.module, self.optimizer, self.schedule)
 
 
-def summed_embedding(case: Case) -> tuple[Remainder, ...]:
+def summed_embedding(case: Case) -> tuple[ExtraMemory, ...]:
     """Of an embedding that is split by rows. With positions added, the sum over ranks is another tensor."""
     if case.workload.transformer.family is not Family.LLAMA:
         return ()
     summed = stream_bytes(case) / case.layout.num_micro_batches
     there = {"activations": -summed, "peak": summed}
-    return tuple(Remainder(category=name, num_bytes=num_bytes, reason=_SUMMED) for name, num_bytes in there.items())
+    return tuple(ExtraMemory(category=name, num_bytes=num_bytes, reason=_SUMMED) for name, num_bytes in there.items())
 
 
 class TensorParallel(Adapter):
@@ -150,13 +150,13 @@ class TensorParallel(Adapter):
         return replace(using, backward=replace(using.backward, loss_tensors=3.0))
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         more = _unsplit(case) * case.precision.accumulation.itemsize
-        whole = [Remainder(category=name, num_bytes=more, reason=_WHOLE) for name in ("gradients", "peak") if more]
-        return (*whole, *summed_embedding(case), mesh_remainder(case))
+        whole = [ExtraMemory(category=name, num_bytes=more, reason=_WHOLE) for name in ("gradients", "peak") if more]
+        return (*whole, *summed_embedding(case), mesh_extra_memory(case))
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """DTensor's norms: a scalar of every tensor that is split, those by rows and those by columns together."""
         flows = step_traffic(case, rank)
         share = Fraction(_unsplit(case), local_parameters(case.workload.model, case.layout, rank) or 1)
@@ -166,7 +166,7 @@ class TensorParallel(Adapter):
             return replace(norm, num_bytes=norm.num_bytes * (num_split(case) - whole), fewest=2, most=2)
 
         return (
-            *departing(flows, Purpose.NORM, NORMS, by_tensor),
+            *exceptions_for(flows, Purpose.NORM, NORMS, by_tensor),
             *besides(flows, Purpose.GRADIENTS, share, _WHOLE),
         )
 
@@ -203,7 +203,7 @@ class TensorParallelWholeLoss(TensorParallel):
         return replace(eager_recipe(case), whole_logits=True)
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """One gathering in the place of three scalars a token."""
         vocab = case.workload.transformer.vocab_size
 
@@ -214,8 +214,8 @@ class TensorParallelWholeLoss(TensorParallel):
 
         reason = "logits are gathered for a loss that is not parallel in the vocabulary"
         return (
-            *super().departures(case, rank),
-            *departing(step_traffic(case, rank), Purpose.LOSS, reason, gathered),
+            *super().traffic_exceptions(case, rank),
+            *exceptions_for(step_traffic(case, rank), Purpose.LOSS, reason, gathered),
         )
 
 

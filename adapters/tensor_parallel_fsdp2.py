@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
-from meshmark.adapters.fsdp2 import ROWS, dealt_rows, mesh_remainder
+from meshmark.adapters.fsdp2 import ROWS, dealt_rows, mesh_extra_memory
 from meshmark.adapters.tensor_parallel import NORMS, TensorParallel, num_split, summed_embedding
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.transformer import Transformer
@@ -15,9 +15,9 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Flow, Purpose, besides
+from meshmark.theory.flow import Flow, Purpose, TrafficException, besides
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
 
 if TYPE_CHECKING:
@@ -47,14 +47,14 @@ class TensorParallelFSDP2(TensorParallel):
         return replace(using, backward=replace(using.backward, loss_tensors=3.0))
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         layout = case.layout
         shapes = _local_shapes(case)
         dealt = dealt_rows(shapes, layout.dp, layout.coordinates(rank).dp, cls.recipe(case).states)
-        return (*dealt, *summed_embedding(case), mesh_remainder(case))
+        return (*dealt, *summed_embedding(case), mesh_extra_memory(case))
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """Over data-parallel ranks one call for every way in which tensors are split, over tensor-parallel ones for
         those that split by rows and by columns."""
         layout, shapes, flows = case.layout, _local_shapes(case), step_traffic(case, rank)
@@ -69,7 +69,7 @@ class TensorParallelFSDP2(TensorParallel):
         padding = sum(-rows % layout.dp * math.prod(row) for rows, *row in shapes.values())
         share = Fraction(padding, sum(map(math.prod, shapes.values())))
         by_tensor = tuple(
-            Departure(
+            TrafficException(
                 instead_of=(norm,),
                 sends=(along("tp", norm, num_split(case), 2), along("dp", norm, len(shapes), ways)),
                 reason=NORMS,

@@ -23,7 +23,7 @@ from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Dtype
 from meshmark.theory.sharding import Sharding
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 _COMMAND = "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 && pip install tyro torch_checkpointing"
 
@@ -58,7 +58,7 @@ class SimpleFSDP(FSDP2):
     sharding: ClassVar = Sharding(reshards_blocks=False, reshards_root=False)
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """Operations save the gathered weights that their backward pass reads; lookups and sums read none."""
         shapes, itemsize = parameter_shapes(case.workload.model), case.precision.weights.itemsize
         gathered = {name: float(itemsize * math.prod(shape)) for name, shape in shapes.items()}
@@ -66,8 +66,8 @@ class SimpleFSDP(FSDP2):
         reason = "kept weights are where the collective has put them, and count as communication"
         there = {"activations": -sum(gathered.values()), "peak": saved}
         return (
-            *super().remainders(case, rank),
-            *(Remainder(category=name, num_bytes=more, reason=reason) for name, more in there.items()),
+            *super().extra_memory(case, rank),
+            *(ExtraMemory(category=name, num_bytes=more, reason=reason) for name, more in there.items()),
         )
 
     def build(self, case: Case, context: RankContext) -> Engine:

@@ -15,8 +15,8 @@ from meshmark.reference.build import parameter_shapes
 from meshmark.reference.optimizers import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
-from meshmark.theory.flow import Departure, Purpose, by, departing
-from meshmark.theory.states import Remainder
+from meshmark.theory.flow import Purpose, TrafficException, by, exceptions_for
+from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class DDPZero1(DDP):
     )
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """Group by group whole tensors have one owner: the largest first, each to the rank that owns least so far."""
         sizes = [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
         owned = [0] * case.layout.dp
@@ -59,16 +59,16 @@ class DDPZero1(DDP):
             owned[owned.index(min(owned))] += size
         beyond = owned[case.layout.coordinates(rank).dp] - sum(sizes) / case.layout.dp
         num_bytes = cls.recipe(case).states.moment_bytes * beyond
-        return (Remainder(category="optimizer_states", num_bytes=num_bytes, reason="whole tensors have one owner"),)
+        return (ExtraMemory(category="optimizer_states", num_bytes=num_bytes, reason="whole tensors have one owner"),)
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         flows = step_traffic(case, rank)
         return (
-            *departing(flows, Purpose.GRADIENTS, "DDP gives every rank the whole gradient", by("all_reduce")),
-            *departing(flows, Purpose.WEIGHTS, "owners broadcast what they have updated", by("broadcast")),
-            *departing(flows, Purpose.NORM, "every rank has the whole gradient, and its norm"),
-            *departing(flows, Purpose.OVERFLOW, "every rank has the whole gradient, and sees whether it overflowed"),
+            *exceptions_for(flows, Purpose.GRADIENTS, "DDP gives every rank the whole gradient", by("all_reduce")),
+            *exceptions_for(flows, Purpose.WEIGHTS, "owners broadcast what they have updated", by("broadcast")),
+            *exceptions_for(flows, Purpose.NORM, "every rank has the whole gradient, and its norm"),
+            *exceptions_for(flows, Purpose.OVERFLOW, "every rank has the whole gradient and sees its overflow"),
         )
 
     def build(self, case: Case, context: RankContext) -> Engine:

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.slowed import HONEST, SLOWED
 from meshmark.environment import describe
 from meshmark.regression.alternate import MARGIN, Trial
-from meshmark.regression.change import Standing
+from meshmark.regression.change import ChangeOutcome
 from meshmark.regression.sequential import LEAST_PAIRS
 from meshmark.regression.times import ALPHA
 from meshmark.run.cluster import Cluster, ClusterSpec
@@ -101,26 +101,26 @@ def pairs(runner: Runner, b: str, kept: Kept, count: int, until: float) -> list[
     return kept.of(b)
 
 
-def decided(differences: list[float], rng: np.random.Generator, *, equal: bool) -> list[tuple[Standing, int]]:
+def decided(differences: list[float], rng: np.random.Generator, *, equal: bool) -> list[tuple[ChangeOutcome, int]]:
     """How RUNS runs of the test end, and after how many pairs; blocks of AB and BA are drawn together. Which of two
     `equal` sides is called A is nobody's merit: the sign of each block is drawn too."""
     blocks, ends = np.array(differences[: len(differences) // 2 * 2]).reshape(-1, 2), []
     for _ in range(RUNS):
         drawn = blocks[rng.integers(len(blocks), size=MOST_PAIRS // 2)]
         drawn = (drawn * rng.choice([-1, 1], size=(len(drawn), 1)) if equal else drawn).ravel()
-        standing, count = Standing.UNDECIDED, LEAST_PAIRS
+        standing, count = ChangeOutcome.UNDECIDED, LEAST_PAIRS
         for count in range(LEAST_PAIRS, MOST_PAIRS + 1, 2):
             trial = Trial(unit=(1, ""), ours=[0.0] * count, theirs=list(drawn[:count]))
-            if (standing := trial.standing(ALPHA, MARGIN)) is not Standing.UNDECIDED:
+            if (outcome := trial.outcome(ALPHA, MARGIN)) is not ChangeOutcome.UNDECIDED:
                 break
         ends.append((standing, count))
     return ends
 
 
-def told(b: str, found: list[float], rng: np.random.Generator) -> tuple[str, dict[Standing, float]]:
+def told(b: str, found: list[float], rng: np.random.Generator) -> tuple[str, dict[ChangeOutcome, float]]:
     """What is printed of one comparison, and the shares of runs that ended so."""
     ends = decided(found, rng, equal=b == HONEST)
-    shares = {standing: sum(end is standing for end, _ in ends) / RUNS for standing in Standing}
+    shares = {outcome: sum(end is standing for end, _ in ends) / RUNS for outcome in ChangeOutcome}
     text = (
         f"{HONEST} against {b}: {len(found)} pairs scatter by {statistics.stdev(found):.1%} around "
         f"{statistics.fmean(found):+.2%}; of {RUNS} runs "
@@ -130,11 +130,11 @@ def told(b: str, found: list[float], rng: np.random.Generator) -> tuple[str, dic
     return text, shares
 
 
-def broken(b: str, shares: dict[Standing, float]) -> bool:
+def broken(b: str, shares: dict[ChangeOutcome, float]) -> bool:
     """Whether the promise of this comparison is; of a slow-down of 1 % there is none, it is only told."""
     if b == HONEST:
-        return shares[Standing.WORSE] + shares[Standing.BETTER] > ALPHA
-    return b == FOUND and shares[Standing.WORSE] < LEAST_FOUND
+        return shares[ChangeOutcome.WORSE] + shares[ChangeOutcome.BETTER] > ALPHA
+    return b == FOUND and shares[ChangeOutcome.WORSE] < LEAST_FOUND
 
 
 def main() -> int:

@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from meshmark.adapter.data_parallel import AUTOCAST, initial_model
 from meshmark.judge.buffers import exact_model
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
+from meshmark.judge.tolerance_model import Comparisons, noise_run
 from meshmark.judge.truth import initial_values
-from meshmark.judge.yardstick import Comparisons, noise_run
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.initial import random_bits
 from meshmark.reference.model import Model

@@ -2,8 +2,8 @@
 
 Adds problems of other seeds to what RESULTS holds, until the minutes are over, as often as it is called; and leaves
 what was counted in `meshmark/judge/false_alarms.json`, which every verdict quotes. Small models of which many runs are
-computed at once, `single` and real adapters each have a share of the time. What an older yardstick came to is not
-counted. Exits with 1 when alarms are more frequent than the yardstick aims at.
+computed at once, `single` and real adapters each have a share of the time. What an older tolerance model came to is not
+counted. Exits with 1 when alarms are more frequent than the tolerance model aims at.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.problems import PROBLEMS, SMALL, varied
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.environment import machine
 from meshmark.judge.false_alarms import COUNTED, Counted, FalseAlarms, design_effect, merged
-from meshmark.judge.yardstick import FALSE_ALARMS, compare
+from meshmark.judge.tolerance_model import FALSE_ALARMS, compare
 from meshmark.run.cluster import Cluster, ClusterSpec
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.orphans import die_with_parent
@@ -122,7 +122,9 @@ def counted(lines: Sequence[Line]) -> FalseAlarms:
         design_effect=round(design_effect([g.excesses for g in groups]), 3),
         counted=merged(
             [
-                Counted(what=g.what, problems=1, yardsticks=g.yardsticks, runs=len(g.excesses), alarms=g.alarms)
+                Counted(
+                    what=g.what, problems=1, tolerance_models=g.tolerance_models, runs=len(g.excesses), alarms=g.alarms
+                )
                 for g in groups
             ]
         ),
@@ -206,12 +208,14 @@ def measure_adapters(seed: int) -> Group:
     judged = [r for r in records if r.outcome.status is Status.OK and r.verdict("equivalence") is not None]
     assert judged, [r.outcome.message for r in records]
     once = {bits(compare(r.equivalence.deviations)): r for r in judged}.values()
-    excesses = [(max(r.equivalence.yardstick.excesses(compare(r.equivalence.deviations))), r.case.id) for r in once]
+    excesses = [
+        (max(r.equivalence.tolerance_model.excesses(compare(r.equivalence.deviations))), r.case.id) for r in once
+    ]
     (_, quantity, step), case_id = max(excesses)
     return Group(
         what=f"adapters, {trained.id} {precision}",
         seed=seed,
-        yardsticks=1,
+        tolerance_models=1,
         excesses=[worst[0] for worst, _ in excesses],
         worst=f"{case_id}: {quantity}, step {step}",
         tails={},

@@ -1,4 +1,4 @@
-"""Correct runs in bulk, each against the noise of its own problem: how often does the yardstick alarm for nothing?"""
+"""Correct runs in bulk, each against the noise of its own problem: how often is there an alarm for nothing?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import Single
 from meshmark.judge.deviation import Quantity
 from meshmark.judge.spread import Spread
-from meshmark.judge.yardstick import Comparisons, fit, kind_of, spreads
+from meshmark.judge.tolerance_model import Comparisons, fit, kind_of, spreads
 from meshmark.run.passes.noise import NUM_RUNS, train_alone, variance_ratio
 from meshmark.run.request import Request, Task
 from meshmark.serial import encode
@@ -55,7 +55,7 @@ class Group:
 
     what: str
     seed: int
-    yardsticks: int
+    tolerance_models: int
     """Each from noise runs of its own."""
     excesses: list[float]
     """Of each correct run, no two of which have the same bits, the largest multiple of its tolerance; above one is an
@@ -152,9 +152,9 @@ def _group(how: str, case: Case, runs: Sequence[Comparisons]) -> Group:
     parts = [runs[i : i + NUM_RUNS] for i in range(0, len(runs), NUM_RUNS)]  # each with every way of casting
     excesses, tails = list[tuple[float, Quantity, int]](), dict[str, Tail]()
     for correct, noise_runs in zip(parts, [*parts[1:], parts[0]], strict=True):
-        yardstick, found = fit(noise_runs, variance_ratio(case)), spreads(noise_runs)
+        tolerance_model, found = fit(noise_runs, variance_ratio(case)), spreads(noise_runs)
         distinct = list({bits(run): run for run in correct}.values())
-        excesses += [max(yardstick.excesses(run)) for run in distinct]
+        excesses += [max(tolerance_model.excesses(run)) for run in distinct]
         varying = {q: found[q] for q in found if np.ptp([run[q] for run in noise_runs], axis=0).any()}
         for kind, tail in _tails(varying, distinct).items():
             tails[kind] = tails[kind] + tail if kind in tails else tail
@@ -162,7 +162,7 @@ def _group(how: str, case: Case, runs: Sequence[Comparisons]) -> Group:
     return Group(
         what=f"{how}, {case.workload.id} {case.precision}",
         seed=case.workload.seed,
-        yardsticks=len(parts),
+        tolerance_models=len(parts),
         excesses=[excess for excess, *_ in excesses],
         worst=f"{quantity}, step {step}",
         tails=tails,

@@ -15,7 +15,7 @@ from meshmark.conformance.clauses import CLAUSES
 from meshmark.conformance.finding import ClauseResult
 from meshmark.environment import Environment
 from meshmark.judge.false_alarms import CLOSE, FalseAlarms, shown
-from meshmark.judge.yardstick import FALSE_ALARMS, SMALLEST_FACTORS, compare, kind_of
+from meshmark.judge.tolerance_model import FALSE_ALARMS, SMALLEST_FACTORS, compare, kind_of
 from meshmark.report.tables import markdown
 from meshmark.run.record import Record, Status
 from meshmark.run.verdict import detection_limits
@@ -79,7 +79,7 @@ class Power:
         records = {id(r): r for r in (*self.real, *self.algorithms, *of_cells)}  # clauses share records
         found: dict[str, float] = {}
         for e in (r.equivalence for r in records.values() if _equivalent(r)):
-            for ratio, quantity, _ in e.yardstick.ratios(compare(e.deviations)):
+            for ratio, quantity, _ in e.tolerance_model.ratios(compare(e.deviations)):
                 kind = kind_of(quantity)
                 found[kind] = max(found.get(kind, 0.0), ratio)
         return found
@@ -217,7 +217,7 @@ def _counted_rows(counted: FalseAlarms) -> list[dict[str, object]]:
         {
             "correct runs": c.what,
             "problems": c.problems,
-            "yardsticks": c.yardsticks,
+            "tolerance_models": c.tolerance_models,
             "runs": f"{c.runs:,}",
             "alarms": c.alarms,
         }

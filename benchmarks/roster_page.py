@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from benchmarks.trials import Trial
 from meshmark.adapter.contract import Adapter
 from meshmark.conformance.finding import ClauseResult, Finding
-from meshmark.counted import counted
 from meshmark.errors import LayoutError
+from meshmark.pluralize import pluralize
 from meshmark.report.conformance import columns
 from meshmark.report.markdown import Markup, inline, table
 from meshmark.run.record import Record, Status
@@ -86,7 +86,7 @@ def _narrow(text: str) -> str:
 def _commits(records: Sequence[Record]) -> str:
     """Of which code: several where a run was gone on with after a commit."""
     count = Counter(record.environment.commit for record in records)
-    return ", ".join(f"{counted(number, 'record')} at {commit}" for commit, number in count.items()) or "no records"
+    return ", ".join(f"{pluralize(number, 'record')} at {commit}" for commit, number in count.items()) or "no records"
 
 
 def capability(case: Case) -> str:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from meshmark.counted import counted
 from meshmark.judge.sample import unsampled
+from meshmark.pluralize import pluralize
 from meshmark.reference.build import parameter_shapes
 from meshmark.report.markdown import inline, table
 from meshmark.report.tables import Rows, bytes_text
@@ -46,7 +46,9 @@ def page(
     """Markdown; `adapters`: those that are to be here, and whether each is wrong on purpose; `gaps`: why others are
     known to be; `made_on`: the machine."""
     count = Counter(record.environment.commit for record in records)
-    commits = ", ".join(f"{counted(number, 'record')} at {commit}" for commit, number in count.items()) or "no records"
+    commits = (
+        ", ".join(f"{pluralize(number, 'record')} at {commit}" for commit, number in count.items()) or "no records"
+    )
     missing = [inline(name) for name in adapters if name not in {record.case.adapter for record in records}]
     models = sorted({_model(record) for record in records})
     parts = [

@@ -223,13 +223,13 @@ def _bytes_held(bench: Bench, case: Case) -> dict[str, int]:
 
 
 def _declared(case: Case) -> Row:
-    """Bytes a parameter that the adapter's recipe and remainders declare for the fullest rank. Asked of the first model
-    that does not fit: what tensors reach over a partition's ends depends a little on the size."""
+    """Bytes a parameter that the adapter's recipe and extra memory declare for the fullest rank. Asked of the first
+    model that does not fit: what tensors reach over a partition's ends depends a little on the size."""
     adapter, count = load_adapter(ADAPTERS[case.adapter]), case.workload.model.num_parameters
     found: list[dict[str, float]] = []
     for rank in range(case.world_size):
         plan = model_states(case, rank, adapter.recipe(case))
-        more = adapter.remainders(case, rank)
+        more = adapter.extra_memory(case, rank)
         found.append(
             {
                 name: (getattr(plan, name) + sum(r.num_bytes for r in more if r.category == name)) / count
@@ -262,7 +262,7 @@ def activations(bench: Bench) -> list[Row]:
                 continue  # one rank a stage
             assert report.memory and report.memory.held
             eager = framework.recipe(case).eager
-            declared = [r for r in framework.remainders(case, report.rank) if r.category == "activations"]
+            declared = [r for r in framework.extra_memory(case, report.rank) if r.category == "activations"]
             rows.append(
                 {
                     "adapter": adapter,

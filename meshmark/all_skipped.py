@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshmark.counted import counted
+from meshmark.pluralize import pluralize
 from meshmark.selection import selection
 from meshmark.spec.case import CHOOSE, Cell
 
@@ -100,9 +100,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.section("every case was skipped: nothing was judged", red=fails, yellow=not fails)
     for adapter, reasons in skips.reasons.items():
         for reason, count in reasons.most_common(_REASONS):
-            terminalreporter.write_line(f"{adapter}, {counted(count, 'test')}: {reason}")
+            terminalreporter.write_line(f"{adapter}, {pluralize(count, 'test')}: {reason}")
         if more := sum(reasons.values()) - sum(count for _, count in reasons.most_common(_REASONS)):
-            terminalreporter.write_line(f"{adapter}, {counted(more, 'test')}: other reasons (-rs shows them)")
+            terminalreporter.write_line(f"{adapter}, {pluralize(more, 'test')}: other reasons (-rs shows them)")
     if fails:
         terminalreporter.write_line(
             f"This run shows nothing, so it fails. Install what is missing (`meshmark doctor` lists it), or {CHOOSE}"

@@ -9,8 +9,8 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
-from meshmark.counted import counted
 from meshmark.errors import MeshmarkError
+from meshmark.pluralize import pluralize
 
 EPILOG = """examples:
   meshmark doctor                       what can run here, and what would be skipped
@@ -249,4 +249,4 @@ def _cases(parsed: argparse.Namespace) -> None:
             reason = cell.reason
         print(f"{cell.id:<60} {f'skipped: {reason}' if reason else ''}".rstrip())
     print(counts(adapters, worlds, cells))
-    print(counted(len(cells), "case"))
+    print(pluralize(len(cells), "case"))

@@ -10,7 +10,7 @@ from meshmark.conformance.clauses import Clause
 from meshmark.conformance.finding import ClauseResult
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.judge.sample import unsampled
-from meshmark.regression.gatekeeper import Gatekeeper
+from meshmark.regression.baseline_gate import BaselineGate
 from meshmark.report.failure_text import of_changes, of_outcome, of_verdict, row
 from meshmark.run.record import Record, Status, Verdict
 from meshmark.spec.case import Case
@@ -26,7 +26,7 @@ def expect_ran(record: Record) -> None:
         pytest.fail(of_outcome(record), pytrace=False)
 
 
-def expect(record: Record, suite: str, baseline: Gatekeeper | None = None) -> None:
+def expect(record: Record, suite: str, baseline: BaselineGate | None = None) -> None:
     """The verdict of `suite` must be there, and good; and nothing that it is about worse than in `baseline`."""
     __tracebackhide__ = True
     expect_ran(record)
@@ -58,7 +58,7 @@ class NoBaselineWarning(UserWarning):
     """A case that the baseline does not hold, and that is not gated."""
 
 
-def expect_no_worse(record: Record, suite: str, baseline: Gatekeeper | None) -> None:
+def expect_no_worse(record: Record, suite: str, baseline: BaselineGate | None) -> None:
     """Fail with the evidence where what `suite` is about is worse than in `baseline`."""
     __tracebackhide__ = True
     if baseline is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshmark.counted import counted
+from meshmark.pluralize import pluralize
 from meshmark.selection import selection
 from meshmark.spec.case import Case
 
@@ -52,7 +52,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if limit is not None and taken > limit and nextitem is not None:
         item.config.stash[_UP] = True
         item.session.shouldstop = (
-            f"--max-time {item.config.getoption('--max-time')} is up; {counted(len(left), 'test')} not run"
+            f"--max-time {item.config.getoption('--max-time')} is up; {pluralize(len(left), 'test')} not run"
         )
 
 

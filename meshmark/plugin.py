@@ -11,15 +11,15 @@ from collections.abc import Callable, Generator, Iterator
 import pytest
 
 from meshmark.adapter.matrix import AUTO, counts
-from meshmark.asked_files import OPTIONAL, with_asked
 from meshmark.conformance.scenario import plain_cells
 from meshmark.conformance.scenario_runner import ScenarioRunner
 from meshmark.environment import describe
 from meshmark.errors import ClusterError, InputError, ResultsError
 from meshmark.expect import expect_ran
+from meshmark.optional_suites import OPTIONAL, with_optional_suites
 from meshmark.progress import Progress
 from meshmark.pytest_entry import asks_for_suites
-from meshmark.regression.gatekeeper import Gatekeeper, expect_cases
+from meshmark.regression.baseline_gate import BaselineGate, expect_cases
 from meshmark.run.cluster import Cluster
 from meshmark.run.launchers import LAUNCHERS
 from meshmark.run.profiling import profile
@@ -28,9 +28,9 @@ from meshmark.run.record_file import read_records
 from meshmark.run.resume import Held, is_committed, is_own
 from meshmark.run.runner import Runner
 from meshmark.run.throughput import values_of
-from meshmark.run.user_gaps import gaps_of_nothing
+from meshmark.run.user_gaps import unmatched_gaps
 from meshmark.selection import SELECTION, Selection, add_options, crowding, expect_gpus, expect_spread, selection
-from meshmark.spec.case import CHOOSE, Case, Cell, Misfit, expect_fit
+from meshmark.spec.case import CHOOSE, Case, Cell, InvalidLayout, expect_fit
 
 pytest_plugins = [
     "meshmark.session_log",
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
 
 
-CELLS = pytest.StashKey[list[Case | Misfit]]()
+CELLS = pytest.StashKey[list[Case | InvalidLayout]]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -54,7 +54,7 @@ def pytest_collection(session: pytest.Session) -> None:
     `--conformance` and `--profile` ask for is collected also where single files are named."""
     config = session.config
     asked_suites = [suite for suite in OPTIONAL if config.getoption(f"--{suite}")]
-    config.args = with_asked(config.args, asked_suites, config.invocation_params.dir)
+    config.args = with_optional_suites(config.args, asked_suites, config.invocation_params.dir)
     # Under --pyargs the suites' conftest, which knows the cases, comes with their collection.
     asked = asks_for_suites(config.args, config.option.pyargs, config.invocation_params.dir)
     if asked or config.hook.pytest_meshmark_cases.get_hookimpls():
@@ -62,7 +62,7 @@ def pytest_collection(session: pytest.Session) -> None:
         gc.freeze()  # all that has been imported stays, and pytest would look through it several times
 
 
-def _cells(config: pytest.Config) -> list[Case | Misfit]:
+def _cells(config: pytest.Config) -> list[Case | InvalidLayout]:
     if CELLS not in config.stash:
         config.stash[CELLS] = config.hook.pytest_meshmark_cases(config=config, selection=selection(config))
     return config.stash[CELLS]
@@ -83,10 +83,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         _parametrize(metafunc, "conforming", {f"{cell.adapter}-{cell.layout.id}": cell for cell in plain})
 
 
-def _parametrize(metafunc: pytest.Metafunc, name: str, cells: dict[str, Case | Misfit]) -> None:
+def _parametrize(metafunc: pytest.Metafunc, name: str, cells: dict[str, Case | InvalidLayout]) -> None:
     """By cells under their ids; one that cannot be is a skip with its reason."""
     marks = {
-        id_: [pytest.mark.skip(f"{cell.reason}; {CHOOSE}")] if isinstance(cell, Misfit) else []
+        id_: [pytest.mark.skip(f"{cell.reason}; {CHOOSE}")] if isinstance(cell, InvalidLayout) else []
         for id_, cell in cells.items()
     }
     parameters = [pytest.param(cell, id=id_, marks=marks[id_]) for id_, cell in cells.items()]
@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         worlds = {cell.world_size for cell in cells if isinstance(cell, Case)}
         expect_spread(selection(config), worlds)
         expect_gpus(selection(config), worlds)
-        if cells and (keeper := selection(config).gatekeeper):
+        if cells and (keeper := selection(config).baseline_gate):
             expect_cases(keeper, {cell.id for cell in cells if isinstance(cell, Case)})
     except InputError as error:
         raise pytest.UsageError(str(error)) from error
@@ -121,7 +121,7 @@ class Hooks:
     """Where the checkout's suites plug their matrix in."""
 
     @pytest.hookspec(firstresult=True)
-    def pytest_meshmark_cases(self, config: pytest.Config, selection: Selection) -> list[Case | Misfit] | None:
+    def pytest_meshmark_cases(self, config: pytest.Config, selection: Selection) -> list[Case | InvalidLayout] | None:
         """The cells to parametrize by."""
 
 
@@ -145,7 +145,7 @@ def runner(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Itera
         stack.enter_context(contextlib.closing(running))
         stack.enter_context(contextlib.closing(progress))
         progress.expect(request.session.items, running.refusal)
-        for warning in [*crowding(chosen), *gaps_of_nothing(chosen.options.known_gaps, chosen.adapters)]:
+        for warning in [*crowding(chosen), *unmatched_gaps(chosen.options.known_gaps, chosen.adapters)]:
             progress.say(warning)
         yield running
 
@@ -165,9 +165,9 @@ def _held(chosen: Selection, say: Callable[[str], None]) -> Held | None:
 
 
 @pytest.fixture(scope="session")
-def baseline(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Gatekeeper | None:
+def baseline(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> BaselineGate | None:
     """What `--baseline` holds this session's records against."""
-    keeper = selection(pytestconfig).gatekeeper
+    keeper = selection(pytestconfig).baseline_gate
     timed = [item for item in request.session.items if "timed" in getattr(item, "fixturenames", ())]
     return keeper and dataclasses.replace(keeper, num_timed=max(len(timed), 1))
 

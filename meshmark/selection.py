@@ -28,8 +28,8 @@ from meshmark.options import (
 )
 from meshmark.reference.data import check_data, on_corpus
 from meshmark.regression.baseline import find_baseline
+from meshmark.regression.baseline_gate import BaselineGate, baseline_gate, expect_conditions
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
-from meshmark.regression.gatekeeper import Gatekeeper, expect_conditions, gatekeeper
 from meshmark.run.caches import users_caches
 from meshmark.run.cluster import ClusterSpec
 from meshmark.run.gpus import num_gpus, refuses_to_share
@@ -68,7 +68,7 @@ class Selection:
     cluster: ClusterSpec
     launcher: str
     """A key of LAUNCHERS."""
-    gatekeeper: Gatekeeper | None
+    baseline_gate: BaselineGate | None
     """Of `--baseline`."""
     resume: bool = False
     """Whether what `results` holds is not run again."""
@@ -236,7 +236,7 @@ def _select(config: pytest.Config) -> Selection:
         resume=option("--resume"),
         shard=part("--shard", option("--shard") or "1/1"),
         max_seconds=None if option("--max-time") is None else duration("--max-time", option("--max-time")),
-        gatekeeper=_gatekeeper(config),
+        baseline_gate=_gatekeeper(config),
     )
 
 
@@ -283,11 +283,11 @@ def crowding(chosen: Selection) -> list[str]:
     return []
 
 
-def _gatekeeper(config: pytest.Config) -> Gatekeeper | None:
+def _gatekeeper(config: pytest.Config) -> BaselineGate | None:
     gate, name = parse_gate(config.getoption("--fail-on")), config.getoption("--baseline")
     if name is None:
         return None
-    keeper = gatekeeper(find_baseline(name, config.invocation_params.dir), gate)
+    keeper = baseline_gate(find_baseline(name, config.invocation_params.dir), gate)
     if not config.getoption("--across"):
         nnodes = config.getoption("--nnodes") or 1
         expect_conditions(keeper, describe(config.getoption("--device"), "", nnodes))

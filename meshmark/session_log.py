@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from meshmark.asked_files import module_of
 from meshmark.errors import ResultsError
+from meshmark.optional_suites import module_of
 from meshmark.report.failure_text import row
 from meshmark.run.record import SCHEMA
 from meshmark.run.record_file import RecordFile

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshmark.counted import counted
 from meshmark.errors import InputError, MeshmarkError, ResultsError
+from meshmark.pluralize import pluralize
 from meshmark.run.merge import merge
 from meshmark.run.record import Record, Status
 from meshmark.run.record_file import Reading, read_records
@@ -153,7 +153,7 @@ def _sbatch(command: Sequence[str]) -> str:
 def _follow(asked: Submission, tasks: Sequence[int], job: str) -> None:
     """Until the job has left the queue, and tell every record as it comes."""
     seen = {task: len(asked.reading(task).records) for task in tasks}
-    print(f"job {job}: {counted(len(tasks), 'task')}", flush=True)
+    print(f"job {job}: {pluralize(len(tasks), 'task')}", flush=True)
     queued = True
     while queued:
         time.sleep(_POLL_SECONDS)
@@ -178,7 +178,7 @@ def _gather(asked: Submission, left: Sequence[int]) -> int:
     merged = merge([folder for folder in folders if (folder / "records.jsonl").is_file()], asked.folder)
     for complaint in merged.complaints:
         print(f"meshmark: {complaint}", file=sys.stderr)
-    of = f"{counted(len(merged.records), 'record')} of {counted(asked.tasks, 'task')}"
+    of = f"{pluralize(len(merged.records), 'record')} of {pluralize(asked.tasks, 'task')}"
     print(f"{asked.folder}: {of}; `meshmark report {asked.folder}`")
     failed = any(asked.ended(task) == 1 for task in range(1, asked.tasks + 1))
     return 2 if left else int(failed)

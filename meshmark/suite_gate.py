@@ -9,10 +9,10 @@ from pathlib import Path, PurePath
 
 from meshmark.errors import ResultsError
 from meshmark.regression.attempts import attempts_of
+from meshmark.regression.baseline_gate import suite_of
 from meshmark.regression.change import Change, Kind
 from meshmark.regression.cli import FAILED, compare_folders, tell
 from meshmark.regression.gate import parse_gate
-from meshmark.regression.gatekeeper import suite_of
 from meshmark.report.github import tell_github
 from meshmark.run.record import SCHEMA
 from meshmark.run.record_file import Reading, RecordFile, read_records
@@ -30,10 +30,14 @@ def hold(gate: Sequence[str]) -> int:
     found = compare_folders(Path(baseline), Path(results), asked)
     failing = tell(found, asked)
     read = read_records(Path(results), latest=True)
-    untold = _untold(failing, read)
-    elsewhere = {change.case for change in failing} - {change.case for change in untold}  # whose own tests say it
+    missing_failures = _missing_failures(failing, read)
+    elsewhere = {change.case for change in failing} - {
+        change.case for change in missing_failures
+    }  # whose own tests say it
     told = {f"gate[{case}]" for case in elsewhere}
-    attempts = [attempt for attempt in attempts_of(found, untold, baseline, command) if attempt.test not in told]
+    attempts = [
+        attempt for attempt in attempts_of(found, missing_failures, baseline, command) if attempt.test not in told
+    ]
     session = Session(
         schema=SCHEMA,
         session=f"gate {baseline}",
@@ -44,22 +48,22 @@ def hold(gate: Sequence[str]) -> int:
     )
     with contextlib.closing(RecordFile(Path(results))) as file:
         file.append(session)
-    tell_github(attempts, print, annotated=attempts_of(found, _unannotated(untold, read), baseline, command))
+    tell_github(attempts, print, annotated=attempts_of(found, _unannotated(missing_failures, read), baseline, command))
     return FAILED if failing else 0
 
 
-def _untold(failing: Sequence[Change], read: Reading) -> list[Change]:
+def _missing_failures(failing: Sequence[Change], read: Reading) -> list[Change]:
     """Without verdicts that became wrong, where a test of the case has failed and says so."""
     failed = {attempt.case for attempt in _failed(read)}
     return [change for change in failing if change.kind is not Kind.WRONG or change.case not in failed]
 
 
-def _unannotated(untold: Sequence[Change], read: Reading) -> list[Change]:
+def _unannotated(missing_failures: Sequence[Change], read: Reading) -> list[Change]:
     """Without bytes that grew, where the suite that judges them has failed: that test is an annotation already."""
     failed = {(attempt.case, PurePath(attempt.test.partition("::")[0]).stem) for attempt in _failed(read)}
     return [
         change
-        for change in untold
+        for change in missing_failures
         if change.kind is not Kind.BIGGER or (change.case, f"test_{suite_of(change.metric)}") not in failed
     ]
 

@@ -15,7 +15,7 @@ OUTER = ("adapters", "suites", "studies")
 """Folders at the top that use the core; the first two are links inside the package too."""
 FRONT = "front"
 """The modules of the core outside its folders that bring these together: what users call."""
-BASE = {"clip", "counted", "environment", "errors", "import_target", "rank_progress", "serial"}
+BASE = {"clip", "environment", "errors", "import_target", "rank_progress", "serial"}
 """Modules that everyone may import; not drawn."""
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
@@ -29,7 +29,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     ),
     "change what a layout must hold, or send": ("meshmark/theory/memory.py", "meshmark/theory/traffic.py"),
     "let cases ask for a feature that an adapter may lack": ("meshmark/adapter/capabilities.py",),
-    "change when a run counts as correct": ("meshmark/run/verdict.py", "meshmark/judge/yardstick.py"),
+    "change when a run counts as correct": ("meshmark/run/verdict.py", "meshmark/judge/tolerance model.py"),
     "add an algorithm that is not synchronous": (
         "meshmark/spec/algorithm.py",
         "meshmark/algorithms/local_sgd",
@@ -38,7 +38,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "have a fault recognised and named": (
         "meshmark/judge/faults.py",
         "meshmark/judge/gradient_faults.py",
-        "meshmark/judge/update_rivals.py",
+        "meshmark/judge/update_hypotheses.py",
         "tests/broken",
     ),
     "add a clause to the conformance table": (

@@ -109,7 +109,7 @@ def dry_run(case: Case, adapter: str, rank: int) -> DryRun:
 def _held(record: Record, counters: int) -> list[Held]:
     """What the memory suite compares, of the one rank that there is. `counters`: bytes of the optimizer's count of
     steps, a tensor each, which beside one of a thousand shards are no longer little, and which nobody plans."""
-    reading, plan, declared = record.memory.readings[0], record.memory.planned[0], record.memory.remainders[0]
+    reading, plan, declared = record.memory.readings[0], record.memory.planned[0], record.memory.extra_memory[0]
     assert plan, f"theory plans no memory of {record.case.id}"
     states = memory_categories(reading, plan, declared, with_activations=True)
     found = [
@@ -154,12 +154,12 @@ def _watched(request: Request, context: RankContext) -> tuple[Record, int]:
         memory=MemoryEvidence(
             readings=[read_memory(watch, METERED_STEP, before, after)],
             planned=declared.states,
-            remainders=declared.remainders,
+            extra_memory=declared.extra_memory,
         ),
         traffic=TrafficEvidence(
             readings=[TrafficReading(asked=sum_transfers(asked.transfers), issued=[])],
             planned=declared.traffic,
-            departures=declared.departures,
+            traffic_exceptions=declared.traffic_exceptions,
         ),
         unmeasured=declared.failed,
     )

@@ -97,5 +97,5 @@ _TEXT: Sequence[str] = [
     "GB200 the share of the peak is the one fitted on H100, times what an independent program found products to reach",
     "on both (MAMF; hardware.py). That factor came after the first look at this table, at which GB200 was off by 21 %:",
     "it is no fit, but the look is not untouched either. MaxText and InternEvo have no recipe: planned as FSDP2",
-    "and megatron-core are, which the last column says, beside what a source leaves unsaid. All ran, so all should fit.",
+    "and megatron-core are; the last column says so, and what a source leaves unsaid. All ran, so all should fit.",
 ]

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from meshmark.adapter.matrix import matrix
-from meshmark.asked_files import OPTIONAL
+from meshmark.optional_suites import OPTIONAL
 from meshmark.plugin import baseline, observed, profiled, runner, scenarios, timed  # noqa: F401
 from meshmark.selection import Selection
-from meshmark.spec.case import Case, Misfit
+from meshmark.spec.case import Case, InvalidLayout
 
 
-def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[Case | Misfit]:
+def pytest_meshmark_cases(config: pytest.Config, selection: Selection) -> list[Case | InvalidLayout]:
     chosen = selection
     return matrix(chosen.adapters, chosen.worlds, chosen.workloads, chosen.precisions, chosen.layouts, chosen.tunings)
 

@@ -1,11 +1,11 @@
 """Does a layout hold what it should? Bytes of model states and activations on every rank against the closed form."""
 
 from meshmark.expect import expect
-from meshmark.regression.gatekeeper import Gatekeeper
+from meshmark.regression.baseline_gate import BaselineGate
 from meshmark.run.record import Record
 
 
-def test_memory(observed: Record, baseline: Gatekeeper | None) -> None:
+def test_memory(observed: Record, baseline: BaselineGate | None) -> None:
     """Parameters, gradients, optimizer states and (on a CPU) activations of every rank, within 1 % of plan and
-    declared remainders."""
+    declared extra memory."""
     expect(observed, "memory", baseline)

@@ -6,7 +6,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from meshmark.expect import expect, expect_no_worse, expect_not_wrong
-from meshmark.regression.gatekeeper import Gatekeeper
+from meshmark.regression.baseline_gate import BaselineGate
 from meshmark.run.record import Record
 from meshmark.run.runner import Runner
 from meshmark.run.throughput import throughput
@@ -31,7 +31,7 @@ replay = Replay()
 
 
 @pytest.mark.benchmark(group="step", timer=replay)
-def test_throughput(timed: Record, runner: Runner, benchmark: BenchmarkFixture, baseline: Gatekeeper | None) -> None:
+def test_throughput(timed: Record, runner: Runner, benchmark: BenchmarkFixture, baseline: BaselineGate | None) -> None:
     """Raw samples after warm-up, of a run that this session has not found wrong, and of the steps that it judged."""
     expect_not_wrong(runner.observed(timed.case))
     samples = timed.timing.step_seconds

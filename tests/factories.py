@@ -37,8 +37,8 @@ from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
-from meshmark.theory.flow import Departure, Flow, Purpose
-from meshmark.theory.states import ModelStates, Remainder
+from meshmark.theory.flow import Flow, Purpose, TrafficException
+from meshmark.theory.states import ExtraMemory, ModelStates
 
 
 def make_model(**changes: Any) -> ModelSpec:  # noqa: ANN401
@@ -164,7 +164,7 @@ def make_memory_evidence(**changes: Any) -> MemoryEvidence:  # noqa: ANN401
     defaults: dict[str, Any] = {
         "readings": [make_memory(), make_memory()],
         "planned": [ModelStates(parameters=400, gradients=400, optimizer_states=800)] * 2,
-        "remainders": [[Remainder(category="gradients", num_bytes=2.0, reason="padding")], []],
+        "extra_memory": [[ExtraMemory(category="gradients", num_bytes=2.0, reason="padding")], []],
         "state_dtypes": {"parameters": "float32", "optimizer_states": "float32"},
     }
     return MemoryEvidence(**{**defaults, **changes})
@@ -175,7 +175,9 @@ def make_traffic_evidence(**changes: Any) -> TrafficEvidence:  # noqa: ANN401
     defaults: dict[str, Any] = {
         "readings": [make_traffic(), make_traffic()],
         "planned": [[make_flow(num_bytes=396)]] * 2,
-        "departures": [[Departure(sends=(make_flow(num_bytes=4, fewest=0, most=0),), reason="padding to four bytes")]]
+        "traffic_exceptions": [
+            [TrafficException(sends=(make_flow(num_bytes=4, fewest=0, most=0),), reason="padding to four bytes")]
+        ]
         * 2,
         "places": [Place()] * 2,
         "reach": Reach(within_nodes=800.0, between_nodes=0.0, between_switches=0.0),

@@ -21,7 +21,7 @@ from meshmark.errors import InputError, ResultsError
 from meshmark.regression import bisect as bisection
 from meshmark.regression import side as sides
 from meshmark.regression.alternate import alternate
-from meshmark.regression.change import Standing
+from meshmark.regression.change import ChangeOutcome
 from meshmark.regression.sequential import evidence, half_width
 from meshmark.regression.side import Side
 from meshmark.run.record import Outcome, Record, Status
@@ -93,10 +93,10 @@ def side(seconds: float, scatter: float = 0.01, **changes: object) -> Callable[[
 
 def test_pairs_end_when_all_is_decided(tmp_path: Path) -> None:
     said: list[str] = []
-    for factor, standing in ((1.2, Standing.WORSE), (0.8, Standing.BETTER), (1.0, Standing.SAME)):
+    for factor, outcome in ((1.2, ChangeOutcome.WORSE), (0.8, ChangeOutcome.BETTER), (1.0, ChangeOutcome.SAME)):
         found = alternate(side(0.1), side(0.1 * factor), tmp_path, most_pairs=60, say=said.append)
         (rate,) = (change for change in found.changes if change.metric == "tokens/s")
-        assert rate.standing is standing
+        assert rate.outcome is standing
         assert rate.effect and rate.effect.lowest < 1 / factor - 1 < rate.effect.highest
     assert len(said) < 3 * 60 and said[-1].endswith("1 of 1 case decided")
 
@@ -104,7 +104,7 @@ def test_pairs_end_when_all_is_decided(tmp_path: Path) -> None:
 def test_what_cannot_be_told_says_how_many_pairs_it_takes(tmp_path: Path) -> None:
     found = alternate(side(0.1, scatter=0.2), side(0.1, scatter=0.2), tmp_path, most_pairs=5, say=lambda _: None)
     (rate,) = (change for change in found.changes if change.metric == "tokens/s")
-    assert rate.standing is Standing.UNDECIDED and "to tell 3% takes about" in rate.evidence
+    assert rate.outcome is ChangeOutcome.UNDECIDED and "to tell 3% takes about" in rate.evidence
 
 
 def test_sides_alternate_and_other_cases_are_an_error(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_side_that_crashes_is_worse(tmp_path: Path) -> None:
         return [make_timed(outcome=Outcome(status=Status.KILLED), timing=timing)]
 
     found = alternate(side(0.1), crashed, tmp_path, most_pairs=1, say=lambda _: None)
-    assert [c.metric for c in found.of(Standing.WORSE)] == ["timed pass"]
+    assert [c.metric for c in found.of(ChangeOutcome.WORSE)] == ["timed pass"]
 
 
 COMMITS = [

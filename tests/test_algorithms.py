@@ -25,9 +25,9 @@ from meshmark.judge.deviation import Drift, Quantity, QuantityKind, Tensors
 from meshmark.judge.faults import Fault
 from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.replicas import by_replica, replicas_of_ranks
+from meshmark.judge.tolerance_model import fit, noise_run
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import ExactOptimizer, assess_replicas, exact_gradients, initial_values
-from meshmark.judge.yardstick import fit, noise_run
 from meshmark.reference.data import make_batch
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.passes.noise import noise_key

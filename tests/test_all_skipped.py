@@ -12,7 +12,7 @@ pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent
 PLAIN = ("--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider")
 CONFTEST = """
-from meshmark.spec.case import Case, Misfit
+from meshmark.spec.case import Case, InvalidLayout
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload
 
@@ -20,7 +20,7 @@ pytest_plugins = ["meshmark.plugin"]
 
 def pytest_meshmark_cases(config, selection):
     tiny = workload("gpt-tiny")
-    misfit = Misfit(adapter="fsdp2", workload=tiny, layout=Layout(dp=3), reason="8 is not divisible by 3")
+    misfit = InvalidLayout(adapter="fsdp2", workload=tiny, layout=Layout(dp=3), reason="8 is not divisible by 3")
     return [Case(adapter="ddp", workload=tiny, layout=Layout(dp=2)), misfit]
 """
 WAYS = """

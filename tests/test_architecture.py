@@ -32,13 +32,13 @@ TABLE_HELPERS = {"spec/hardware.py::_gpu"}
 """Functions that stand for one line of a table of data, and may take more."""
 
 CORE = ROOT / "meshmark"
-BASE = {"clip", "counted", "environment", "errors", "import_target", "rank_progress", "serial"}
+BASE = {"clip", "environment", "errors", "import_target", "rank_progress", "serial"}
 """Modules that every folder may import."""
 FRONT = {
     "__init__",
     "__main__",
     "all_skipped",
-    "asked_files",
+    "optional_suites",
     "cli",
     "cluster_doctor",
     "expect",

@@ -14,8 +14,8 @@ from meshmark.cli import main
 from meshmark.errors import InputError, ResultsError
 from meshmark.expect import NoBaselineWarning, expect_no_worse
 from meshmark.regression.baseline import accept, find_baseline
+from meshmark.regression.baseline_gate import BaselineGate, baseline_gate, expect_cases, expect_conditions
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
-from meshmark.regression.gatekeeper import Gatekeeper, expect_cases, expect_conditions, gatekeeper
 from meshmark.run.record import SCHEMA, Outcome, Record, Relaunch, Status
 from meshmark.run.record_file import RecordFile, read_records
 from meshmark.run.session import Attempt, Ending, Session
@@ -53,8 +53,8 @@ def write(*records: Record | Session, folder: str = "results") -> Path:
     return Path(folder)
 
 
-def keeper(*records: Record, gate: str = DEFAULT_GATE) -> Gatekeeper:
-    return gatekeeper(accept(write(*records), "here"), parse_gate(gate))
+def keeper(*records: Record, gate: str = DEFAULT_GATE) -> BaselineGate:
+    return baseline_gate(accept(write(*records), "here"), parse_gate(gate))
 
 
 def test_a_baseline_is_compact_and_says_what_it_was_measured_under(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from meshmark.adapter.matrix import layouts, matrix
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.adapters import ROSTER
 from meshmark.errors import LayoutError
-from meshmark.spec.case import Case, Misfit, expect_fit
+from meshmark.spec.case import Case, InvalidLayout, expect_fit
 from meshmark.spec.layout import Layout, Offload, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import WORKLOADS
@@ -145,7 +145,7 @@ def test_of_a_mesh_what_fits_is_a_case_and_what_does_not_a_misfit() -> None:
 
     case, misfit = matrix({"piped": Piped}, [4], [WORKLOADS["gpt-tiny"]], [Precision.FP32])
     assert isinstance(case, Case) and case.layout.id == "pp4.mb4"
-    assert isinstance(misfit, Misfit) and misfit.layout.id == "pp4.interleaved.v2.mb4"
+    assert isinstance(misfit, InvalidLayout) and misfit.layout.id == "pp4.interleaved.v2.mb4"
     assert "pp 8 stages are more than 4 layers" in misfit.reason
 
 
@@ -165,7 +165,7 @@ def test_what_fits_is_run_and_what_does_not_keeps_its_reason(adapters: dict[str,
     expect_fit(cells)
     fits, misfit = cells
     assert isinstance(fits, Case) and fits.world_size == 2
-    assert isinstance(misfit, Misfit) and misfit.id == "ddp-dp3.mb2-gpt-tiny-fp32"
+    assert isinstance(misfit, InvalidLayout) and misfit.id == "ddp-dp3.mb2-gpt-tiny-fp32"
     assert "not divisible by dp 3 x 2 micro-batches" in misfit.reason
 
 

@@ -207,7 +207,14 @@ def test_nodes_that_are_left_go_on_where_they_stand_alike(monkeypatch: pytest.Mo
                 met = node.exchange("launch", f"of {rank}", seconds=30)
                 with pytest.raises(NoSpaceError, match="full" if rank == 4 else "node 4: full"):
                     meeting.meet(node, asked(), NoSpaceError("full") if rank == 4 else None)
-                ended[rank] = (node.numbers, node.spec.node_rank, node.spec.nnodes, met, node.room, node.told_of_lost)
+                ended[rank] = (
+                    node.numbers,
+                    node.spec.node_rank,
+                    node.spec.nnodes,
+                    met,
+                    node.room,
+                    node.lost_nodes_note,
+                )
             except ClusterError as error:
                 ended[rank] = str(error)
 
@@ -311,7 +318,7 @@ def test_a_case_that_no_longer_fits_stays_lost_and_the_run_goes_on(tmp_path: Pat
         nodes.spec, nodes.room = ClusterSpec(), 2
 
     spec = ClusterSpec(nnodes=2, rdzv="a:1")
-    nodes = SimpleNamespace(spec=spec, room=None, told_of_lost="", regroup=regroup)
+    nodes = SimpleNamespace(spec=spec, room=None, lost_nodes_note="", regroup=regroup)
     launcher = SimpleNamespace(cluster=nodes, launch=lose, close=lambda: None)
     four = make_case("ddp", layout=Layout(dp=4))
     for what in NodeLoss:

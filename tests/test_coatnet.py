@@ -25,7 +25,7 @@ def measured(name: str, *, mib: int, sent: int = 1000, seconds: float = 0.5, wor
     readings = [make_memory(parameters=4, activations=mib * MIB)] * world
     observed = make_record(
         case=case,
-        memory=make_memory_evidence(readings=readings, planned=[None] * world, remainders=[[]] * world),
+        memory=make_memory_evidence(readings=readings, planned=[None] * world, extra_memory=[[]] * world),
         traffic=make_traffic_evidence(readings=[TrafficReading(asked=[_sends(sent)], issued=[])] * world),
         verdicts=[],
     )

@@ -1,4 +1,4 @@
-"""What a rank sent, against theory and the departures from it that are declared."""
+"""What a rank sent, against theory and the exceptions from it that are declared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from meshmark.measure.readings import Collective, TrafficReading
 from meshmark.run.communication import judge_communication
 from meshmark.run.record import Record, Verdict
-from meshmark.theory.flow import Departure, Flow, Purpose
+from meshmark.theory.flow import Flow, Purpose, TrafficException
 from tests.factories import make_flow, make_good, make_traffic_evidence
 
 PLAN = [
@@ -23,10 +23,14 @@ def reading(*calls: Call) -> TrafficReading:
     return TrafficReading(asked=asked, issued=[])
 
 
-def record(*calls: Call, plan: list[Flow] | None = PLAN, departures: tuple[Departure, ...] = ()) -> Record:
+def record(
+    *calls: Call, plan: list[Flow] | None = PLAN, traffic_exceptions: tuple[TrafficException, ...] = ()
+) -> Record:
     """Rank 0 does as planned, rank 1 makes these calls."""
     evidence = make_traffic_evidence(
-        readings=[reading(*ASKED), reading(*calls)], planned=[PLAN, plan], departures=[[], [*departures]]
+        readings=[reading(*ASKED), reading(*calls)],
+        planned=[PLAN, plan],
+        traffic_exceptions=[[], [*traffic_exceptions]],
     )
     return make_good(traffic=evidence)
 
@@ -66,7 +70,7 @@ def test_the_same_bytes_in_as_many_calls_as_are_allowed_pass() -> None:
 )
 def test_what_differs_by_a_byte_a_call_or_a_rank_fails_and_says_what_to_do(change: list[Call], told: str) -> None:
     found = verdict(*change)
-    assert not found.passed and told in found.summary and "`Adapter.departures`" in found.summary
+    assert not found.passed and told in found.summary and "`Adapter.traffic_exceptions`" in found.summary
     assert found.evidence["rank"] == 1
 
 
@@ -82,23 +86,23 @@ def test_barriers_are_counted_and_told_and_fail_no_case() -> None:
 
 def test_what_is_declared_is_sent_instead_or_besides() -> None:
     kind = make_flow("broadcast", num_bytes=1000, most=5)
-    departures = (
-        Departure(instead_of=(PLAN[0],), sends=(kind,), reason="owners send"),
-        Departure(sends=(make_flow(ranks=(0, 2), num_bytes=4, most=1),), reason="a scalar"),
+    traffic_exceptions = (
+        TrafficException(instead_of=(PLAN[0],), sends=(kind,), reason="owners send"),
+        TrafficException(sends=(make_flow(ranks=(0, 2), num_bytes=4, most=1),), reason="a scalar"),
     )
     calls: list[Call] = [("broadcast", (0, 1), 1, 1000), ASKED[1], ("all_reduce", (0, 2), 1, 4)]
-    found = verdict(*calls, departures=departures)
+    found = verdict(*calls, traffic_exceptions=traffic_exceptions)
     assert found.passed and found.evidence["declared"] == "a scalar; owners send"
-    assert not verdict(*ASKED, departures=departures).passed, "a declared departure must show"
+    assert not verdict(*ASKED, traffic_exceptions=traffic_exceptions).passed, "a declared departure must show"
 
 
 def test_one_process_has_nothing_to_communicate() -> None:
-    evidence = make_traffic_evidence(readings=[reading()], planned=[[]], departures=[[]])
+    evidence = make_traffic_evidence(readings=[reading()], planned=[[]], traffic_exceptions=[[]])
     found = judge_communication(make_good(traffic=evidence))
     assert found is not None and (found.passed, found.summary) == (True, "nothing to communicate")
 
 
 def test_what_is_not_planned_is_not_judged() -> None:
     assert judge_communication(record(*ASKED, plan=None)) is None
-    of_old = make_traffic_evidence(planned=[], departures=[])
+    of_old = make_traffic_evidence(planned=[], traffic_exceptions=[])
     assert judge_communication(make_good(traffic=of_old)) is None

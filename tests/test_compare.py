@@ -12,7 +12,7 @@ import pytest
 from meshmark.cli import main
 from meshmark.errors import InputError, ResultsError
 from meshmark.measure.readings import Bytes, Collective, TrafficReading
-from meshmark.regression.change import Change, Kind, Standing
+from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.compare import compare
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
 from meshmark.regression.samples import STEP, Sample, own_scatter
@@ -57,7 +57,7 @@ def rows(before: list[Record], after: list[Record], **options: Any) -> dict[str,
 def test_equal_sides_differ_in_nothing() -> None:
     found = rows([make_good(), timed(0.1)], [make_good(), timed(0.1)])
     exact = [change for change in found.values() if change.kind not in (Kind.SLOWER, Kind.SLOWER_START)]
-    assert {change.standing for change in exact} == {Standing.SAME}
+    assert {change.outcome for change in exact} == {ChangeOutcome.SAME}
     names = {
         "equivalence verdict",
         "memory verdict",
@@ -67,16 +67,16 @@ def test_equal_sides_differ_in_nothing() -> None:
         "timed pass",
     }
     assert names <= found.keys()
-    assert found["tokens/s"].standing in (Standing.SAME, Standing.UNDECIDED)
+    assert found["tokens/s"].outcome in (ChangeOutcome.SAME, ChangeOutcome.UNDECIDED)
 
 
 @pytest.mark.parametrize(
     "one, other, standing",
-    [(True, False, Standing.WORSE), (False, True, Standing.BETTER), (False, False, Standing.SAME)],
+    [(True, False, ChangeOutcome.WORSE), (False, True, ChangeOutcome.BETTER), (False, False, ChangeOutcome.SAME)],
 )
-def test_a_verdict_is_ranked(one: bool, other: bool, standing: Standing) -> None:
+def test_a_verdict_is_ranked(one: bool, other: bool, outcome: ChangeOutcome) -> None:
     before, after = (make_good(verdicts=[make_verdict(passed=passed)]) for passed in (one, other))
-    assert rows([before], [after])["equivalence verdict"].standing is standing
+    assert rows([before], [after])["equivalence verdict"].outcome is standing
 
 
 def test_a_diagnosis_is_the_evidence_and_what_is_undecided_is_not_worse() -> None:
@@ -84,34 +84,36 @@ def test_a_diagnosis_is_the_evidence_and_what_is_undecided_is_not_worse() -> Non
     found = rows([make_good()], [make_good(verdicts=[wrong])])["equivalence verdict"]
     assert (found.before, found.after, found.evidence) == ("yes", "no", "gradients not reduced")
     undecided = make_good(verdicts=[make_verdict(passed=False, undecided=True)])
-    assert rows([make_good()], [undecided])["equivalence verdict"].standing is Standing.UNDECIDED
+    assert rows([make_good()], [undecided])["equivalence verdict"].outcome is ChangeOutcome.UNDECIDED
 
 
 def test_a_crash_is_worse_and_a_full_disk_is_not() -> None:
-    for status, standing in ((Status.KILLED, Standing.WORSE), (Status.NO_SPACE, Standing.UNDECIDED)):
+    for status, outcome in ((Status.KILLED, ChangeOutcome.WORSE), (Status.NO_SPACE, ChangeOutcome.UNDECIDED)):
         ended = make_good(outcome=Outcome(status=status, message="signal 9"), verdicts=[])
         found = rows([make_good()], [ended])["instrumented pass"]
-        assert (found.standing, found.evidence) == (standing, "signal 9")
+        assert (found.outcome, found.evidence) == (standing, "signal 9")
 
 
 def test_any_byte_is_named_by_category_and_rank() -> None:
     grown = make_good(memory=make_memory_evidence(readings=[make_memory(), make_memory(activations=1004)]))
     found = rows([make_good()], [grown])
     peak = found["peak memory"]
-    assert peak.standing is Standing.SAME and "backend's thread" in peak.evidence  # within the 8 bytes that are late
+    assert (
+        peak.outcome is ChangeOutcome.SAME and "backend's thread" in peak.evidence
+    )  # within the 8 bytes that are late
     grown = make_good(memory=make_memory_evidence(readings=[make_memory(), make_memory(activations=1040)]))
     found = rows([make_good()], [grown])
-    assert found["peak memory"].standing is Standing.WORSE
+    assert found["peak memory"].outcome is ChangeOutcome.WORSE
     assert found["peak memory"].evidence == "activations on rank 1: 1,000 -> 1,040"
     assert not found["peak memory, activations"].gated
-    assert found["memory after a step"].standing is Standing.SAME
-    assert rows([grown], [make_good()])["peak memory"].standing is Standing.BETTER
+    assert found["memory after a step"].outcome is ChangeOutcome.SAME
+    assert rows([grown], [make_good()])["peak memory"].outcome is ChangeOutcome.BETTER
 
 
 def test_as_many_bytes_for_other_things_are_no_gain() -> None:
     moved = dataclasses.replace(make_memory(), steady=Bytes(parameters=400, optimizer_states=700, other=124))
     found = rows([make_good()], [make_good(memory=make_memory_evidence(readings=[make_memory(), moved]))])
-    assert found["memory after a step"].standing is Standing.UNDECIDED
+    assert found["memory after a step"].outcome is ChangeOutcome.UNDECIDED
     assert "optimizer_states on rank 1: 800 -> 700" in found["memory after a step"].evidence
 
 
@@ -119,21 +121,21 @@ def test_traffic_is_named_by_collective_group_and_rank() -> None:
     gathered = Collective(kind="all_gather", group_size=2, ranks=(0, 1), count=1, num_bytes=8)
     more = TrafficReading(asked=[*make_traffic().asked, gathered], issued=make_traffic().issued)
     found = rows([make_good()], [make_good(traffic=make_traffic_evidence(readings=[make_traffic(), more]))])
-    assert found["traffic asked for"].standing is Standing.WORSE
+    assert found["traffic asked for"].outcome is ChangeOutcome.WORSE
     assert found["traffic asked for"].evidence == "all_gather over ranks 0, 1 on rank 1: none -> 8 bytes in 1 call"
-    assert found["traffic issued"].standing is Standing.SAME
+    assert found["traffic issued"].outcome is ChangeOutcome.SAME
     calls = TrafficReading(asked=[dataclasses.replace(make_traffic().asked[0], count=4)], issued=make_traffic().issued)
     found = rows([make_good()], [make_good(traffic=make_traffic_evidence(readings=[calls, calls]))])
-    assert found["traffic asked for"].standing is Standing.WORSE  # as many bytes, in more calls
+    assert found["traffic asked for"].outcome is ChangeOutcome.WORSE  # as many bytes, in more calls
 
 
 def test_repeated_launches_tell_a_slow_down_with_its_interval() -> None:
     found = rows(launches(0.1), launches(0.12))["tokens/s"]
-    assert found.standing is Standing.WORSE
+    assert found.outcome is ChangeOutcome.WORSE
     assert found.effect and found.effect.lowest < 1 / 1.2 - 1 < found.effect.highest < 0
     assert found.by == pytest.approx(0.2, abs=0.05)
     assert "4 and 4 launches" in found.evidence and "repeats of this case" in found.evidence
-    assert rows(launches(0.12), launches(0.1))["tokens/s"].standing is Standing.BETTER
+    assert rows(launches(0.12), launches(0.1))["tokens/s"].outcome is ChangeOutcome.BETTER
 
 
 def test_another_machine_s_scatter_decides_nothing() -> None:
@@ -141,7 +143,7 @@ def test_another_machine_s_scatter_decides_nothing() -> None:
     for large in (1.1, 3.0):
         found = compare([timed(0.1)], [timed(0.1 * large)]).changes
         (rate,) = (change for change in found if change.metric == "tokens/s")
-        assert rate.standing is Standing.UNDECIDED and rate.effect and rate.effect.estimate < -0.05
+        assert rate.outcome is ChangeOutcome.UNDECIDED and rate.effect and rate.effect.estimate < -0.05
         assert (
             "decides nothing here); to tell how launches scatter on this machine takes 4 more launches" in rate.evidence
         )
@@ -155,8 +157,8 @@ def test_repeats_on_one_machine_decide_nothing_on_another() -> None:
         return dataclasses.replace(record, environment=make_environment(machine="Abacus 4000"))
 
     before, after = launches(0.1, 5), [here(each) for each in launches(0.2, 5)]
-    assert rows(before, after[:1], across=True)["tokens/s"].standing is Standing.UNDECIDED
-    assert rows(before, after, across=True)["tokens/s"].standing is Standing.WORSE
+    assert rows(before, after[:1], across=True)["tokens/s"].outcome is ChangeOutcome.UNDECIDED
+    assert rows(before, after, across=True)["tokens/s"].outcome is ChangeOutcome.WORSE
 
 
 def starts(seconds: float, count: int = 4) -> list[Record]:
@@ -170,7 +172,7 @@ def test_slower_is_of_steps_and_starts_fail_where_they_are_asked_for_alone() -> 
     """Unchanged code had failed by "launch seconds worse": how fast a machine starts a process is not the code's."""
     steady, slow = launches(0.1), launches(0.2)
     started = compare([*starts(1.0), *steady], [*starts(2.0), *steady]).changes
-    told = {change.metric for change in started if change.standing is Standing.WORSE}
+    told = {change.metric for change in started if change.outcome is ChangeOutcome.WORSE}
     assert told == {"launch seconds", "build seconds"}, "they are told all the same"
     assert not parse_gate(DEFAULT_GATE).failing(started)
     assert {c.metric for c in parse_gate("slower-start:50%").failing(started)} == told
@@ -183,7 +185,7 @@ def test_one_step_says_nothing() -> None:
     single = make_timed(timing=make_timing(rank_step_seconds=[[0.1]]))
     double = make_timed(timing=make_timing(rank_step_seconds=[[0.2]]))
     found = rows([single], [double])["tokens/s"]
-    assert found.standing is Standing.UNDECIDED
+    assert found.outcome is ChangeOutcome.UNDECIDED
     assert "a single step says nothing" in found.evidence
 
 
@@ -204,7 +206,7 @@ def test_equal_code_is_called_different_as_rarely_as_promised_and_slow_code_is_f
             for case in range(10)
         }
         told = time_changes(pairs, {str(case): (1, "tokens") for case in range(10)}, 0.02)
-        different = {c.case for c in told if c.standing in (Standing.WORSE, Standing.BETTER)}
+        different = {c.case for c in told if c.outcome in (ChangeOutcome.WORSE, ChangeOutcome.BETTER)}
         alarms += bool(different - {"0"} or (slow == 1.0 and different))
         found += slow > 1.0 and "0" in different
     assert alarms <= 9  # of 300 at 1 %: more has a chance of 0.1 %
@@ -234,8 +236,8 @@ def test_launch_and_build_seconds_are_tested_too() -> None:
         ]
 
     found = rows(built(1.0), built(2.0))
-    assert found["build seconds"].standing is Standing.WORSE
-    assert found["launch seconds"].standing is Standing.SAME
+    assert found["build seconds"].outcome is ChangeOutcome.WORSE
+    assert found["launch seconds"].outcome is ChangeOutcome.SAME
 
 
 def test_clauses_are_compared() -> None:
@@ -244,7 +246,7 @@ def test_clauses_are_compared() -> None:
         return make_good(task=Task.OBSERVE, conformance=about, outcome=Outcome(status=status, message="gone"))
 
     found = rows([clause(Status.OK)], [clause(Status.KILLED)])
-    worse = [metric for metric, change in found.items() if change.standing is Standing.WORSE]
+    worse = [metric for metric, change in found.items() if change.outcome is ChangeOutcome.WORSE]
     assert any(metric.startswith("clause ") for metric in worse)
 
 
@@ -260,7 +262,7 @@ def test_a_name_that_stands_for_another_workload_compares_with_nothing() -> None
     case = make_case()
     other = dataclasses.replace(case, workload=dataclasses.replace(case.workload, seed=1))
     (change,) = compare([make_good(case=case)], [make_good(case=other)]).changes
-    assert change.standing is Standing.UNDECIDED and "another workload" in change.evidence
+    assert change.outcome is ChangeOutcome.UNDECIDED and "another workload" in change.evidence
 
 
 def test_no_case_in_common_is_an_error_that_names_both() -> None:

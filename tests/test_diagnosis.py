@@ -18,9 +18,9 @@ from meshmark.judge.deviation import Drift, Quantity
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.faults import Diagnosis, Fault, named_factor
 from meshmark.judge.owners import nobody_reduced
+from meshmark.judge.tolerance_model import ToleranceModel, fit, noise_run
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients
-from meshmark.judge.yardstick import Yardstick, fit, noise_run
 from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
@@ -33,8 +33,8 @@ WEIGHT = "blocks.0.feed_forward.up.weight"
 
 
 @cache
-def honest() -> tuple[Trace, Yardstick]:
-    """One run of `single`, and a yardstick on it alone, three times as far."""
+def honest() -> tuple[Trace, ToleranceModel]:
+    """One run of `single`, and a tolerance model on it alone, three times as far."""
     case = dataclasses.replace(CASE, layout=Layout())
     context = RankContext(rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", scratch=Path())
     engine = Single().build(case, context)
@@ -49,10 +49,10 @@ def honest() -> tuple[Trace, Yardstick]:
 
 
 def examine(doctor: Callable[[Trace], None], drifts: tuple[Drift, ...] = (), case: Case = CASE) -> Diagnosis | None:
-    trace, yardstick = honest()
+    trace, tolerance_model = honest()
     trace = copy.deepcopy(trace)
     doctor(trace)
-    return diagnose(case, trace, assess(trace, case.workload), drifts, yardstick)
+    return diagnose(case, trace, assess(trace, case.workload), drifts, tolerance_model)
 
 
 def found(doctor: Callable[[Trace], None], fault: Fault, step: int, *drifts: Drift) -> Diagnosis:

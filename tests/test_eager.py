@@ -28,7 +28,7 @@ from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Loss, Workload
 from meshmark.theory.recipe import eager_recipe
 from meshmark.theory.saved_activations import RNG_STATE_BYTES
-from meshmark.theory.states import ModelStates, Remainder, model_states
+from meshmark.theory.states import ExtraMemory, ModelStates, model_states
 from tests.factories import make_environment, make_good, make_memory, make_memory_evidence, make_model, make_workload
 
 SCALARS = 64
@@ -170,11 +170,11 @@ def test_what_the_forms_do_not_know_is_not_planned(layout: Layout, dropout: floa
 def judged(measured: int, planned: float | None, device: str = "cpu", declared: float = 0.0) -> Record:
     reading = dataclasses.replace(make_memory(), held=Bytes(activations=measured))
     plan = ModelStates(parameters=400, gradients=400, optimizer_states=800, activations=planned)
-    remainder = Remainder(category="activations", num_bytes=declared, reason="masks")
+    remainder = ExtraMemory(category="activations", num_bytes=declared, reason="masks")
     return make_good(
         environment=make_environment(device=device),
         memory=make_memory_evidence(
-            readings=[make_memory(), reading], planned=[plan, plan], remainders=[[], [remainder]]
+            readings=[make_memory(), reading], planned=[plan, plan], extra_memory=[[], [remainder]]
         ),
     )
 
@@ -194,7 +194,7 @@ def test_a_declared_remainder_of_activations_counts() -> None:
 def test_activations_are_judged_where_they_are_planned_and_measured_alone() -> None:
     assert judge_memory(judged(99_999, None)).passed
     assert judge_memory(judged(99_999, 10_000.0, device="cuda")).passed, "the forms are the CPU's"
-    unread = dataclasses.replace(judged(1, 10_000.0), memory=make_memory_evidence(remainders=[[], []]))
+    unread = dataclasses.replace(judged(1, 10_000.0), memory=make_memory_evidence(extra_memory=[[], []]))
     assert judge_memory(unread).passed, "a record of before they were read"
 
 
@@ -239,7 +239,7 @@ def test_adapters_hold_what_is_planned(runner: Runner, adapter: str, layout: Lay
     verdict = record.verdict("memory")
     assert verdict is not None and verdict.passed, verdict
     for reading, plan, declared in zip(
-        record.memory.readings, record.memory.planned, record.memory.remainders, strict=True
+        record.memory.readings, record.memory.planned, record.memory.extra_memory, strict=True
     ):
         assert reading.held is not None and plan.activations is not None
         expected = plan.activations + sum(r.num_bytes for r in declared if r.category == "activations")

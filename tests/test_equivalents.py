@@ -8,7 +8,7 @@ import pytest
 
 from meshmark.adapter.arithmetic import Casting
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
-from meshmark.judge.yardstick import Comparisons, Yardstick, fit
+from meshmark.judge.tolerance_model import Comparisons, ToleranceModel, fit
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.record import Record
 from meshmark.run.runner import Runner, RunOptions
@@ -77,7 +77,7 @@ def noise_runs() -> list[Comparisons]:
     return runs
 
 
-def yardstick() -> Yardstick:
+def tolerance_model() -> ToleranceModel:
     return fit(noise_runs()).declared(Casting.AUTOCAST)
 
 
@@ -109,7 +109,7 @@ def everywhere(names: list[str], distance: float) -> dict[str, float]:
     ids=["the twin's bits", "a flip", "two flips", "other micro-batches", "another forward pass"],
 )
 def test_one_way_that_explains_everything_passes(found: Deviations, way: str) -> None:
-    stick = yardstick()
+    stick = tolerance_model()
     assert stick.fitted_to(found).way == way
     assert max(excess for excess, *_ in stick.judge(found)) <= 1
 
@@ -144,7 +144,7 @@ def test_one_way_that_explains_everything_passes(found: Deviations, way: str) ->
     ],
 )
 def test_what_no_way_explains_alone_fails(found: Deviations) -> None:
-    stick = yardstick()
+    stick = tolerance_model()
     assert stick.fitted_to(found) is stick
     assert max(excess for excess, *_ in stick.judge(found)) > 1
 
@@ -152,7 +152,7 @@ def test_what_no_way_explains_alone_fails(found: Deviations) -> None:
 def test_a_tensor_of_one_element_is_always_a_multiple() -> None:
     found = dict(run(product0=1e-4, factor=1 + 1e-4, steps=1))
     found[QuantityKind.REFERENCE.of("product0")] = [Deviation(distance=0.01, scale=SCALE, factor=1.01)] * STEPS
-    assert yardstick().fitted_to(found).way == "reordered"
+    assert tolerance_model().fitted_to(found).way == "reordered"
 
 
 def test_an_adapter_that_declares_nothing_has_no_way() -> None:
@@ -163,5 +163,5 @@ def test_an_adapter_that_declares_nothing_has_no_way() -> None:
 def test_records_hold_the_ways(runner: Runner) -> None:
     """So that a record on disk can be judged again."""
     record = observed(runner, "attentionbyhand", Precision.BF16)
-    assert record.equivalence.yardstick.fitted_to(record.equivalence.deviations).way == "forward"
+    assert record.equivalence.tolerance_model.fitted_to(record.equivalence.deviations).way == "forward"
     assert set(record.equivalence.ways) == {"reordered", "regrouped", "sums", "products", "forward"}

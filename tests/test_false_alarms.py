@@ -1,4 +1,4 @@
-"""What is claimed of false alarms: as much as was counted, by the yardstick that judges."""
+"""What is claimed of false alarms: as much as was counted, by the tolerance model that judges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.false_alarms import Line, counted, read
 from benchmarks.honest import PROBABILITIES, Group, Honest, Tail
 from benchmarks.power_page import Power
 from meshmark.judge.false_alarms import Counted, FalseAlarms, design_effect, shown, upper_limit
-from meshmark.judge.yardstick import FALSE_ALARMS
+from meshmark.judge.tolerance_model import FALSE_ALARMS
 from meshmark.run.kernels import ATTENTION
 from meshmark.run.passes.noise import FORMAT, noise_key
 from tests.factories import make_case, make_environment
@@ -39,8 +39,8 @@ def test_the_bound_is_printed_and_not_the_aim() -> None:
     found = FalseAlarms(version=FORMAT, machines=[], torch=[], counted=[])
     assert (found.bound, str(found)) == (1.0, "not counted yet: run make power-long")
     some = [
-        Counted(what="a", problems=1, yardsticks=1, runs=400, alarms=0),
-        Counted(what="b", problems=1, yardsticks=2, runs=600, alarms=1),
+        Counted(what="a", problems=1, tolerance_models=1, runs=400, alarms=0),
+        Counted(what="b", problems=1, tolerance_models=2, runs=600, alarms=1),
     ]
     told = str(FalseAlarms(version=FORMAT, machines=[], torch=[], design_effect=2.5, counted=some))
     assert told == "1 alarm in 1,000 correct runs, which show as much as 400 independent ones: below 0.0093 (95%)"
@@ -59,14 +59,19 @@ def test_runs_that_fare_alike_within_a_problem_count_as_fewer() -> None:
 def line(seed: int, excesses: list[float], version: int = FORMAT) -> Line:
     tail = Tail(compared=9, beyond=[0] * len(PROBABILITIES), largest=1.0)
     group = Group(
-        what="single, gpt", seed=seed, yardsticks=1, excesses=excesses, worst="loss, step 0", tails={"number": tail}
+        what="single, gpt",
+        seed=seed,
+        tolerance_models=1,
+        excesses=excesses,
+        worst="loss, step 0",
+        tails={"number": tail},
     )
     return Line(version=version, machine="m", torch="t", how="single", number=seed, seconds=1.0, group=group)
 
 
 def test_each_group_counts_once_and_an_alarm_is_counted(tmp_path: Path) -> None:
     found = counted([line(0, [0.5, 0.6]), line(0, [0.5, 0.6]), line(1, [0.5, 1.01])])
-    assert [(c.problems, c.yardsticks, c.runs, c.alarms) for c in found.counted] == [(2, 2, 4, 1)]
+    assert [(c.problems, c.tolerance_models, c.runs, c.alarms) for c in found.counted] == [(2, 2, 4, 1)]
     assert (tmp_path / "groups.jsonl").write_text('{"version": 6, "mach')
     assert read(tmp_path / "groups.jsonl") == []
 
@@ -97,7 +102,7 @@ def test_what_is_not_good_is_said() -> None:
     """Correct runs that are further out than their noise runs' spread says, here four times as often, are a reason."""
     tail = Tail(compared=10_000, beyond=[100, 40, 4, 1], largest=2.0)
     group = Group(
-        what="single, gpt", seed=0, yardsticks=1, excesses=[0.5], worst="loss, step 0", tails={"number": tail}
+        what="single, gpt", seed=0, tolerance_models=1, excesses=[0.5], worst="loss, step 0", tails={"number": tail}
     )
     power = Power(
         trials=[],

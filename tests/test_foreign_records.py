@@ -88,7 +88,7 @@ def test_the_plan_in_the_report_is_the_record_s(tmp_path: Path) -> None:
     assert row["parameters"] == "100.00%"
 
 
-@pytest.mark.parametrize("missing", ["planned", "remainders"])
+@pytest.mark.parametrize("missing", ["planned", "extra_memory"])
 def test_a_record_without_a_plan_has_a_dash(missing: str) -> None:
     record = make_good(memory=make_memory_evidence(**{missing: []}))
     assert totals(record) == []

@@ -14,7 +14,7 @@ from meshmark.conformance.gap_file import read_gaps
 from meshmark.errors import InputError
 from meshmark.expect import StaleGapWarning, expect, expect_not_wrong
 from meshmark.run.record import Record
-from meshmark.run.user_gaps import gaps_of_nothing, with_gaps
+from meshmark.run.user_gaps import unmatched_gaps, with_gaps
 from meshmark.spec.known_gap import KnownGap
 from tests.factories import make_case, make_good, make_verdict
 from tests.test_conformance import GAP, plain, plain_conformance
@@ -52,8 +52,8 @@ def test_a_known_failure_is_expected_and_another_one_fails(tmp_path: Path) -> No
 
 def test_a_pattern_that_is_no_adapter_s_is_told(tmp_path: Path) -> None:
     mine, mistyped = known(tmp_path, GOOD.replace("dd*", "mine*")), known(tmp_path, GOOD.replace("dd*", "deepsped*"))
-    assert not gaps_of_nothing([*known(tmp_path), *mine], ["mine2"]), "ddp is known, though it is not run here"
-    (told,) = gaps_of_nothing([*mine, *mistyped, *mistyped], ["mine2"])
+    assert not unmatched_gaps([*known(tmp_path), *mine], ["mine2"]), "ddp is known, though it is not run here"
+    (told,) = unmatched_gaps([*mine, *mistyped, *mistyped], ["mine2"])
     assert told == "--known-gaps: 'deepsped*' matches no adapter that is known here"
 
 

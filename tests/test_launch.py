@@ -19,7 +19,7 @@ import torch
 import meshmark
 from meshmark.run.caches import private_base
 from meshmark.run.forkserver_launcher import ForkserverLauncher
-from meshmark.run.rank_report import Standing
+from meshmark.run.rank_report import StackState
 from meshmark.run.record import Record, Status
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.run.watchdog import standing
@@ -137,18 +137,18 @@ TORCH, LIBRARY = torch.nn.functional.__file__, json.__file__
 @pytest.mark.parametrize(
     "frames, stands",
     [
-        ([HERE / "measure" / "allocations.py", OBSERVER], Standing.OWN),
-        ([HERE / "measure" / "watch.py", TORCH, ENGINE, OBSERVER], Standing.OWN),
-        ([LIBRARY, HERE / "serial.py", OBSERVER], Standing.OWN),
-        ([TORCH, MODEL, TORCH, JUDGE], Standing.OWN),
-        ([TORCH, MODEL, TORCH, ENGINE, OBSERVER], Standing.OUTSIDE),
-        ([MODEL, TORCH, HERE / "adapter" / "data_parallel.py", OBSERVER], Standing.OUTSIDE),
-        (["/somewhere/engine.py", OBSERVER], Standing.OUTSIDE),
-        (["/venv/lib/python3.11/site-packages/deepspeed/engine.py", OBSERVER], Standing.OUTSIDE),
-        ([torch.distributed.distributed_c10d.__file__, JUDGE], Standing.INSIDE),
+        ([HERE / "measure" / "allocations.py", OBSERVER], StackState.OWN),
+        ([HERE / "measure" / "watch.py", TORCH, ENGINE, OBSERVER], StackState.OWN),
+        ([LIBRARY, HERE / "serial.py", OBSERVER], StackState.OWN),
+        ([TORCH, MODEL, TORCH, JUDGE], StackState.OWN),
+        ([TORCH, MODEL, TORCH, ENGINE, OBSERVER], StackState.OUTSIDE),
+        ([MODEL, TORCH, HERE / "adapter" / "data_parallel.py", OBSERVER], StackState.OUTSIDE),
+        (["/somewhere/engine.py", OBSERVER], StackState.OUTSIDE),
+        (["/venv/lib/python3.11/site-packages/deepspeed/engine.py", OBSERVER], StackState.OUTSIDE),
+        ([torch.distributed.distributed_c10d.__file__, JUDGE], StackState.INSIDE),
     ],
 )
-def test_whose_code_a_rank_stands_in_is_told_by_its_stack(frames: list[Path | str], stands: Standing) -> None:
+def test_whose_code_a_rank_stands_in_is_told_by_its_stack(frames: list[Path | str], stands: StackState) -> None:
     lines = [f'  File "{file}", line 1 in some_function' for file in frames]
     stack = "\n".join(["Thread 0x1 (most recent call first):", '  File "/other.py", line 2 in run', ""])
     assert standing("\n".join([stack, "Current thread 0x2 (most recent call first):", *lines])) is stands

@@ -75,7 +75,7 @@ def test_a_pipeline_trains_right_holds_what_is_planned_and_sends_it(
     for suite in ("equivalence", "memory", "communication"):
         expect(record, suite)
     for reading, plan, declared in zip(
-        record.memory.readings, record.memory.planned, record.memory.remainders, strict=True
+        record.memory.readings, record.memory.planned, record.memory.extra_memory, strict=True
     ):
         assert reading.held is not None and plan.activations is not None
         expected = plan.activations + sum(r.num_bytes for r in declared if r.category == "activations")

@@ -31,8 +31,8 @@ def replanned(record: Record) -> Record:
     case, adapter = record.case, load_adapter(builtin_adapters()[record.case.adapter])
     ranks = range(len(record.memory.readings))
     planned = [model_states(case, rank, adapter.recipe(case)) for rank in ranks]
-    remainders = [list(adapter.remainders(case, rank)) for rank in ranks]
-    return replace(record, memory=replace(record.memory, planned=planned, remainders=remainders))
+    extra_memory = [list(adapter.extra_memory(case, rank)) for rank in ranks]
+    return replace(record, memory=replace(record.memory, planned=planned, extra_memory=extra_memory))
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)

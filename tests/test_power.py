@@ -30,7 +30,9 @@ BY_SUITE, BY_CLAUSE = BY_NAME["ddp_NoReduction"], BY_NAME["ddp_HidesMessage_erro
 
 def make_power() -> Power:
     tail = Tail(compared=100, beyond=[1] * len(PROBABILITIES), largest=3.0)
-    group = Group(what="single, mini", seed=3, yardsticks=2, excesses=[0.5, 0.75], worst="loss", tails={"number": tail})
+    group = Group(
+        what="single, mini", seed=3, tolerance_models=2, excesses=[0.5, 0.75], worst="loss", tails={"number": tail}
+    )
     return Power(
         trials=[
             Trial(mutant=BY_SUITE, record=make_record(case=BY_SUITE.case)),

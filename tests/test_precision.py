@@ -164,7 +164,7 @@ def reduced_bytes(record: Record) -> int:
 
 @pytest.mark.parametrize("adapter", ["ddp", "fsdp2"])
 def test_bf16_reduced_in_bf16_is_another_precision_than_reduced_in_fp32(runner: Runner, adapter: str) -> None:
-    """Both train as they should, each by its own yardstick, and half the bytes are sent."""
+    """Both train as they should, each by its own tolerance model, and half the bytes are sent."""
     cases = [
         Case(adapter=adapter, workload=GPT, layout=LAYOUTS[adapter], precision=p) for p in (Precision.BF16, NARROW)
     ]

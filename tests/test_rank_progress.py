@@ -13,7 +13,7 @@ from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.truth import assess
 from meshmark.rank_progress import Mark, Pace, Phase, read_mark
 from meshmark.run.launch import _settle
-from meshmark.run.rank_report import RankFailure, Standing
+from meshmark.run.rank_report import RankFailure, StackState
 from meshmark.run.watchdog import standing
 from tests.test_diagnosis import CASE, STEPS, honest
 
@@ -78,18 +78,18 @@ def test_a_mark_costs_microseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_truth_and_the_diagnosis_are_progress_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come when the other ranks have nothing left to do, and can take longer than the steps did."""
     monkeypatch.setattr(rank_progress, "_marker", rank_progress._Marker())
-    trace, yardstick = honest()
+    trace, tolerance_model = honest()
     trace = dataclasses.replace(trace, gradients=[{n: 2 * g for n, g in step.items()} for step in trace.gradients])
     rank_progress.watch(tmp_path / "mark")
     deviations = assess(trace, CASE.workload)
     left = read_mark(tmp_path / "mark", started=0.0)
     assert (left.phase, left.done, left.total) == (Phase.TRUTH, STEPS, STEPS) and left.longest > 0
-    assert diagnose(CASE, trace, deviations, (), yardstick)
+    assert diagnose(CASE, trace, deviations, (), tolerance_model)
     left = read_mark(tmp_path / "mark", started=0.0)
     assert left.phase is Phase.EXPLAIN and left.done > 0
 
 
-def failure(rank: int, kind: str, when: float, standing: Standing = Standing.INSIDE) -> RankFailure:
+def failure(rank: int, kind: str, when: float, standing: StackState = StackState.INSIDE) -> RankFailure:
     return RankFailure(rank=rank, kind=kind, message="", time=when, standing=standing)
 
 
@@ -103,9 +103,9 @@ def failure(rank: int, kind: str, when: float, standing: Standing = Standing.INS
         ([failure(0, "raised", 1.0), failure(1, "killed", 3.0)], (1, "killed")),
         ([failure(0, "raised", 1.0), failure(1, "exited", 3.0)], (1, "exited")),
         ([failure(0, "killed", 1.0), failure(1, "unfinished", 3.0)], (1, "unfinished")),
-        ([failure(0, Pace.HUNG, 1.0), failure(1, Pace.HUNG, 3.0, Standing.OUTSIDE)], (1, "hung")),
-        ([failure(0, Pace.HUNG, 1.0, Standing.OUTSIDE), failure(1, Pace.HUNG, 3.0, Standing.SILENT)], (1, "hung")),
-        ([failure(0, Pace.WAITS, 1.0), failure(1, Pace.WAITS, 3.0, Standing.OUTSIDE)], (1, "hung")),
+        ([failure(0, Pace.HUNG, 1.0), failure(1, Pace.HUNG, 3.0, StackState.OUTSIDE)], (1, "hung")),
+        ([failure(0, Pace.HUNG, 1.0, StackState.OUTSIDE), failure(1, Pace.HUNG, 3.0, StackState.SILENT)], (1, "hung")),
+        ([failure(0, Pace.WAITS, 1.0), failure(1, Pace.WAITS, 3.0, StackState.OUTSIDE)], (1, "hung")),
     ],
 )
 def test_the_rank_to_blame_comes_first(failures: list[RankFailure], first: tuple[int, str]) -> None:
@@ -116,16 +116,16 @@ def test_the_rank_to_blame_comes_first(failures: list[RankFailure], first: tuple
 @pytest.mark.parametrize(
     "innermost, stands",
     [
-        ('File "/venv/torch/distributed/distributed_c10d.py", line 3007 in all_reduce', Standing.INSIDE),
-        ('File "/venv/torch/autograd/graph.py", line 869 in _engine_run_backward', Standing.INSIDE),
-        (f'File "{__file__}", line {{line}} in test', Standing.INSIDE),
-        ('File "/site/loader.py", line 12 in next', Standing.OUTSIDE),
+        ('File "/venv/torch/distributed/distributed_c10d.py", line 3007 in all_reduce', StackState.INSIDE),
+        ('File "/venv/torch/autograd/graph.py", line 869 in _engine_run_backward', StackState.INSIDE),
+        (f'File "{__file__}", line {{line}} in test', StackState.INSIDE),
+        ('File "/site/loader.py", line 12 in next', StackState.OUTSIDE),
     ],
 )
-def test_where_a_rank_stands_is_its_innermost_frame(innermost: str, stands: Standing) -> None:
+def test_where_a_rank_stands_is_its_innermost_frame(innermost: str, stands: StackState) -> None:
     waits = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "work.wait()" in line)
     other = 'Thread 0x01 (most recent call first):\n  File "/venv/torch/distributed/x.py", line 1 in wait\n\n'
     outer = '  File "/venv/torch/distributed/run.py", line 5 in main'
     stack = f"{other}Current thread 0x02 (most recent call first):\n  {innermost.format(line=waits)}\n{outer}\n"
     assert standing(stack) is stands
-    assert standing("") is Standing.SILENT
+    assert standing("") is StackState.SILENT

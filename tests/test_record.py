@@ -223,7 +223,7 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
         "lap_steps",
         "peak_flops_per_second",
         "observed",
-        "departures",
+        "traffic_exceptions",
         "left_out",
         "sample",
         "ways",
@@ -247,7 +247,7 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
             spoilt=[],
             relaunches=[],
         ),
-        traffic=make_traffic_evidence(planned=[], departures=[], places=[], reach=None, planned_reach=None),
+        traffic=make_traffic_evidence(planned=[], traffic_exceptions=[], places=[], reach=None, planned_reach=None),
     )
     assert "losses" in old and "equivalence" not in old, "side by side"
     lines = [json.dumps(old), json.dumps({"schema": 1, "session": "s", "command": "c", "device": "cpu"})]

@@ -18,7 +18,7 @@ ENGINES = """
 import time
 import torch
 from meshmark.adapters.ddp import DDP, DDPEngine
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 BAD = {bad}
 
@@ -42,8 +42,8 @@ class Bigger(DDP):
     engine = BiggerEngine
 
     @classmethod
-    def remainders(cls, case, rank):
-        hoard = Remainder(category="steady", num_bytes=400_000.0, reason="declared, so that no plan minds")
+    def extra memory(cls, case, rank):
+        hoard = ExtraMemory(category="steady", num_bytes=400_000.0, reason="declared, so that no plan minds")
         return super().remainders(case, rank) + ((hoard,) if BAD else ())
 
 class SlowerEngine(DDPEngine):

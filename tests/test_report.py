@@ -21,7 +21,7 @@ from meshmark.run.record_file import Reading, read_records
 from meshmark.run.request import Task
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure
+from meshmark.theory.flow import TrafficException
 from tests.factories import (
     make_case,
     make_environment,
@@ -231,7 +231,7 @@ def test_a_verdict_that_the_adapter_made_impossible_has_no_error_in_figures(tmp_
     record = make_good(
         case=DDP,
         unmeasured={"memory": "Adapter.recipe raised E: why"},
-        memory=make_memory_evidence(planned=[], remainders=[]),
+        memory=make_memory_evidence(planned=[], extra_memory=[]),
     )
     text = render(tmp_path, [dataclasses.replace(record, verdicts=[make_verdict(), judge_memory(record)])])
     assert "memory: Adapter.recipe raised E: why" in text
@@ -462,7 +462,9 @@ def test_traffic_names_the_axes_of_its_groups_where_there_are_several(tmp_path: 
     case = make_case(layout=Layout(dp=2, tp=2))
     groups = {"tp": (0, 1), "dp": (0, 2), "dp+tp": (0, 1, 2, 3)}
     asked = [Collective(kind="all_reduce", group_size=2, ranks=r, count=1, num_bytes=2048) for r in groups.values()]
-    traffic = make_traffic_evidence(readings=[TrafficReading(asked=asked, issued=[])], planned=[[]], departures=[[]])
+    traffic = make_traffic_evidence(
+        readings=[TrafficReading(asked=asked, issued=[])], planned=[[]], traffic_exceptions=[[]]
+    )
     (row,) = rows(section(render(tmp_path, [make_good(case=case, traffic=traffic)]), "Communication"))
     assert row["asked for"] == ", ".join(f"1 all_reduce 2 KiB over {axes}" for axes in groups)
 
@@ -470,10 +472,10 @@ def test_traffic_names_the_axes_of_its_groups_where_there_are_several(tmp_path: 
 def test_declared_departures_stand_under_communication_with_their_reason(tmp_path: Path) -> None:
     theory, sent = make_flow("reduce_scatter", num_bytes=4096), make_flow(num_bytes=4096)
     declared = [
-        Departure(sends=(sent,), instead_of=(theory,), reason="whole gradients"),
-        Departure(instead_of=(theory,), reason="none"),
+        TrafficException(sends=(sent,), instead_of=(theory,), reason="whole gradients"),
+        TrafficException(instead_of=(theory,), reason="none"),
     ]
-    record = make_good(case=DDP, traffic=make_traffic_evidence(departures=[declared, []]))
+    record = make_good(case=DDP, traffic=make_traffic_evidence(traffic_exceptions=[declared, []]))
     text = section(render(tmp_path, [record]), "Communication").partition("Declared departures")[2]
     first, second = rows(text)
     assert (first["sent"], first["in place of"]) == ("gradients: all_reduce 4 KiB", "gradients: reduce_scatter 4 KiB")

@@ -13,7 +13,7 @@ import pytest
 
 from meshmark.environment import Environment
 from meshmark.judge.deviation import Deviation, Drift, Quantity, QuantityKind
-from meshmark.judge.yardstick import Comparisons
+from meshmark.judge.tolerance_model import Comparisons
 from meshmark.measure.readings import Collective
 from meshmark.run.rank_report import RankFailure, RankReport
 from meshmark.run.record import Outcome, PeerEnd, Record, Status, TrainingCurves

@@ -42,7 +42,7 @@ def adapter(name: str) -> type[Adapter]:
 def sent(name: str, purpose: Purpose, rank: int = 3) -> dict[tuple[str, tuple[int, ...]], int]:
     """Bytes by kind and ranks, what is padded left out: gpt-mini's rows are multiples of four."""
     case = Case(adapter=name, workload=GPT, layout=FOUR)
-    flows = departed(step_traffic(case, rank) or [], adapter(name).departures(case, rank))
+    flows = departed(step_traffic(case, rank) or [], adapter(name).traffic_exceptions(case, rank))
     return {(flow.kind, flow.ranks): flow.num_bytes for flow in flows if flow.purpose is purpose}
 
 
@@ -114,7 +114,7 @@ def test_rows_that_are_no_multiple_of_the_shards_are_dealt_out_whole() -> None:
     shapes = parameter_shapes(GPT.model)
 
     def rows(rank: int) -> dict[str, float]:
-        found = {r.category: r.num_bytes for r in adapter("fsdp2").remainders(case, rank)}
+        found = {r.category: r.num_bytes for r in adapter("fsdp2").extra_memory(case, rank)}
         return {name: found[name] + share * P / 6 for name, share in (("parameters", 1), ("optimizer_states", 2))}
 
     padded = sum(-(-first // 6) * math.prod(row) for first, *row in shapes.values())
@@ -127,7 +127,7 @@ def test_rows_that_are_no_multiple_of_the_shards_are_dealt_out_whole() -> None:
 def test_what_replicas_of_shards_sum_is_a_whole_padded_shard(shards: int) -> None:
     layout = Layout(dp=2 * shards, zero_stage=3)
     case = Case(adapter="fsdp2-hsdp", workload=dataclasses.replace(GPT, global_batch=2 * shards), layout=layout)
-    flows = departed(step_traffic(case, 0) or [], adapter("fsdp2-hsdp").departures(case, 0))
+    flows = departed(step_traffic(case, 0) or [], adapter("fsdp2-hsdp").traffic_exceptions(case, 0))
     summed = sum(f.num_bytes for f in flows if f.purpose is Purpose.GRADIENTS and f.kind == "all_reduce")
     shapes = parameter_shapes(GPT.model).values()
     assert summed == 4 * sum(-(-rows // shards) * math.prod(row) for rows, *row in shapes)
@@ -138,7 +138,7 @@ def test_what_replicas_of_shards_sum_is_a_whole_padded_shard(shards: int) -> Non
 )
 @pytest.mark.parametrize("shards", [1, 2, 7, 1000])
 def test_the_planner_deals_rows_out_as_the_suites_do(model: ModelSpec, shards: int) -> None:
-    """The first rank's shard is what the adapter's remainders make of an even one; all of it where rows divide."""
+    """The first rank's shard is what the adapter's extra memory make of an even one; all of it where rows divide."""
     (stage,), many = stages(model, 1, balanced=False), np.array([float(shards)])
     (found,) = dealt_parameters(model, stage, np.ones(1), many)
     one = StateBytes(weight_bytes=1.0, gradient_bytes=1.0, master_bytes=0.0, moment_bytes=1.0)

@@ -29,10 +29,10 @@ from meshmark.judge.piecewise import assess_pieces
 from meshmark.judge.sample import LARGEST_FULL, Assess, Sample, assess_of, sample_of
 from meshmark.judge.sample_diagnosis import diagnose_sample
 from meshmark.judge.stored import StoredTensors
+from meshmark.judge.tolerance_model import ToleranceModel, compare, noise_run
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer, assess, exact_gradients, initial_values
-from meshmark.judge.yardstick import Yardstick, compare, noise_run
-from meshmark.measure.beside import PeakBeside
+from meshmark.measure.extra_peak import ExtraPeak
 from meshmark.reference.data import make_batch
 from meshmark.report.results import results
 from meshmark.report.tables import equivalence
@@ -114,7 +114,7 @@ def test_a_run_stands_as_far_from_the_truth_by_tensors_as_it_does_whole(name: st
     noise, run = rounded(problem, 1), rounded(problem, 2)
     run.gradients[1] = {n: x * np.float32(1.5) if n.endswith("norm.weight") else x for n, x in run.gradients[1].items()}
     del run.parameters[2]["head.norm.weight"]
-    stick = Yardstick(noise=noise_run(assess(noise, problem), Precision.FP32), factors={})
+    stick = ToleranceModel(noise=noise_run(assess(noise, problem), Precision.FP32), factors={})
     whole, pieces = assess(run, problem), assess_pieces(run, problem)
     assert whole.keys() == pieces.keys()
     before = {(q, step): ratio for ratio, q, step in stick.ratios(compare(whole))}
@@ -208,7 +208,7 @@ def moved(trace: Trace) -> None:
     ],
 )
 def test_deviations_alone_name_what_is_wrong(defect: Callable[[Trace], None], fault: Fault, step: int) -> None:
-    stick = Yardstick(noise=noise_run(assess(rounded(MINI, 1), MINI), Precision.FP32), factors={})
+    stick = ToleranceModel(noise=noise_run(assess(rounded(MINI, 1), MINI), Precision.FP32), factors={})
     run = rounded(MINI, 2)
     assert diagnose_sample(assess_pieces(run, MINI), [], stick) is None
     defect(run)
@@ -240,7 +240,7 @@ def test_tensors_are_brought_together_one_call_at_a_time() -> None:
 
 
 def test_memory_beside_what_was_held_is_measured() -> None:
-    beside, size_bytes = PeakBeside(CPU), 64 * 2**20
+    beside, size_bytes = ExtraPeak(CPU), 64 * 2**20
     held = torch.ones(size_bytes, dtype=torch.uint8)
     for share in (2, 1):
         with beside:

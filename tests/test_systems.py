@@ -47,7 +47,7 @@ def test_of_megatron_s_every_chunk_but_the_pipeline_s_first_keeps_what_it_has_re
     def kept(layout: Layout) -> list[float]:
         case = Case(adapter="megatron-gpt", workload=DEEP, layout=layout)
         adapter = load_adapter(builtin_adapters()["megatron-gpt"])
-        declared = [[r for r in adapter.remainders(case, rank) if "received" in r.reason] for rank in range(2)]
+        declared = [[r for r in adapter.extra_memory(case, rank) if "received" in r.reason] for rank in range(2)]
         return [sum(r.num_bytes for r in of_rank) / received for of_rank in declared]
 
     assert kept(interleaved) == [1, 2]
@@ -75,7 +75,7 @@ def test_a_stage_of_deepspeed_receives_from_either_side_into_one_buffer() -> Non
     layout = Layout(pp=4, zero_stage=1, num_micro_batches=4, schedule=Schedule.ONE_F_ONE_B)
     case = Case(adapter="deepspeed-pipeline", workload=DEEP, layout=layout)
     adapter = load_adapter(builtin_adapters()["deepspeed-pipeline"])
-    declared = [[r.num_bytes for r in adapter.remainders(case, rank) if "receive" in r.reason] for rank in range(4)]
+    declared = [[r.num_bytes for r in adapter.extra_memory(case, rank) if "receive" in r.reason] for rank in range(4)]
     assert declared == [[4 * 32 * 32 * (DEEP.global_batch // 4)]] * 4
 
 

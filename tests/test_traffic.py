@@ -14,7 +14,17 @@ from meshmark.spec.layout import Layout, Recompute, Schedule
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import WORKLOADS, workload
-from meshmark.theory.flow import Departure, Flow, Purpose, besides, by, by_route, bytes_by_kind, departed, departing
+from meshmark.theory.flow import (
+    Flow,
+    Purpose,
+    TrafficException,
+    besides,
+    by,
+    by_route,
+    bytes_by_kind,
+    departed,
+    exceptions_for,
+)
 from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.traffic import pipeline_traffic, step_traffic, tensor_parallel_traffic
 from tests.factories import make_case, make_model, make_workload
@@ -165,7 +175,7 @@ THEORY = flows(SHARDED)
 
 
 def test_a_departure_takes_a_flow_s_place_and_others_come_besides() -> None:
-    instead = departing(THEORY, Purpose.GRADIENTS, "why", by("all_reduce"))
+    instead = exceptions_for(THEORY, Purpose.GRADIENTS, "why", by("all_reduce"))
     padding = besides(THEORY, Purpose.WEIGHTS, Fraction(1, P), "padding")
     sent = by_route(departed(THEORY, [*instead, *padding]))
     assert {(kind, flow.num_bytes) for (kind, _), flow in sent.items()} == {
@@ -173,18 +183,22 @@ def test_a_departure_takes_a_flow_s_place_and_others_come_besides() -> None:
         ("all_gather", 4 * P + 4),
     }
     assert sent["all_gather", (0, 1)].most == THEORY[1].most, "in the same calls"
-    assert bytes_by_kind(departed(THEORY, departing(THEORY, Purpose.GRADIENTS, "none"))) == {"all_gather": 4 * P}
+    assert bytes_by_kind(departed(THEORY, exceptions_for(THEORY, Purpose.GRADIENTS, "none"))) == {"all_gather": 4 * P}
 
 
 def test_nothing_departs_where_theory_sends_nothing() -> None:
-    assert departing([], Purpose.GRADIENTS, "why", by("all_reduce")) == departing(None, Purpose.NORM, "why") == ()
+    assert (
+        exceptions_for([], Purpose.GRADIENTS, "why", by("all_reduce"))
+        == exceptions_for(None, Purpose.NORM, "why")
+        == ()
+    )
     assert besides(THEORY, Purpose.WEIGHTS, Fraction(0), "no padding") == ()
 
 
 def test_what_theory_does_not_say_cannot_be_departed_from() -> None:
-    (made_up,) = departing(THEORY, Purpose.GRADIENTS, "why", by("all_reduce"))
+    (made_up,) = exceptions_for(THEORY, Purpose.GRADIENTS, "why", by("all_reduce"))
     with pytest.raises(ValueError, match="departs from all_reduce of gradients over ranks 0, 1: none of"):
-        departed(THEORY, [Departure(instead_of=made_up.sends, reason="twice removed")])
+        departed(THEORY, [TrafficException(instead_of=made_up.sends, reason="twice removed")])
     with pytest.raises(ValueError, match="none of theory's"):
         departed(THEORY, [made_up, made_up])
 
@@ -197,7 +211,7 @@ def test_padding_is_what_is_missing_to_a_multiple() -> None:
     case = make_case(layout=Layout(dp=3, zero_stage=3), workload=make_workload(global_batch=3))
     shapes = parameter_shapes(case.workload.model)
     rows = sum(-shape[0] % 3 * math.prod(shape[1:]) for shape in shapes.values())
-    sent = bytes_by_kind(departed(step_traffic(case, 0) or [], FSDP2.departures(case, 0)))
+    sent = bytes_by_kind(departed(step_traffic(case, 0) or [], FSDP2.traffic_exceptions(case, 0)))
     assert sent["reduce_scatter"] == 4 * (P + rows) and sent["all_gather"] == 2 * sent["reduce_scatter"]
-    sent = bytes_by_kind(departed(step_traffic(case, 0) or [], FairScaleFSDP.departures(case, 0)))
+    sent = bytes_by_kind(departed(step_traffic(case, 0) or [], FairScaleFSDP.traffic_exceptions(case, 0)))
     assert sent["reduce_scatter"] % 12 == 0 and 0 <= sent["reduce_scatter"] - 4 * P <= 4 * 2 * 3

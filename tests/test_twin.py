@@ -18,10 +18,10 @@ from meshmark.adapter.single import Single, SingleEngine, reduced_backward
 from meshmark.judge.deviation import Deviations, QuantityKind
 from meshmark.judge.diagnosis import diagnose
 from meshmark.judge.faults import Fault
+from meshmark.judge.tolerance_model import ToleranceModel, fit, noise_run
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess
 from meshmark.judge.twin import Twin, twin_of
-from meshmark.judge.yardstick import Yardstick, fit, noise_run
 from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
@@ -101,7 +101,7 @@ def test_no_twin_where_none_can_compute_the_same() -> None:
 
 
 @cache
-def yardstick() -> tuple[Yardstick, Twin]:
+def tolerance_model() -> tuple[ToleranceModel, Twin]:
     """On an honest run alone, three times as far."""
     case, twin = case_in(Precision.BF16), twin_in(Precision.BF16, Casting.AUTOCAST)
     found = assess(honest(Precision.BF16, Casting.AUTOCAST), case.workload, twin=twin)
@@ -140,7 +140,7 @@ def tells_more(trace: Trace) -> None:
 def test_what_bf16_hides_from_the_truth_the_twin_sees_and_names(
     doctor: Callable[[Trace], None], fault: Fault, detail: str
 ) -> None:
-    (stick, twin), case = yardstick(), case_in(Precision.BF16)
+    (stick, twin), case = tolerance_model(), case_in(Precision.BF16)
     trace = copy.deepcopy(honest(Precision.BF16, Casting.AUTOCAST))
     assert diagnose(case, trace, assess(trace, case.workload, twin=twin), (), stick, twin) is None
     doctor(trace)
@@ -153,7 +153,7 @@ def test_what_bf16_hides_from_the_truth_the_twin_sees_and_names(
 
 
 def test_a_twin_that_is_wrong_itself_accuses_nobody() -> None:
-    (stick, twin), case = yardstick(), case_in(Precision.BF16)
+    (stick, twin), case = tolerance_model(), case_in(Precision.BF16)
     other = dataclasses.replace(twin, arrange=lambda batch: make_batch(case.workload, 7))
     found = assess(honest(Precision.BF16, Casting.AUTOCAST), case.workload, twin=other)
     assert stick.twin_excess(found) > 1

@@ -16,7 +16,7 @@ from meshmark.run.communication import judge_communication
 from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.record import Record, Verdict
 from meshmark.run.verdict import BLIND, HIDDEN, Limit, detection_limits, judge_equivalence
-from meshmark.theory.states import ModelStates, Remainder
+from meshmark.theory.states import ExtraMemory, ModelStates
 from tests.factories import (
     make_equivalence,
     make_good,
@@ -213,7 +213,7 @@ def test_the_diagnosis_is_part_of_the_evidence() -> None:
 def memory(rank: int, category: str, measured: int, **changes: Any) -> Record:  # noqa: ANN401
     readings = [make_memory(), make_memory()]
     object.__setattr__(readings[rank].states, category, measured)
-    return make_good(memory=make_memory_evidence(**{"readings": readings, "remainders": [[], []], **changes}))
+    return make_good(memory=make_memory_evidence(**{"readings": readings, "extra_memory": [[], []], **changes}))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -233,7 +233,7 @@ def test_a_framework_that_does_not_shard_fails() -> None:
     record = make_good(
         memory=make_memory_evidence(
             readings=record.memory.readings,
-            remainders=[[], []],
+            extra_memory=[[], []],
             planned=[ModelStates(parameters=400, gradients=400, optimizer_states=400)] * 2,
         )
     )
@@ -243,13 +243,15 @@ def test_a_framework_that_does_not_shard_fails() -> None:
 
 
 def test_a_declared_remainder_counts_on_its_rank_and_in_its_category_alone() -> None:
-    declared = Remainder(category="gradients", num_bytes=100.0, reason="padding to 8")
-    good = judge_memory(memory(1, "gradients", 500, remainders=[[], [declared]]))
+    declared = ExtraMemory(category="gradients", num_bytes=100.0, reason="padding to 8")
+    good = judge_memory(memory(1, "gradients", 500, extra_memory=[[], [declared]]))
     assert good.passed
     assert good.evidence["declared"] == "padding to 8"
-    assert not judge_memory(memory(1, "gradients", 500, remainders=[[declared], []])).passed
-    assert not judge_memory(memory(1, "parameters", 500, remainders=[[], [declared]])).passed
-    assert not judge_memory(memory(1, "gradients", 400, remainders=[[], [declared]])).passed, "declared, but not there"
+    assert not judge_memory(memory(1, "gradients", 500, extra_memory=[[declared], []])).passed
+    assert not judge_memory(memory(1, "parameters", 500, extra_memory=[[], [declared]])).passed
+    assert not judge_memory(memory(1, "gradients", 400, extra_memory=[[], [declared]])).passed, (
+        "declared, but not there"
+    )
 
 
 def test_bytes_where_none_are_planned_fail() -> None:
@@ -265,14 +267,14 @@ def test_a_rank_without_a_reading_is_not_passed_over() -> None:
 
 @pytest.mark.parametrize(
     "category, methods",
-    [("gradients", ["`Engine.holdings`", "`Adapter.remainders`"]), ("activations", ["`Adapter.recipe`"])],
+    [("gradients", ["`Engine.holdings`", "`Adapter.extra_memory`"]), ("activations", ["`Adapter.recipe`"])],
 )
 def test_bytes_that_differ_name_the_method_to_mend(category: str, methods: list[str]) -> None:
     record = memory(1, "gradients", 300)
     if category == "activations":
         held = [dataclasses.replace(make_memory(), held=Bytes(activations=500))] * 2
         plan = [ModelStates(parameters=400, gradients=400, optimizer_states=800, activations=100)] * 2
-        record = make_good(memory=make_memory_evidence(readings=held, remainders=[[], []], planned=plan))
+        record = make_good(memory=make_memory_evidence(readings=held, extra_memory=[[], []], planned=plan))
     summary = judge_memory(record).summary
     assert summary.startswith(category) and all(method in summary for method in methods)
     assert "`" not in judge_memory(memory(1, "gradients", 400)).summary, "nothing to mend"
@@ -283,13 +285,13 @@ def test_bytes_that_differ_name_the_method_to_mend(category: str, methods: list[
 PEAK = ModelStates(parameters=400, gradients=400, optimizer_states=800, peak=90_000.0)
 
 
-def counted(plan: ModelStates = PEAK, declared: Sequence[Remainder] = (), **changes: object) -> Verdict:
+def counted(plan: ModelStates = PEAK, declared: Sequence[ExtraMemory] = (), **changes: object) -> Verdict:
     """Of two ranks, the second with these changes."""
     fine = dataclasses.replace(
         make_memory(), peak=Bytes(parameters=400, activations=89_600), late_bytes=0, previous_steady_bytes=None
     )
     odd = dataclasses.replace(fine, **changes)
-    evidence = make_memory_evidence(readings=[fine, odd], planned=[plan, plan], remainders=[[], list(declared)])
+    evidence = make_memory_evidence(readings=[fine, odd], planned=[plan, plan], extra_memory=[[], list(declared)])
     verdict = judge_memory(make_good(memory=evidence))
     assert verdict is not None
     return verdict
@@ -334,7 +336,7 @@ def test_everything_that_the_allocator_counted_is_judged(changes: dict[str, obje
 )
 def test_a_total_that_is_off_says_in_which_direction(num_bytes: int, said: str, unsaid: str) -> None:
     summary = counted(peak=peak(num_bytes)).summary
-    assert said in summary and unsaid not in summary and "`Adapter.remainders`" in summary
+    assert said in summary and unsaid not in summary and "`Adapter.extra_memory`" in summary
 
 
 def test_a_peak_that_is_not_known_is_not_judged_and_the_verdict_says_so() -> None:
@@ -355,7 +357,10 @@ def test_what_nobody_names_is_judged_at_a_peak_that_is_not_planned_too() -> None
 
 def test_a_message_that_comes_when_it_comes_may_be_there_after_a_step_and_no_more_than_it() -> None:
     """Of a parameter server, whose replicas do not wait for one another."""
-    plan, passing = dataclasses.replace(PEAK, peak=None), Remainder(category="unnamed", num_bytes=5000.0, reason="push")
+    plan, passing = (
+        dataclasses.replace(PEAK, peak=None),
+        ExtraMemory(category="unnamed", num_bytes=5000.0, reason="push"),
+    )
     for held in (0, 5000):
         assert counted(plan, declared=[passing], steady=steady(other=held), previous_steady_bytes=1200).passed, held
         assert not held or not counted(plan, steady=steady(other=held), previous_steady_bytes=1200).passed
@@ -368,7 +373,7 @@ def test_a_message_that_comes_when_it_comes_may_be_there_after_a_step_and_no_mor
 
 def test_what_is_planned_or_declared_to_be_there_all_the_time_must_be_there() -> None:
     held = {"steady": steady(communication=5000), "previous_steady_bytes": 6200, "peak": peak(95_000)}
-    random = Remainder(category="steady", num_bytes=5000.0, reason="random states")
+    random = ExtraMemory(category="steady", num_bytes=5000.0, reason="random states")
     assert counted(declared=[random], **held).passed
     assert not counted(declared=[random]).passed
     assert not counted(**held).passed
@@ -387,8 +392,8 @@ def test_the_totals_are_in_the_evidence() -> None:
 def test_what_could_not_be_measured_fails_with_its_reason(judge: Callable[[Record], Verdict], suite: str) -> None:
     """Though the readings and plans are not there to be judged."""
     bare = make_good(
-        memory=make_memory_evidence(readings=[], planned=[], remainders=[]),
-        traffic=make_traffic_evidence(readings=[], departures=[]),
+        memory=make_memory_evidence(readings=[], planned=[], extra_memory=[]),
+        traffic=make_traffic_evidence(readings=[], traffic_exceptions=[]),
     )
     verdict = judge(dataclasses.replace(bare, unmeasured={suite: "Adapter.x raised E: why"}))
     assert (verdict.suite, verdict.passed, verdict.summary) == (suite, False, "Adapter.x raised E: why")

@@ -197,7 +197,7 @@ def test_what_is_not_known_is_not_planned() -> None:
     assert judge_memory(record) is None and judge_communication(record) is None
     planned = ModelStates(parameters=400, gradients=400, optimizer_states=800)
     verdict = judge_memory(
-        make_good(case=case, memory=make_memory_evidence(planned=[planned] * 2, remainders=[[], []]))
+        make_good(case=case, memory=make_memory_evidence(planned=[planned] * 2, extra_memory=[[], []]))
     )
     assert verdict is not None and "activations: not planned" in verdict.summary
 

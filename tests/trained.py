@@ -18,9 +18,9 @@ from meshmark.judge.deviation import Deviations, QuantityKind
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.replica_diagnosis import diagnose_replicas
 from meshmark.judge.replicas import replicas_of_ranks
+from meshmark.judge.tolerance_model import fit, noise_run
 from meshmark.judge.trace import Trace, gather_replicas, host_copies
 from meshmark.judge.truth import assess_replicas
-from meshmark.judge.yardstick import fit, noise_run
 from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
 from tests.broken.engine import Broken, breaks

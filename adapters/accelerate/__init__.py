@@ -38,16 +38,16 @@ from meshmark.adapters.accelerate.prepare import (
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
-from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fsdp2_departures, row_remainders
+from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fsdp2_exceptions, row_extra_memory
 from meshmark.reference.build import block_class
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure
+from meshmark.theory.flow import TrafficException
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import Sharding, sharded_recipe
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 REQUIREMENT = Requirement(module="accelerate", distribution="accelerate")
 FP16_IS_FP32 = (
@@ -195,12 +195,12 @@ class AccelerateFSDP2(Adapter):
         return sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        return row_remainders(case, rank, cls.sharding, cls.recipe(case).states)
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        return row_extra_memory(case, rank, cls.sharding, cls.recipe(case).states)
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
-        return fsdp2_departures(case, rank, cls.sharding)
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        return fsdp2_exceptions(case, rank, cls.sharding)
 
     def arguments(self, case: Case) -> dict[str, Any]:
         """What a variant gives the `Accelerator` besides."""

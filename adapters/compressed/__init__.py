@@ -16,7 +16,7 @@ from meshmark.algorithms.compressed.compressor import SPARSE, CompressorKind
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 
 class Compressed(Adapter):
@@ -36,7 +36,7 @@ class Compressed(Adapter):
     )
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         return held_besides(case, rank, cls.recipe(case))
 
     def build(self, case: Case, context: RankContext) -> Engine:

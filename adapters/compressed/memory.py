@@ -8,7 +8,7 @@ from meshmark.algorithms.compressed import Compressing, ErrorFeedback
 from meshmark.algorithms.compressed.traffic import trained_shapes
 from meshmark.spec.case import Case
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import Remainder, model_states
+from meshmark.theory.states import ExtraMemory, model_states
 
 
 def _holders(case: Case, rank: int, kind: str) -> int:
@@ -16,7 +16,7 @@ def _holders(case: Case, rank: int, kind: str) -> int:
     return case.layout.dp if kind == "gather" and case.layout.coordinates(rank).dp else 1
 
 
-def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[Remainder, ...]:
+def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[ExtraMemory, ...]:
     """What is kept; and in the update the replica's own gradients, all replicas' messages and what they say together,
     where that is more than the backward pass held."""
     algorithm, plan = case.workload.algorithm_as(Compressing), model_states(case, rank, recipe)
@@ -25,7 +25,9 @@ def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[Remaind
     vector = case.precision.accumulation.itemsize * sum(map(math.prod, trained_shapes(case, rank)))
     kept = algorithm.vectors_kept(case, rank) * vector
     found = (
-        [Remainder(category="optimizer_states", num_bytes=kept, reason=f"what {algorithm.kind} keeps")] if kept else []
+        [ExtraMemory(category="optimizer_states", num_bytes=kept, reason=f"what {algorithm.kind} keeps")]
+        if kept
+        else []
     )
     if plan.peak is None:
         return tuple(found)
@@ -35,5 +37,5 @@ def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[Remaind
     updating = plan.parameters + plan.optimizer_states + kept + own + vector + messages
     besides = max(plan.peak + kept, updating) - plan.peak - kept
     if besides:
-        found.append(Remainder(category="peak", num_bytes=besides, reason="messages, and what they say together"))
+        found.append(ExtraMemory(category="peak", num_bytes=besides, reason="messages, and what they say together"))
     return tuple(found)

@@ -16,7 +16,7 @@ from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 
 class Decentralised(Adapter):
@@ -43,7 +43,7 @@ class Decentralised(Adapter):
         return f"{case.adapter} does not support {misfit}" if misfit else None
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         return held_besides(case, rank, cls.recipe(case))
 
     def build(self, case: Case, context: RankContext) -> Engine:

@@ -8,11 +8,11 @@ from meshmark.algorithms.decentralised import Decentralised
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import Remainder, model_states
+from meshmark.theory.states import ExtraMemory, model_states
 from meshmark.theory.traffic import METERED_STEP
 
 
-def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[Remainder, ...]:
+def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[ExtraMemory, ...]:
     """What is kept; and messages, which are there in the update, or from before the gradient, in which case the peak of
     the backward pass is on top of them."""
     algorithm, plan = case.workload.algorithm_as(Decentralised), model_states(case, rank, recipe)
@@ -26,7 +26,9 @@ def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[Remaind
     heard = len(algorithm.graph.hears(case.layout.dp, METERED_STEP, place))
     messages = algorithm.vectors_mixed * (1 + heard) * vector
     found = (
-        [Remainder(category="optimizer_states", num_bytes=kept, reason=f"what {algorithm.kind} keeps")] if kept else []
+        [ExtraMemory(category="optimizer_states", num_bytes=kept, reason=f"what {algorithm.kind} keeps")]
+        if kept
+        else []
     )
     if plan.peak is None:
         return tuple(found)
@@ -34,5 +36,5 @@ def held_besides(case: Case, rank: int, recipe: TrainingRecipe) -> tuple[Remaind
     updating = plan.parameters + plan.optimizer_states + kept + algorithm.vectors_in_update * vector + messages
     besides = max(plan.peak + kept + early, updating) - plan.peak - kept
     if besides:
-        found.append(Remainder(category="peak", num_bytes=besides, reason="messages to neighbours"))
+        found.append(ExtraMemory(category="peak", num_bytes=besides, reason="messages to neighbours"))
     return tuple(found)

@@ -20,8 +20,8 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed.config import as_theory_says, ds_config, prepare
-from meshmark.adapters.deepspeed.departures import keeps_whole_gradients, state_shards, zero_departures
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
+from meshmark.adapters.deepspeed.traffic_exceptions import keeps_whole_gradients, state_shards, zero_exceptions
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.model import Model
 from meshmark.reference.objective import build_optimizer, build_schedule
@@ -29,11 +29,11 @@ from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.theory.flow import Departure
+from meshmark.theory.flow import TrafficException
 from meshmark.theory.model_theory import bucket_elements, local_parameters
 from meshmark.theory.parameter_order import reaching_elements
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 
 class DeepSpeed(Adapter):
@@ -97,7 +97,7 @@ class DeepSpeed(Adapter):
         return dataclasses.replace(using, states=dataclasses.replace(states, weight_bytes=2))
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """Beyond ZeRO's closed form, or short of it: stage 1 does not keep reduced gradients of other ranks either."""
         layout, count = case.layout, local_parameters(case.workload.model, case.layout, rank) or 0
         shards, own = state_shards(layout, rank)
@@ -110,10 +110,10 @@ class DeepSpeed(Adapter):
             reason = "a rank keeps its partition's gradients alone, and the bucket that was reduced last"
         elif layout.zero_stage == 1 and case.precision.compute is Dtype.BF16:
             reason = "BF16_Optimizer keeps the whole float32 gradient for life"
-            return (Remainder(category="steady", num_bytes=4 * count, reason=reason),)
+            return (ExtraMemory(category="steady", num_bytes=4 * count, reason=reason),)
         else:
             return ()
-        return (Remainder(category="gradients", num_bytes=4 * (kept - planned), reason=reason),)
+        return (ExtraMemory(category="gradients", num_bytes=4 * (kept - planned), reason=reason),)
 
     @classmethod
     def held_sizes(cls, case: Case) -> list[int]:
@@ -121,8 +121,8 @@ class DeepSpeed(Adapter):
         return [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
-        return zero_departures(case, rank)
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        return zero_exceptions(case, rank)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         prepare(context)

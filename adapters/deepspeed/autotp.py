@@ -17,8 +17,8 @@ from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.gathered import Gather, Gathered
 from meshmark.adapters.deepspeed import DeepSpeed
-from meshmark.adapters.deepspeed.departures import sharing_departures, state_shards
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, whole, whole_gradient
+from meshmark.adapters.deepspeed.traffic_exceptions import sharing_exceptions, state_shards
 from meshmark.errors import AdapterError
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.data import Batch
@@ -26,10 +26,10 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Recompute
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Flow, Purpose, departing
+from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
 from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic, stream_bytes
 
 _COLUMN = r"blocks\.\d+\.(attention\.[qkv]|feed_forward\.(up|gate))\.(weight|bias)"
@@ -130,7 +130,7 @@ class DeepSpeedAutoTP(DeepSpeed):
         return [*held_elements(case).values()]
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """Of embedding and head every state is whole, or a share of the whole."""
         layout, states = case.layout, cls.recipe(case).states
         shards, _ = state_shards(layout, rank)
@@ -142,11 +142,11 @@ class DeepSpeedAutoTP(DeepSpeed):
         }
         if layout.zero_stage == 3:  # there for life; of the others `DeepSpeed` counts every tensor
             found |= {"gradients": states.gradient_bytes / shards, "steady": states.gradient_bytes / shards}
-        whole = (Remainder(category=name, num_bytes=more * each, reason=_WHOLE) for name, each in found.items())
-        return (*whole, *super().remainders(case, rank))
+        whole = (ExtraMemory(category=name, num_bytes=more * each, reason=_WHOLE) for name, each in found.items())
+        return (*whole, *super().extra_memory(case, rank))
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         flows = step_traffic(case, rank) or []
         num_bytes, calls = _reduced_activations(case)
 
@@ -157,9 +157,9 @@ class DeepSpeedAutoTP(DeepSpeed):
         norms = _norms(case, rank)
         return (
             *_shared(case, rank, flows, cls.held_sizes(case)),
-            *departing(flows, Purpose.ACTIVATIONS, reason, reduced),
-            *departing(flows, Purpose.LOSS, "logits are whole on every rank"),
-            Departure(
+            *exceptions_for(flows, Purpose.ACTIVATIONS, reason, reduced),
+            *exceptions_for(flows, Purpose.LOSS, "logits are whole on every rank"),
+            TrafficException(
                 sends=norms,
                 instead_of=tuple(flow for flow in flows if flow.purpose is Purpose.NORM),
                 reason="the norm is computed, clipping or not, and summed along one axis after the other",
@@ -210,23 +210,23 @@ def _norms(case: Case, rank: int) -> tuple[Flow, ...]:
     return along("dp"), along("tp")
 
 
-def _shared(case: Case, rank: int, flows: list[Flow], sizes: list[int]) -> tuple[Departure, ...]:
-    """ZeRO's, of what a rank has: departures from what theory says of split embeddings and heads."""
+def _shared(case: Case, rank: int, flows: list[Flow], sizes: list[int]) -> tuple[TrafficException, ...]:
+    """ZeRO's, of what a rank has: exceptions from what theory says of split embeddings and heads."""
     share = sum(sizes) / (local_parameters(case.workload.model, case.layout, rank) or 1)
     real = {
         dataclasses.replace(flow, num_bytes=round(flow.num_bytes * share)): flow
         for flow in flows
         if flow.purpose in (Purpose.GRADIENTS, Purpose.WEIGHTS)
     }
-    found = sharing_departures(case, rank, [*real], sizes)
-    left = {flow for departure in found for flow in departure.instead_of}
+    found = sharing_exceptions(case, rank, [*real], sizes)
+    left = {flow for exception in found for flow in exception.instead_of}
     return (
         *(
-            dataclasses.replace(departure, instead_of=tuple(real[flow] for flow in departure.instead_of))
-            for departure in found
+            dataclasses.replace(exception, instead_of=tuple(real[flow] for flow in exception.instead_of))
+            for exception in found
         ),
         *(
-            Departure(sends=(flow,), instead_of=(planned,), reason=_WHOLE)
+            TrafficException(sends=(flow,), instead_of=(planned,), reason=_WHOLE)
             for flow, planned in real.items()
             if flow not in left
         ),

@@ -19,8 +19,8 @@ from meshmark.reference.build import parameter_shapes
 from meshmark.reference.model import Model
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
-from meshmark.theory.flow import Departure, Purpose, besides
-from meshmark.theory.states import Remainder
+from meshmark.theory.flow import Purpose, TrafficException, besides
+from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
 
 
@@ -45,17 +45,17 @@ class DeepSpeedCheckpointing(DeepSpeed):
     )
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        found = super().remainders(case, rank)
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        found = super().extra_memory(case, rank)
         if case.layout.recompute is not Recompute.FULL:
             return found
         state = float(torch.get_rng_state().nbytes * case.workload.model.num_layers)
         reason = "each block's state of random numbers is kept twice: the host's, and the device's"
-        return (*found, Remainder(category="activations", num_bytes=state, reason=reason))
+        return (*found, ExtraMemory(category="activations", num_bytes=state, reason=reason))
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
-        found = super().departures(case, rank)
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        found = super().traffic_exceptions(case, rank)
         if case.layout.recompute is not Recompute.FULL or case.layout.zero_stage < 3:
             return found
         units, dp = parameter_shapes(case.workload.model), case.layout.dp

@@ -14,14 +14,14 @@ import torch
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed import DeepSpeed
-from meshmark.adapters.deepspeed.departures import zero_departures
+from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
 from meshmark.errors import AdapterError
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.theory.flow import Departure, Flow, Purpose
+from meshmark.theory.flow import Flow, Purpose, TrafficException
 from meshmark.theory.sharding import neighbours
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
 
 NODE = 2
@@ -46,7 +46,7 @@ class DeepSpeedHPZ(DeepSpeed):
         return super().supports(case, device, backend)
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """The second copies are made in a step's first forward pass and forgotten in its update. Those of a module's
         only tensor are what goes on the wire, and count as communication."""
         if not isinstance(case.workload.model, ModelSpec):
@@ -55,15 +55,15 @@ class DeepSpeedHPZ(DeepSpeed):
         copies = (
             case.precision.weights.itemsize * _padded_elements(case, {m for m, n in modules.items() if n > 1}) / NODE
         )
-        return (Remainder(category="activations", num_bytes=copies, reason="a node's own shards of the weights"),)
+        return (ExtraMemory(category="activations", num_bytes=copies, reason="a node's own shards of the weights"),)
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         weights = tuple(flow for flow in step_traffic(case, rank) or () if flow.purpose is Purpose.WEIGHTS)
-        found = (d for d in zero_departures(case, rank) if not any(f.purpose is Purpose.WEIGHTS for f in _flows(d)))
+        found = (d for d in zero_exceptions(case, rank) if not any(f.purpose is Purpose.WEIGHTS for f in _flows(d)))
         sends = tuple(part for flow in weights for part in _twice(case, rank, flow))
         reason = "weights are gathered from all ranks once a step, and from the node's own afterwards; all padded"
-        return (*found, Departure(sends=sends, instead_of=weights, reason=reason))
+        return (*found, TrafficException(sends=sends, instead_of=weights, reason=reason))
 
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
         return {**super().zero_options(case, context), "zero_hpz_partition_size": NODE}
@@ -80,8 +80,8 @@ class DeepSpeedHPZ(DeepSpeed):
         return engine
 
 
-def _flows(departure: Departure) -> tuple[Flow, ...]:
-    return (*departure.sends, *departure.instead_of)
+def _flows(exception: TrafficException) -> tuple[Flow, ...]:
+    return (*exception.sends, *exception.instead_of)
 
 
 def _padded_elements(case: Case, modules: Collection[str] | None = None) -> int:

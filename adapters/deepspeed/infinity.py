@@ -24,7 +24,7 @@ from meshmark.reference.model import Model
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Offload
 from meshmark.spec.precision import Precision
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 OPERATORS = ("cpu_adam", "pin_memory", "async_io")
 SMALLEST = 1024**2
@@ -107,9 +107,9 @@ class DeepSpeedInfinity(DeepSpeedOffload):
         return _at_odd_addresses(case)
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         gone = -sum(num_bytes for num_bytes in shard_bytes(case) if num_bytes >= SMALLEST)
-        return (Remainder(category="parameters", num_bytes=gone, reason="shards of 1 MiB and more are in files"),)
+        return (ExtraMemory(category="parameters", num_bytes=gone, reason="shards of 1 MiB and more are in files"),)
 
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
         home = {"device": "nvme", "nvme_path": str(context.scratch / "infinity"), "pin_memory": False}

@@ -16,8 +16,8 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import ds_config, prepare
-from meshmark.adapters.deepspeed.departures import zero_departures
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
+from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
 from meshmark.reference.data import Batch
 from meshmark.reference.objective import build_optimizer, build_schedule, cross_entropy
 from meshmark.reference.transformer import Transformer, stage_layers
@@ -25,10 +25,10 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Recompute, Schedule
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Flow, Purpose
+from meshmark.theory.flow import Flow, Purpose, TrafficException
 from meshmark.theory.parameter_order import reaching_elements
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import Remainder, micro_batch_tokens
+from meshmark.theory.states import ExtraMemory, micro_batch_tokens
 from meshmark.theory.traffic import step_traffic
 
 
@@ -145,7 +145,7 @@ class DeepSpeedPipeline(DeepSpeed):
         return dataclasses.replace(using, activations_known=False, receive_buffers=False)
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """Gradients as ZeRO's stage 1 keeps them, of the stage's tensors; a buffer to receive into; and on the last
         stage what hangs on the logits of its two buffers, which it does not let go."""
         layout, model, stands = case.layout, case.workload.transformer, case.layout.coordinates(rank)
@@ -158,12 +158,12 @@ class DeepSpeedPipeline(DeepSpeed):
             held = 2 * (4 * micro_batch_tokens(case) * model.vocab_size + 2 * stream)
             steady.append((held, "the last stage keeps two micro-batches' logits, and their inputs with gradients"))
         return (
-            Remainder(category="gradients", num_bytes=4 * kept, reason=reason),
-            *(Remainder(category="steady", num_bytes=num_bytes, reason=reason) for num_bytes, reason in steady),
+            ExtraMemory(category="gradients", num_bytes=4 * kept, reason=reason),
+            *(ExtraMemory(category="steady", num_bytes=num_bytes, reason=reason) for num_bytes, reason in steady),
         )
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """Every rank is told the loss, by its pipeline's last; the norm is summed along one axis after the other."""
         layout = case.layout
 
@@ -177,16 +177,16 @@ class DeepSpeedPipeline(DeepSpeed):
         norms = [flow for flow in step_traffic(case, rank) or () if flow.purpose is Purpose.NORM]
         summed = (*scalar("dp", Purpose.NORM), *scalar("pp", Purpose.NORM))
         reduced = (
-            departure
-            for departure in zero_departures(case, rank)
-            if not any(flow.purpose is Purpose.NORM for flow in (*departure.sends, *departure.instead_of))
+            exception
+            for exception in zero_exceptions(case, rank)
+            if not any(flow.purpose is Purpose.NORM for flow in (*exception.sends, *exception.instead_of))
         )
         return (
             *reduced,
-            Departure(
+            TrafficException(
                 sends=summed, instead_of=tuple(norms), reason="the norm is summed along one axis after the other"
             ),
-            Departure(sends=tuple(told), reason="the loss is averaged, and told to all stages"),
+            TrafficException(sends=tuple(told), reason="the loss is averaged, and told to all stages"),
         )
 
     def build(self, case: Case, context: RankContext) -> Engine:

@@ -12,16 +12,16 @@ from meshmark.adapter.contract import Track
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.deepspeed import DeepSpeed
-from meshmark.adapters.deepspeed.departures import zero_departures
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
+from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
 from meshmark.errors import AdapterError
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Flow, Purpose, departing
+from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
 from meshmark.theory.model_theory import bucket_elements
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
 
 BUCKET_ELEMENTS = 500_000_000
@@ -63,23 +63,23 @@ class DeepSpeedRecommended(DeepSpeed):
         return dataclasses.replace(using, backward=two)
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         stage, model = case.layout.zero_stage, case.workload.model
         more = 4.0 * (BUCKET_ELEMENTS - bucket_elements(model))
-        bucket = Remainder(
+        bucket = ExtraMemory(
             category="steady" if stage == 3 else "peak",
             num_bytes=more,
             reason="the bucket is allocated whole, 5e8 elements whatever the model",
         )
         if stage < 3:
-            return (*super().remainders(case, rank), *([bucket] if stage == 1 else []))
+            return (*super().extra_memory(case, rank), *([bucket] if stage == 1 else []))
         small, _ = _padded_elements(case)
         reason = "tensors of up to 1e5 elements are whole on every rank, beside their shards"
-        return (bucket, Remainder(category="parameters", num_bytes=4.0 * small.unpadded, reason=reason))
+        return (bucket, ExtraMemory(category="parameters", num_bytes=4.0 * small.unpadded, reason=reason))
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
-        found = zero_departures(case, rank)
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        found = zero_exceptions(case, rank)
         if case.layout.zero_stage < 3:
             return found
         small, large = _padded_elements(case)
@@ -95,7 +95,7 @@ class DeepSpeedRecommended(DeepSpeed):
 
         reason = "small parameters are gathered once a step, others once a micro-batch; all padded"
         others = (d for d in found if not any(flow.purpose is Purpose.WEIGHTS for flow in (*d.sends, *d.instead_of)))
-        return (*others, *departing(step_traffic(case, rank), Purpose.WEIGHTS, reason, gathered))
+        return (*others, *exceptions_for(step_traffic(case, rank), Purpose.WEIGHTS, reason, gathered))
 
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
         """The tutorial's stage 1 names nothing that is not a default; stage 3 overlaps by default."""

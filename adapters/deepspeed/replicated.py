@@ -17,9 +17,9 @@ from meshmark.adapters.deepspeed.engine import TAG, DeepSpeedEngine
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Flow, Purpose
+from meshmark.theory.flow import Flow, Purpose, TrafficException
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 
 class ReplicatedEngine(DeepSpeedEngine):
@@ -68,13 +68,15 @@ class DeepSpeedZero0(DeepSpeed):
         return eager_recipe(case, "eager-deepspeed-0")
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         return ()
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         ranks = case.layout.group("dp", rank)
         if len(ranks) == 1 or case.workload.optimizer.clip_norm is None:
             return ()
         agreed = Flow(kind="all_reduce", axes="dp", ranks=ranks, purpose=Purpose.NORM, num_bytes=4, fewest=1, most=1)
-        return (Departure(sends=(agreed,), reason="ranks average the norm, which each has of the whole gradient"),)
+        return (
+            TrafficException(sends=(agreed,), reason="ranks average the norm, which each has of the whole gradient"),
+        )

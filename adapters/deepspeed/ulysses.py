@@ -15,8 +15,8 @@ from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.data_parallel import configure
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed import DeepSpeed
-from meshmark.adapters.deepspeed.departures import zero_departures
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
+from meshmark.adapters.deepspeed.traffic_exceptions import zero_exceptions
 from meshmark.errors import AdapterError
 from meshmark.reference.data import Batch
 from meshmark.reference.model import Model
@@ -24,7 +24,7 @@ from meshmark.reference.transformer import Attention, Transformer
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Flow, Purpose
+from meshmark.theory.flow import Flow, Purpose, TrafficException
 from meshmark.theory.traffic import context_parallel_traffic, stream_bytes
 
 
@@ -116,7 +116,7 @@ class DeepSpeedUlysses(DeepSpeed):
         return None
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """q, k, v and the output, and their gradients: eight exchanges a layer and micro-batch, each of what a rank
         has (section 3.2)."""
         layout, model = case.layout, case.workload.transformer
@@ -133,7 +133,7 @@ class DeepSpeedUlysses(DeepSpeed):
         )
         reason = "heads are dealt out by all-to-all, where theory has a ring of keys and values"
         ring = tuple(context_parallel_traffic(case, rank))
-        return (*zero_departures(case, rank), Departure(sends=(exchanged,), instead_of=ring, reason=reason))
+        return (*zero_exceptions(case, rank), TrafficException(sends=(exchanged,), instead_of=ring, reason=reason))
 
     def model(self, case: Case, context: RankContext) -> Model:
         """Positions are counted from this rank's first token; rotary ones are of the whole sequence, among heads."""

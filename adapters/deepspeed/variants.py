@@ -21,7 +21,7 @@ from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Offload
 from meshmark.theory.model_theory import bucket_elements
 from meshmark.theory.parameter_order import reaching_elements
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 
 class DeepSpeedOffload(DeepSpeed):
@@ -45,7 +45,7 @@ class DeepSpeedOffload(DeepSpeed):
         return super().supports(case, device, backend) or missing("cpu_adam")
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """Up to stage 2 gradients pass through the device; what the host keeps beside its share of them, and what they,
         and updated weights, pass through. Stage 3 is as without offload."""
         layout, model, width = case.layout, case.workload.model, case.precision.weights.itemsize
@@ -54,7 +54,7 @@ class DeepSpeedOffload(DeepSpeed):
         sizes = [math.prod(shape) for shape in parameter_shapes(model).values()]
         between = width * (model.num_parameters / layout.dp + 2 * max(sizes))
         passing = "updated weights in the model's format, and the largest tensor's gradient twice, pass through buffers"
-        return (*_kept_gradients(case, rank), Remainder(category="steady", num_bytes=between, reason=passing))
+        return (*_kept_gradients(case, rank), ExtraMemory(category="steady", num_bytes=between, reason=passing))
 
     def zero_options(self, case: Case, context: RankContext) -> dict[str, Any]:
         home = {"device": "cpu", "pin_memory": context.device.type == "cuda"}
@@ -93,20 +93,20 @@ class DeepSpeedOffloadParams(DeepSpeedOffload):
         return engine
 
 
-def _kept_gradients(case: Case, rank: int) -> tuple[Remainder, ...]:
+def _kept_gradients(case: Case, rank: int) -> tuple[ExtraMemory, ...]:
     """Beside the host's share of them, which is in the plan, and otherwise than a share on the device."""
     layout, model = case.layout, case.workload.model
     if case.precision.is_mixed:
         if layout.zero_stage == 2:
             return ()
         reason = "a rank keeps its partition's gradients alone, and the bucket that was reduced last"
-        return (Remainder(category="gradients", num_bytes=4.0 * bucket_elements(model), reason=reason),)
+        return (ExtraMemory(category="gradients", num_bytes=4.0 * bucket_elements(model), reason=reason),)
     gone = -4 * model.num_parameters / layout.dp
-    found = (Remainder(category="gradients", num_bytes=gone, reason="no gradient stays on the device"),)
+    found = (ExtraMemory(category="gradients", num_bytes=gone, reason="no gradient stays on the device"),)
     if layout.zero_stage == 1 or layout.num_micro_batches == 1:
         return found
     sizes = [math.prod(shape) for shape in parameter_shapes(model).values()]
     kept = 4.0 * reaching_elements(sizes, layout.dp, layout.coordinates(rank).dp)
     reason = "the host accumulates, as whole tensors and for life, those that reach into a rank's part"
-    both = (Remainder(category=category, num_bytes=kept, reason=reason) for category in ("gradients", "steady"))
+    both = (ExtraMemory(category=category, num_bytes=kept, reason=reason) for category in ("gradients", "steady"))
     return (*found, *both)

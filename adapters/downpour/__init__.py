@@ -17,7 +17,7 @@ from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 COUNT_BYTES = 4
 """Of PyTorch's count of an optimizer's steps, which is a tensor."""
@@ -44,18 +44,20 @@ class Downpour(Adapter):
         return dataclasses.replace(super().recipe(case), activations_known=False)
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         shapes, itemsize = trained_shapes(case, rank), case.precision.master.itemsize
         vector = itemsize * sum(map(math.prod, shapes))
-        found = [Remainder(category="optimizer_states", num_bytes=vector, reason="gradients that are yet to be pushed")]
+        found = [
+            ExtraMemory(category="optimizer_states", num_bytes=vector, reason="gradients that are yet to be pushed")
+        ]
         serves = case.layout.coordinates(rank).dp == 0
         passing = vector * (2 * case.layout.dp - 1 if serves else 1)
         reason = "messages of replicas that come when they come"
-        found.append(Remainder(category="unnamed", num_bytes=passing, reason=reason))
+        found.append(ExtraMemory(category="unnamed", num_bytes=passing, reason=reason))
         if serves:
             served = 2 * vector + COUNT_BYTES * len(shapes)
             reason = "the server's parameters, and Adagrad's sums"
-            found.append(Remainder(category="optimizer_states", num_bytes=served, reason=reason))
+            found.append(ExtraMemory(category="optimizer_states", num_bytes=served, reason=reason))
         return tuple(found)
 
     def build(self, case: Case, context: RankContext) -> Engine:

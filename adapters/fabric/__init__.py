@@ -32,7 +32,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.theory.flow import Departure, Purpose, besides
+from meshmark.theory.flow import Purpose, TrafficException, besides
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.traffic import step_traffic
 
@@ -186,14 +186,14 @@ class FabricFSDP(FSDP1):
         return super().supports(case, device, backend)
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """PyTorch makes units of their own of batch norms where it is given a precision beside a policy of wrapping, as
         it is by Fabric in float32 too."""
         outside = sum(math.prod(shape) for name, shape in _batch_norms(case).items() if not name.startswith("blocks."))
         share = Fraction(outside, 2 * case.workload.model.num_parameters)
         reason = "a batch norm in no block is a unit of its own, gathered again for its backward"
         again = besides(step_traffic(case, rank), Purpose.WEIGHTS, share, reason)
-        return (*super().departures(case, rank), *again)
+        return (*super().traffic_exceptions(case, rank), *again)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from lightning_fabric.strategies import FSDPStrategy

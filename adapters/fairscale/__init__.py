@@ -28,10 +28,10 @@ from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Purpose, by, departing
+from meshmark.theory.flow import Purpose, TrafficException, by, exceptions_for
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.sharding import Padding, Sharding, sharded_recipe, sharding_departures
-from meshmark.theory.states import Remainder
+from meshmark.theory.sharding import Padding, Sharding, sharded_recipe, sharding_exceptions
+from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
 
 _FAIRSCALE = (Requirement(module="fairscale", distribution="fairscale"),)
@@ -104,7 +104,7 @@ class FairScaleOSS(Adapter):
     )
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """OSS gives whole tensors away, each to the rank that owns least so far."""
         owned = [0] * case.layout.dp
         for shape in parameter_shapes(case.workload.model).values():
@@ -112,16 +112,16 @@ class FairScaleOSS(Adapter):
         beyond = owned[case.layout.coordinates(rank).dp] - sum(owned) / case.layout.dp
         reason, moments = "whole tensors have one owner, so shares are uneven", cls.recipe(case).states.moment_bytes
         return (
-            Remainder(category="gradients", num_bytes=4 * beyond, reason=reason),
-            Remainder(category="optimizer_states", num_bytes=moments * beyond, reason=reason),
+            ExtraMemory(category="gradients", num_bytes=4 * beyond, reason=reason),
+            ExtraMemory(category="optimizer_states", num_bytes=moments * beyond, reason=reason),
         )
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         flows = step_traffic(case, rank)
         return (
-            *departing(flows, Purpose.GRADIENTS, "each gradient is reduced to its owner", by("reduce")),
-            *departing(flows, Purpose.WEIGHTS, "owners broadcast what they have updated", by("broadcast")),
+            *exceptions_for(flows, Purpose.GRADIENTS, "each gradient is reduced to its owner", by("reduce")),
+            *exceptions_for(flows, Purpose.WEIGHTS, "owners broadcast what they have updated", by("broadcast")),
         )
 
     def build(self, case: Case, context: RankContext) -> Engine:
@@ -250,12 +250,12 @@ class FairScaleFSDP(Adapter):
         return dataclasses.replace(using, backward=dataclasses.replace(using.backward, prefetches=False))
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         units, dp = sizes_by_block(case.workload.model), case.layout.dp
         root = -sum(units.pop("")) % dp
         blocks = sum(-sum(sizes) % dp for sizes in units.values())
         reason = "flat parameters are padded to a multiple of the ranks"
-        return sharding_departures(case, rank, cls.sharding, Padding(root=root, blocks=blocks, reason=reason))
+        return sharding_exceptions(case, rank, cls.sharding, Padding(root=root, blocks=blocks, reason=reason))
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from fairscale.nn import checkpoint_wrapper

@@ -20,10 +20,10 @@ from meshmark.errors import AdapterError
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
-from meshmark.theory.flow import Departure
+from meshmark.theory.flow import TrafficException
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.sharding import Padding, Sharding, sharding_departures
-from meshmark.theory.states import Remainder
+from meshmark.theory.sharding import Padding, Sharding, sharding_exceptions
+from meshmark.theory.states import ExtraMemory
 
 
 class FairScaleFSDPNoReshard(FairScaleFSDP):
@@ -32,11 +32,11 @@ class FairScaleFSDPNoReshard(FairScaleFSDP):
     sharding: ClassVar = Sharding(reshards_blocks=False, reshards_root=False)
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         kept = float(case.precision.compute.itemsize * case.workload.model.num_parameters)
         reason = "kept weights are where the collective has put them, and count as communication"
         there = {"activations": -kept, "peak": kept}
-        return tuple(Remainder(category=name, num_bytes=more, reason=reason) for name, more in there.items())
+        return tuple(ExtraMemory(category=name, num_bytes=more, reason=reason) for name, more in there.items())
 
     def choices(self, case: Case) -> dict[str, Any]:
         return {"reshard_after_forward": False}
@@ -84,13 +84,13 @@ class FairScaleFSDPUnflattened(FairScaleFSDP):
         return dataclasses.replace(super().recipe(case), activations_known=False)
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         dp = case.layout.dp
         padding = {name: -math.prod(shape) % dp for name, shape in parameter_shapes(case.workload.model).items()}
         of_root = sum(elements for name, elements in padding.items() if not name.startswith("blocks."))
         reason = "every tensor is padded to a multiple of the ranks"
         padded = Padding(root=of_root, blocks=sum(padding.values()) - of_root, reason=reason)
-        return sharding_departures(case, rank, cls.sharding, padded)
+        return sharding_exceptions(case, rank, cls.sharding, padded)
 
     def choices(self, case: Case) -> dict[str, Any]:
         return {"flatten_parameters": False}

@@ -18,8 +18,8 @@ from meshmark.adapters.zero_redundancy import DDPZero1
 from meshmark.reference.optimizers import parameter_groups, reference_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Purpose, by, departing
-from meshmark.theory.states import Remainder
+from meshmark.theory.flow import Purpose, TrafficException, by, exceptions_for
+from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
 
 
@@ -60,16 +60,16 @@ class FairScaleOSSDDP(DDPZero1):
     )
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """OSS gives tensors away as under ShardedDataParallel; gradients are DDP's, whole."""
-        return tuple(r for r in FairScaleOSS.remainders(case, rank) if r.category == "optimizer_states")
+        return tuple(r for r in FairScaleOSS.extra_memory(case, rank) if r.category == "optimizer_states")
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         flows = step_traffic(case, rank)
         return (
-            *departing(flows, Purpose.GRADIENTS, "DDP gives every rank the whole gradient", by("all_reduce")),
-            *departing(flows, Purpose.WEIGHTS, "owners broadcast what they have updated", by("broadcast")),
+            *exceptions_for(flows, Purpose.GRADIENTS, "DDP gives every rank the whole gradient", by("all_reduce")),
+            *exceptions_for(flows, Purpose.WEIGHTS, "owners broadcast what they have updated", by("broadcast")),
         )
 
     def build(self, case: Case, context: RankContext) -> Engine:

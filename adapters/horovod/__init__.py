@@ -25,7 +25,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 _UNFUSED = {"HOROVOD_FUSION_THRESHOLD": "0"}
 """No buffer that tensors are joined in: every gradient is sent as it lies."""
@@ -162,10 +162,10 @@ class HorovodRecommended(Horovod):
     variables: ClassVar = {}
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """HOROVOD_FUSION_THRESHOLD, made whole by the first gradients that are fused."""
         reason = "the fusion buffer, 128 MiB whatever the model"
-        return (Remainder(category="steady", num_bytes=2.0**27, reason=reason),) if case.layout.dp > 1 else ()
+        return (ExtraMemory(category="steady", num_bytes=2.0**27, reason=reason),) if case.layout.dp > 1 else ()
 
     def distributed(self, case: Case, model: nn.Module) -> Any:  # noqa: ANN401
         import horovod.torch as hvd

@@ -25,10 +25,10 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Purpose, departing
+from meshmark.theory.flow import Purpose, TrafficException, exceptions_for
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.saved_activations import RNG_STATE_BYTES, cast_weight_bytes
-from meshmark.theory.states import Remainder, micro_batch_tokens
+from meshmark.theory.states import ExtraMemory, micro_batch_tokens
 from meshmark.theory.traffic import step_traffic
 
 _RANDOM_STATES = "on a CPU, the random states of data-, tensor- and expert-parallel ranks, which are tensors there"
@@ -60,13 +60,13 @@ class Megatron(Adapter):
         return one_connection(device)
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """Under autocast half of the residual streams travel in bf16, half in fp32: the embedding, and gradients of the
         blocks' inputs."""
         if not case.precision.is_mixed:
             return ()
         reason = "row-parallel layers' outputs and the gradient of the head's input are summed in bf16"
-        return departing(
+        return exceptions_for(
             step_traffic(case, rank),
             Purpose.ACTIVATIONS,
             reason,
@@ -81,7 +81,7 @@ class Megatron(Adapter):
         return dataclasses.replace(using, backward=dataclasses.replace(using.backward, loss_tensors=low))
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """What megatron-core's layers save otherwise than PyTorch's, which are what is planned."""
         model, tp, tokens = case.workload.transformer, case.layout.tp, micro_batch_tokens(case)
         indices = "masks and shifted indices of the vocabulary-parallel embedding and loss"
@@ -101,11 +101,11 @@ class Megatron(Adapter):
         if case.layout.recompute is Recompute.FULL:
             states = "its checkpoint keeps a second random state of every block"
             found.append((model.num_layers * RNG_STATE_BYTES, states))
-        declared = [Remainder(category="activations", num_bytes=n, reason=reason) for n, reason in found]
+        declared = [ExtraMemory(category="activations", num_bytes=n, reason=reason) for n, reason in found]
         if tp > 1 and model.family is Family.LLAMA:
             there = "the embedding's output is there all the same"
-            declared.append(Remainder(category="peak", num_bytes=4 * tokens * model.hidden, reason=there))
-        return (*declared, Remainder(category="steady", num_bytes=3 * RNG_STATE_BYTES, reason=_RANDOM_STATES))
+            declared.append(ExtraMemory(category="peak", num_bytes=4 * tokens * model.hidden, reason=there))
+        return (*declared, ExtraMemory(category="steady", num_bytes=3 * RNG_STATE_BYTES, reason=_RANDOM_STATES))
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from megatron.core import ModelParallelConfig, parallel_state

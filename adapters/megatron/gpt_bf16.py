@@ -13,10 +13,10 @@ from meshmark.adapters.megatron.gpt_weights import initial_values, shard
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import Family
-from meshmark.theory.flow import Departure, Flow, Purpose, departing
+from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
 
 
-def narrow_activations(case: Case, flows: Sequence[Flow] | None) -> tuple[Departure, ...]:
+def narrow_activations(case: Case, flows: Sequence[Flow] | None) -> tuple[TrafficException, ...]:
     """All weights are cast, where theory has autocast's wide residual stream."""
     if not case.precision.is_mixed:
         return ()
@@ -25,7 +25,7 @@ def narrow_activations(case: Case, flows: Sequence[Flow] | None) -> tuple[Depart
     def cast(flow: Flow) -> Flow:
         return dataclasses.replace(flow, num_bytes=int(flow.num_bytes * part))
 
-    return departing(flows, Purpose.ACTIVATIONS, "all weights are cast, and so is the residual stream", cast)
+    return exceptions_for(flows, Purpose.ACTIVATIONS, "all weights are cast, and so is the residual stream", cast)
 
 
 @torch.no_grad()

@@ -27,10 +27,10 @@ from meshmark.spec.layout import Recompute, Schedule
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.optimizer import OptimizerKind
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Purpose, besides
+from meshmark.theory.flow import Purpose, TrafficException, besides
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.saved_activations import RNG_STATE_BYTES
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
 
 _ONE_TENSOR = "query, key and value are one tensor of megatron-core's"
@@ -116,7 +116,7 @@ class MegatronGPT(Adapter):
         return dataclasses.replace(using, states=states, activations_known=False, receive_buffers=False)
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """What megatron-core keeps for life beside the states: random states, its buffer for scores, an input."""
         layout, model = case.layout, case.workload.transformer
         rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
@@ -132,13 +132,13 @@ class MegatronGPT(Adapter):
             reason = "of every stage of the pipeline, the last input that it has received, and its gradient"
             declared.append((receiving * 2 * received, reason))
         padding = cls.padding(case, rank)
-        steady = tuple(Remainder(category="steady", num_bytes=n, reason=reason) for n, reason in declared)
+        steady = tuple(ExtraMemory(category="steady", num_bytes=n, reason=reason) for n, reason in declared)
         padded = (4 * padding, "the distributed optimizer pads tensors to 64 elements, and buckets to 128")
         both = ("gradients", "parameters", "steady") if padding else ()
-        return (*steady, *(Remainder(category=c, num_bytes=padded[0], reason=padded[1]) for c in both))
+        return (*steady, *(ExtraMemory(category=c, num_bytes=padded[0], reason=padded[1]) for c in both))
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         flows, count = step_traffic(case, rank), sum(local_sizes(case, rank, range(case.layout.virtual_stages)))
         share, reason = Fraction(cls.padding(case, rank), count), "tensors are padded to 64 elements, buckets to 128"
         padded = (*besides(flows, Purpose.GRADIENTS, share, reason), *besides(flows, Purpose.WEIGHTS, share, reason))

@@ -13,7 +13,7 @@ from meshmark.adapters.megatron.gpt_model import MegatronGPT
 from meshmark.errors import AdapterError
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Departure, Flow, Purpose, departing
+from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
 from meshmark.theory.traffic import step_traffic
 
 BUCKET_ELEMENTS = 10_000
@@ -42,7 +42,7 @@ class MegatronGPTOverlap(MegatronGPT):
         return BUCKET_ELEMENTS
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """The number of calls shows that buckets are reduced by themselves."""
         calls = sum(cls.num_buckets(case, rank))
 
@@ -51,9 +51,9 @@ class MegatronGPTOverlap(MegatronGPT):
 
         flows = step_traffic(case, rank)
         return (
-            *super().departures(case, rank),
-            *departing(flows, Purpose.GRADIENTS, "every bucket is reduced when its gradients are there", bucketed),
-            *departing(flows, Purpose.WEIGHTS, "every bucket is gathered by itself", bucketed),
+            *super().traffic_exceptions(case, rank),
+            *exceptions_for(flows, Purpose.GRADIENTS, "every bucket is reduced when its gradients are there", bucketed),
+            *exceptions_for(flows, Purpose.WEIGHTS, "every bucket is gathered by itself", bucketed),
         )
 
     @classmethod

@@ -19,7 +19,7 @@ from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 ENGINES: dict[str, type[PipelineEngine]] = {
     pipedream.PipeDream.kind: PipeDreamEngine,
@@ -55,7 +55,7 @@ class PipeDream(Pipeline):
         return dataclasses.replace(super().recipe(case), activations_known=False, receive_buffers=not own_loop)
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         algorithm = case.workload.algorithm
         kept = algorithm.vectors_kept(case, rank)
         if not kept:
@@ -63,7 +63,7 @@ class PipeDream(Pipeline):
         count = local_parameters(case.workload.model, case.layout, rank)
         assert count is not None
         num_bytes = kept * count * case.precision.master.itemsize
-        return (Remainder(category="optimizer_states", num_bytes=num_bytes, reason=f"what {algorithm.kind} keeps"),)
+        return (ExtraMemory(category="optimizer_states", num_bytes=num_bytes, reason=f"what {algorithm.kind} keeps"),)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return ENGINES[case.workload.algorithm.kind](case, context)

@@ -6,18 +6,19 @@ nor judges itself: meters watch from outside.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from meshmark.adapter.arithmetic import Arithmetic
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.theory.flow import Departure
+from meshmark.theory.flow import TrafficException
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 
 class Track(StrEnum):
@@ -27,6 +28,10 @@ class Track(StrEnum):
     """Every choice is explicit, so that memory and traffic are those of the layout."""
     AUTHORS = "as its authors recommend"
     """Documented defaults and tuning, such as prefetching and reuse. The adapter's name ends in `-recommended`."""
+
+
+_RENAMED = {"remainders": "extra_memory", "departures": "traffic_exceptions"}
+"""Methods of an adapter by their names in the version before this."""
 
 
 class Adapter(ABC):
@@ -62,17 +67,46 @@ class Adapter(ABC):
         """How this framework keeps a model in training: what the planner's memory follows from."""
         return eager_recipe(case)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:  # noqa: ANN401
+        """Take what an adapter written for an older version calls by its old name, with a `DeprecationWarning`."""
+        super().__init_subclass__(**kwargs)
+        for old, new in _RENAMED.items():
+            if old in cls.__dict__ and new not in cls.__dict__:
+                warnings.warn(
+                    f"{cls.__name__}.{old} is now called {new}; the old name works until the next minor version",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+                setattr(cls, new, cls.__dict__[old])
+
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        """Where this framework's states, or activations, are known to differ from the closed form of its recipe and
-        layout."""
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        """Return where this framework's states or activations are known to differ from the closed form.
+
+        The closed form is that of its recipe and layout. `rank` is the rank that is asked about.
+        """
         return ()
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
-        """Where this framework is known to send otherwise than `meshmark.theory.traffic.step_traffic` says, which is
-        what every case is held to. Where steps differ, in that module's `METERED_STEP`."""
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        """Return where this framework is known to send otherwise than theory says.
+
+        Theory is `meshmark.theory.traffic.step_traffic`, which every case is held to. Where steps differ, the exceptions
+        are those of that module's `METERED_STEP`.
+        """
         return ()
+
+    @classmethod
+    def remainders(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        """Deprecated: call `extra_memory`."""
+        warnings.warn("Adapter.remainders is now called extra_memory", DeprecationWarning, stacklevel=2)
+        return cls.extra_memory(case, rank)
+
+    @classmethod
+    def departures(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        """Deprecated: call `traffic_exceptions`."""
+        warnings.warn("Adapter.departures is now called traffic_exceptions", DeprecationWarning, stacklevel=2)
+        return cls.traffic_exceptions(case, rank)
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:

@@ -14,8 +14,8 @@ from typing import Literal
 from meshmark.adapter.capabilities import Capabilities
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.covering import NO_ORDER, Order, combinations, covering, laid, supported, takes
-from meshmark.counted import counted
-from meshmark.spec.case import Case, Misfit, cell
+from meshmark.pluralize import pluralize
+from meshmark.spec.case import Case, InvalidLayout, cell
 from meshmark.spec.layout import AXES, Axis, Layout, Offload, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.tuning import Tuning
@@ -34,7 +34,7 @@ def matrix(
     precisions: Iterable[Precision],
     chosen: LayoutChoice = None,
     tunings: Sequence[Tuning] = (Tuning(),),
-) -> list[Case | Misfit]:
+) -> list[Case | InvalidLayout]:
     """All cells. What is beyond an adapter's capabilities makes none, but for a precision, so that the report shows the
     gap; a layout that does not fit a workload is a misfit: nothing is dropped silently. An adapter with no parallel
     axis, such as `single`, joins at world size 1. `chosen` layouts come in the place of those that each adapter is
@@ -58,10 +58,10 @@ def matrix(
     ]
 
 
-def counts(adapters: dict[str, type[Adapter]], worlds: Sequence[int], cells: Iterable[Case | Misfit]) -> str:
+def counts(adapters: dict[str, type[Adapter]], worlds: Sequence[int], cells: Iterable[Case | InvalidLayout]) -> str:
     """In words, how many layouts there are at all, how many of them adapters support for the first workload, and how
     many are among `cells`."""
-    tried: dict[str, dict[Layout, Case | Misfit]] = {}
+    tried: dict[str, dict[Layout, Case | InvalidLayout]] = {}
     for each in cells:
         tried.setdefault(each.adapter, {}).setdefault(each.layout, each)
     exist = able = 0
@@ -70,7 +70,7 @@ def counts(adapters: dict[str, type[Adapter]], worlds: Sequence[int], cells: Ite
         exist += sum(len(list(combinations(n))) for n in ranks)
         able += len(supported(name, adapters[name], ranks, example.workload, example.precision))
     return (
-        f"layouts of {counted(len(tried), 'adapter')}: {exist:,} combinations exist, {able:,} are "
+        f"layouts of {pluralize(len(tried), 'adapter')}: {exist:,} combinations exist, {able:,} are "
         f"supported, {sum(map(len, tried.values())):,} are chosen"
     )
 

@@ -1,4 +1,4 @@
-"""Plain PyTorch in one process: in float64 the truth, in a case's precision the yardstick of noise."""
+"""Plain PyTorch in one process: in float64 the truth, in a case's precision the tolerance model of noise."""
 
 from __future__ import annotations
 

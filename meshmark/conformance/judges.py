@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 
 from meshmark.conformance.finding import ClauseResult, Finding, all_of, decide, drift_text
-from meshmark.counted import counted
 from meshmark.judge.deviation import QuantityKind
 from meshmark.judge.replicas import by_replica, num_replicas
-from meshmark.judge.yardstick import MULTIPLES, compare, gradient_norms
+from meshmark.judge.tolerance_model import MULTIPLES, compare, gradient_norms
+from meshmark.pluralize import pluralize
 from meshmark.reference.data import make_batch
 from meshmark.run.passes.fail import MESSAGE
 from meshmark.run.record import MemoryEvidence, PeerEnd, Record, Status
@@ -42,12 +42,12 @@ def _alone(record: Record, what: str) -> Finding | None:
 
 def _within(record: Record, *kinds: QuantityKind) -> Finding:
     """Every compared quantity of these kinds within its tolerance."""
-    yardstick = record.equivalence.yardstick
-    excesses = [e for e in yardstick.judge(record.equivalence.deviations) if e[1].kind in kinds]
+    tolerance_model = record.equivalence.tolerance_model
+    excesses = [e for e in tolerance_model.judge(record.equivalence.deviations) if e[1].kind in kinds]
     if not excesses:
         return decide(False, f"nothing to compare of {', '.join(kinds)}")
     excess, quantity, step = max(excesses)
-    factor = yardstick.factor_of(quantity)
+    factor = tolerance_model.factor_of(quantity)
     evidence = f"worst of {len(excesses)}: {quantity} at step {step}, {excess * factor:.3g} x its noise where "
     evidence += f"{factor:.2f} x is allowed"
     if excess > 1 and record.equivalence.diagnosis:
@@ -98,7 +98,7 @@ def replicas(record: Record) -> Finding:
     found = record.equivalence
     if not found.num_replicated:
         return Finding(result=ClauseResult.UNSUPPORTED, evidence="no tensor is held by two ranks")
-    reported = f"{counted(found.num_replicated, 'tensor')} reported by several ranks, {drift_text(found.drifts)}"
+    reported = f"{pluralize(found.num_replicated, 'tensor')} reported by several ranks, {drift_text(found.drifts)}"
     if found.drifts and found.diagnosis:
         reported += f"; {found.diagnosis.text}"
     return decide(not found.drifts, reported)
@@ -170,7 +170,7 @@ def declared_precision(record: Record) -> Finding:
     moments = decide(kept == precision.states, f"moments in {kept}")
     reported = record.memory.state_dtypes.get("gradients", "")
     found = record.equivalence
-    ratios = found.yardstick.ratios(compare(found.deviations))
+    ratios = found.tolerance_model.ratios(compare(found.deviations))
     gradient_ratios = [ratio for ratio, quantity, _ in ratios if quantity.kind is QuantityKind.GRADIENTS]
     rough = max(gradient_ratios, default=0.0)
     really = decide(rough > WIDER, f"gradients at most {rough:.1e} x the noise of {precision}")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmark.conformance.finding import Finding, all_of, decide, drift_text
-from meshmark.judge.yardstick import FALSE_ALARMS
+from meshmark.judge.tolerance_model import FALSE_ALARMS
 from meshmark.run.record import Record
 
 EVALUATION_TOLERANCE = 1e-5

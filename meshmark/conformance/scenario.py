@@ -17,7 +17,7 @@ from meshmark.reference.data import on_corpus
 from meshmark.run.record import Status
 from meshmark.run.request import Task
 from meshmark.spec.algorithm import SYNCHRONOUS, algorithm_presets
-from meshmark.spec.case import Case, Misfit, cell
+from meshmark.spec.case import Case, InvalidLayout, cell
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.optimizer import OptimizerKind, OptimizerSpec
@@ -244,7 +244,7 @@ def _grown(plain: Workload, layout: Layout, global_batch: int | None) -> Workloa
 
 def plain_cells(
     name: str, adapter: type[Adapter], world_size: int, *, global_batch: int | None = None, corpus: str | None = None
-) -> list[Case | Misfit]:
+) -> list[Case | InvalidLayout]:
     """What a conformance pass of one adapter at a world size is made of: every ZeRO stage, every axis, the rest as
     plain as it has it; where it refuses that, as crossed as it must be. The workload grows with the world, but for a
     `global_batch` that was asked for; it is of text, so a `corpus` of images is not for it."""
@@ -263,7 +263,7 @@ def plain_cells(
         layouts = [replace(plain, dp=dp, zero_stage=stage) for stage in sorted(can.zero_stages)]
     trained = _by_algorithm(plain_workload(), adapter)
 
-    def made(layouts: Iterable[Layout]) -> list[Case | Misfit]:
+    def made(layouts: Iterable[Layout]) -> list[Case | InvalidLayout]:
         return [
             cell(adapter=name, workload=on_corpus(_grown(trained, layout, global_batch), text), layout=layout)
             for layout in layouts
@@ -276,7 +276,7 @@ def plain_cells(
     # tries, then of replicas, then of every layout that there is.
     replicas = (layout for layout in variants(can, Layout(dp=world_size)) if "dp" in can.degrees)
     for tried in (matrix_layouts(adapter, world_size), replicas, _combined(adapter, world_size)):
-        taken: dict[int, Case | Misfit] = {}
+        taken: dict[int, Case | InvalidLayout] = {}
         for each in made(_unaccumulated(layout) for layout in tried):
             if isinstance(each, Case) and takes(adapter, each):
                 taken.setdefault(each.layout.zero_stage, each)

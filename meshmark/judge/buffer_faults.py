@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from meshmark.counted import counted
 from meshmark.judge.buffers import exact_buffers, known_parameters, replica_truth, together
 from meshmark.judge.deviation import Tensors
 from meshmark.judge.faults import Fault
 from meshmark.judge.gradient_faults import LEFT_OVER, Explanation, FailedStep, low_precisions
+from meshmark.pluralize import pluralize
 
 _MOMENTA = (0.9, 0.5, 0.2, 0.05, 0.01, 0.001, 1.0, 0.0)
 """What frameworks call so differs: 0.9 of one is 0.1 of another."""
@@ -25,7 +25,7 @@ def explain_buffers(failed: FailedStep, names: list[str]) -> tuple[Explanation, 
     worst = max(wrong, key=lambda r: distances[r])
     told, before = replicas[worst][failed.step + 1], replicas[worst][failed.step]
     if absent := [name for name in names if name not in told]:
-        return (Fault.MISSING, f"{counted(len(absent), 'buffer is', 'buffers are')} absent"), wrong
+        return (Fault.MISSING, f"{pluralize(len(absent), 'buffer is', 'buffers are')} absent"), wrong
 
     def fits(rival: Tensors) -> bool:
         return _distance(told, rival, names) <= LEFT_OVER * distances[worst]

@@ -25,10 +25,10 @@ from meshmark.judge.gradient_faults import (
     low_precisions,
 )
 from meshmark.judge.owners import nobody_reduced, own_parts
+from meshmark.judge.tolerance_model import TWINS, ToleranceModel, zeros
 from meshmark.judge.trace import Trace
 from meshmark.judge.twin import Twin
 from meshmark.judge.update_faults import explain_norm, explain_updates
-from meshmark.judge.yardstick import TWINS, Yardstick, zeros
 from meshmark.spec.case import Case
 
 _UNKNOWN = (Fault.UNEXPLAINED, Fault.FORWARD, Fault.BACKWARD)
@@ -42,12 +42,12 @@ def diagnose(
     trace: Trace,
     deviations: Deviations,
     drifts: Sequence[Drift],
-    yardstick: Yardstick,
+    tolerance_model: ToleranceModel,
     twin: Twin | None = None,
 ) -> Diagnosis | None:
     """None when nothing is wrong."""
     rank_progress.begin(rank_progress.Phase.EXPLAIN)
-    wrong = {(q, step): excess for excess, q, step in yardstick.judge(deviations) if not excess <= 1}
+    wrong = {(q, step): excess for excess, q, step in tolerance_model.judge(deviations) if not excess <= 1}
     if start := [q.name for q, d in deviations.items() if q.kind is QuantityKind.INITIAL and d[0].distance != 0]:
         return _start(trace, start)
     if drifts_at_start := [d for d in drifts if d.quantity.kind is QuantityKind.PARAMETERS and d.step == 0]:
@@ -61,7 +61,7 @@ def diagnose(
     here = {q: e for (q, step), e in wrong.items() if step == first}
     drifted = drift is not None and drift.step == first and drift.detail.startswith("gradients")
     at = _WrongStep(step=first, excesses=here, drifted=drifted, twin=twin)
-    found = _at(case, trace, deviations, yardstick, at)
+    found = _at(case, trace, deviations, tolerance_model, at)
     if not drift or drift.step != first:
         return found
     if found.fault in _UNKNOWN:
@@ -125,7 +125,7 @@ class _WrongStep:
     """That the run's gradients were held against too."""
 
 
-def _at(case: Case, trace: Trace, deviations: Deviations, yardstick: Yardstick, at: _WrongStep) -> Diagnosis:
+def _at(case: Case, trace: Trace, deviations: Deviations, tolerance_model: ToleranceModel, at: _WrongStep) -> Diagnosis:
     """What is wrong at that step."""
     step, wrong = at.step, at.excesses
 
@@ -135,7 +135,7 @@ def _at(case: Case, trace: Trace, deviations: Deviations, yardstick: Yardstick, 
             if quantity.kind in kinds:
                 worst[quantity.name] = max(worst.get(quantity.name, 0.0), excess)
         names = sorted(worst, key=lambda name: -worst[name])
-        tolerances = {name: yardstick.tolerance(kinds[0].of(name), step) for name in names}
+        tolerances = {name: tolerance_model.tolerance(kinds[0].of(name), step) for name in names}
         return FailedStep(
             case=case,
             trace=trace,

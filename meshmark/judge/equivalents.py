@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshmark.adapter.arithmetic import Casting
+from meshmark.judge.tolerance_model import WAYS
 from meshmark.judge.twin import Twin
-from meshmark.judge.yardstick import WAYS
 from meshmark.reference.data import Batch
 from meshmark.reference.initial import random_bits
 from meshmark.reference.model import Model

@@ -9,8 +9,8 @@ import numpy as np
 
 from meshmark.algorithms.replicas import LEFT_OVER
 from meshmark.judge.deviation import Quantity, QuantityKind, Tensors
+from meshmark.judge.tolerance_model import ToleranceModel
 from meshmark.judge.trace import Trace
-from meshmark.judge.yardstick import Yardstick
 from meshmark.spec.case import Case
 
 
@@ -20,7 +20,7 @@ class FailedReplicas:
 
     case: Case
     traces: Sequence[Trace]
-    sticks: Sequence[Yardstick]
+    tolerance_models: Sequence[ToleranceModel]
     """By replica, as the traces."""
     step: int
     wrong: dict[int, dict[Quantity, float]]
@@ -52,7 +52,7 @@ def misfit(
     return max(
         float(np.linalg.norm(after[r][name] - there[r][name]))
         / max(
-            failed.sticks[r].tolerance(QuantityKind.PARAMETERS.of(name), failed.step),
+            failed.tolerance_models[r].tolerance(QuantityKind.PARAMETERS.of(name), failed.step),
             LEFT_OVER * float(np.linalg.norm(after[r][name] - exact[r][name])),
         )
         for r, names in wrong.items()

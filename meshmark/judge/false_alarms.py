@@ -1,8 +1,8 @@
-"""How often correct runs fail: what has been shown of it, and not what the yardstick aims at.
+"""How often correct runs fail: what has been shown of it, and not what the tolerance model aims at.
 
 `make power-long` runs training that is correct, of `single` and of real adapters, and leaves what it counted in
 `false_alarms.json` beside this file. A run that comes to the same bits as another shows nothing, and is not counted.
-Runs of one problem share its yardsticks, and fare more alike than runs of several: they show as much as a smaller
+Runs of one problem share its tolerance_models, and fare more alike than runs of several: they show as much as a smaller
 number of independent runs, which is how many they are over their design effect (Kish, Survey Sampling, 1965).
 """
 
@@ -32,7 +32,7 @@ class Counted:
     """How they were made, workload and precision."""
     problems: int
     """Of other seeds, numbers of micro-batches, or both."""
-    yardsticks: int
+    tolerance_models: int
     """How many there were of them, each from noise runs of its own."""
     runs: int
     """No two with the same bits."""
@@ -41,7 +41,7 @@ class Counted:
 
 @dataclass(frozen=True, kw_only=True)
 class FalseAlarms:
-    """All of them, under one version of the yardstick."""
+    """All of them, under one version of the tolerance model."""
 
     version: int
     """Of what shapes the noise and its factors: `passes.noise.FORMAT`."""
@@ -105,11 +105,11 @@ def merged(parts: Sequence[Counted]) -> list[Counted]:
     """By what they are of, added up."""
     found: dict[str, Counted] = {}
     for part in parts:
-        so_far = found.get(part.what, Counted(what=part.what, problems=0, yardsticks=0, runs=0, alarms=0))
+        so_far = found.get(part.what, Counted(what=part.what, problems=0, tolerance_models=0, runs=0, alarms=0))
         found[part.what] = Counted(
             what=part.what,
             problems=so_far.problems + part.problems,
-            yardsticks=so_far.yardsticks + part.yardsticks,
+            tolerance_models=so_far.tolerance_models + part.tolerance_models,
             runs=so_far.runs + part.runs,
             alarms=so_far.alarms + part.alarms,
         )
@@ -118,6 +118,6 @@ def merged(parts: Sequence[Counted]) -> list[Counted]:
 
 @functools.cache
 def shown() -> FalseAlarms:
-    """What was counted under the yardstick of this version."""
+    """What was counted under the tolerance model of this version."""
     counted: FalseAlarms = decode(FalseAlarms, json.loads(COUNTED.read_text()))
     return counted

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmark.counted import counted
 from meshmark.judge.buffers import together
 from meshmark.judge.deviation import Tensors, global_norm
 from meshmark.judge.faults import MOST_NAMES, Fault, named_factor
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import exact_gradients
 from meshmark.judge.twin import Twin
+from meshmark.pluralize import pluralize
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
 
@@ -106,7 +106,7 @@ def explain_gradients(failed: FailedStep) -> Explanation | None:
     """The first hypothesis that fits all wrong tensors together."""
     own = failed.trace.gradients[failed.step]
     if absent := [name for name in failed.names if name not in own or not np.any(own[name])]:
-        wrong = counted(len(failed.names), "wrong gradient")
+        wrong = pluralize(len(failed.names), "wrong gradient")
         return Fault.MISSING, f"{len(absent)} of {wrong} {'is' if len(absent) == 1 else 'are'} absent or all zero"
     exact = failed.truth(failed.step, failed.batch)
     fit = _Fit(failed, own, exact)
@@ -272,7 +272,7 @@ def _unmasked(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | No
 def _low_precision(failed: FailedStep, fit: _Fit, exact: Tensors) -> Explanation | None:
     own = failed.trace.gradients[failed.step]
     if kinds := [kind for kind in low_precisions(own[name] for name in failed.names)]:
-        return Fault.PRECISION, f"every value of {counted(len(failed.names), 'gradient')} is a {kinds[0]} number"
+        return Fault.PRECISION, f"every value of {pluralize(len(failed.names), 'gradient')} is a {kinds[0]} number"
     # Rounding goes in all directions; what changes the function mostly stretches its gradients.
     along = sorted(
         abs(float(np.sum((own[n].astype(np.float64) - exact[n]) * exact[n]))) / unit**2 / fit.deviations[n]

@@ -10,23 +10,25 @@ from meshmark.algorithms.contract import GradientRule
 from meshmark.algorithms.replicas import LEFT_OVER
 from meshmark.judge.deviation import Deviations, QuantityKind, Tensors
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault
+from meshmark.judge.tolerance_model import ToleranceModel
 from meshmark.judge.trace import Trace, observed_run
 from meshmark.judge.truth import MOST_PAST, exact_pipelined_step, local_rules
-from meshmark.judge.yardstick import Yardstick
 from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
 
 
-def diagnose_pipeline(case: Case, trace: Trace, deviations: Deviations, yardstick: Yardstick) -> Diagnosis | None:
+def diagnose_pipeline(
+    case: Case, trace: Trace, deviations: Deviations, tolerance_model: ToleranceModel
+) -> Diagnosis | None:
     """None where no other versions explain the first step at which anything is wrong."""
-    wrong = [(step, q) for excess, q, step in yardstick.judge(deviations) if not excess <= 1]
+    wrong = [(step, q) for excess, q, step in tolerance_model.judge(deviations) if not excess <= 1]
     first = min((step for step, _ in wrong), default=0)
     names = {
         kind: [q.name for step, q in wrong if step == first and q.kind is kind]
         for kind in (QuantityKind.GRADIENTS, QuantityKind.PARAMETERS)
     }
     if gradients := names[QuantityKind.GRADIENTS]:
-        explains = _of_gradients(case, trace, first, gradients, yardstick)
+        explains = _of_gradients(case, trace, first, gradients, tolerance_model)
     elif updates := names[QuantityKind.PARAMETERS]:
         gradients, explains = updates, _of_update(case, trace, first, updates)
     else:
@@ -38,9 +40,9 @@ def diagnose_pipeline(case: Case, trace: Trace, deviations: Deviations, yardstic
     )
 
 
-def _of_gradients(case: Case, trace: Trace, step: int, names: list[str], yardstick: Yardstick) -> str | None:
+def _of_gradients(case: Case, trace: Trace, step: int, names: list[str], tolerance_model: ToleranceModel) -> str | None:
     workload, layout = case.workload, case.layout
-    tolerances = {name: yardstick.tolerance(QuantityKind.GRADIENTS.of(name), step) for name in names}
+    tolerances = {name: tolerance_model.tolerance(QuantityKind.GRADIENTS.of(name), step) for name in names}
     right = workload.algorithm.gradient_rule(workload, layout)
     assert right is not None, f"{workload.algorithm.id} has no gradient rule"
     accounts = (

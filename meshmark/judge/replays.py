@@ -12,7 +12,7 @@ from meshmark.judge.faults import Fault
 from meshmark.judge.gradient_faults import Explanation
 from meshmark.judge.trace import observed_run
 from meshmark.judge.truth import ExactOptimizer
-from meshmark.judge.update_rivals import rivals
+from meshmark.judge.update_hypotheses import update_hypotheses
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.workload import Workload
 
@@ -65,7 +65,7 @@ class Replays:
 
     def of_rules(self) -> Iterator[Account]:
         """Yield other update rules of every replica."""
-        for every in zip(*(rivals(self.spec, self.failed.step) for _ in self.failed.traces), strict=True):
+        for every in zip(*(update_hypotheses(self.spec, self.failed.step) for _ in self.failed.traces), strict=True):
             if every[0].gradients is None:
                 steps = self.explained(self.real, [rival.optimizer for rival in every])
                 yield steps, (every[0].fault, every[0].detail)

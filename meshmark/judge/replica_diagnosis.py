@@ -20,10 +20,10 @@ from meshmark.judge.gradient_faults import Explanation
 from meshmark.judge.pipeline_diagnosis import diagnose_pipeline
 from meshmark.judge.replays import Replays
 from meshmark.judge.replicas import by_replica, num_replicas, replica_of
+from meshmark.judge.tolerance_model import ToleranceModel
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import exact_gradients, local_rules
 from meshmark.judge.twin import Twin
-from meshmark.judge.yardstick import Yardstick
 from meshmark.reference.data import make_batch
 from meshmark.spec.case import Case
 
@@ -33,26 +33,26 @@ def diagnose_replicas(
     traces: Sequence[Trace],
     deviations: Deviations,
     drifts: Sequence[Drift],
-    yardstick: Yardstick,
+    tolerance_model: ToleranceModel,
     twin: Twin | None = None,
 ) -> Diagnosis | None:
     """None when nothing is wrong. One trace alone is a run whose replicas are all to be the same."""
     if num_replicas(case) == 1:
         of_older_weights = case.workload.algorithm.stale_weights and not drifts
-        stale = diagnose_pipeline(case, traces[0], deviations, yardstick) if of_older_weights else None
-        return stale or diagnose(case, traces[0], deviations, drifts, yardstick, twin)
+        stale = diagnose_pipeline(case, traces[0], deviations, tolerance_model) if of_older_weights else None
+        return stale or diagnose(case, traces[0], deviations, drifts, tolerance_model, twin)
     alone = by_replica(deviations, len(traces))
-    sticks = yardstick.fitted_to(deviations).of_replicas(len(traces))
+    tolerance_models = tolerance_model.fitted_to(deviations).of_replicas(len(traces))
 
     def of_one(replica: int, drifts: Sequence[Drift] = ()) -> Diagnosis | None:
-        return diagnose(case, traces[replica], alone[replica], drifts, sticks[replica])
+        return diagnose(case, traces[replica], alone[replica], drifts, tolerance_models[replica])
 
     for replica, found in enumerate(alone):
         if any(q.kind is QuantityKind.INITIAL and steps[0].distance for q, steps in found.items()):
             return of_one(replica)
     if drifts:
         return of_one(min(replica_of(case.layout, rank) for drift in drifts for rank in drift.ranks), drifts)
-    failed = _first(case, traces, alone, sticks)
+    failed = _first(case, traces, alone, tolerance_models)
     if failed is None:
         return None
     worst = max(failed.wrong, key=lambda replica: max(failed.wrong[replica].values()))
@@ -81,11 +81,11 @@ def diagnose_replicas(
 
 
 def _first(
-    case: Case, traces: Sequence[Trace], alone: Sequence[Deviations], sticks: Sequence[Yardstick]
+    case: Case, traces: Sequence[Trace], alone: Sequence[Deviations], tolerance_models: Sequence[ToleranceModel]
 ) -> FailedReplicas | None:
     wrong = [
         (step, replica, quantity, excess)
-        for replica, (found, stick) in enumerate(zip(alone, sticks, strict=True))
+        for replica, (found, stick) in enumerate(zip(alone, tolerance_models, strict=True))
         for excess, quantity, step in stick.judge(found)
         if not excess <= 1
     ]
@@ -96,7 +96,7 @@ def _first(
     for step, replica, quantity, excess in wrong:
         if step == first:
             here.setdefault(replica, {})[quantity] = excess
-    return FailedReplicas(case=case, traces=traces, sticks=sticks, step=first, wrong=here)
+    return FailedReplicas(case=case, traces=traces, tolerance_models=tolerance_models, step=first, wrong=here)
 
 
 def _diagnosis(failed: FailedReplicas, explained: Explanation, names: dict[int, list[str]]) -> Diagnosis:

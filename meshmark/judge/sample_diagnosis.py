@@ -13,7 +13,7 @@ import numpy as np
 from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
 from meshmark.judge.diagnosis import first_drift
 from meshmark.judge.faults import MOST_NAMES, Diagnosis, Fault
-from meshmark.judge.yardstick import Yardstick, zeros
+from meshmark.judge.tolerance_model import ToleranceModel, zeros
 
 _SAME = 1e-3
 """Factors that differ by less, relative to one, are one factor."""
@@ -22,11 +22,13 @@ _ALONG = 0.05
 _ADVICE = "a model of up to 20 million parameters in the same layout is diagnosed in full"
 
 
-def diagnose_sample(deviations: Deviations, drifts: Sequence[Drift], yardstick: Yardstick) -> Diagnosis | None:
+def diagnose_sample(
+    deviations: Deviations, drifts: Sequence[Drift], tolerance_model: ToleranceModel
+) -> Diagnosis | None:
     """None when nothing is wrong."""
     if start := [q.name for q, d in deviations.items() if q.kind is QuantityKind.INITIAL and d[0].distance]:
         return _diagnosis(Fault.START, f"{len(start)} initial values differ", 0, start)
-    wrong = [(step, q, e) for e, q, step in yardstick.judge(deviations) if not e <= 1]
+    wrong = [(step, q, e) for e, q, step in tolerance_model.judge(deviations) if not e <= 1]
     first = min((step for step, *_ in wrong), default=None)
     drift = first_drift(drifts)
     if drift and (first is None or drift.step <= first):

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from meshmark.counted import counted
 from meshmark.judge.deviation import Tensors, global_norm
 from meshmark.judge.faults import Fault, named_factor
 from meshmark.judge.gradient_faults import Explanation, FailedStep, low_precisions, rounding
 from meshmark.judge.trace import Trace
 from meshmark.judge.truth import ExactOptimizer
-from meshmark.judge.update_rivals import rivals
+from meshmark.judge.update_hypotheses import update_hypotheses
+from meshmark.pluralize import pluralize
 
 LEFT_OVER = 0.1
 
@@ -25,20 +25,20 @@ def explain_updates(failed: FailedStep) -> Explanation | None:
     """Why wrong parameters stand where they do after the step."""
     before, after = failed.trace.parameters[failed.step], failed.trace.parameters[failed.step + 1]
     if absent := [name for name in failed.names if name not in after]:
-        return Fault.MISSING, f"{counted(len(absent), 'parameter is', 'parameters are')} absent"
+        return Fault.MISSING, f"{pluralize(len(absent), 'parameter is', 'parameters are')} absent"
     if frozen := [name for name in failed.names if not failed.case.workload.trains(name)]:
-        return Fault.UPDATE, f"{counted(len(frozen), 'frozen parameter')} moved"
+        return Fault.UPDATE, f"{pluralize(len(frozen), 'frozen parameter')} moved"
     still = [name for name in failed.names if np.array_equal(before[name], after[name])]
     kinds = low_precisions(after[name] for name in failed.names)
     if failed.step and all(np.array_equal(after[n], failed.trace.parameters[0][n]) for n in failed.names):
         back = "parameter is back at its initial values", "parameters are back at their initial values"
-        return Fault.UPDATE, counted(len(failed.names), *back)
+        return Fault.UPDATE, pluralize(len(failed.names), *back)
     if kinds and len(still) < len(failed.names):  # some may stay, where updates are below the last place
-        return Fault.PRECISION, f"every value of {counted(len(failed.names), 'parameter')} is a {kinds[0]} number"
+        return Fault.PRECISION, f"every value of {pluralize(len(failed.names), 'parameter')} is a {kinds[0]} number"
     if still:
         return (
             Fault.NEVER_UPDATED,
-            f"{len(still)} of {counted(len(failed.names), 'wrong parameter')} did not move at all",
+            f"{len(still)} of {pluralize(len(failed.names), 'wrong parameter')} did not move at all",
         )
     exact = replay(failed, ExactOptimizer(failed.case.workload.optimizer))
     return (
@@ -66,7 +66,7 @@ def _rival(failed: FailedStep, exact: Tensors) -> Explanation | None:
     """The closest rival, if it is close enough."""
     after = failed.trace.parameters[failed.step + 1]
     found = []
-    for rival in rivals(failed.case.workload.optimizer, failed.step):
+    for rival in update_hypotheses(failed.case.workload.optimizer, failed.step):
         there = replay(failed, rival.optimizer, rival.gradients)
         worst = max(
             float(np.linalg.norm(after[n] - there[n]))

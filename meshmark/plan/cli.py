@@ -13,7 +13,7 @@ from meshmark.errors import InputError, UnknownNameError
 from meshmark.plan.arguments import DEFAULT_GPU, GPU_HELP, Given, add_setting, framework_given, given_by
 from meshmark.plan.frameworks import DEFAULT_FRAMEWORK, framework
 from meshmark.plan.gpu_file import gpu_template
-from meshmark.plan.model_names import plan_model, told_of_size
+from meshmark.plan.model_names import plan_model, size_note
 from meshmark.plan.provenance import provenance
 from meshmark.plan.search import (
     Search,
@@ -77,7 +77,7 @@ def run_plan(arguments: argparse.Namespace) -> Search | None:
     if arguments.max_model:
         _print_max_model(arguments, given, family)
         return None
-    if told := told_of_size(arguments.model or _DEFAULT_MODEL):
+    if told := size_note(arguments.model or _DEFAULT_MODEL):
         print(f"meshmark: {told}", file=sys.stderr)
     if arguments.seq_len is not None:
         model = dataclasses.replace(model, seq_len=arguments.seq_len)

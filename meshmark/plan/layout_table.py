@@ -21,7 +21,7 @@ from meshmark.plan.layout_columns import (
     layout_of,
     model_of,
 )
-from meshmark.plan.model_names import known_models, told_of_size
+from meshmark.plan.model_names import known_models, size_note
 from meshmark.plan.rows import Row
 from meshmark.spec.hardware import MOST_GPUS, Gpu, gpu
 from meshmark.spec.layout import AXES, Layout
@@ -149,7 +149,7 @@ def remarks(table: Sequence[Row], of_all: Framework | None = None) -> list[str]:
             if cell(table[i], "layers") and not cell(table[i], "family") and cell(table[i], "model") not in known:
                 ungated.append(int(i) + 2)
     named = dict.fromkeys(cell(row, "model") for row in table if not cell(row, "layers") and not cell(row, "hidden"))
-    out = [told for name in named if name and (told := told_of_size(name))]
+    out = [told for name in named if name and (told := size_note(name))]
     out += [f"{_named(sorted(rows))}: {told}; planned as if it did" for told, rows in beyond.items()]
     if stages:
         out.append(f"{_named(sorted(stages))}: more pipeline stages than layers; predicted_fits is 0")

@@ -108,7 +108,7 @@ def plan_model(name: str) -> ModelSpec:
     raise UnknownNameError("model", name, known)
 
 
-def told_of_size(name: str) -> str:
+def size_note(name: str) -> str:
     """What a model is that is named by its size alone; empty for presets and descriptions."""
     if is_description(name) or {name, _SHAPES.get(name)} & known_models().keys():
         return ""

@@ -6,7 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from meshmark.counted import counted
 from meshmark.errors import InputError
 from meshmark.plan.arguments import GPU_HELP, add_setting, framework_given, given_by
 from meshmark.plan.calibration_file import calibrated_at
@@ -14,6 +13,7 @@ from meshmark.plan.frameworks import DEFAULT_FRAMEWORK
 from meshmark.plan.layout_table import remarks
 from meshmark.plan.predict_file import Setting, predict_file, told_rates
 from meshmark.plan.rows import read_rows
+from meshmark.pluralize import pluralize
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def run_predict(arguments: argparse.Namespace) -> int:
     count, table = predict_file(arguments.layouts, arguments.output, setting), read_rows(arguments.layouts)
     for remark in remarks(table, named):
         print(f"meshmark: {remark}", file=sys.stderr)
-    print(f"{counted(count, 'layout')} predicted: {arguments.output}")
+    print(f"{pluralize(count, 'layout')} predicted: {arguments.output}")
     unsaid = sum(not (row.get("recipe") or row.get("framework")) for row in table)
     if unsaid and not (named or given.recipe):
         told = f"{unsaid} of them by {DEFAULT_FRAMEWORK}'s recipe"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshmark.counted import counted
 from meshmark.errors import ResultsError
-from meshmark.regression.change import Change, Effect, Kind, Standing
+from meshmark.pluralize import pluralize
+from meshmark.regression.change import Change, ChangeOutcome, Effect, Kind
 from meshmark.regression.compare import Comparison, compare
 from meshmark.regression.runs import by_case
 from meshmark.regression.samples import STEP, samples
@@ -39,15 +39,15 @@ class Trial:
     def differences(self) -> list[float]:
         return [b - a for a, b in zip(self.ours, self.theirs, strict=True)]
 
-    def standing(self, alpha: float, margin: float) -> Standing:
+    def outcome(self, alpha: float, margin: float) -> ChangeOutcome:
         differences = self.differences
         if len(differences) < LEAST_PAIRS:
-            return Standing.UNDECIDED
+            return ChangeOutcome.UNDECIDED
         mean = statistics.fmean(differences)
         if evidence(differences) >= 1 / alpha:
-            return Standing.WORSE if mean > 0 else Standing.BETTER
+            return ChangeOutcome.WORSE if mean > 0 else ChangeOutcome.BETTER
         within = abs(mean) + half_width(differences, alpha) <= math.log1p(margin)
-        return Standing.SAME if within else Standing.UNDECIDED
+        return ChangeOutcome.SAME if within else ChangeOutcome.UNDECIDED
 
 
 def alternate(
@@ -65,8 +65,8 @@ def alternate(
             records += measure(folder / name / f"{pair:03}")
         _add(trials, ours, theirs, pair)
         alpha = ALPHA / max(len(trials), 1)
-        open_cases = [case for case, trial in trials.items() if trial.standing(alpha, margin) is Standing.UNDECIDED]
-        decided = f"{len(trials) - len(open_cases)} of {counted(len(trials), 'case')} decided"
+        open_cases = [case for case, trial in trials.items() if trial.outcome(alpha, margin) is ChangeOutcome.UNDECIDED]
+        decided = f"{len(trials) - len(open_cases)} of {pluralize(len(trials), 'case')} decided"
         say(f"pair {pair + 1}: {decided if trials else 'nothing is timed, so one pair does'}")
         if not open_cases and (pair + 1 >= LEAST_PAIRS or not trials):
             break
@@ -104,7 +104,7 @@ def change_of(case: str, trial: Trial, alpha: float, margin: float) -> Change:
     mean, width = statistics.fmean(differences), half_width(differences, alpha)
     ours, theirs = (amount / math.exp(statistics.fmean(side)) for side in (trial.ours, trial.theirs))
     ends = sorted(math.expm1(min(-end, 700.0)) for end in (mean - width, mean + width))
-    standing = trial.standing(alpha, margin)
+    outcome = trial.outcome(alpha, margin)
     scatter = statistics.stdev(differences) if len(differences) > 1 else math.inf
     pairs = f"{len(differences)} pairs, which scatter by {scatter:.1%}" if math.isfinite(scatter) else "1 pair"
     told = f"{pairs}; evidence {evidence(differences):.3g}, "
@@ -112,7 +112,7 @@ def change_of(case: str, trial: Trial, alpha: float, margin: float) -> Change:
         case=case,
         metric=f"{unit}/s",
         kind=Kind.SLOWER,
-        standing=standing,
+        outcome=standing,
         before=f"{ours:,.0f}",
         after=f"{theirs:,.0f}",
         effect=Effect(estimate=math.expm1(-mean), lowest=ends[0], highest=ends[1]) if math.isfinite(width) else None,
@@ -121,11 +121,11 @@ def change_of(case: str, trial: Trial, alpha: float, margin: float) -> Change:
     )
 
 
-def _more(standing: Standing, scatter: float, pairs: int, margin: float, alpha: float) -> str:
+def _more(outcome: ChangeOutcome, scatter: float, pairs: int, margin: float, alpha: float) -> str:
     """How many more pairs would bound a difference to the margin, if they scatter as these do."""
-    if standing is not Standing.UNDECIDED:
+    if outcome is not ChangeOutcome.UNDECIDED:
         return ""
     if not math.isfinite(scatter):
         return "; one pair says nothing of how pairs scatter"
     needed = (2 * math.log(1 / alpha)) * (scatter / math.log1p(margin)) ** 2
-    return f"; to tell {margin:.0%} takes about {counted(max(math.ceil(needed) - pairs, 1), 'more pair')}"
+    return f"; to tell {margin:.0%} takes about {pluralize(max(math.ceil(needed) - pairs, 1), 'more pair')}"

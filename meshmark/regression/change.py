@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Standing(StrEnum):
+class ChangeOutcome(StrEnum):
     """Of the second side, B, beside the first, A."""
 
     BETTER = "better"
@@ -52,7 +52,7 @@ class Change:
     case: str
     metric: str
     kind: Kind
-    standing: Standing
+    outcome: ChangeOutcome
     before: str = ""
     """A's value in words."""
     after: str = ""
@@ -70,7 +70,7 @@ class Change:
         """In words, with its evidence."""
         values = f"{self.before} -> {self.after}" if self.before != self.after else self.before
         told = f" ({self.effect})" if self.effect else ""
-        return f"{self.standing}: {values}{told}{f'; {self.evidence}' if self.evidence else ''}"
+        return f"{self.outcome}: {values}{told}{f'; {self.evidence}' if self.evidence else ''}"
 
     def __str__(self) -> str:
         return f"{self.case}: {self.metric} {self.difference}"

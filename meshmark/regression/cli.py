@@ -8,8 +8,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from meshmark.counted import counted
 from meshmark.errors import ResultsError
+from meshmark.pluralize import pluralize
 from meshmark.regression.attempts import attempts_of
 from meshmark.regression.baseline import ABOUT, ALLOWED, FOLDER, accept
 from meshmark.regression.change import Change, Kind
@@ -54,7 +54,7 @@ def add_baseline(parser: argparse.ArgumentParser) -> None:
 def _accept(parsed: argparse.Namespace) -> None:
     folder = accept(parsed.results, parsed.name, allow=parsed.allow, replace=parsed.replace)
     about = json.loads((folder / ABOUT).read_text())
-    held = f"{counted(about['cases'], 'case')}, {counted(about['records'], 'record')}"
+    held = f"{pluralize(about['cases'], 'case')}, {pluralize(about['records'], 'record')}"
     print(f"{folder}: {held}; gate with --baseline {parsed.name}")
 
 

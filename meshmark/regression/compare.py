@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshmark.errors import ResultsError
-from meshmark.regression.change import Change, Kind, Standing
+from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.conditions import differences, expect_alike
 from meshmark.regression.exact import exact_changes
 from meshmark.regression.runs import CaseRuns, Key, by_case, few, names
@@ -30,8 +30,8 @@ class Comparison:
     conditions: dict[str, tuple[str, str]]
     """That differ, by name."""
 
-    def of(self, standing: Standing) -> list[Change]:
-        return [change for change in self.changes if change.standing is standing]
+    def of(self, outcome: ChangeOutcome) -> list[Change]:
+        return [change for change in self.changes if change.outcome is standing]
 
 
 def compare(
@@ -80,7 +80,7 @@ def _records(cases: dict[Key, CaseRuns], keys: Sequence[Key]) -> list[Record]:
 def _untimed(name: str, before: CaseRuns, after: CaseRuns) -> list[Change]:
     if before.case != after.case:
         told = "the same name stands for another workload or layout: nothing of the two compares; rename one"
-        return [Change(case=name, metric="case", kind=Kind.WRONG, standing=Standing.UNDECIDED, evidence=told)]
+        return [Change(case=name, metric="case", kind=Kind.WRONG, outcome=ChangeOutcome.UNDECIDED, evidence=told)]
     return [*verdict_changes(name, before, after), *exact_changes(name, before, after)]
 
 
@@ -95,7 +95,7 @@ def _missing(name: str, ours: CaseRuns, theirs: CaseRuns | None) -> Change | Non
         case=name,
         metric="case",
         kind=Kind.MISSING,
-        standing=Standing.WORSE,
+        outcome=ChangeOutcome.WORSE,
         before="run",
         after="skipped" if skipped else "not run",
         evidence=skipped[0].outcome.message if skipped else "it is in A alone",

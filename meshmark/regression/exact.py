@@ -6,9 +6,9 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from meshmark.counted import counted
 from meshmark.measure.readings import Bytes, Collective, MemoryReading
-from meshmark.regression.change import Change, Effect, Kind, Standing
+from meshmark.pluralize import pluralize
+from meshmark.regression.change import Change, ChangeOutcome, Effect, Kind
 from meshmark.regression.runs import CaseRuns
 from meshmark.run.record import Record, Status
 
@@ -71,9 +71,11 @@ def _memory(
     hint = _LATE if late_only or (named and lingering) else ""
     row = _row(name, INSTANTS[instant], totals, "; ".join(filter(None, [_some(named), hint])))
     if late_only:
-        row = dataclasses.replace(row, standing=Standing.SAME, by=0.0)
-    elif named and (lingering or row.standing is Standing.SAME):  # in the second case as many bytes, for other things
-        row = dataclasses.replace(row, standing=Standing.UNDECIDED)
+        row = dataclasses.replace(row, outcome=ChangeOutcome.SAME, by=0.0)
+    elif named and (
+        lingering or row.outcome is ChangeOutcome.SAME
+    ):  # in the second case as many bytes, for other things
+        row = dataclasses.replace(row, outcome=ChangeOutcome.UNDECIDED)
     yield row
     for category, each in moved.items():
         if each and not hint:
@@ -99,13 +101,13 @@ def _row(name: str, metric: str, pairs: Sequence[tuple[int, int]], evidence: str
         worst = min(range(len(pairs)), key=lambda rank: pairs[rank][1] - pairs[rank][0])
     before, after = pairs[worst]
     share = (after - before) / before if before else math.inf if after else 0.0
-    standing = Standing.SAME if before == after else Standing.WORSE if after > before else Standing.BETTER
+    outcome = ChangeOutcome.SAME if before == after else ChangeOutcome.WORSE if after > before else ChangeOutcome.BETTER
     exact = Effect(estimate=share, lowest=share, highest=share) if math.isfinite(share) and share else None
     return Change(
         case=name,
         metric=metric,
         kind=Kind.BIGGER,
-        standing=standing,
+        outcome=standing,
         before=f"{before:,} bytes",
         after=f"{after:,} bytes",
         effect=exact,
@@ -126,9 +128,9 @@ def _traffic(name: str, metric: str, ranks: Sequence[tuple[Sequence[Collective],
                 named.append(f"{route} on rank {rank}: {_amount(*a)} -> {_amount(*b)}")
     pairs = [(sum(c.num_bytes for c in ours), sum(c.num_bytes for c in theirs)) for ours, theirs in ranks]
     row = _row(name, metric, pairs, _some(named))
-    if named and row.standing is Standing.SAME:
-        turned = Standing.WORSE if calls > 0 else Standing.BETTER if calls < 0 else Standing.UNDECIDED
-        return dataclasses.replace(row, standing=turned)
+    if named and row.outcome is ChangeOutcome.SAME:
+        turned = ChangeOutcome.WORSE if calls > 0 else ChangeOutcome.BETTER if calls < 0 else ChangeOutcome.UNDECIDED
+        return dataclasses.replace(row, outcome=turned)
     return row
 
 
@@ -136,7 +138,7 @@ def _routes(side: Sequence[Collective], *, by_size: bool) -> dict[str, tuple[int
     """Bytes and calls by kind and group; `by_size`: of one side the groups are not known, as in records of old."""
     found: dict[str, tuple[int, int]] = {}
     for each in side:
-        over = counted(each.group_size, "rank") if by_size else f"ranks {', '.join(map(str, each.ranks))}"
+        over = pluralize(each.group_size, "rank") if by_size else f"ranks {', '.join(map(str, each.ranks))}"
         num_bytes, calls = found.get(f"{each.kind} over {over}", (0, 0))
         found[f"{each.kind} over {over}"] = num_bytes + each.num_bytes, calls + each.count
     return found

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshmark.errors import InputError
-from meshmark.regression.change import Change, Kind, Standing
+from meshmark.regression.change import Change, ChangeOutcome, Kind
 
 _SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)%")
 _SIZED = (Kind.BIGGER, Kind.SLOWER, Kind.SLOWER_START)
@@ -25,7 +25,7 @@ class Gate:
         return [
             change
             for change in changes
-            if change.gated and change.kind in self.limits and change.standing is Standing.WORSE
+            if change.gated and change.kind in self.limits and change.outcome is ChangeOutcome.WORSE
             if change.by >= self.limits[change.kind]
         ]
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshmark.counted import counted
 from meshmark.errors import InputError, MeshmarkError, ResultsError
+from meshmark.pluralize import pluralize
 from meshmark.regression.history import ChangePoint, Series, change_points, series_of
 from meshmark.regression.run_file import Run, read_run
 from meshmark.report.markdown import one_line, visible
@@ -37,13 +37,14 @@ def _history(parsed: argparse.Namespace) -> None:
         raise ResultsError(f"--case {parsed.case!r}: no case of {len(runs)} runs holds it")
     found = change_points(all_series)
     print(
-        f"{counted(len(runs), 'run')}, {counted(len({s.case for s in all_series}), 'case')}, {len(all_series)} series"
+        f"{pluralize(len(runs), 'run')}, {pluralize(len({s.case for s in all_series}), 'case')}, "
+        f"{len(all_series)} series"
     )
     if len(machines) > 1:
         print(f"of {len(machines)} machines, so that times may change with them: {one_line(', '.join(machines))}")
     for point in found:
         print(one_line(str(point)))
-    print(counted(len(found), "change"))
+    print(pluralize(len(found), "change"))
     if parsed.output:
         try:
             paths = plot(all_series, found, parsed.output)
@@ -62,7 +63,9 @@ def _read(folders: Sequence[Path]) -> list[Run]:
         except MeshmarkError as error:
             print(f"meshmark: left out {one_line(str(error))}", file=sys.stderr)
     if len(runs) < 2:
-        raise ResultsError(f"{len(runs)} of {counted(len(folders), 'folder')} can be read: a history takes at least 2")
+        raise ResultsError(
+            f"{len(runs)} of {pluralize(len(folders), 'folder')} can be read: a history takes at least 2"
+        )
     return runs
 
 

@@ -6,42 +6,42 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from meshmark.counted import counted
-from meshmark.regression.change import Change, Kind, Standing
+from meshmark.pluralize import pluralize
+from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.compare import Comparison
 from meshmark.regression.times import ALPHA
 from meshmark.report.markdown import inline, one_line, table
 
-_ORDER = (Standing.WORSE, Standing.UNDECIDED, Standing.BETTER)
+_ORDER = (ChangeOutcome.WORSE, ChangeOutcome.UNDECIDED, ChangeOutcome.BETTER)
 _MOST_LINES = 40
 """Of one standing, in a terminal."""
 
 
 def lines(found: Comparison) -> list[str]:
     """What changed and what cannot be told, worst first; what stayed the same is counted."""
-    told = [f"{counted(found.num_cases, 'case')} in both"]
+    told = [f"{pluralize(found.num_cases, 'case')} in both"]
     for side, names in (("A", found.only_before), ("B", found.only_after)):
         if names:
             told.append(f"only in {side}: {', '.join(names[:8])}{f' and {len(names) - 8} more' * (len(names) > 8)}")
     told += [f"conditions differ: {name} {one} in A, {other} in B" for name, (one, other) in found.conditions.items()]
-    for standing in _ORDER:
+    for outcome in _ORDER:
         rows = [change for change in found.of(standing) if _alone(change)]
         told += [one_line(str(change)) for change in rows[:_MOST_LINES]]
         if len(rows) > _MOST_LINES:
             told.append(f"... and {len(rows) - _MOST_LINES} more {standing}; -o FILE.md lists all")
-    starts = Counter(change.metric for change in found.of(Standing.UNDECIDED) if change.kind is Kind.SLOWER_START)
+    starts = Counter(change.metric for change in found.of(ChangeOutcome.UNDECIDED) if change.kind is Kind.SLOWER_START)
     told += [
-        f"{metric} {Standing.UNDECIDED} of {counted(cases, 'case')}; -o FILE.md lists all"
+        f"{metric} {ChangeOutcome.UNDECIDED} of {pluralize(cases, 'case')}; -o FILE.md lists all"
         for metric, cases in starts.items()
     ]
-    counts = [f"{len(found.of(standing))} {standing}" for standing in (*_ORDER, Standing.SAME)]
-    return [*told, f"{counted(len(found.changes), 'metric')}: {', '.join(counts)}"]
+    counts = [f"{len(found.of(standing))} {standing}" for outcome in (*_ORDER, ChangeOutcome.SAME)]
+    return [*told, f"{pluralize(len(found.changes), 'metric')}: {', '.join(counts)}"]
 
 
 def _alone(change: Change) -> bool:
     """Whether a row stands in a terminal: a total names its parts, and starts scatter too widely to be told one by
     one."""
-    return change.gated and not (change.kind is Kind.SLOWER_START and change.standing is Standing.UNDECIDED)
+    return change.gated and not (change.kind is Kind.SLOWER_START and change.outcome is ChangeOutcome.UNDECIDED)
 
 
 def page(found: Comparison, titles: tuple[str, str], command: str) -> str:
@@ -50,9 +50,9 @@ def page(found: Comparison, titles: tuple[str, str], command: str) -> str:
     head = [
         "# Comparison",
         f"Made by {inline(command)}. A: {inline(a)}. B: {inline(b)}.",
-        f"{counted(found.num_cases, 'case')} in both. Bytes and collectives are exact. Times: Student's t on launches, "
-        f"by Holm's method: the chance that equal code has any rate called different here is {ALPHA:.0%}, and as much "
-        "that any launch or build has, as far as launches scatter as each row says.",
+        f"{pluralize(found.num_cases, 'case')} in both. Bytes and collectives are exact. Times: Student's t on "
+        f"launches, by Holm's method: the chance that equal code has any rate called different here is {ALPHA:.0%}, "
+        "and as much that any launch or build has, as far as launches scatter as each row says.",
     ]
     head += [
         f"**Conditions differ**: {inline(name)} {inline(one)} in A, {inline(other)} in B."
@@ -63,9 +63,9 @@ def page(found: Comparison, titles: tuple[str, str], command: str) -> str:
         for side, names in (("A", found.only_before), ("B", found.only_after))
         if names
     ]
-    changed = [change for standing in _ORDER for change in found.of(standing)]
+    changed = [change for outcome in _ORDER for change in found.of(standing)]
     parts = [*head, "## What changed, or cannot be told", _table(changed) or "Nothing.", "## The same"]
-    same = itertools.groupby(found.of(Standing.SAME), key=lambda change: change.case)
+    same = itertools.groupby(found.of(ChangeOutcome.SAME), key=lambda change: change.case)
     parts += [_same([(case, [change.metric for change in rows]) for case, rows in same]) or "Nothing."]
     return "\n\n".join(parts) + "\n"
 
@@ -76,7 +76,7 @@ def _table(changes: Sequence[Change]) -> str:
             {
                 "case": change.case,
                 "metric": change.metric,
-                "B is": str(change.standing),
+                "B is": str(change.outcome),
                 "A": change.before,
                 "B": change.after,
                 "difference": str(change.effect or ""),

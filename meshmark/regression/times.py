@@ -17,9 +17,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshmark.counted import counted
 from meshmark.measure.laps import PRECISION
-from meshmark.regression.change import Change, Effect, Kind, Standing
+from meshmark.pluralize import pluralize
+from meshmark.regression.change import Change, ChangeOutcome, Effect, Kind
 from meshmark.regression.samples import (
     BUILD,
     LAUNCH,
@@ -108,12 +108,12 @@ def scatter_of(key: Key, pairs: Mapping[Key, Pair]) -> Scatter:
 def holm(chances: Mapping[Key, float], alpha: float = ALPHA) -> dict[Key, tuple[bool, float]]:
     """By test: whether its null hypothesis falls, and the level at which that was decided, which its chance is at most
     where it falls and above where it does not."""
-    ordered, standing = sorted(chances, key=lambda key: chances[key]), True
+    ordered, outcome = sorted(chances, key=lambda key: chances[key]), True
     found, level = dict[Key, tuple[bool, float]](), alpha
     for index, key in enumerate(ordered):
-        if standing:
+        if outcome:
             level = alpha / (len(ordered) - index)
-            standing = chances[key] <= level
+            outcome = chances[key] <= level
         found[key] = standing, level
     return found
 
@@ -139,12 +139,12 @@ def change_of(key: Key, test: Test, level: float, unit: tuple[int, str], margin:
     width = test.half_width(level)
     lowest, highest = test.difference - width, test.difference + width
     if not test.grounded:
-        standing = Standing.UNDECIDED
+        outcome = ChangeOutcome.UNDECIDED
     elif test.p <= level:
-        standing = Standing.WORSE if test.difference > 0 else Standing.BETTER
+        outcome = ChangeOutcome.WORSE if test.difference > 0 else ChangeOutcome.BETTER
     else:
         within = math.log1p(-margin) < lowest and highest < math.log1p(margin)
-        standing = Standing.SAME if within else Standing.UNDECIDED
+        outcome = ChangeOutcome.SAME if within else ChangeOutcome.UNDECIDED
     ours, theirs = (math.exp(statistics.fmean(s.log for s in side)) for side in test.pair)
     before, after, sign = (f"{ours:.3g} s", f"{theirs:.3g} s", 1)
     if metric == STEP:
@@ -154,7 +154,7 @@ def change_of(key: Key, test: Test, level: float, unit: tuple[int, str], margin:
         case=case,
         metric=f"{unit[1]}/s" if metric == STEP else _WORDS[metric],
         kind=kind_of(metric),
-        standing=standing,
+        outcome=standing,
         before=before,
         after=after,
         effect=Effect(estimate=math.expm1(sign * test.difference), lowest=bounds[0], highest=bounds[1]),
@@ -163,15 +163,15 @@ def change_of(key: Key, test: Test, level: float, unit: tuple[int, str], margin:
     )
 
 
-def _evidence(test: Test, level: float, standing: Standing, margin: float) -> str:
+def _evidence(test: Test, level: float, outcome: ChangeOutcome, margin: float) -> str:
     ours, theirs = map(len, test.pair)
     launches = (
-        f"{ours} and {counted(theirs, 'launch', 'launches')}, which scatter by {math.sqrt(test.scatter.variance):.1%}"
+        f"{ours} and {pluralize(theirs, 'launch', 'launches')}, which scatter by {math.sqrt(test.scatter.variance):.1%}"
     )
     if not test.grounded:
         return f"{launches} ({test.scatter.source}, which decides nothing here); {_ungrounded(test)}"
     told = f"{launches} ({test.scatter.source}); p = {test.p:.2g}, {level:.2g} decides"
-    return f"{told}; {_needed(test, level, margin)}" if standing is Standing.UNDECIDED else told
+    return f"{told}; {_needed(test, level, margin)}" if outcome is ChangeOutcome.UNDECIDED else told
 
 
 def _ungrounded(test: Test) -> str:
@@ -181,7 +181,7 @@ def _ungrounded(test: Test) -> str:
     lacking = LEAST_DEGREES - sum(max(len(side) - 1, 0) for side in test.pair)
     if lacking <= 0:
         return "one side was measured on another machine, and once: repeat it there"
-    return f"to tell how launches scatter on this machine takes {counted(lacking, 'more launch', 'more launches')}"
+    return f"to tell how launches scatter on this machine takes {pluralize(lacking, 'more launch', 'more launches')}"
 
 
 def _needed(test: Test, level: float, margin: float) -> str:
@@ -194,6 +194,6 @@ def _needed(test: Test, level: float, margin: float) -> str:
         if reach(2 * count - 2, level) * math.sqrt(2 * variance / count) <= math.log1p(margin):
             more = [max(count - len(side), 0) for side in test.pair]
             many = f" ({more[0] * steps:,} and {more[1] * steps:,} steps)" if steps > 1 else ""
-            launches = counted(more[0], "more launch", "more launches")
+            launches = pluralize(more[0], "more launch", "more launches")
             return f"to tell {margin:.0%} takes {launches} of A and {more[1]} of B{many}"
     return f"to tell {margin:.0%} takes more than {_MOST_LAUNCHES} launches of each: this is too noisy a machine"

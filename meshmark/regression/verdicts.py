@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from meshmark.regression.change import Change, Kind, Standing
+from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.runs import CaseRuns
 from meshmark.run.record import Record, Status, Verdict
 
@@ -32,12 +32,12 @@ def _verdict(runs: CaseRuns, suite: str) -> Verdict | None:
 
 def _ending(name: str, what: str, before: Record, after: Record) -> Change:
     one, other = before.outcome, after.outcome
-    standing = _ranked(_end_rank(one.status), _end_rank(other.status))
+    outcome = _ranked(_end_rank(one.status), _end_rank(other.status))
     return Change(
         case=name,
         metric=what,
         kind=Kind.WRONG,
-        standing=standing,
+        outcome=standing,
         before=str(one.status),
         after=str(other.status),
         evidence="" if one.status is other.status else (other.message or one.message),
@@ -53,7 +53,7 @@ def _end_rank(status: Status) -> int | None:
 
 def _verdicts(name: str, suite: str, one: Verdict | None, other: Verdict | None) -> Change:
     before, after = _words(one), _words(other)
-    standing = Standing.SAME if before == after else _ranked(_rank(one), _rank(other))
+    outcome = ChangeOutcome.SAME if before == after else _ranked(_rank(one), _rank(other))
     evidence = ""
     if before != after and other:
         evidence = str(other.evidence.get("diagnosis", "")) or other.summary
@@ -61,7 +61,7 @@ def _verdicts(name: str, suite: str, one: Verdict | None, other: Verdict | None)
         case=name,
         metric=f"{suite} verdict",
         kind=Kind.WRONG,
-        standing=standing,
+        outcome=standing,
         before=before,
         after=after,
         evidence=evidence,
@@ -78,10 +78,10 @@ def _rank(verdict: Verdict | None) -> int | None:
     return None if verdict is None or verdict.undecided else int(verdict.passed)
 
 
-def _ranked(one: int | None, other: int | None) -> Standing:
+def _ranked(one: int | None, other: int | None) -> ChangeOutcome:
     if one is None or other is None:
-        return Standing.SAME if one is other else Standing.UNDECIDED
-    return Standing.SAME if one == other else Standing.WORSE if other < one else Standing.BETTER
+        return ChangeOutcome.SAME if one is other else ChangeOutcome.UNDECIDED
+    return ChangeOutcome.SAME if one == other else ChangeOutcome.WORSE if other < one else ChangeOutcome.BETTER
 
 
 def clause_changes(before: Iterable[Record], after: Iterable[Record]) -> Iterator[Change]:
@@ -105,7 +105,7 @@ def clause_changes(before: Iterable[Record], after: Iterable[Record]) -> Iterato
                 case=f"{column.base.adapter}-{column.base.layout.id}",
                 metric=f"clause {clause}",
                 kind=Kind.WRONG,
-                standing=Standing.SAME if same else _ranked(ranks.get(one.result), ranks.get(other.result)),
+                outcome=ChangeOutcome.SAME if same else _ranked(ranks.get(one.result), ranks.get(other.result)),
                 before=str(one.result),
                 after=str(other.result),
                 evidence="" if same else other.evidence,

@@ -230,7 +230,7 @@ def _heat(label: str, record: Record) -> dict[str, Any] | None:
     evidence = record.equivalence
     parts: dict[str, dict[int, float]] = {}
     try:
-        for part, quantity, step in evidence.yardstick.judge(evidence.deviations):
+        for part, quantity, step in evidence.tolerance_model.judge(evidence.deviations):
             parts.setdefault(str(quantity), {})[step] = min(part, 1e6)  # an infinite one has no colour
     except EvidenceError:  # a baseline's: the verdict stands in the record
         return None

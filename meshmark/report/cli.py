@@ -9,8 +9,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from meshmark.counted import counted
 from meshmark.errors import ResultsError
+from meshmark.pluralize import pluralize
 from meshmark.report.markdown import one_line
 from meshmark.report.render import write_report
 from meshmark.run.record_file import Reading, read_records
@@ -90,7 +90,7 @@ def _write_html(reading: Reading, output: Path, command: str, baseline: Reading 
     from meshmark.report.page import write_html  # whose libraries not everybody has
 
     left_out = write_html(reading, output, command, baseline)
-    print(f"{output}: {counted(len(reading.records), 'record')}")
+    print(f"{output}: {pluralize(len(reading.records), 'record')}")
     return left_out
 
 
@@ -102,11 +102,11 @@ def _write_markdown(reading: Reading, output: Path, command: str, baseline: Read
     left_out = list[str]()
     if told:
         left_out = write_report(dataclasses.replace(reading, records=matrix), output, command, baseline)
-        print(f"{output}: {counted(len(matrix), 'record')}")
+        print(f"{output}: {pluralize(len(matrix), 'record')}")
     if len(matrix) < len(reading.records) or standing(reading.sessions, conforming=True):
         from meshmark.report.conformance import write_conformance  # which imports torch, by way of its scenarios
 
         left_out += write_conformance(reading, clauses, command)
         left = len(reading.records) - len(matrix)
-        print(f"{clauses}: {counted(left, 'record')} of the conformance suite")
+        print(f"{clauses}: {pluralize(left, 'record')} of the conformance suite")
     return left_out

@@ -10,7 +10,7 @@ from meshmark.report.results import CaseResult
 from meshmark.report.tables import KIB, Rows, bytes_text, names, passed
 from meshmark.run.reach import Reach
 from meshmark.spec.layout import AXES, Layout
-from meshmark.theory.flow import Departure, Flow
+from meshmark.theory.flow import Flow, TrafficException
 
 
 def communication(found: Sequence[CaseResult]) -> Rows:
@@ -46,20 +46,20 @@ def _reach(reach: Reach | None) -> str:
     return " / ".join(bytes_text(part) for part in (reach.within_nodes, reach.between_nodes, *beyond))
 
 
-def departures(found: Sequence[CaseResult]) -> Rows:
+def traffic_exceptions(found: Sequence[CaseResult]) -> Rows:
     """What adapters declare beyond theory, of the first rank; empty when nothing is. The difference is what ring
     algorithms send."""
     return [
         {
             **names(result),
-            "sent": _flows(departure.sends),
-            "in place of": _flows(departure.instead_of),
-            "difference": f"{_difference(departure):+,.0f} B",
-            "why": departure.reason,
+            "sent": _flows(exception.sends),
+            "in place of": _flows(exception.instead_of),
+            "difference": f"{_difference(exception):+,.0f} B",
+            "why": exception.reason,
         }
         for result in found
-        if result.observed and result.observed.traffic.departures
-        for departure in result.observed.traffic.departures[0]
+        if result.observed and result.observed.traffic.traffic_exceptions
+        for exception in result.observed.traffic.traffic_exceptions[0]
     ]
 
 
@@ -68,10 +68,10 @@ def _flows(flows: Iterable[Flow]) -> str:
     return ", ".join(f"{flow.purpose}: {flow.kind} {bytes_text(flow.num_bytes)}" for flow in flows) or "nothing"
 
 
-def _difference(departure: Departure) -> float:
+def _difference(exception: TrafficException) -> float:
     sent, instead = (
         sum(flow.num_bytes * wire_factor(flow.kind, len(flow.ranks)) for flow in flows)
-        for flows in (departure.sends, departure.instead_of)
+        for flows in (exception.sends, exception.instead_of)
     )
     return sent - instead
 

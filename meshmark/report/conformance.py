@@ -12,12 +12,12 @@ from meshmark.clip import clip, told
 from meshmark.conformance.clauses import CLAUSES, Clause, judge_clause, point_back
 from meshmark.conformance.finding import ClauseResult, Finding
 from meshmark.conformance.scenario import SCENARIOS
-from meshmark.counted import counted
+from meshmark.pluralize import pluralize
 from meshmark.report.guard import rendered, write_page
 from meshmark.report.markdown import Markup, block, inline
 from meshmark.report.markdown import table as markdown
+from meshmark.report.missing_failures import missing_failures
 from meshmark.report.results import newest
-from meshmark.report.untold import untold
 from meshmark.run.record import Record, Status
 from meshmark.run.record_file import Reading
 from meshmark.spec.case import Case
@@ -107,7 +107,7 @@ def write_conformance(reading: Reading, path: Path, command: str) -> list[str]:
     """Markdown at `path`; `command` is what made it. Returns complaints about what it lacks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     records = [r for r in reading.records if r.conformance.scenario]
-    failed = untold(reading.sessions, records, conforming=True)
+    failed = missing_failures(reading.sessions, records, conforming=True)
     tests = ["## Tests that failed", failed] if failed else []
     lacking = list[str]()
 
@@ -131,17 +131,17 @@ def _answer(found: Sequence[AdapterColumn]) -> list[str]:
     cells = Counter(f.result for column in found for f in column.findings.values())
     unjudged = (ClauseResult.UNSUPPORTED, ClauseResult.UNDECIDED, ClauseResult.TOLD)
     judged = sum(cells.values()) - sum(cells[result] for result in unjudged)
-    headline = f"**{cells[ClauseResult.PASS]} of {counted(judged, 'cell')} hold{'s' * (judged == 1)}**"
-    headline += f"; {counted(cells[ClauseResult.KNOWN_GAP], 'known gap')}"
-    unanswered = counted(cells[ClauseResult.UNSUPPORTED], "cell")
-    headline += f", {counted(cells[ClauseResult.FAIL], 'failure')}, {unanswered} without an answer, with reasons."
+    headline = f"**{cells[ClauseResult.PASS]} of {pluralize(judged, 'cell')} hold{'s' * (judged == 1)}**"
+    headline += f"; {pluralize(cells[ClauseResult.KNOWN_GAP], 'known gap')}"
+    unanswered = pluralize(cells[ClauseResult.UNSUPPORTED], "cell")
+    headline += f", {pluralize(cells[ClauseResult.FAIL], 'failure')}, {unanswered} without an answer, with reasons."
     if cells[ClauseResult.TOLD]:
         headline += f" {cells[ClauseResult.TOLD]} more tell what is not required."
     if cells[ClauseResult.UNDECIDED]:
         headline += f" {cells[ClauseResult.UNDECIDED]} rest on a pass that was too slow for its time limit."
     if cells[ClauseResult.STALE_GAP]:
         one, many = "known gap no longer shows: take it out of its", "known gaps no longer show: take them out of their"
-        headline += f" {counted(cells[ClauseResult.STALE_GAP], f'{one} adapter', f'{many} adapters')}."
+        headline += f" {pluralize(cells[ClauseResult.STALE_GAP], f'{one} adapter', f'{many} adapters')}."
     asked = [clause for clause in CLAUSES.values() if any(clause.name in c.findings for c in found)]
     numbers = {gap: number for number, gap in enumerate(_gaps(found), 1)}
     rows: list[dict[str, object]] = [

@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshmark.clip import clip
-from meshmark.counted import counted
+from meshmark.pluralize import pluralize
 from meshmark.report.markdown import visible
 from meshmark.run.record import Outcome, Record, Verdict
 
@@ -67,7 +67,7 @@ def _of_tensors(facts: Mapping[str, float | int | str]) -> Iterator[tuple[str, s
     if "worst_quantity" not in facts:
         return
     yield "where", f"{facts['worst_quantity']}, step {facts['worst_step']}: the worst of those that are off"
-    compared = counted(int(facts["compared"]), "comparison")
+    compared = pluralize(int(facts["compared"]), "comparison")
     yield "off", f"{facts['failing']} of {compared}; {facts['factor']:.3g} x noise is allowed"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshmark.report.markdown import block, one_line
-from meshmark.report.untold import failure_line
+from meshmark.report.missing_failures import failure_line
 from meshmark.run.session import Attempt, Ending, by_defect
 
 _MOST = 10

@@ -19,15 +19,15 @@ from meshmark.errors import ResultsError
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
 from meshmark.report.clause_grid import Clauses, clauses
-from meshmark.report.communication import communication, departures
+from meshmark.report.communication import communication, traffic_exceptions
 from meshmark.report.failure_text import WORSE
 from meshmark.report.grid import Grid, grid
 from meshmark.report.guard import rendered
 from meshmark.report.markdown import one_line, visible
+from meshmark.report.missing_failures import failing
 from meshmark.report.planned import planned_memory
 from meshmark.report.render import PLANNED, headline, told_of
 from meshmark.report.results import CaseResult, newest, results
-from meshmark.report.untold import failing
 from meshmark.run.record import Record
 from meshmark.run.record_file import Reading
 from meshmark.run.session import Attempt
@@ -162,7 +162,7 @@ def _sections(found: Sequence[CaseResult], reading: Reading, baseline: Baseline,
 _COLUMNS = {
     "planned and measured": PLANNED.replace("`", ""),
     "declared beyond the closed form": "Of rank 0: what the adapter says that its framework holds besides, and why.",
-    "declared departures from theory": "Of rank 0: what the adapter says that its framework sends otherwise, and why.",
+    "declared exceptions from theory": "Of rank 0: what the adapter says that its framework sends otherwise, and why.",
 }
 """What they mean, of tables that the text of their section does not explain."""
 
@@ -171,12 +171,12 @@ def _of_memory(found: Sequence[CaseResult], baseline: Baseline) -> list[tuple[st
     return [
         ("fullest rank", tables.memory(found, baseline)),
         ("planned and measured", planned_memory(found)),
-        ("declared beyond the closed form", tables.remainders(found)),
+        ("declared beyond the closed form", tables.extra_memory(found)),
     ]
 
 
 def _of_traffic(found: Sequence[CaseResult]) -> list[tuple[str, tables.Rows]]:
-    return [("busiest rank", communication(found)), ("declared departures from theory", departures(found))]
+    return [("busiest rank", communication(found)), ("declared exceptions from theory", traffic_exceptions(found))]
 
 
 def _filled(*grids: Grid) -> list[Grid]:

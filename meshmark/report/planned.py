@@ -12,14 +12,14 @@ from meshmark.report.tables import Rows, bytes_text, names
 from meshmark.run.memory_verdict import Held, memory_categories, memory_totals
 from meshmark.run.record import Record
 from meshmark.theory.model_theory import theory_of
-from meshmark.theory.states import ModelStates, Remainder
+from meshmark.theory.states import ExtraMemory, ModelStates
 
 
-def plans(record: Record) -> list[tuple[ModelStates | None, list[Remainder]]]:
+def plans(record: Record) -> list[tuple[ModelStates | None, list[ExtraMemory]]]:
     """By rank, the plan and what the adapter declared, as recorded; nothing where a record holds no plan."""
-    if not len(record.memory.readings) == len(record.memory.planned) == len(record.memory.remainders):
+    if not len(record.memory.readings) == len(record.memory.planned) == len(record.memory.extra_memory):
         return []
-    return list(zip(record.memory.planned, record.memory.remainders, strict=True))
+    return list(zip(record.memory.planned, record.memory.extra_memory, strict=True))
 
 
 def totals(record: Record) -> list[Held]:

@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from meshmark.counted import counted
 from meshmark.judge.false_alarms import shown
+from meshmark.pluralize import pluralize
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
-from meshmark.report.communication import communication, departures
+from meshmark.report.communication import communication, traffic_exceptions
 from meshmark.report.guard import rendered, write_page
 from meshmark.report.markdown import block, code, inline, table
+from meshmark.report.missing_failures import failing, missing_failures, unrecorded
 from meshmark.report.planned import planned_memory
 from meshmark.report.plots import memory_plot, throughput_plot
 from meshmark.report.profiles import TOLD, memory_curves, profile_rows
 from meshmark.report.results import CaseResult, newest, results
-from meshmark.report.untold import failing, unrecorded, untold
 from meshmark.run.record import Record
 from meshmark.run.record_file import Reading
 from meshmark.run.throughput import fastest_of, peak_flops_per_second, throughput
@@ -140,10 +140,10 @@ def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: i
     unjudged = len(ran) - len(judged)
     right = sum(bool(r.correct) for r in judged)
     if judged:
-        of = counted(len(judged), "judged case" if unjudged else "case")
+        of = pluralize(len(judged), "judged case" if unjudged else "case")
         lines = [f"**{right} of {of} train{'s' * (len(judged) == 1)} correctly**"]
     elif ran:
-        cases = counted(unjudged, "case")
+        cases = pluralize(unjudged, "case")
         lines = [f"**Correctness was not judged in this run** (not judged: {cases}; judged: 0, correct: 0)"]
     else:
         lines = ["**No case was run**"]
@@ -160,7 +160,7 @@ def _counts(found: Sequence[CaseResult], missing: Sequence[str], failed_tests: i
     if missing:
         lines.append(f"unfinished, without a record: {_listed(missing)}")
     if failed_tests:
-        lines.append(f"{counted(failed_tests, 'test')} failed")
+        lines.append(f"{pluralize(failed_tests, 'test')} failed")
     if skipped := len(found) - len(ran):
         lines.append(f"{skipped} not run, with reasons below")
     return "; ".join(lines) + "."
@@ -220,7 +220,7 @@ def told_of(title: str, latest: Sequence[Record]) -> str:
 
 def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading | None) -> list[str]:
     latest = [record for r in found for record in (r.observed, r.timed) if record]
-    failed = [tables.failures(latest), untold(reading.sessions, reading.records, conforming=False)]
+    failed = [tables.failures(latest), missing_failures(reading.sessions, reading.records, conforming=False)]
     before = Baseline(results(baseline.records) if baseline else ())
     nothing = "Nothing: every case that ran reached its end and passed every suite."
     parts = ["## What failed", *(filter(None, failed) if any(failed) else [nothing])]
@@ -235,10 +235,10 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
             parts += [f"## {title}", told_of(title, latest), body]
         if title == "Throughput" and body and (warning := before.warning(found)):
             parts.insert(-1, warning)
-        if title == "Memory" and (declared := tables.remainders(found)):
+        if title == "Memory" and (declared := tables.extra_memory(found)):
             parts += ["Declared beyond the closed form, rank 0:", tables.case_table(declared)]
-        if title == "Communication" and (departed := departures(found)):
-            parts += ["Declared departures from theory, rank 0:", tables.case_table(departed)]
+        if title == "Communication" and (departed := traffic_exceptions(found)):
+            parts += ["Declared exceptions from theory, rank 0:", tables.case_table(departed)]
         if title == "Memory" and (compared := planned_memory(found)):
             parts += [PLANNED, tables.case_table(compared)]
     if any(r.skipped for r in found):

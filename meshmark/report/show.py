@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 
-from meshmark.counted import counted
 from meshmark.errors import InputError
+from meshmark.pluralize import pluralize
 from meshmark.report.markdown import one_line, visible
 from meshmark.report.tables import bytes_text, interval_text
 from meshmark.run.record import Record
@@ -29,7 +29,7 @@ def matching(records: Sequence[Record], asked: str) -> list[Record]:
     if not ids:
         raise InputError(f"no record of {asked!r}: there is none of any case that can be read")
     near = difflib.get_close_matches(asked, ids, n=3, cutoff=0.3) or list(ids)[:3]
-    raise InputError(f"no record of {asked!r} among {counted(len(ids), 'case')}; do you mean {', '.join(near)}?")
+    raise InputError(f"no record of {asked!r} among {pluralize(len(ids), 'case')}; do you mean {', '.join(near)}?")
 
 
 def show(records: Sequence[Record]) -> str:
@@ -42,7 +42,7 @@ def _lines(record: Record) -> Iterator[str]:
     outcome, environment = record.outcome, record.environment
     what, machine = record.conformance.scenario or record.task, f"{environment.machine}, {environment.num_cpus} CPUs"
     rank = "" if outcome.rank is None else f" on rank {outcome.rank}"
-    yield f"{what}: {outcome.status}{rank}, {counted(record.steps, 'step')}, {record.launch.seconds:.1f} s"
+    yield f"{what}: {outcome.status}{rank}, {pluralize(record.steps, 'step')}, {record.launch.seconds:.1f} s"
     yield f"  adapter        {record.adapter}"
     yield f"  machine        {machine}, {environment.device}, {environment.backend}"
     yield f"  made           {environment.date}, commit {environment.commit or 'unknown'}, by {environment.command}"

@@ -114,13 +114,13 @@ def memory(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
     return rows
 
 
-def remainders(found: Sequence[CaseResult]) -> Rows:
+def extra_memory(found: Sequence[CaseResult]) -> Rows:
     """What adapters declare beyond the closed form; empty when nothing is."""
     return [
         {**names(result), "category": declared.category, "bytes": f"{declared.num_bytes:,.0f}", "why": declared.reason}
         for result in found
-        if result.observed and result.observed.memory.remainders
-        for declared in result.observed.memory.remainders[0]
+        if result.observed and result.observed.memory.extra_memory
+        for declared in result.observed.memory.extra_memory[0]
     ]
 
 

@@ -76,16 +76,16 @@ def assemble(
         memory=MemoryEvidence(
             readings=[r.memory for r in reports if r.memory],
             planned=declared.states,
-            remainders=declared.remainders,
+            extra_memory=declared.extra_memory,
             state_dtypes=_state_dtypes(reports) if whole else {},
         ),
         traffic=TrafficEvidence(
             readings=readings,
             planned=declared.traffic,
-            departures=declared.departures,
+            traffic_exceptions=declared.traffic_exceptions,
             places=places,
             reach=reach(measured_traffic(readings), places) if readings else None,
-            planned_reach=reach(planned_traffic(declared.traffic, declared.departures), places),
+            planned_reach=reach(planned_traffic(declared.traffic, declared.traffic_exceptions), places),
         ),
         timing=TimingEvidence(
             rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
@@ -151,12 +151,12 @@ def _state_dtypes(reports: list[RankReport]) -> dict[str, str]:
 
 def _equivalence(launches: Sequence[LaunchResult], request: Request) -> EquivalenceEvidence:
     """What rank 0, which gathers, has found; of replicas that drift apart, in any launch."""
-    yardstick, first = request.yardstick, launches[0].reports[0]
+    tolerance_model, first = request.tolerance_model, launches[0].reports[0]
     return EquivalenceEvidence(
         deviations=first.deviations,
-        noise=yardstick.noise if yardstick else {},
-        factors=yardstick.factors if yardstick else {},
-        ways=yardstick.ways if yardstick else {},
+        noise=tolerance_model.noise if tolerance_model else {},
+        factors=tolerance_model.factors if tolerance_model else {},
+        ways=tolerance_model.ways if tolerance_model else {},
         drifts=[drift for launched in launches for drift in launched.reports[0].drifts],
         diagnosis=first.diagnosis,
         num_replicated=first.num_replicated,

@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from meshmark.counted import counted
 from meshmark.errors import ClusterError, InputError, NodeLostError, NodesDisagreeError
+from meshmark.pluralize import pluralize
 from meshmark.run.listener import listen
 from meshmark.run.store import SILENT_SECONDS, RunStore, StoreServer, run_secret
 from meshmark.run.waiting import Waiting
@@ -90,7 +90,7 @@ class ClusterSpec:
     @property
     def text(self) -> str:
         """How many there are, in words."""
-        nodes = counted(self.num_hosts, "node")
+        nodes = pluralize(self.num_hosts, "node")
         return f"{self.nnodes} tasks on {nodes}" if self.tasks_per_node > 1 else nodes
 
 
@@ -122,7 +122,7 @@ class Cluster:
         return list(self._members)
 
     @property
-    def told_of_lost(self) -> str:
+    def lost_nodes_note(self) -> str:
         """What follows a reason that is one because nodes are lost; empty when none is."""
         gone = [str(node) for node in self._all if node not in self._members]
         return f"; node {', '.join(gone)} of {len(self._all)} is lost" if gone else ""

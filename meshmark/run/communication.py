@@ -1,4 +1,4 @@
-"""Judges what ranks sent against theory and the departures from it that the adapter declares: to the byte.
+"""Judges what ranks sent against theory and the exceptions from it that the adapter declares: to the byte.
 
 A barrier carries no data, so no plan holds one. It is counted and told, and fails no case.
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from meshmark.counted import counted
 from meshmark.measure.readings import Collective
+from meshmark.pluralize import pluralize
 from meshmark.run.record import Record, Verdict
 from meshmark.theory.flow import Flow, Route, by_route, departed
 
 BARRIER = "barrier"
-_MEND = "what the framework's algorithm is meant to send otherwise than theory says goes into `Adapter.departures`"
+_MEND = (
+    "what the framework's algorithm is meant to send otherwise than theory says goes into `Adapter.traffic_exceptions`"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ def _calls(fewest: int, most: int) -> str:
 
 
 def judge_communication(record: Record) -> Verdict | None:
-    """Every rank's calls by kind and group: the bytes of theory and declared departures exactly, in as many calls as
+    """Every rank's calls by kind and group: the bytes of theory and declared exceptions exactly, in as many calls as
     these allow; None where theory does not plan it."""
     evidence = record.traffic
     if "communication" in record.unmeasured:
@@ -62,7 +64,7 @@ def judge_communication(record: Record) -> Verdict | None:
         return None
     expected = [
         by_route(departed(flows or (), declared))
-        for flows, declared in zip(evidence.planned, evidence.departures, strict=True)
+        for flows, declared in zip(evidence.planned, evidence.traffic_exceptions, strict=True)
     ]
     found = [
         difference
@@ -74,10 +76,10 @@ def judge_communication(record: Record) -> Verdict | None:
     told: dict[str, float | int | str] = {
         "differences": len(found),
         "compared": sum(len(routes) for routes in expected),
-        "declared": "; ".join(sorted({d.reason for declared in evidence.departures for d in declared})),
+        "declared": "; ".join(sorted({d.reason for declared in evidence.traffic_exceptions for d in declared})),
         "barriers": barriers,
     }
-    also = f" (besides {counted(barriers, 'barrier')} a step, which no plan counts)" if barriers else ""
+    also = f" (besides {pluralize(barriers, 'barrier')} a step, which no plan counts)" if barriers else ""
     if worst is None:
         return Verdict(suite="communication", passed=True, summary=_as_planned(expected) + also, evidence=told)
     told |= {
@@ -88,7 +90,7 @@ def judge_communication(record: Record) -> Verdict | None:
         "planned_bytes": worst.expected_bytes,
         "calls": worst.calls,
     }
-    more = f", and {counted(len(found) - 1, 'more difference')}" if len(found) > 1 else ""
+    more = f", and {pluralize(len(found) - 1, 'more difference')}" if len(found) > 1 else ""
     return Verdict(suite="communication", passed=False, summary=f"{worst}{more}{also}; {_MEND}", evidence=told)
 
 
@@ -114,4 +116,4 @@ def _as_planned(expected: list[dict[Route, Flow]]) -> str:
     largest = max(flows, key=lambda flow: flow.num_bytes)
     calls = _calls(largest.fewest, largest.most)
     told = f"the largest {largest.num_bytes:,} bytes of {largest.kind} in {calls}"
-    return f"{counted(len(flows), 'flow')} to the byte, {told}"
+    return f"{pluralize(len(flows), 'flow')} to the byte, {told}"

@@ -9,8 +9,8 @@ from typing import TypeVar
 from meshmark.adapter.contract import Adapter
 from meshmark.clip import told
 from meshmark.spec.case import Case
-from meshmark.theory.flow import Departure, Flow, departed
-from meshmark.theory.states import ModelStates, Remainder, model_states
+from meshmark.theory.flow import Flow, TrafficException, departed
+from meshmark.theory.states import ExtraMemory, ModelStates, model_states
 from meshmark.theory.traffic import step_traffic
 
 T = TypeVar("T")
@@ -21,10 +21,10 @@ class Declared:
     """By rank."""
 
     states: list[ModelStates | None]
-    remainders: list[list[Remainder]]
+    extra_memory: list[list[ExtraMemory]]
     traffic: list[list[Flow] | None]
     """By theory alone."""
-    departures: list[list[Departure]]
+    traffic_exceptions: list[list[TrafficException]]
     failed: dict[str, str] = field(default_factory=dict)
     """By suite that cannot be judged by it: the method that failed, and how."""
 
@@ -42,27 +42,29 @@ def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int]) -> Declare
 
     return Declared(
         states=ask("memory", "recipe", lambda rank: model_states(case, rank, adapter.recipe(case))),
-        remainders=ask("memory", "remainders", lambda rank: _remainders(adapter.remainders(case, rank))),
+        extra_memory=ask("memory", "extra_memory", lambda rank: _extra_memory(adapter.extra_memory(case, rank))),
         traffic=[step_traffic(case, rank) for rank in ranks],
-        departures=ask(
-            "communication", "departures", lambda rank: _departures(case, rank, adapter.departures(case, rank))
+        traffic_exceptions=ask(
+            "communication",
+            "traffic_exceptions",
+            lambda rank: _exceptions(case, rank, adapter.traffic_exceptions(case, rank)),
         ),
         failed=failed,
     )
 
 
-def _remainders(told: Sequence[object]) -> list[Remainder]:
-    for remainder in told:
-        if not isinstance(remainder, Remainder):
-            raise TypeError(f"got {remainder!r} among the remainders, expected a Remainder")
-    return [remainder for remainder in told if isinstance(remainder, Remainder)]
+def _extra_memory(declared: Sequence[object]) -> list[ExtraMemory]:
+    for each in declared:
+        if not isinstance(each, ExtraMemory):
+            raise TypeError(f"got {each!r} among the extra memory, expected an ExtraMemory")
+    return [each for each in declared if isinstance(each, ExtraMemory)]
 
 
-def _departures(case: Case, rank: int, told: Sequence[object]) -> list[Departure]:
-    """Raises `ValueError` where they depart from what theory does not say."""
-    for departure in told:
-        if not isinstance(departure, Departure):
-            raise TypeError(f"got {departure!r} among the departures, expected a Departure")
-    departures = [departure for departure in told if isinstance(departure, Departure)]
-    departed(step_traffic(case, rank) or [], departures)
-    return departures
+def _exceptions(case: Case, rank: int, declared: Sequence[object]) -> list[TrafficException]:
+    """Raises `ValueError` where they replace what theory does not say."""
+    for each in declared:
+        if not isinstance(each, TrafficException):
+            raise TypeError(f"got {each!r} among the traffic exceptions, expected a TrafficException")
+    traffic_exceptions = [each for each in declared if isinstance(each, TrafficException)]
+    departed(step_traffic(case, rank) or [], traffic_exceptions)
+    return traffic_exceptions

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from meshmark.clip import told
 from meshmark.errors import EvidenceError
 from meshmark.judge.deviation import Deviations
-from meshmark.judge.yardstick import Comparisons
+from meshmark.judge.tolerance_model import Comparisons
 from meshmark.run.migration import migrate
 from meshmark.serial import decode
 

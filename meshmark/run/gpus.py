@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from meshmark.counted import counted
+from meshmark.pluralize import pluralize
 
 
 @functools.cache
@@ -19,5 +19,5 @@ def refuses_to_share(ranks: int, gpus: int) -> str | None:
     """Why NCCL cannot serve so many ranks of a node with so many GPUs; None when it can."""
     if ranks <= gpus:
         return None
-    have = counted(gpus, "GPU") if gpus else "no GPU"
-    return f"{counted(ranks, 'rank')} of a node with {have} over nccl, which takes a GPU of its own for each rank"
+    have = pluralize(gpus, "GPU") if gpus else "no GPU"
+    return f"{pluralize(ranks, 'rank')} of a node with {have} over nccl, which takes a GPU of its own for each rank"

@@ -30,7 +30,7 @@ from meshmark.run.launch_folder import private_folder
 from meshmark.run.listener import LOOPBACK
 from meshmark.run.meeting import meet
 from meshmark.run.rank_info import RankInfo
-from meshmark.run.rank_report import RankFailure, RankReport, Standing
+from meshmark.run.rank_report import RankFailure, RankReport, StackState
 from meshmark.run.reach import Place
 from meshmark.run.record import Status
 from meshmark.run.request import Request, Task
@@ -199,7 +199,7 @@ _BLAME: list[str] = [
     Pace.SLOW,
     Pace.WAITS,
 ]
-_STANDINGS = list(Standing)
+_STANDINGS = list(StackState)
 
 
 def _settle(failures: list[RankFailure]) -> list[RankFailure]:

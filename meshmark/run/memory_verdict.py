@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshmark.measure.readings import MemoryReading
 from meshmark.run.record import MemoryEvidence, Record, Verdict
 from meshmark.theory.model_theory import theory_of
-from meshmark.theory.states import ModelStates, Remainder, declared_bytes, declared_peak
+from meshmark.theory.states import ExtraMemory, ModelStates, declared_bytes, declared_peak
 
 STATE_TOLERANCE = 0.01
 """Relative, on the bytes of each category of model states, of activations, and of the allocator's totals."""
@@ -20,18 +20,18 @@ more there is after a step than after the one before."""
 
 _MEND_STATES = (
     "`Engine.holdings` leaves storages out or names too many, or the framework holds other bytes than its layout "
-    "promises; what it is meant to hold besides goes into `Adapter.remainders`"
+    "promises; what it is meant to hold besides goes into `Adapter.extra_memory`"
 )
 _MEND_ACTIVATIONS = (
-    "what the framework is meant to keep follows from `Adapter.recipe`, and what is over from `Adapter.remainders`"
+    "what the framework is meant to keep follows from `Adapter.recipe`, and what is over from `Adapter.extra_memory`"
 )
 _MEND_MORE = (
     "the allocator counts bytes that are in no plan: what the framework is meant to hold besides goes into "
-    "`Adapter.remainders`, with its size and the reason"
+    "`Adapter.extra_memory`, with its size and the reason"
 )
 _MEND_LESS = (
     "the allocator counts fewer bytes than are planned: what the framework is meant to do without follows from "
-    "`Adapter.recipe`, or is a negative size in `Adapter.remainders` with its reason"
+    "`Adapter.recipe`, or is a negative size in `Adapter.extra_memory` with its reason"
 )
 
 _UNKNOWN = (
@@ -77,7 +77,7 @@ def judge_memory(record: Record) -> Verdict | None:
     found: list[Held] = []
     on_cpu = record.environment.device == "cpu"
     for rank, (reading, plan, declared) in enumerate(
-        zip(record.memory.readings, record.memory.planned, record.memory.remainders, strict=True)
+        zip(record.memory.readings, record.memory.planned, record.memory.extra_memory, strict=True)
     ):
         if plan is None:
             return None
@@ -122,7 +122,7 @@ def _evidence(worst: Held, found: Sequence[Held], memory: MemoryEvidence) -> dic
         "planned_bytes": worst.planned,
         "relative_error": worst.error,
         "tolerance": STATE_TOLERANCE,
-        "declared": "; ".join(sorted({r.reason for own in memory.remainders for r in own})),
+        "declared": "; ".join(sorted({r.reason for own in memory.extra_memory for r in own})),
         "workspace_bytes": max(reading.workspace_bytes for reading in memory.readings),
         "not_known_ranks": " ".join(str(rank) for rank, r in enumerate(memory.readings) if not r.ends_known),
     }
@@ -135,7 +135,7 @@ def _evidence(worst: Held, found: Sequence[Held], memory: MemoryEvidence) -> dic
 
 
 def memory_categories(
-    reading: MemoryReading, plan: ModelStates, declared: Sequence[Remainder], *, with_activations: bool
+    reading: MemoryReading, plan: ModelStates, declared: Sequence[ExtraMemory], *, with_activations: bool
 ) -> Iterator[tuple[str, float, float]]:
     """Category, measured and expected bytes. Activations are those that PyTorch's operators save on a CPU, whose memory
     is the host's; they are left out where the meter does not know which storages had ended."""
@@ -147,7 +147,7 @@ def memory_categories(
 
 
 def memory_totals(
-    rank: int, reading: MemoryReading, plan: ModelStates, declared: Sequence[Remainder], *, on_cpu: bool
+    rank: int, reading: MemoryReading, plan: ModelStates, declared: Sequence[ExtraMemory], *, on_cpu: bool
 ) -> Iterator[Held]:
     """What the allocator counted. The batch that the engine is handed is not the engine's, and is left out as it was
     measured, as are workspaces of kernels, which no storage outlives; peaks are planned of a CPU's kernels alone.

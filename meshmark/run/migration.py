@@ -36,6 +36,11 @@ _PARTS_OF_SCHEMA_1: dict[str, dict[str, str]] = {
     },
 }
 """By part of a record: its fields as they lay side by side in schema 1, and as they are named within the part."""
+_RENAMED_IN_SCHEMA_3 = {
+    "memory": {"remainders": "extra_memory"},
+    "traffic": {"departures": "traffic_exceptions"},
+}
+"""By part of a record: fields that schema 2 had under another name."""
 _LEFT_OUT = {"matmul_flops_per_second", "planned_traffic"}
 """Of schema 1: ranks that shared cores were told a peak each, which together the machine did not have; and what
 adapters said that they would send, by which nothing is judged any more."""
@@ -68,8 +73,12 @@ def _to_schema_2(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_schema_3(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a record whose algorithms have the options of their own class alone, and whose models tell their kind."""
+    """Return a record whose algorithms have their own options alone, whose models tell their kind, and whose fields are
+    renamed."""
     found = value | {"schema": SCHEMA}
+    for part, renamed in _RENAMED_IN_SCHEMA_3.items():
+        if isinstance(held := value.get(part), dict):
+            found[part] = {renamed.get(name, name): each for name, each in held.items()}
     if isinstance(case := value.get("case"), dict):
         found["case"] = _with_own_options(case)
     conformance = value.get("conformance")

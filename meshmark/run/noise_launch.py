@@ -7,7 +7,7 @@ import dataclasses
 from meshmark.adapter.registry import builtin_adapters
 from meshmark.errors import MeshmarkError, NoSpaceError
 from meshmark.judge.sample import LARGEST_FULL
-from meshmark.judge.yardstick import Comparisons
+from meshmark.judge.tolerance_model import Comparisons
 from meshmark.run.launch import Launcher
 from meshmark.run.passes.noise import NUM_RANKS, TIME_LIMIT_SECONDS
 from meshmark.run.record import Status

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from meshmark.judge.deviation import Deviations, Drift
 from meshmark.judge.faults import Diagnosis
-from meshmark.judge.yardstick import Comparisons
+from meshmark.judge.tolerance_model import Comparisons
 from meshmark.measure.device_memory import DeviceMemory
 from meshmark.measure.profile import Profile
 from meshmark.measure.readings import MemoryReading, TrafficReading
@@ -78,7 +78,7 @@ class RankReport:
     """Where tensors are judged one by one: the most memory that bringing them together took beside the engine's."""
 
 
-class Standing(StrEnum):
+class StackState(StrEnum):
     """Where a rank stood when its time was up; the most suspicious first."""
 
     OWN = "in Meshmark's own code"
@@ -102,4 +102,4 @@ class RankFailure:
     log_tail: str = ""
     stack: str = ""
     """When its time was up: what every Python thread was doing."""
-    standing: Standing = Standing.INSIDE
+    standing: StackState = StackState.INSIDE

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from meshmark.measure.readings import TrafficReading, wire_factor
-from meshmark.theory.flow import Departure, Flow, by_route, departed
+from meshmark.theory.flow import Flow, TrafficException, by_route, departed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +38,14 @@ def measured_traffic(readings: Sequence[TrafficReading]) -> list[Sent]:
     return [(rank, c.kind, c.ranks, c.num_bytes) for rank, read in enumerate(readings) for c in read.asked]
 
 
-def planned_traffic(flows: Sequence[list[Flow] | None], departures: Sequence[list[Departure]]) -> list[Sent] | None:
+def planned_traffic(
+    flows: Sequence[list[Flow] | None], traffic_exceptions: Sequence[list[TrafficException]]
+) -> list[Sent] | None:
     """By theory and what adapters declare; None where theory does not plan it, or an adapter could not be asked."""
     sent = list[Sent]()
-    if not flows or len(flows) != len(departures):
+    if not flows or len(flows) != len(traffic_exceptions):
         return None
-    for rank, (theirs, declared) in enumerate(zip(flows, departures, strict=True)):
+    for rank, (theirs, declared) in enumerate(zip(flows, traffic_exceptions, strict=True)):
         if theirs is None:
             return None
         routes = by_route(departed(theirs, declared))

@@ -12,7 +12,7 @@ from meshmark.judge.deviation import Deviations, Drift, Quantity, QuantityKind
 from meshmark.judge.faults import Diagnosis
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.sample import Sample
-from meshmark.judge.yardstick import Comparisons, Way, Yardstick
+from meshmark.judge.tolerance_model import Comparisons, ToleranceModel, Way
 from meshmark.measure.device_memory import DeviceMemory
 from meshmark.measure.gpu_power import GpuPower
 from meshmark.measure.interval import Interval, mean_interval
@@ -23,8 +23,8 @@ from meshmark.run.reach import Place, Reach
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.theory.flow import Departure, Flow
-from meshmark.theory.states import ModelStates, Remainder
+from meshmark.theory.flow import Flow, TrafficException
+from meshmark.theory.states import ExtraMemory, ModelStates
 
 SCHEMA = 3
 """Version of the format; raise it with every change that an older reader would misread."""
@@ -147,7 +147,7 @@ class EquivalenceEvidence:
     factors: Mapping[str, float] = field(default_factory=dict)
     """How many times its noise a quantity may stand from the truth: by kind, and by quantity where that is more."""
     ways: Mapping[str, Way] = field(default_factory=dict)
-    """As a `Yardstick` has them: how a run that has not the twin's bits may compute."""
+    """As a `ToleranceModel` has them: how a run that has not the twin's bits may compute."""
     drifts: list[Drift] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
     """Of a run that is not equivalent: the likely defect."""
@@ -159,8 +159,8 @@ class EquivalenceEvidence:
     """By rank, of a sample: the most memory that bringing tensors together took beside what the engine holds."""
 
     @property
-    def yardstick(self) -> Yardstick:
-        return Yardstick(noise=self.noise, factors=self.factors, ways=self.ways)
+    def tolerance_model(self) -> ToleranceModel:
+        return ToleranceModel(noise=self.noise, factors=self.factors, ways=self.ways)
 
     @property
     def wrong_start(self) -> list[Quantity]:
@@ -174,8 +174,8 @@ class MemoryEvidence:
 
     readings: list[MemoryReading] = field(default_factory=list)
     planned: list[ModelStates | None] = field(default_factory=list)
-    """Before remainders; None where nothing is planned."""
-    remainders: list[list[Remainder]] = field(default_factory=list)
+    """Before extra memory; None where nothing is planned."""
+    extra_memory: list[list[ExtraMemory]] = field(default_factory=list)
     """What the adapter declares beyond the plan."""
     state_dtypes: dict[str, str] = field(default_factory=dict)
     """Of all ranks together; see `RankReport`."""
@@ -188,7 +188,7 @@ class TrafficEvidence:
     readings: list[TrafficReading] = field(default_factory=list)
     planned: list[list[Flow] | None] = field(default_factory=list)
     """By theory; None where it does not plan. Empty in records of old, whose plan was their adapter's word."""
-    departures: list[list[Departure]] = field(default_factory=list)
+    traffic_exceptions: list[list[TrafficException]] = field(default_factory=list)
     """From theory, as the adapter declares them."""
     places: list[Place] = field(default_factory=list)
     """Where each rank ran; empty in records of old."""

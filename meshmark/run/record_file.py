@@ -30,7 +30,7 @@ from meshmark.run.record import (
     TrafficEvidence,
 )
 from meshmark.run.session import Session
-from meshmark.run.sound import expect_sound
+from meshmark.run.validate_record import validate_record
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
 
@@ -250,5 +250,5 @@ def _parse(line: bytes, place: tuple[Path, int] | None = None, shared: _Shared |
         value |= {name: shared(kind, value[name]) for name, kind in _SHARED.items() if name in value}
     record: Record = decode(Record, value)
     if place:
-        expect_sound(record)
+        validate_record(record)
     return record

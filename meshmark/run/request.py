@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.sample import Sample
-from meshmark.judge.yardstick import Yardstick
+from meshmark.judge.tolerance_model import ToleranceModel
 from meshmark.measure.gpu_power import GpuPower
 from meshmark.spec.case import Case
 
@@ -77,7 +77,7 @@ class Request:
     """OBSERVE and NOISE: what of a large model is compared, tensor by tensor; None compares all, in memory."""
     metered: bool = True
     """OBSERVE: measure memory and traffic; False compares with the truth alone."""
-    yardstick: Yardstick | None = None
+    tolerance_model: ToleranceModel | None = None
     """OBSERVE: what a run that exceeds it is diagnosed by."""
     scenario: str = ""
     """The conformance scenario that this belongs to, if any."""

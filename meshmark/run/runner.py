@@ -31,8 +31,8 @@ from meshmark.run.resume import KEPT, Held
 from meshmark.run.retracing import find_path
 from meshmark.run.scratch import Scratch
 from meshmark.run.timed_launches import time_again
+from meshmark.run.tolerance_models import ToleranceModels
 from meshmark.run.user_gaps import with_gaps, with_gaps_of_now
-from meshmark.run.yardsticks import Yardsticks
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 
@@ -96,7 +96,7 @@ class Runner:
         self._records: dict[_Key, Record] = {}
         self._remarks: list[str] = []
         """For the next record."""
-        self._yardsticks = Yardsticks(launcher, results, self._remarks, options.num_gpus)
+        self._yardsticks = ToleranceModels(launcher, results, self._remarks, options.num_gpus)
         self._peaks = PeakProbe(launcher, options.num_gpus)
 
     def close(self) -> None:
@@ -112,10 +112,10 @@ class Runner:
         """Why `case` is not run; None when it is. `needs`: what the pass takes beyond the case."""
         cluster = self.launcher.cluster
         if case.world_size % cluster.spec.nnodes:
-            return f"{case.world_size} ranks cannot be spread evenly over {cluster.spec.text}{cluster.told_of_lost}"
+            return f"{case.world_size} ranks cannot be spread evenly over {cluster.spec.text}{cluster.lost_nodes_note}"
         if cluster.room is not None and self._local_ranks(case) > cluster.room:
             of = f"{case.world_size} ranks are more than {cluster.spec.text} can hold, {cluster.room} each"
-            return f"{of}{cluster.told_of_lost}"
+            return f"{of}{cluster.lost_nodes_note}"
         backend = self._backend(case)
         if backend == "nccl" and (told := refuses_to_share(self._local_ranks(case), self.options.num_gpus)):
             return told
@@ -285,8 +285,8 @@ class Runner:
     def _run(self, request: Request) -> Record:
         if request.task in JUDGED and request.assess:
             arithmetic = load_adapter(request.adapter).arithmetic
-            yardstick = self._yardsticks.of(request).declared(arithmetic.casting if arithmetic else None)
-            request = dataclasses.replace(request, yardstick=yardstick)
+            tolerance_model = self._yardsticks.of(request).declared(arithmetic.casting if arithmetic else None)
+            request = dataclasses.replace(request, tolerance_model=tolerance_model)
         first, power = launch_watched(self.launcher, request)
         launches, outcome = [first], outcome_of_launch(first, request.case.world_size)
         if request.task is Task.TIME and outcome.status is Status.OK:
@@ -300,7 +300,7 @@ class Runner:
 
     def _with_path(self, timed: Request, launches: Sequence[LaunchResult]) -> Request:
         """What became of `timed` is held against the verified path; where their bits differ and bits tell nothing of
-        this engine, by the yardstick."""
+        this engine, by the tolerance model."""
         observing = dataclasses.replace(self.request(Task.OBSERVE, timed.case), adapter=timed.adapter)
         retracing = dataclasses.replace(
             observing,
@@ -310,8 +310,8 @@ class Runner:
         )
         observed = self._records.get((Task.OBSERVE, timed.case, ""))
         path = find_path(observed, launches, lambda: self.launcher.launch(retracing, timed.case.world_size))
-        yardstick = self._yardsticks.of(observing) if path and path.repeats is False else None
-        return dataclasses.replace(timed, observed=path, yardstick=yardstick)
+        tolerance_model = self._yardsticks.of(observing) if path and path.repeats is False else None
+        return dataclasses.replace(timed, observed=path, tolerance_model=tolerance_model)
 
     def _record(self, request: Request, outcome: Outcome, launches: Sequence[LaunchResult] = ()) -> Record:
         remarks = self._told()

@@ -15,7 +15,7 @@ def judge_throughput(record: Record) -> Verdict | None:
 
     Where bits differ, another such pass has told whether this engine ever computes the same bits twice. If it does, the
     timed path is another one. If it does not (atomic additions, threads), bits say nothing, and the losses of the steps
-    that were judged must agree as two correct runs do: each within the yardstick's tolerance of the truth, and so
+    that were judged must agree as two correct runs do: each within the tolerance model's tolerance of the truth, and so
     within twice that of one another. Under a parameter server, which replica comes first is chance: from the first
     fetch on, two correct runs agree in nothing, and the losses before it are those that are compared.
     """
@@ -41,10 +41,12 @@ def judge_throughput(record: Record) -> Verdict | None:
     until_chance = record.case.workload.algorithm.steps_until_chance
     if path.repeats is not False and until_chance is None:
         return _verdict(f"not what was judged: {differences[0]}; {_MEND}", record)
-    yardstick = record.equivalence.yardstick
+    tolerance_model = record.equivalence.tolerance_model
     num_steps = min(len(losses), path.num_judged, len(losses) if until_chance is None else until_chance)
-    of_loss = [quantity for quantity in yardstick.noise if quantity.kind is QuantityKind.LOSS]  # of every replica
-    tolerances = [2 * max(yardstick.tolerance(quantity, step) for quantity in of_loss) for step in range(num_steps)]
+    of_loss = [quantity for quantity in tolerance_model.noise if quantity.kind is QuantityKind.LOSS]  # of every replica
+    tolerances = [
+        2 * max(tolerance_model.tolerance(quantity, step) for quantity in of_loss) for step in range(num_steps)
+    ]
     excess, step = max(
         (abs(own - other) / tolerance, i)
         for launch, _ in launches

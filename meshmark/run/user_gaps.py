@@ -21,7 +21,7 @@ def with_gaps(record: Record, gaps: Sequence[tuple[str, KnownGap]]) -> Record:
     return dataclasses.replace(record, conformance=evidence)
 
 
-def gaps_of_nothing(gaps: Sequence[tuple[str, KnownGap]], chosen: Collection[str]) -> list[str]:
+def unmatched_gaps(gaps: Sequence[tuple[str, KnownGap]], chosen: Collection[str]) -> list[str]:
     """What a user who mistyped an adapter's name should know; `chosen` may be adapters that no registry has. Of one
     that is there and is not run, nothing is told: several runs share a file."""
     patterns = dict.fromkeys(pattern for pattern, _ in gaps)

@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
 from meshmark.judge.false_alarms import shown
-from meshmark.judge.yardstick import MULTIPLES, TWINS, WAY_NAMES, ZERO, Yardstick, compare, gradient_norms, zeros
+from meshmark.judge.tolerance_model import (
+    MULTIPLES,
+    TWINS,
+    WAY_NAMES,
+    ZERO,
+    ToleranceModel,
+    compare,
+    gradient_norms,
+    zeros,
+)
 from meshmark.run.record import Record, Verdict
 
 BLIND = 0.3
@@ -24,21 +33,21 @@ def judge_equivalence(record: Record) -> Verdict:
     """Every loss, norm, gradient and parameter within its factor of its noise, the start exact, replicas equal; and
     not decided where that noise hides too much, or is no number."""
     found = record.equivalence
-    yardstick, run = found.yardstick.fitted_to(found.deviations), compare(found.deviations)
-    excesses = list(yardstick.judge(found.deviations))
-    told = [e for e in excesses if math.isfinite(yardstick.noise_of(e[1], e[2]))]
+    tolerance_model, run = found.tolerance_model.fitted_to(found.deviations), compare(found.deviations)
+    excesses = list(tolerance_model.judge(found.deviations))
+    told = [e for e in excesses if math.isfinite(tolerance_model.noise_of(e[1], e[2]))]
     excess, quantity, step = max(told or excesses)
-    factor, worst = yardstick.factor_of(quantity), _worst(record, quantity)
+    factor, worst = tolerance_model.factor_of(quantity), _worst(record, quantity)
     limits = detection_limits(record)
     blindest = max(limits, key=lambda name: limits[name].scaling, default="")
     limit = limits[blindest].scaling if limits else math.inf
-    twin_excess, reference = yardstick.twin_excess(found.deviations), "float64 alone"
+    twin_excess, reference = tolerance_model.twin_excess(found.deviations), "float64 alone"
     if any(q.kind in TWINS for q in run):
         reference = "float64 and the twin" if twin_excess <= 1 else "float64 alone: the twin is too far from it"
     differs = ""
-    if yardstick.way and twin_excess <= 1:
-        reference = f"float64 and equivalents of the twin ({yardstick.way})"
-        differs = f"; bits differ from the twin's as {WAY_NAMES[yardstick.way.removeprefix('cast-')]} make them"
+    if tolerance_model.way and twin_excess <= 1:
+        reference = f"float64 and equivalents of the twin ({tolerance_model.way})"
+        differs = f"; bits differ from the twin's as {WAY_NAMES[tolerance_model.way.removeprefix('cast-')]} make them"
     evidence: dict[str, float | int | str] = {
         "held_against": reference,
         "worst_quantity": str(quantity),
@@ -47,7 +56,7 @@ def judge_equivalence(record: Record) -> Verdict:
         "distance": run[quantity][step],
         "truth_norm": worst[step].scale,
         "multiple_of_truth": worst[step].factor,
-        "noise": yardstick.noise_of(quantity, step),
+        "noise": tolerance_model.noise_of(quantity, step),
         "factor": factor,
         "false_alarms": str(shown()),
         "detection_limit": limit,
@@ -61,11 +70,11 @@ def judge_equivalence(record: Record) -> Verdict:
     wrong = bool(found.wrong_start or found.drifts or (told and not excess <= 1))
     undecided = not wrong and (len(told) < len(excesses) or not limit <= BLIND or not twin_excess <= 1)
     if wrong:
-        summary = _what_is_wrong(record, yardstick, quantity, step, excess * factor)
+        summary = _what_is_wrong(record, tolerance_model, quantity, step, excess * factor)
     elif undecided and not twin_excess <= 1:
         summary = f"cannot tell: the twin itself is {twin_excess:.3g} x as far from the truth as a run may be"
     elif undecided and limit <= BLIND:
-        unknown = min(str(q) for _, q, s in excesses if not math.isfinite(yardstick.noise_of(q, s)))
+        unknown = min(str(q) for _, q, s in excesses if not math.isfinite(tolerance_model.noise_of(q, s)))
         summary = f"cannot tell: the noise of {unknown} is no number, for `single` itself overflows"
     elif undecided:
         summary = (
@@ -80,12 +89,12 @@ def judge_equivalence(record: Record) -> Verdict:
     )
 
 
-def _what_is_wrong(record: Record, yardstick: Yardstick, quantity: Quantity, step: int, ratio: float) -> str:
+def _what_is_wrong(record: Record, tolerance_model: ToleranceModel, quantity: Quantity, step: int, ratio: float) -> str:
     """`quantity` at `step` is the worst, that multiple of its noise."""
     found = record.equivalence
     if found.wrong_start:
         return f"starts elsewhere: {len(found.wrong_start)} initial values differ, first {found.wrong_start[0]}"
-    if found.drifts and ratio <= yardstick.factor_of(quantity):
+    if found.drifts and ratio <= tolerance_model.factor_of(quantity):
         first = found.drifts[0]
         return f"replicas differ: {first.quantity} at step {first.step} on ranks {first.ranks}"
     multiple = _worst(record, quantity)[step].factor
@@ -113,10 +122,10 @@ def detection_limits(record: Record) -> dict[str, Limit]:
     """By parameter, over the steps at which it has a gradient; those whose gradient is zero by mathematics, which have
     no relative error, are left out. Against the truth or the twin, whichever sees more."""
     deviations = record.equivalence.deviations
-    yardstick = record.equivalence.yardstick.fitted_to(deviations)
-    limits = _limits(yardstick, deviations, QuantityKind.GRADIENTS)
-    if yardstick.twin_excess(deviations) <= 1:
-        for subject, limit in _limits(yardstick, deviations, QuantityKind.TWIN).items():
+    tolerance_model = record.equivalence.tolerance_model.fitted_to(deviations)
+    limits = _limits(tolerance_model, deviations, QuantityKind.GRADIENTS)
+    if tolerance_model.twin_excess(deviations) <= 1:
+        for subject, limit in _limits(tolerance_model, deviations, QuantityKind.TWIN).items():
             others = limits.get(subject, limit)
             limits[subject] = Limit(
                 scaling=min(limit.scaling, others.scaling), any_direction=min(limit.any_direction, others.any_direction)
@@ -124,22 +133,24 @@ def detection_limits(record: Record) -> dict[str, Limit]:
     return limits
 
 
-def _limits(yardstick: Yardstick, deviations: Deviations, kind: QuantityKind) -> dict[str, Limit]:
+def _limits(tolerance_model: ToleranceModel, deviations: Deviations, kind: QuantityKind) -> dict[str, Limit]:
     """Those by one kind of comparison alone."""
     limits, norms = {}, gradient_norms(deviations)
     zero = {replace(quantity, kind=kind) for quantity in zeros(deviations)}
     for quantity, steps in deviations.items():
-        if quantity.kind is not kind or quantity in zero or quantity not in yardstick.noise:
+        if quantity.kind is not kind or quantity in zero or quantity not in tolerance_model.noise:
             continue
         used = [step for step, d in enumerate(steps) if d.scale >= ZERO * norms[step]]
         if not used:  # at no step, or where nothing is a number
             continue
-        any_direction = max(yardstick.tolerance(quantity, step) / steps[step].scale for step in used)
+        any_direction = max(tolerance_model.tolerance(quantity, step) / steps[step].scale for step in used)
         multiple, scaling = replace(quantity, kind=MULTIPLES[kind]), any_direction
         if kind is QuantityKind.TWIN:  # no rounding is a multiple, but some of it may be like an error in one tensor
-            any_direction = max(yardstick.excused(quantity, step) / steps[step].scale for step in used)
-        if multiple in yardstick.noise:
-            seen = max(yardstick.tolerance(multiple, s) + HIDDEN * yardstick.noise_of(multiple, s) for s in used)
+            any_direction = max(tolerance_model.excused(quantity, step) / steps[step].scale for step in used)
+        if multiple in tolerance_model.noise:
+            seen = max(
+                tolerance_model.tolerance(multiple, s) + HIDDEN * tolerance_model.noise_of(multiple, s) for s in used
+            )
             scaling = min(scaling, seen)
         limits[quantity.subject] = Limit(scaling=scaling, any_direction=any_direction)
     return limits

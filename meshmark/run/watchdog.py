@@ -22,7 +22,7 @@ from meshmark.run.disk import is_full
 from meshmark.run.hang_evidence import ask
 from meshmark.run.process_state import STATES, process_state
 from meshmark.run.rank_info import RankInfo
-from meshmark.run.rank_report import RankFailure, Standing
+from meshmark.run.rank_report import RankFailure, StackState
 from meshmark.run.record import Status
 from meshmark.run.request import Request, Task
 from meshmark.run.worker import STACK_SIGNAL
@@ -206,10 +206,10 @@ class Watchdog:
         pace, message = mark.pace(now=self.stopped, limit=limit), f"no end within {limit:g} s"
         stack = _read(info.file("stack"))
         stands = standing(stack)
-        if self.request.device != "cpu" and stands is Standing.OWN:
-            stands = Standing.OUTSIDE  # a line of ours may wait there for the framework's kernels
+        if self.request.device != "cpu" and stands is StackState.OWN:
+            stands = StackState.OUTSIDE  # a line of ours may wait there for the framework's kernels
         kind: str = Pace.HUNG if pace is Pace.WAITS and not stack else pace  # without a stack, it does not even wait
-        if stands is Standing.OWN and pace is not Pace.SLOW:
+        if stands is StackState.OWN and pace is not Pace.SLOW:
             kind = Status.UNFINISHED
             message += f": {mark.text(now=self.stopped)}; it stands in Meshmark's own code, {own_place(stack)}: "
             message += "no fault of the adapter or its framework; please report it"
@@ -250,17 +250,17 @@ _SHARED = ("reference", "algorithms", "spec", "theory")
 _LIBRARY = re.compile(r"/(torch|numpy|scipy)/|/lib/python[0-9.]+/(?!site-packages|dist-packages)|^<")
 
 
-def standing(stack: str) -> Standing:
+def standing(stack: str) -> StackState:
     """Of a rank that left `stack`, as faulthandler writes it: by the innermost frame of the thread that was asked."""
     if not stack:
-        return Standing.SILENT
+        return StackState.SILENT
     frames = _frames(stack)
     if not frames:
-        return Standing.OUTSIDE
+        return StackState.OUTSIDE
     file, line, _ = frames[0]
     if _WAITS.search(file) or ".wait(" in linecache.getline(file, int(line)):
-        return Standing.INSIDE
-    return Standing.OWN if own_place(stack) else Standing.OUTSIDE
+        return StackState.INSIDE
+    return StackState.OWN if own_place(stack) else StackState.OUTSIDE
 
 
 def own_place(stack: str) -> str:

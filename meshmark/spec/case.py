@@ -52,7 +52,7 @@ class Case(Cell):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Misfit(Cell):
+class InvalidLayout(Cell):
     """A cell that no launch can fill: a skip, with its reason."""
 
     reason: str
@@ -65,12 +65,12 @@ def cell(
     layout: Layout,
     precision: Precision = Precision.FP32,
     tuning: Tuning = _PLAIN,
-) -> Case | Misfit:
+) -> Case | InvalidLayout:
     """The case of these, or why there is none."""
     try:
         return Case(adapter=adapter, workload=workload, layout=layout, precision=precision, tuning=tuning)
     except LayoutError as error:
-        return Misfit(
+        return InvalidLayout(
             adapter=adapter,
             workload=workload,
             layout=layout,
@@ -82,6 +82,6 @@ def cell(
 
 def expect_fit(cells: Sequence[Cell]) -> None:
     """Raise `LayoutError` with every reason when there are cells and none of them is a case."""
-    misfits = {cell.id: f"{cell.adapter}: {cell.reason}" for cell in cells if isinstance(cell, Misfit)}
+    misfits = {cell.id: f"{cell.adapter}: {cell.reason}" for cell in cells if isinstance(cell, InvalidLayout)}
     if misfits and not any(isinstance(cell, Case) for cell in cells):
         raise LayoutError(f"{'; '.join(misfits.values())}; {CHOOSE}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -46,7 +47,7 @@ class Flow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Departure:
+class TrafficException:
     """What a framework really sends in the place of what theory says, or besides, and why."""
 
     sends: tuple[Flow, ...] = ()
@@ -55,15 +56,15 @@ class Departure:
     reason: str
 
 
-def departing(
+def exceptions_for(
     flows: Iterable[Flow] | None, purpose: Purpose, reason: str, change: Callable[[Flow], Flow] | None = None
-) -> tuple[Departure, ...]:
+) -> tuple[TrafficException, ...]:
     """From the flows of `purpose`, which a framework sends changed, or (None) not at all. Nothing where there are none:
     a layout without the axis."""
     found = tuple(flow for flow in flows or () if flow.purpose is purpose)
     if not found:
         return ()
-    return (Departure(sends=tuple(map(change, found)) if change else (), instead_of=found, reason=reason),)
+    return (TrafficException(sends=tuple(map(change, found)) if change else (), instead_of=found, reason=reason),)
 
 
 def by(kind: str) -> Callable[[Flow], Flow]:
@@ -71,7 +72,9 @@ def by(kind: str) -> Callable[[Flow], Flow]:
     return lambda flow: replace(flow, kind=kind)
 
 
-def besides(flows: Iterable[Flow] | None, purpose: Purpose, share: Fraction, reason: str) -> tuple[Departure, ...]:
+def besides(
+    flows: Iterable[Flow] | None, purpose: Purpose, share: Fraction, reason: str
+) -> tuple[TrafficException, ...]:
     """So much more in the same calls as theory's flows of `purpose`, as a share of them: padding. Nothing where it is
     nothing."""
     more = tuple(
@@ -79,21 +82,21 @@ def besides(flows: Iterable[Flow] | None, purpose: Purpose, share: Fraction, rea
         for flow in flows or ()
         if flow.purpose is purpose
     )
-    return (Departure(sends=more, reason=reason),) if more and share else ()
+    return (TrafficException(sends=more, reason=reason),) if more and share else ()
 
 
-def departed(flows: Sequence[Flow], departures: Iterable[Departure]) -> list[Flow]:
+def departed(flows: Sequence[Flow], traffic_exceptions: Iterable[TrafficException]) -> list[Flow]:
     """What is sent when theory's `flows` are departed from so.
 
     Raises `ValueError` when something is declared in the place of what theory does not say."""
     left = list(flows)
-    for departure in departures:
-        for flow in departure.instead_of:
+    for exception in traffic_exceptions:
+        for flow in exception.instead_of:
             if flow not in left:
                 ranks = ", ".join(map(str, flow.ranks))
                 raise ValueError(f"departs from {flow.kind} of {flow.purpose} over ranks {ranks}: none of theory's")
             left.remove(flow)
-    return left + [flow for departure in departures for flow in departure.sends]
+    return left + [flow for exception in traffic_exceptions for flow in exception.sends]
 
 
 Route = tuple[str, tuple[int, ...]]
@@ -124,3 +127,11 @@ def bytes_by_kind(flows: Iterable[Flow] | None) -> dict[str, int]:
     for flow in flows or ():
         total[flow.kind] = total.get(flow.kind, 0) + flow.num_bytes
     return total
+
+
+def __getattr__(name: str) -> type:
+    """Return a class by its name of an older version, with a `DeprecationWarning`."""
+    if name != "Departure":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("Departure is now called TrafficException", DeprecationWarning, stacklevel=2)
+    return TrafficException

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
-from meshmark.theory.flow import Departure, Flow, Purpose
+from meshmark.theory.flow import Flow, Purpose, TrafficException
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.traffic import step_traffic
 
@@ -61,11 +61,11 @@ def offloaded_recipe(recipe: TrainingRecipe) -> TrainingRecipe:
     return replace(recipe, states=kept)
 
 
-def sharding_departures(case: Case, rank: int, sharding: Sharding, padding: Padding) -> tuple[Departure, ...]:
+def sharding_exceptions(case: Case, rank: int, sharding: Sharding, padding: Padding) -> tuple[TrafficException, ...]:
     """From stage 3 with everything gathered twice a micro-batch from all ranks."""
     flows = [flow for flow in step_traffic(case, rank) or () if flow.purpose in _SENT]
     sent = [part for flow in flows for part in _SENT[flow.purpose](case, rank, flow, sharding, padding)]
-    chosen = Departure(
+    chosen = TrafficException(
         sends=tuple(part.flow for part in sent), instead_of=tuple(flows), reason="; ".join(_reasons(sharding))
     )
     padded = tuple(
@@ -73,7 +73,7 @@ def sharding_departures(case: Case, rank: int, sharding: Sharding, padding: Padd
     )
     return (
         *([chosen] if chosen.sends != chosen.instead_of else []),
-        *([Departure(sends=padded, reason=padding.reason)] if padded else []),
+        *([TrafficException(sends=padded, reason=padding.reason)] if padded else []),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -63,7 +64,7 @@ class ModelStates:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remainder:
+class ExtraMemory:
     """Bytes that a framework really holds beyond (or, negative, short of) the closed form, and why."""
 
     category: str
@@ -73,7 +74,7 @@ class Remainder:
     reason: str
 
 
-def declared_bytes(declared: Sequence[Remainder], category: str) -> float:
+def declared_bytes(declared: Sequence[ExtraMemory], category: str) -> float:
     """Of one category; of all that is always there; at the peak of all but gradients, which the recipe's path brings
     there."""
     always = ("parameters", "optimizer_states", "steady")
@@ -81,7 +82,7 @@ def declared_bytes(declared: Sequence[Remainder], category: str) -> float:
     return sum(r.num_bytes for r in declared if r.category in here)
 
 
-def declared_peak(plan: ModelStates, declared: Sequence[Remainder]) -> float | None:
+def declared_peak(plan: ModelStates, declared: Sequence[ExtraMemory]) -> float | None:
     """Planned peak, with what is declared: of activations where there are any, not in the update."""
     if plan.peak is None:
         return None
@@ -205,3 +206,11 @@ def micro_batch_tokens(case: Case) -> int:
     """Of one rank."""
     layout, workload = case.layout, case.workload
     return workload.global_batch // (layout.dp * layout.num_micro_batches) * workload.model.seq_len
+
+
+def __getattr__(name: str) -> type:
+    """Return a class by its name of an older version, with a `DeprecationWarning`."""
+    if name != "Remainder":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("Remainder is now called ExtraMemory", DeprecationWarning, stacklevel=2)
+    return ExtraMemory

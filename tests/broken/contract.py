@@ -15,9 +15,9 @@ from meshmark.adapter.holdings import Holdings
 from meshmark.adapters.ddp import DDP, DDPEngine
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine
 from meshmark.spec.case import Case
-from meshmark.theory.flow import Departure, Flow, Purpose
+from meshmark.theory.flow import Flow, Purpose, TrafficException
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 
 class _ShardsEngine(FSDP2Engine):
@@ -69,13 +69,13 @@ class RecipeRaises(DDP):
 
 class RemaindersOdd(DDP):
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         return (("gradients", 8.0),)  # type: ignore[return-value]
 
 
 class DeparturesRaise(DDP):
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         raise torch.OutOfMemoryError("by analysis")
 
 
@@ -83,6 +83,6 @@ class DepartsFromNothing(DDP):
     """From what theory does not say."""
 
     @classmethod
-    def departures(cls, case: Case, rank: int) -> tuple[Departure, ...]:
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         flow = Flow(kind="reduce", axes="dp", ranks=(0, 1), purpose=Purpose.GRADIENTS, num_bytes=4, fewest=1, most=1)
-        return (Departure(instead_of=(flow,), reason="made up"),)
+        return (TrafficException(instead_of=(flow,), reason="made up"),)

@@ -12,7 +12,7 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.ddp import DDP
 from meshmark.spec.case import Case
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 
 
 class ExitsInRecipe(DDP):
@@ -37,8 +37,8 @@ class TellsNumPy(DDP):
     """JSON has none of its integers."""
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
-        return (Remainder(category="gradients", num_bytes=np.int64(0), reason="planted"),)
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        return (ExtraMemory(category="gradients", num_bytes=np.int64(0), reason="planted"),)
 
 
 class ExitsWell(DDP):

@@ -14,9 +14,9 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.engine import RankContext
 from meshmark.judge.deviation import Tensors, global_norm
 from meshmark.judge.engine_tensors import host_gradients, host_parameters
+from meshmark.judge.tolerance_model import ZERO
 from meshmark.judge.trace import Trace, gather_trace, host_copies
 from meshmark.judge.truth import exact_gradients, initial_values
-from meshmark.judge.yardstick import ZERO
 from meshmark.reference.build import build_model
 from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.objective import loss_share

@@ -15,8 +15,8 @@ from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import SingleEngine
 from meshmark.judge.piecewise import all_cores, assess_pieces
 from meshmark.judge.stored import stored_copies
+from meshmark.judge.tolerance_model import Comparisons, noise_run
 from meshmark.judge.trace import Trace
-from meshmark.judge.yardstick import Comparisons, noise_run
 from meshmark.reference.data import make_batch
 from meshmark.run.passes.noise import (
     NUM_RUNS,

@@ -1,4 +1,4 @@
-"""How far rounding alone carries a run from the truth: the yardstick of every equivalence verdict.
+"""How far rounding alone carries a run from the truth: the tolerance model of every equivalence verdict.
 
 The adapter `single` trains in a case's precision, in as many micro-batches as the case's ranks do together, repeatedly,
 under perturbations as large as that precision's rounding: other orders of rows, last bits of the initial values, and in
@@ -32,10 +32,10 @@ from meshmark.environment import machine
 from meshmark.judge.equivalents import with_equivalents
 from meshmark.judge.replicas import num_replicas
 from meshmark.judge.sample import Sample
+from meshmark.judge.tolerance_model import Comparisons, noise_run
 from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess_replicas
 from meshmark.judge.twin import Twin
-from meshmark.judge.yardstick import Comparisons, noise_run
 from meshmark.reference.data import Batch, data_digest, make_batch
 from meshmark.reference.initial import Block, random_bits, row_blocks
 from meshmark.run.kernels import ATTENTION, VARIABLES

@@ -29,7 +29,7 @@ from meshmark.judge.stored import DiskNotebook
 from meshmark.judge.trace import Trace, gather_replicas
 from meshmark.judge.truth import assess_replicas
 from meshmark.judge.twin import Twin, twin_of
-from meshmark.measure.beside import PeakBeside
+from meshmark.measure.extra_peak import ExtraPeak
 from meshmark.measure.memory import read_memory
 from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.measure.traffic import TorchTraffic, read_traffic
@@ -49,7 +49,7 @@ WATCHED_STEP = METERED_STEP
 def observe(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
     """Train `request.steps` steps (at least three), the first of them under watch if the pass is metered; then compare
     all that the ranks computed with the truth, on rank 0."""
-    beside = PeakBeside(context.device)
+    beside = ExtraPeak(context.device)
     notebook = DiskNotebook(context.scratch / f"trace-{context.rank}", beside) if request.sample else None
     seen = _train(request, adapter, context, notebook)
     gc.collect()  # the engine's memory is the truth's from here on
@@ -61,10 +61,10 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     twin = None if request.sample else twin_of(request.case, adapter.arithmetic, context.device)
     deviations = _assess(request, traces, context, twin) if traces and request.assess else {}
     diagnosis = None
-    if deviations and request.sample and request.yardstick:
-        diagnosis = diagnose_sample(deviations, drifts, request.yardstick)
-    elif deviations and request.yardstick:
-        diagnosis = diagnose_replicas(request.case, traces, deviations, drifts, request.yardstick, twin)
+    if deviations and request.sample and request.tolerance_model:
+        diagnosis = diagnose_sample(deviations, drifts, request.tolerance_model)
+    elif deviations and request.tolerance_model:
+        diagnosis = diagnose_replicas(request.case, traces, deviations, drifts, request.tolerance_model, twin)
     return RankReport(
         rank=context.rank,
         build_seconds=seen.built - started,
@@ -119,7 +119,7 @@ def _train(request: Request, adapter: Adapter, context: RankContext, notebook: N
     memory = None
     if watch and not observer.unheld:
         memory = read_memory(watch, WATCHED_STEP, before, after)
-    traffic, untold = _traffic(observer.sources) if watch else (None, "")
+    traffic, missing_failures = _traffic(observer.sources) if watch else (None, "")
     for step in range(WATCHED_STEP + 1, request.steps):
         observer.train(step, None)
     tuned = expect_tuned(engine, request.case, context.device, request.steps)
@@ -133,7 +133,9 @@ def _train(request: Request, adapter: Adapter, context: RankContext, notebook: N
         dtypes=dtypes,
         left_out=observer.left_out,
         tuned=tuned,
-        unmeasured={suite: why for suite, why in (("memory", observer.unheld), ("communication", untold)) if why},
+        unmeasured={
+            suite: why for suite, why in (("memory", observer.unheld), ("communication", missing_failures)) if why
+        },
     )
 
 

@@ -98,8 +98,8 @@ def resume(request: Request, adapter: Adapter, context: RankContext, started: fl
     whole = [_join(*halves) for halves in zip(first, second, strict=True)]
     deviations = assess_replicas(whole, request.case.workload, layout=request.case.layout)
     diagnosis = (
-        diagnose_replicas(request.case, whole, deviations, report.drifts, request.yardstick)
-        if request.yardstick
+        diagnose_replicas(request.case, whole, deviations, report.drifts, request.tolerance_model)
+        if request.tolerance_model
         else None
     )
     return dataclasses.replace(report, deviations=deviations, diagnosis=diagnosis, digests=digests(second))

@@ -20,7 +20,7 @@ from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 from meshmark.theory.model_theory import local_parameters
-from meshmark.theory.states import Remainder
+from meshmark.theory.states import ExtraMemory
 from meshmark_easgd.algorithm import EASGD
 
 
@@ -83,12 +83,12 @@ class ElasticAveraging(Adapter):
     )
 
     @classmethod
-    def remainders(cls, case: Case, rank: int) -> tuple[Remainder, ...]:
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         count = local_parameters(case.workload.model, case.layout, rank)
         if count is None:
             return ()
         num_bytes = case.workload.algorithm.vectors_kept(case, rank) * count * case.precision.master.itemsize
-        return (Remainder(category="optimizer_states", num_bytes=num_bytes, reason="the center"),)
+        return (ExtraMemory(category="optimizer_states", num_bytes=num_bytes, reason="the center"),)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         module = initial_model(case, context.device)

@@ -11,7 +11,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload
 from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.precision import Dtype
-from meshmark.theory.flow import Departure, Flow, Purpose, besides, departing
+from meshmark.theory.flow import Flow, Purpose, TrafficException, besides, exceptions_for
 from meshmark.theory.traffic import scalar_flows, step_traffic
 
 
@@ -27,13 +27,13 @@ def state_shards(layout: Layout, rank: int) -> tuple[int, int]:
     return len(ranks), ranks.index(rank)
 
 
-def zero_departures(case: Case, rank: int) -> tuple[Departure, ...]:
+def zero_exceptions(case: Case, rank: int) -> tuple[TrafficException, ...]:
     flows = step_traffic(case, rank) or []
     sizes = [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
-    return (*sharing_departures(case, rank, flows, sizes), *_norm(case, rank, flows), *_overflow(case, rank, flows))
+    return (*sharing_exceptions(case, rank, flows, sizes), *_norm(case, rank, flows), *_overflow(case, rank, flows))
 
 
-def sharing_departures(case: Case, rank: int, flows: list[Flow], sizes: list[int]) -> tuple[Departure, ...]:
+def sharing_exceptions(case: Case, rank: int, flows: list[Flow], sizes: list[int]) -> tuple[TrafficException, ...]:
     """From `flows` of gradients and weights, of tensors of these `sizes` on every rank."""
     shards, _ = state_shards(case.layout, rank)
     if case.layout.zero_stage == 3:
@@ -41,7 +41,7 @@ def sharing_departures(case: Case, rank: int, flows: list[Flow], sizes: list[int
     return _partitioned(case, flows, shards, sum(sizes))
 
 
-def _partitioned(case: Case, flows: list[Flow], shards: int, whole: int) -> tuple[Departure, ...]:
+def _partitioned(case: Case, flows: list[Flow], shards: int, whole: int) -> tuple[TrafficException, ...]:
     """Stages 1 and 2."""
     layout = case.layout
     rounds = layout.num_micro_batches if layout.zero_stage == 2 else 1
@@ -58,20 +58,20 @@ def _partitioned(case: Case, flows: list[Flow], shards: int, whole: int) -> tupl
         reason += ", after every micro-batch"
     width = Fraction(case.precision.weights.itemsize, case.precision.master.itemsize)
     padded = "partitions are padded to an even number of elements"
-    low = departing(
+    low = exceptions_for(
         flows,
         Purpose.WEIGHTS,
         "the weights that the products read are gathered, not the masters",
         lambda flow: dataclasses.replace(flow, num_bytes=int(flow.num_bytes * width)),
     )
     return (
-        *departing(flows, Purpose.GRADIENTS, reason, reduced),
+        *exceptions_for(flows, Purpose.GRADIENTS, reason, reduced),
         *(low if width != 1 else ()),
         *besides(flows, Purpose.WEIGHTS, padding * width, padded),
     )
 
 
-def _sharded(case: Case, flows: list[Flow], shards: int, sizes: list[int]) -> tuple[Departure, ...]:
+def _sharded(case: Case, flows: list[Flow], shards: int, sizes: list[int]) -> tuple[TrafficException, ...]:
     """Stage 3 gathers a tied weight for the embedding and again for the head."""
     model = case.workload.model
     padding = Fraction(sum(-size % shards for size in sizes), sum(sizes))
@@ -85,25 +85,25 @@ def _sharded(case: Case, flows: list[Flow], shards: int, sizes: list[int]) -> tu
     )
 
 
-def _norm(case: Case, rank: int, flows: list[Flow]) -> tuple[Departure, ...]:
+def _norm(case: Case, rank: int, flows: list[Flow]) -> tuple[TrafficException, ...]:
     """Computed whether or not anything is clipped."""
     if keeps_whole_gradients(case):
-        return departing(flows, Purpose.NORM, "BF16_Optimizer keeps whole gradients on every rank")
+        return exceptions_for(flows, Purpose.NORM, "BF16_Optimizer keeps whole gradients on every rank")
     width = 8 if case.layout.zero_stage == 3 and case.layout.offload is Offload.NONE else 4
     if case.workload.optimizer.clip_norm is None:
         told = tuple(scalar_flows(case, rank, Purpose.NORM, width))
-        return (Departure(sends=told, reason="the norm is computed though nothing is clipped"),) if told else ()
+        return (TrafficException(sends=told, reason="the norm is computed though nothing is clipped"),) if told else ()
     if width == 4:
         return ()
     reason = "squares of norms are summed in float64"
-    return departing(flows, Purpose.NORM, reason, lambda flow: dataclasses.replace(flow, num_bytes=width))
+    return exceptions_for(flows, Purpose.NORM, reason, lambda flow: dataclasses.replace(flow, num_bytes=width))
 
 
-def _overflow(case: Case, rank: int, flows: list[Flow]) -> tuple[Departure, ...]:
+def _overflow(case: Case, rank: int, flows: list[Flow]) -> tuple[TrafficException, ...]:
     """Asked for in bf16 too, up to stage 2."""
     told = tuple(scalar_flows(case, rank, Purpose.OVERFLOW, 1))
     asks = case.layout.zero_stage < 3 and not keeps_whole_gradients(case)
     if asks and case.precision.compute is Dtype.BF16 and told:
-        return (Departure(sends=told, reason="gradients are searched for overflows in bf16 too"),)
+        return (TrafficException(sends=told, reason="gradients are searched for overflows in bf16 too"),)
     reason = "the flag is one byte"
-    return departing(flows, Purpose.OVERFLOW, reason, lambda flow: dataclasses.replace(flow, num_bytes=1))
+    return exceptions_for(flows, Purpose.OVERFLOW, reason, lambda flow: dataclasses.replace(flow, num_bytes=1))

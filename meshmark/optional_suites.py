@@ -11,7 +11,7 @@ OPTIONAL = ("conformance", "profile")
 """Suites that run where `--NAME` or their file asks for them."""
 
 
-def with_asked(arguments: Sequence[str], asked: Iterable[str], folder: Path) -> list[str]:
+def with_optional_suites(arguments: Sequence[str], asked: Iterable[str], folder: Path) -> list[str]:
     """pytest's positional `arguments`, given in `folder`; and, where they name files of the suites alone, the files of
     the optional suites `asked`. Of one case's test, the profile of that case."""
     found = list(arguments)

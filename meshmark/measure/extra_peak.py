@@ -13,7 +13,7 @@ _FORGET_MOST = "5"
 """What `/proc/PID/clear_refs` takes this for (proc_pid_clear_refs(5))."""
 
 
-class PeakBeside:
+class ExtraPeak:
     """A context of several visits: the most memory that any of them took beside what was held at its beginning. On a
     GPU as its allocator counts; on a CPU as much as was resident, after what is free was given back to the system."""
 

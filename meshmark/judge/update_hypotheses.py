@@ -17,7 +17,7 @@ from meshmark.spec.optimizer import LAYER_WISE, OptimizerKind, OptimizerSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rival:
+class UpdateHypothesis:
     """One thing changed in the optimizer."""
 
     fault: Fault
@@ -27,18 +27,22 @@ class Rival:
     """Other than the run's own."""
 
 
-def rivals(spec: OptimizerSpec, failed_step: int) -> Iterator[Rival]:
+def update_hypotheses(spec: OptimizerSpec, failed_step: int) -> Iterator[UpdateHypothesis]:
     """What optimizers get wrong, some of it at `failed_step` alone, as after a resume."""
 
-    def variant(fault: Fault, detail: str, changed: OptimizerSpec) -> Rival:
-        return Rival(fault=fault, detail=detail, optimizer=ExactOptimizer(changed))
+    def variant(fault: Fault, detail: str, changed: OptimizerSpec) -> UpdateHypothesis:
+        return UpdateHypothesis(fault=fault, detail=detail, optimizer=ExactOptimizer(changed))
 
     if spec.clip_norm is not None:
         yield variant(Fault.CLIPPING, "as if not clipped", replace(spec, clip_norm=None))
         for limit in sorted({1.0, spec.clip_norm / 2, spec.clip_norm * 2} - {spec.clip_norm}):
             yield variant(Fault.CLIPPING, f"clipped to {limit:g}", replace(spec, clip_norm=limit))
-        yield Rival(fault=Fault.CLIPPING, detail="each tensor clipped on its own", optimizer=_ClipsEach(spec))
-        yield Rival(fault=Fault.CLIPPING, detail="clipped by value, not by norm", optimizer=_ClipsValues(spec))
+        yield UpdateHypothesis(
+            fault=Fault.CLIPPING, detail="each tensor clipped on its own", optimizer=_ClipsEach(spec)
+        )
+        yield UpdateHypothesis(
+            fault=Fault.CLIPPING, detail="clipped by value, not by norm", optimizer=_ClipsValues(spec)
+        )
     if spec.weight_decay:
         yield variant(Fault.UPDATE, "without weight decay", replace(spec, weight_decay=0.0))
     if spec.weight_decay and spec.decay_matrices_only:
@@ -47,19 +51,19 @@ def rivals(spec: OptimizerSpec, failed_step: int) -> Iterator[Rival]:
         yield variant(Fault.UPDATE, "without the schedule's warm-up", replace(spec, warmup_steps=0))
         for shift in (-1, 1):
             late = f"with the learning rate of {'the step before' if shift < 0 else 'the next step'}"
-            yield Rival(fault=Fault.UPDATE, detail=late, optimizer=_Shifted(spec, shift))
+            yield UpdateHypothesis(fault=Fault.UPDATE, detail=late, optimizer=_Shifted(spec, shift))
         for times in (2, 4):
             detail = f"with a schedule that runs {times} times too fast"
             yield variant(Fault.UPDATE, detail, replace(spec, warmup_steps=max(1, spec.warmup_steps // times)))
     yield from _rivals_in_memory(spec, failed_step)
     yield from _rivals_of_kind(spec)
-    yield Rival(
+    yield UpdateHypothesis(
         fault=Fault.STALE_GRADIENT,
         detail="made of the gradients of the step before",
         optimizer=ExactOptimizer(spec),
         gradients=lambda trace, step: trace.gradients[max(step - 1, 0)],
     )
-    yield Rival(
+    yield UpdateHypothesis(
         fault=Fault.UPDATE,
         detail="as if unused parameters had a gradient of zero",
         optimizer=ExactOptimizer(spec),
@@ -69,19 +73,21 @@ def rivals(spec: OptimizerSpec, failed_step: int) -> Iterator[Rival]:
     )
 
 
-def _variant(spec: OptimizerSpec, detail: str) -> Rival:
-    return Rival(fault=Fault.UPDATE, detail=detail, optimizer=ExactOptimizer(spec))
+def _variant(spec: OptimizerSpec, detail: str) -> UpdateHypothesis:
+    return UpdateHypothesis(fault=Fault.UPDATE, detail=detail, optimizer=ExactOptimizer(spec))
 
 
-def _rivals_of_kind(spec: OptimizerSpec) -> Iterator[Rival]:
+def _rivals_of_kind(spec: OptimizerSpec) -> Iterator[UpdateHypothesis]:
     """What is got wrong in one kind of optimizer."""
     if spec.kind is OptimizerKind.ADAMW:
-        yield Rival(fault=Fault.UPDATE, detail="weight decay added to the gradient", optimizer=_Coupled(spec))
+        yield UpdateHypothesis(
+            fault=Fault.UPDATE, detail="weight decay added to the gradient", optimizer=_Coupled(spec)
+        )
     if spec.kind in LAYER_WISE:
         alike = _Options(spec, {"layer_wise": False})
-        yield Rival(fault=Fault.UPDATE, detail="with one rate for all tensors", optimizer=alike)
+        yield UpdateHypothesis(fault=Fault.UPDATE, detail="with one rate for all tensors", optimizer=alike)
     if spec.kind in (OptimizerKind.ADAMW, OptimizerKind.LAMB):
-        yield Rival(fault=Fault.UPDATE, detail="without bias correction", optimizer=_Uncorrected(spec))
+        yield UpdateHypothesis(fault=Fault.UPDATE, detail="without bias correction", optimizer=_Uncorrected(spec))
         for betas in ((0.9, 0.999), (0.9, 0.99), (0.0, spec.betas[1]), spec.betas[::-1]):
             yield _variant(replace(spec, betas=betas), f"with betas {betas}")
     if spec.kind in (OptimizerKind.ADAMW, OptimizerKind.ADAFACTOR, OptimizerKind.LAMB):
@@ -98,25 +104,29 @@ def _rivals_of_kind(spec: OptimizerSpec) -> Iterator[Rival]:
             yield _variant(replace(spec, momentum=momentum), f"with a momentum of {momentum:g}")
     if spec.kind is OptimizerKind.SGD and spec.momentum and not spec.nesterov:
         dampened = _Options(spec, {"dampening": spec.momentum})
-        yield Rival(fault=Fault.UPDATE, detail="with dampening", optimizer=dampened)
+        yield UpdateHypothesis(fault=Fault.UPDATE, detail="with dampening", optimizer=dampened)
     if spec.kind is OptimizerKind.MUON:
-        yield Rival(fault=Fault.UPDATE, detail="not made orthogonal", optimizer=_Options(spec, {"ns_steps": 0}))
+        yield UpdateHypothesis(
+            fault=Fault.UPDATE, detail="not made orthogonal", optimizer=_Options(spec, {"ns_steps": 0})
+        )
 
 
-def _rivals_in_memory(spec: OptimizerSpec, step: int) -> Iterator[Rival]:
+def _rivals_in_memory(spec: OptimizerSpec, step: int) -> Iterator[UpdateHypothesis]:
     """What optimizers forget, at every step or at `step` alone."""
     moments = _MOMENTS[spec.kind]
     if moments == ("momentum_buffer",) and not spec.momentum:
         return
-    yield Rival(fault=Fault.UPDATE, detail="moments forgotten after every step", optimizer=_Forgets(spec))
+    yield UpdateHypothesis(fault=Fault.UPDATE, detail="moments forgotten after every step", optimizer=_Forgets(spec))
     first, second = moments[:1], moments[1:]
     parts = [("moments", moments)]
     if moments == ("exp_avg", "exp_avg_sq"):
         parts += [("first moments", first), ("second moments", second)]
     for what, names in parts:
         forgetting = _ForgetsNow(spec, step, names)
-        yield Rival(fault=Fault.UPDATE, detail=f"{what} forgotten before this step", optimizer=forgetting)
-    yield Rival(fault=Fault.UPDATE, detail="with the moments of the step before", optimizer=_Lags(spec, step))
+        yield UpdateHypothesis(fault=Fault.UPDATE, detail=f"{what} forgotten before this step", optimizer=forgetting)
+    yield UpdateHypothesis(
+        fault=Fault.UPDATE, detail="with the moments of the step before", optimizer=_Lags(spec, step)
+    )
 
 
 class _ClipsEach(ExactOptimizer):

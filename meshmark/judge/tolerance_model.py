@@ -1,4 +1,4 @@
-"""The yardstick of equivalence: how far correct runs stand from the truth, and so how far is too far.
+"""The tolerance model of equivalence: how far correct runs stand from the truth, and so how far is too far.
 
 Every run is reduced to the same comparisons: the distance of each loss, norm, gradient and parameter at each step from
 the truth, and for each gradient by how much its multiple of the truth misses one, which sees a scaling that is small
@@ -184,7 +184,7 @@ def kind_of(quantity: Quantity) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Yardstick:
+class ToleranceModel:
     """Noise and the factors on it."""
 
     noise: Comparisons
@@ -193,7 +193,7 @@ class Yardstick:
     ways: Mapping[str, Way] = field(default_factory=dict)
     """In which a correct run may differ from the twin, the least first."""
     way: str = ""
-    """That this yardstick has been fitted to."""
+    """That this tolerance model has been fitted to."""
 
     def noise_of(self, quantity: Quantity, step: int) -> float:
         """That of its step, where it is a number at all of them."""
@@ -204,12 +204,12 @@ class Yardstick:
         of_kind = self.factors.get(kind_of(quantity), UNMEASURED_FACTOR)
         return max(of_kind, self.factors.get(str(quantity), of_kind))
 
-    def of_replicas(self, num_replicas: int) -> list[Yardstick]:
+    def of_replicas(self, num_replicas: int) -> list[ToleranceModel]:
         """Each replica's own, of the quantities that they are where there is but one."""
         of_kinds = {name: factor for name, factor in self.factors.items() if name in SMALLEST_FACTORS}
         own = {Quantity.parse(name): factor for name, factor in self.factors.items() if name not in of_kinds}
         return [
-            Yardstick(
+            ToleranceModel(
                 noise=noise,
                 factors=of_kinds | {str(quantity): factor for quantity, factor in factors.items()},
                 ways=self.ways if num_replicas == 1 else {},
@@ -236,12 +236,12 @@ class Yardstick:
             run = {quantity: steps for quantity, steps in run.items() if quantity.kind not in TWINS}
         return self.fitted_to(deviations).excesses(run)
 
-    def declared(self, casting: Casting | None) -> Yardstick:
+    def declared(self, casting: Casting | None) -> ToleranceModel:
         """With the ways that are open to an engine that declares who casts, and no others."""
         kinds = WAYS[casting].kinds if casting else []
         return replace(self, ways={kind.value: self.ways[kind.value] for kind in kinds if kind.value in self.ways})
 
-    def fitted_to(self, deviations: Deviations) -> Yardstick:
+    def fitted_to(self, deviations: Deviations) -> ToleranceModel:
         """This; or, where a run has not the twin's bits, one way explains that and nothing else is wrong, with what
         engines of that way do in the place of the twin's noise.
 
@@ -323,7 +323,7 @@ class Yardstick:
         ]
         return max([self.tolerance(quantity, step), *found])
 
-    def _with(self, way: QuantityKind, own: Comparisons) -> Yardstick:
+    def _with(self, way: QuantityKind, own: Comparisons) -> ToleranceModel:
         """Held against `way`, which explains `own`."""
         noise = {
             quantity: steps for quantity, steps in self.noise.items() if quantity.kind is not QuantityKind.TWIN_SCALE
@@ -365,8 +365,8 @@ def _ratio(value: float, noise: float) -> float:
     return value / noise if noise and math.isfinite(value) and math.isfinite(noise) else math.inf
 
 
-def fit(runs: Sequence[Comparisons], variance_ratio: float = 1.0) -> Yardstick:
-    """The yardstick that noise runs make; they hold the same losses, norms, gradients and parameters.
+def fit(runs: Sequence[Comparisons], variance_ratio: float = 1.0) -> ToleranceModel:
+    """The tolerance model that noise runs make; they hold the same losses, norms, gradients and parameters.
     `variance_ratio`: how much more than all of them together a correct run may vary."""
     found = spreads(runs)
     wider = math.sqrt(variance_ratio)
@@ -379,10 +379,10 @@ def fit(runs: Sequence[Comparisons], variance_ratio: float = 1.0) -> Yardstick:
         if (factor := wider * spread.factor(probability)) > factors[kind_of(quantity)]:
             factors[str(quantity)] = factor
     noise = {quantity: spread.level for quantity, spread in found.items()}
-    return _with_ways(Yardstick(noise=noise, factors=factors), runs)
+    return _with_ways(ToleranceModel(noise=noise, factors=factors), runs)
 
 
-def _with_ways(plain: Yardstick, runs: Sequence[Comparisons]) -> Yardstick:
+def _with_ways(plain: ToleranceModel, runs: Sequence[Comparisons]) -> ToleranceModel:
     """With what `runs` tell of the ways in which correct engines differ from the twin.
 
     A way's noise is the most that any run had at any step, and not a root mean square: most of what is reordered stays
@@ -401,7 +401,7 @@ def _with_ways(plain: Yardstick, runs: Sequence[Comparisons]) -> Yardstick:
     return replace(plain, noise=noise, ways=ways)
 
 
-def _way(kind: QuantityKind, runs: Sequence[Comparisons], plain: Yardstick) -> Way:
+def _way(kind: QuantityKind, runs: Sequence[Comparisons], plain: ToleranceModel) -> Way:
     """What `runs` of one way have in common; `plain` has the noise of the twin."""
     gradients = [q for q in runs[0] if q.kind is kind and q.name]
     values = np.array([[run[q] for q in gradients] for run in runs])  # runs x gradients x steps

@@ -10,7 +10,7 @@ import pytest
 
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind
 from meshmark.judge.spread import Spread
-from meshmark.judge.yardstick import SMALLEST_FACTORS, Comparisons, Yardstick, compare, fit, noise_run, zeros
+from meshmark.judge.tolerance_model import SMALLEST_FACTORS, Comparisons, ToleranceModel, compare, fit, noise_run, zeros
 from meshmark.spec.precision import Precision
 
 STEPS = 5
@@ -28,13 +28,13 @@ def draw(rng: np.random.Generator, spread: float = 0.2, tensors: int = 60) -> Co
 
 def test_correct_runs_do_not_alarm_and_small_defects_do() -> None:
     rng = np.random.default_rng(0)
-    yardstick = fit([draw(rng) for _ in range(8)])
-    worst = max(excess for _ in range(100) for excess, *_ in yardstick.excesses(draw(rng)))
+    tolerance_model = fit([draw(rng) for _ in range(8)])
+    worst = max(excess for _ in range(100) for excess, *_ in tolerance_model.excesses(draw(rng)))
     assert 0.3 < worst < 1
     odd = draw(rng)
     odd[Quantity.parse("gradients/7")][2] *= 5
-    assert max(yardstick.excesses(odd))[1:] == (Quantity.parse("gradients/7"), 2)
-    assert max(yardstick.excesses(odd))[0] > 1
+    assert max(tolerance_model.excesses(odd))[1:] == (Quantity.parse("gradients/7"), 2)
+    assert max(tolerance_model.excesses(odd))[0] > 1
 
 
 def chi_squared(rng: np.random.Generator, degrees: float, size: tuple[int, ...]) -> np.ndarray:
@@ -113,20 +113,20 @@ def test_a_few_odd_tensors_do_not_hide_among_the_others() -> None:
 
     failed = 0
     for _ in range(10):
-        yardstick = fit([odd_run() for _ in range(16)])
-        assert yardstick.factor_of(Quantity.parse("gradients/33")) > 1.5 * yardstick.factors["gradients"]
-        assert yardstick.factor_of(Quantity.parse("gradients/34")) == yardstick.factors["gradients"]
-        failed += sum(max(yardstick.excesses(odd_run()))[0] > 1 for _ in range(25))
+        tolerance_model = fit([odd_run() for _ in range(16)])
+        assert tolerance_model.factor_of(Quantity.parse("gradients/33")) > 1.5 * tolerance_model.factors["gradients"]
+        assert tolerance_model.factor_of(Quantity.parse("gradients/34")) == tolerance_model.factors["gradients"]
+        failed += sum(max(tolerance_model.excesses(odd_run()))[0] > 1 for _ in range(25))
     assert failed == 0
 
 
 def test_noise_that_varies_more_gets_a_larger_factor_of_its_own() -> None:
     rng = np.random.default_rng(1)
     runs = [draw(rng, 0.01) | {Quantity.parse("gradients/wild"): list(rng.chisquare(1, STEPS))} for _ in range(8)]
-    yardstick = fit(runs)
-    assert yardstick.factor_of(Quantity.parse("gradients/0")) == SMALLEST_FACTORS["gradients"]
-    assert yardstick.factor_of(Quantity.parse("gradients/wild")) > 5
-    assert set(yardstick.factors) > set(SMALLEST_FACTORS)
+    tolerance_model = fit(runs)
+    assert tolerance_model.factor_of(Quantity.parse("gradients/0")) == SMALLEST_FACTORS["gradients"]
+    assert tolerance_model.factor_of(Quantity.parse("gradients/wild")) > 5
+    assert set(tolerance_model.factors) > set(SMALLEST_FACTORS)
 
 
 def test_the_noisier_of_two_ways_of_casting_is_not_held_to_the_noise_of_both() -> None:
@@ -145,9 +145,9 @@ def test_the_noisier_of_two_ways_of_casting_is_not_held_to_the_noise_of_both() -
 
 def test_each_replica_has_its_own_factors() -> None:
     own, other = (Quantity(kind=QuantityKind.GRADIENTS, name="a", replica=r) for r in range(2))
-    yardstick = Yardstick(noise={own: [1.0], other: [2.0]}, factors={"gradients": 2.5, str(other): 7.0})
+    tolerance_model = ToleranceModel(noise={own: [1.0], other: [2.0]}, factors={"gradients": 2.5, str(other): 7.0})
     plain = Quantity.parse("gradients/a")
-    assert [(s.noise, s.factor_of(plain)) for s in yardstick.of_replicas(2)] == [
+    assert [(s.noise, s.factor_of(plain)) for s in tolerance_model.of_replicas(2)] == [
         ({plain: [1.0]}, 2.5),
         ({plain: [2.0]}, 7.0),
     ]
@@ -159,12 +159,12 @@ def test_a_gradient_that_is_zero_by_mathematics_may_be_a_rounding_of_all_gradien
         Quantity.parse("gradients/w"): [Deviation(distance=0.0, scale=2.0, factor=1.0)],
         Quantity.parse("gradients/k.bias"): [Deviation(distance=0.0, scale=1e-18, factor=1.0)],
     }
-    yardstick = fit([noise_run(exact, Precision.FP32)] * 4)
-    assert yardstick.noise[Quantity.parse("gradients/k.bias")] == [pytest.approx(2 * 2**-24)]
+    tolerance_model = fit([noise_run(exact, Precision.FP32)] * 4)
+    assert tolerance_model.noise[Quantity.parse("gradients/k.bias")] == [pytest.approx(2 * 2**-24)]
     rounded = {q: [replace(d, distance=1e-7) for d in steps] for q, steps in exact.items()}
-    assert max(yardstick.excesses(compare(rounded)))[0] < 1
+    assert max(tolerance_model.excesses(compare(rounded)))[0] < 1
     wrong = {q: [replace(d, distance=1e-6) for d in steps] for q, steps in exact.items()}
-    assert max(yardstick.excesses(compare(wrong)))[0] > 1
+    assert max(tolerance_model.excesses(compare(wrong)))[0] > 1
 
 
 def test_the_step_that_a_rounding_alone_takes_may_be_of_any_size_that_rounding_has() -> None:
@@ -179,9 +179,11 @@ def test_the_step_that_a_rounding_alone_takes_may_be_of_any_size_that_rounding_h
             Quantity.parse("parameters/k.bias"): [Deviation(distance=distance, scale=2e-5, factor=1.0)],
         }
 
-    yardstick = fit([noise_run(run((1 + i % 3) * 1e-12), Precision.FP32) for i in range(24)])
-    assert max(yardstick.excesses(compare(run(1e-11))))[0] < 1
-    assert max(yardstick.excesses(compare(run(1e-10))))[1] == Quantity.parse("parameters/k.bias"), "5e-6 of its step"
+    tolerance_model = fit([noise_run(run((1 + i % 3) * 1e-12), Precision.FP32) for i in range(24)])
+    assert max(tolerance_model.excesses(compare(run(1e-11))))[0] < 1
+    assert max(tolerance_model.excesses(compare(run(1e-10))))[1] == Quantity.parse("parameters/k.bias"), (
+        "5e-6 of its step"
+    )
 
 
 def test_one_wild_tensor_does_not_excuse_the_others() -> None:
@@ -199,9 +201,9 @@ def test_one_wild_tensor_does_not_excuse_the_others() -> None:
 def test_no_step_of_a_number_is_quieter_than_all_and_none_of_a_tensor_is_louder_than_it_was() -> None:
     """A number may happen to be near the truth at a step, in all runs; and far from it at one alone."""
     runs = [{Quantity.parse(name): [sign * 1.0, sign * 5.0] for name in ("loss", "gradients/a")} for sign in (1, -1)]
-    yardstick = fit(runs)
+    tolerance_model = fit(runs)
     loss, gradient = (
-        [yardstick.noise_of(Quantity.parse(name), step) for step in (0, 1)] for name in ("loss", "gradients/a")
+        [tolerance_model.noise_of(Quantity.parse(name), step) for step in (0, 1)] for name in ("loss", "gradients/a")
     )
     assert loss == [pytest.approx(13**0.5), 5.0], "the root mean square of both, and its own"
     assert gradient == [1.0, 5.0]
@@ -240,7 +242,7 @@ def test_a_gradient_that_is_zero_by_mathematics_is_held_to_its_distance_alone(ke
 
 
 def test_what_the_yardstick_does_not_know_is_not_judged() -> None:
-    assert list(Yardstick(noise={}, factors={}).excesses({Quantity.parse("norm"): [1.0]})) == []
+    assert list(ToleranceModel(noise={}, factors={}).excesses({Quantity.parse("norm"): [1.0]})) == []
 
 
 def test_a_zero_gradient_of_one_replica_has_no_multiple() -> None:

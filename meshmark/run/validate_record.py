@@ -12,7 +12,7 @@ _LONGEST_SECONDS = 1e9
 _MOST_BYTES = 2**63
 
 
-def expect_sound(record: Record) -> None:
+def validate_record(record: Record) -> None:
     """Raises `ValueError` for one whose line is no use to anybody."""
     _expect_times(record.timing)
     if record.task is Task.TIME and record.outcome.status is Status.OK and not record.timing.rank_step_seconds:

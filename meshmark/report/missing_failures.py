@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from meshmark.counted import counted
+from meshmark.pluralize import pluralize
 from meshmark.report.markdown import block, code, inline
 from meshmark.run.record import Record
 from meshmark.run.session import Attempt, Ending, Session, by_defect, standing
@@ -24,7 +24,7 @@ def failing(sessions: Iterable[Session], *, conforming: bool) -> list[Attempt]:
     return [attempt for attempt, _ in standing(sessions, conforming=conforming) if attempt.ending is Ending.FAILED]
 
 
-def untold(sessions: Sequence[Session], records: Sequence[Record], *, conforming: bool) -> str:
+def missing_failures(sessions: Sequence[Session], records: Sequence[Record], *, conforming: bool) -> str:
     """Every test that failed, and what was not run; empty when all ended well."""
     stand = standing(sessions, conforming=conforming)
     failed = failing(sessions, conforming=conforming)
@@ -41,7 +41,7 @@ def untold(sessions: Sequence[Session], records: Sequence[Record], *, conforming
 def _failures(failed: Sequence[Attempt]) -> str:
     defects = by_defect(failed)
     lines = [failure_line(*same, told=_first_line(same[0].message)) for same in defects]
-    told = f"{counted(len(failed), 'test')} failed:"
+    told = f"{pluralize(len(failed), 'test')} failed:"
     commands = block("\n".join(one.command for one, *_ in defects if one.command))
     return "\n".join([told, "", *lines, "", "Again, one at a time, by:", "", commands])
 

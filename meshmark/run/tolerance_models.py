@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from meshmark.errors import ClusterError, MeshmarkError
-from meshmark.judge.yardstick import Comparisons, Yardstick, fit
+from meshmark.judge.tolerance_model import Comparisons, ToleranceModel, fit
 from meshmark.run.launch import Launcher
 from meshmark.run.meeting import from_node_0, meet
 from meshmark.run.noise_launch import launch_noise
@@ -22,13 +22,13 @@ from meshmark.run.request import Request
 from meshmark.serial import decode, encode
 
 
-class Yardsticks:
+class ToleranceModels:
     """Those of one session."""
 
     def __init__(self, launcher: Launcher, results: Path, remarks: list[str], num_gpus: int) -> None:
         """`remarks`: where is told what the reader of the next record should know. `num_gpus`: on this node."""
         self._launcher, self._results, self._remarks, self._num_gpus = launcher, results, remarks, num_gpus
-        self._known: dict[str, Yardstick] = {}
+        self._known: dict[str, ToleranceModel] = {}
         self._failed: dict[str, MeshmarkError] = {}
         """Why those could not be measured that were tried: to try again takes minutes, and ends the same way."""
 
@@ -37,8 +37,8 @@ class Yardsticks:
         self._known.clear()
         self._failed.clear()
 
-    def of(self, request: Request) -> Yardstick:
-        """The yardstick of a request's workload and precision: from this session, from disk, or measured now.
+    def of(self, request: Request) -> ToleranceModel:
+        """The tolerance model of a request's workload and precision: from this session, from disk, or measured now.
 
         Raises `MeshmarkError` when the single process fails, or has failed before, for then nothing can be judged.
         """

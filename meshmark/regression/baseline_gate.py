@@ -28,7 +28,7 @@ def suite_of(metric: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gatekeeper:
+class BaselineGate:
     """A baseline, and what fails beside it."""
 
     folder: Path
@@ -69,12 +69,12 @@ class Gatekeeper:
         return [change_of(key, test, level, unit, self.gate.margin or SAME_WITHIN)]
 
 
-def gatekeeper(folder: Path, gate: Gate) -> Gatekeeper:
+def baseline_gate(folder: Path, gate: Gate) -> BaselineGate:
     """Raises `ResultsError` when the folder cannot be read."""
-    return Gatekeeper(folder=folder, cases=by_case(read_records(folder).records), gate=gate)
+    return BaselineGate(folder=folder, cases=by_case(read_records(folder).records), gate=gate)
 
 
-def expect_conditions(keeper: Gatekeeper, here: Environment) -> None:
+def expect_conditions(keeper: BaselineGate, here: Environment) -> None:
     """Raises `ResultsError` where this session is run under other conditions than the baseline was."""
     values: dict[str, set[str]] = {}
     for runs in keeper.cases.values():
@@ -96,7 +96,7 @@ def expect_conditions(keeper: Gatekeeper, here: Environment) -> None:
         )
 
 
-def expect_cases(keeper: Gatekeeper, cases: Collection[str]) -> None:
+def expect_cases(keeper: BaselineGate, cases: Collection[str]) -> None:
     """Raises `ResultsError` when the baseline holds none of `cases`, by id."""
     known = sorted({key[0] for key in keeper.cases})
     if cases and not set(cases) & set(known):
