@@ -108,23 +108,23 @@ def decided(differences: list[float], rng: np.random.Generator, *, equal: bool) 
     for _ in range(RUNS):
         drawn = blocks[rng.integers(len(blocks), size=MOST_PAIRS // 2)]
         drawn = (drawn * rng.choice([-1, 1], size=(len(drawn), 1)) if equal else drawn).ravel()
-        standing, count = ChangeOutcome.UNDECIDED, LEAST_PAIRS
+        outcome, count = ChangeOutcome.UNDECIDED, LEAST_PAIRS
         for count in range(LEAST_PAIRS, MOST_PAIRS + 1, 2):
             trial = Trial(unit=(1, ""), ours=[0.0] * count, theirs=list(drawn[:count]))
             if (outcome := trial.outcome(ALPHA, MARGIN)) is not ChangeOutcome.UNDECIDED:
                 break
-        ends.append((standing, count))
+        ends.append((outcome, count))
     return ends
 
 
 def told(b: str, found: list[float], rng: np.random.Generator) -> tuple[str, dict[ChangeOutcome, float]]:
     """What is printed of one comparison, and the shares of runs that ended so."""
     ends = decided(found, rng, equal=b == HONEST)
-    shares = {outcome: sum(end is standing for end, _ in ends) / RUNS for outcome in ChangeOutcome}
+    shares = {outcome: sum(end is outcome for end, _ in ends) / RUNS for outcome in ChangeOutcome}
     text = (
         f"{HONEST} against {b}: {len(found)} pairs scatter by {statistics.stdev(found):.1%} around "
         f"{statistics.fmean(found):+.2%}; of {RUNS} runs "
-        + ", ".join(f"{share:.1%} {standing}" for standing, share in shares.items())
+        + ", ".join(f"{share:.1%} {outcome}" for outcome, share in shares.items())
         + f"; {statistics.median(n for _, n in ends):.0f} pairs in the median"
     )
     return text, shares

@@ -96,7 +96,7 @@ def test_pairs_end_when_all_is_decided(tmp_path: Path) -> None:
     for factor, outcome in ((1.2, ChangeOutcome.WORSE), (0.8, ChangeOutcome.BETTER), (1.0, ChangeOutcome.SAME)):
         found = alternate(side(0.1), side(0.1 * factor), tmp_path, most_pairs=60, say=said.append)
         (rate,) = (change for change in found.changes if change.metric == "tokens/s")
-        assert rate.outcome is standing
+        assert rate.outcome is outcome
         assert rate.effect and rate.effect.lowest < 1 / factor - 1 < rate.effect.highest
     assert len(said) < 3 * 60 and said[-1].endswith("1 of 1 case decided")
 

@@ -71,12 +71,12 @@ def test_equal_sides_differ_in_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "one, other, standing",
+    "one, other, outcome",
     [(True, False, ChangeOutcome.WORSE), (False, True, ChangeOutcome.BETTER), (False, False, ChangeOutcome.SAME)],
 )
 def test_a_verdict_is_ranked(one: bool, other: bool, outcome: ChangeOutcome) -> None:
     before, after = (make_good(verdicts=[make_verdict(passed=passed)]) for passed in (one, other))
-    assert rows([before], [after])["equivalence verdict"].outcome is standing
+    assert rows([before], [after])["equivalence verdict"].outcome is outcome
 
 
 def test_a_diagnosis_is_the_evidence_and_what_is_undecided_is_not_worse() -> None:
@@ -91,7 +91,7 @@ def test_a_crash_is_worse_and_a_full_disk_is_not() -> None:
     for status, outcome in ((Status.KILLED, ChangeOutcome.WORSE), (Status.NO_SPACE, ChangeOutcome.UNDECIDED)):
         ended = make_good(outcome=Outcome(status=status, message="signal 9"), verdicts=[])
         found = rows([make_good()], [ended])["instrumented pass"]
-        assert (found.outcome, found.evidence) == (standing, "signal 9")
+        assert (found.outcome, found.evidence) == (outcome, "signal 9")
 
 
 def test_any_byte_is_named_by_category_and_rank() -> None:

@@ -91,8 +91,8 @@ class Adapter(ABC):
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """Return where this framework is known to send otherwise than theory says.
 
-        Theory is `meshmark.theory.traffic.step_traffic`, which every case is held to. Where steps differ, the exceptions
-        are those of that module's `METERED_STEP`.
+        Theory is `meshmark.theory.traffic.step_traffic`, which every case is held to. Where steps differ, the
+        exceptions are those of that module's `METERED_STEP`.
         """
         return ()
 

@@ -112,12 +112,12 @@ def change_of(case: str, trial: Trial, alpha: float, margin: float) -> Change:
         case=case,
         metric=f"{unit}/s",
         kind=Kind.SLOWER,
-        outcome=standing,
+        outcome=outcome,
         before=f"{ours:,.0f}",
         after=f"{theirs:,.0f}",
         effect=Effect(estimate=math.expm1(-mean), lowest=ends[0], highest=ends[1]) if math.isfinite(width) else None,
         by=max(math.expm1(mean), 0.0),
-        evidence=f"{told}{1 / alpha:,.0f} decides{_more(standing, scatter, len(differences), margin, alpha)}",
+        evidence=f"{told}{1 / alpha:,.0f} decides{_more(outcome, scatter, len(differences), margin, alpha)}",
     )
 
 

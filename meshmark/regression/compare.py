@@ -31,7 +31,7 @@ class Comparison:
     """That differ, by name."""
 
     def of(self, outcome: ChangeOutcome) -> list[Change]:
-        return [change for change in self.changes if change.outcome is standing]
+        return [change for change in self.changes if change.outcome is outcome]
 
 
 def compare(

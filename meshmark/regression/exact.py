@@ -107,7 +107,7 @@ def _row(name: str, metric: str, pairs: Sequence[tuple[int, int]], evidence: str
         case=name,
         metric=metric,
         kind=Kind.BIGGER,
-        outcome=standing,
+        outcome=outcome,
         before=f"{before:,} bytes",
         after=f"{after:,} bytes",
         effect=exact,

@@ -14,7 +14,7 @@ from meshmark.report.markdown import inline, one_line, table
 
 _ORDER = (ChangeOutcome.WORSE, ChangeOutcome.UNDECIDED, ChangeOutcome.BETTER)
 _MOST_LINES = 40
-"""Of one standing, in a terminal."""
+"""Of one outcome, in a terminal."""
 
 
 def lines(found: Comparison) -> list[str]:
@@ -25,16 +25,16 @@ def lines(found: Comparison) -> list[str]:
             told.append(f"only in {side}: {', '.join(names[:8])}{f' and {len(names) - 8} more' * (len(names) > 8)}")
     told += [f"conditions differ: {name} {one} in A, {other} in B" for name, (one, other) in found.conditions.items()]
     for outcome in _ORDER:
-        rows = [change for change in found.of(standing) if _alone(change)]
+        rows = [change for change in found.of(outcome) if _alone(change)]
         told += [one_line(str(change)) for change in rows[:_MOST_LINES]]
         if len(rows) > _MOST_LINES:
-            told.append(f"... and {len(rows) - _MOST_LINES} more {standing}; -o FILE.md lists all")
+            told.append(f"... and {len(rows) - _MOST_LINES} more {outcome}; -o FILE.md lists all")
     starts = Counter(change.metric for change in found.of(ChangeOutcome.UNDECIDED) if change.kind is Kind.SLOWER_START)
     told += [
         f"{metric} {ChangeOutcome.UNDECIDED} of {pluralize(cases, 'case')}; -o FILE.md lists all"
         for metric, cases in starts.items()
     ]
-    counts = [f"{len(found.of(standing))} {standing}" for outcome in (*_ORDER, ChangeOutcome.SAME)]
+    counts = [f"{len(found.of(outcome))} {outcome}" for outcome in (*_ORDER, ChangeOutcome.SAME)]
     return [*told, f"{pluralize(len(found.changes), 'metric')}: {', '.join(counts)}"]
 
 
@@ -63,7 +63,7 @@ def page(found: Comparison, titles: tuple[str, str], command: str) -> str:
         for side, names in (("A", found.only_before), ("B", found.only_after))
         if names
     ]
-    changed = [change for outcome in _ORDER for change in found.of(standing)]
+    changed = [change for outcome in _ORDER for change in found.of(outcome)]
     parts = [*head, "## What changed, or cannot be told", _table(changed) or "Nothing.", "## The same"]
     same = itertools.groupby(found.of(ChangeOutcome.SAME), key=lambda change: change.case)
     parts += [_same([(case, [change.metric for change in rows]) for case, rows in same]) or "Nothing."]

@@ -114,7 +114,7 @@ def holm(chances: Mapping[Key, float], alpha: float = ALPHA) -> dict[Key, tuple[
         if outcome:
             level = alpha / (len(ordered) - index)
             outcome = chances[key] <= level
-        found[key] = standing, level
+        found[key] = outcome, level
     return found
 
 
@@ -154,12 +154,12 @@ def change_of(key: Key, test: Test, level: float, unit: tuple[int, str], margin:
         case=case,
         metric=f"{unit[1]}/s" if metric == STEP else _WORDS[metric],
         kind=kind_of(metric),
-        outcome=standing,
+        outcome=outcome,
         before=before,
         after=after,
         effect=Effect(estimate=math.expm1(sign * test.difference), lowest=bounds[0], highest=bounds[1]),
         by=max(math.expm1(test.difference), 0.0),
-        evidence=_evidence(test, level, standing, margin),
+        evidence=_evidence(test, level, outcome, margin),
     )
 
 
