@@ -56,6 +56,7 @@ FRONT = {
     "submit",
     "suite_file",
     "suite_gate",
+    "user_workload",
 }
 """Modules that bring the folders together: what users call."""
 SLOW = {

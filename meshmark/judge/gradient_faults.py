@@ -74,7 +74,8 @@ class FailedStep:
     def parts_name(self) -> str:
         if self.twin or self.case.workload.couples_rows:
             return "micro-batches"
-        return "sequences" if self.case.workload.unit == "tokens" else "images"
+        unit = self.case.workload.unit
+        return "sequences" if unit == "tokens" else unit
 
     def known_factors(self) -> dict[str, float]:
         """Constants by which gradients and losses are multiplied by mistake."""

@@ -176,7 +176,7 @@ def data_digest(workload: Workload) -> str:
     digest = hashlib.sha256()
     if workload.dataset is Dataset.OWN:
         for leaf in pytree.tree_leaves(make_batch(workload, 0).inputs):
-            digest.update(leaf.numpy().data)
+            digest.update(leaf.contiguous().numpy().data)
         return digest.hexdigest()
     for tensor in images_of(workload) if images else [load_corpus(workload.corpus, workload.model.seq_len + 1)]:
         digest.update(tensor.numpy().data)

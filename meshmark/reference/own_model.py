@@ -167,14 +167,18 @@ def make_batch(workload: Workload, step: int) -> Batch:
     own = load_workload(workload.model.target)
     tree = own.batch(step)
     rows = _num_rows(tree)
-    with torch.no_grad():
-        _, weight = own.loss(_weighing_model(workload.model.target), tree)
     return Batch(
         inputs=tree,
         targets=torch.zeros(rows, dtype=torch.int64),
         weights=torch.ones(rows),
-        total_weight=float(weight),
+        total_weight=weight_of(workload.model.target, tree),
     )
+
+
+@torch.no_grad()
+def weight_of(target: str, rows: Any) -> float:  # noqa: ANN401
+    """Return the weight of the loss of some rows."""
+    return float(load_workload(target).loss(_weighing_model(target), rows)[1])
 
 
 @functools.lru_cache(maxsize=2)

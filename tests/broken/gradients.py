@@ -13,6 +13,8 @@ from torch.distributed import all_reduce
 
 from meshmark.reference.data import IGNORED, Batch, make_batch
 from meshmark.reference.objective import loss_share
+from meshmark.reference.own_model import weight_of
+from meshmark.spec.own_model import OwnModelConfig
 from tests.broken.engine import ONE_NORM, Broken
 
 
@@ -157,6 +159,16 @@ class MeanOfRanks(Broken):
     def backward(self, batch: Batch) -> Tensor:
         dp = self.case.layout.dp
         own = float(batch.shard(self.dp_rank, dp).weights.sum())
+        return super().backward(dataclasses.replace(batch, total_weight=own * dp))
+
+
+class MeanOfRanksOfOwn(Broken):
+    """The same of a user's own model, whose own loss says what rows weigh."""
+
+    def backward(self, batch: Batch) -> Tensor:
+        model, dp = self.case.workload.model, self.case.layout.dp
+        assert isinstance(model, OwnModelConfig)
+        own = weight_of(model.target, batch.shard(self.dp_rank, dp).inputs)
         return super().backward(dataclasses.replace(batch, total_weight=own * dp))
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from meshmark.adapter.contract import Adapter
 from meshmark.conformance.scenario import plain_workload
 from meshmark.judge.faults import Fault
+from meshmark.reference.own_model import describe
 from meshmark.spec.algorithm import SYNCHRONOUS
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Schedule
@@ -72,6 +74,8 @@ WIDE = replace(GPT, name="gpt-wide", model=_WIDE)
 TIED = replace(GPT, name="gpt-tied", model=replace(GPT.model, name="gpt-tied", tied_embeddings=True))
 
 MIXTURE = workload("gpt-moe-mini")
+OWN = describe(f"{Path(__file__).parents[2] / 'examples' / 'workloads' / 'gated_convolution.py'}:GatedConvolution")
+"""A user's own model, whose rows have unequal weights."""
 VIT, VIT_BN, RESNET = workload("vit-digits"), workload("vit-digits-bn"), workload("resnet-digits")
 COATNET, COATNET_BN = workload("coatnet-digits"), workload("coatnet-digits-bn")
 AMOEBANET = workload("amoebanet-digits")
@@ -109,6 +113,8 @@ class Mutant:
         plain = f"{self.adapter.replace('-', '_').replace('/', '')}_{self.defect.__name__}"
         if self.in_bf16:
             plain += "_in_bf16"
+        if self.workload == OWN:
+            plain += "_of_own"
         return f"{plain}_{self.clause.replace(' ', '_')}" if self.clause else plain
 
     def __str__(self) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.judge.faults import Fault
+from meshmark.spec.model_config import Dataset
 from meshmark.spec.precision import Precision
 from tests.broken import gradients as g
 from tests.broken import mixed as m
@@ -18,7 +19,7 @@ _ASKED_FOR = (g.Bf16Forward,)
 
 def _runs_in_bf16(mutant: Mutant) -> bool:
     real = load_adapter(builtin_adapters()[mutant.adapter.partition("/")[0]])
-    if mutant.workload.routes:
+    if mutant.workload.routes or mutant.workload.dataset is Dataset.OWN:
         return False
     return Precision.BF16 in real.capabilities.precisions and mutant.defect not in _ASKED_FOR
 

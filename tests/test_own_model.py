@@ -1,0 +1,211 @@
+"""A user's own model: what is refused before any framework is judged, and what is trained and judged for real."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from meshmark.errors import InputError
+from meshmark.judge.truth import assess_replicas, initial_values
+from meshmark.options import chosen_workloads
+from meshmark.reference.build import block_of, build_model, parameter_shapes, sizes_by_block
+from meshmark.reference.data import make_batch, on_corpus
+from meshmark.reference.own_model import BlocksOf, describe, load_workload
+from meshmark.run.record_file import read_records
+from meshmark.serial import decode, encode
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.precision import Precision
+from meshmark.spec.workload import Workload
+from tests.trained import Trial, furthest, train_all
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples" / "workloads"
+TARGETS = {
+    "two_towers": f"{EXAMPLES}/two_towers.py:TwoTowers",
+    "gated_convolution": f"{EXAMPLES}/gated_convolution.py:GatedConvolution",
+    "message_passing": f"{EXAMPLES}/message_passing.py:Molecules",
+}
+HEAD = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        {built}
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x){forward}
+        return x
+class W:
+    def model(self): return Net()
+    def batch(self, step): {batch}
+    def loss(self, model, x): {loss}
+"""
+PARTS = {
+    "built": "pass",
+    "forward": "",
+    "batch": "return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))",
+    "loss": "return model(x).square().sum(), torch.tensor(float(len(x)))",
+}
+
+
+def written(folder: Path, **parts: str) -> str:
+    file = folder / "mine.py"
+    file.write_text(HEAD.format(**PARTS | parts))
+    return f"{file}:W"
+
+
+@pytest.mark.parametrize(
+    "parts, reason",
+    [
+        (
+            {"batch": "return torch.randn(8, 4)"},
+            r"batch\(0\) differs between two calls; expected a function",
+        ),
+        (
+            {"batch": "return {'a': torch.zeros(8, 4), 'b': torch.zeros(6)}"},
+            "have 6, 8 rows; expected as many",
+        ),
+        ({"batch": "return {}"}, r"batch\(0\) holds no tensors with rows"),
+        ({"loss": "return model(x).square().mean()"}, "did not return a sum and its weight"),
+        ({"loss": "return model(x).square(), torch.tensor(8.0)"}, r"a sum of shape \(8, 4\)"),
+        ({"loss": "return model(x).square().sum(), torch.tensor(0.0)"}, "the weight above 0"),
+        (
+            {"loss": "return (model(x) @ model(x).T).logsumexp(1).sum(), torch.tensor(8.0)"},
+            "rows enter one",
+        ),
+        ({"loss": "return model(x.mul_(0.5)).square().sum(), torch.tensor(8.0)"}, "changes its batch in place"),
+        ({"built": "self.drop = nn.Dropout(0.1)"}, r"drop drops out with p=0.1"),
+        ({"forward": " + torch.randn(4)"}, "the loss of one batch differs between two calls"),
+    ],
+)
+def test_what_cannot_be_judged_is_named_before_any_framework_is(
+    parts: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=reason):
+        describe(written(tmp_path, **parts))
+
+
+def test_what_is_no_workload_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "none.py").write_text("class Half:\n    def model(self): ...\n\ndef function(): ...\n")
+    for target, reason in (
+        ("mine.py", "expected path/to/file.py:Class"),
+        (f"{tmp_path}/absent.py:W", "cannot be imported: FileNotFoundError"),
+        (f"{tmp_path}/none.py:W", "has no class W"),
+        (f"{tmp_path}/none.py:function", "has no class function"),
+        (f"{tmp_path}/none.py:Half", r"lacks batch\(\), loss\(\); a workload has model\(\), batch\(step\) and loss"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            load_workload(target)
+
+
+def test_options_of_presets_are_refused_for_ones_own() -> None:
+    (own,) = chosen_workloads(TARGETS["two_towers"], None, None)
+    assert own.id.startswith("twotowers.") and own.global_batch == 16
+    with pytest.raises(InputError, match="makes batches of its own size, 16 rows; change its batch"):
+        chosen_workloads(TARGETS["two_towers"], None, 32)
+    with pytest.raises(InputError, match="makes its own batches; leave --corpus out"):
+        on_corpus(own, __file__)
+
+
+def test_two_versions_of_a_file_are_two_workloads(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one, other = describe(written(tmp_path / "a")), describe(written(tmp_path / "b", forward=".tanh()"))
+    assert one.id != other.id and decode(Workload, encode(one)) == one
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_values_are_the_users_own_and_the_same_in_every_process(name: str) -> None:
+    """A rank that fills shards takes the same values as one that builds the module."""
+    own = describe(TARGETS[name])
+    torch.manual_seed(own.seed)
+    built = {f"model.{n}": p.detach().numpy() for n, p in load_workload(TARGETS[name]).model().named_parameters()}
+    values = initial_values(own)
+    assert built.keys() == values.keys() == parameter_shapes(own.model).keys()
+    assert all(np.array_equal(values[n], x) for n, x in built.items())
+    assert own.model.num_parameters == sum(x.size for x in built.values())
+    assert sum(sizes_by_block(own.model)[""]) == own.model.embedding_parameters
+
+
+def test_blocks_are_all_modules_of_the_longest_lists_class() -> None:
+    module = load_workload(TARGETS["two_towers"]).model()
+    blocks = BlocksOf(module)
+    assert list(blocks) == [f"{tower}.layers.{i}" for tower in ("users", "items") for i in (0, 1)]
+    blocks["users.layers.0"] = torch.nn.Identity()
+    assert isinstance(module.users.layers[0], torch.nn.Identity)
+    assert block_of(describe(TARGETS["two_towers"]).model, "model.items.layers.1.0.bias") == "items.layers.1"
+
+
+def test_a_batch_is_cut_as_rows_whatever_its_tree_holds() -> None:
+    own = describe(TARGETS["two_towers"])
+    whole = make_batch(own, 3)
+    parts = [part for r in range(2) for part in whole.shard(r, 2).micro_batches(2)]
+    assert [len(part) for part in parts] == [4] * 4
+    assert torch.equal(torch.cat([part.inputs["user"] for part in parts]), whole.inputs["user"])
+    model = build_model(own.model)
+    model.initialize(own.seed)
+    sums = [model(part.inputs).item() for part in parts]
+    assert sum(sums) == pytest.approx(model(whole.inputs).item(), rel=1e-5)
+    assert all(part.total_weight == whole.total_weight for part in parts)
+
+
+def test_what_casts_to_float32_inside_is_exact_in_float64(tmp_path: Path) -> None:
+    """Most of Transformers' norms and rotary positions do: a naive `.double()` is off by 1e-8 and more."""
+    own = describe(written(tmp_path, forward=".float() * torch.ones(4, dtype=torch.float32)"))
+    model = build_model(own.model).double()
+    model.initialize(own.seed)
+    batch = make_batch(own, 0)
+    found = model(batch.inputs)
+    x = batch.inputs.double()
+    for layer in model.model.layers:
+        x = x @ layer.weight.T + layer.bias
+    assert found.dtype is torch.float64 and found.item() == pytest.approx(x.square().sum().item(), rel=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")
+def test_frameworks_train_it_as_float64_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    layout = Layout(dp=2, num_micro_batches=2)
+    trials = [
+        Trial(case=Case(adapter="ddp", workload=describe(target), layout=layout, precision=Precision.FP64), steps=3)
+        for target in TARGETS.values()
+    ]
+    for trial, traces in zip(trials, train_all(trials, tmp_path), strict=True):
+        assert furthest(assess_replicas(traces, trial.case.workload)) < 1e-13, trial.case.id
+
+
+def test_one_command_judges_it_under_several_frameworks(tmp_path: Path) -> None:
+    """With no edit of the package: equivalence, and memory and traffic to the byte."""
+    suites = [f"suites/test_{name}.py" for name in ("equivalence", "memory", "communication")]
+    asked = ["--adapters", "ddp,fsdp2,deepspeed", "--workload", TARGETS["two_towers"], "--results", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", *suites, *asked]
+    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+    records = read_records(tmp_path).records
+    assert {record.case.adapter for record in records} == {"ddp", "fsdp2", "deepspeed"}
+    assert all(verdict.passed for record in records for verdict in record.verdicts)
+
+
+def test_what_is_not_judged_yet_is_refused_with_its_reason() -> None:
+    from meshmark.adapter.registry import builtin_adapters, load_adapter
+
+    def reason(adapter: str, layout: Layout, precision: Precision = Precision.FP32) -> str:
+        case = Case(adapter=adapter, workload=own, layout=layout, precision=precision)
+        return load_adapter(builtin_adapters()[adapter]).supports(case, "cpu", "gloo") or ""
+
+    own = describe(TARGETS["two_towers"])
+    assert "precision bf16 (of a model of your own" in reason("ddp", Layout(dp=2), Precision.BF16)
+    assert "model family own" in reason("megatron-gpt", Layout(dp=2))
+    with pytest.raises(InputError, match="a model of your own is not cut into stages yet"):
+        Case(adapter="pipeline", workload=own, layout=Layout(pp=2, num_micro_batches=2))
+    assert dataclasses.replace(own, seed=1) != own
