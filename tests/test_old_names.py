@@ -1,0 +1,83 @@
+"""What was renamed works for one minor version under its old name, with a warning that names the new one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshmark.adapter.contract import Adapter
+from meshmark.adapters.ddp import DDP
+from meshmark.run.migration import migrate
+from meshmark.run.record import SCHEMA
+from meshmark.serial import decode, encode
+from meshmark.spec.algorithm import algorithm_named, algorithm_presets
+from meshmark.spec.case import Case
+from meshmark.spec.layout import Layout
+from meshmark.spec.workload import WORKLOADS, Workload, workload
+from meshmark.theory import flow, states
+
+CASE = Case(adapter="old", workload=workload("gpt-mini"), layout=Layout(dp=2))
+
+
+def test_an_adapter_that_overrides_the_old_names_alone_still_declares() -> None:
+    more = states.ExtraMemory(category="steady", num_bytes=4.0, reason="a counter")
+    less = flow.TrafficException(reason="nothing is sent")
+    with (
+        pytest.warns(DeprecationWarning, match="Old.remainders is now called extra_memory"),
+        pytest.warns(DeprecationWarning, match="Old.departures is now called traffic_exceptions"),
+    ):
+
+        class Old(DDP):
+            @classmethod
+            def remainders(cls, case: Case, rank: int) -> tuple[states.ExtraMemory, ...]:
+                return (more,)
+
+            @classmethod
+            def departures(cls, case: Case, rank: int) -> tuple[flow.TrafficException, ...]:
+                return (less,)
+
+    adapter: type[Adapter] = Old
+    assert adapter.extra_memory(CASE, 0) == (more,) and adapter.traffic_exceptions(CASE, 0) == (less,)
+
+
+def test_old_names_can_be_called_and_imported() -> None:
+    with pytest.warns(DeprecationWarning, match="now called extra_memory"):
+        assert DDP.remainders(CASE, 0) == DDP.extra_memory(CASE, 0)
+    with pytest.warns(DeprecationWarning, match="now called traffic_exceptions"):
+        assert DDP.departures(CASE, 0) == DDP.traffic_exceptions(CASE, 0)
+    with pytest.warns(DeprecationWarning, match="Remainder is now called ExtraMemory"):
+        assert states.Remainder is states.ExtraMemory
+    with pytest.warns(DeprecationWarning, match="Departure is now called TrafficException"):
+        assert flow.Departure is flow.TrafficException
+
+
+ALL_OPTIONS = {
+    "period": 1,
+    "warmup_steps": 0,
+    "graph": None,
+    "compressor": None,
+    "server": None,
+    "outer_rate": 0.7,
+    "outer_momentum": 0.9,
+    "annealing_steps": 4,
+    "discrepancy_decay": 0.135,
+}
+"""What every algorithm had in records of schema 2."""
+
+
+@pytest.mark.parametrize("name", ["", *algorithm_presets()])
+def test_records_of_schema_2_are_read_as_they_were_meant(name: str) -> None:
+    own = WORKLOADS["gpt-mini"].algorithm if not name else algorithm_named(name)
+    case = encode(CASE)
+    case["workload"]["algorithm"] = {**ALL_OPTIONS, **encode(own)}
+    del case["workload"]["model"]["kind"]
+    old = {"schema": 2, "case": case, "memory": {"remainders": [[]]}, "conformance": {"base": case}}
+    new = migrate(json.loads(json.dumps(old)))
+    assert new["schema"] == SCHEMA and new["memory"] == {"extra_memory": [[]]}
+    for found in (new["case"], new["conformance"]["base"]):
+        read = (
+            decode(Workload, found["workload"] | {"optimizer": encode(CASE.workload.optimizer)}) if not name else None
+        )
+        assert found["workload"]["algorithm"] == encode(own)
+        assert found["workload"]["model"]["kind"] == "transformer" and (read is None or read == CASE.workload)
