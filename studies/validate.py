@@ -26,8 +26,9 @@ from meshmark.theory.overheads import Overheads
 from studies.errors_of import error_cells
 from studies.fit import fit_rates
 from studies.fit_nemo import fit_megatron_core
+from studies.fit_spread import spread_a100, spread_megatron_core, spread_nanotron, spread_pytorch
 from studies.fit_sweep import fit_sweep, measured_sweep
-from studies.papers import fitting, paper
+from studies.papers import SPREAD, fitting, paper
 from studies.published import log_time_errors, megatron_table1
 from studies.validate_figure import draw
 from studies.validate_fsdp import fsdp_lines
@@ -84,6 +85,8 @@ _RATES = (
     "memory.fragmentation",
     "memory.queued_collectives",
     "memory.overhead_bytes",
+    "spread.faster",
+    "spread.slower",
 )
 """In the order of the report."""
 
@@ -94,7 +97,7 @@ def fit_a100() -> Rates:
 
 
 def fitted_rates() -> list[Rates]:
-    """All that the planner ships with; no table that is for validation is read."""
+    """All that the planner ships with, and the widths of its intervals; no table that is for validation is read."""
     with fitting():
         origin = "ultrascale_sweep_1b_8b, both models, consistent rows that ran"
         sweep = dataclasses.replace(fit_sweep(measured_sweep(), origin), name="h100-sweep")
@@ -113,7 +116,17 @@ def fitted_rates() -> list[Rates]:
             host=dataclasses.replace(sweep.host, tp_step_seconds=0.0),
             memory=dataclasses.replace(sweep.memory, queued_collectives=0.0),
         )
-        return [sweep, nanotron, pytorch, fit_megatron_core(pytorch), fit_a100()]
+        core, a100 = fit_megatron_core(pytorch), fit_a100()
+    with fitting(SPREAD):
+        widths = {
+            "h100-sweep": (both := spread_nanotron()),
+            "h100-nanotron": both,
+            "h100": spread_pytorch(pytorch),
+            "h100-megatron-core": spread_megatron_core(pytorch),
+            "a100": spread_a100(a100),
+        }
+    made = (sweep, nanotron, pytorch, core, a100)
+    return [dataclasses.replace(each, spread=widths[each.name]) for each in made]
 
 
 def refit() -> None:

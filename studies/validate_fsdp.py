@@ -10,6 +10,7 @@ import numpy as np
 
 from meshmark.plan.layout_table import batches
 from meshmark.plan.prediction import predict_grid
+from meshmark.plan.rates import Rates
 from meshmark.plan.rows import Row, number
 from meshmark.plan.stacks import rates_for
 from meshmark.spec.hardware import gpu
@@ -50,6 +51,16 @@ def mpt_fits(table: Sequence[Row], recipe_name: str) -> Fits:
         found["share"][batch.rows] = one.needed_bytes / one.available_bytes
         found["time_error"][batch.rows] = rate / one.tokens_per_second_per_gpu - 1.0
     return Fits(**found)
+
+
+def mpt_time_ratios(table: Sequence[Row], given: Rates) -> Column:
+    """Measured over predicted step time."""
+    ratios = np.zeros(len(table))
+    for batch in batches(table):
+        found = predict_grid(batch.model, batch.grid, gpu(batch.gpu_name), recipe("fsdp-fused-loss"), given)
+        rate = np.array([number(table[i], "tokens_per_s_per_gpu") for i in batch.rows])
+        ratios[batch.rows] = found.tokens_per_second_per_gpu / rate
+    return ratios
 
 
 def fsdp_lines() -> list[str]:

@@ -148,6 +148,25 @@ def test_a_gpu_that_is_not_known_can_be_written_down(capsys: pytest.CaptureFixtu
     assert "did you mean" in said and "--gpu-template prints such a file" in said
 
 
+def test_a_prediction_carries_its_interval_and_borrowed_rates_a_wider_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By stack and GPU; a machine's own calibration has been held to no run, and says so."""
+    widths = {}
+    for name in ("h100", "gb200", "mi300x"):
+        row = {"model": "llama-8b", "gpu": name, "framework": "nemo", "layout": "dp8.tp4.sp.zero1.mb8"}
+        found = predict_rows([row])
+        low, high = (found[f"predicted_step_seconds_{end}"][0] for end in ("low", "high"))
+        assert 0 < low < found["predicted_step_seconds"][0] < high
+        widths[name] = high / low
+    assert widths["h100"] < widths["gb200"] == pytest.approx(widths["mi300x"])
+    assert main(["plan", "--gpus", "8", "--gpu", "h100", "--top", "1"]) == 0
+    assert "Nine in ten such runs are expected to take " in capsys.readouterr().out
+    write_rates(tmp_path / "own.json", Rates(name="own"))
+    assert main(["plan", "--gpus", "8", "--gpu", "h100", "--top", "1", "--rates", str(tmp_path / "own.json")]) == 0
+    assert "is not known of rates own" in capsys.readouterr().out
+
+
 def test_to_tell_the_true_network_never_worsens_an_answer() -> None:
     """Of 50 GB/s a node a third was taken away, as Selene's 200 GB/s had reached a third: 78 % off, and 3.9 % with a
     wrong number. BLOOM's nodes had those 50."""

@@ -12,6 +12,7 @@ import pytest
 
 from meshmark.plan.rates import rates
 from studies import fit_nemo
+from studies.fit_spread import spread_of
 from studies.papers import FITTED, PAPERS_DIR, fitting, paper
 from studies.validate_goals import (
     MEMORY_BOUND,
@@ -103,3 +104,17 @@ def test_the_readme_quotes_the_blind_numbers() -> None:
 
 def _keys(found: Blind) -> set[tuple[str, str]]:
     return {(row["note_system"], row["gpu"]) for row in found.rows}
+
+
+def test_nine_runs_in_ten_that_nothing_is_fitted_to_are_within_their_interval() -> None:
+    """Neither so narrow that it is broken nor so wide that it says nothing."""
+    found = blind()
+    assert 0.85 <= found.holds.mean() <= 0.95
+    assert np.median(found.high / found.low) < 2.0
+
+
+def test_the_width_of_an_interval_is_that_of_its_sources() -> None:
+    """Many rows of one source count as one source; of three, a fourth may be further off than all."""
+    alike, apart = spread_of([[1.0, 1.1]] * 2), spread_of([[0.8] * 100, [1.0], [1.25]])
+    assert (alike.faster, alike.slower) == pytest.approx((1.0, 1.1), abs=0.01)
+    assert apart.faster < 0.8 and apart.slower > 1.25

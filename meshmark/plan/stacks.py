@@ -40,6 +40,15 @@ _FITTED: dict[tuple[str, Stack], str] = {
     ("h100", Stack.MEGATRON_2021): "h100-megatron-core",
 }
 """Rates, by the GPU whose they are and the stack; others are called after the GPU."""
+_OWN: dict[str, frozenset[Stack]] = {
+    "h100": frozenset({Stack.PYTORCH}),
+    "h100-megatron-core": frozenset({Stack.MEGATRON_CORE}),
+    "a100": frozenset({Stack.MEGATRON_2021, Stack.PYTORCH}),
+    "cpu": frozenset(),
+}
+"""Stacks whose runs the width of an interval is taken from, by rates."""
+_BORROWED = 1.17
+"""llm-foundry's runs on H100 by the A100's rates, and on A100 by the H100's, are this much further off."""
 
 
 def stack_of(recipe_name: str) -> Stack:
@@ -62,9 +71,18 @@ def rates_for(
     """
     if stack is Stack.NANOTRON and there == gpu("h100"):
         return rates("h100-sweep" if as_measured else "h100-nanotron")
+    # Only what was measured under this stack, on this chip, is this stack's own.
     nearest = nearest or ("cpu" if there.name == "cpu" else "h100" if is_modern(there) else "a100")
     given, known = rates(_FITTED.get((nearest, stack), nearest)), gpu(nearest)
-    return scaled(given, known, there)
+    own = stack in _OWN[given.name] and there.peak_flops == known.peak_flops
+    return scaled(given if own else _borrowed(given), known, there)
+
+
+def _borrowed(given: Rates) -> Rates:
+    """Rates of another GPU, or of another stack, tell less: their interval is wider."""
+    spread = given.spread
+    wider = dataclasses.replace(spread, faster=spread.faster / _BORROWED, slower=spread.slower * _BORROWED)
+    return dataclasses.replace(given, spread=wider)
 
 
 def scaled(given: Rates, known: Gpu, there: Gpu) -> Rates:
