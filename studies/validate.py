@@ -25,8 +25,15 @@ from meshmark.plan.rates import (
 from meshmark.theory.overheads import Overheads
 from studies.errors_of import error_cells
 from studies.fit import fit_rates
+from studies.fit_composer import fit_composer
 from studies.fit_nemo import fit_megatron_core
-from studies.fit_spread import spread_a100, spread_megatron_core, spread_nanotron, spread_pytorch
+from studies.fit_spread import (
+    spread_a100,
+    spread_composer,
+    spread_megatron_core,
+    spread_nanotron,
+    spread_pytorch,
+)
 from studies.fit_sweep import fit_sweep, measured_sweep
 from studies.papers import SPREAD, fitting, paper
 from studies.published import log_time_errors, megatron_table1
@@ -117,6 +124,7 @@ def fitted_rates() -> list[Rates]:
             memory=dataclasses.replace(sweep.memory, queued_collectives=0.0),
         )
         core, a100 = fit_megatron_core(pytorch), fit_a100()
+        composer = {"h100-composer": fit_composer(pytorch, "H100"), "a100-composer": fit_composer(a100, "A100")}
     with fitting(SPREAD):
         widths = {
             "h100-sweep": (both := spread_nanotron()),
@@ -124,8 +132,9 @@ def fitted_rates() -> list[Rates]:
             "h100": spread_pytorch(pytorch),
             "h100-megatron-core": spread_megatron_core(pytorch),
             "a100": spread_a100(a100),
+            **{name: spread_composer(given, name[:4].upper()) for name, given in composer.items()},
         }
-    made = (sweep, nanotron, pytorch, core, a100)
+    made = (sweep, nanotron, pytorch, core, a100, *composer.values())
     return [dataclasses.replace(each, spread=widths[each.name]) for each in made]
 
 
@@ -243,7 +252,11 @@ def rates_lines(reports: Sequence[SweepReport]) -> list[str]:
     """What was fitted, so that a reader sees whether it is physical and agrees between the models."""
     columns = {"H100, nanotron": rates("h100-nanotron"), **{f"fitted to {r.fitted_to}": r.rates for r in reports}}
     columns |= {"H100, PyTorch": rates("h100"), "H100, megatron-core": rates("h100-megatron-core")}
-    columns["A100"] = rates("a100")
+    columns |= {
+        "H100, composer": rates("h100-composer"),
+        "A100": rates("a100"),
+        "A100, composer": rates("a100-composer"),
+    }
     lines = ["## Rates", "", f"| field | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     numbers = [given.numbers() for given in columns.values()]
     assert set(_RATES) == set(numbers[0])

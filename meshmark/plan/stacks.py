@@ -23,12 +23,15 @@ class Stack(StrEnum):
     MEGATRON_2021 = "megatron-2021"
     """Megatron-LM of the papers of 2021 and 2022, and what was built on it then."""
     PYTORCH = "pytorch"
-    """PyTorch's own kernels: FSDP, DDP, torchtitan, composer, DeepSpeed."""
+    """PyTorch's own kernels: FSDP, DDP, torchtitan, DeepSpeed."""
+    COMPOSER = "composer"
+    """FSDP of 2023 with llm-foundry's own attention, the first FlashAttention in Triton."""
 
 
 _STACKS = {
     "nanotron": Stack.NANOTRON,
     "megatron-core": Stack.MEGATRON_CORE,
+    "fsdp-fused-loss": Stack.COMPOSER,
     **dict.fromkeys(("megatron", "megatron-deepspeed", "megatron-deepspeed-bf16", "mixed20"), Stack.MEGATRON_2021),
 }
 """By recipe; the others are PyTorch's."""
@@ -36,6 +39,8 @@ _REACHED = 0.9
 """Of a network that limits: an all-reduce of 256 MB over two nodes of 400 GB/s reached 362
 (baselines/papers/nanotron_collective_bandwidth.csv)."""
 _FITTED: dict[tuple[str, Stack], str] = {
+    ("h100", Stack.COMPOSER): "h100-composer",
+    ("a100", Stack.COMPOSER): "a100-composer",
     ("h100", Stack.MEGATRON_CORE): "h100-megatron-core",
     ("h100", Stack.MEGATRON_2021): "h100-megatron-core",
 }
@@ -43,6 +48,8 @@ _FITTED: dict[tuple[str, Stack], str] = {
 _OWN: dict[str, frozenset[Stack]] = {
     "h100": frozenset({Stack.PYTORCH}),
     "h100-megatron-core": frozenset({Stack.MEGATRON_CORE}),
+    "h100-composer": frozenset({Stack.COMPOSER}),
+    "a100-composer": frozenset({Stack.COMPOSER}),
     "a100": frozenset({Stack.MEGATRON_2021, Stack.PYTORCH}),
     "cpu": frozenset(),
 }
