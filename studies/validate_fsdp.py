@@ -98,6 +98,6 @@ _TEXT = [
     "fitted to the rows of MPT-1b and MPT-7b; the other sizes are held out, and all memory is. Each ran at its",
     "micro-batch, without recomputation mostly the largest that does; so all should be predicted to fit, and few with",
     "twice as much. Their loss is flash-attn's fused cross-entropy (`loss_fn` of llm-foundry's MPT): a logit is held",
-    "in bf16 with its gradient, 4 bytes, where torch's own loss holds 14 (bf16, fp32, log-softmax, gradient). Planned so",
-    "until it was a recipe of its own (`--framework composer`), a fifth of the rows on 40 GB were predicted to fit.",
+    "in bf16 with its gradient, 4 bytes, where torch's own loss holds 14 (bf16, fp32, log-softmax, gradient). Planned",
+    "so until it was a recipe of its own (`--framework composer`), a fifth of the rows on 40 GB were predicted to fit.",
 ]

@@ -167,6 +167,33 @@ def test_a_prediction_carries_its_interval_and_borrowed_rates_a_wider_one(
     assert "is not known of rates own" in capsys.readouterr().out
 
 
+def test_a_search_is_narrowed_by_what_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--model", "llama-8b", "--gpus", "64", "--framework", "megatron", "--top", "300", "--json"]
+    narrow = [
+        "--tp",
+        "2,4",
+        "--pp",
+        "2",
+        "--recompute",
+        "none,selective",
+        "--micro-batch",
+        "1",
+        "--virtual-stages",
+        "1,2",
+    ]
+    assert main([*plan, *narrow, "--dp", "8,16", "--zero-stage", "1"]) == 0
+    found = [
+        each["layout"] | {"micro_batch": each["micro_batch"]} for each in json.loads(capsys.readouterr().out)["layouts"]
+    ]
+    asked = {"tp": {2, 4}, "pp": {2}, "recompute": {"none", "selective"}, "micro_batch": {1}, "virtual_stages": {1, 2}}
+    for name, values in (asked | {"dp": {8, 16}, "zero_stage": {1}}).items():
+        assert {layout[name] for layout in found} == values, name
+    assert main([*plan, "--tp", "3"]) == 2
+    assert "--tp 3: no layout that is left has it; there are 1, 2, 4, 8" in capsys.readouterr().err
+    assert main([*plan, "--pp", "x"]) == 2 and "--pp 'x': expected whole numbers" in capsys.readouterr().err
+    assert main([*plan, "--recompute", "ful"]) == 2 and "did you mean 'full'" in capsys.readouterr().err
+
+
 def test_to_tell_the_true_network_never_worsens_an_answer() -> None:
     """Of 50 GB/s a node a third was taken away, as Selene's 200 GB/s had reached a third: 78 % off, and 3.9 % with a
     wrong number. BLOOM's nodes had those 50."""
@@ -190,7 +217,7 @@ def test_a_plan_says_where_its_rates_come_from_and_what_they_were_held_to(
 ) -> None:
     """Only a GPU on which measured runs are predicted in reports/validation.md counts as validated."""
     runs = [*megatron_table1(), *megatron_table2(), *korthikanti_table5(), *bloom_sweep(), *torchtitan_rows()]
-    tables = ("ultrascale_sweep_1b_8b", "mpt_fsdp_benchmarks", "nemo_h100_bf16")
+    tables = ("ultrascale_sweep_1b_8b", "mpt_fsdp_benchmarks", "nemo_h100_bf16", "published_runs_bf16")
     measured = {run.gpu.name for run in runs} | {gpu(row["gpu"]).name for name in tables for row in paper(name)}
     assert {name for name, _ in VALIDATED_ON} == measured
     for name in GPUS:
