@@ -84,15 +84,20 @@ def run_lines() -> list[str]:
         part = found if key is None else found.take(np.array([k == key for k in keys]))
         name = "all | all" if key is None else " | ".join(key)
         lines.append(f"| {name} | {_cells(part)} |")
+    notes = list(dict.fromkeys(row["note_assumed"] for row in found.rows))
     lines += ["", "| run | measured s | predicted s | error % | fits | assumed |", "|---|---|---|---|---|---|"]
     for row, seconds, error, fits in zip(found.rows, found.seconds, found.errors, found.fits, strict=True):
         layout = f"dp{row['dp']}.tp{row['tp']}.pp{row['pp']}.cp{row['cp']}.v{row['virtual_stages']}"
         lines.append(
             f"| {row['note_system']}: {row['model']}, {row['layers']} layers, {layout} on {row['gpus']} {row['gpu']} | "
             f"{row['measured_step_seconds']} | {seconds:.4g} | {100 * error:+.1f} | {'yes' if fits else 'no'} | "
-            f"{row['note_assumed']} |"
+            f"({notes.index(row['note_assumed']) + 1}) |"
         )
-    return lines
+    return [*lines, "", "Assumed, where the source does not say:", "", *_numbered(notes)]
+
+
+def _numbered(notes: Sequence[str]) -> list[str]:
+    return [f"- ({i}) {note}." for i, note in enumerate(notes, 1)]
 
 
 def _cells(part: Blind) -> str:
