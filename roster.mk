@@ -25,8 +25,8 @@ ROSTER_CLAUSES = $(BIN)/python -m pytest suites/test_conformance.py --max-time $
 # What takes eight ranks: tensor parallelism, a pipeline and replicas, with and without shards.
 CROSSED := megatron-gpt*,pipeline-tp,pipeline-fsdp2
 EIGHT := dp2.tp2.pp2.1f1b.mb2,dp2.tp2.pp2.1f1b.zero1.mb2,dp2.tp2.pp2.1f1b.zero3.mb2
-# Wide enough for ZeRO-Infinity to write files. Its operators, and Horovod, are not built by `make install`: without them
-# their runs skip every case, which --allow-skipped lets pass.
+# Wide enough for ZeRO-Infinity to write files. Its operators, and Horovod, are not built by `make install`: without
+# them their runs skip every case, which --allow-skipped lets pass.
 SWAPPED := layers=1,hidden=512,heads=4,vocab=256,seq_len=32
 # What does not train synchronously, and an algorithm of each.
 ALGORITHMS := post-local-sgd,diloco,fed-avg,downpour,decentralised,compressed,ddp-compressed,pipedream
@@ -43,8 +43,10 @@ roster: install
 	$(ROSTER_SUITES) --world 2 --precision bf16,fp16 || status=$$?; \
 	$(ROSTER_SUITES) --adapters $(RECOMPUTING) \
 		--layouts dp2.zero1.mb2.recompute_full,dp2.zero2.mb2.recompute_full,dp2.zero3.mb2.recompute_full || status=$$?; \
-	$(ROSTER_SUITES) --world 2 --adapters deepspeed-infinity --model $(SWAPPED) --time-limit 600 --allow-skipped || status=$$?; \
-	$(ROSTER_SUITES) --world 2 --adapters horovod-fp16 --workload gpt-mini-sgd-compressed-fp16 --allow-skipped || status=$$?; \
+	$(ROSTER_SUITES) --world 2 --adapters deepspeed-infinity --model $(SWAPPED) --time-limit 600 \
+		--allow-skipped || status=$$?; \
+	$(ROSTER_SUITES) --world 2 --adapters horovod-fp16 --workload gpt-mini-sgd-compressed-fp16 \
+		--allow-skipped || status=$$?; \
 	for name in $(OTHERWISE); do $(ROSTER_SUITES) --world 2,4 --adapters $(ALGORITHMS) --workload $$name || status=$$?; done; \
 	for name in bert-mini gpt-moe-mini llama-tiny vit-digits resnet-digits coatnet-digits coatnet-digits-bn amoebanet-digits; do \
 		$(ROSTER_SUITES) --world 2 --workload $$name --max-time $(WORKLOAD_TIME) || status=$$?; done; \

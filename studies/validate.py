@@ -25,9 +25,17 @@ from meshmark.plan.rates import (
 from meshmark.theory.overheads import Overheads
 from studies.errors_of import error_cells
 from studies.fit import fit_rates
+from studies.fit_composer import fit_composer
 from studies.fit_nemo import fit_megatron_core
+from studies.fit_spread import (
+    spread_a100,
+    spread_composer,
+    spread_megatron_core,
+    spread_nanotron,
+    spread_pytorch,
+)
 from studies.fit_sweep import fit_sweep, measured_sweep
-from studies.papers import fitting, paper
+from studies.papers import SPREAD, fitting, paper
 from studies.published import log_time_errors, megatron_table1
 from studies.validate_figure import draw
 from studies.validate_fsdp import fsdp_lines
@@ -84,6 +92,8 @@ _RATES = (
     "memory.fragmentation",
     "memory.queued_collectives",
     "memory.overhead_bytes",
+    "spread.faster",
+    "spread.slower",
 )
 """In the order of the report."""
 
@@ -94,7 +104,7 @@ def fit_a100() -> Rates:
 
 
 def fitted_rates() -> list[Rates]:
-    """All that the planner ships with; no table that is for validation is read."""
+    """All that the planner ships with, and the widths of its intervals; no table that is for validation is read."""
     with fitting():
         origin = "ultrascale_sweep_1b_8b, both models, consistent rows that ran"
         sweep = dataclasses.replace(fit_sweep(measured_sweep(), origin), name="h100-sweep")
@@ -113,7 +123,19 @@ def fitted_rates() -> list[Rates]:
             host=dataclasses.replace(sweep.host, tp_step_seconds=0.0),
             memory=dataclasses.replace(sweep.memory, queued_collectives=0.0),
         )
-        return [sweep, nanotron, pytorch, fit_megatron_core(pytorch), fit_a100()]
+        core, a100 = fit_megatron_core(pytorch), fit_a100()
+        composer = {"h100-composer": fit_composer(pytorch, "H100"), "a100-composer": fit_composer(a100, "A100")}
+    with fitting(SPREAD):
+        widths = {
+            "h100-sweep": (both := spread_nanotron()),
+            "h100-nanotron": both,
+            "h100": spread_pytorch(pytorch),
+            "h100-megatron-core": spread_megatron_core(pytorch),
+            "a100": spread_a100(a100),
+            **{name: spread_composer(given, name[:4].upper()) for name, given in composer.items()},
+        }
+    made = (sweep, nanotron, pytorch, core, a100, *composer.values())
+    return [dataclasses.replace(each, spread=widths[each.name]) for each in made]
 
 
 def refit() -> None:
@@ -230,7 +252,11 @@ def rates_lines(reports: Sequence[SweepReport]) -> list[str]:
     """What was fitted, so that a reader sees whether it is physical and agrees between the models."""
     columns = {"H100, nanotron": rates("h100-nanotron"), **{f"fitted to {r.fitted_to}": r.rates for r in reports}}
     columns |= {"H100, PyTorch": rates("h100"), "H100, megatron-core": rates("h100-megatron-core")}
-    columns["A100"] = rates("a100")
+    columns |= {
+        "H100, composer": rates("h100-composer"),
+        "A100": rates("a100"),
+        "A100, composer": rates("a100-composer"),
+    }
     lines = ["## Rates", "", f"| field | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     numbers = [given.numbers() for given in columns.values()]
     assert set(_RATES) == set(numbers[0])

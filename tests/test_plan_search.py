@@ -148,6 +148,52 @@ def test_a_gpu_that_is_not_known_can_be_written_down(capsys: pytest.CaptureFixtu
     assert "did you mean" in said and "--gpu-template prints such a file" in said
 
 
+def test_a_prediction_carries_its_interval_and_borrowed_rates_a_wider_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By stack and GPU; a machine's own calibration has been held to no run, and says so."""
+    widths = {}
+    for name in ("h100", "gb200", "mi300x"):
+        row = {"model": "llama-8b", "gpu": name, "framework": "nemo", "layout": "dp8.tp4.sp.zero1.mb8"}
+        found = predict_rows([row])
+        low, high = (found[f"predicted_step_seconds_{end}"][0] for end in ("low", "high"))
+        assert 0 < low < found["predicted_step_seconds"][0] < high
+        widths[name] = high / low
+    assert widths["h100"] < widths["gb200"] == pytest.approx(widths["mi300x"])
+    assert main(["plan", "--gpus", "8", "--gpu", "h100", "--top", "1"]) == 0
+    assert "Nine in ten such runs are expected to take " in capsys.readouterr().out
+    write_rates(tmp_path / "own.json", Rates(name="own"))
+    assert main(["plan", "--gpus", "8", "--gpu", "h100", "--top", "1", "--rates", str(tmp_path / "own.json")]) == 0
+    assert "is not known of rates own" in capsys.readouterr().out
+
+
+def test_a_search_is_narrowed_by_what_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--model", "llama-8b", "--gpus", "64", "--framework", "megatron", "--top", "300", "--json"]
+    narrow = [
+        "--tp",
+        "2,4",
+        "--pp",
+        "2",
+        "--recompute",
+        "none,selective",
+        "--micro-batch",
+        "1",
+        "--virtual-stages",
+        "1,2",
+    ]
+    assert main([*plan, *narrow, "--dp", "8,16", "--zero-stage", "1"]) == 0
+    found = [
+        each["layout"] | {"micro_batch": each["micro_batch"]} for each in json.loads(capsys.readouterr().out)["layouts"]
+    ]
+    asked = {"tp": {2, 4}, "pp": {2}, "recompute": {"none", "selective"}, "micro_batch": {1}, "virtual_stages": {1, 2}}
+    for name, values in (asked | {"dp": {8, 16}, "zero_stage": {1}}).items():
+        assert {layout[name] for layout in found} == values, name
+    assert main([*plan, "--tp", "3"]) == 2
+    assert "--tp 3: no layout that is left has it; there are 1, 2, 4, 8" in capsys.readouterr().err
+    assert main([*plan, "--pp", "x"]) == 2 and "--pp 'x': expected whole numbers" in capsys.readouterr().err
+    assert main([*plan, "--recompute", "ful"]) == 2 and "did you mean 'full'" in capsys.readouterr().err
+
+
 def test_to_tell_the_true_network_never_worsens_an_answer() -> None:
     """Of 50 GB/s a node a third was taken away, as Selene's 200 GB/s had reached a third: 78 % off, and 3.9 % with a
     wrong number. BLOOM's nodes had those 50."""
@@ -171,7 +217,7 @@ def test_a_plan_says_where_its_rates_come_from_and_what_they_were_held_to(
 ) -> None:
     """Only a GPU on which measured runs are predicted in reports/validation.md counts as validated."""
     runs = [*megatron_table1(), *megatron_table2(), *korthikanti_table5(), *bloom_sweep(), *torchtitan_rows()]
-    tables = ("ultrascale_sweep_1b_8b", "mpt_fsdp_benchmarks", "nemo_h100_bf16")
+    tables = ("ultrascale_sweep_1b_8b", "mpt_fsdp_benchmarks", "nemo_h100_bf16", "published_runs_bf16")
     measured = {run.gpu.name for run in runs} | {gpu(row["gpu"]).name for name in tables for row in paper(name)}
     assert {name for name, _ in VALIDATED_ON} == measured
     for name in GPUS:

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshmark.plan.rates import rates
+from meshmark.plan.rates import RATES_DIR, rates
 from studies import fit_nemo
-from studies.papers import FITTED, PAPERS_DIR, fitting, paper
+from studies.fit_spread import spread_of
+from studies.papers import FITTED, PAPERS_DIR, SPREAD, fitting, paper
 from studies.validate_goals import (
     MEMORY_BOUND,
     REGRET_WORST_BOUND,
@@ -75,11 +76,12 @@ def test_no_fit_reads_a_table_that_is_for_validation() -> None:
 def test_shipped_rates_are_fitted_within_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fit that reads another table raises before it writes anything."""
     reads = fit_nemo.paper
-    monkeypatch.setattr(fit_nemo, "paper", lambda name: reads("mpt_fsdp_benchmarks"))
-    with pytest.raises(ValueError, match="mpt_fsdp_benchmarks is for validation"), fitting():
+    monkeypatch.setattr(fit_nemo, "paper", lambda name: reads("published_runs_bf16"))
+    with pytest.raises(ValueError, match="published_runs_bf16 is for validation"), fitting():
         fit_nemo.fit_megatron_core(rates("h100"))
-    names = {each.origin.partition(",")[0] for each in map(rates, ("a100", "h100", "h100-megatron-core", "h100-sweep"))}
-    assert names <= FITTED
+    shipped = [rates(path.stem) for path in RATES_DIR.glob("*.json") if path.stem != "cpu"]
+    assert {each.origin.partition(",")[0] for each in shipped} == FITTED
+    assert "published_runs_bf16" not in SPREAD
 
 
 def test_the_readme_quotes_the_blind_numbers() -> None:
@@ -103,3 +105,17 @@ def test_the_readme_quotes_the_blind_numbers() -> None:
 
 def _keys(found: Blind) -> set[tuple[str, str]]:
     return {(row["note_system"], row["gpu"]) for row in found.rows}
+
+
+def test_nine_runs_in_ten_that_nothing_is_fitted_to_are_within_their_interval() -> None:
+    """Neither so narrow that it is broken nor so wide that it says nothing."""
+    found = blind()
+    assert 0.85 <= found.holds.mean() <= 0.95
+    assert np.median(found.high / found.low) < 2.0
+
+
+def test_the_width_of_an_interval_is_that_of_its_sources() -> None:
+    """Many rows of one source count as one source; of three, a fourth may be further off than all."""
+    alike, apart = spread_of([[1.0, 1.1]] * 2), spread_of([[0.8] * 100, [1.0], [1.25]])
+    assert 0.9 < alike.faster < 1.0 and alike.slower == pytest.approx(1.1, abs=0.01), "no narrower than versions differ"
+    assert apart.faster < 0.8 and apart.slower > 1.25

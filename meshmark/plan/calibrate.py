@@ -22,7 +22,7 @@ import numpy as np
 from meshmark.errors import InputError
 from meshmark.plan.calibration_file import Calibrated, write_calibrated
 from meshmark.plan.provenance import provenance
-from meshmark.plan.rates import HostRates, Rates
+from meshmark.plan.rates import HostRates, Rates, SpreadRates
 from meshmark.plan.stacks import rates_for
 from meshmark.spec.hardware import GIGA, Gpu, gpu, gpu_of_device
 from meshmark.theory.overheads import Overheads
@@ -188,7 +188,8 @@ def machine_from(found: Microbenchmarks, there: Gpu, world: int) -> Calibrated:
     """The rates of what was measured, as shares of the machine; what was not (links between nodes, say) is as the
     planner has it for a known GPU, or as inside the node."""
     try:
-        start = rates_for(gpu(there.name))  # by its datasheet's links: what was measured is written over them below
+        # By its datasheet's links: what was measured is written over them below. No run says how far it is from a plan.
+        start = dataclasses.replace(rates_for(gpu(there.name)), spread=SpreadRates())
     except InputError:
         start = Rates(name="", host=HostRates(step_seconds=0.0), memory=Overheads())
     peak = there.peak_flops[found.main_dtype]

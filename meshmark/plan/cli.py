@@ -24,13 +24,22 @@ from meshmark.plan.search import (
 )
 from meshmark.plan.search_text import print_search, search_json
 from meshmark.spec.hardware import GIB
-from meshmark.spec.layout import AXES, Offload, Schedule
+from meshmark.spec.layout import AXES, Offload, Recompute, Schedule
 from meshmark.spec.layout_id import glossary
 from meshmark.spec.model_spec import Family
 from meshmark.theory.grid import SEARCHED_SCHEDULES, SearchSpace
 from meshmark.theory.recipe import TrainingRecipe
 
 _DEFAULT_MODEL = "llama-8b"
+_ONLY = {
+    "dp": "data-parallel degrees",
+    "tp": "tensor-parallel degrees",
+    "pp": "pipeline stages",
+    "virtual_stages": "chunks a stage",
+    "zero_stage": "ZeRO stages",
+    "micro_batch": "sequences in a micro-batch",
+}
+"""Options that narrow a search, by column of a grid."""
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +58,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     schedules = f"to search, of {', '.join(Schedule)}"
     parser.add_argument("--schedules", default=",".join(SEARCHED_SCHEDULES), help=schedules)
     parser.add_argument("--cp", help="context-parallel degrees to search; by default 1, and more for long sequences")
+    for name, told in _ONLY.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="N,M", help=f"{told} to search; by default all")
+    parser.add_argument("--recompute", metavar="A,B", help=f"to search, of {', '.join(Recompute)}; by default all")
     parser.add_argument("--offload", choices=tuple(Offload), default="none", help="where optimizer states live")
     parser.add_argument("--gpu-template", action="store_true", help="print a file that says what --gpu is, and end")
     parser.add_argument("--timeline", type=Path, metavar="SVG", help="draw the best layout's pipeline schedule")
@@ -108,7 +120,24 @@ def _space(arguments: argparse.Namespace) -> SearchSpace:
         contexts=_contexts(arguments.cp),
         axes=named.axes if named else AXES,
         zero_stages=named.zero_stages if named else None,
+        recomputes=_recomputes(arguments.recompute),
+        only={name: _numbers(name, text) for name in _ONLY if (text := getattr(arguments, name)) is not None},
     )
+
+
+def _recomputes(text: str | None) -> list[Recompute]:
+    names = list(Recompute) if text is None else [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in tuple(Recompute):
+            raise UnknownNameError("recomputation", name, Recompute)
+    return [Recompute(name) for name in names]
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"--{name.replace('_', '-')} {text!r}: expected whole numbers with commas between") from error
 
 
 def _trained_by(arguments: argparse.Namespace, using: TrainingRecipe) -> str:

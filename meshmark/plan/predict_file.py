@@ -90,6 +90,9 @@ def predicted_columns(found: Prediction) -> dict[str, Column]:
         "predicted_hfu_percent": 100.0 * found.hfu,
         "predicted_fullest_stage": found.memory.fullest_stage,
     }
+    interval = found.step_seconds_interval or (np.full(len(found.grid), np.nan),) * 2
+    low, high = interval
+    answers |= {"predicted_step_seconds_low": low, "predicted_step_seconds_high": high}
     memory = {f"predicted_{name}_gib": getattr(found.memory, name) / GIB for name in CATEGORIES}
     time = {f"predicted_{name}_seconds": getattr(found.time, name) for name in PARTS}
     return {**answers, **memory, **time}
@@ -116,4 +119,4 @@ def predict_file(source: Path, target: Path, setting: Setting = _ROWS_SAY) -> in
 
 def _cell(name: str, value: float) -> str:
     whole = name in ("predicted_fits", "predicted_tight", "predicted_fullest_stage")
-    return str(int(value)) if whole else f"{value:.6g}"
+    return str(int(value)) if whole else "" if np.isnan(value) else f"{value:.6g}"

@@ -80,6 +80,14 @@ class Prediction:
         return self.time.total_seconds
 
     @property
+    def step_seconds_interval(self) -> tuple[Column, Column] | None:
+        """Within which nine runs in ten are expected; None where no run says how wide it is."""
+        spread = self.rates.spread
+        if spread.slower <= 1.0:
+            return None
+        return self.step_seconds * spread.faster, self.step_seconds * spread.slower
+
+    @property
     def tokens_per_second_per_gpu(self) -> Column:
         return self.grid.global_batch * self.model.seq_len / self.step_seconds / self.grid.num_gpus
 

@@ -8,11 +8,14 @@ from meshmark.spec.hardware import Gpu
 VALIDATED_ON: dict[tuple[str, str], str] = {
     ("h100", "h100-nanotron"): "the 1B and 8B sweep",
     ("h100", "h100-sweep"): "the 1B and 8B sweep",
-    ("h100", "h100"): "runs of torchtitan and composer",
-    ("h100", "h100-megatron-core"): "the runs of NeMo that they are fitted to, no others",
+    ("h100", "h100"): "runs of torchtitan",
+    ("h100", "h100-composer"): "runs of llm-foundry",
+    ("a100-80", "a100-composer"): "runs of llm-foundry",
+    ("a100-40", "a100-composer"): "runs of llm-foundry",
+    ("h100", "h100-megatron-core"): "runs of NeMo",
+    ("gb200-nvl72", "h100-megatron-core"): "runs of NeMo",
     ("h100-96", "h100"): "runs of torchtitan",
-    ("a100-80", "a100"): "published runs of Megatron, BLOOM, torchtitan and composer",
-    ("a100-40", "a100"): "runs of composer",
+    ("a100-80", "a100"): "published runs of Megatron, BLOOM, torchtitan and InternEvo",
 }
 """By GPU and rates: the runs that reports/validation.md predicts with these rates."""
 

@@ -100,6 +100,16 @@ class HostRates:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpreadRates:
+    """Of nine runs in ten, the step time over the predicted one: not known where both are one."""
+
+    faster: float = 1.0
+    """One run in twenty takes less than this share of its prediction."""
+    slower: float = 1.0
+    """One run in twenty takes more than this many times its prediction."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rates:
     """What a machine and a framework reach together. Raises `InputError` for a number that cannot be."""
 
@@ -113,6 +123,8 @@ class Rates:
     host: HostRates = HostRates()
     memory: Overheads = Overheads(fragmentation=0.03)
     """The part that memory depends on."""
+    spread: SpreadRates = SpreadRates()
+    """How far runs that the others are not fitted to are from their predictions."""
 
     def __post_init__(self) -> None:
         for name, value in self.numbers().items():

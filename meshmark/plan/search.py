@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,6 +113,8 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
         zero_stages=space.zero_stages or _stages_of(recipe),
         ends_count=recipe.cut.ends_count,
     )
+    if len(grid) and space.only:
+        grid = _chosen(grid, space.only)
     if not len(grid):
         raise InputError(
             f"no layout of {model.name!r} on {num_gpus} gpus divides {model.num_heads} heads, "
@@ -120,6 +122,18 @@ def _predict_all(model: ModelSpec, space: SearchSpace, gpu: Gpu, recipe: Trainin
             "try a power of two of gpus, or another batch"
         )
     return predict_grid(model, grid, gpu, recipe, rates)
+
+
+def _chosen(grid: Grid, only: Mapping[str, Sequence[int]]) -> Grid:
+    """The layouts that have the values asked for. Raises `InputError` with what there is where none has."""
+    for name, values in only.items():
+        kept = np.nonzero(np.isin(getattr(grid, name), values))[0]
+        if not len(kept):
+            there = ", ".join(map(str, np.unique(getattr(grid, name))[:20]))
+            option, asked = f"--{name.replace('_', '-')}", ",".join(map(str, values))
+            raise InputError(f"{option} {asked}: no layout that is left has it; there are {there}")
+        grid = grid.take(kept)
+    return grid
 
 
 def _stages_of(recipe: TrainingRecipe) -> tuple[int, ...]:

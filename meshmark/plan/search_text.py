@@ -27,6 +27,7 @@ def print_search(found: Search, top: int, elapsed: float) -> None:
         print(_about_tight(found))
     print(f"\nThe best wins because {reason(found)}.")
     print(f"Its step: {_breakdown(found, best)}; HFU {100 * prediction.hfu[best]:.1f} %.")
+    print(_interval(found, best))
     if host := float(prediction.memory.host_bytes[best]):
         layout, left = prediction.grid.layout(best), float(prediction.host_headroom_bytes[best])
         ranks = min(layout.world_size, prediction.gpu.gpus_per_node)
@@ -38,6 +39,15 @@ def print_search(found: Search, top: int, elapsed: float) -> None:
         print("Faster, but too large by:" if faster else "Too large (and no faster) by:")
         for row in found.just_too_large[:3]:
             print(f"  {_line(found, int(row))}")
+
+
+def _interval(found: Search, row: int) -> str:
+    """The error bar of a step time, or that there is none."""
+    interval = found.prediction.step_seconds_interval
+    if interval is None:
+        return f"How far runs are from such a prediction is not known of rates {found.prediction.rates.name}."
+    low, high = (float(column[row]) for column in interval)
+    return f"Nine in ten such runs are expected to take {low:.3f} to {high:.3f} s a step (reports/validation.md)."
 
 
 def _breakdown(found: Search, row: int) -> str:
@@ -95,6 +105,7 @@ def _layout_json(found: Search, row: int) -> dict[str, object]:
         "id": p.grid.layout(row).id,
         "micro_batch": int(p.grid.micro_batch[row]),
         "tight": bool(p.tight[row]),
+        "step_seconds_interval": [float(c[row]) for c in p.step_seconds_interval] if p.step_seconds_interval else None,
         "memory_bytes": float(p.memory_bytes[row]),
         "headroom_bytes": found.headroom_bytes(row),
         "host_bytes": float(p.memory.host_bytes[row]),

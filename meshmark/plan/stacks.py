@@ -23,12 +23,15 @@ class Stack(StrEnum):
     MEGATRON_2021 = "megatron-2021"
     """Megatron-LM of the papers of 2021 and 2022, and what was built on it then."""
     PYTORCH = "pytorch"
-    """PyTorch's own kernels: FSDP, DDP, torchtitan, composer, DeepSpeed."""
+    """PyTorch's own kernels: FSDP, DDP, torchtitan, DeepSpeed."""
+    COMPOSER = "composer"
+    """FSDP of 2023 with llm-foundry's own attention, the first FlashAttention in Triton."""
 
 
 _STACKS = {
     "nanotron": Stack.NANOTRON,
     "megatron-core": Stack.MEGATRON_CORE,
+    "fsdp-fused-loss": Stack.COMPOSER,
     **dict.fromkeys(("megatron", "megatron-deepspeed", "megatron-deepspeed-bf16", "mixed20"), Stack.MEGATRON_2021),
 }
 """By recipe; the others are PyTorch's."""
@@ -36,10 +39,23 @@ _REACHED = 0.9
 """Of a network that limits: an all-reduce of 256 MB over two nodes of 400 GB/s reached 362
 (baselines/papers/nanotron_collective_bandwidth.csv)."""
 _FITTED: dict[tuple[str, Stack], str] = {
+    ("h100", Stack.COMPOSER): "h100-composer",
+    ("a100", Stack.COMPOSER): "a100-composer",
     ("h100", Stack.MEGATRON_CORE): "h100-megatron-core",
     ("h100", Stack.MEGATRON_2021): "h100-megatron-core",
 }
 """Rates, by the GPU whose they are and the stack; others are called after the GPU."""
+_OWN: dict[str, frozenset[Stack]] = {
+    "h100": frozenset({Stack.PYTORCH}),
+    "h100-megatron-core": frozenset({Stack.MEGATRON_CORE}),
+    "h100-composer": frozenset({Stack.COMPOSER}),
+    "a100-composer": frozenset({Stack.COMPOSER}),
+    "a100": frozenset({Stack.MEGATRON_2021, Stack.PYTORCH}),
+    "cpu": frozenset(),
+}
+"""Stacks whose runs the width of an interval is taken from, by rates."""
+_BORROWED = 1.17
+"""llm-foundry's runs on H100 by the A100's rates, and on A100 by the H100's, are this much further off."""
 
 
 def stack_of(recipe_name: str) -> Stack:
@@ -62,9 +78,18 @@ def rates_for(
     """
     if stack is Stack.NANOTRON and there == gpu("h100"):
         return rates("h100-sweep" if as_measured else "h100-nanotron")
+    # Only what was measured under this stack, on this chip, is this stack's own.
     nearest = nearest or ("cpu" if there.name == "cpu" else "h100" if is_modern(there) else "a100")
     given, known = rates(_FITTED.get((nearest, stack), nearest)), gpu(nearest)
-    return scaled(given, known, there)
+    own = stack in _OWN[given.name] and there.peak_flops == known.peak_flops
+    return scaled(given if own else _borrowed(given), known, there)
+
+
+def _borrowed(given: Rates) -> Rates:
+    """Rates of another GPU, or of another stack, tell less: their interval is wider."""
+    spread = given.spread
+    wider = dataclasses.replace(spread, faster=spread.faster / _BORROWED, slower=spread.slower * _BORROWED)
+    return dataclasses.replace(given, spread=wider)
 
 
 def scaled(given: Rates, known: Gpu, there: Gpu) -> Rates:

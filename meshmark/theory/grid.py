@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -170,6 +170,8 @@ class SearchSpace:
     """Degrees that may exceed one."""
     zero_stages: Sequence[int] | None = None
     """None for those that the recipe has."""
+    only: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """By column of a grid (`tp`, `micro_batch`, ...), the values that are searched; other columns are free."""
 
 
 def enumerate_grid(
