@@ -17,7 +17,7 @@ from meshmark.judge.truth import assess_replicas, initial_values
 from meshmark.options import chosen_workloads
 from meshmark.reference.build import block_of, build_model, parameter_shapes, sizes_by_block
 from meshmark.reference.data import make_batch, on_corpus
-from meshmark.reference.own_model import BlocksOf, describe, load_workload
+from meshmark.reference.own_model import OwnModel, describe, load_workload
 from meshmark.run.record_file import read_records
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
@@ -139,11 +139,14 @@ def test_values_are_the_users_own_and_the_same_in_every_process(name: str) -> No
 
 def test_blocks_are_all_modules_of_the_longest_lists_class() -> None:
     module = load_workload(TARGETS["two_towers"]).model()
-    blocks = BlocksOf(module)
-    assert list(blocks) == [f"{tower}.layers.{i}" for tower in ("users", "items") for i in (0, 1)]
-    blocks["users.layers.0"] = torch.nn.Identity()
+    blocks = OwnModel.around(module).blocks
+    assert list(blocks) == [f"model.{tower}.layers.{i}" for tower in ("users", "items") for i in (0, 1)]
+    blocks["model.users.layers.0"] = torch.nn.Identity()
     assert isinstance(module.users.layers[0], torch.nn.Identity)
-    assert block_of(describe(TARGETS["two_towers"]).model, "model.items.layers.1.0.bias") == "items.layers.1"
+    assert block_of(describe(TARGETS["two_towers"]).model, "model.items.layers.1.0.bias") == "model.items.layers.1"
+    linear, relu = torch.nn.Linear(2, 2), torch.nn.ReLU()
+    assert list(OwnModel.around(torch.nn.Sequential(linear, relu, linear)).blocks) == ["model.0"]
+    assert list(OwnModel.around(linear).blocks) == ["model"]
 
 
 def test_a_batch_is_cut_as_rows_whatever_its_tree_holds() -> None:

@@ -88,8 +88,8 @@ def describe(target: str) -> Workload:
     _expect_no_dropout(target, module)
     batch = _checked_batch(target, own)
     _expect_a_sum_and_a_weight(target, own, module, batch)
-    blocks = BlocksOf(module)
-    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks.values()]
+    blocks = OwnModel.around(module).blocks.values()
+    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
     parameters = list(module.parameters())
     if not parameters:
         raise InputError(f"workload {target!r}: its model has no parameters")
@@ -204,7 +204,7 @@ class OwnModel(Model):
 
     def _wrap(self, module: nn.Module, loss: Callable[[nn.Module, Any], tuple[Tensor, Tensor]] | None) -> None:
         self.model, self._loss = module, loss
-        self.__dict__["blocks"] = BlocksOf(module)  # no submodule: its blocks have their names in the user's module
+        self.__dict__["blocks"] = BlocksOf(self)  # no submodule: its blocks have their names in the user's module
 
     @classmethod
     def around(cls, module: nn.Module) -> OwnModel:
@@ -222,8 +222,7 @@ class OwnModel(Model):
 
     @classmethod
     def block_class_of(cls, spec: ModelConfig) -> type[nn.Module]:
-        blocks = cls.skeleton(spec).blocks
-        return type(next(iter(blocks.values()))) if blocks else nn.Module
+        return type(next(iter(cls.skeleton(spec).blocks.values())))
 
     @classmethod
     def initial_buffers(cls, spec: ModelConfig, seed: int) -> dict[str, Tensor]:
@@ -241,7 +240,7 @@ class OwnModel(Model):
         raise NotImplementedError
 
     def block_of(self, name: str) -> str:
-        keys = (key for key in self.blocks if name.startswith(f"model.{key}."))
+        keys = (key for key in self.blocks if name.startswith(f"{key}."))
         return next(keys, "")
 
     def forward(self, x: Any) -> Tensor:  # noqa: ANN401
@@ -262,20 +261,22 @@ class OwnModel(Model):
 class BlocksOf(MutableMapping[str, nn.Module]):
     """The blocks of a module, by their path: what frameworks shard or wrap one by one.
 
-    They are all modules of one class: that of the entries of the longest `ModuleList`, for some frameworks wrap by
-    class. To set a block replaces it in the module, as frameworks do that wrap it.
+    They are all modules of one class, for some frameworks wrap by class: the most frequent one in the longest
+    `ModuleList`, or without any in the longest `Sequential`. A model without either is one block. To set a block
+    replaces it, as frameworks do that wrap it.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part)]
-        self.module = module
+    def __init__(self, wrapper: OwnModel) -> None:
+        self.module: nn.Module = wrapper
         self.paths: list[str] = []
-        if lists:
-            kinds = Counter(type(block) for block in max(lists, key=len))
-            ((kind, _),) = kinds.most_common(1)
-            for path, part in module.named_modules():
-                if type(part) is kind and path and not any(path.startswith(f"{outer}.") for outer in self.paths):
-                    self.paths.append(path)
+        entries = _longest(wrapper, nn.ModuleList) or _longest(wrapper, nn.Sequential)
+        if not entries:
+            self.paths = ["model"]
+            return
+        ((kind, _),) = Counter(map(type, entries)).most_common(1)
+        for path, part in wrapper.named_modules():
+            if type(part) is kind and not any(path.startswith(f"{outer}.") for outer in self.paths):
+                self.paths.append(path)
 
     def __getitem__(self, key: str) -> nn.Module:
         return self.module.get_submodule(key)
@@ -291,6 +292,13 @@ class BlocksOf(MutableMapping[str, nn.Module]):
 
     def __len__(self) -> int:
         return len(self.paths)
+
+
+def _longest(module: nn.Module, kind: type[nn.ModuleList] | type[nn.Sequential]) -> list[nn.Module]:
+    """Return the entries that have parameters, of the longest list of a kind; the whole model is no list of itself."""
+    lists = [part for part in module.modules() if type(part) is kind]
+    each = [[entry for entry in part if any(True for _ in entry.parameters())] for part in lists]
+    return max(each, key=len, default=[])
 
 
 class _InFloat64(TorchFunctionMode):
