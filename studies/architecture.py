@@ -15,12 +15,18 @@ OUTER = ("adapters", "suites", "studies")
 """Folders at the top that use the core; the first two are links inside the package too."""
 FRONT = "front"
 """The modules of the core outside its folders that bring these together: what users call."""
-BASE = {"clip", "environment", "errors", "import_target", "rank_progress", "serial"}
+BASE = {"clip", "environment", "errors", "import_target", "pluralize", "rank_progress", "serial"}
 """Modules that everyone may import; not drawn."""
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "support another framework": ("adapters/ddp.py", "adapters/__init__.py", "docs/adapter.md"),
     "keep an adapter in a package of my own": ("examples/meshmark-mine", "meshmark/adapter/registry.py"),
+    "train a model of my own": ("docs/your-model.md", "examples/workloads", "meshmark/reference/own_model.py"),
+    "add a model family": (
+        "meshmark/spec/model_config.py",
+        "meshmark/theory/model_theory.py",
+        "meshmark/reference/model.py",
+    ),
     "add a workload, or a size of model": ("meshmark/spec/workload.py", "meshmark/spec/model_spec.py"),
     "change a model that everyone trains, or its data": (
         "meshmark/reference/transformer.py",
@@ -29,7 +35,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     ),
     "change what a layout must hold, or send": ("meshmark/theory/memory.py", "meshmark/theory/traffic.py"),
     "let cases ask for a feature that an adapter may lack": ("meshmark/adapter/capabilities.py",),
-    "change when a run counts as correct": ("meshmark/run/verdict.py", "meshmark/judge/tolerance model.py"),
+    "change when a run counts as correct": ("meshmark/run/verdict.py", "meshmark/judge/tolerance_model.py"),
     "add an algorithm that is not synchronous": (
         "meshmark/spec/algorithm.py",
         "meshmark/algorithms/local_sgd",

@@ -10,6 +10,7 @@ from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.judge.observed_path import ObservedPath
 from meshmark.judge.sample import Sample
+from meshmark.judge.tolerance_model import Way
 from meshmark.measure.device_memory import DeviceMemory
 from meshmark.measure.gpu_power import GpuPower
 from meshmark.measure.profile import ActivityKind, Bandwidth, Kernel, Profile
@@ -242,7 +243,12 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "launch": LaunchSeconds(seconds=3.5, build_seconds=1.25, compile_seconds=0.5),
         "training": TrainingCurves(losses=[5.5, 5.25], norms=[2.0, None], left_out=2),
         "equivalence": make_equivalence(
-            drifts=[drift], diagnosis=diagnosis, num_replicated=3, sample=Sample(), gathering_bytes=[1000, 2000]
+            drifts=[drift],
+            diagnosis=diagnosis,
+            num_replicated=3,
+            sample=Sample(),
+            gathering_bytes=[1000, 2000],
+            ways={"rows": Way(dense={"gradients/a": 2.0}, fewest=3, most_flips=4)},
         ),
         "memory": make_memory_evidence(),
         "traffic": make_traffic_evidence(),

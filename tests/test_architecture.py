@@ -32,7 +32,7 @@ TABLE_HELPERS = {"spec/hardware.py::_gpu"}
 """Functions that stand for one line of a table of data, and may take more."""
 
 CORE = ROOT / "meshmark"
-BASE = {"clip", "environment", "errors", "import_target", "rank_progress", "serial"}
+BASE = {"clip", "environment", "errors", "import_target", "pluralize", "rank_progress", "serial"}
 """Modules that every folder may import."""
 FRONT = {
     "__init__",

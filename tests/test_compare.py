@@ -17,7 +17,7 @@ from meshmark.regression.compare import compare
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
 from meshmark.regression.samples import STEP, Sample, own_scatter
 from meshmark.regression.times import ALPHA, holm, time_changes
-from meshmark.run.record import ConformanceEvidence, LaunchSeconds, Outcome, Record, Status
+from meshmark.run.record import SCHEMA, ConformanceEvidence, LaunchSeconds, Outcome, Record, Status
 from meshmark.run.record_file import RecordFile
 from meshmark.run.request import Task
 from tests.factories import (
@@ -366,4 +366,4 @@ def test_the_command_tells_writes_and_sets_the_exit_code(tmp_path: Path, capsys:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "records.jsonl").write_text('{"schema": 99}\n')
     assert main(["compare", good, str(tmp_path / "old")]) == 2
-    assert "schema 99, this Meshmark reads 1 to 2; a newer one wrote it: upgrade" in capsys.readouterr().err
+    assert f"schema 99, this Meshmark reads 1 to {SCHEMA}; a newer one wrote it: upgrade" in capsys.readouterr().err

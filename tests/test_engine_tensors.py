@@ -138,12 +138,13 @@ def test_a_tensor_without_values_ends_a_pass_with_its_name(runner: Runner) -> No
     [
         ("holdingsraise", "memory", "Engine.holdings raised RuntimeError: nobody knows on rank 1"),
         ("reciperaises", "memory", "Adapter.recipe raised LookupError: no such recipe"),
-        ("remaindersodd", "memory", "Adapter.remainders raised TypeError: got ('gradients', 8.0)"),
-        ("departuresraise", "communication", "Adapter.departures raised OutOfMemoryError: by analysis"),
+        ("remaindersodd", "memory", "Adapter.extra_memory raised TypeError: got ('gradients', 8.0)"),
+        ("departuresraise", "communication", "Adapter.traffic_exceptions raised OutOfMemoryError: by analysis"),
         (
             "departsfromnothing",
             "communication",
-            "Adapter.departures raised ValueError: departs from reduce of gradients over ranks 0, 1: none of theory's",
+            "Adapter.traffic_exceptions raised ValueError: departs from reduce of gradients over ranks 0, 1: none of "
+            "theory's",
         ),
     ],
 )

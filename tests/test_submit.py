@@ -17,7 +17,7 @@ from meshmark.cli import main
 from meshmark.errors import InputError
 from meshmark.options import part
 from meshmark.run.merge import merge
-from meshmark.run.record import Outcome, Status
+from meshmark.run.record import SCHEMA, Outcome, Status
 from meshmark.run.record_file import RecordFile, read_records
 from meshmark.run.session import Session
 from meshmark.shard import in_part
@@ -52,7 +52,7 @@ def test_a_part_that_cannot_be(text: str) -> None:
 def test_records_of_parts_come_together_once(tmp_path: Path) -> None:
     """Also when some come later, and with the evidence that stands beside them."""
     good = make_good(case=make_case("ddp"))
-    told = Session(schema=2, session="one", command="pytest", device="cpu", exit_code=0)
+    told = Session(schema=SCHEMA, session="one", command="pytest", device="cpu", exit_code=0)
     for name, lines in {"task-1": [told, good], "task-2": [make_timed()]}.items():
         file = RecordFile(tmp_path / name)
         for line in lines:
@@ -95,7 +95,7 @@ def leave(slurm: Path, task: int, attempt: int, exit_code: int | None, status: S
     folder = slurm / f"{task}-{attempt}"
     file = RecordFile(folder)
     file.append(dataclasses.replace(make_good(case=make_case(f"a{task}")), outcome=Outcome(status=status)))
-    file.append(Session(schema=2, session=f"{task}{attempt}", command="pytest", device="cpu", exit_code=exit_code))
+    file.append(Session(schema=SCHEMA, session=f"{task}{attempt}", command="pytest", device="cpu", exit_code=exit_code))
     file.close()
     os.rename(folder / "records.jsonl", slurm / f"left-{task}-{attempt}")
 

@@ -130,8 +130,8 @@ def section(races: Sequence[Race]) -> str:
 Steps until the mean of the replicas is at a target loss, beside synchronous SGD of the same rate on the very same
 draws, over {GROUPS} seeds: means, their ratio (geometric), and what it lies between by one-sided tests of
 {CONFIDENCE:.1%}. *Too slow* is an algorithm whose ratio is above {AT_MOST} for sure, *suspiciously fast* one that is
-below {AT_LEAST} for sure; both fail ([targets.py](../meshmark/algorithms/targets.py),
-[nets.py](../meshmark/algorithms/nets.py)). *Bytes* are those to the target, beside synchronous training's, of {MODEL}
+below {AT_LEAST} for sure; both fail ([targets.py](../studies/convergence/targets.py),
+[nets.py](../studies/convergence/nets.py)). *Bytes* are those to the target, beside synchronous training's, of {MODEL}
 in fp32 by the closed forms that the suite of communication holds engines to.
 
 {tables}

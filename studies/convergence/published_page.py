@@ -177,7 +177,7 @@ one-sided tests of {CONFIDENCE:.1%}. Their *ratio* agrees where all that it may 
 published one, differs where nothing of it is, and cannot be told else. Where published numbers are less than
 {TOLD_APART:g} of their difference's standard deviations apart there is no order to agree with. All settings were fixed
 before anything was trained by them and none was changed: no other variant was tried
-([published.py](../meshmark/algorithms/published.py)).
+([published.py](../studies/convergence/published.py)).
 
 Here the net is `{net.model.name}` ({net.model.num_parameters:,} parameters) on the digit images. One in
 {published.HELD_OUT} is held out, and percent of those are told for what they are after {published.EPOCHS} epochs by
