@@ -70,6 +70,13 @@ def options_of(text: str) -> set[str]:
     return set(re.findall(r"`(--[a-z][\w-]*)[^`]*`", text))
 
 
+def own_model() -> str:
+    """Return the workload that docs/your-model.md shows."""
+    shown = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "your-model.md").read_text(), re.DOTALL)
+    assert shown
+    return shown[1]
+
+
 def prepare(folder: Path) -> None:
     """What the pages speak of."""
     case = make_case(workload=workload("gpt-tiny"))
@@ -95,6 +102,7 @@ def prepare(folder: Path) -> None:
     (folder / "path" / "to").mkdir(parents=True)
     for place in (folder, folder / "path" / "to"):
         (place / "mine.py").write_text(OUTSIDE)
+        (place / "model.py").write_text(own_model())
 
 
 def collect(words: list[str]) -> list[str]:
