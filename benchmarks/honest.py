@@ -148,14 +148,19 @@ def measure_batched(case: Case) -> Group:
 
 
 def _group(how: str, case: Case, runs: Sequence[Comparisons]) -> Group:
-    """Noise runs and correct runs differ in nothing: those of the next part are the noise of this one."""
+    """Noise runs and correct runs differ in nothing: those of the next part are the noise of this one.
+
+    A 16-bit noise run also notes how far other correct engines are from the twin, of which it draws some. Those are not
+    results of the run itself, so they are left out of what is judged. They are not counted as correct runs either.
+    """
     parts = [runs[i : i + NUM_RUNS] for i in range(0, len(runs), NUM_RUNS)]  # each with every way of casting
     excesses, tails = list[tuple[float, Quantity, int]](), dict[str, Tail]()
     for correct, noise_runs in zip(parts, [*parts[1:], parts[0]], strict=True):
         tolerance_model, found = fit(noise_runs, variance_ratio(case)), spreads(noise_runs)
-        distinct = list({bits(run): run for run in correct}.values())
+        judged = [{q: steps for q, steps in run.items() if kind_of(q) != "way"} for run in correct]
+        distinct = list({bits(run): run for run in judged}.values())
         excesses += [max(tolerance_model.excesses(run)) for run in distinct]
-        varying = {q: found[q] for q in found if np.ptp([run[q] for run in noise_runs], axis=0).any()}
+        varying = {q: found[q] for q in found if np.ptp([run[q] for run in noise_runs if q in run], axis=0).any()}
         for kind, tail in _tails(varying, distinct).items():
             tails[kind] = tails[kind] + tail if kind in tails else tail
     _, quantity, step = max(excesses)
