@@ -355,10 +355,13 @@ def _exactly(peer: socket.socket, size: int, deadline: float | None = None) -> b
     parts = bytearray()
     while len(parts) < size:
         if deadline is not None:
-            if (left := deadline - time.monotonic()) <= 0:
-                raise TimeoutError(f"{len(parts)} of {size} bytes came in time")
-            peer.settimeout(left)
-        part = peer.recv(min(size - len(parts), 2**20))
+            peer.settimeout(max(deadline - time.monotonic(), 1e-3))
+        try:
+            part = peer.recv(min(size - len(parts), 2**20))
+        except TimeoutError as error:
+            raise TimeoutError(f"{len(parts)} of {size} bytes came in time") from error
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError(f"{len(parts)} of {size} bytes came in time")
         if not part:
             raise ConnectionResetError("it has closed the connection")
         parts += part
