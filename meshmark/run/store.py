@@ -354,18 +354,23 @@ def _exactly(peer: socket.socket, size: int, deadline: float | None = None) -> b
     without one when nothing arrives for as long as the socket's own timeout."""
     parts = bytearray()
     while len(parts) < size:
-        if deadline is not None:
-            peer.settimeout(max(deadline - time.monotonic(), 1e-3))
         try:
+            if deadline is not None:
+                _wait_until(peer, deadline)
             part = peer.recv(min(size - len(parts), 2**20))
         except TimeoutError as error:
             raise TimeoutError(f"{len(parts)} of {size} bytes came in time") from error
-        if deadline is not None and time.monotonic() > deadline:
-            raise TimeoutError(f"{len(parts)} of {size} bytes came in time")
         if not part:
             raise ConnectionResetError("it has closed the connection")
         parts += part
     return bytes(parts)
+
+
+def _wait_until(peer: socket.socket, deadline: float) -> None:
+    """Have `peer` wait until `deadline` at most. Raises `TimeoutError` where that has passed."""
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    peer.settimeout(left)
 
 
 def _text(value: bytes) -> str:
