@@ -10,7 +10,7 @@ REPORT ?= results/report.md
 # rest). Its workload is synchronous.
 REPORTED := not (post-local-sgd or tp4 or pp4 or accelerate and (dp4 or zero1 or zero2) or dp4 and deepspeed and (zero1 or zero2))
 
-.PHONY: help install report conformance test lint types docs bench clean
+.PHONY: help install report conformance test lint types docs architectures bench clean
 
 help:
 	@echo "make report   run the suites on this machine's CPU (world sizes 2 and 4), leave results/report.md (or REPORT=)"
@@ -24,8 +24,10 @@ help:
 	@echo "make size     gpt2-124m is judged within 10 minutes and 12 GiB, under every adapter (SIZED=ddp,fsdp2)"
 	@echo "make bench    performance claims: launch, overhead, report, plan, growth with ranks"
 	@echo "make gpu      run on this machine's GPU with its own python (PYTHON=...), in pieces (gpu.mk), leave GPU_OUT"
+	@echo "make gate     what meshmark ab decides by planted slow-downs, beside busy loops: reports/gate.md"
 	@echo "make roster   every adapter, variants too, by capability: reports/roster.md"
 	@echo "make horovod  build Horovod into the environment, for the adapters that need it: minutes, a C++ compiler and CMake"
+	@echo "make architectures   models of Hugging Face Transformers under four frameworks: reports/architectures.md"
 	@echo "make coatnet  as a CoAtNet grows: data parallelism, ZeRO, offload or a pipeline: reports/coatnet.md"
 	@echo "make lint types docs clean"
 
@@ -37,7 +39,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch numpy setuptools wheel ninja py-cpuinfo
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[deepspeed,accelerate,fairscale,lightning-fabric,html,dev]"
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[deepspeed,accelerate,fairscale,lightning-fabric,transformers,html,dev]"
 	$(BIN)/pip install -q -c constraints.txt --no-deps megatron-core
 	-$(BIN)/python -m meshmark.adapters.deepspeed.operators cpu_adam
 	touch $@
@@ -67,12 +69,22 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# What `meshmark ab` decides by planted slow-downs, beside two busy loops: reports/gate.md. Goes on from the pairs that
+# results/gate-pairs.jsonl holds; 100 runs of unchanged code take some 35 minutes.
+.PHONY: gate
+gate: install  # GATE_MINUTES=35 measures anew what reports/gate.md shows
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gate --minutes $(or $(GATE_MINUTES),5)
+
 include plan.mk power.mk chaos.mk roster.mk gpu.mk cluster.mk size.mk horovod.mk coatnet.mk
 
 # The site, of which a warning is an error; mkdocs and its theme are installed for it alone.
 docs: install
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Every config of examples/transformers under four frameworks, within some 6 minutes on two cores.
+architectures: install
+	$(BIN)/python -m studies.architectures
 
 bench: install
 	status=0; for name in launch overhead report plan scale; do $(BIN)/python -m benchmarks.$$name || status=1; done; exit $$status

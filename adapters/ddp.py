@@ -80,7 +80,7 @@ class DDP(Adapter):
         module: DistributedDataParallel = DistributedDataParallel(
             initial_model(case, context.device),
             device_ids=[context.device] if context.device.type == "cuda" else None,
-            find_unused_parameters=case.workload.skipped_block is not None,
+            find_unused_parameters=case.workload.leaves_unused,
             gradient_as_bucket_view=self.gradients_are_views,
             broadcast_buffers=self.broadcasts_buffers,
             static_graph=self.static_graph,
@@ -93,7 +93,7 @@ class DDP(Adapter):
 class StaticEngine(DDPEngine):
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Each is reduced: under `no_sync` the first one breaks the reducer (tests/gaps/test_ddp.py)."""
+        """Reduce after every micro-batch: `no_sync` breaks the reducer (adapters/gaps/ddp_static_graph_no_sync.py)."""
         yield
 
 

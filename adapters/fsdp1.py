@@ -107,6 +107,7 @@ class FSDP1(Adapter):
         lacks={
             Precision.FP64: "its clip_grad_norm_ computes the norm in float32, and raises",
             Feature.MATRIX_WISE: "its optimizer is given flat parts of the parameters",
+            Feature.SCALARS: "it refuses them, and asks for a dimension of one",
         },
     )
     strategy: ClassVar = "FULL_SHARD"

@@ -19,7 +19,7 @@ _INPUTS = "gradients of stages' inputs are kept until the next step, for the bac
 
 _EVALUATED = (
     "its schedule cannot evaluate: between two stages of one rank it hands over gradients in `eval` too, where there "
-    "are none (tests/gaps/test_pipelining.py)"
+    "are none"
 )
 _HANDED = "outputs, and their gradients, that go from one stage to the next on the same rank stay until the next step"
 
@@ -106,7 +106,12 @@ class ZeroBubbleV(Pipeline):
         },
     )
     known_gaps: ClassVar = tuple(
-        KnownGap(clause=clause, symptom="can't steal_bwd_input", reason=_EVALUATED)
+        KnownGap(
+            clause=clause,
+            symptom="can't steal_bwd_input",
+            reason=_EVALUATED,
+            reproducer="pipelining_v_schedules_evaluate",
+        )
         for clause in ("evaluation", "clipping", "dropout", "recomputed dropout")
     )
     interleaving: ClassVar = "ZBVZeroBubble"

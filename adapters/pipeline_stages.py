@@ -53,8 +53,8 @@ class _Examples(TypedDict, total=False):
 def examples(case: Case, stage: int) -> _Examples:
     """What a stage takes and makes of a micro-batch, for PyTorch to know by. Left to itself it runs every stage once to
     find out, in training, on memory that nobody has written to: batch norms would keep that in their statistics
-    (tests/gaps/test_pipelining.py). And it would receive gradients as that run's happen to lie, which images do not in
-    the order of messages. Nothing of other models."""
+    (adapters/gaps/pipelining_batch_norm.py). And it would receive gradients as that run's happen to lie, which images
+    do not in the order of messages. Nothing of other models."""
     layout, model = case.layout, case.workload.model
     if case.workload.dataset is not Dataset.DIGITS:
         return {}

@@ -83,7 +83,7 @@ class SimpleFSDP(FSDP2):
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else None
         mesh = init_device_mesh(context.device.type, (case.layout.dp,), mesh_dim_names=("fsdp",))
         data_parallel(model, mesh, mode="fully_shard", mp_policy=policy)
-        configure(model, case)  # not before: what is frozen does not stay so (tests/gaps/test_simple_fsdp.py)
+        configure(model, case)  # not before: what is frozen does not stay so (adapters/gaps/simple_fsdp_frozen.py)
         model.to_empty(device=context.device)
         fill_shards(model, case)
         model.initialize_buffers()

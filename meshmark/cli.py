@@ -125,6 +125,12 @@ def _add_cases(cases: argparse.ArgumentParser) -> None:
     cases.set_defaults(run=_cases)
 
 
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    from meshmark.check.cli import add_check
+
+    add_check(parser)
+
+
 def _of_report(name: str) -> AddArguments:
     def add(parser: argparse.ArgumentParser) -> None:
         from meshmark.regression.baseline import find_baseline
@@ -134,6 +140,12 @@ def _of_report(name: str) -> AddArguments:
         {"report": cli.add_report, "show": cli.add_show, "schema": cli.add_schema}[name](parser)
 
     return add
+
+
+def _add_gaps(parser: argparse.ArgumentParser) -> None:
+    from meshmark.report.gaps import add_gaps
+
+    add_gaps(parser)
 
 
 def _of_planner(name: str) -> AddArguments:
@@ -175,6 +187,7 @@ def _of_regression(name: str) -> AddArguments:
 
 _COMMANDS: dict[str, tuple[str, AddArguments]] = {
     "doctor": ("frameworks, devices, and what would be skipped and why", _add_doctor),
+    "check": ("your own training script: does it train correctly, and what does it optimise?", _add_check),
     "cases": ("the matrix that `pytest --pyargs meshmark.suites` would run", _add_cases),
     "run": ("the runs and gates of a suite file, for CI", _add_run),
     "submit": ("the matrix as a job array of SLURM, gathered into one folder", _add_submit),
@@ -184,6 +197,7 @@ _COMMANDS: dict[str, tuple[str, AddArguments]] = {
     "report": ("a page of recorded results, markdown or HTML", _of_report("report")),
     "show": ("all that is recorded of one case", _of_report("show")),
     "schema": ("the JSON schema of a record, and what may change of it", _of_report("schema")),
+    "gaps": ("what frameworks get wrong, each with a script that shows it", _add_gaps),
     "compare": ("what became better or worse between two results", _of_regression("compare")),
     "baseline": ("accept results as what `pytest suites --baseline` gates by", _of_regression("baseline")),
     "ab": ("two commits, environments or packages in alternation on this machine", _of_regression("ab")),

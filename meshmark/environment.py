@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -29,6 +30,7 @@ PACKAGES = (
     "megatron-core",
     "horovod",
     "torchtitan",
+    "transformers",
 )
 DEFAULT_THREADS = "1"
 """OMP_NUM_THREADS of the ranks where it is not set: they share the machine's cores."""
@@ -42,7 +44,7 @@ class Environment:
     """UTC, ISO 8601."""
     command: str
     commit: str
-    """Of the checkout; ends in -dirty when it had changes; empty outside a repository."""
+    """Of Meshmark's checkout; ends in -dirty when it had changes; empty where Meshmark is installed."""
     machine: str
     """Processor or GPU, in words."""
     system: str
@@ -55,10 +57,16 @@ class Environment:
     versions: dict[str, str] = field(default_factory=dict)
     omp_num_threads: str = ""
     """OMP_NUM_THREADS of the ranks; empty in older records."""
+    project_commit: str = ""
+    """Of the repository around the working directory, the user's own; of one with changes "COMMIT-dirty.DIGEST", with a
+    digest of the changes to files that it tracks; empty outside a repository, and before schema 4."""
+    project_date: str = ""
+    """When that commit was made, UTC, ISO 8601."""
 
 
 def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | None = None) -> Environment:
     """The environment of this process."""
+    project = project_of(os.getcwd())
     return Environment(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=shlex.join(command if command is not None else ["pytest", *sys.argv[1:]]),
@@ -72,6 +80,8 @@ def describe(device: str, backend: str, nnodes: int, command: Iterable[str] | No
         nnodes=nnodes,
         versions=versions(),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS", DEFAULT_THREADS),
+        project_commit=project.commit,
+        project_date=project.date,
     )
 
 
@@ -104,6 +114,39 @@ def _commit() -> str:
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+_WRITTEN_HERE = tuple(f":(top,exclude,glob)**/{name}" for name in ("records.jsonl", "baseline.json", "evidence/**"))
+"""What runs and `baseline accept` write: it is no change of the code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Project:
+    """The state of a git repository; see `Environment`."""
+
+    commit: str = ""
+    date: str = ""
+
+
+@functools.cache
+def project_of(folder: str) -> Project:
+    """The repository around `folder`, as it was when this process first asked."""
+    head = _git(folder, "log", "-1", "--format=%H %ct", "HEAD").split()
+    if len(head) != 2:
+        return Project()
+    commit, date = head[0][:12], datetime.datetime.fromtimestamp(int(head[1]), datetime.UTC).isoformat()
+    if changes := _git(folder, "diff", "--binary", "--no-ext-diff", "HEAD", "--", ":/", *_WRITTEN_HERE):
+        commit = f"{commit}-dirty.{hashlib.sha256(changes.encode()).hexdigest()[:8]}"
+    return Project(commit=commit, date=date)
+
+
+def _git(folder: str, *words: str) -> str:
+    """What git says; nothing where it fails, or there is none."""
+    try:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, errors="replace")
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 @functools.cache

@@ -58,6 +58,10 @@ class NoBaselineWarning(UserWarning):
     """A case that the baseline does not hold, and that is not gated."""
 
 
+class UnsureWarning(UserWarning):
+    """What a gate was asked for and cannot tell, so that it lets it pass."""
+
+
 def expect_no_worse(record: Record, suite: str, baseline: BaselineGate | None) -> None:
     """Fail with the evidence where what `suite` is about is worse than in `baseline`."""
     __tracebackhide__ = True
@@ -67,9 +71,12 @@ def expect_no_worse(record: Record, suite: str, baseline: BaselineGate | None) -
         told = f"baseline {baseline.folder} does not hold {record.case.id}: it is not gated"
         warnings.warn(NoBaselineWarning(told), stacklevel=2)
         return
-    if failing := baseline.failing(record, suite):
-        changes = [f"{change.metric} {change.difference}" for change in failing]
-        pytest.fail(of_changes(record.case.id, str(baseline.folder), changes), pytrace=False)
+    changes = baseline.changes(record, suite)
+    if failing := baseline.gate.failing(changes):
+        rows = [f"{change.metric} {change.difference}" for change in failing]
+        pytest.fail(of_changes(record.case.id, str(baseline.folder), rows), pytrace=False)
+    for change in baseline.gate.unsure(changes):
+        warnings.warn(UnsureWarning(str(change)), stacklevel=2)
 
 
 def expect_not_wrong(observed: Record | None) -> None:

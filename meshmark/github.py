@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
-from meshmark.report.github import tell_github
+from meshmark.report.github import tell_github, warn_github
 from meshmark.session_log import ATTEMPTS
+
+_UNSURE = "UnsureWarning: "
+"""Before what a gate cannot tell, among pytest's warnings."""
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:  # noqa: ANN401
+    warnings = [report.message for report in terminalreporter.stats.get("warnings", ())]
+    unsure = [text.partition(_UNSURE)[2].partition("\n")[0] for text in warnings if _UNSURE in text]
+    warn_github(unsure, terminalreporter.write_line)
     tell_github(list(config.stash.get(ATTEMPTS, {}).values()), terminalreporter.write_line)

@@ -25,8 +25,9 @@ from meshmark.run.launchers import LAUNCHERS
 from meshmark.run.profiling import profile
 from meshmark.run.record import Record
 from meshmark.run.record_file import read_records
-from meshmark.run.resume import Held, is_committed, is_own
+from meshmark.run.resume import Held, is_committed
 from meshmark.run.runner import Runner
+from meshmark.run.sources import sources_of
 from meshmark.run.throughput import values_of
 from meshmark.run.user_gaps import unmatched_gaps
 from meshmark.selection import SELECTION, Selection, add_options, crowding, expect_gpus, expect_spread, selection
@@ -36,6 +37,7 @@ pytest_plugins = [
     "meshmark.session_log",
     "meshmark.long_run",
     "meshmark.shard",
+    "meshmark.terminal_summary",
     "meshmark.github",
     "meshmark.all_skipped",
 ]
@@ -159,8 +161,14 @@ def _held(chosen: Selection, say: Callable[[str], None]) -> Held | None:
         return Held()
     if not is_committed(describe(chosen.options.device, "", 1)):
         say("--resume: this checkout has changes that no commit holds, so nothing is known to be of the same code")
-    elif others := [name for name, target in chosen.targets.items() if not is_own(target)]:
-        say(f"--resume: of which code {', '.join(others)} was, no record tells: run again")
+    elif unknown := dict.fromkeys(
+        source.target
+        for target in chosen.targets.values()
+        for work in chosen.workloads
+        for source in sources_of(target, work)
+        if not source.is_known
+    ):
+        say(f"--resume: {', '.join(unknown)} is in no commit, so nothing is known to be of the same code: run again")
     return Held(read_records(chosen.results, latest=True).records)
 
 

@@ -15,7 +15,9 @@ class Workload(ABC):
     `--workload path/to/file.py:Class` trains and judges it under every adapter that wraps a module. A class with these
     three methods is enough; deriving from this one is a convenience.
 
-    Optional class attribute: `optimizer`, a `meshmark.spec.optimizer.OptimizerSpec` (by default AdamW with clipping).
+    Optional class attributes: `optimizer`, a `meshmark.spec.optimizer.OptimizerSpec` (by default AdamW with clipping);
+    `couples_rows`, True where rows enter one another's loss, as in a contrastive one: it is then judged by
+    micro-batches. An optional method `weight(batch)` returns the weight alone, where the loss takes long.
     """
 
     @abstractmethod

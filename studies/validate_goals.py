@@ -18,7 +18,7 @@ from studies.validate_sweep import (
 )
 
 MEMORY_BOUND, TIME_BOUND, REGRET_MEDIAN_BOUND, REGRET_WORST_BOUND = MEMORY_ERROR, 0.21, 0.01, 0.75
-"""What README.md publishes: a planner that does worse makes it untrue."""
+"""What docs/planner.md publishes: a planner that does worse makes it untrue."""
 
 
 @dataclass(frozen=True, kw_only=True)

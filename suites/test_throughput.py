@@ -30,6 +30,7 @@ class Replay:
 replay = Replay()
 
 
+@pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # by a case that trains wrongly
 @pytest.mark.benchmark(group="step", timer=replay)
 def test_throughput(timed: Record, runner: Runner, benchmark: BenchmarkFixture, baseline: BaselineGate | None) -> None:
     """Raw samples after warm-up, of a run that this session has not found wrong, and of the steps that it judged."""

@@ -31,6 +31,7 @@ from meshmark.run.record import (
     Verdict,
 )
 from meshmark.run.request import Task
+from meshmark.run.sources import Source
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.layout import Layout
@@ -187,8 +188,8 @@ def make_traffic_evidence(**changes: Any) -> TrafficEvidence:  # noqa: ANN401
     return TrafficEvidence(**{**defaults, **changes})
 
 
-def make_timing(**changes: Any) -> TimingEvidence:  # noqa: ANN401
-    """Of two ranks and two steps."""
+def make_timing(num_launches: int = 1, **changes: Any) -> TimingEvidence:  # noqa: ANN401
+    """Of two ranks and two steps, in so many launches alike."""
     defaults: dict[str, Any] = {
         "rank_step_seconds": [[0.5, 0.25], [0.25, 0.75]],
         "peak_flops_per_second": 3e9,
@@ -206,7 +207,9 @@ def make_timing(**changes: Any) -> TimingEvidence:  # noqa: ANN401
     found = {**defaults, **changes}
     ranks = found["rank_step_seconds"]
     one_lap = {"rank_starts": [[0.0] for _ in ranks], "lap_steps": [len(ranks[0])] if ranks else []}
-    return TimingEvidence(**{**one_lap, **found})
+    again = Relaunch(rank_step_seconds=ranks, rank_starts=[[0.0] for _ in ranks])
+    relaunches = {"relaunches": [again] * (num_launches - 1)} if num_launches > 1 else {}
+    return TimingEvidence(**{**one_lap, **found, **relaunches})
 
 
 def make_profile(**changes: Any) -> Profile:  # noqa: ANN401
@@ -239,6 +242,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "warmup": 1,
         "timing_budget_seconds": 0.5,
         "environment": make_environment(),
+        "sources": [Source(target="mine.py:Mine", sha256="12ab", commit="0123456789ab")],
         "outcome": Outcome(status=Status.OK),
         "launch": LaunchSeconds(seconds=3.5, build_seconds=1.25, compile_seconds=0.5),
         "training": TrainingCurves(losses=[5.5, 5.25], norms=[2.0, None], left_out=2),
@@ -253,6 +257,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         "memory": make_memory_evidence(),
         "traffic": make_traffic_evidence(),
         "timing": make_timing(
+            rank_cpu_seconds=[[0.5], [0.75]],
             digests={1: "abc"},
             observed=ObservedPath(losses=[5.5], digests=["abc"], repeats=True),
             spoilt=["GPU a: hot"],

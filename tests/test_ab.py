@@ -22,6 +22,7 @@ from meshmark.regression import bisect as bisection
 from meshmark.regression import side as sides
 from meshmark.regression.alternate import alternate
 from meshmark.regression.change import ChangeOutcome
+from meshmark.regression.gate import parse_gate
 from meshmark.regression.sequential import evidence, half_width
 from meshmark.regression.side import Side
 from meshmark.run.record import Outcome, Record, Status
@@ -70,9 +71,12 @@ def test_the_evidence_is_the_published_bayes_factor() -> None:
     differences = [0.01, 0.05, 0.02, 0.04, -0.01]
     n = len(differences)
     observed = np.mean(differences) / np.std(differences, ddof=1) * math.sqrt(n)
-    ratio = lambda d: nct.pdf(observed, n - 1, d * math.sqrt(n)) * norm.pdf(d, scale=0.5)  # noqa: E731
-    expected = quad(ratio, -6, 6)[0] / t.pdf(observed, n - 1)
-    assert evidence(differences) == pytest.approx(expected, rel=1e-6)
+    for scales in ([0.5], [0.5, 4.0]):  # the mean of several is a martingale as each is
+        expected = 0.0
+        for scale in scales:
+            ratio = lambda d: nct.pdf(observed, n - 1, d * math.sqrt(n)) * norm.pdf(d, scale=scale)  # noqa: B023, E731
+            expected += quad(ratio, -8, 8, points=[0, 1])[0] / t.pdf(observed, n - 1) / len(scales)
+        assert evidence(differences, [scale**2 for scale in scales]) == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_confidence_sequence_ends_where_the_evidence_does() -> None:
@@ -98,7 +102,29 @@ def test_pairs_end_when_all_is_decided(tmp_path: Path) -> None:
         (rate,) = (change for change in found.changes if change.metric == "tokens/s")
         assert rate.outcome is outcome
         assert rate.effect and rate.effect.lowest < 1 / factor - 1 < rate.effect.highest
-    assert len(said) < 3 * 60 and said[-1].endswith("1 of 1 case decided")
+    assert len(said) < 3 * 60 and "1 of 1 case decided; " in said[-1]
+
+
+def busy(processor: float) -> Callable[[Path], list[Record]]:
+    """A side whose clock scatters as on a busy machine, and whose processor time by a few per cent."""
+
+    def measure(_: Path) -> list[Record]:
+        clock, own = (math.exp(scatter * RNG.standard_normal()) for scatter in (0.15, 0.03))
+        cpu = [[4 * processor * own]] * 2
+        return [make_timed(timing=make_timing(rank_step_seconds=[[0.1 * clock] * 8] * 2, rank_cpu_seconds=cpu))]
+
+    return measure
+
+
+def test_processor_time_decides_where_the_clock_cannot_tell(tmp_path: Path) -> None:
+    slower, same = (
+        alternate(busy(0.1), busy(0.1 * factor), tmp_path, most_pairs=10, say=lambda _: None) for factor in (1.2, 1.0)
+    )
+    (failing,) = parse_gate("slower:5%").failing(slower.changes)
+    assert failing.metric == "CPU seconds a step" and failing.by > 0.1
+    assert not parse_gate("slower:5%").failing(same.changes)
+    (unsure,) = (c for c in parse_gate("slower:5%").unsure(same.changes) if c.metric == "tokens/s")
+    assert "more pairs, " in unsure.evidence, "and how long they take"
 
 
 def test_what_cannot_be_told_says_how_many_pairs_it_takes(tmp_path: Path) -> None:

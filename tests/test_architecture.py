@@ -16,22 +16,23 @@ import pytest
 from studies import architecture
 
 ROOT = Path(__file__).parent.parent
+CORE = ROOT / "meshmark"
 FRAMEWORKS = {
     "deepspeed",
     "accelerate",
     "fairscale",
     "horovod",
     "megatron",
-    "transformers",
     "lightning",
     "pytorch_lightning",
     "torchtitan",
 }
+MODELLING = {"transformers": CORE / "reference" / "transformers_model.py"}
+"""Packages of models, and the one module of the core that imports each, inside functions."""
 MAX_ARGUMENTS = 6
 TABLE_HELPERS = {"spec/hardware.py::_gpu"}
 """Functions that stand for one line of a table of data, and may take more."""
 
-CORE = ROOT / "meshmark"
 BASE = {"clip", "environment", "errors", "import_target", "pluralize", "rank_progress", "serial"}
 """Modules that every folder may import."""
 FRONT = {
@@ -56,6 +57,7 @@ FRONT = {
     "submit",
     "suite_file",
     "suite_gate",
+    "terminal_summary",
     "user_workload",
 }
 """Modules that bring the folders together: what users call."""
@@ -71,12 +73,14 @@ SLOW = {
 OUTSIDE = {"adapters", "suites"}
 """Real folders at the top of the checkout, linked into the package under one name."""
 
+SCRIPTS = ROOT / "adapters" / "gaps"
+"""Scripts that nothing imports: they show what frameworks get wrong, without Meshmark."""
+
 
 def python_files(folder: str) -> list[Path]:
-    """Without following the links of OUTSIDE: each file has one place."""
-    return sorted(
-        p for p in (ROOT / folder).rglob("*.py") if not (CORE / "adapters" in p.parents or CORE / "suites" in p.parents)
-    )
+    """Return the Python files of a folder, without those behind the links of OUTSIDE and without SCRIPTS."""
+    passed_over = {CORE / "adapters", CORE / "suites", SCRIPTS}
+    return sorted(p for p in (ROOT / folder).rglob("*.py") if not passed_over.intersection(p.parents))
 
 
 def folders() -> dict[str, set[str]]:
@@ -137,6 +141,13 @@ def used_by(path: Path) -> set[str]:
 def test_the_core_imports_no_framework_no_adapter_and_no_suite(path: Path) -> None:
     assert not roots(imports_of(parse(path))) & (FRAMEWORKS | {"adapters", "suites", "studies", "tests"})
     assert not used_by(path) & OUTSIDE
+
+
+@pytest.mark.parametrize("package", MODELLING)
+def test_a_package_of_models_is_imported_by_one_module_inside_functions(package: str) -> None:
+    users = {path for path in python_files("meshmark") if package in roots(imports_of(parse(path)))}
+    assert users == {MODELLING[package]}
+    assert package not in roots(top_level_imports(parse(MODELLING[package])))
 
 
 @pytest.mark.parametrize("path", python_files("meshmark") + python_files("adapters"), ids=lambda p: p.name)
@@ -222,7 +233,7 @@ def test_collecting_the_suites_loads_no_framework_and_of_pytorch_no_more_than_it
     """What only ranks need takes as long to import as all the rest."""
     assert loaded[2] == 0
     assert "suites" in roots(loaded[1])
-    assert not roots(loaded[1]) & FRAMEWORKS
+    assert not roots(loaded[1]) & (FRAMEWORKS | MODELLING.keys())
     assert not loaded[1] & SLOW
 
 

@@ -12,9 +12,10 @@ import pytest
 
 from meshmark.cli import main
 from meshmark.errors import InputError, ResultsError
-from meshmark.expect import NoBaselineWarning, expect_no_worse
+from meshmark.expect import NoBaselineWarning, UnsureWarning, expect_no_worse
 from meshmark.regression.baseline import accept, find_baseline
 from meshmark.regression.baseline_gate import BaselineGate, baseline_gate, expect_cases, expect_conditions
+from meshmark.regression.change import Change
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
 from meshmark.run.record import SCHEMA, Outcome, Record, Relaunch, Status
 from meshmark.run.record_file import RecordFile, read_records
@@ -132,7 +133,11 @@ def test_nothing_fails_beside_an_equal_record() -> None:
     found = keeper(make_good(), timed())
     for suite in ("equivalence", "memory", "communication"):
         expect_no_worse(make_good(), suite, found)
-    expect_no_worse(timed(1.01), "throughput", found)
+    with pytest.warns(UnsureWarning, match="tokens/s cannot tell"):
+        expect_no_worse(timed(1.01), "throughput", found)
+    sure = dataclasses.replace(found, gate=parse_gate("wrong,slower:3%,unsure"))
+    with pytest.raises(pytest.fail.Exception, match="tokens/s cannot tell"):
+        expect_no_worse(timed(1.01), "throughput", sure)
 
 
 def test_each_kind_of_regression_fails_its_own_test_with_its_evidence() -> None:
@@ -151,22 +156,26 @@ def test_each_kind_of_regression_fails_its_own_test_with_its_evidence() -> None:
         expect_no_worse(wrong, "equivalence", found)
 
 
+def failing(found: BaselineGate, record: Record) -> list[Change]:
+    return found.gate.failing(found.changes(record, "throughput"))
+
+
 def test_more_timed_cases_share_the_chance_of_a_false_alarm() -> None:
     found = keeper(make_good(), *(timed(1 + 0.03 * i) for i in range(5)))
     slow = timed(1.8)
-    assert found.failing(slow, "throughput")
-    assert not dataclasses.replace(found, num_timed=100_000).failing(slow, "throughput")
+    assert failing(found, slow)
+    assert not failing(dataclasses.replace(found, num_timed=100_000), slow)
 
 
 def test_a_baseline_of_one_launch_fails_no_rate() -> None:
     """How far its launches scatter on this machine nobody has seen."""
-    assert not keeper(make_good(), timed()).failing(timed(3.0), "throughput")
+    assert not failing(keeper(make_good(), timed()), timed(3.0))
 
 
 def test_a_baseline_of_another_machine_fails_no_rate() -> None:
     found = keeper(make_good(), *(timed(1 + 0.01 * i) for i in range(5)))
     slow = dataclasses.replace(timed(3.0), environment=make_environment(machine="Abacus 4000"))
-    assert found.failing(timed(3.0), "throughput") and not found.failing(slow, "throughput")
+    assert failing(found, timed(3.0)) and not failing(found, slow)
 
 
 def test_a_case_that_the_baseline_lacks_is_told() -> None:

@@ -30,7 +30,7 @@ def measured(name: str, *, mib: int, sent: int = 1000, seconds: float = 0.5, wor
         verdicts=[],
     )
     steps = [seconds * (1 + 0.01 * (-1) ** i) for i in range(16)]
-    timing = make_timing(rank_step_seconds=[steps] * world, rank_starts=[[0.0]] * world, lap_steps=[], relaunches=[])
+    timing = make_timing(num_launches=3, rank_step_seconds=[steps] * world)
     timed = make_record(case=case, task=Task.TIME, timing=timing) if world == 2 else None
     return Found(name=name, observed=observed, timed=timed)
 

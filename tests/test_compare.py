@@ -12,7 +12,9 @@ import pytest
 from meshmark.cli import main
 from meshmark.errors import InputError, ResultsError
 from meshmark.measure.readings import Bytes, Collective, TrafficReading
+from meshmark.regression.causes import causes
 from meshmark.regression.change import Change, ChangeOutcome, Kind
+from meshmark.regression.cli import compare_folders
 from meshmark.regression.compare import compare
 from meshmark.regression.gate import DEFAULT_GATE, parse_gate
 from meshmark.regression.samples import STEP, Sample, own_scatter
@@ -367,3 +369,71 @@ def test_the_command_tells_writes_and_sets_the_exit_code(tmp_path: Path, capsys:
     (tmp_path / "old" / "records.jsonl").write_text('{"schema": 99}\n')
     assert main(["compare", good, str(tmp_path / "old")]) == 2
     assert f"schema 99, this Meshmark reads 1 to {SCHEMA}; a newer one wrote it: upgrade" in capsys.readouterr().err
+
+
+def leave(folder: Path, *records: Record) -> Path:
+    file = RecordFile(folder)
+    for record in records:
+        file.append(record)
+    file.close()
+    return folder
+
+
+def at(commit: str, date: str, seconds: float = 0.1) -> Record:
+    around = make_environment(project_commit=commit, date=date)
+    return dataclasses.replace(timed(seconds), environment=around)
+
+
+def test_launches_of_other_commits_are_not_pooled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that is run into by every job holds many commits."""
+    before = leave(tmp_path / "a", *(at("old", f"2026-01-0{i}", 0.3) for i in range(1, 6)), at("good", "2026-02-01"))
+    after = leave(tmp_path / "b", at("good", "2026-02-02"), at("bad", "2026-02-03"))
+    (rate,) = (c for c in compare_folders(before, after, None).changes if c.metric == "tokens/s")
+    assert rate.before == rate.after and rate.evidence.startswith("1 and 1 launch, ")
+    assert f"{before}: left out 5 records of other code (old); what counts is the last, good" in capsys.readouterr().err
+
+
+def test_a_baseline_is_no_part_of_what_is_run_beside_it(tmp_path: Path) -> None:
+    """The tutorial accepts a folder, and runs into it once more."""
+    first, second = at("x", "2026-02-01"), at("x", "2026-02-02", 0.2)
+    baseline, results = leave(tmp_path / "a", first), leave(tmp_path / "b", first, second)
+    (rate,) = (c for c in compare_folders(baseline, results, None).changes if c.metric == "tokens/s")
+    assert rate.evidence.startswith("1 and 1 launch, ")
+
+
+def test_what_a_gate_cannot_tell_is_seen_and_can_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    sides = [str(leave(tmp_path / name, at(name, "2026-02-01", s))) for name, s in (("a", 0.1), ("b", 0.12))]
+    assert main(["compare", *sides, "--fail-on", "slower:3%"]) == 0
+    said = capsys.readouterr().out
+    assert "CANNOT TELL: " in said and "takes 4 more launches, about " in said
+    assert "::warning title=Meshmark cannot tell::" in said
+    assert "tokens/s cannot tell" in (tmp_path / "summary.md").read_text()
+    assert main(["compare", *sides, "--fail-on", "slower:3%,unsure"]) == 1
+    assert "FAILED by --fail-on unsure: " in capsys.readouterr().out
+
+
+def test_one_cause_is_one_message() -> None:
+    """A second copy of gradients is more bytes at every instant, and more than the plan, in two cases."""
+    one, other = make_case("ddp"), make_case("fsdp2")
+    good = [make_good(case=case) for case in (one, other)]
+    reading, instants = make_memory(), ("steady", "states", "peak")
+    more = {at: dataclasses.replace(getattr(reading, at), gradients=9000) for at in instants}
+    grown = [dataclasses.replace(reading, **more)] * 2
+    verdicts = [make_verdict(suite, passed=suite != "memory") for suite in ("equivalence", "memory", "communication")]
+    evidence = make_memory_evidence(readings=grown)
+    bad = [make_good(case=case, memory=evidence, verdicts=verdicts) for case in (one, other)]
+    failing = parse_gate(DEFAULT_GATE).failing(compare(good, bad).changes)
+    assert len(failing) > 4, "by metric"
+    (cause,) = causes(failing)
+    assert "gradients on rank 0" in str(cause) and "and with it" in str(cause)
+    assert "memory verdict yes -> no" in str(cause) and f"the same in 1 other case: {other.id}" in str(cause)
+
+
+def test_what_crashes_is_one_message() -> None:
+    crashed = make_good(outcome=Outcome(status=Status.RAISED, message="x"), verdicts=[])
+    (cause,) = causes(c for c in compare([make_good()], [crashed]).changes if c.outcome is not ChangeOutcome.SAME)
+    assert cause.change.metric == "instrumented pass"

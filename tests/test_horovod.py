@@ -19,8 +19,7 @@ from meshmark.run.runner import Runner, RunOptions
 from meshmark.spec.case import Case
 from tests.broken.mutant import GPT
 from tests.broken.roster import REDUCED
-from tests.gaps import test_horovod as gaps
-from tests.gaps.ranks import on_two_ranks
+from tests.ranks import on_two_ranks, start_horovod
 
 CASE = Case(adapter="horovod", workload=GPT, layout=REDUCED)
 MISSING = load_adapter(builtin_adapters()["horovod"]).refusal(CASE, "cpu", "gloo")
@@ -48,7 +47,7 @@ def told_and_logged(path: Path, rank: int) -> tuple[list[int], list[int]]:
     from meshmark.adapters.horovod.traffic import HorovodTraffic
 
     os.environ["HOROVOD_TIMELINE"] = str(path)
-    hvd = gaps.start(rank)
+    hvd = start_horovod(rank)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()

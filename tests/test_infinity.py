@@ -20,7 +20,7 @@ from meshmark.reference.initial import initial_value
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload
 from tests.broken.mutant import GPT, WIDE
-from tests.gaps.ranks import on_two_ranks
+from tests.ranks import on_two_ranks
 
 CASE = Case(adapter="deepspeed-infinity", workload=WIDE, layout=Layout(dp=2, zero_stage=3, offload=Offload.NVME))
 

@@ -25,6 +25,15 @@ CHECKED = "2.11"
 """PyTorch, of whose wheel (CUDA 13) every name below was looked up in 2026-11, and every public one."""
 
 PRIVATE = {
+    "_BatchNorm": "torch.nn.modules.batchnorm",
+    "_buffers": "torch.nn:Module",
+    "_local_tensor": "torch.distributed.tensor:DTensor",
+    "_modules": "torch.nn:Module",
+    "_numels": "torch.distributed.fsdp._flat_param:FlatParameter",
+    "_param_infos": "torch.distributed.fsdp._flat_param:FlatParameter",
+    "_parameters": "torch.nn:Module",
+    "_shapes": "torch.distributed.fsdp._flat_param:FlatParameter",
+    "_shard_param_infos": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_cuda_clearCublasWorkspaces": "torch._C",
     "_distributed_c10d": "torch._C",
     "_dump_fr_trace": "torch._C._distributed_c10d",

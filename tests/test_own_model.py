@@ -80,7 +80,7 @@ def written(folder: Path, **parts: str) -> str:
         ({"loss": "return model(x).square(), torch.tensor(8.0)"}, r"a sum of shape \(8, 4\)"),
         ({"loss": "return model(x).square().sum(), torch.tensor(0.0)"}, "the weight above 0"),
         (
-            {"loss": "return (model(x) @ model(x).T).logsumexp(1).sum(), torch.tensor(8.0)"},
+            {"loss": "return (model(x) @ model(x).T).logsumexp(1).sum(), torch.tensor(float(len(x)))"},
             "rows enter one",
         ),
         ({"loss": "return model(x.mul_(0.5)).square().sum(), torch.tensor(8.0)"}, "changes its batch in place"),
@@ -212,3 +212,24 @@ def test_what_is_not_judged_yet_is_refused_with_its_reason() -> None:
     with pytest.raises(InputError, match="a model of your own is not cut into stages yet"):
         Case(adapter="pipeline", workload=own, layout=Layout(pp=2, num_micro_batches=2))
     assert dataclasses.replace(own, seed=1) != own
+
+
+def test_a_tiny_model_and_a_contrastive_loss_are_right_under_an_adapter_of_ones_own(tmp_path: Path) -> None:
+    """Scalars are more than 1 % of so small a model; a contrastive loss is judged by micro-batches."""
+    target = written(
+        tmp_path, loss="return (model(x) @ model(x).T).logsumexp(1).sum(), torch.tensor(float(len(x)))"
+    ).removesuffix(":W")
+    source = Path(target).read_text().replace("class W:", "class W:\n    couples_rows = True")
+    Path(target).write_text(f"{source}\nfrom meshmark.adapters.fsdp2 import FSDP2\nclass Mine(FSDP2): pass\n")
+    asked = ["--adapter", f"{target}:Mine", "--adapters", "ddp", "--workload", f"{target}:W"]
+    command = ["-m", "pytest", "-q", "suites", "-k", "equivalence or memory or communication", *asked]
+    command = [sys.executable, *command, "--results", str(tmp_path / "results")]
+    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+    records = [record for record in read_records(tmp_path / "results").records if record.verdicts]
+    assert {record.case.adapter for record in records} == {"ddp", "mine"}
+    assert {record.case.adapter: record.verdict("communication") is None for record in records} == {
+        "ddp": False,
+        "mine": True,  # the loss runs the model twice, and how often that is gathered is not planned
+    }
+    assert all(record.memory.planned[0].activations for record in records)  # type: ignore[union-attr]

@@ -89,13 +89,15 @@ def prepare(folder: Path) -> None:
         )
         for name, w in zip(("gpu", "cluster"), large, strict=True)
     }
-    plain = ("results", "results/first", "results/ci", "results/gpu", "baselines/main", "before", "after")
+    made = ("baselines/main", "baselines/NAME")  # which one page makes, and pages before it name
+    plain = ("results", "results/first", "results/ci", "results/gpu", *made, "before", "after")
     for results, one in {**dict.fromkeys(plain, case), **gated}.items():
         file = RecordFile(folder / results)
         file.append(make_good(**{**about, "case": one}))
         file.append(make_timed(**{**about, "case": one}, timing=timing))
         file.close()
-    (folder / "baselines" / "main" / "baseline.json").write_text("{}")
+    for baseline in made:
+        (folder / baseline / "baseline.json").write_text("{}")
     write_table(folder / "layouts.csv", sweep_rows(1))
     (folder / "suite.toml").write_text((ROOT / "examples" / "ci" / "suite.toml").read_text())
     (folder / "mine.txt").write_text("to be or not to be, that is the question " * 2000)
@@ -111,6 +113,7 @@ def collect(words: list[str]) -> list[str]:
         words = ["cpu" if before == "--device" else word for before, word in zip(["", *words], words, strict=False)]
     ours = ("suites", "examples/")
     words = [str(ROOT / word) if word.startswith(ours) else word for word in words if word != ELLIPSIS]
+    words = [word.replace("hf:examples", f"hf:{ROOT}/examples") for word in words]
     return ["pytest", *CORE, "-p", "no:cacheprovider", "--collect-only", "-q", *words]
 
 
@@ -138,6 +141,9 @@ def meshmark(words: list[str]) -> list[str]:
     if words[:1] in (["ab"], ["bisect"]) and "--" in words:
         asked = words[words.index("--") + 1 :]
         return collect(asked if asked[0].startswith("suites") else ["--pyargs", "meshmark.suites", *asked])
+    if words[:1] == ["check"]:  # tests/test_check.py runs the script; a page may show one that is wrong
+        scripts = [str(ROOT / word) for word in words if word.endswith(".py")]
+        return ["test", "-f", scripts[0]] if scripts else ["meshmark", "check", "--help"]
     if words[:1] == ["submit"]:
         return ["meshmark", "submit", "--dry-run", *words[1:]]
     if "--run" in words:
@@ -310,6 +316,7 @@ def test_every_option_of_a_page_is_one(tmp_path: Path) -> None:
     verbs = (
         "doctor",
         "cases",
+        "check",
         "report",
         "compare",
         "baseline accept",

@@ -227,15 +227,16 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
         "sample",
         "ways",
     )
-    of_timing = ("device_memory", "power", "spoilt", "relaunches")
+    of_timing = ("rank_cpu_seconds", "device_memory", "power", "spoilt", "relaunches")
     of_traffic = ("places", "reach", "planned_reach")
     del old["traffic_exceptions"]
     old["remainders"] = old.pop("extra_memory")
-    for name in (*lacked, *of_timing, *of_traffic, "gathering_bytes", "compile_seconds"):
+    for name in (*lacked, *of_timing, *of_traffic, "gathering_bytes", "compile_seconds", "sources"):
         del old[name]
     old["matmul_flops_per_second"] = [1e9, 1e9]  # which it had
     old["planned_traffic"] = [{"all_reduce": 400.0}] * 2  # another plan
     lacking = make_record(
+        sources=[],
         launch=dataclasses.replace(make_record().launch, compile_seconds=0.0),
         equivalence=dataclasses.replace(make_record().equivalence, sample=None, gathering_bytes=[], ways={}),
         training=TrainingCurves(losses=[5.5, 5.25], norms=[2.0, None]),

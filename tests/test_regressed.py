@@ -95,7 +95,7 @@ def test_two_commits_in_alternation_tell_what_became_worse(ab: str) -> None:
     assert any(
         "wrong: wrong-" in line and "equivalence verdict worse: yes -> no; gradient scaled" in line for line in failed
     ), ab
-    assert any("bigger: bigger-" in line and "peak memory worse" in line for line in failed), ab
+    assert any("bigger: bigger-" in line and "and with it peak memory +" in line for line in failed), ab
     assert not any("slower-" in line for line in failed) and "1 pair; evidence" in ab
     annotations = [line for line in ab.splitlines() if line.startswith("::error title=gate[")]
     assert len(annotations) == 2 and all("meshmark ab --a 'HEAD~1' --b HEAD" in line for line in annotations)

@@ -59,6 +59,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
         timing_budget_seconds=0.0,
         environment=here,
         conformance=ConformanceEvidence(),
+        sources=[],
     )
 
 
@@ -140,7 +141,7 @@ def test_a_crash_is_held_and_a_checkout_with_changes_holds_nothing(
 
 
 @pytest.mark.parametrize("target", ["mine.py:Mine", "mine.adapters:Mine"])
-def test_code_that_no_commit_of_ours_tells_is_run(tmp_path: Path, record: Record, target: str) -> None:
+def test_code_that_no_commit_tells_is_run(tmp_path: Path, record: Record, target: str) -> None:
     """A package of a user's changes as a file does, and has its entry point meanwhile."""
     with closing(runner(tmp_path, [])) as running:
         request = dataclasses.replace(running.request(Task.OBSERVE, CASE), adapter=target)

@@ -72,7 +72,7 @@ def test_show_tells_what_is_recorded_of_a_case(tmp_path: Path, capsys: pytest.Ca
     told = capsys.readouterr().out
     assert told.startswith("ddp-dp2.mb2-mini-fp32\n\nobserve: ok") and "\ntime: ok" in told and "gpipe" not in told
     assert "equivalence    passed: what decided equivalence" in told and "peak, rank 0   2.66 KiB: parameters" in told
-    assert "/s ±" in told and "commit 0123456789ab, by pytest suites" in told
+    assert "/s (1 launch)" in told and "commit 0123456789ab, by pytest suites" in told
     assert main(["show", "gpipe-dp2.mb2-mini-fp32", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "hung on rank 1" in told and "File a.py, line 7" in told and "\x1b" not in told

@@ -194,7 +194,7 @@ def test_a_gate_does_not_repeat_a_test_that_failed(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
-    wrong = make_good(verdicts=[make_verdict(passed=False)])
+    wrong = make_good(verdicts=[make_verdict(passed=False), make_verdict("memory"), make_verdict("communication")])
     failed = Attempt(test="t", case=wrong.case.id, conforming=False, ending=Ending.FAILED, message="by 2", command="x")
     leave(tmp_path / "baselines" / "good", make_good())
     leave(tmp_path / "now", wrong, Session(schema=SCHEMA, session="1", command="x", device="cpu", attempts=[failed]))

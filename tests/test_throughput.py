@@ -10,6 +10,7 @@ import pytest
 
 from meshmark.adapters import ADAPTERS
 from meshmark.measure.interval import student_t
+from meshmark.report.tables import interval_text
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.peak_probe import PeakProbe, num_cores
 from meshmark.run.record import Relaunch
@@ -55,11 +56,21 @@ def test_few_steps_that_scatter_widely_do_not_bound_the_rate() -> None:
 
 def test_cases_are_tied_with_the_fastest_where_intervals_meet() -> None:
     scattered, steady, slow = (
-        make_timed(timing=make_timing(rank_step_seconds=[[a, b] * 8] * 2))
+        make_timed(timing=make_timing(num_launches=3, rank_step_seconds=[[a, b] * 8] * 2))
         for a, b in ((0.8, 1.2), (1.05, 1.06), (1.5, 1.6))
     )
     assert fastest_of([slow, steady, scattered]) == [scattered, steady]
     assert fastest_of([slow, steady]) == [steady]
+
+
+def test_nothing_is_claimed_by_a_rate_of_one_launch() -> None:
+    """Its steps scatter widely, so that their interval meets every other."""
+    once, often = (
+        make_timed(timing=make_timing(num_launches=count, rank_step_seconds=[[0.5, 1.5] * 8] * 2)) for count in (1, 3)
+    )
+    assert not throughput(once).ties(throughput(often)) and throughput(often).ties(throughput(often))
+    assert fastest_of([once, often]) == [often] and fastest_of([once]) == []
+    assert interval_text(throughput(once)) == "(1 launch)"
 
 
 def test_drift_is_how_much_longer_the_second_half_takes() -> None:

@@ -39,7 +39,7 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
 from meshmark.adapters.fsdp2 import FSDP2, FSDP2Engine, fsdp2_exceptions, row_extra_memory
-from meshmark.reference.build import block_class
+from meshmark.reference.build import block_classes
 from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
@@ -147,7 +147,7 @@ class Accelerate(Adapter):
                 DistributedDataParallelKwargs(
                     gradient_as_bucket_view=True,
                     broadcast_buffers=False,  # each replica keeps its own statistics, as the workload defines them
-                    find_unused_parameters=case.workload.skipped_block is not None,
+                    find_unused_parameters=case.workload.leaves_unused,
                 ),
             ],
         )
@@ -226,7 +226,7 @@ class AccelerateFSDP2(Adapter):
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=[block_class(case.workload.model).__name__],
+            transformer_cls_names_to_wrap=sorted(kind.__name__ for kind in block_classes(case.workload.model)),
             mixed_precision_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced) if low else None,
         )
         return sharding_accelerator(case, context, plugin, **self.arguments(case))

@@ -25,7 +25,7 @@ _AUTO = ("train_batch_size", "gradient_accumulation_steps")
 """That Accelerate works out of the micro-batch and of its own settings."""
 _STRAY = (
     "the optimizer that Accelerate puts in the place of PyTorch's shares its groups until a checkpoint is loaded; then "
-    "the schedule changes the rates of one that does not train (tests/gaps/test_accelerate.py)"
+    "the schedule changes the rates of one that does not train"
 )
 
 
@@ -36,7 +36,12 @@ class AccelerateDeepSpeedFile(AccelerateDeepSpeed, DeepSpeedOffload):
     known_gaps: ClassVar = (
         *DeepSpeedOffload.known_gaps,
         *(
-            KnownGap(clause=clause, symptom="with the learning rate of the step before", reason=_STRAY)
+            KnownGap(
+                clause=clause,
+                symptom="with the learning rate of the step before",
+                reason=_STRAY,
+                reproducer="accelerate_deepspeed_scheduler_after_load",
+            )
             for clause in ("resume", "recovery")
         ),
     )

@@ -19,7 +19,7 @@ from meshmark.adapters.accelerate.prepare import (
     sharding_accelerator,
 )
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine, canonical
-from meshmark.reference.build import block_class
+from meshmark.reference.build import block_classes
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
@@ -76,7 +76,7 @@ class AccelerateFSDP1(FSDP1):
             backward_prefetch="BACKWARD_PRE",
             use_orig_params=True,
             auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=[block_class(case.workload.model).__name__],
+            transformer_cls_names_to_wrap=sorted(kind.__name__ for kind in block_classes(case.workload.model)),
             mixed_precision_policy=MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low else None,
         )
         return sharding_accelerator(case, context, plugin)

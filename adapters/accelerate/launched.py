@@ -10,7 +10,7 @@ from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.engine import RankContext
 from meshmark.adapters.accelerate import AccelerateFSDP2
 from meshmark.adapters.accelerate.prepare import sharding_accelerator
-from meshmark.reference.build import block_class
+from meshmark.reference.build import block_classes
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
 
@@ -37,7 +37,7 @@ class AccelerateFSDP2Launched(AccelerateFSDP2):
         if case.workload.couples_rows:
             return (
                 "loading weights by one rank, as its launcher does, fails for models with buffers "
-                "(huggingface/accelerate#3898; tests/gaps/test_accelerate.py)"
+                "(huggingface/accelerate#3898; adapters/gaps/accelerate_fsdp2_ram_efficient_buffers.py)"
             )
         return super().supports(case, device, backend)
 
@@ -54,7 +54,9 @@ def launched(case: Case) -> dict[str, str]:
     options = {
         "fsdp_version": "2",
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_transformer_layer_cls_to_wrap": block_class(case.workload.model).__name__,
+        "fsdp_transformer_layer_cls_to_wrap": ",".join(
+            sorted(kind.__name__ for kind in block_classes(case.workload.model))
+        ),
         "mixed_precision": "no",
         "dynamo_backend": "no",
         "num_machines": "1",

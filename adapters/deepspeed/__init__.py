@@ -60,6 +60,7 @@ class DeepSpeed(Adapter):
             symptom="as if unused parameters had a gradient of zero",
             reason="a parameter without a gradient counts as one with a gradient of zero: its moments decay, and "
             "momentum and weight decay move it",
+            reproducer="deepspeed_unused_momentum",
         ),
         KnownGap(
             clause="unused",
@@ -68,6 +69,7 @@ class DeepSpeed(Adapter):
             reason="a parameter that a step does not use is updated again with the gradient of the last step that did: "
             "stage3.py never clears grad_partitions_flat_buffer, whose parts the first micro-batch overwrites only "
             "where it brings a gradient",
+            reproducer="deepspeed_zero3_unused_stale_gradient",
         ),
     )
 
@@ -78,7 +80,9 @@ class DeepSpeed(Adapter):
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:
-        """DeepSpeed runs fp16 on no CPU without AVX512-FP16."""
+        """DeepSpeed runs fp16 on no CPU without AVX512-FP16, and shards no scalars."""
+        if case.layout.zero_stage == 3 and case.workload.model.has_scalars:
+            return f"{case.adapter} does not support {Feature.SCALARS} at stage 3 (it narrows the first dimension)"
         if case.precision.compute is Dtype.FP16 and device == "cpu":
             return f"{case.adapter} runs precision fp16 on CUDA alone"
         return super().supports(case, device, backend)
@@ -99,6 +103,10 @@ class DeepSpeed(Adapter):
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         """Beyond ZeRO's closed form, or short of it: stage 1 does not keep reduced gradients of other ranks either."""
+        return (*cls._states_beyond(case, rank), *_kept_weights(case, rank))
+
+    @classmethod
+    def _states_beyond(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
         layout, count = case.layout, local_parameters(case.workload.model, case.layout, rank) or 0
         shards, own = state_shards(layout, rank)
         planned = count / shards
@@ -161,3 +169,13 @@ class DeepSpeed(Adapter):
     def optimizer(self, case: Case, model: nn.Module) -> torch.optim.Optimizer:
         """What DeepSpeed wraps."""
         return build_optimizer(case.workload.optimizer, model.named_parameters())
+
+
+def _kept_weights(case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+    """Weights that stage 3 gathers and does not free before the backward pass (tests/gaps/test_deepspeed.py)."""
+    indexed, (shards, _) = case.workload.model.indexed, state_shards(case.layout, rank)
+    if case.layout.zero_stage < 3 or shards == 1 or not indexed:
+        return ()
+    reason = "a gathered weight stays while autograd keeps a part of it, such as one expert's"
+    num_bytes = case.precision.weights.itemsize * indexed
+    return (ExtraMemory(category="activations", num_bytes=num_bytes, reason=reason),)

@@ -122,7 +122,7 @@ class DeepSpeedInfinity(DeepSpeedOffload):
 
     def model(self, case: Case, context: RankContext) -> Model:
         """By `zero.Init`, as ZeRO-Infinity's tutorial has it. Files that DeepSpeed makes of a whole model by itself are
-        in bf16 where the device knows no fp16 (tests/gaps/test_infinity.py)."""
+        in bf16 where the device knows no fp16 (adapters/gaps/deepspeed_nvme_dtype.py)."""
         import deepspeed
 
         deepspeed.init_distributed(dist_backend=context.backend, auto_mpi_discovery=False)
@@ -141,7 +141,9 @@ class DeepSpeedInfinity(DeepSpeedOffload):
 
 
 def _at_odd_addresses(case: Case) -> str | None:
-    """Why gradients would not be read back (tests/gaps/test_infinity.py): each is read to where it stands among those
+    """Why gradients would not be read back (adapters/gaps/deepspeed_async_io_alignment.py).
+
+    Each is read to where it stands among those
     of its group, a multiple of a disk's sectors or nothing."""
     names, starts = [*parameter_shapes(case.workload.model)], dict.fromkeys((False, True), 0.0)
     for name, num_bytes in zip(names, shard_bytes(case), strict=True):

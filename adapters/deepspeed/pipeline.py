@@ -1,5 +1,5 @@
 """DeepSpeed's PipelineModule, a 1F1B pipeline of its own, over replicas too, with ZeRO's stage 1. Without ZeRO it clips
-by the norm of the first stage's gradients alone (tests/gaps/test_deepspeed.py)."""
+by the norm of the first stage's gradients alone (adapters/gaps/deepspeed_pipeline_gradient_norm.py)."""
 
 from __future__ import annotations
 

@@ -60,6 +60,7 @@ class DeepSpeedZero0(DeepSpeed):
             symptom="as if unused parameters had a gradient of zero",
             reason="a parameter without a gradient is given one of zero to be reduced: its moments decay, and momentum "
             "and weight decay move it",
+            reproducer="deepspeed_unused_momentum",
         ),
     )
 

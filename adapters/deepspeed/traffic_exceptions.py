@@ -9,7 +9,6 @@ from fractions import Fraction
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload
-from meshmark.spec.model_spec import ModelSpec
 from meshmark.spec.precision import Dtype
 from meshmark.theory.flow import Flow, Purpose, TrafficException, besides, exceptions_for
 from meshmark.theory.traffic import scalar_flows, step_traffic
@@ -72,17 +71,27 @@ def _partitioned(case: Case, flows: list[Flow], shards: int, whole: int) -> tupl
 
 
 def _sharded(case: Case, flows: list[Flow], shards: int, sizes: list[int]) -> tuple[TrafficException, ...]:
-    """Stage 3 gathers a tied weight for the embedding and again for the head."""
-    model = case.workload.model
+    """Stage 3."""
     padding = Fraction(sum(-size % shards for size in sizes), sum(sizes))
-    size = model.vocab_size * model.hidden if isinstance(model, ModelSpec) and model.tied_embeddings else 0
-    again = Fraction(size + -size % shards, sum(sizes))
     reason = "parameters are padded to a multiple of the ranks"
     return (
         *besides(flows, Purpose.GRADIENTS, padding, reason),
         *besides(flows, Purpose.WEIGHTS, padding, reason),
-        *besides(flows, Purpose.WEIGHTS, again, "a tied weight is gathered for the embedding and for the head"),
+        *_for_modules(case, flows, shards),
     )
+
+
+def _for_modules(case: Case, flows: list[Flow], shards: int) -> tuple[TrafficException, ...]:
+    """Stage 3 gathers for each module, and releases after it; in the backward pass only of modules whose inputs have a
+    gradient (`PostBackwardFunctionModule` of parameter_offload.py), so that an embedding's weight stays."""
+    gathers, width = case.workload.model.gathers, case.precision.weights.itemsize
+    rounds = case.layout.num_micro_batches
+    more = sum((size + -size % shards) * times for size, times in gathers) * rounds * width
+    calls = sum(max(times, 0) for _, times in gathers) * rounds
+    own = (flow for flow in flows if flow.purpose is Purpose.WEIGHTS)
+    sends = tuple(dataclasses.replace(flow, num_bytes=more, fewest=0, most=calls) for flow in own)
+    reason = "weights are gathered for each module that reads them"
+    return (TrafficException(sends=sends, reason=reason),) if sends and gathers else ()
 
 
 def _norm(case: Case, rank: int, flows: list[Flow]) -> tuple[TrafficException, ...]:

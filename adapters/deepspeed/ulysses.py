@@ -57,7 +57,7 @@ class UlyssesEngine(DeepSpeedEngine):
 
     def differentiate(self, loss: Tensor) -> None:
         """Up to stage 2 DeepSpeed sums gradients over a sequence's ranks, and at stage 3 it averages them
-        (tests/gaps/test_deepspeed.py): made a sum here."""
+        (adapters/gaps/deepspeed_zero3_sequence_parallel_averages.py): made a sum here."""
         layout = self.case.layout
         super().differentiate(loss * layout.cp if layout.zero_stage == 3 else loss)
 
@@ -151,7 +151,7 @@ class DeepSpeedUlysses(DeepSpeed):
 
     def groups(self, case: Case, context: RankContext) -> ModuleType:
         """The way that Accelerate and Transformers take. With `sequence_parallel_size` in the configuration, DeepSpeed
-        reduces no gradients over a sequence's ranks (tests/gaps/test_deepspeed.py)."""
+        reduces no gradients over a sequence's ranks (adapters/gaps/deepspeed_sequence_parallel_by_configuration.py)."""
         import deepspeed
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
 

@@ -37,6 +37,7 @@ class DeepSpeedOffload(DeepSpeed):
             reason="a parameter that a step does not use is updated again with the gradient of the last step that did: "
             "the host's flat gradient is there for life, and a tensor's part of it is overwritten only where a "
             "gradient comes",
+            reproducer="deepspeed_offload_unused_stale_gradient",
         ),
     )
 

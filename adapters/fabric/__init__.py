@@ -26,7 +26,7 @@ from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.ddp import DDPEngine
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine
 from meshmark.errors import AdapterError
-from meshmark.reference.build import block_class, buffer_shapes, parameter_shapes
+from meshmark.reference.build import block_classes, buffer_shapes, parameter_shapes
 from meshmark.reference.objective import build_optimizer
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
@@ -151,7 +151,7 @@ class FabricDDP(Adapter):
         strategy = DDPStrategy(
             gradient_as_bucket_view=True,
             broadcast_buffers=False,  # each replica keeps its own statistics, as the workload defines them
-            find_unused_parameters=case.workload.skipped_block is not None,
+            find_unused_parameters=case.workload.leaves_unused,
         )
         precision = {Dtype.FP64: "64-true", Dtype.BF16: "bf16-mixed"}.get(case.precision.compute, "32-true")
         fabric = launched(context, strategy, precision)
@@ -212,7 +212,7 @@ class FabricFSDP(FSDP1):
 
         low, reduced = AUTOCAST.get(case.precision.compute), getattr(torch, case.precision.reduction)
         strategy = Strategy(
-            auto_wrap_policy={block_class(case.workload.model)},
+            auto_wrap_policy=block_classes(case.workload.model),
             sharding_strategy=self.strategy,
             mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=reduced) if low else None,
             state_dict_type="sharded",

@@ -24,9 +24,9 @@ from meshmark.spec.precision import Dtype, Precision
 
 
 class FabricDeepSpeedEngine(ThroughFabric, DeepSpeedEngine):
-    """Fabric's `step` goes to ZeRO's optimizer, past DeepSpeed's engine (tests/gaps/test_fabric.py), which therefore
-    counts no micro-batches and steps no schedule. So the engine is told which micro-batch is a step's last, for which
-    it has a method, and the schedule is the user's, as Fabric's documentation has it."""
+    """Fabric's `step` calls ZeRO's optimizer, not the engine (adapters/gaps/fabric_deepspeed_step.py). The engine
+    therefore counts no micro-batches and steps no schedule. This engine marks the last micro-batch of a step by
+    `set_gradient_accumulation_boundary`, and steps the user's schedule, as Fabric's documentation does."""
 
     def make_schedule(self) -> Schedule | None:
         return build_schedule(self.case.workload.optimizer, self.zero.optimizer)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 class FabricTensorParallelEngine(ThroughFabric, TensorParallelEngine):
     """Reduces after every micro-batch: `no_backward_sync` would keep whole gradients. Fabric's own `clip_gradients`
-    takes no tensors of several meshes (tests/gaps/test_fabric.py), such as a norm's weight beside a split one."""
+    takes no tensors of several meshes, such as a norm's weight beside a split one
+    (adapters/gaps/fabric_clip_tensor_parallel.py)."""
 
     def clip(self, max_norm: float) -> Tensor:
         return TensorParallelEngine.clip(self, max_norm)

@@ -237,6 +237,7 @@ class FairScaleFSDP(Adapter):
             symptom="expected to be in states",
             reason="a wrapper that takes no part in a backward pass makes the step raise: its state is unexpected",
             link="https://github.com/facebookresearch/fairseq/issues/3353",
+            reproducer="fairscale_fsdp_unused_wrapper",
         ),
     )
     engine: ClassVar[type[FSDPEngine]] = FSDPEngine

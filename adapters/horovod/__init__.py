@@ -78,6 +78,7 @@ class Horovod(Adapter):
             clause="unused",
             symptom="as if unused parameters had a gradient of zero",
             reason="what no rank has used is given a gradient of zero, so that moments and weights decay",
+            reproducer="horovod_unused_parameters",
         ),
     )
     engine: ClassVar[type[HorovodEngine]] = HorovodEngine
@@ -155,7 +156,8 @@ class HorovodRecommended(Horovod):
     cycle fused in a buffer.
 
     `broadcast_optimizer_state` is left out: of an optimizer that has no state yet it makes one by a step with gradients
-    of zero, which counts (tests/gaps/test_horovod.py). The rate is the workload's, whatever the number of ranks.
+    of zero, which counts (adapters/gaps/horovod_broadcast_optimizer_state.py). The rate is the workload's, whatever the
+    number of ranks.
     """
 
     track: ClassVar = Track.AUTHORS

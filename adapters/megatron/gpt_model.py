@@ -201,7 +201,13 @@ class MegatronGPTDistributedOptimizer(MegatronGPT):
         lacks={**MegatronGPT.capabilities.lacks, Precision.BF16: "masters are shared out by elements: not mapped"},
     )
     known_gaps: ClassVar = tuple(
-        KnownGap(clause=clause, symptom="AssertionError", reason=_FRESH) for clause in ("resume", "reshard", "recovery")
+        KnownGap(
+            clause=clause,
+            symptom="AssertionError",
+            reason=_FRESH,
+            reproducer="megatron_distributed_optimizer_load",
+        )
+        for clause in ("resume", "reshard", "recovery")
     )
 
     @classmethod
@@ -249,7 +255,8 @@ def _config(case: Case, context: RankContext, *, fuses: bool) -> Any:  # noqa: A
         apply_rope_fusion=False,
         persist_layer_norm=False,
         batch_p2p_sync=False,
-        # Batched, messages forward and back between two ranks are taken for one another (tests/gaps/test_megatron.py).
+        # Batched, messages forward and back between two ranks are taken for one another
+        # (adapters/gaps/megatron_interleaved_two_ranks.py).
         overlap_p2p_comm=layout.virtual_stages > 1,
         batch_p2p_comm=layout.virtual_stages == 1,
         finalize_model_grads_func=finalize_model_grads,

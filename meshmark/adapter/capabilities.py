@@ -31,6 +31,7 @@ class Feature(StrEnum):
     BUFFERS = "buffers by replica"
     MATRIX_WISE = "optimizers whose updates take whole matrices"
     UNUSED = "parameters unused in a step"
+    SCALARS = "parameters without a dimension"
     RECOMPUTE = "activation recomputation"
     EVALUATE = "evaluation"
     SAVE = "checkpoints"
@@ -48,7 +49,8 @@ def features(case: Case) -> frozenset[Feature]:
         Feature.SCHEDULE: workload.optimizer.warmup_steps > 0,
         Feature.BUFFERS: workload.couples_rows,
         Feature.MATRIX_WISE: workload.optimizer.is_matrix_wise,
-        Feature.UNUSED: workload.skipped_block is not None,
+        Feature.UNUSED: workload.leaves_unused,
+        Feature.SCALARS: workload.model.has_scalars,
         Feature.RECOMPUTE: case.layout.recompute is not Recompute.NONE,
     }
     return frozenset(feature for feature, wanted in asked.items() if wanted)

@@ -8,7 +8,7 @@ import importlib.metadata
 import inspect
 from collections.abc import Collection
 
-from meshmark.adapter.capabilities import Capabilities
+from meshmark.adapter.capabilities import Capabilities, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.errors import AdapterError, UnknownNameError
 from meshmark.import_target import import_module_of
@@ -46,6 +46,9 @@ def load_adapter(target: str) -> type[Adapter]:
     lacking = sorted(found.__abstractmethods__) + ([] if has_capabilities else ["capabilities"])
     if lacking:
         what = f"lacks {', '.join(lacking)}; see meshmark.adapter.contract.Adapter"
+        raise AdapterError(f"adapter {target!r}{_origin(target)} {what}")
+    if not all(isinstance(each, Requirement) for each in found.requires):
+        what = f"requires {found.requires!r:.80}; expected meshmark.adapter.capabilities.Requirement of each package"
         raise AdapterError(f"adapter {target!r}{_origin(target)} {what}")
     return found
 

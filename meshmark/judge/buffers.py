@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from meshmark.judge.deviation import Deviation, Deviations, Quantity, QuantityKind, Tensors, deviation
 from meshmark.judge.trace import Trace
@@ -21,6 +22,7 @@ from meshmark.reference.data import Batch, make_batch
 from meshmark.reference.model import Model
 from meshmark.reference.objective import loss_share
 from meshmark.spec.layout import Layout
+from meshmark.spec.model_config import Dataset
 from meshmark.spec.workload import Workload
 
 
@@ -33,11 +35,14 @@ def together(workload: Workload, batch: Batch, layout: Layout | None) -> list[Ba
 
 
 def exact_model(workload: Workload, batch: Batch) -> Model:
-    """Without values, and without dropout; but batch norms work as they do in training."""
+    """Without values, and without dropout; but batch norms work as they do in training.
+
+    A user's own module, which has no dropout, works as in training throughout.
+    """
     model = skeleton(workload.model)
-    model.eval().skipped_block = batch.skipped_block
+    model.train(workload.dataset is Dataset.OWN).skipped_block = batch.skipped_block
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm1d):
+        if isinstance(module, BatchNorm):
             module.train()
     return model
 
@@ -69,7 +74,7 @@ def exact_buffers(
         if momentum is not None:
             model = copy.deepcopy(model)
             for module in model.modules():
-                if isinstance(module, nn.BatchNorm1d):
+                if isinstance(module, BatchNorm):
                     module.momentum = momentum
         torch.func.functional_call(model, {**doubles(parameters), **buffers}, (part.inputs,))
     return {name: value.numpy() for name, value in buffers.items()}

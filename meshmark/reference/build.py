@@ -25,9 +25,9 @@ def build_model(spec: ModelConfig, layers: Sequence[int] | None = None) -> Model
     return module_class(spec)(spec, layers)
 
 
-def block_class(spec: ModelConfig) -> type[nn.Module]:
-    """Return the class of the model's blocks, for frameworks that wrap each module of a class."""
-    return module_class(spec).block_class_of(spec)
+def block_classes(spec: ModelConfig) -> set[type[nn.Module]]:
+    """Return the classes of the model's blocks, for frameworks that wrap each module of a class."""
+    return module_class(spec).block_classes_of(spec)
 
 
 @functools.lru_cache(maxsize=4)

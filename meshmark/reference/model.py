@@ -60,9 +60,9 @@ class Model(nn.Module, ABC):
             return cls(spec)
 
     @classmethod
-    def block_class_of(cls, spec: ModelConfig) -> type[nn.Module]:
-        """Return the class of the blocks, for frameworks that wrap each module of a class."""
-        return cls.block
+    def block_classes_of(cls, spec: ModelConfig) -> set[type[nn.Module]]:
+        """Return the classes of the blocks, for frameworks that wrap each module of a class."""
+        return {cls.block}
 
     @classmethod
     def initial_buffers(cls, spec: ModelConfig, seed: int) -> dict[str, Tensor]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -23,12 +24,13 @@ from torch.utils import _pytree as pytree
 
 from meshmark.errors import InputError
 from meshmark.import_target import import_module_of
+from meshmark.reference.build import skeleton
 from meshmark.reference.data import Batch
 from meshmark.reference.initial import Block
 from meshmark.reference.model import Model
 from meshmark.spec.model_config import Dataset, ModelConfig
 from meshmark.spec.optimizer import OptimizerSpec
-from meshmark.spec.own_model import OwnModelConfig
+from meshmark.spec.own_model import HUGGING_FACE, OwnModelConfig
 from meshmark.spec.workload import Loss, Workload
 
 _REQUIRED = ("model", "batch", "loss")
@@ -51,9 +53,16 @@ def load_workload(target: str) -> OwnWorkload:
 
     Raises `InputError` when it cannot be imported or made, or lacks one of the three methods.
     """
+    if target.startswith(HUGGING_FACE):
+        from meshmark.reference import transformers_model  # Transformers is imported where it is asked for alone
+
+        return transformers_model.from_target(target)
     where, _, name = target.rpartition(":")
     if not where or not name.isidentifier():
-        raise InputError(f"workload {target!r}: expected path/to/file.py:Class or package.module:Class")
+        raise InputError(
+            f"workload {target!r}: expected path/to/file.py:Class, package.module:Class or "
+            f"{HUGGING_FACE}FILE.json[:HEAD]"
+        )
     try:
         cls = getattr(import_module_of(where), name, None)
     except (Exception, SystemExit) as error:
@@ -80,21 +89,25 @@ def describe(target: str) -> Workload:
     Raises `InputError` for a workload that cannot be trained: one whose batches differ between two calls, whose rows
     are uneven, whose loss is no sum and weight, whose module has dropout or changes its inputs.
     """
-    where, _, name = target.rpartition(":")
-    if where.endswith(".py"):
-        target = f"{Path(where).resolve()}:{name}"
+    from meshmark.reference import dry_run  # which runs a workload, and so imports this module
+
+    target = _from_here(target)
     own = load_workload(target)
     module = built(target, 0)
     _expect_no_dropout(target, module)
     batch = _checked_batch(target, own)
-    _expect_a_sum_and_a_weight(target, own, module, batch)
+    couples = bool(getattr(own, "couples_rows", False)) or any(
+        isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()
+    )
+    _expect_a_sum_and_a_weight(target, own, module, batch, couples)
     blocks = OwnModel.around(module).blocks.values()
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
     parameters = list(module.parameters())
     if not parameters:
         raise InputError(f"workload {target!r}: its model has no parameters")
-    digest = hashlib.sha256(Path(inspect.getfile(type(own))).read_bytes()).hexdigest()[:8]
-    label = f"{name.lower()}.{digest}"
+    use = dry_run.use_of(own, module, batch)
+    digest = _digest(target, own)
+    label = f"{re.sub('[^A-Za-z0-9-]+', '_', type(own).__name__).lower()}.{digest}"
     config = OwnModelConfig(
         name=label,
         target=target,
@@ -103,6 +116,13 @@ def describe(target: str) -> Workload:
         num_tensors=len(parameters),
         block_sizes=tuple(sizes),
         shares_weights=sum(1 for _ in module.named_parameters(remove_duplicate=False)) > len(parameters),
+        buffer_bytes=sum(b.numel() * b.element_size() for b in module.buffers()),
+        unused=use.unused,
+        gathers=use.gathers,
+        indexed=use.indexed,
+        repeats=use.repeats,
+        has_scalars=any(p.dim() == 0 for p in parameters),
+        couples_rows=couples,
     )
     optimizer = getattr(own, "optimizer", _DEFAULT_OPTIMIZER)
     if not isinstance(optimizer, OptimizerSpec):
@@ -118,6 +138,30 @@ def describe(target: str) -> Workload:
         global_batch=_num_rows(batch),
         masked=False,
     )
+
+
+def _from_here(target: str) -> str:
+    """Return `target` with the path of a file as seen from the working directory, which ranks have too.
+
+    So two checkouts of a project name one workload alike.
+    """
+    start = HUGGING_FACE if target.startswith(HUGGING_FACE) else ""
+    path, ending, rest = target.removeprefix(start).partition(".json" if start else ".py")
+    if not ending:
+        return target
+    absolute = Path(f"{path}{ending}").resolve()
+    here = Path.cwd()
+    file = absolute.relative_to(here) if absolute.is_relative_to(here) else absolute
+    return f"{start}{file}{rest}"
+
+
+def _digest(target: str, own: OwnWorkload) -> str:
+    """Return what tells two versions of a workload apart: of its source, or of its config where there is none."""
+    given: str = getattr(own, "digest", "")
+    if target.startswith(HUGGING_FACE):
+        return given
+    source = Path(inspect.getfile(type(own))).read_bytes()
+    return hashlib.sha256(source + given.encode()).hexdigest()[:8]
 
 
 def built(target: str, seed: int) -> nn.Module:
@@ -177,8 +221,11 @@ def make_batch(workload: Workload, step: int) -> Batch:
 
 @torch.no_grad()
 def weight_of(target: str, rows: Any) -> float:  # noqa: ANN401
-    """Return the weight of the loss of some rows."""
-    return float(load_workload(target).loss(_weighing_model(target), rows)[1])
+    """Return the weight of the loss of some rows; a workload with a method `weight` need not compute the loss."""
+    own = load_workload(target)
+    if callable(weight := getattr(own, "weight", None)):
+        return float(weight(rows))
+    return float(own.loss(_weighing_model(target), rows)[1])
 
 
 @functools.lru_cache(maxsize=2)
@@ -200,7 +247,14 @@ class OwnModel(Model):
         nn.Module.__init__(self)
         self.spec, self.skipped_block = spec, None
         self.embedding = self.head = self.recompute = None
-        self._wrap(load_workload(spec.target).model(), load_workload(spec.target).loss)
+        own = load_workload(spec.target)
+        if torch.get_default_device().type == "meta":
+            # Built on the CPU first, for the module's own code may not build on the meta device.
+            with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+                module = _to_meta(own.model())
+        else:
+            module = own.model()
+        self._wrap(module, own.loss)
 
     def _wrap(self, module: nn.Module, loss: Callable[[nn.Module, Any], tuple[Tensor, Tensor]] | None) -> None:
         self.model, self._loss = module, loss
@@ -216,19 +270,20 @@ class OwnModel(Model):
 
     @classmethod
     def skeleton(cls, spec: ModelConfig) -> Model:
-        """Built on the CPU first, for the module's own code may not build on the meta device."""
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            return cls(spec).to("meta")
+        with torch.device("meta"):
+            return cls(spec)
 
     @classmethod
-    def block_class_of(cls, spec: ModelConfig) -> type[nn.Module]:
-        return type(next(iter(cls.skeleton(spec).blocks.values())))
+    def block_classes_of(cls, spec: ModelConfig) -> set[type[nn.Module]]:
+        blocks = skeleton(spec).blocks
+        assert isinstance(blocks, BlocksOf)
+        return blocks.classes
 
     @classmethod
     def initial_buffers(cls, spec: ModelConfig, seed: int) -> dict[str, Tensor]:
         assert isinstance(spec, OwnModelConfig)
         values = reference_values(spec.target, seed)
-        return {name: values[name] for name, _ in cls.skeleton(spec).named_buffers()}
+        return {name: values[name] for name, _ in skeleton(spec).named_buffers()}
 
     def make_embedding(self) -> nn.Module:
         raise NotImplementedError
@@ -257,26 +312,51 @@ class OwnModel(Model):
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             tensor.copy_(values[name])
 
+    @torch.no_grad()
+    def initialize_buffers(self) -> None:
+        """Buffers are computed when a module is built, as rotary tables and masks are, and not drawn."""
+        assert isinstance(self.spec, OwnModelConfig)
+        values = reference_values(self.spec.target, 0)
+        for name, buffer in self.named_buffers():
+            buffer.copy_(values[name])
+
+
+def _to_meta(module: nn.Module) -> nn.Module:
+    """Put a module's tensors on the meta device; `Module.to` would give every module that shares one its own."""
+    there: dict[int, Tensor] = {}
+
+    def moved(tensor: Tensor) -> Tensor:
+        if id(tensor) not in there:
+            empty = tensor.detach().to("meta")
+            trained = tensor.requires_grad
+            there[id(tensor)] = nn.Parameter(empty, trained) if isinstance(tensor, nn.Parameter) else empty
+        return there[id(tensor)]
+
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = moved(tensor)  # type: ignore[assignment]
+    return module
+
 
 class BlocksOf(MutableMapping[str, nn.Module]):
     """The blocks of a module, by their path: what frameworks shard or wrap one by one.
 
-    They are all modules of one class, for some frameworks wrap by class: the most frequent one in the longest
-    `ModuleList`, or without any in the longest `Sequential`. A model without either is one block. To set a block
-    replaces it, as frameworks do that wrap it.
+    They are all modules of some classes, for some frameworks wrap by class: those that the module names in
+    `_no_split_modules`, as Transformers do, or the most frequent one in the longest `ModuleList`, or without any in the
+    longest `Sequential`. A model without either is one block. To set a block replaces it, as frameworks that wrap do.
     """
 
     def __init__(self, wrapper: OwnModel) -> None:
         self.module: nn.Module = wrapper
+        self.classes = _block_classes(wrapper)
         self.paths: list[str] = []
-        entries = _longest(wrapper, nn.ModuleList) or _longest(wrapper, nn.Sequential)
-        if not entries:
-            self.paths = ["model"]
-            return
-        ((kind, _),) = Counter(map(type, entries)).most_common(1)
         for path, part in wrapper.named_modules():
-            if type(part) is kind and not any(path.startswith(f"{outer}.") for outer in self.paths):
+            if type(part) in self.classes and not any(path.startswith(f"{outer}.") for outer in self.paths):
                 self.paths.append(path)
+        if not self.paths:
+            self.paths, self.classes = ["model"], {type(wrapper.model)}
 
     def __getitem__(self, key: str) -> nn.Module:
         return self.module.get_submodule(key)
@@ -292,6 +372,32 @@ class BlocksOf(MutableMapping[str, nn.Module]):
 
     def __len__(self) -> int:
         return len(self.paths)
+
+
+def _block_classes(module: nn.Module) -> set[type[nn.Module]]:
+    """Return the classes of a module's blocks, less those that hold a parameter that a module outside of them has too.
+
+    A framework that shards a block by itself cannot share its parameters, and would fail on BERT's embeddings, which
+    Transformers names and whose weight is that of the head.
+    """
+    named = (getattr(part, "_no_split_modules", None) for part in module.modules())
+    names = set[str](next(filter(None, named), ()))
+    classes = {type(part) for part in module.modules() if type(part).__name__ in names}
+    if not classes:
+        entries = _longest(module, nn.ModuleList) or _longest(module, nn.Sequential)
+        classes = {kind for kind, _ in Counter(map(type, entries)).most_common(1)}
+    holders = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
+    return {kind for kind in classes if not _shares(module, kind, holders)}
+
+
+def _shares(module: nn.Module, kind: type[nn.Module], holders: Mapping[int, int]) -> bool:
+    """Whether a module of a class shares a parameter with a module that is not inside of it."""
+    for part in module.modules():
+        if type(part) is kind:
+            inside = Counter(id(p) for inner in part.modules() for p in inner.parameters(recurse=False))
+            if any(holders[parameter] > count for parameter, count in inside.items()):
+                return True
+    return False
 
 
 def _longest(module: nn.Module, kind: type[nn.ModuleList] | type[nn.Sequential]) -> list[nn.Module]:
@@ -357,7 +463,13 @@ def _checked_batch(target: str, own: OwnWorkload) -> Any:  # noqa: ANN401
     return first
 
 
-def _expect_a_sum_and_a_weight(target: str, own: OwnWorkload, module: nn.Module, batch: Any) -> None:  # noqa: ANN401
+def _expect_a_sum_and_a_weight(
+    target: str,
+    own: OwnWorkload,
+    module: nn.Module,
+    batch: Any,  # noqa: ANN401
+    couples_rows: bool,
+) -> None:
     before = [leaf.clone() for leaf in _leaves(batch)]
     try:
         with torch.no_grad():
@@ -384,12 +496,19 @@ def _expect_a_sum_and_a_weight(target: str, own: OwnWorkload, module: nn.Module,
     parts = [pytree.tree_map(lambda leaf, rows=rows: leaf[rows], batch) for rows in _halves(_num_rows(batch))]
     with torch.no_grad():
         halves = [own.loss(module, part) for part in parts]
+    if abs(float(weight) - sum(float(w) for _, w in halves)) > _COUPLED * float(weight):
+        raise InputError(
+            f"workload {target!r}: the weights of two halves of a batch, "
+            f"{' and '.join(f'{float(w)}' for _, w in halves)}, do not add up to that of the "
+            f"whole, {float(weight)}; return a sum over rows and how many count, no mean"
+        )
     apart = abs(float(total) - sum(float(s) for s, _ in halves)) / max(abs(float(total)), 1e-30)
-    if apart > _COUPLED or abs(float(weight) - sum(float(w) for _, w in halves)) > _COUPLED * float(weight):
+    if apart > _COUPLED and not couples_rows:
         raise InputError(
             f"workload {target!r}: the losses of two halves of a batch do not add up to that of the whole (off by "
-            f"{apart:.1e}): rows enter one another's loss, as under a batch norm or a contrastive loss, which "
-            "frameworks that deal out rows compute otherwise; not judged yet"
+            f"{apart:.1e}): either loss() returns no sum over rows, or rows enter one another's loss, as in a "
+            "contrastive one. Frameworks compute that by micro-batches; to have it judged so, set couples_rows = True "
+            "in the workload"
         )
 
 

@@ -13,7 +13,7 @@ from meshmark.regression.alternate import MARGIN, alternate
 from meshmark.regression.attempts import attempts_of
 from meshmark.regression.bisect import Search, bisect, steps_between
 from meshmark.regression.cli import FAILED, add_gate, tell
-from meshmark.regression.gate import DEFAULT_GATE, parse_gate
+from meshmark.regression.gate import DEFAULT_GATE, UNSURE, parse_gate
 from meshmark.regression.samples import LEAST_DEGREES
 from meshmark.regression.side import open_side, run_suites
 from meshmark.report.github import tell_github
@@ -74,6 +74,8 @@ def _ab(parsed: argparse.Namespace) -> int:
 
 def _bisect(parsed: argparse.Namespace) -> int:
     gate = parse_gate(parsed.fail_on or DEFAULT_GATE)
+    if gate.fails_unsure:
+        raise InputError(f"--fail-on {parsed.fail_on}: {UNSURE} makes no commit bad; leave it out")
     if parsed.launches < 1:
         raise InputError(f"--launches {parsed.launches}: expected at least 1")
     if gate.timed and parsed.launches < _LEAST_TIMED:

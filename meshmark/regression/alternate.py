@@ -1,9 +1,17 @@
-"""A against B on one machine in alternation: pairs in the order AB, BA, each session fresh, until all is decided."""
+"""A against B on one machine in alternation: pairs in the order AB, BA, each session fresh, until all is decided.
+
+Of every case two times are tested. The rate, by the clock, is what counts, and what else the machine does moves it: on
+two busy cores sessions scatter by a tenth. The processor time of its ranks is what their own code takes; there it
+scatters by a few per cent, so that a step that computes more is found within five pairs. It does not see what waits: a
+pause, a slower network. So the clock decides where it can, and processor time where the clock cannot tell.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +21,7 @@ from meshmark.pluralize import pluralize
 from meshmark.regression.change import Change, ChangeOutcome, Effect, Kind
 from meshmark.regression.compare import Comparison, compare
 from meshmark.regression.runs import by_case
-from meshmark.regression.samples import STEP, samples
+from meshmark.regression.samples import CPU, STEP, WORDS, minutes, samples
 from meshmark.regression.sequential import LEAST_PAIRS, evidence, half_width
 from meshmark.regression.times import ALPHA
 from meshmark.run.record import Record
@@ -27,10 +35,11 @@ Measure = Callable[[Path], list[Record]]
 
 @dataclass(kw_only=True)
 class Trial:
-    """The pairs of one case."""
+    """The pairs of one case, by one of its times."""
 
     unit: tuple[int, str]
     """How many of what a step trains on."""
+    metric: str = STEP
     ours: list[float] = field(default_factory=list)
     """Logarithms of A's seconds a step."""
     theirs: list[float] = field(default_factory=list)
@@ -38,6 +47,11 @@ class Trial:
     @property
     def differences(self) -> list[float]:
         return [b - a for a, b in zip(self.ours, self.theirs, strict=True)]
+
+    @property
+    def by(self) -> float:
+        """How much longer B takes, by the best estimate, as a share of A's; 0 where it is faster."""
+        return max(math.expm1(statistics.fmean(self.differences)), 0.0)
 
     def outcome(self, alpha: float, margin: float) -> ChangeOutcome:
         differences = self.differences
@@ -50,6 +64,38 @@ class Trial:
         return ChangeOutcome.SAME if within else ChangeOutcome.UNDECIDED
 
 
+@dataclass(kw_only=True)
+class CaseTrials:
+    """Both times of one case."""
+
+    clock: Trial
+    processor: Trial | None = None
+    """None on GPUs, and where a side's Meshmark does not measure it."""
+
+    def outcome(self, alpha: float, margin: float) -> ChangeOutcome:
+        """By the clock where it can tell; else *worse* where processor time is, by the margin or more."""
+        if self.processor is None:
+            return self.clock.outcome(alpha, margin)
+        found = self.clock.outcome(alpha / 2, margin)
+        if found is not ChangeOutcome.UNDECIDED:
+            return found
+        slower = self.processor.outcome(alpha / 2, margin) is ChangeOutcome.WORSE
+        return ChangeOutcome.WORSE if slower and self.processor.by >= margin else ChangeOutcome.UNDECIDED
+
+    def changes(self, case: str, alpha: float, margin: float, pair_seconds: float) -> list[Change]:
+        """A row for each time. Processor time is gated where the clock cannot tell."""
+        if self.processor is None:
+            return [change_of(case, self.clock, alpha, margin, pair_seconds)]
+        clock, processor = (
+            change_of(case, trial, alpha / 2, margin, pair_seconds) for trial in (self.clock, self.processor)
+        )
+        if clock.outcome is not ChangeOutcome.UNDECIDED or processor.outcome is ChangeOutcome.UNDECIDED:
+            return [clock, dataclasses.replace(processor, gated=False)]
+        if processor.outcome is ChangeOutcome.WORSE and processor.by >= margin:
+            return [dataclasses.replace(clock, gated=False), processor]
+        return [clock, processor]
+
+
 def alternate(
     a: Measure, b: Measure, folder: Path, *, most_pairs: int, margin: float = MARGIN, say: Callable[[str], None] = print
 ) -> Comparison:
@@ -57,75 +103,84 @@ def alternate(
 
     Raises `ResultsError` where the sides have no case in common.
     """
-    trials: dict[str, Trial] = {}
+    trials: dict[str, CaseTrials] = {}
     ours, theirs = list[Record](), list[Record]()
+    started, pair_seconds = time.monotonic(), 0.0
     for pair in range(most_pairs):
         sides = [(a, ours, "a"), (b, theirs, "b")]
         for measure, records, name in sides if pair % 2 == 0 else reversed(sides):
             records += measure(folder / name / f"{pair:03}")
         _add(trials, ours, theirs, pair)
-        alpha = ALPHA / max(len(trials), 1)
+        alpha, seconds = ALPHA / max(len(trials), 1), time.monotonic() - started
+        pair_seconds = seconds / (pair + 1)
         open_cases = [case for case, trial in trials.items() if trial.outcome(alpha, margin) is ChangeOutcome.UNDECIDED]
         decided = f"{len(trials) - len(open_cases)} of {pluralize(len(trials), 'case')} decided"
-        say(f"pair {pair + 1}: {decided if trials else 'nothing is timed, so one pair does'}")
+        say(f"pair {pair + 1}: {decided if trials else 'nothing is timed, so one pair does'}; {seconds:.0f} s")
         if not open_cases and (pair + 1 >= LEAST_PAIRS or not trials):
             break
     found = compare(ours, theirs, across=True)
     alpha = ALPHA / max(len(trials), 1)
     rest = [change for change in found.changes if change.kind is not Kind.SLOWER]
-    rows = [change_of(case, trial, alpha, margin) for case, trial in trials.items()]
-    return Comparison(
-        changes=[*rest, *rows],
-        num_cases=found.num_cases,
-        only_before=found.only_before,
-        only_after=found.only_after,
-        conditions=found.conditions,
-    )
+    rows = [row for case, trial in trials.items() for row in trial.changes(case, alpha, margin, pair_seconds)]
+    return dataclasses.replace(found, changes=[*rest, *rows])
 
 
-def _add(trials: dict[str, Trial], ours: Sequence[Record], theirs: Sequence[Record], pair: int) -> None:
+def _add(trials: dict[str, CaseTrials], ours: Sequence[Record], theirs: Sequence[Record], pair: int) -> None:
     """The launches of `pair`, of cases that both sides have timed in every pair."""
     one, other = by_case(ours), by_case(theirs)
     for key in one.keys() & other.keys():
-        before, after = (samples(side[key]).get(STEP, []) for side in (one, other))
+        before, after = (samples(side[key]) for side in (one, other))
         workload = one[key].case.workload
-        if len(before) == len(after) == pair + 1:
-            trial = trials.setdefault(key[0], Trial(unit=(workload.units_per_step, workload.unit)))
-            trial.ours, trial.theirs = [s.log for s in before], [s.log for s in after]
+        unit = workload.units_per_step, workload.unit
+        by_metric = {
+            metric: Trial(
+                unit=unit, metric=metric, ours=[s.log for s in before[metric]], theirs=[s.log for s in after[metric]]
+            )
+            for metric in (STEP, CPU)
+            if len(before.get(metric, [])) == len(after.get(metric, [])) == pair + 1
+        }
+        if STEP in by_metric:
+            trials[key[0]] = CaseTrials(clock=by_metric[STEP], processor=by_metric.get(CPU))
     if not one.keys() & other.keys():
         raise ResultsError(
             "A and B have run no case in common: choose cases that both have, with --adapters or --layouts"
         )
 
 
-def change_of(case: str, trial: Trial, alpha: float, margin: float) -> Change:
-    """How one case stands after its pairs."""
+def change_of(case: str, trial: Trial, alpha: float, margin: float, pair_seconds: float) -> Change:
+    """How one time of a case stands after its pairs."""
     differences, (amount, unit) = trial.differences, trial.unit
     mean, width = statistics.fmean(differences), half_width(differences, alpha)
-    ours, theirs = (amount / math.exp(statistics.fmean(side)) for side in (trial.ours, trial.theirs))
-    ends = sorted(math.expm1(min(-end, 700.0)) for end in (mean - width, mean + width))
+    ours, theirs = (math.exp(statistics.fmean(side)) for side in (trial.ours, trial.theirs))
+    before, after, sign = f"{amount / ours:,.0f}", f"{amount / theirs:,.0f}", -1
+    if trial.metric == CPU:
+        before, after, sign = f"{ours:.3g} s", f"{theirs:.3g} s", 1
+    ends = sorted(math.expm1(min(sign * end, 700.0)) for end in (mean - width, mean + width))
     outcome = trial.outcome(alpha, margin)
     scatter = statistics.stdev(differences) if len(differences) > 1 else math.inf
     pairs = f"{len(differences)} pairs, which scatter by {scatter:.1%}" if math.isfinite(scatter) else "1 pair"
     told = f"{pairs}; evidence {evidence(differences):.3g}, "
+    more = _more(outcome, scatter, len(differences), margin, alpha, pair_seconds)
+    effect = Effect(estimate=math.expm1(sign * mean), lowest=ends[0], highest=ends[1])
     return Change(
         case=case,
-        metric=f"{unit}/s",
+        metric=f"{unit}/s" if trial.metric == STEP else WORDS[CPU],
         kind=Kind.SLOWER,
         outcome=outcome,
-        before=f"{ours:,.0f}",
-        after=f"{theirs:,.0f}",
-        effect=Effect(estimate=math.expm1(-mean), lowest=ends[0], highest=ends[1]) if math.isfinite(width) else None,
-        by=max(math.expm1(mean), 0.0),
-        evidence=f"{told}{1 / alpha:,.0f} decides{_more(outcome, scatter, len(differences), margin, alpha)}",
+        before=before,
+        after=after,
+        effect=effect if math.isfinite(width) else None,
+        by=trial.by,
+        evidence=f"{told}{1 / alpha:,.0f} decides{more}",
     )
 
 
-def _more(outcome: ChangeOutcome, scatter: float, pairs: int, margin: float, alpha: float) -> str:
-    """How many more pairs would bound a difference to the margin, if they scatter as these do."""
+def _more(outcome: ChangeOutcome, scatter: float, pairs: int, margin: float, alpha: float, pair_seconds: float) -> str:
+    """How many more pairs, and minutes, would bound a difference to the margin, if they scatter as these do."""
     if outcome is not ChangeOutcome.UNDECIDED:
         return ""
     if not math.isfinite(scatter):
         return "; one pair says nothing of how pairs scatter"
     needed = (2 * math.log(1 / alpha)) * (scatter / math.log1p(margin)) ** 2
-    return f"; to tell {margin:.0%} takes about {pluralize(max(math.ceil(needed) - pairs, 1), 'more pair')}"
+    more = max(math.ceil(needed) - pairs, 1)
+    return f"; to tell {margin:.0%} takes about {pluralize(more, 'more pair')}, {minutes(more * pair_seconds)}"

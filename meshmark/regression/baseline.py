@@ -7,11 +7,13 @@ import dataclasses
 import json
 import re
 import shutil
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePath
 
 from meshmark.errors import InputError, ResultsError
 from meshmark.regression.conditions import conditions
+from meshmark.regression.runs import left_out, of_last_code
 from meshmark.run.record import EquivalenceEvidence, Outcome, Record, Relaunch, Status, TimingEvidence
 from meshmark.run.record_file import Reading, RecordFile, read_records
 from meshmark.run.request import Task
@@ -60,7 +62,10 @@ def accept(results: Path, name: str, *, allow: Collection[str] = (), replace: bo
     if folder.exists() and not (replace and (folder / ABOUT).exists()):
         raise InputError(f"{str(folder)!r} is there already: choose another name, or give --replace for a baseline")
     reading = read_records(results)
-    matrix = [r for r in reading.records if not r.conformance.scenario]
+    last, others = of_last_code(reading.records)
+    if others:
+        print(f"meshmark: {results}: {left_out(last, others)}", file=sys.stderr)
+    matrix = [r for r in last if not r.conformance.scenario]
     records = [r for r in matrix if r.outcome.status is not Status.SKIPPED]
     if not records:
         raise ResultsError(f"{str(results)!r} holds no record of a case that was run; run `pytest suites` first")
@@ -128,9 +133,14 @@ def compact(record: Record) -> Record:
             rank_step_seconds=_rounded(timing.rank_step_seconds),
             rank_starts=_rounded(timing.rank_starts),
             lap_steps=timing.lap_steps,
+            rank_cpu_seconds=_rounded(timing.rank_cpu_seconds),
             peak_flops_per_second=timing.peak_flops_per_second,
             relaunches=[
-                Relaunch(rank_step_seconds=_rounded(one.rank_step_seconds), rank_starts=_rounded(one.rank_starts))
+                Relaunch(
+                    rank_step_seconds=_rounded(one.rank_step_seconds),
+                    rank_starts=_rounded(one.rank_starts),
+                    rank_cpu_seconds=_rounded(one.rank_cpu_seconds),
+                )
                 for one in timing.relaunches
             ],
         ),

@@ -12,7 +12,7 @@ from meshmark.regression.change import Change
 from meshmark.regression.conditions import conditions, hinders, told, without
 from meshmark.regression.exact import exact_changes
 from meshmark.regression.gate import Gate
-from meshmark.regression.runs import CaseRuns, Key, by_case, few, key_of
+from meshmark.regression.runs import CaseRuns, Key, by_case, few, key_of, of_last_code
 from meshmark.regression.samples import STEP, Sample, samples
 from meshmark.regression.times import ALPHA, SAME_WITHIN, change_of, scatter_of, test_of
 from meshmark.regression.times import Key as TestKey
@@ -41,8 +41,8 @@ class BaselineGate:
     def knows(self, record: Record) -> bool:
         return key_of(record) in self.cases
 
-    def failing(self, record: Record, suite: str) -> list[Change]:
-        """Of the metrics that belong to `suite`, those that fail."""
+    def changes(self, record: Record, suite: str) -> list[Change]:
+        """Of the metrics that belong to `suite`."""
         before, after = self.cases[key_of(record)], CaseRuns(case=record.case)
         (after.timed if record.task is Task.TIME else after.observed).append(record)
         if before.case != after.case:
@@ -52,7 +52,7 @@ class BaselineGate:
         changes += [c for c in exact_changes(name, before, after) if suite_of(c.metric) == suite]
         if suite == "throughput":
             changes += self._time(before, after)
-        return self.gate.failing(changes)
+        return changes
 
     def _time(self, before: CaseRuns, after: CaseRuns) -> list[Change]:
         new = samples(after).get(STEP)
@@ -71,7 +71,7 @@ class BaselineGate:
 
 def baseline_gate(folder: Path, gate: Gate) -> BaselineGate:
     """Raises `ResultsError` when the folder cannot be read."""
-    return BaselineGate(folder=folder, cases=by_case(read_records(folder).records), gate=gate)
+    return BaselineGate(folder=folder, cases=by_case(of_last_code(read_records(folder).records)[0]), gate=gate)
 
 
 def expect_conditions(keeper: BaselineGate, here: Environment) -> None:

@@ -62,6 +62,8 @@ class Change:
     """How much worse, as a share of A's; infinite from nothing. Of verdicts 0."""
     evidence: str = ""
     """What shows it: rank, category, collective, samples; or what it would take to tell."""
+    moved: tuple[str, ...] = ()
+    """Of bytes: the categories, or the collectives, that differ."""
     gated: bool = True
     """Whether `--fail-on` looks at it; the parts of a total are told and not counted twice."""
 

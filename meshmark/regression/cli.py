@@ -12,11 +12,13 @@ from meshmark.errors import ResultsError
 from meshmark.pluralize import pluralize
 from meshmark.regression.attempts import attempts_of
 from meshmark.regression.baseline import ABOUT, ALLOWED, FOLDER, accept
-from meshmark.regression.change import Change, Kind
+from meshmark.regression.causes import causes
+from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.compare import Comparison, compare
-from meshmark.regression.gate import DEFAULT_GATE, Gate, parse_gate
+from meshmark.regression.gate import DEFAULT_GATE, UNSURE, Gate, parse_gate
 from meshmark.regression.page import lines, page
-from meshmark.report.github import tell_github
+from meshmark.regression.runs import left_out, of_last_code, without_shared
+from meshmark.report.github import tell_github, warn_github
 from meshmark.report.markdown import one_line
 from meshmark.run.record import Record
 from meshmark.run.record_file import read_records
@@ -61,7 +63,9 @@ def _accept(parsed: argparse.Namespace) -> None:
 def add_gate(parser: argparse.ArgumentParser) -> None:
     text = f"end with {FAILED} where B is worse: kinds of change, each with the least share that counts; "
     parser.add_argument(
-        "--fail-on", metavar="KIND,...", help=f"{text}such as {DEFAULT_GATE}".replace("%", "%%") + ", missing"
+        "--fail-on",
+        metavar="KIND,...",
+        help=f"{text}such as {DEFAULT_GATE}".replace("%", "%%") + ", missing; with unsure, also where it cannot tell",
     )
 
 
@@ -88,15 +92,20 @@ def _compare(parsed: argparse.Namespace) -> int:
 def compare_folders(before: Path, after: Path, gate: Gate | None, *, across: bool = False) -> Comparison:
     """As far as the gate asks for it. Raises `ResultsError` as `compare` does, and for what cannot be read."""
     timed, margin = (gate.timed, gate.margin) if gate else (True, None)
-    return compare(read_side(before), read_side(after), across=across, timed=timed, margin=margin)
+    ours = read_side(before)
+    theirs = without_shared(read_side(after), ours)
+    return compare(ours, theirs, across=across, timed=timed, margin=margin)
 
 
 def read_side(path: Path) -> list[Record]:
-    """Every launch of a folder; complaints about its lines are told."""
+    """Every launch of a folder, of the code that was run last; what is left out is told."""
     reading = read_records(path)
     for complaint in reading.complaints:
         print(f"meshmark: {path}: left out {one_line(complaint)}", file=sys.stderr)
-    return reading.records
+    records, others = of_last_code(reading.records)
+    if others:
+        print(f"meshmark: {path}: {left_out(records, others)}", file=sys.stderr)
+    return records
 
 
 def write(path: Path, text: str) -> None:
@@ -109,9 +118,21 @@ def write(path: Path, text: str) -> None:
 
 
 def tell(found: Comparison, gate: Gate | None) -> list[Change]:
-    """Prints it; returns what fails."""
+    """Prints it, a line a cause; returns what fails. What a gate cannot tell is an annotation on GitHub."""
     print("\n".join(lines(found)))
-    failing = gate.failing(found.changes) if gate else []
-    for change in failing:
-        print(one_line(f"FAILED by --fail-on {change.kind}: {change}"))
+    if not gate:
+        return []
+    failing, unsure = gate.failing(found.changes), gate.unsure(found.changes)
+    for cause in causes(failing):
+        kind = UNSURE if cause.change.outcome is ChangeOutcome.UNDECIDED else cause.change.kind
+        print(one_line(f"FAILED by --fail-on {kind}: {cause}"))
+    if unsure and not gate.fails_unsure:
+        told = [str(cause) for cause in causes(unsure)]
+        for line in told:
+            print(one_line(f"CANNOT TELL: {line}"))
+        print(
+            f"{pluralize(len(told), 'cause')} cannot be told, and {'lets' if len(told) == 1 else 'let'} this gate "
+            f"pass; --fail-on ...,{UNSURE} makes it fail"
+        )
+        warn_github(told, print)
     return failing

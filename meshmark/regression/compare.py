@@ -10,7 +10,7 @@ from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.conditions import differences, expect_alike
 from meshmark.regression.exact import exact_changes
 from meshmark.regression.runs import CaseRuns, Key, by_case, few, names
-from meshmark.regression.samples import samples
+from meshmark.regression.samples import BUILD, LAUNCH, STEP, samples
 from meshmark.regression.times import SAME_WITHIN, Pair, time_changes
 from meshmark.regression.times import Key as TestKey
 from meshmark.regression.verdicts import clause_changes, verdict_changes
@@ -111,5 +111,9 @@ def _timed(
             continue
         units[name[key]] = runs.case.workload.units_per_step, runs.case.workload.unit
         before, after = samples(runs), samples(theirs[key])
-        pairs |= {(name[key], metric): (before[metric], after[metric]) for metric in before if metric in after}
+        pairs |= {
+            (name[key], metric): (before[metric], after[metric])
+            for metric in (STEP, LAUNCH, BUILD)
+            if metric in before and metric in after
+        }
     return time_changes(pairs, units, margin or SAME_WITHIN)

@@ -70,6 +70,7 @@ def _memory(
     lingering = instant != "peak" and moved.keys() - _LINGERING == {c for c in moved if not moved[c]} - _LINGERING
     hint = _LATE if late_only or (named and lingering) else ""
     row = _row(name, INSTANTS[instant], totals, "; ".join(filter(None, [_some(named), hint])))
+    row = dataclasses.replace(row, moved=tuple(category for category, each in moved.items() if each))
     if late_only:
         row = dataclasses.replace(row, outcome=ChangeOutcome.SAME, by=0.0)
     elif named and (
@@ -118,16 +119,17 @@ def _row(name: str, metric: str, pairs: Sequence[tuple[int, int]], evidence: str
 
 def _traffic(name: str, metric: str, ranks: Sequence[tuple[Sequence[Collective], Sequence[Collective]]]) -> Change:
     """By rank, kind and group. Bytes decide; of as many bytes, more calls are worse."""
-    named, calls = list[str](), 0
+    named, routes, calls = list[str](), dict[str, None](), 0
     for rank, (ours, theirs) in enumerate(ranks):
         one, other = (_routes(side, by_size=not all(c.ranks for c in (*ours, *theirs))) for side in (ours, theirs))
         for route in sorted(one.keys() | other.keys()):
             a, b = one.get(route, (0, 0)), other.get(route, (0, 0))
             if a != b:
                 calls += b[1] - a[1]
+                routes[route] = None
                 named.append(f"{route} on rank {rank}: {_amount(*a)} -> {_amount(*b)}")
     pairs = [(sum(c.num_bytes for c in ours), sum(c.num_bytes for c in theirs)) for ours, theirs in ranks]
-    row = _row(name, metric, pairs, _some(named))
+    row = dataclasses.replace(_row(name, metric, pairs, _some(named)), moved=tuple(routes))
     if named and row.outcome is ChangeOutcome.SAME:
         turned = ChangeOutcome.WORSE if calls > 0 else ChangeOutcome.BETTER if calls < 0 else ChangeOutcome.UNDECIDED
         return dataclasses.replace(row, outcome=turned)

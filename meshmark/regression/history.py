@@ -73,15 +73,15 @@ class ChangePoint:
         versions = f"; {', '.join(moved)}" if moved else ""
         chance = f"; p = {self.p:.2g}" if self.series.metric in TIMES else ""
         return (
-            f"{run.date} {run.commit or 'no commit'} {self.series.case}: {self.series.metric} {self.before:,.6g} -> "
+            f"{run.when[0]} {run.commit or 'no commit'} {self.series.case}: {self.series.metric} {self.before:,.6g} -> "
             f"{self.after:,.6g}{share}, after {last.commit or 'no commit'}{versions}{chance}"
         )
 
 
 def series_of(runs: Iterable[Run]) -> list[Series]:
-    """By case and metric, in order of date."""
+    """By case and metric, in order of commits, and of runs where commits are the same."""
     found: dict[tuple[str, str], Series] = {}
-    for run in sorted(runs, key=lambda run: run.date):
+    for run in sorted(runs, key=lambda run: run.when):
         for case, metrics in run.values.items():
             for metric, value in metrics.items():
                 series = found.setdefault((case, metric), Series(case=case, metric=metric))
@@ -103,7 +103,7 @@ def change_points(all_series: Sequence[Series]) -> list[ChangePoint]:
     level = ALPHA * min(1.0, len(timed) / max(looked_at, 1))  # a series without a cut was looked at too
     decided = holm(chances, level)
     found += [point for i, point in enumerate(timed) if decided[str(i), ""][0]]
-    return sorted(found, key=lambda point: (point.run.date, point.series.case, point.series.metric))
+    return sorted(found, key=lambda point: (point.run.when, point.series.case, point.series.metric))
 
 
 def _exact(series: Series) -> list[ChangePoint]:

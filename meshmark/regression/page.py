@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from meshmark.pluralize import pluralize
+from meshmark.regression.causes import causes
 from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.compare import Comparison
 from meshmark.regression.times import ALPHA
@@ -25,8 +26,8 @@ def lines(found: Comparison) -> list[str]:
             told.append(f"only in {side}: {', '.join(names[:8])}{f' and {len(names) - 8} more' * (len(names) > 8)}")
     told += [f"conditions differ: {name} {one} in A, {other} in B" for name, (one, other) in found.conditions.items()]
     for outcome in _ORDER:
-        rows = [change for change in found.of(outcome) if _alone(change)]
-        told += [one_line(str(change)) for change in rows[:_MOST_LINES]]
+        rows = causes(change for change in found.of(outcome) if _alone(change))
+        told += [one_line(str(cause)) for cause in rows[:_MOST_LINES]]
         if len(rows) > _MOST_LINES:
             told.append(f"... and {len(rows) - _MOST_LINES} more {outcome}; -o FILE.md lists all")
     starts = Counter(change.metric for change in found.of(ChangeOutcome.UNDECIDED) if change.kind is Kind.SLOWER_START)

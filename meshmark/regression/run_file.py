@@ -26,11 +26,20 @@ class Run:
 
     name: str
     date: str
+    """Of the run."""
     commit: str
+    """Of the user's own repository, else of Meshmark's checkout."""
     machine: str
     versions: Mapping[str, str]
     values: Mapping[str, Mapping[str, float]]
     """By case and metric; of several records of one pass the last."""
+    commit_date: str = ""
+    """When the commit of the user's repository was made; empty where none is known."""
+
+    @property
+    def when(self) -> tuple[str, str]:
+        """By which runs are ordered: an old commit that is measured today stands in its own place."""
+        return self.commit_date or self.date, self.date
 
 
 def read_run(path: Path) -> Run:
@@ -61,7 +70,10 @@ def read_run(path: Path) -> Run:
 def _about(environment: Mapping[str, Any]) -> dict[str, Any]:
     """As texts, whatever a record of a stranger's holds in their place."""
     versions = {name: str(told) for name, told in environment["versions"].items() if name not in READERS}
-    return {name: str(environment[name]) for name in ("date", "commit", "machine")} | {"versions": versions}
+    found = {name: str(environment[name]) for name in ("date", "commit", "machine")} | {"versions": versions}
+    if own := str(environment.get("project_commit", "")):
+        found["commit"] = own
+    return found | {"commit_date": str(environment.get("project_date", ""))}
 
 
 def _drawable(metric: str, value: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from meshmark.pluralize import pluralize
 from meshmark.run.record import Record, Status
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
@@ -57,3 +58,51 @@ def names(keys: Sequence[Key]) -> dict[Key, str]:
 def few(cases: Sequence[str]) -> str:
     """The first of them, in words."""
     return f"{', '.join(cases[:3])}{', ...' if len(cases) > 3 else ''}"
+
+
+def of_last_code(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """The records of the code that was run last, and the others: launches of two commits are no samples of one thing.
+
+    A code is a commit of Meshmark's and one of the user's repository, and of each case the digests of her files.
+    """
+    if not records:
+        return [], []
+    last = _code(records[-1])
+    sources = {(key_of(record), record.adapter): record.sources for record in records if _code(record) == last}
+    kept, others = list[Record](), list[Record]()
+    for record in records:
+        same = _code(record) == last and record.sources == sources[key_of(record), record.adapter]
+        (kept if same else others).append(record)
+    return kept, others
+
+
+def _code(record: Record) -> tuple[str, str]:
+    return record.environment.commit, record.environment.project_commit
+
+
+def left_out(kept: Sequence[Record], others: Sequence[Record]) -> str:
+    """Which records of other code a folder holds."""
+    (last,) = {_commit(record) for record in kept[-1:]}
+    commits = dict.fromkeys(commit for record in others if (commit := _commit(record)) != last)
+    told = few(list(commits)) or "other changes"
+    return f"left out {pluralize(len(others), 'record')} of other code ({told}); what counts is the last, {last}"
+
+
+def _commit(record: Record) -> str:
+    return record.environment.project_commit or record.environment.commit or "no commit"
+
+
+def without_shared(records: Sequence[Record], others: Sequence[Record]) -> list[Record]:
+    """Without those that `others` hold too, where more of their case's pass were made since: a baseline that was
+    accepted from a folder is no part of what is run into it later."""
+    shared = {_identity(record) for record in others}
+    since = {_pass(record) for record in records if _identity(record) not in shared}
+    return [record for record in records if _identity(record) not in shared or _pass(record) not in since]
+
+
+def _pass(record: Record) -> tuple[object, ...]:
+    return record.task, record.conformance.scenario, key_of(record)
+
+
+def _identity(record: Record) -> tuple[object, ...]:
+    return *_pass(record), record.environment.date, record.environment.command, record.launch.seconds

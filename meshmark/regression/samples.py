@@ -15,8 +15,10 @@ from meshmark.measure.interval import student_t
 from meshmark.regression.runs import CaseRuns
 from meshmark.run.record import Record, Status
 
-STEP, LAUNCH, BUILD = "step", "launch", "build"
-"""Seconds of a step of the timed pass, of the whole instrumented pass, and of the slowest rank's engine in it."""
+STEP, CPU, LAUNCH, BUILD = "step", "cpu", "launch", "build"
+"""Seconds of a step of the timed pass, by the clock and of all its ranks' processors; of the whole instrumented pass,
+and of the slowest rank's engine in it."""
+WORDS = {CPU: "CPU seconds a step", LAUNCH: "launch seconds", BUILD: "build seconds"}
 LEAST_DEGREES = 4
 """Of repeats of one case, from which its own scatter is known well enough to be used alone."""
 RECORDED = Path(__file__).with_name("launch_scatter.json")
@@ -33,6 +35,8 @@ class Sample:
     steps: int = 1
     machine: str = ""
     """That it was measured on."""
+    took: float = 0.0
+    """Seconds of its whole pass: what another sample costs, beside the start of its session."""
 
     @property
     def log(self) -> float:
@@ -44,6 +48,7 @@ def samples(runs: CaseRuns) -> dict[str, list[Sample]]:
     complete = [r for r in runs.observed if r.outcome.status is Status.OK]
     found = {
         STEP: [_of_steps(record) for record in runs.complete],
+        CPU: [_of_start(r, r.timing.cpu_seconds_per_step) for r in runs.complete if r.timing.cpu_seconds_per_step],
         LAUNCH: [_of_start(r, r.launch.seconds) for r in complete if r.launch.seconds > 0],
         BUILD: [_of_start(r, r.launch.build_seconds) for r in complete if r.launch.build_seconds > 0],
     }
@@ -64,7 +69,13 @@ def _of_steps(record: Record) -> Sample:
     found, steps = record.timing.interval, len(record.timing.step_seconds)
     blocks = steps // found.block
     error = found.relative / student_t(blocks - 1) if blocks > 1 else math.inf
-    return Sample(seconds=found.mean, variance=error**2, steps=steps, machine=machine_of(record.environment))
+    return Sample(
+        seconds=found.mean,
+        variance=error**2,
+        steps=steps,
+        machine=machine_of(record.environment),
+        took=record.launch.seconds,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,3 +114,8 @@ def recorded_scatter(metric: str) -> Scatter:
     told = json.loads(RECORDED.read_text())
     found = told["metrics"][metric]
     return Scatter(variance=found["deviation"] ** 2, degrees=found["degrees"], source=f"measured on {told['machine']}")
+
+
+def minutes(seconds: float) -> str:
+    """In words, for what something would take."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:,.0f} minutes"

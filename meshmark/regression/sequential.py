@@ -4,8 +4,9 @@ Logarithms of B's over A's seconds, pair by pair, are tested for mean zero by a 
 effect size that is N(0, g) against none (Gönen et al., Am. Statist. 59, 252, 2005), with the right Haar prior on the
 scale. Without an effect it is a martingale of mean one in the data's scale-free part (Hendriksen, de Heide and
 Grünwald, Bayesian Analysis 16, 961, 2021; the mixture is Robbins', Ann. Math. Statist. 41, 1397, 1970), so that by
-Ville's inequality the chance that it ever reaches 1/alpha is at most alpha. What it does not reject is a confidence
-sequence, which holds the truth at all times at once.
+Ville's inequality the chance that it ever reaches 1/alpha is at most alpha. The mean of two such martingales, one for
+small and one for large effects, is one again. What it does not reject is a confidence sequence, which holds the truth
+at all times at once.
 """
 
 from __future__ import annotations
@@ -14,31 +15,41 @@ import math
 import statistics
 from collections.abc import Sequence
 
-EFFECT_VARIANCE = 0.25
-"""g: effects of half the scatter of a pair are found soonest."""
+EFFECT_VARIANCES = (0.25, 16.0)
+"""g: effects of half the scatter of a pair, and of four times that, are found soonest. With the first alone no effect,
+however large, can be told before the tenth pair; with both it takes five."""
 LEAST_PAIRS = 4
 
 
-def evidence(differences: Sequence[float], g: float = EFFECT_VARIANCE) -> float:
-    """The Bayes factor of a mean other than zero."""
+def evidence(differences: Sequence[float], variances: Sequence[float] = EFFECT_VARIANCES) -> float:
+    """The Bayes factor of a mean other than zero; the mean of one for each of `variances`."""
     n = len(differences)
     if n < 2:
         return 1.0
     mean, variance = statistics.fmean(differences), statistics.variance(differences)
     if not variance:
         return math.inf if mean else 1.0
-    square, spread = n * mean**2 / variance / (n - 1), 1 + n * g
-    log = n / 2 * (math.log1p(square) - math.log1p(square / spread)) - math.log(spread) / 2
-    return math.exp(min(log, 700.0))
+    return _bayes_factor(n, n * mean**2 / variance / (n - 1), variances)
 
 
-def half_width(differences: Sequence[float], alpha: float, g: float = EFFECT_VARIANCE) -> float:
+def _bayes_factor(n: int, square: float, variances: Sequence[float]) -> float:
+    """`square`: of Student's t, over its degrees of freedom."""
+    spreads = [1 + n * g for g in variances]
+    logs = [n / 2 * (math.log1p(square) - math.log1p(square / s)) - math.log(s) / 2 for s in spreads]
+    return statistics.fmean(math.exp(min(log, 700.0)) for log in logs)
+
+
+def half_width(differences: Sequence[float], alpha: float, variances: Sequence[float] = EFFECT_VARIANCES) -> float:
     """Of the confidence sequence around the mean; infinite while it is not bounded."""
     n = len(differences)
     if n < 2:
         return math.inf
-    spread = 1 + n * g
-    ratio = (math.sqrt(spread) / alpha) ** (2 / n)
-    if ratio >= spread:
-        return math.inf
-    return math.sqrt((n - 1) * (ratio - 1) / (1 - ratio / spread) / n) * statistics.stdev(differences)
+    low, high = 0.0, 1.0
+    while _bayes_factor(n, high, variances) < 1 / alpha:
+        high *= 4
+        if high > 1e30:  # the largest t there is would not reach it
+            return math.inf
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _bayes_factor(n, middle, variances) >= 1 / alpha else (middle, high)
+    return math.sqrt(high * (n - 1) / n) * statistics.stdev(differences)

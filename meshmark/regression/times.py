@@ -21,12 +21,12 @@ from meshmark.measure.laps import PRECISION
 from meshmark.pluralize import pluralize
 from meshmark.regression.change import Change, ChangeOutcome, Effect, Kind
 from meshmark.regression.samples import (
-    BUILD,
-    LAUNCH,
     LEAST_DEGREES,
     STEP,
+    WORDS,
     Sample,
     Scatter,
+    minutes,
     own_scatter,
     recorded_scatter,
 )
@@ -37,7 +37,6 @@ SAME_WITHIN = PRECISION
 """Times whose interval stays within this, up and down, are the same; to this the timed pass measures."""
 _MOST_LAUNCHES = 1000
 _SINGLE = "a single step says nothing of how steps scatter: time at least 2, without --steps or with more"
-_WORDS = {LAUNCH: "launch seconds", BUILD: "build seconds"}
 
 Pair = tuple[Sequence[Sample], Sequence[Sample]]
 Key = tuple[str, str]
@@ -152,7 +151,7 @@ def change_of(key: Key, test: Test, level: float, unit: tuple[int, str], margin:
     bounds = sorted(math.expm1(min(sign * end, 700.0)) for end in (lowest, highest))
     return Change(
         case=case,
-        metric=f"{unit[1]}/s" if metric == STEP else _WORDS[metric],
+        metric=f"{unit[1]}/s" if metric == STEP else WORDS[metric],
         kind=kind_of(metric),
         outcome=outcome,
         before=before,
@@ -181,7 +180,13 @@ def _ungrounded(test: Test) -> str:
     lacking = LEAST_DEGREES - sum(max(len(side) - 1, 0) for side in test.pair)
     if lacking <= 0:
         return "one side was measured on another machine, and once: repeat it there"
-    return f"to tell how launches scatter on this machine takes {pluralize(lacking, 'more launch', 'more launches')}"
+    more = pluralize(lacking, "more launch", "more launches")
+    return f"to tell how launches scatter on this machine takes {more}, about {minutes(lacking * _took(test))}"
+
+
+def _took(test: Test) -> float:
+    """Seconds of another sample, without the start of its session."""
+    return max(statistics.fmean(s.took for s in side) for side in test.pair)
 
 
 def _needed(test: Test, level: float, margin: float) -> str:
@@ -195,5 +200,6 @@ def _needed(test: Test, level: float, margin: float) -> str:
             more = [max(count - len(side), 0) for side in test.pair]
             many = f" ({more[0] * steps:,} and {more[1] * steps:,} steps)" if steps > 1 else ""
             launches = pluralize(more[0], "more launch", "more launches")
-            return f"to tell {margin:.0%} takes {launches} of A and {more[1]} of B{many}"
+            time = f", about {minutes(sum(more) * _took(test))}" if any(more) else ""
+            return f"to tell {margin:.0%} takes {launches} of A and {more[1]} of B{many}{time}"
     return f"to tell {margin:.0%} takes more than {_MOST_LAUNCHES} launches of each: this is too noisy a machine"

@@ -8,15 +8,15 @@ from meshmark.regression.change import Change, ChangeOutcome, Kind
 from meshmark.regression.runs import CaseRuns
 from meshmark.run.record import Record, Status, Verdict
 
+ENDINGS = ("instrumented pass", "timed pass")
+"""Metrics that say how a pass ended."""
 SUITES = ("equivalence", "memory", "communication", "throughput")
 
 
 def verdict_changes(name: str, before: CaseRuns, after: CaseRuns) -> Iterator[Change]:
     """How passes ended and, of those that came to their end, each suite's verdict."""
-    for what, one, other in (
-        ("instrumented pass", before.observed, after.observed),
-        ("timed pass", before.timed, after.timed),
-    ):
+    passes = (before.observed, after.observed), (before.timed, after.timed)
+    for what, (one, other) in zip(ENDINGS, passes, strict=True):
         if one and other:
             yield _ending(name, what, one[-1], other[-1])
     for suite in SUITES:

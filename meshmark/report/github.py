@@ -28,6 +28,17 @@ def tell_github(
             summary.write(step_summary(attempts))
 
 
+def warn_github(unsure: Sequence[str], write: Callable[[str], object]) -> None:
+    """Says what a gate cannot tell, in one annotation and on the job's page. Nothing elsewhere."""
+    if not unsure or os.environ.get("GITHUB_ACTIONS") != "true":
+        return
+    first, more = unsure[0][:_CHARACTERS], f" And {len(unsure) - 1} more." if len(unsure) > 1 else ""
+    write(f"::warning title=Meshmark cannot tell::{_data(f'{first}{more}')}")
+    if file := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(file).open("a", encoding="utf-8") as summary:
+            summary.write("\n\n".join(["## Meshmark cannot tell", block("\n".join(map(one_line, unsure)))]) + "\n")
+
+
 def annotation_lines(attempts: Sequence[Attempt]) -> list[str]:
     """Workflow commands, which end with their line: nothing in a message begins another. One a defect."""
     return [_annotation(*same) for same in by_defect(attempts)[:_MOST]]

@@ -23,7 +23,7 @@ from meshmark.report.profiles import TOLD, memory_curves, profile_rows
 from meshmark.report.results import CaseResult, newest, results
 from meshmark.run.record import Record
 from meshmark.run.record_file import Reading
-from meshmark.run.throughput import fastest_of, peak_flops_per_second, throughput
+from meshmark.run.throughput import LEAST_CLAIMED, fastest_of, peak_flops_per_second, throughput
 
 _DRAWN = 50
 """Cases that a picture can show."""
@@ -122,10 +122,11 @@ def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests:
 
 def _fastest(timed: Sequence[Record]) -> str:
     """One case, or all that are tied for it."""
-    first, *tied = fastest_of(timed)
+    if not (ordered := fastest_of(timed)):
+        return f"no case was launched often enough ({LEAST_CLAIMED} times) to be called the fastest"
+    first, *tied = ordered
     best = throughput(first)
-    launches = "" if best.num_launches > 1 else " in one launch"
-    speed = f"{best.per_second:,.0f} {best.unit}/s {tables.interval_text(best)}{launches}"
+    speed = f"{best.per_second:,.0f} {best.unit}/s {tables.interval_text(best)}"
     if not tied:
         return f"the fastest correct case is {code(first.case.id)} ({speed})"
     *between, last = [code(record.case.id) for record in tied]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from meshmark.measure.readings import MemoryReading
+from meshmark.pluralize import pluralize
 from meshmark.report.baseline import Baseline
 from meshmark.report.markdown import block, details, inline
 from meshmark.report.markdown import table as markdown
@@ -136,11 +137,12 @@ def speed(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
         seconds, measured = result.timed.timing.step_seconds, throughput(result.timed)
         gaps = [gap for lap in result.timed.timing.laps for gap in lap.gaps]
         percentiles = (f"{1000 * p:.3g}" for p in np.percentile(seconds, [5, 50, 95]))
+        unsettled = measured.is_claimed and not measured.settled
         row: dict[str, object] = {
             **names(result),
             "correct": result.correctness,
             f"{measured.unit}/s": f"{measured.per_second:,.0f}",
-            "95 % interval": interval_text(measured) + ("" if measured.settled else " (budget)"),
+            "95 % interval": interval_text(measured) + (" (budget)" if unsettled else ""),
             "launches": measured.num_launches,
             "steps": len(seconds),
             "p5 / p50 / p95": " / ".join(percentiles) + " ms",
@@ -250,7 +252,9 @@ def _mfu(result: CaseResult) -> str:
 
 
 def interval_text(measured: Throughput) -> str:
-    """`±1.8%`."""
+    """`±1.8%`; of too few launches how many they are, for their steps say nothing of how far another may lie."""
+    if not measured.is_claimed:
+        return f"({pluralize(measured.num_launches, 'launch', 'launches')})"
     return f"±{measured.relative:.1%}" if measured.relative < 1 else "±?"
 
 

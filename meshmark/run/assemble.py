@@ -28,6 +28,7 @@ from meshmark.run.record import (
     TrainingCurves,
 )
 from meshmark.run.request import Request, Task
+from meshmark.run.sources import sources_of
 from meshmark.run.throughput_verdict import judge_throughput
 from meshmark.run.timed_launches import relaunch_of
 from meshmark.run.verdict import judge_equivalence
@@ -65,6 +66,7 @@ def assemble(
         warmup=request.warmup,
         timing_budget_seconds=request.timing_budget_seconds,
         environment=describe(request.device, request.backend, nnodes),
+        sources=sources_of(request.adapter, case.workload),
         outcome=outcome,
         launch=LaunchSeconds(
             seconds=sum(launched.seconds for launched in launches),
@@ -90,6 +92,7 @@ def assemble(
         timing=TimingEvidence(
             rank_step_seconds=[r.step_seconds for r in reports if r.step_seconds],
             rank_starts=[r.lap_starts for r in reports if r.lap_starts],
+            rank_cpu_seconds=[r.cpu_seconds for r in reports if r.cpu_seconds] if whole else [],
             power=request.power,
             spoilt=spoilt(request.power, -(-case.world_size // (nnodes * max(len(request.power), 1)))),
             device_memory=[r.device_memory for r in reports if r.device_memory],

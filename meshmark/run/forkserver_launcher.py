@@ -58,7 +58,8 @@ class ForkserverLauncher:
     def _server(self, request: Request) -> ForkServer:
         """The server for a request's adapter. Raises `MeshmarkError` when its imports take too long."""
         adapter = load_adapter(request.adapter)
-        modules, environment = adapter.modules(), adapter.environment(request.device)
+        modules = [*adapter.modules(), *request.case.workload.model.preload]
+        environment = adapter.environment(request.device)
         key = caches_freed(request.task), tuple(modules), tuple(sorted(environment.items()))
         if key not in self._servers or _is_lost(self._servers[key]):
             self._servers[key] = self._root(request.task).branch(environment, modules)

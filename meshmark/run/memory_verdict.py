@@ -7,13 +7,19 @@ from dataclasses import dataclass
 
 from meshmark.measure.readings import MemoryReading
 from meshmark.run.record import MemoryEvidence, Record, Verdict
-from meshmark.theory.model_theory import theory_of
+from meshmark.spec.own_model import OwnModelConfig
+from meshmark.spec.workload import Workload
 from meshmark.theory.states import ExtraMemory, ModelStates, declared_bytes, declared_peak
 
 STATE_TOLERANCE = 0.01
 """Relative, on the bytes of each category of model states, of activations, and of the allocator's totals."""
 SCALARS_BYTES = 1024
 """Beside it, of totals: loss, norm, scale and a few counts, which nobody names. More is a tensor."""
+LOSS_BYTES = 256
+"""Beside activations that were counted in a pass of one process: the engine's own loss, its share and what scales it,
+which are no part of the module. Frameworks here hold 32 to 52 bytes of these."""
+COUNT_BYTES = 4
+"""PyTorch's optimizers count the steps of every tensor."""
 TOTALS = ("steady", "peak", "unnamed", "growth")
 """Of the allocator's count: after a step, at the most, what was there before the step without a name, and how much
 more there is after a step than after the one before."""
@@ -76,13 +82,14 @@ def judge_memory(record: Record) -> Verdict | None:
         return Verdict(suite="memory", passed=False, summary=record.unmeasured["memory"])
     found: list[Held] = []
     on_cpu = record.environment.device == "cpu"
+    scalars = _scalars(record.case.workload)
     for rank, (reading, plan, declared) in enumerate(
         zip(record.memory.readings, record.memory.planned, record.memory.extra_memory, strict=True)
     ):
         if plan is None:
             return None
         found += [
-            Held(category=name, rank=rank, measured=measured, planned=planned)
+            Held(category=name, rank=rank, measured=measured, planned=planned, late=scalars.get(name, 0))
             for name, measured, planned in memory_categories(reading, plan, declared, with_activations=on_cpu)
         ]
         found += memory_totals(rank, reading, plan, declared, on_cpu=on_cpu)
@@ -90,7 +97,7 @@ def judge_memory(record: Record) -> Verdict | None:
     relative = f"({worst.error:.2%})" if worst.planned else ""
     where = f"{worst.category} on rank {worst.rank}"
     summary = f"{where}: {worst.measured:,.0f} bytes, planned {worst.planned:,.0f} {relative}".rstrip()
-    if theory_of(record.case.workload.model).transformer is None or record.case.tuning.passes_otherwise:
+    if all(plan is None or plan.activations is None for plan in record.memory.planned):
         summary += "; activations: not planned"
     if unknown := [rank for rank, reading in enumerate(record.memory.readings) if not reading.ends_known]:
         summary += f" (not judged on {_ranks(unknown)}: {_UNKNOWN})"
@@ -101,6 +108,14 @@ def judge_memory(record: Record) -> Verdict | None:
         summary=summary if passed else f"{summary}; {_mend(worst)}",
         evidence=_evidence(worst, found, record.memory),
     )
+
+
+def _scalars(workload: Workload) -> dict[str, int]:
+    """Bytes of scalars by category, which 1 % of a user's own model need not cover: it may be of any size."""
+    model = workload.model
+    if not isinstance(model, OwnModelConfig):
+        return {}
+    return {"activations": LOSS_BYTES, "optimizer_states": COUNT_BYTES * model.num_tensors}
 
 
 def _mend(worst: Held) -> str:

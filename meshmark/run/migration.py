@@ -41,6 +41,8 @@ _RENAMED_IN_SCHEMA_3 = {
     "traffic": {"departures": "traffic_exceptions"},
 }
 """By part of a record: fields that schema 2 had under another name."""
+_SAME_AS_TODAY = 3
+"""From this schema on a record has today's form: 4 only adds the user's repository and files, and processor times."""
 _LEFT_OUT = {"matmul_flops_per_second", "planned_traffic"}
 """Of schema 1: ranks that shared cores were told a peak each, which together the machine did not have; and what
 adapters said that they would send, by which nothing is judged any more."""
@@ -55,7 +57,7 @@ def migrate(value: object) -> dict[str, Any]:
     if not isinstance(value, dict) or schema not in range(1, SCHEMA + 1):
         newer = "; a newer one wrote it: upgrade" if isinstance(schema, int) and schema > SCHEMA else ""
         raise ValueError(f"schema {schema}, this Meshmark reads 1 to {SCHEMA}{newer}")
-    if schema == SCHEMA or "session" in value:
+    if schema in range(_SAME_AS_TODAY, SCHEMA + 1) or "session" in value:
         return value | {"schema": SCHEMA}
     if schema == 1:
         value = _to_schema_2(value)

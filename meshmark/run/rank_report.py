@@ -47,6 +47,8 @@ class RankReport:
     """TIME, by lap: seconds after the first rank of the same node."""
     lap_steps: list[int] = field(default_factory=list)
     """TIME: steps of each lap."""
+    cpu_seconds: list[float] = field(default_factory=list)
+    """TIME, on CPUs, by lap: processor time of all threads of this rank, user and system."""
     timed_digests: dict[int, str] = field(default_factory=dict)
     """TIME, on rank 0, for all ranks: a hash of every parameter's bits, by steps done before it."""
     flops_per_second: float | None = None

@@ -21,12 +21,13 @@ from meshmark.measure.profile import Profile
 from meshmark.measure.readings import MemoryReading, TrafficReading
 from meshmark.run.reach import Place, Reach
 from meshmark.run.request import Task
+from meshmark.run.sources import Source
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.theory.flow import Flow, TrafficException
 from meshmark.theory.states import ExtraMemory, ModelStates
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the format; raise it with every change that an older reader would misread."""
 
 
@@ -206,6 +207,8 @@ class Relaunch:
     """By rank, then step: raw."""
     rank_starts: list[list[float]] = field(default_factory=list)
     """By rank: seconds after the first rank of the same node, alone in a list; empty: together."""
+    rank_cpu_seconds: list[list[float]] = field(default_factory=list)
+    """By rank, alone in a list: as those of the first launch."""
     losses: list[float] = field(default_factory=list)
     digests: dict[int, str] = field(default_factory=dict)
     """As those of the first launch."""
@@ -221,6 +224,8 @@ class TimingEvidence:
     """By rank, then lap: seconds after the first rank of the same node; empty: together."""
     lap_steps: list[int] = field(default_factory=list)
     """Steps of each lap; empty: one lap."""
+    rank_cpu_seconds: list[list[float]] = field(default_factory=list)
+    """By rank, then lap: processor time of all its threads, user and system; empty on GPUs and before schema 4."""
     device_memory: list[DeviceMemory] = field(default_factory=list)
     """By rank, on GPUs."""
     power: list[GpuPower] = field(default_factory=list)
@@ -240,6 +245,15 @@ class TimingEvidence:
     def interval(self) -> Interval:
         """Of the mean of `step_seconds`: every table of a report asks for it."""
         return mean_interval(self.step_seconds, repeat=len(self.rank_step_seconds[0]) if self.relaunches else 0)
+
+    @property
+    def cpu_seconds_per_step(self) -> float | None:
+        """Processor time of all ranks together, in the mean of all launches; None where it was not measured."""
+        launches = [self.rank_cpu_seconds, *(one.rank_cpu_seconds for one in self.relaunches)]
+        if not all(launches) or not self.rank_step_seconds:
+            return None
+        steps = len(self.rank_step_seconds[0]) * self.num_launches
+        return sum(sum(laps) for ranks in launches for laps in ranks) / steps or None
 
     @property
     def num_launches(self) -> int:
@@ -288,6 +302,8 @@ class Record:
     timing_budget_seconds: float = 0.0
     """How long steps could be added in one launch of the untouched pass."""
     environment: Environment
+    sources: list[Source] = field(default_factory=list)
+    """The user's own files that it was made with."""
     outcome: Outcome
     launch: LaunchSeconds = field(default_factory=LaunchSeconds)
     training: TrainingCurves = field(default_factory=TrainingCurves)

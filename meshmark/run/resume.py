@@ -10,6 +10,7 @@ from meshmark.run.cluster import Cluster
 from meshmark.run.meeting import from_node_0
 from meshmark.run.record import Record, Status
 from meshmark.run.request import Request, Task
+from meshmark.run.sources import sources_of
 from meshmark.serial import decode, encode
 
 KEPT = "kept: the results folder holds this pass, of the same code and machine"
@@ -41,17 +42,14 @@ class Held:
         asked = (request.adapter, request.base, request.sample, _lengths(request))
         made = (record.adapter, record.conformance.base, record.equivalence.sample, _lengths(record))
         same = asked == made and _about(here) == _about(record.environment) and not _lacks_judgement(record, request)
-        return record if same and is_own(request.adapter) and is_committed(here) else None
+        sources = sources_of(request.adapter, request.case.workload)
+        known = sources == record.sources and all(source.is_known for source in sources)
+        return record if same and known and is_committed(here) else None
 
 
 def _lengths(of: Request | Record) -> tuple[float, ...]:
     """How long its pass is."""
     return of.steps, of.warmup, of.timing_budget_seconds
-
-
-def is_own(adapter: str) -> bool:
-    """Whether the commit, or the release, of Meshmark tells its code; of a file or package of a user's nothing does."""
-    return adapter.startswith("meshmark.")
 
 
 def is_committed(here: Environment) -> bool:

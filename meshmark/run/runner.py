@@ -30,6 +30,7 @@ from meshmark.run.request import Request, Task
 from meshmark.run.resume import KEPT, Held
 from meshmark.run.retracing import find_path
 from meshmark.run.scratch import Scratch
+from meshmark.run.sources import sources_of
 from meshmark.run.timed_launches import time_again
 from meshmark.run.tolerance_models import ToleranceModels
 from meshmark.run.user_gaps import with_gaps, with_gaps_of_now
@@ -238,6 +239,7 @@ class Runner:
             task=asked.task,
             outcome=outcome_of_error(error),
             environment=self._here(backend),
+            sources=sources_of(asked.adapter, asked.case.workload),
             steps=asked.steps,
             warmup=asked.warmup,
             timing_budget_seconds=asked.timing_budget_seconds,

@@ -13,10 +13,15 @@ from meshmark.spec.precision import Dtype
 from meshmark.spec.tuning import Matmul
 from meshmark.theory.model_theory import theory_of
 
+LEAST_CLAIMED = 3
+"""Launches from which a rate is held against others: steps of one launch do not show how far another may lie, and two
+show it hardly."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """What a timed pass amounts to. The interval is of these launches, made within seconds of one another."""
+    """What a timed pass amounts to. The interval is of these launches, made within seconds of one another; of fewer
+    than LEAST_CLAIMED it is of their steps alone, and nothing is claimed by it."""
 
     per_second: float
     """All tokens or images over the time from the ranks' common start to the last one's end."""
@@ -29,7 +34,6 @@ class Throughput:
     settled: bool
     """Whether the interval is as narrow as it was to be; else the budget ended first."""
     num_launches: int
-    """Of one launch the interval says nothing of how far another may lie."""
     unit: str
     """tokens or images."""
     mfu: float | None
@@ -37,15 +41,22 @@ class Throughput:
     peak_source: str
     """Where the peak is from."""
 
+    @property
+    def is_claimed(self) -> bool:
+        """Whether it can be said to be faster than another, or as fast."""
+        return self.num_launches >= LEAST_CLAIMED
+
     def ties(self, other: Throughput) -> bool:
-        """Whether the intervals meet: then neither is faster."""
-        return self.lowest <= other.highest and other.lowest <= self.highest
+        """Whether the intervals meet: then neither is faster. What nothing is claimed of ties with nothing."""
+        claimed = self.is_claimed and other.is_claimed
+        return claimed and self.lowest <= other.highest and other.lowest <= self.highest
 
 
 def throughput(record: Record) -> Throughput:
     """Of a record of the timed pass."""
     workload, interval = record.case.workload, record.timing.interval
     rate = workload.units_per_step / interval.mean
+    num_launches = record.timing.num_launches
     shortest, longest = (interval.mean + side * interval.half_width for side in (-1, 1))
     peak, source = peak_flops_per_second(record)
     flops = theory_of(workload.model).flops_per_unit()
@@ -54,8 +65,8 @@ def throughput(record: Record) -> Throughput:
         lowest=workload.units_per_step / longest,
         highest=workload.units_per_step / shortest if shortest > 0 else float("inf"),
         relative=interval.relative,
-        settled=is_settled(len(record.timing.step_seconds), interval, record.timing.num_launches),
-        num_launches=record.timing.num_launches,
+        settled=is_settled(len(record.timing.step_seconds), interval, num_launches),
+        num_launches=num_launches,
         unit=workload.unit,
         mfu=rate * flops / peak if peak and flops else None,
         peak_source=source,
@@ -63,8 +74,9 @@ def throughput(record: Record) -> Throughput:
 
 
 def fastest_of(records: Sequence[Record]) -> list[Record]:
-    """The fastest, and behind it those that are tied with it; at least one record is needed."""
-    ordered = sorted(((throughput(r), r) for r in records), key=lambda rated: rated[0].per_second, reverse=True)
+    """The fastest, and behind it those that are tied with it; none where nothing is claimed of any."""
+    rated = [(rate, record) for record in records if (rate := throughput(record)).is_claimed]
+    ordered = sorted(rated, key=lambda each: each[0].per_second, reverse=True)
     return [record for rate, record in ordered if rate.ties(ordered[0][0])]
 
 

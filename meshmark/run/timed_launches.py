@@ -57,6 +57,7 @@ def relaunch_of(launched: LaunchResult) -> Relaunch:
     return Relaunch(
         rank_step_seconds=[r.step_seconds for r in launched.reports],
         rank_starts=[r.lap_starts for r in launched.reports],
+        rank_cpu_seconds=[r.cpu_seconds for r in launched.reports if r.cpu_seconds],
         losses=launched.losses,
         digests=launched.reports[0].timed_digests,
     )

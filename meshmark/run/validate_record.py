@@ -33,6 +33,9 @@ def _expect_times(timing: TimingEvidence) -> None:
             raise ValueError(f"times of {' and '.join(str(len(steps)) for steps in ranks[:4])} steps on its ranks")
         if launch.rank_starts and len(launch.rank_starts) != len(ranks):
             raise ValueError(f"times of {len(ranks)} ranks, of which {len(launch.rank_starts)} started")
+        for laps in launch.rank_cpu_seconds:
+            if not all(0 <= seconds < _LONGEST_SECONDS for seconds in laps):
+                raise ValueError(f"laps that took {str(list(laps[:4]))[:80]} seconds of processors")
         for steps in ranks:
             if not (steps and min(steps) >= 0 and 0 < sum(steps) < _LONGEST_SECONDS):
                 raise ValueError(f"steps that took {str(list(steps[:4]))[:80]} seconds")

@@ -1,4 +1,4 @@
-"""What a framework is known to get wrong."""
+"""Clauses that a framework is known to fail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from meshmark.spec.case import Case
 
 SUITES = ("equivalence", "memory", "communication", "throughput")
-"""What a user's gap may name in the place of a clause: an adapter of this repository has no such gap."""
+"""Suites, which a user's known gap may name instead of a clause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,11 +17,13 @@ class KnownGap:
     clause: str
     reason: str
     symptom: str
-    """What the evidence of the failure says: a failure that does not is another one."""
+    """Text that the failure's evidence contains. A failure without it is another one, and counts as such."""
     link: str = ""
-    """Upstream, where there is one."""
+    """Address of an upstream issue."""
+    reproducer: str = ""
+    """Name of the script in adapters/gaps that shows it without Meshmark."""
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
-    """Where it shows."""
+    """ZeRO stages at which the clause fails."""
 
     def covers(self, case: Case, clause: str) -> bool:
         return clause == self.clause and case.layout.zero_stage in self.zero_stages

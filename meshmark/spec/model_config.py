@@ -52,6 +52,8 @@ class ModelConfig:
     """Function that makes the initial value of one parameter, or of a block of it, as "package.module:function"."""
     unit: ClassVar[str] = "tokens"
     """What throughput counts: tokens, images or rows."""
+    preload: ClassVar[tuple[str, ...]] = ()
+    """Modules that take long to import, for a server that forks ranks."""
     routes: ClassVar[bool] = False
     """Whether values decide which weights a token meets: where a decision is close, rounding makes it."""
     name: str
@@ -117,6 +119,27 @@ class ModelConfig:
     def couples_rows(self) -> bool:
         """Whether the rows of a micro-batch enter one another's gradients, as under a batch norm."""
         return False
+
+    @property
+    def leaves_unused(self) -> bool:
+        """Whether it has trained parameters that no step uses."""
+        return False
+
+    @property
+    def gathers(self) -> tuple[tuple[int, int], ...]:
+        """Elements of parameters that modules do not read once in a forward and once in a backward pass, and how much
+        more often they do: where a framework gathers a parameter for each module, it does so as often."""
+        return ()
+
+    @property
+    def has_scalars(self) -> bool:
+        """Whether a parameter has no dimension, as CLIP's temperature."""
+        return False
+
+    @property
+    def indexed(self) -> int:
+        """Elements of parameters of which autograd keeps a part alone, as of the experts that one tensor holds."""
+        return 0
 
     def refusals(self, case: Case) -> list[str]:
         """Return why the model cannot be trained under `case`, whatever the adapter, one reason each."""

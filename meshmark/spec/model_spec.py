@@ -163,6 +163,11 @@ class ModelSpec(ModelConfig):
         """All trainable parameters, a tied weight counted once."""
         return self.embedding_parameters + self.num_layers * self.block_parameters + self.head_parameters
 
+    @property
+    def gathers(self) -> tuple[tuple[int, int], ...]:
+        """The tied weight, which embedding and head read."""
+        return ((self.vocab_size * self.hidden, 2),) if self.tied_embeddings else ()
+
     def misfits(self, *, tp: int, num_stages: int, cp: int) -> list[str]:
         """Why the model cannot be split so, one reason each."""
         problems = []

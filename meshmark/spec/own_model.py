@@ -13,6 +13,9 @@ from meshmark.spec.precision import Precision
 if TYPE_CHECKING:
     from meshmark.spec.case import Case
 
+HUGGING_FACE = "hf:"
+"""Start of a target that names a config.json of Hugging Face Transformers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModelConfig(ModelConfig):
@@ -25,6 +28,8 @@ class OwnModelConfig(ModelConfig):
     module: ClassVar[str] = "meshmark.reference.own_model:OwnModel"
     theory: ClassVar[str] = "meshmark.theory.model_theory:CountedTheory"
     initial_values: ClassVar[str] = "meshmark.reference.own_model:initial_value"
+    dry_run: ClassVar[str] = "meshmark.reference.dry_run:activation_bytes"
+    """Function that counts what autograd saves in one process, as "package.module:function"."""
     unit: ClassVar[str] = "rows"
     family: ClassVar[Family] = Family.OWN
     seq_len: ClassVar[int] = 1
@@ -40,10 +45,28 @@ class OwnModelConfig(ModelConfig):
     """Parameters of each block, which frameworks wrap one by one."""
     shares_weights: bool = False
     """Whether two modules hold one parameter."""
+    buffer_bytes: int = 0
+    """Of tables and statistics that its modules keep, as they are built."""
+    unused: tuple[str, ...] = ()
+    """Parameters that have no part in the loss."""
+    gathers: tuple[tuple[int, int], ...] = ()
+    indexed: int = 0
+    has_scalars: bool = False
+    repeats: bool = False
+    """Whether a block, or the whole module, runs more than once in a forward pass."""
+    couples_rows: bool = False
+
+    @property
+    def preload(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("transformers.modeling_utils",) if self.target.startswith(HUGGING_FACE) else ()
 
     @property
     def tied_embeddings(self) -> bool:
         return self.shares_weights
+
+    @property
+    def leaves_unused(self) -> bool:
+        return bool(self.unused)
 
     @property
     def datasets(self) -> frozenset[Dataset]:

@@ -98,6 +98,11 @@ class Workload:
         skipped = self.skipped_at(step)
         return skipped is None or not name.startswith(f"blocks.{skipped}.")
 
+    @property
+    def leaves_unused(self) -> bool:
+        """Whether a step has no gradient of some parameters that are trained."""
+        return self.skipped_block is not None or self.model.leaves_unused
+
     def skipped_at(self, step: int) -> int | None:
         """The block that `step` leaves out."""
         return self.skipped_block if step % 2 else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 
+from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.mixture_spec import MixtureSpec
 from meshmark.spec.model_config import ImageModelConfig, LayerSizes, ModelConfig
@@ -41,6 +43,10 @@ class UnknownTheory:
         """Return in how many tensors these are."""
         return None
 
+    def plans_traffic(self, layout: Layout) -> bool:
+        """Return whether it is known how often weights are gathered under ZeRO-3."""
+        return True
+
     def boundary_numbers(self, num_stages: int, boundary: int) -> int | None:
         """Return how many numbers of one row go over the boundary behind a pipeline stage."""
         return None
@@ -48,6 +54,10 @@ class UnknownTheory:
     def table_bytes(self, layout: Layout, rank: int, precision: Precision) -> float:
         """Return the bytes of tables and buffers, such as rotary positions and running statistics."""
         return 0.0
+
+    def activation_bytes(self, case: Case, rank: int, step: int, *, casts_weights: bool) -> float | None:
+        """Return what autograd keeps of the first micro-batch of `step`, where that is counted and not computed."""
+        return None
 
     def bucket_elements(self) -> int:
         """Return the elements of the larger of a block and the embedding, which a bucket holds at most."""
@@ -151,7 +161,7 @@ class LayeredTheory(UnknownTheory):
 
 
 class CountedTheory(UnknownTheory):
-    """Models of which parameters are counted, and nothing else is known."""
+    """Models of which parameters are counted, and saved tensors in a pass of one plain process."""
 
     model: OwnModelConfig
 
@@ -160,6 +170,18 @@ class CountedTheory(UnknownTheory):
 
     def num_tensors(self, layout: Layout, rank: int) -> int | None:
         return self.model.num_tensors if layout.tp * layout.cp * layout.pp == 1 else None
+
+    def plans_traffic(self, layout: Layout) -> bool:
+        """Where a block runs several times, a framework may gather it for each, or keep it."""
+        return not (self.model.repeats and layout.zero_stage == 3)
+
+    def table_bytes(self, layout: Layout, rank: int, precision: Precision) -> float:
+        return self.model.buffer_bytes
+
+    def activation_bytes(self, case: Case, rank: int, step: int, *, casts_weights: bool) -> float | None:
+        where, _, name = self.model.dry_run.partition(":")
+        counted: Callable[..., float | None] = getattr(importlib.import_module(where), name)
+        return counted(case, rank, step, casts_weights)
 
     def bucket_elements(self) -> int:
         return self.model.num_parameters

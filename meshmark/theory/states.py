@@ -19,6 +19,7 @@ from meshmark.theory.overheads import Overheads
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.stage_peak import update_excess
 from meshmark.theory.state_bytes import state_bytes
+from meshmark.theory.traffic import METERED_STEP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +106,12 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
         if using.states.matrix_wise or (count := local_parameters(model, layout, rank)) is None:
             return None
         states = state_bytes(np.array([float(count)]), grid, using)
+        activations = None
+        if _is_exact(case) and using.activations_known and using.eager:
+            casts = using.eager.casts_weights
+            activations = theory_of(model).activation_bytes(case, rank, METERED_STEP, casts_weights=casts)
+            if activations is not None and using.backward.keeps_root and layout.dp * layout.cp > 1:
+                activations += using.wire.gather_bytes * (model.embedding_parameters + model.head_parameters)
         return ModelStates(
             parameters=float(states["parameters"][0]),
             gradients=float(states["gradients"][0]),
@@ -112,6 +119,7 @@ def model_states(case: Case, rank: int, recipe: TrainingRecipe | None = None) ->
             buffers=_received(case, rank, using) + _lasting_gradients(case, using, float(states["gradients"][0])),
             tables=theory_of(model).table_bytes(layout, rank, case.precision),
             **_host_states(layout, using, count),
+            activations=activations,
         )
     index = layout.coordinates(rank).pp
     held = stage_memory(transformer, grid, using, Overheads(), index)

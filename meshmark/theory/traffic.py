@@ -220,7 +220,10 @@ def context_parallel_traffic(case: Case, rank: int) -> list[Flow]:
 def step_traffic(case: Case, rank: int) -> list[Flow] | None:
     """All of the above; None where it is not planned: how another model than a decoder-only transformer is split, and
     sequence parallelism."""
-    if theory_of(case.workload.model).num_parameters(case.layout, rank) is None or case.layout.sequence_parallel:
+    theory = theory_of(case.workload.model)
+    if theory.num_parameters(case.layout, rank) is None or case.layout.sequence_parallel:
+        return None
+    if not theory.plans_traffic(case.layout):
         return None
     return [
         *data_parallel_traffic(case, rank),

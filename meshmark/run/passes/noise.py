@@ -274,5 +274,5 @@ def perturb(engine: Engine, case: Case, run: int) -> None:
         key, shape = f"perturbation/{run}/{name}", parameter.shape
         for block in row_blocks(Block(shape=shape, offset=[0] * len(shape))):
             bits = random_bits(key, shape, seed=case.workload.seed, block=block)
-            rows = parameter[block.offset[0] : block.offset[0] + block.shape[0]]
+            rows = parameter[block.offset[0] : block.offset[0] + block.shape[0]] if shape else parameter
             rows.mul_(1 + (bits & 0xFFFF).to(parameter.device, torch.float64).div(0xFFFF).mul(2).sub(1) * ulp)

@@ -69,6 +69,7 @@ def time_steps(request: Request, adapter: Adapter, context: RankContext, started
         step_seconds=stopwatch.step_seconds,
         lap_starts=stopwatch.lap_starts,
         lap_steps=stopwatch.lap_steps,
+        cpu_seconds=stopwatch.cpu_seconds if context.device.type == "cpu" else [],
         drifts=drifts,
         device_memory=device_memory,
         timed_span=span,
@@ -88,6 +89,8 @@ class Stopwatch:
         self.lap_starts: list[float] = []
         """Seconds after the first rank of this node."""
         self.lap_steps: list[int] = []
+        self.cpu_seconds: list[float] = []
+        """By lap: of all threads of this process, in its own code and in the kernel's."""
 
     def warm_up(self, num_steps: int) -> None:
         rank_progress.begin(rank_progress.Phase.TRAIN, num_steps)
@@ -105,7 +108,9 @@ class Stopwatch:
     def _lap(self, num_steps: int) -> Lap:
         batches, losses = self._batches(num_steps), list[Tensor]()
         rank_progress.begin(rank_progress.Phase.TRAIN, num_steps)
+        cpu_before = time.process_time()
         marks = self.clock(self.engine, batches, losses)
+        self.cpu_seconds.append(round(time.process_time() - cpu_before, 7))
         self.losses += [float(loss) for loss in losses]
         everyone: list[tuple[str, list[float]]] = all_gather_json([_node(), marks])
         first = {node: min(its[0] for where, its in everyone if where == node) for node, _ in everyone}

@@ -1,0 +1,60 @@
+# /// script
+# dependencies = ["deepspeed==0.19.8", "torch==2.13.0"]
+#
+# [tool.meshmark]
+# title = "ZeRO-3 keeps a gathered parameter until the backward pass, where a part of it is used"
+# framework = "deepspeed"
+# symptom = "The storage of gathered experts is still there after the forward pass; that of a linear layer is not."
+# cause = """
+# A parameter is released by giving it other data. Autograd saves the part that the product reads, a view, which keeps
+# the whole gathered storage alive. Transformers holds all experts of a layer in one such parameter."""
+# processes = 2
+# ///
+import sys
+
+import deepspeed
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+deepspeed.ops.__compatible_ops__ = {}  # On a CPU, DeepSpeed would compile an operator.
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 4, 4))
+        self.gathered: StorageWeakRef | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.gathered = StorageWeakRef(self.weight.untyped_storage())
+        return nn.functional.linear(x, self.weight[0]) + nn.functional.linear(x, self.weight[1])
+
+
+class Linear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.gathered = StorageWeakRef(self.weight.untyped_storage())
+        return super().forward(x)
+
+
+model = nn.Sequential(Linear(4, 4, bias=False), Experts(), Linear(4, 4, bias=False))
+config = {
+    "train_batch_size": 2,
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 0,
+    },
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+loss = engine(torch.ones(1, 4)).sum()
+there = [not layer.gathered.expired() for layer in model]
+assert not there[0], there  # a linear layer is released: DeepSpeed has a product of its own for it
+if there[1]:
+    sys.exit("expected: all gathered weights are released after the forward pass; got: that of the experts is not")

@@ -1,0 +1,10 @@
+"""`torchrun --nproc-per-node 2 -m meshmark.check train.py ARGS`: one rank of a script that is observed."""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    from meshmark.check.rank import main
+
+    main(sys.argv[1:])

@@ -1,0 +1,100 @@
+"""A copy of a model without wrappers, hooks of frameworks and shards: what one process would train."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshmark.check.pieces import bare_modules, local, unwrapped
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_FRAMEWORKS = ("torch.distributed", "torch.nn.parallel", "accelerate", "deepspeed", "lightning", "torch._composable")
+_STATE_OF_WRAPPERS = "__composable_api"
+"""What `fully_shard` and `replicate` leave in a module. It holds sharded modules, which refuse to be copied."""
+_MIXINS = {"FSDPModule", "ReplicateModule", "DDPModule"}
+
+
+def bare_copy(root: nn.Module) -> nn.Module:
+    """Return the user's model with empty parameters of full shape, and buffers as they are, on the CPU."""
+    root = unwrapped(root)
+    memo: dict[int, Any] = {}
+    shells: dict[int, tuple[nn.Module, nn.Module]] = {}
+    for _, module in bare_modules(root):
+        if id(module) not in shells:
+            own = plain_class(type(module))
+            shell: nn.Module = object.__new__(own)
+            shells[id(module)] = module, shell
+            memo[id(module)] = shell
+    for _, module in _all(root):
+        memo.setdefault(id(module), memo[id(unwrapped(module))])
+    for module, _ in list(shells.values()):
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in memo:
+                memo[id(parameter)] = _empty(parameter)
+        for buffer in module._buffers.values():
+            if buffer is not None and id(buffer) not in memo:
+                memo[id(buffer)] = local(buffer).cpu().clone()
+    for module, shell in shells.values():
+        for key, value in vars(module).items():
+            if not key.startswith(_STATE_OF_WRAPPERS):
+                shell.__dict__[key] = _copied(key, value, memo)
+        original = shell.__dict__.pop("_original_forward", None)
+        if original is not None:  # Accelerate's autocast is around it
+            shell.__dict__.pop("forward", None)
+    return memo[id(root)]  # type: ignore[no-any-return]
+
+
+def plain_class(cls: type) -> type:
+    """The class that it was before `fully_shard` made a class of its own."""
+    if any(base.__name__ in _MIXINS for base in cls.__bases__):
+        return next(base for base in cls.__bases__ if base.__name__ not in _MIXINS)
+    return cls
+
+
+def _all(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(module.named_modules(remove_duplicate=True))
+
+
+def _empty(parameter: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
+
+
+def _copied(key: str, value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401
+    if key in ("_parameters", "_buffers", "_modules"):
+        return {name: None if x is None else memo[id(x)] for name, x in value.items()}
+    if key in _HOOKS:
+        return OrderedDict((k, _copied("", hook, memo)) for k, hook in value.items() if not _of_framework(hook))
+    if key == "_compiled_call_impl":
+        return None
+    if isinstance(value, dict | list | tuple) and key not in _HOOKS:
+        try:
+            return copy.deepcopy(value, memo)
+        except Exception:  # an attribute that cannot be copied, such as a process group, is shared
+            return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value
+
+
+def _of_framework(hook: Any) -> bool:  # noqa: ANN401
+    function = getattr(hook, "func", hook)
+    module = getattr(function, "__module__", None) or type(hook).__module__
+    owner = getattr(function, "__self__", None)
+    return any(str(m).startswith(_FRAMEWORKS) for m in (module, type(owner).__module__))

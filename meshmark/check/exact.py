@@ -1,0 +1,215 @@
+"""Recomputes recorded calls in one process: vector-Jacobian products of a copy of the model, in float64 or with the
+script's own rounding.
+
+No loss function is needed: the gradients that entered the model's outputs were recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshmark.check.pieces import CannotTellError, bare_modules
+from meshmark.check.recorder import SKETCHED
+from meshmark.check.recording import Call
+from meshmark.check.tree import tensors_in, with_tensors
+
+_DRAWS = {torch.randn, torch.rand, torch.randn_like, torch.rand_like, torch.normal}
+_DRAWS_INTO = {"normal_", "uniform_", "exponential_", "log_normal_", "cauchy_"}
+_COMMUNICATES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+)
+
+
+class _Doubles(TorchFunctionMode):
+    """Every float32 that a model asks for becomes float64, but random numbers are those that float32 draws."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        kwargs = dict(kwargs or {})
+        if function in _DRAWS:
+            return self._drawn(function, args, kwargs)
+        name = getattr(function, "__name__", "")
+        if name in _DRAWS_INTO and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
+            return args[0].copy_(function(args[0].float(), *args[1:], **kwargs))
+        if function is Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        return function(*args, **kwargs)
+
+    @staticmethod
+    def _drawn(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        if kwargs.get("dtype") in (None, torch.float64, torch.float32):
+            kwargs["dtype"] = torch.float32
+            if function is torch.normal:
+                kwargs.pop("dtype")
+                return function(*[a.float() if isinstance(a, Tensor) else a for a in args], **kwargs).double()
+            return function(*args, **kwargs).double()
+        return function(*args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """What one call gives."""
+
+    gradients: dict[str, Tensor]
+    """By parameter, in float64; without those that had no part in it."""
+    outputs: list[Tensor]
+    """Sketches, as a `Call` has them."""
+
+
+class Recomputer:
+    """Copies of the models that a script called, and their parameters' names."""
+
+    def __init__(self, copies: Mapping[int, nn.Module]) -> None:
+        self.own = dict(copies)
+        self.exact = {}
+        for root, module in copies.items():
+            exact = copy.deepcopy(module)
+            for tensor in (*exact.parameters(), *exact.buffers()):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.double()
+            self.exact[root] = exact
+
+    def product(self, call: Call, values: Mapping[str, Tensor], *, nudges: torch.Generator | None = None) -> Product:
+        """Gradients of all parameters by one call, where the parameters are `values`.
+
+        In float64; with `nudges`, in the script's own precision, with last bits of parameters and inputs changed.
+        """
+        exact = nudges is None
+        model = (self.exact if exact else self.own)[call.root]
+        prefix = "" if call.root == 0 else f"root{call.root}."
+        parameters = dict(_unique_parameters(model))
+
+        def nudged(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor.clone()
+            if exact:
+                return tensor.double()
+            signs = torch.randint(-1, 2, tensor.shape, generator=nudges).to(tensor.dtype)
+            return tensor * (1 + signs * torch.finfo(tensor.dtype).eps)
+
+        for name, parameter in parameters.items():
+            value = values.get(prefix + name)
+            if value is None:
+                raise CannotTellError(f"no rank recorded parameter {prefix + name}")
+            parameter.data = nudged(value.detach().to(parameter.dtype if not exact else torch.float64))
+        for (_, module), training in zip(bare_modules(model), call.training, strict=True):
+            module.training = training
+        buffers = {name: b for name, b in _named_buffers(model) if b is not None}
+        for name, value in call.buffers.items():
+            if name in buffers:
+                buffers[name].data = value.double() if exact and value.is_floating_point() else value.clone()
+        args, kwargs = with_tensors(call.inputs, nudged)
+        torch.set_rng_state(call.random_state)
+        with _surroundings(exact, call.autocast):
+            outputs = model(*args, **kwargs)
+        found = [t for t in tensors_in(outputs) if t.requires_grad and t.grad_fn is not None]
+        if len(found) != len(call.gradients):
+            raise CannotTellError(
+                f"the copy of the model has {len(found)} outputs with a gradient, "
+                f"the script's has {len(call.gradients)}"
+            )
+        sketches = []
+        for output in found:
+            flat = output.detach().reshape(-1).double()
+            sketches.append(torch.cat([flat[:SKETCHED], flat.norm().reshape(1)]))
+        wanted = [(name, p) for name, p in parameters.items() if p.requires_grad]
+        used = [(found[n], g.to(found[n].dtype)) for n, g in call.used_gradients]
+        if call.nested:
+            used = _without_each_other(used)
+        if not used:
+            return Product(gradients={}, outputs=sketches)
+        gradients = torch.autograd.grad(
+            [o for o, _ in used], [p for _, p in wanted], [g for _, g in used], allow_unused=True
+        )
+        return Product(
+            gradients={
+                prefix + name: g.double() for (name, _), g in zip(wanted, gradients, strict=True) if g is not None
+            },
+            outputs=sketches,
+        )
+
+
+def _without_each_other(used: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Take from each output's gradient what came by way of other outputs that are made of it."""
+    outputs = [output for output, _ in used]
+    made_of = []
+    for number, output in enumerate(outputs):
+        others = outputs[:number] + outputs[number + 1 :]
+        found = torch.autograd.grad(output, others, torch.ones_like(output), retain_graph=True, allow_unused=True)
+        flags = [g is not None for g in found]
+        made_of.append([*flags[:number], False, *flags[number:]])
+    direct: dict[int, Tensor] = {}
+    while len(direct) < len(used):
+        for number, (output, gradient) in enumerate(used):
+            later = [other for other in range(len(used)) if made_of[other][number]]
+            if number in direct or any(other not in direct for other in later):
+                continue
+            if later:
+                heads, values = [outputs[o] for o in later], [direct[o] for o in later]
+                gradient = gradient - torch.autograd.grad(heads, output, values, retain_graph=True)[0]
+            direct[number] = gradient
+    return [(output, direct[number]) for number, output in enumerate(outputs)]
+
+
+def _unique_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    seen = set[int]()
+    for prefix, module in bare_modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield (f"{prefix}.{name}" if prefix else name), parameter
+
+
+def _named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    for prefix, module in bare_modules(model):
+        for name, buffer in module._buffers.items():
+            yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+@contextlib.contextmanager
+def _surroundings(exact: bool, autocast: torch.dtype | None) -> Iterator[None]:
+    """What the model computes in; a model that communicates cannot be recomputed by one process."""
+    import torch.distributed as dist
+
+    def refuse(*_: Any, **__: Any) -> Any:  # noqa: ANN401
+        raise CannotTellError("the model itself communicates between ranks in its forward pass")
+
+    names = [name for name in _COMMUNICATES if hasattr(dist, name)]
+    kept: dict[str, Callable[..., Any]] = {name: getattr(dist, name) for name in names}
+    default = torch.get_default_dtype()
+    for name in names:
+        setattr(dist, name, refuse)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            if exact:
+                torch.set_default_dtype(torch.float64)
+                stack.enter_context(_Doubles())
+            elif autocast is not None:
+                stack.enter_context(torch.autocast("cpu", dtype=autocast))
+            yield
+    finally:
+        torch.set_default_dtype(default)
+        for name, function in kept.items():
+            setattr(dist, name, function)

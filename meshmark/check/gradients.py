@@ -1,0 +1,185 @@
+"""Compares a script's gradients with the sum of all ranks' and micro-batches' own, and explains a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshmark.judge.faults import Fault, named_factor
+
+Tensors = Mapping[str, Tensor]
+FACTOR = 8.0
+"""Tolerances are this multiple of the noise, as `meshmark.judge.tolerance_model` has it of single numbers."""
+LEFT_OVER = 0.05
+"""What an explanation may leave of a deviation."""
+UNSEEN = 0.3
+"""A relative error of the whole gradient that must be seen for a verdict."""
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """One replica's gradients against what they should be."""
+
+    wrong: list[str]
+    """Parameters beyond their tolerance, the worst first."""
+    worst: float
+    """The largest distance, relative to the gradient."""
+    detects: float
+    """The smallest relative error of any gradient that would have been seen in all of them."""
+    unseen: float
+    """The same of all together."""
+
+
+def compare(own: Tensors, exact: Tensors, noise: Mapping[str, float], eps: float) -> Comparison:
+    """`noise`: distances from the truth that rounding alone makes, relative to each gradient's norm."""
+    scales = {name: float(x.norm()) for name, x in exact.items()}
+    whole = float(np.sqrt(sum(s * s for s in scales.values()))) or 1.0
+    usual = float(np.median([n for n in noise.values()] or [0.0]))
+    wrong, worst, detects, tolerances = [], 0.0, 0.0, 0.0
+    for name, x in exact.items():
+        y = own.get(name)
+        distance = float((y.double() - x).norm()) if y is not None else scales[name]
+        if not np.isfinite(distance):
+            distance = float("inf")
+        tolerance = FACTOR * (max(noise[name], usual, eps) * scales[name] + 1e-3 * eps * whole)
+        tolerances += tolerance**2
+        if scales[name] > 1e-5 * whole:
+            worst = max(worst, distance / scales[name])
+            detects = max(detects, tolerance / scales[name])
+        if distance > tolerance:
+            wrong.append((distance / tolerance, name))
+    return Comparison(
+        wrong=[name for _, name in sorted(wrong, reverse=True)],
+        worst=worst,
+        detects=detects,
+        unseen=float(np.sqrt(tolerances)) / whole,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """A difference, in the judge's classes."""
+
+    fault: str
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What is known of a replica's gradients before they are looked at."""
+
+    ranks: Sequence[int]
+    """Ranks that hold this replica."""
+    factor: float
+    """Weight that each rank's and micro-batch's gradient should have."""
+    known: Mapping[str, float]
+    """Factors that have a name, such as the number of ranks."""
+
+
+def explain(
+    own: Tensors,
+    parts: Sequence[Sequence[Tensors]],
+    previous: Tensors | None,
+    names: Sequence[str],
+    expected: Expected,
+) -> Explanation:
+    """Explain why the gradients of `names` are wrong.
+
+    Finds the weights of all `parts`, by rank and micro-batch, and of the previous step's gradient, that make them.
+    """
+    ranks, factor = expected.ranks, expected.factor
+    absent = [name for name in names if name not in own]
+    if absent:
+        return Explanation(fault=Fault.MISSING, detail=f"{_named(absent)} got no gradient on rank {ranks[0]}")
+    if bad := [name for name in names if not bool(torch.isfinite(own[name]).all())]:
+        return Explanation(fault="not finite", detail=f"{_named(bad)}")
+    target = _flat(own, names, own)
+    columns = [_flat(part, names, own) for of_rank in parts for part in of_rank]
+    labels = [(rank, call) for rank, of_rank in enumerate(parts) for call in range(len(of_rank))]
+    right = factor * torch.stack(columns).sum(0)
+    if previous is not None:
+        columns.append(_flat(previous, names, own))
+    matrix = torch.stack(columns, 1)
+    solution = torch.linalg.lstsq(matrix, target.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    left = float((target - matrix @ solution).norm())
+    where = _named(names)
+    if left > LEFT_OVER * float((target - right).norm()):
+        for low in (torch.bfloat16, torch.float16):
+            if bool((target.to(low).double() == target).all()) and target.any():
+                return Explanation(fault=Fault.PRECISION, detail=f"every value of {where} is a {low} number")
+        return Explanation(
+            fault=Fault.BACKWARD,
+            detail=f"no weighing of the ranks' and micro-batches' gradients makes those of {where}",
+        )
+    weights = {label: float(solution[i]) for i, label in enumerate(labels)}
+    of_previous = float(solution[-1]) if previous is not None else 0.0
+    return _told(weights, of_previous, expected, where)
+
+
+def _told(
+    weights: Mapping[tuple[int, int], float],
+    of_previous: float,
+    expected: Expected,
+    where: str,
+) -> Explanation:
+    """Explain the weights that the parts have."""
+    ranks, factor, known = expected.ranks, expected.factor, expected.known
+
+    def near(x: float, y: float) -> bool:
+        return abs(x - y) <= 0.02 * max(abs(y), 0.5 * factor)
+
+    everyone = {rank for rank, _ in weights}
+    others = everyone - set(ranks)
+    last = {rank: max(c for r, c in weights if r == rank) for rank in everyone}
+    several = any(last.values())
+    if near(of_previous, 1.0) or of_previous > 0.2 * factor:
+        return Explanation(
+            fault=Fault.NOT_CLEARED,
+            detail=f"the step before's gradient is still in {where}, {of_previous:.3g} times (zero_grad missing?)",
+        )
+    values = list(weights.values())
+    if all(near(v, values[0]) for v in values):
+        return Explanation(
+            fault=Fault.SCALED,
+            detail=f"{where}: {named_factor(values[0] / factor, known, 5e-3)} times the right gradient",
+        )
+    if others and all(near(weights[key], 0.0) for key in weights if key[0] in others):
+        rank = ", ".join(map(str, ranks))
+        return Explanation(
+            fault=Fault.NOT_REDUCED,
+            detail=f"rank {rank} steps on the gradient of its own rows only ({where}); other ranks' are left out",
+        )
+    early = [key for key in weights if key[1] < last[key[0]]]
+    if several and all(near(weights[key], 0.0) for key in early):
+        return Explanation(
+            fault=Fault.DROPPED,
+            detail=f"only the last of {max(last.values()) + 1} micro-batches is in {where} (cleared between them?)",
+        )
+    if several and others and all(near(weights[key], 0.0) for key in early if key[0] in others):
+        return Explanation(
+            fault=Fault.NOT_REDUCED,
+            detail=f"of {max(last.values()) + 1} micro-batches only the last is reduced over ranks ({where})",
+        )
+    gone = [rank for rank in sorted(everyone) if all(near(weights[k], 0.0) for k in weights if k[0] == rank)]
+    if gone:
+        return Explanation(
+            fault=Fault.DROPPED, detail=f"rows of rank {', '.join(map(str, gone))} have no part in {where}"
+        )
+    told = ", ".join(
+        f"rank {r}{f' micro-batch {c}' if several else ''}: {w / factor:.3g}" for (r, c), w in list(weights.items())[:8]
+    )
+    return Explanation(fault=Fault.UNEVEN, detail=f"{where}: parts count, where each should count 1: {told}")
+
+
+def _flat(tensors: Tensors, names: Sequence[str], shapes: Tensors) -> Tensor:
+    return torch.cat(
+        [tensors[n].double().reshape(-1) if n in tensors else torch.zeros(shapes[n].numel()).double() for n in names]
+    )
+
+
+def _named(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -1,0 +1,390 @@
+"""From a recorded run to a verdict: what was compared, and the first thing that is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from meshmark.check.exact import Product, Recomputer
+from meshmark.check.gradients import FACTOR, UNSEEN, Comparison, Expected, compare, explain
+from meshmark.check.objective import MEANS, Objective, UnseenError, objective_of, scaled_total
+from meshmark.check.pieces import CannotTellError
+from meshmark.check.rows import repeated_rows, shared_rows
+from meshmark.check.run import Moment, Run
+from meshmark.check.updates import UnknownOptimizerError, Updates, explain_update
+from meshmark.check.verdict import Finding, Level, Verdict
+from meshmark.judge.faults import Fault
+
+DRAWS = 3
+"""Recomputations with rounding, by micro-batch, that measure the noise."""
+
+
+@dataclass(kw_only=True)
+class Judge:
+    """Goes through the steps of one run, and collects what is found."""
+
+    run: Run
+    copies: Mapping[int, nn.Module]
+    objective: str | None
+    """The mean that the user asked for."""
+    asked: int
+    """Steps."""
+    verdict: Verdict
+    seen: set[str] = field(default_factory=set)
+    objectives: list[Objective] = field(default_factory=list)
+    unseen: str = ""
+    worst: float = 0.0
+    detects: float = 0.0
+    clips: list[str] = field(default_factory=list)
+    factor: float = 1.0
+    """What the reduction multiplies each rank's gradient by."""
+
+    def add(self, level: Level, fault: str, text: str, step: int | None = None) -> None:
+        """Note a finding; of each class the first alone."""
+        if fault not in self.seen:
+            self.seen.add(fault)
+            self.verdict.findings.append(Finding(level=level, fault=fault, text=text, step=step))
+
+    def judge(self) -> None:
+        """Fill the verdict."""
+        run, verdict = self.run, self.verdict
+        try:
+            run.check()
+            self._go()
+        except CannotTellError as reason:
+            self.add(Level.UNKNOWN, "not judged", str(reason))
+        micro = len(run.folder.step(0, 0).calls) if run.num_steps else 0
+        if 0 < run.num_steps < self.asked:
+            self.add(Level.NOTE, "fewer steps", f"the script took {run.num_steps}, and {self.asked} were asked for")
+        wrapped = ", ".join(run.wrappers) or "no wrapper"
+        verdict.setting = f"{_count(run.num_steps, 'step')} of {_count(run.world, 'rank')} ({wrapped})" + (
+            f", {micro} micro-batches a step" if micro > 1 else ""
+        )
+
+    def _go(self) -> None:
+        run = self.run
+        recomputer = Recomputer(self.copies)
+        updates = [Updates(f.rank) for f in run.facts]
+        previous: Moment | None = None
+        unknown_optimizer = ""
+        same: list[bool] = []
+        repeats: list[bool] = []
+        for number in range(run.num_steps):
+            moment = run.moment(number)
+            if not number:
+                self._optimizer_holds(moment)
+                self._replicas(moment.before, moment, "before the first step")
+            same.append(shared_rows([s.calls for s in moment.ranks]))
+            if previous is not None:
+                repeats.append(repeated_rows(previous.ranks[0].calls, moment.ranks[0].calls))
+                if any(s.before for s in moment.ranks):
+                    self.add(
+                        Level.NOTE, "parameters changed between steps",
+                        "something other than the optimizer changed them (averaging, reset, loaded?)", number,
+                    )  # fmt: skip
+            self._gradients(recomputer, moment, previous)
+            self._clipping(moment)
+            try:
+                for rank, (step, own) in enumerate(zip(moment.ranks, updates, strict=True)):
+                    wrong = own.compare(step, moment.before_parts[rank])
+                    if wrong:
+                        told = explain_update(step, moment.before_parts[rank], wrong)
+                        fault = Fault.NEVER_UPDATED if "did not move" in told else Fault.UPDATE
+                        self.add(Level.WRONG, fault, f"rank {rank}: {told}", number)
+            except UnknownOptimizerError as error:
+                unknown_optimizer = str(error)
+            self._replicas(moment.after, moment, "after the step")
+            previous = moment
+        self._data(same, repeats)
+        self._renewed(updates, moment)
+        self._judge_objective()
+        self.verdict.lines["gradients"] = (
+            f"off by {self.worst:.2g} of float64's at most; an error of {self.detects:.2g} would be seen"
+        )
+        if self.clips:
+            self.verdict.lines["clipping"] = self.clips[0]
+        optimizers = list(dict.fromkeys(g.cls.rpartition(".")[2] for g in moment.ranks[0].groups))
+        self.verdict.lines["updates"] = (
+            f"not judged: {unknown_optimizer} is not among the optimizers that are known here"
+            if unknown_optimizer
+            else f"{', '.join(optimizers)}: off by {max(u.worst for u in updates):.2g} of float64's step at most"
+        )
+
+    # The parts of a step
+
+    def _gradients(self, recomputer: Recomputer, moment: Moment, previous: Moment | None) -> None:
+        run, number = self.run, moment.number
+        eps = max(torch.finfo(d).eps for d in run.facts[0].dtypes.values())
+        parts: list[list[dict[str, Tensor]]] = []
+        noisy: list[dict[str, Tensor]] = [{} for _ in range(DRAWS)]
+        for rank, step in enumerate(moment.ranks):
+            parts.append([])
+            values = moment.before[run.owners[rank]]
+            for index, call in enumerate(step.calls):
+                if not call.used_gradients:
+                    continue
+                right = recomputer.product(call, values)
+                draws = []
+                for draw in range(DRAWS):
+                    seed = hash((number, rank, index, draw)) % 2**31
+                    draws.append(recomputer.product(call, values, nudges=torch.Generator().manual_seed(seed)))
+                self._forward(call.outputs, right, draws, f"rank {rank}, micro-batch {index}")
+                parts[-1].append({name: g / call.scale for name, g in right.gradients.items()})
+                for total, product in zip(noisy, draws, strict=True):
+                    for name, g in product.gradients.items():
+                        total[name] = total[name] + g / call.scale if name in total else g / call.scale
+        stepped = [name for g in moment.ranks[0].groups for name in g.names]
+        names = [name for name in stepped if any(name in part for of_rank in parts for part in of_rank)]
+        if not any(parts) or not names:
+            self.add(
+                Level.UNKNOWN, "no gradient seen",
+                "the model was called, but nothing that it returned was differentiated before the optimizer's step",
+                number,
+            )  # fmt: skip
+            return
+        total = {name: sum((p[name] for of in parts for p in of if name in p), torch.zeros(())) for name in names}
+        noise = {}
+        for name, x in total.items():
+            squares = [float((d[name] - x).norm()) ** 2 for d in noisy]
+            noise[name] = float(np.sqrt(np.mean(squares))) / (float(x.norm()) or 1.0)
+        owned = {owner: [r for r, o in enumerate(run.owners) if o == owner] for owner in dict.fromkeys(run.owners)}
+        scaled = moment.ranks[0].clips[-1].scaled if moment.ranks[0].clips else 1.0
+        if scaled != 1.0:
+            self.add(
+                Level.WRONG, Fault.CLIPPING,
+                f"gradients are clipped while they are {scaled:g} times too large: call scaler.unscale_ before "
+                "clip_grad_norm_", number,
+            )  # fmt: skip
+        gradients = {
+            owner: {n: g.double() / scaled for n, g in moment.gradients[owner].items() if n in total} for owner in owned
+        }
+        if not number:
+            self.factor = _factor(gradients, total, run.world)
+        exact = {name: self.factor * x for name, x in total.items()}
+        micro = max(len(of_rank) for of_rank in parts)
+        known = self._known(micro)
+        found: dict[int, Comparison] = {}
+        for owner, ranks in owned.items():
+            found[owner] = comparison = compare(gradients[owner], exact, noise, eps)
+            if comparison.unseen > UNSEEN:
+                raise CannotTellError(
+                    f"rounding moves the gradients by {comparison.unseen / FACTOR:.2g} of their size, which would hide "
+                    "errors of 30 %"
+                )
+            if not comparison.wrong:
+                self.worst = max(self.worst, comparison.worst)
+                self.detects = max(self.detects, comparison.detects)
+                continue
+            before = None
+            if previous is not None:
+                before = {n: g.double() for n, g in previous.clipped[owner].items()}
+            expected = Expected(ranks=ranks, factor=self.factor, known=known)
+            told = explain(gradients[owner], parts, before, comparison.wrong, expected)
+            detail = told.detail + f"; off by {min(comparison.worst, 1e9):.2g}"
+            if told.fault == Fault.SCALED and self._clipped_by_hand(gradients[owner], exact):
+                told_norm = _norm(gradients[owner])
+                self.add(
+                    Level.NOTE, "scaled by the script",
+                    f"all gradients are scaled to a norm of {told_norm:.4g} (clipping of its own, which is not judged)",
+                    number,
+                )  # fmt: skip
+                continue
+            self.add(Level.WRONG, told.fault, detail, number)
+        if not any(c.wrong for c in found.values()):
+            try:
+                self.objectives.append(objective_of(moment.ranks, self.factor))
+            except UnseenError as reason:
+                self.unseen = str(reason)
+        else:
+            self.unseen = self.unseen or "gradients are not those of the recorded rows"
+
+    def _known(self, micro: int) -> dict[str, float]:
+        world = self.run.world
+        known: dict[str, float] = {}
+        if world > 1:
+            known |= {"the number of ranks": float(world), "1 / the number of ranks": 1 / world}
+        if micro > 1:
+            known |= {"the number of micro-batches": float(micro), "1 / the number of micro-batches": 1 / micro}
+        if world > 1 and micro > 1:
+            both = float(world * micro)
+            known |= {"ranks x micro-batches": both, "1 / (ranks x micro-batches)": 1 / both}
+        return known
+
+    def _clipped_by_hand(self, own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> bool:
+        """Whether gradients are the right ones scaled down to a norm that is a round number."""
+        norm = _norm(own)
+        return norm < 0.999 * _norm(exact) and any(abs(norm * k - round(norm * k)) < 1e-4 for k in (1, 2, 10))
+
+    def _forward(self, outputs: list[Tensor], right: Product, draws: list[Product], where: str) -> None:
+        """Raise `CannotTellError` where the copy of the model computes something else than the script's model did."""
+        for index, (own, x) in enumerate(zip(outputs, right.outputs, strict=True)):
+            noise = max(float((d.outputs[index] - x).norm()) for d in draws)
+            scale = float(x.norm())
+            distance = float((own - x).norm()) if own.shape == x.shape else math.inf
+            if distance > 3 * FACTOR * max(noise, 1e-7 * scale):
+                raise CannotTellError(
+                    f"the model's output cannot be reproduced ({where}: off by {distance / (scale or 1.0):.2g}): it "
+                    "depends on something that is not recorded, or was computed with other parameters"
+                )
+
+    def _clipping(self, moment: Moment) -> None:
+        steps = moment.ranks
+        if not any(s.clips for s in steps):
+            return
+        number = moment.number
+        missing = [r for r, s in enumerate(steps) if not s.clips]
+        if missing:
+            self.add(Level.WRONG, Fault.CLIPPING, f"rank {missing[0]} does not clip, others do", number)
+            return
+        clip = steps[0].clips[-1]
+        if len(steps[0].clips) > 1:
+            told = f"gradients are clipped {len(steps[0].clips)} times a step, before they are complete"
+            self.add(Level.WRONG, Fault.CLIPPING, told, number)
+            return
+        trained = [n for g in steps[0].groups for n in g.names if n in steps[0].gradients]
+        left = [n for n in trained if n not in clip.names]
+        if left:
+            told = f"{len(left)} of {len(trained)} gradients are not clipped ({left[0]})"
+            self.add(Level.NOTE, "clipping of a part", told, number)
+        if clip.scaled != 1.0 or clip.norm_type != 2.0:
+            return
+        norms = []
+        for owner, gradients in moment.gradients.items():
+            norm = _norm({n: g for n, g in gradients.items() if n in clip.names})
+            norms.append(norm)
+            right = min(1.0, clip.max_norm / (norm + 1e-6))
+            own = moment.clipped[owner]
+            names = [n for n in clip.names if n in own and n in gradients]
+            before = torch.cat([gradients[n].double().reshape(-1) for n in names])
+            after = torch.cat([own[n].double().reshape(-1) for n in names])
+            factor = float(after @ before / (before @ before)) if before.any() else 1.0
+            left_over = float((after - factor * before).norm()) / (float(after.norm()) or 1.0)
+            if left_over > 1e-4:
+                told = "the optimizer steps on other gradients than those that were clipped"
+                self.add(Level.WRONG, Fault.CLIPPING, told, number)
+            elif abs(factor / right - 1) > 1e-4:
+                used = clip.max_norm / factor if factor < 1 else norm
+                told = f"scaled by {factor:.4g}, as by a norm of {used:.4g}; the norm of all gradients is {norm:.4g}"
+                self.add(Level.WRONG, Fault.CLIPPING, told, number)
+        shown = (
+            f"norm {norms[0]:.4g}, clipped to {clip.max_norm:g}"
+            if norms[0] > clip.max_norm
+            else (f"norm {norms[0]:.4g}, below {clip.max_norm:g}")
+        )
+        self.clips.append(f"{shown} (first step)")
+
+    def _optimizer_holds(self, moment: Moment) -> None:
+        """What the optimizer holds that is no model's, and what of the model it does not hold."""
+        groups = moment.ranks[0].groups
+        strangers = sum(g.strangers for g in groups)
+        held = {name for g in groups for name in g.names}
+        left = [name for name in self.run.trained if name not in held]
+        if strangers and left:
+            self.add(
+                Level.WRONG, Fault.NEVER_UPDATED,
+                f"the optimizer holds {_count(strangers, 'tensor')} that no model has, and {len(left)} of the model's "
+                f"{_count(len(self.run.trained), 'parameter')} ({left[0]}) are in no optimizer: was it made before the "
+                "model was wrapped or copied?", 0,
+            )  # fmt: skip
+        elif left:
+            told = f"{len(left)} of {_count(len(self.run.trained), 'parameter')} are in no optimizer ({left[0]})"
+            self.add(Level.NOTE, "not trained", told)
+
+    def _replicas(self, tensors: Mapping[int, Mapping[str, Tensor]], moment: Moment, when: str) -> None:
+        first, *others = tensors
+        for other in others:
+            odd = [n for n, x in tensors[first].items() if not torch.equal(x, tensors[other][n])]
+            if odd:
+                far = max(float((tensors[first][n].double() - tensors[other][n].double()).abs().max()) for n in odd)
+                told = f"ranks {first} and {other} hold other parameters {when}: {odd[0]}"
+                told += f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+                self.add(Level.WRONG, Fault.DRIFT, f"{told}, by up to {far:.2g}", moment.number)
+                return
+        if others:
+            self.verdict.lines["replicas"] = f"{len(tensors)}, equal bit for bit before and after every step"
+
+    def _data(self, same: list[bool], repeats: list[bool]) -> None:
+        if self.run.world > 1 and same and all(same):
+            self.add(
+                Level.WRONG, "ranks read the same rows",
+                "every row of rank 0 is a row of every other rank too (DistributedSampler missing, or one seed for "
+                "all?)",
+            )  # fmt: skip
+        elif self.run.world > 1:
+            self.verdict.lines["data"] = "ranks read different rows"
+        if repeats and all(repeats):
+            self.add(Level.NOTE, "the same rows at every step", "each step reads the batch of the one before")
+
+    def _renewed(self, updates: list[Updates], moment: Moment) -> None:
+        stateful = [g.cls for g in moment.ranks[0].groups if not g.cls.endswith(".SGD") or g.options.get("momentum")]
+        if updates[0].renewed and stateful:
+            self.add(
+                Level.WRONG, Fault.UPDATE,
+                "the optimizer is a new object at every step, so that its moments are forgotten",
+            )  # fmt: skip
+
+    def _judge_objective(self) -> None:
+        lines = self.verdict.lines
+        if not self.objectives:
+            lines["objective"] = f"not judged: {self.unseen}"
+            if self.objective:
+                self.add(Level.UNKNOWN, "objective not judged", self.unseen)
+            elif self.run.world > 1 and self.factor == 1.0 and self.unseen != "gradients are wrong":
+                self.add(Level.NOTE, "summed over ranks", "right only if the script divides by the number of all rows")
+            return
+        found = max(self.objectives, key=lambda o: o.high - o.low)
+        candidates = [c for c in MEANS if all(c in o.candidates for o in self.objectives)]
+        known = self._known(max(1, len(found.counts) // self.run.world))
+        off = scaled_total(found.total, known) if not found.several_terms else None
+        if off:
+            cause = (
+                "losses of micro-batches or ranks are added up, not averaged"
+                if found.total > 1
+                else ("the loss or its gradient is divided twice")
+            )
+            self.add(Level.WRONG, Fault.SCALED, f"weights of targets add up to {off}, where a mean has 1: {cause}", 0)
+        is_sum = found.candidates[:1] == ["tokens"] and abs(found.total - found.num_targets) < 1e-3 * found.total
+        uneven = f"single targets count {found.low:.2f} to {found.high:.2f} times the average"
+        if len(candidates) == len(MEANS):
+            told = "a mean over targets, of rows and of ranks alike (equal numbers of targets everywhere)"
+        elif candidates:
+            told = " = ".join(MEANS[c] for c in candidates)
+            if "tokens" not in candidates:
+                told += f"; {uneven}"
+        else:
+            told = f"none of the means over targets, rows or ranks; {uneven}"
+        if is_sum and found.num_targets > 1:
+            told = f"a sum over {found.num_targets:,} targets, not a mean"
+        elif abs(found.total - 1) > 1e-3 and not off:
+            told += f"; weights add up to {found.total:.4g}"
+        lines["objective"] = told
+        if self.objective and self.objective not in candidates:
+            self.add(Level.WRONG, Fault.UNEVEN, f"asked for {MEANS[self.objective]}, the script optimises {told}")
+        elif not self.objective and "tokens" not in candidates and not is_sum:
+            kind = "a mean of means" if "ranks" in candidates else "another objective than the mean over targets"
+            self.add(Level.NOTE, kind, f"{uneven}; `--objective tokens` makes it a failure")
+
+
+def _factor(gradients: Mapping[int, Mapping[str, Tensor]], total: Mapping[str, Tensor], world: int) -> float:
+    """Whether ranks' gradients are averaged or added up: the weight that fits better, the mean's in doubt."""
+    if world == 1:
+        return 1.0
+    scale = sum(float((x * x).sum()) for x in total.values()) or 1.0
+    fits = []
+    for own in gradients.values():
+        fits.append(sum(float((own[n] * x).sum()) for n, x in total.items() if n in own) / scale)
+    found = float(np.mean(fits))
+    return 1.0 if abs(found - 1) < 0.02 else 1 / world
+
+
+def _norm(tensors: Mapping[str, Tensor]) -> float:
+    return float(np.sqrt(sum(float(t.double().square().sum()) for t in tensors.values())))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,127 @@
+"""Which mean a script optimises, from the weight that each target has in the gradient it steps on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshmark.check.recording import Call, Step
+from meshmark.check.tree import tensors_in
+from meshmark.judge.faults import named_factor
+
+SAME = 1e-3
+"""Relative difference of weights that count as equal: cross-entropy in 16 bits rounds its gradient to 4e-3, but the
+gradient of a mean by its result is one number in fp32."""
+MEANS = {
+    "tokens": "a mean over all targets of the global batch",
+    "rows": "a mean over rows of each row's mean",
+    "ranks": "a mean of the means of ranks and micro-batches",
+}
+
+
+@dataclass(kw_only=True)
+class Objective:
+    """What the gradient of one step is the gradient of."""
+
+    total: float
+    """Of all weights: a mean has one."""
+    candidates: list[str]
+    """Of MEANS, those that it is; several where they are the same here."""
+    several_terms: bool
+    """Loss functions were called more than once by micro-batch."""
+    num_targets: int
+    low: float
+    high: float
+    """Weights of single targets, as multiples of their mean."""
+    counts: list[int] = field(default_factory=list)
+    """Targets of every micro-batch."""
+
+
+class UnseenError(Exception):
+    """No weights of targets were seen; its text says why."""
+
+
+def objective_of(ranks: Sequence[Step], factor: float) -> Objective:
+    """`factor`: what the reduction multiplied each rank's gradients by."""
+    weights: list[np.ndarray] = []
+    rows: list[np.ndarray] = []
+    several = False
+    for step in ranks:
+        for call in step.calls:
+            terms = [t for t in call.terms if t.gradient is not None]
+            if not terms:
+                raise UnseenError("the loss is made by no loss function of torch.nn.functional")
+            if any(t.weighted for t in terms):
+                raise UnseenError("classes or targets have weights of their own")
+            several |= len(terms) > 1
+            each, by_row = _weights_of(call)
+            weights.append(each * factor / call.scale)
+            rows.append(by_row * factor / call.scale)
+    pooled = np.concatenate(weights)
+    total = float(pooled.sum())
+    if not pooled.size or not total:
+        raise UnseenError("no target counts")
+    relative = pooled / pooled.mean()
+    sums = [float(w.sum()) for w in weights if w.size]
+    candidates = []
+    if _equal(pooled):
+        candidates.append("tokens")
+    by_row = np.concatenate(rows)
+    if by_row.size and _equal(by_row[by_row != 0]):
+        candidates.append("rows")
+    by_rank = [sum(float(w.sum()) for w in part) for part in _by_rank(weights, ranks)]
+    if all(_equal(w) for w in weights if w.size) and (_equal(np.array(sums)) or _equal(np.array(by_rank))):
+        candidates.append("ranks")
+    return Objective(
+        total=total,
+        candidates=candidates,
+        several_terms=several,
+        num_targets=int(pooled.size),
+        low=float(relative.min()),
+        high=float(relative.max()),
+        counts=[int(w.size) for w in weights],
+    )
+
+
+def _by_rank(weights: list[np.ndarray], ranks: Sequence[Step]) -> list[list[np.ndarray]]:
+    found, left = [], iter(weights)
+    for step in ranks:
+        found.append([next(left) for _ in step.calls])
+    return found
+
+
+def _weights_of(call: Call) -> tuple[np.ndarray, np.ndarray]:
+    """Weight of every target that counts; and the sum by row of the batch, empty where rows are not known."""
+    each, by_row = [], np.zeros(0)
+    num_rows = next((t.shape[0] for t in tensors_in(call.inputs) if t.dim()), 0)
+    for term in call.terms:
+        if term.gradient is None:
+            continue
+        counted = term.counted.numpy().ravel()
+        gradient = term.gradient.double().numpy().ravel()
+        if term.reduction == "mean":
+            full = np.where(counted, gradient[0] / max(1, counted.sum()), 0.0)
+        elif term.reduction == "sum":
+            full = np.where(counted, gradient[0], 0.0)
+        else:
+            full = np.where(counted, gradient, 0.0) if gradient.size == counted.size else np.zeros(counted.size)
+        each.append(full[counted])
+        if num_rows and full.size % num_rows == 0:
+            own = full.reshape(num_rows, -1).sum(1)
+            by_row = by_row + own if by_row.size == own.size else own
+    return np.concatenate(each) if each else np.zeros(0), by_row
+
+
+def _equal(values: np.ndarray) -> bool:
+    return bool(values.size and np.all(np.abs(values - values.mean()) <= SAME * np.abs(values.mean())))
+
+
+def scaled_total(total: float, known: Mapping[str, float]) -> str | None:
+    """Describe a sum of weights other than 1 as a product of the numbers of ranks and micro-batches, if it is one."""
+    if abs(total - 1) <= SAME:
+        return None
+    if any(abs(total - value) <= SAME * value for value in known.values() if value != 1):
+        return named_factor(total, {name: v for name, v in known.items() if v != 1})
+    return None

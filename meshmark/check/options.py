@@ -1,0 +1,47 @@
+"""Options that `meshmark check` and `python -m meshmark.check` have in common, and the folder for recordings."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options that `meshmark check` and `-m meshmark.check` have in common."""
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to observe (default: 3)")
+    parser.add_argument(
+        "--objective",
+        choices=["tokens", "rows", "ranks"],
+        help="what the script should optimise: the mean over all targets, of rows' means, or of ranks' means; another "
+        "one is then a failure",
+    )
+    parser.add_argument("--keep", metavar="DIR", help="keep the recordings in this new folder")
+    parser.add_argument(
+        "--max-disk", type=float, default=8.0, metavar="GB", help="for recordings of all ranks (default: 8)"
+    )
+    parser.add_argument("script", metavar="SCRIPT.py", help="a training script, as `python` would take it")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments")
+    parser.add_argument("-o", "--output", metavar="FILE.md", help="write the verdict as a page too")
+
+
+def mistake_in(parsed: argparse.Namespace) -> str | None:
+    """What cannot be of the options, or None."""
+    if parsed.steps < 1:
+        return f"--steps must be 1 or more, got {parsed.steps}"
+    if parsed.max_disk <= 0:
+        return f"--max-disk must be more than 0, got {parsed.max_disk:g}"
+    if parsed.keep and Path(parsed.keep).exists():
+        return f"--keep {parsed.keep}: it exists, and recordings need a new folder"
+    if parsed.output and not Path(parsed.output).absolute().parent.is_dir():
+        return f"there is no folder for {parsed.output}"
+    if not Path(parsed.script).is_file():
+        return f"there is no script {parsed.script}"
+    return None
+
+
+def make_private(path: Path) -> None:
+    """Make a folder that only this user can read. Raises `SystemExit` where that cannot be."""
+    try:
+        path.mkdir(mode=0o700)
+    except OSError as error:
+        raise SystemExit(f"meshmark: the folder {path} for recordings cannot be made: {error.strerror}") from None

@@ -1,0 +1,174 @@
+"""Where one rank's part of a parameter lies in the whole: nothing here communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+"""Attributes in which PyTorch's wrappers of a single module keep it."""
+_DDP = ("DistributedDataParallel", "DataParallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """The part of a parameter that one rank holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    offset: tuple[int, ...] | None
+    """Of the part in the whole, by dimension; None: the part is a range of the flattened whole."""
+    start: int = 0
+    """Of that range."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that hold one whole copy together; empty: this rank has all of it."""
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        """Copy `part` to its place in `whole`."""
+        if self.offset is None:
+            whole.view(-1)[self.start : self.start + part.numel()] = part.reshape(-1).to(whole.dtype)
+        else:
+            place = tuple(slice(o, o + n) for o, n in zip(self.offset, part.shape, strict=True))
+            whole[place] = part.to(whole.dtype)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's module inside wrappers such as DDP, FSDP1 or `torch.compile`."""
+    while True:
+        inner = module._modules.get("module") if type(module).__name__ in _DDP else None
+        for attribute in WRAPPED:
+            inner = inner or module._modules.get(attribute)
+        if inner is None:
+            return module
+        module = inner
+
+
+def bare_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module without wrappers, by the name that it has without them."""
+    module = unwrapped(module)
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from bare_modules(child, f"{prefix}.{name}" if prefix else name)
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by their names without wrappers, each once."""
+    found: dict[str, nn.Parameter] = {}
+    seen = set[int]()
+    for prefix, inner in bare_modules(module):
+        for name, parameter in inner._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[f"{prefix}.{name}" if prefix else name] = parameter
+    return found
+
+
+def is_dtensor(tensor: object) -> bool:
+    return type(tensor).__name__ == "DTensor"
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, detached."""
+    if is_dtensor(tensor):
+        return tensor._local_tensor.detach()  # type: ignore[attr-defined, no-any-return]
+    return tensor.detach()
+
+
+class CannotTellError(Exception):
+    """Something that cannot be observed or recomputed; its text is the reason."""
+
+
+def piece_of(name: str, parameter: Tensor) -> Piece:
+    """Where this rank's part of `parameter` lies."""
+    if not is_dtensor(parameter):
+        shape = tuple(parameter.shape)
+        return Piece(name=name, shape=shape, offset=(0,) * len(shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placed: Any = parameter
+    mesh, placements = placed.device_mesh, placed.placements
+    sharded = [i for i, p in enumerate(placements) if p.is_shard()]
+    if any(p.is_partial() for p in placements):
+        raise CannotTellError(f"parameter {name} is kept as partial sums ({placements})")
+    if len([i for i in sharded if mesh.size(i) > 1]) > 1:
+        raise CannotTellError(f"parameter {name} is sharded over several axes of a mesh (tensor parallelism?)")
+    _, offset = compute_local_shape_and_global_offset(placed.shape, mesh, placements)
+    coordinates = mesh.get_coordinate()
+    where = tuple(slice(None) if i in sharded else c for i, c in enumerate(coordinates))
+    ranks = tuple(mesh.mesh[where].flatten().tolist())
+    return Piece(name=name, shape=tuple(placed.shape), offset=tuple(offset), ranks=ranks)
+
+
+def flat_pieces(root: nn.Module) -> dict[str, tuple[Any, slice, Piece]]:
+    """By name, what FSDP1 holds on this rank: its flat parameter, this one's range of the local part, and where that
+    lies in the whole parameter."""
+    found: dict[str, tuple[Any, slice, Piece]] = {}
+    for prefix, module in _wrapped_modules(root):
+        handle: Any = getattr(module, "_handle", None)
+        flat = getattr(handle, "flat_param", None)
+        if flat is None:
+            continue
+        import torch.distributed as dist
+
+        group = handle.process_group
+        ranks = tuple(dist.get_process_group_ranks(group))
+        whole = not handle.uses_sharded_strategy
+        starts = flat._param_infos
+        begin = 0
+        for info, shape, numel, shard in zip(
+            starts,
+            flat._shapes,
+            flat._numels,
+            flat._shard_param_infos if not whole else [None] * len(starts),
+            strict=True,
+        ):
+            inner = _bare_name(info.module_name)
+            name = ".".join(part for part in (prefix, inner, info.param_name) if part)
+            if whole:
+                found[name] = flat, slice(begin, begin + numel), Piece(name=name, shape=tuple(shape), offset=None)
+                begin += numel
+            elif shard.in_shard:
+                piece = Piece(
+                    name=name, shape=tuple(shape), offset=None, start=shard.intra_param_start_idx, ranks=ranks
+                )
+                end = shard.offset_in_shard + shard.numel_in_shard
+                found[name] = flat, slice(shard.offset_in_shard, end), piece
+            else:
+                found[name] = flat, slice(0, 0), Piece(name=name, shape=tuple(shape), offset=None, ranks=ranks)
+    return found
+
+
+def _wrapped_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module, wrappers too, by the name without them."""
+    yield prefix, module
+    single = [a for a in WRAPPED if a in module._modules]
+    for name, child in module._modules.items():
+        if child is not None:
+            plain = name in single or type(module).__name__ in _DDP
+            yield from _wrapped_modules(child, prefix if plain else f"{prefix}.{name}" if prefix else name)
+
+
+def _bare_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part and part not in WRAPPED)
+
+
+def assembled(
+    parts: Mapping[int, Mapping[str, Tensor]], pieces: Mapping[int, Mapping[str, Piece]]
+) -> dict[int, dict[str, Tensor]]:
+    """Whole tensors by the lowest rank of those that hold one copy together, from the parts of all ranks."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for rank, tensors in parts.items():
+        for name, part in tensors.items():
+            piece = pieces[rank][name]
+            first = min(piece.ranks) if piece.ranks else rank
+            copy = found.setdefault(first, {})
+            if name not in copy:
+                copy[name] = torch.full(piece.shape, float("nan"), dtype=part.dtype)
+            piece.put(copy[name], part)
+    return found

@@ -1,0 +1,544 @@
+"""Observes a training script from inside one of its ranks, by hooks of PyTorch alone.
+
+Hooks stand on `nn.Module.__call__` (of the outermost module), loss functions, `backward`, `clip_grad_norm_`,
+`GradScaler` and the optimizer's step. Nothing communicates, and nothing that the script computes is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from meshmark.check.bare import bare_copy
+from meshmark.check.pieces import (
+    CannotTellError,
+    Piece,
+    bare_modules,
+    flat_pieces,
+    local,
+    named_parameters,
+    piece_of,
+    unwrapped,
+)
+from meshmark.check.recording import Call, Clip, Facts, Folder, Group, Step, Term
+from meshmark.check.tree import tensors_in, with_tensors
+
+LOSSES = (
+    "cross_entropy",
+    "nll_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+SKETCHED = 512
+"""Numbers of an output that are kept."""
+MEET_SECONDS = 60.0
+"""That a rank waits for the others before the script is stopped."""
+MOST_NODES = 100_000
+"""Of an autograd graph between the loss and the model's outputs."""
+
+
+class EnoughError(BaseException):
+    """Ends the script: enough steps are recorded. Not an `Exception`, which scripts may catch."""
+
+
+class Recorder:
+    """Hooks of one rank, and what they have seen."""
+
+    def __init__(self, folder: Folder, *, rank: int, world: int, steps: int, limit: int) -> None:
+        self.folder, self.rank, self.world, self.steps, self.left = folder, rank, world, steps, limit
+        self.active = True
+        self.depth = 0
+        self.in_backward = False
+        self.thread = threading.get_ident()
+        self.roots: list[nn.Module] = []
+        self.wrappers: list[str] = []
+        self.copies: dict[int, nn.Module] = {}
+        self.parameters: dict[str, Tensor] = {}
+        self.names: dict[int, str] = {}
+        self.flats: dict[str, tuple[Any, slice]] = {}
+        self.pieces: dict[str, Piece] = {}
+        self.last: dict[str, Tensor] = {}
+        self.optimizers: list[Optimizer] = []
+        self.number = 0
+        self.step: Step | None = None
+        self.stepped = False
+        self.scale = 1.0
+        self.unscaled = True
+        self.orphans: list[Term] = []
+        self.ends: dict[tuple[int, int], tuple[Any, Call, int]] = {}
+        self.device = "cpu"
+        self.reason = ""
+        self.record_seconds = 0.0
+        self.began = self.ended = 0.0
+
+    # What the hooks see
+
+    def around_call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        if (
+            self.depth
+            or not self.active
+            or self.in_backward
+            or threading.get_ident() != self.thread
+            or not any(p.requires_grad for p in module.parameters())
+        ):
+            self.depth += 1
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self.depth -= 1
+        with self._timed():
+            root = self._root(module)
+            call = self._begin(root, module, args, kwargs) if torch.is_grad_enabled() else None
+        self.depth += 1
+        try:
+            outputs = original(module, *args, **kwargs)
+        finally:
+            self.depth -= 1
+        if call is not None:
+            with self._timed():
+                self._observe_outputs(call, outputs)
+        return outputs
+
+    def around_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        if not self.active or self.in_backward or threading.get_ident() != self.thread:
+            return original(*args, **kwargs)
+        with self._timed():
+            tensors = args[0] if args else kwargs.get("tensors")
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
+            if kwargs.get("create_graph") or (len(args) > 3 and args[3]):
+                self.refuse("the script differentiates a gradient (create_graph=True)")
+            self._look_past_outputs(tensors)
+            if self.step is not None:
+                self.step.losses += [float(t.detach()) for t in tensors if t.numel() == 1]
+                for call in self.step.calls:
+                    if not any(g is not None for g in call.gradients):
+                        call.scale = self.scale
+        self.in_backward = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.in_backward = False
+
+    def saw_loss(self, name: str, args: Any, kwargs: Any, result: Any) -> None:  # noqa: ANN401
+        if not self.active or self.in_backward or not isinstance(result, Tensor) or not result.requires_grad:
+            return
+        with self._timed():
+            self._note_term(name, args, kwargs, result)
+
+    def before_clip(self, parameters: Any, max_norm: float, norm_type: float) -> None:  # noqa: ANN401
+        if not self.active or self.step is None:
+            return
+        with self._timed():
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            names = [self.names[id(p)] for p in given if id(p) in self.names]
+            if not names:
+                return
+            self.step.clips.append(
+                Clip(
+                    names=names,
+                    gradients=self._gradients(self.parameters),
+                    max_norm=float(max_norm),
+                    norm_type=float(norm_type),
+                    scaled=1.0 if self.unscaled else self.scale,
+                )
+            )
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        if not self.active or self.step is None:
+            return
+        if any(callable(a) for a in (*args[1:], *kwargs.values())):
+            self.refuse("the optimizer's step is given a closure, inside of which forward and backward run")
+            return
+        with self._timed():
+            step = self.step
+            if optimizer not in self.optimizers:
+                self.optimizers.append(optimizer)
+            which = self.optimizers.index(optimizer)
+            if any(g.optimizer == which for g in step.groups):
+                self.refuse("an optimizer steps twice without a call of the model between")
+                return
+            for group in optimizer.param_groups:
+                held = [p for p in group["params"]]
+                names = self._held(held)
+                options = {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+                strangers = sum(id(p) not in self.names for p in held)
+                cls = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+                step.groups.append(Group(optimizer=which, cls=cls, names=names, options=options, strangers=strangers))
+                if not self.number:
+                    for p in held:
+                        name = self.names.get(id(p))
+                        if name and optimizer.state.get(p):
+                            step.state[name] = {k: _kept(v) for k, v in optimizer.state[p].items()}
+                step.gradients |= self._gradients(names)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if not self.active or self.step is None or not self.step.groups:
+            return
+        with self._timed():
+            self.stepped = True
+            self.last = self.step.after = self._values()
+            self.ended = time.perf_counter()
+
+    # The steps
+
+    def _root(self, module: nn.Module) -> int:
+        """Number of the outermost module, whose parameters are noted when it is first called."""
+        bare = unwrapped(module)
+        for number, root in enumerate(self.roots):
+            if root is bare:
+                return number
+        self.roots.append(bare)
+        number = len(self.roots) - 1
+        for wrapper in _wrappers(module):
+            if wrapper not in self.wrappers:
+                self.wrappers.append(wrapper)
+        prefix = "" if number == 0 else f"root{number}."
+        try:
+            self._note_parameters(module, prefix)
+        except CannotTellError as reason:
+            self.refuse(str(reason))
+        return number
+
+    def _note_parameters(self, module: nn.Module, prefix: str) -> None:
+        flats = flat_pieces(module)
+        for name, (flat, place, piece) in flats.items():
+            self.flats[prefix + name] = flat, place
+            self.pieces[prefix + name] = piece
+            self.parameters[prefix + name] = flat
+        for name, parameter in named_parameters(module).items():
+            self.device = parameter.device.type
+            if name in flats:  # with use_orig_params the optimizer holds these
+                self.names.setdefault(id(parameter), prefix + name)
+            elif id(parameter) not in self.names and "_flat_param" not in name:
+                self.names[id(parameter)] = prefix + name
+                self.parameters[prefix + name] = parameter
+                self.pieces[prefix + name] = piece_of(prefix + name, parameter)
+
+    def _begin(self, root: int, module: nn.Module, args: Any, kwargs: Any) -> Call:  # noqa: ANN401
+        """A call of the outermost module begins, and a step if the optimizer has stepped since the last."""
+        if self.stepped:
+            self._close()
+        if self.step is None:
+            self.step = Step()
+            if not self.number:
+                self.began = time.perf_counter()
+            now = self._values()
+            if self.last.keys() != now.keys() or not all(_same(self.last[n], now[n]) for n in now):
+                self.step.before = now
+        if root not in self.copies and self.rank == 0:
+            self.copies[root] = bare_copy(module)
+        bare = unwrapped(module)
+        call = Call(
+            root=root,
+            inputs=with_tensors((args, dict(kwargs)), _kept),
+            random_state=torch.get_rng_state(),
+            training=[m.training for _, m in bare_modules(bare)],
+            autocast=torch.get_autocast_dtype(self.device) if torch.is_autocast_enabled(self.device) else None,
+            buffers={
+                (f"{prefix}.{name}" if prefix else name): _kept(b)
+                for prefix, m in bare_modules(bare)
+                for name, b in m._buffers.items()
+                if b is not None
+            },
+        )
+        self.step.calls.append(call)
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.grad_fn is not None:  # made by another module that was called before
+                for _, earlier, number in self._ends_before([(tensor.grad_fn, tensor.output_nr)]):
+                    earlier.used.add(number)
+        return call
+
+    def _observe_outputs(self, call: Call, outputs: Any) -> None:  # noqa: ANN401
+        for number, output in enumerate(t for t in tensors_in(outputs) if t.requires_grad and t.grad_fn is not None):
+            flat = local(output).reshape(-1)
+            norm = flat.double().norm().reshape(1).cpu()
+            call.outputs.append(torch.cat([flat[:SKETCHED].double().cpu(), norm]))
+            call.gradients.append(None)
+            self.ends[id(output.grad_fn), output.output_nr] = output.grad_fn, call, number
+            output.register_hook(functools.partial(self._saw_gradient, call, number))  # type: ignore[no-untyped-call]
+
+    def _saw_gradient(self, call: Call, number: int, gradient: Tensor) -> None:
+        if self.active:
+            with self._timed():
+                new, old = _kept(gradient), call.gradients[number]
+                call.gradients[number] = new if old is None else old + new
+
+    def _look_past_outputs(self, tensors: Iterable[Tensor]) -> None:
+        """Note which outputs the loss is made of, and refuse one that reaches parameters by another way.
+
+        An output may be made of another, as a loss of logits: what enters the latter is then the former's too.
+        """
+        used = self._ends_before([(t.grad_fn, t.output_nr) for t in tensors if t.grad_fn is not None])
+        for _, call, number in used:
+            call.used.add(number)
+        if len(used) > 1:
+            for node, call, _ in used:
+                inner = self._ends_before([pair for pair in node.next_functions if pair[0] is not None], leaves=True)
+                if any(call is c and n in call.used for _, c, n in inner):
+                    call.nested = True
+
+    def _ends_before(self, queue: list[tuple[Any, int]], leaves: bool = False) -> list[tuple[Any, Call, int]]:
+        """Outputs of models that are met first on the way back from some nodes of the autograd graph."""
+        seen = set[tuple[Any, int]]()
+        found = []
+        while queue:
+            node, number = queue.pop()
+            if (node, number) in seen:
+                continue
+            seen.add((node, number))
+            if (id(node), number) in self.ends:
+                found.append(self.ends[id(node), number])
+                continue
+            if len(seen) > MOST_NODES:
+                self.refuse(f"more than {MOST_NODES:,} operations lie between the model's outputs and the loss")
+                break
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, nn.Parameter) and not leaves:
+                name = self.names.get(id(variable), f"a parameter of shape {tuple(variable.shape)}")
+                self.refuse(
+                    f"the loss reaches {name} by another way than the outputs of a module that the script calls, "
+                    "such as a penalty on weights or a value kept as an attribute"
+                )
+                break
+            queue += [(inner, nr) for inner, nr in node.next_functions if inner is not None]
+        return found
+
+    def _note_term(self, name: str, args: Any, kwargs: Any, result: Tensor) -> None:  # noqa: ANN401
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        if not isinstance(target, Tensor):
+            return
+        weight = kwargs.get("weight", args[2] if len(args) > 2 and isinstance(args[2], Tensor) else None)
+        if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
+            counted = target != kwargs.get("ignore_index", -100)
+        else:
+            counted = torch.ones(target.shape, dtype=torch.bool)
+            if name == "cross_entropy":  # probabilities: one target a row
+                counted = counted.select(1 if target.dim() > 1 else 0, 0)
+        reduction = kwargs.get("reduction", "mean")
+        legacy = kwargs.get("reduce"), kwargs.get("size_average")
+        if reduction not in ("mean", "sum", "none") or legacy != (None, None):
+            return
+        term = Term(name=name, reduction=reduction, counted=counted.cpu(), weighted=weight is not None)
+        result.register_hook(functools.partial(self._saw_term_gradient, term))  # type: ignore[no-untyped-call]
+        if self.step is not None and self.step.calls:
+            self.step.calls[-1].terms.append(term)
+
+    def _saw_term_gradient(self, term: Term, gradient: Tensor) -> None:
+        if self.active:
+            term.gradient = _kept(gradient)
+
+    def scaler_skipped(self) -> None:
+        """A `GradScaler` left a step out, and with it what went before."""
+        if self.step is not None and not self.step.groups:
+            self.step = Step(before=self.step.before, skipped=self.step.skipped + 1)
+
+    def _close(self) -> None:
+        """Write the step that has ended; enough of them end the script."""
+        assert self.step is not None
+        step, self.step, self.stepped = self.step, None, False
+        if not self.reason:
+            try:
+                self.left -= self.folder.write_step(self.rank, self.number, step, self.left)
+                self.number += 1
+            except (OSError, TypeError, AttributeError, ValueError) as error:
+                self.refuse(f"a step cannot be recorded: {type(error).__name__}: {error}")
+        self.ends.clear()
+        if self.reason or self.number >= self.steps:
+            self.active = False
+            self.folder.meet(self.rank, self.world, MEET_SECONDS)
+            raise EnoughError
+
+    def refuse(self, reason: str) -> None:
+        """Note why no verdict can be given; the script ends at its next step."""
+        self.reason = self.reason or reason
+
+    def finish(self, end: str, detail: str = "") -> None:
+        """Leave what the judge must know of this rank."""
+        with contextlib.suppress(EnoughError):
+            if self.active and self.stepped:
+                self._close()
+        self.active = False
+        self.folder.write_facts(
+            Facts(
+                rank=self.rank,
+                world=self.world,
+                wrappers=self.wrappers,
+                pieces=self.pieces,
+                trained=[n for n, p in self.parameters.items() if p.requires_grad],
+                device=self.device,
+                dtypes={n: p.dtype for n, p in self.parameters.items()},
+                end="refused" if self.reason else end,
+                detail=self.reason or detail,
+                script_seconds=self.ended - self.began,
+                record_seconds=self.record_seconds,
+                num_steps=self.number,
+            )
+        )
+
+    # Tensors of this rank
+
+    def _held(self, parameters: Iterable[Tensor]) -> list[str]:
+        """Names of what an optimizer holds; a flat parameter has several."""
+        found = []
+        for p in parameters:
+            flat = [name for name, (own, _) in self.flats.items() if own is p]
+            found += flat or ([self.names[id(p)]] if id(p) in self.names else [])
+        return found
+
+    def _values(self) -> dict[str, Tensor]:
+        return {name: _kept(self._part(name, local(p))) for name, p in self.parameters.items()}
+
+    def _gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
+        found = {}
+        for name in names:
+            gradient = self.parameters[name].grad
+            if gradient is not None:
+                found[name] = _kept(self._part(name, local(gradient)))
+        return found
+
+    def _part(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self.flats:
+            return tensor
+        return tensor.reshape(-1)[self.flats[name][1]]
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.record_seconds += time.perf_counter() - begin
+
+
+def _kept(value: Any) -> Any:  # noqa: ANN401
+    """A copy on the CPU that nothing changes any more."""
+    return local(value).cpu().clone() if isinstance(value, Tensor) else value
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _wrappers(module: nn.Module) -> list[str]:
+    """What stands around the user's module, or is mixed into it."""
+    found = []
+    for inner in module.modules():
+        for cls in type(inner).__mro__:
+            name, home = cls.__name__, cls.__module__
+            if home.startswith(("torch.distributed", "torch.nn.parallel", "deepspeed")) and name not in found:
+                if name in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule") or (
+                    name in ("PipelineStage", "DeepSpeedEngine", "PipelineEngine")
+                ):
+                    found.append(name)
+    return found
+
+
+def install(recorder: Recorder) -> None:
+    """Put the hooks in place, before the script's first line."""
+    call = nn.Module.__call__
+
+    def observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if torch.compiler.is_compiling():
+            return call(module, *args, **kwargs)
+        return recorder.around_call(call, module, args, kwargs)
+
+    nn.Module.__call__ = observed_call  # type: ignore[method-assign]
+
+    backward = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def observed_backward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return recorder.around_backward(backward, args, kwargs)
+
+    torch.autograd.backward = observed_backward
+
+    for name in LOSSES:
+        setattr(F, name, _observed_loss(recorder, name, getattr(F, name)))
+
+    clip = nn.utils.clip_grad_norm_
+
+    @functools.wraps(clip)
+    def observed_clip(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        recorder.before_clip(parameters, max_norm, norm_type)
+        return clip(parameters, max_norm, norm_type, *args, **kwargs)
+
+    nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = observed_clip
+
+    _observe_scaler(recorder)
+    _refuse_spawning()
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: recorder.before_step(optimizer, args, kwargs))
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: recorder.after_step(optimizer))
+
+
+def _observed_loss(recorder: Recorder, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def observed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        result = function(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            recorder.saw_loss(name, args, kwargs, result)
+        return result
+
+    return observed
+
+
+def _observe_scaler(recorder: Recorder) -> None:
+    scaler: Any = torch.amp.GradScaler
+    scale, unscale, step = scaler.scale, scaler.unscale_, scaler.step
+
+    def observed_scale(self: Any, outputs: Any) -> Any:  # noqa: ANN401
+        found = scale(self, outputs)
+        if self.is_enabled():
+            recorder.scale, recorder.unscaled = float(self.get_scale()), False
+        return found
+
+    def observed_unscale(self: Any, optimizer: Any) -> Any:  # noqa: ANN401
+        found = unscale(self, optimizer)
+        recorder.unscaled = True
+        return found
+
+    def observed_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        found = step(self, optimizer, *args, **kwargs)
+        if recorder.active and not recorder.stepped and self.is_enabled():
+            recorder.scaler_skipped()
+        return found
+
+    scaler.scale, scaler.unscale_, scaler.step = observed_scale, observed_unscale, observed_step
+
+
+class SpawnsError(BaseException):
+    """The script starts processes of its own, which nothing observes."""
+
+
+def _refuse_spawning() -> None:
+    import torch.multiprocessing as mp
+
+    def refused(*_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
+        raise SpawnsError(
+            "the script starts its own ranks (torch.multiprocessing.spawn); let it take RANK and WORLD_SIZE from the "
+            "environment, as under torchrun"
+        )
+
+    for name in ("spawn", "start_processes"):
+        setattr(mp, name, refused)

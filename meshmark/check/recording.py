@@ -1,0 +1,182 @@
+"""What is recorded of a script's steps, and its files: one a rank and step, which only their owner can read."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshmark.check.pieces import Piece
+
+
+@dataclass(kw_only=True)
+class Term:
+    """One call of a loss function such as `cross_entropy`."""
+
+    name: str
+    reduction: str
+    counted: Tensor
+    """Which targets count, as booleans in the shape of the targets."""
+    weighted: bool = False
+    """Classes or targets have weights of their own."""
+    gradient: Tensor | None = None
+    """Of the loss that was differentiated, by this function's result."""
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One call of the outermost module, with gradients enabled."""
+
+    root: int
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    random_state: Tensor
+    training: list[bool]
+    """Of every module."""
+    autocast: torch.dtype | None
+    buffers: dict[str, Tensor]
+    outputs: list[Tensor] = field(default_factory=list)
+    """The first numbers of every output that has a gradient, and its norm as the last."""
+    gradients: list[Tensor | None] = field(default_factory=list)
+    """Of the loss that was differentiated, by these outputs."""
+    used: set[int] = field(default_factory=set)
+    """Outputs that the loss is made of, not by way of another output."""
+    nested: bool = False
+    """One of these is made of another."""
+    terms: list[Term] = field(default_factory=list)
+    scale: float = 1.0
+    """What a `GradScaler` had multiplied the loss by."""
+
+    @property
+    def used_gradients(self) -> list[tuple[int, Tensor]]:
+        """What the model is differentiated with, by number of the output; empty where its outputs were not used."""
+        return [(n, g) for n, g in enumerate(self.gradients) if g is not None and n in self.used]
+
+
+@dataclass(kw_only=True)
+class Clip:
+    """One call of `clip_grad_norm_`."""
+
+    names: list[str]
+    """Parameters that it was given."""
+    gradients: dict[str, Tensor]
+    """Before it."""
+    max_norm: float
+    norm_type: float
+    scaled: float = 1.0
+    """What a `GradScaler` had the gradients multiplied by at that time."""
+
+
+@dataclass(kw_only=True)
+class Group:
+    """One group of parameters of one optimizer, at one step."""
+
+    optimizer: int
+    """The how manieth optimizer object that was seen."""
+    cls: str
+    """The optimizer's class, as `torch.optim.adamw.AdamW`."""
+    names: list[str]
+    options: dict[str, Any]
+    strangers: int = 0
+    """Tensors that are no parameter of a model that was called."""
+
+
+@dataclass(kw_only=True)
+class Step:
+    """What one rank did up to and with one step of its optimizer; of tensors, its own parts."""
+
+    calls: list[Call] = field(default_factory=list)
+    clips: list[Clip] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of the optimizer before the first step that was recorded, by parameter."""
+    before: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters when the step began."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """As the optimizer saw them."""
+    after: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters after the optimizer."""
+    losses: list[float] = field(default_factory=list)
+    """Whatever was differentiated."""
+    skipped: int = 0
+    """Steps before it that a `GradScaler` left out."""
+    seconds: float = 0.0
+    """What recording took."""
+
+
+@dataclass(kw_only=True)
+class Facts:
+    """What does not change from step to step."""
+
+    rank: int
+    world: int
+    wrappers: list[str]
+    pieces: dict[str, Piece]
+    trained: list[str]
+    """Parameters that require a gradient."""
+    device: str
+    dtypes: dict[str, torch.dtype]
+    end: str
+    """Why recording ended: `enough`, `script ended`, `raised`, `refused`."""
+    detail: str = ""
+    script_seconds: float = 0.0
+    """From the first step recorded to the last."""
+    record_seconds: float = 0.0
+    num_steps: int = 0
+
+
+class Folder:
+    """Recordings of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write_step(self, rank: int, number: int, step: Step, limit: int) -> int:
+        """Write a step of a rank; raises `OSError` when it would take more than `limit` bytes. Returns the bytes."""
+        return self._write(f"rank{rank}-step{number}.pt", step, limit)
+
+    def write_facts(self, facts: Facts) -> None:
+        self._write(f"rank{facts.rank}.pt", facts, 1 << 40)
+
+    def _write(self, name: str, value: object, limit: int) -> int:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        size = buffer.tell()
+        if size > limit:
+            raise OSError(f"a step of this rank takes {size:,} bytes, and {limit:,} are left of --max-disk")
+        part = self.path / f".{name}.part"
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(buffer.getbuffer())
+        part.rename(self.path / name)
+        return size
+
+    def has_facts(self, rank: int) -> bool:
+        """Whether recording has ended on this rank."""
+        return (self.path / f"rank{rank}.pt").exists()
+
+    def facts(self, rank: int) -> Facts:
+        return self._read(self.path / f"rank{rank}.pt")  # type: ignore[no-any-return]
+
+    def meet(self, rank: int, world: int, seconds: float) -> None:
+        """Wait until every rank is here or has ended: one that left earlier would break what others still receive."""
+        (self.path / f"rank{rank}.here").touch(mode=0o600)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not all(
+            (self.path / f"rank{r}.here").exists() or self.has_facts(r) for r in range(world)
+        ):
+            time.sleep(0.01)
+
+    def step(self, rank: int, number: int) -> Step:
+        return self._read(self.path / f"rank{rank}-step{number}.pt")  # type: ignore[no-any-return]
+
+    def _read(self, path: Path) -> Any:  # noqa: ANN401
+        """A recording is the script's own data, of whatever classes; no one else can have written it."""
+        status = path.stat()
+        if status.st_uid != os.getuid():
+            raise OSError(f"{path} belongs to another user")
+        return torch.load(path, map_location="cpu", weights_only=False)

@@ -1,0 +1,143 @@
+"""Compares a script's updates with its optimizer's class in float64, fed the gradients that the script stepped on.
+
+Each rank's own parts are enough: the optimizers known here treat every element by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshmark.check.gradients import FACTOR
+from meshmark.check.recording import Step
+
+KNOWN = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+)
+"""Element by element, so that a shard is updated as the whole is."""
+_BY_NAME = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in KNOWN}
+_HOW = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
+"""Options that say how a step is computed and not what."""
+DRAWS = 3
+
+
+class UnknownOptimizerError(Exception):
+    """An optimizer whose rule is not known here; its text is the class."""
+
+
+class Rule:
+    """One optimizer of one rank, in float64 or in the script's own precision with gradients nudged."""
+
+    def __init__(self, *, nudges: torch.Generator | None = None) -> None:
+        self.nudges = nudges
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.parameters: dict[str, nn.Parameter] = {}
+
+    def step(self, step: Step, which: int, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the parameters of optimizer `which` become."""
+        groups = [g for g in step.groups if g.optimizer == which and g.names]
+        if self.optimizer is None:
+            cls = _BY_NAME.get(groups[0].cls)
+            if cls is None:
+                raise UnknownOptimizerError(groups[0].cls)
+            self._build(cls, step, groups, before)
+        assert self.optimizer is not None
+        for own, group in zip(self.optimizer.param_groups, groups, strict=True):
+            own.update({k: v for k, v in group.options.items() if k in own and k not in _HOW})
+            for name in group.names:
+                parameter = self.parameters[name]
+                parameter.data.copy_(before[name])
+                gradient = step.gradients.get(name)
+                parameter.grad = None if gradient is None else self._nudged(gradient, parameter.dtype)
+        self.optimizer.step()
+        return {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    def _nudged(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        gradient = gradient.to(dtype)
+        if self.nudges is None:
+            return gradient
+        signs = torch.randint(-1, 2, gradient.shape, generator=self.nudges).to(dtype)
+        return gradient * (1 + signs * torch.finfo(dtype).eps)
+
+    def _build(self, cls: Any, step: Step, groups: Any, before: Mapping[str, Tensor]) -> None:  # noqa: ANN401
+        def kept(value: Tensor) -> Tensor:
+            return value.double() if self.nudges is None and value.is_floating_point() else value.clone()
+
+        built = []
+        for group in groups:
+            own = [nn.Parameter(kept(before[name])) for name in group.names]
+            self.parameters |= dict(zip(group.names, own, strict=True))
+            built.append({"params": own} | {k: v for k, v in group.options.items() if k not in _HOW})
+        self.optimizer = cls(built, foreach=False)
+        for name, state in step.state.items():
+            if name in self.parameters:
+                self.optimizer.state[self.parameters[name]] = {
+                    k: (v.clone() if k == "step" else kept(v)) if isinstance(v, Tensor) else v for k, v in state.items()
+                }
+
+
+class Updates:
+    """All optimizers of one rank, followed through the run."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.exact: dict[int, Rule] = {}
+        self.noisy: dict[int, list[Rule]] = {}
+        self.previous: dict[str, int] = {}
+        self.renewed: list[str] = []
+        """Parameters that a new optimizer object steps, though another one did before."""
+        self.worst = 0.0
+
+    def compare(self, step: Step, before: Mapping[str, Tensor]) -> dict[str, tuple[float, Tensor]]:
+        """By parameter whose update is wrong: how many tolerances it is off, and where it should be."""
+        wrong = {}
+        for which in dict.fromkeys(g.optimizer for g in step.groups if g.names):
+            if which not in self.exact:
+                self.exact[which] = Rule()
+                seeds = [torch.Generator().manual_seed(1000 * self.rank + draw) for draw in range(DRAWS)]
+                self.noisy[which] = [Rule(nudges=seed) for seed in seeds]
+            right = self.exact[which].step(step, which, before)
+            draws = [rule.step(step, which, before) for rule in self.noisy[which]]
+            for name, x in right.items():
+                if self.previous.setdefault(name, which) != which:
+                    self.renewed.append(name)
+                    self.previous[name] = which
+                y = step.after[name].double()
+                if not y.numel():
+                    continue
+                noise = max(float((d[name].double() - x).norm()) for d in draws)
+                eps = torch.finfo(step.after[name].dtype).eps
+                tolerance = FACTOR * max(noise, 0.5 * eps * float(x.norm())) + 1e-30
+                distance = float((y - x).norm())
+                moved = float((x - before[name].double()).norm())
+                if moved:
+                    self.worst = max(self.worst, distance / max(moved, float(x.norm()) * eps))
+                if not distance <= tolerance:
+                    wrong[name] = distance / tolerance, x
+        return wrong
+
+
+def explain_update(step: Step, before: Mapping[str, Tensor], wrong: Mapping[str, tuple[float, Tensor]]) -> str:
+    """What a wrong update looks like."""
+    names = sorted(wrong, key=lambda n: wrong[n][0], reverse=True)
+    where = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    still = [n for n in names if bool((step.after[n] == before[n]).all())]
+    if still:
+        return f"{len(still)} of {len(names)} wrong parameters did not move at all ({still[0]})"
+    right = torch.cat([(wrong[n][1] - before[n].double()).reshape(-1) for n in names])
+    own = torch.cat([(step.after[n].double() - before[n].double()).reshape(-1) for n in names])
+    factor = float(own @ right / (right @ right)) if right.any() else 0.0
+    if float((own - factor * right).norm()) <= 0.05 * float((own - right).norm()):
+        return f"{where} moves {factor:.4g} times the right step"
+    return f"{where} is not where the optimizer's rule leads from the script's own gradients"

@@ -1,0 +1,86 @@
+"""What is found out about a script, and how it is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """What `check` says in one word."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    CANNOT_TELL = "cannot tell"
+    COULD_NOT_RUN = "could not run"
+
+    @property
+    def code(self) -> int:
+        """Exit code; 2 is a mistake in the command, as everywhere."""
+        return {Outcome.RIGHT: 0, Outcome.WRONG: 1, Outcome.CANNOT_TELL: 3, Outcome.COULD_NOT_RUN: 4}[self]
+
+
+class Level(StrEnum):
+    """How much a finding weighs."""
+
+    FAILED = "could not run"
+    WRONG = "wrong"
+    UNKNOWN = "cannot tell"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that a user should know."""
+
+    level: Level
+    fault: str
+    """A short name of its class, as `gradient scaled`."""
+    text: str
+    step: int | None = None
+
+
+@dataclass(kw_only=True)
+class Verdict:
+    """What is said of one script."""
+
+    script: str
+    setting: str = ""
+    """Steps, ranks, wrappers."""
+    findings: list[Finding] = field(default_factory=list)
+    """The cause first."""
+    lines: dict[str, str] = field(default_factory=dict)
+    """What was checked, by subject, and what came out."""
+
+    @property
+    def outcome(self) -> Outcome:
+        levels = {f.level for f in self.findings}
+        if Level.FAILED in levels:
+            return Outcome.COULD_NOT_RUN
+        if Level.WRONG in levels:
+            return Outcome.WRONG
+        return Outcome.CANNOT_TELL if Level.UNKNOWN in levels else Outcome.RIGHT
+
+    @property
+    def text(self) -> str:
+        """Some ten lines, the diagnosis first."""
+        headline = f"{self.outcome.upper()}: {self.script}"
+        if self.outcome is Outcome.RIGHT:
+            headline += " trains as one process would in float64"
+        lines = [headline]
+        order = list(Level)
+        for finding in sorted(self.findings, key=lambda f: order.index(f.level)):
+            where = "" if finding.step is None else f" (from step {finding.step} on)"
+            lines.append(f"  {finding.level}: {finding.fault}{where}: {finding.text}")
+        if self.setting:
+            lines.append(f"  seen        {self.setting}")
+        lines += [f"  {subject:<11} {told}" for subject, told in self.lines.items()]
+        return "\n".join(lines)
+
+    @property
+    def page(self) -> str:
+        """The same in Markdown."""
+        table = ["| | |", "|:--|:--|", f"| seen | {self.setting} |"]
+        table += [f"| {subject} | {told} |" for subject, told in self.lines.items()]
+        found = [f"- **{f.level}**: {f.fault}: {f.text}" for f in self.findings]
+        return "\n".join([f"# {self.script}: {self.outcome}", "", *found, "", *table, ""])

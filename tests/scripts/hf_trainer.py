@@ -1,0 +1,38 @@
+"""Hugging Face's Trainer over a tiny Llama, with accumulation and texts of unequal length."""
+
+import tempfile
+
+import torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+
+class Texts(Dataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int):
+        generator = torch.Generator().manual_seed(index)
+        length = int(torch.randint(4, 17, (1,), generator=generator))
+        ids = torch.randint(1, 60, (16,), generator=generator)
+        labels = ids.clone()
+        labels[length:] = -100
+        return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=5, use_cpu=True,
+            report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, learning_rate=1e-3,
+        )  # fmt: skip
+        Trainer(LlamaForCausalLM(config), arguments, train_dataset=Texts()).train()
+
+
+if __name__ == "__main__":
+    main()

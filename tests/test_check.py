@@ -1,0 +1,91 @@
+"""`meshmark check` on real scripts: right ones pass, defects are found and named, mistakes have codes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ROOT / "tests" / "scripts"
+
+
+def check(*arguments: object, folder: Path | None = None) -> tuple[int, str]:
+    """Return the exit code of `meshmark check ARGUMENTS` and what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "meshmark", "check", *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_right_script_is_right_with_its_detection_limit() -> None:
+    code, printed = check("--nproc", 2, SCRIPTS / "gru_accumulation.py")
+    assert code == 0, printed
+    assert "RIGHT: gru_accumulation.py" in printed and "2 ranks (DDP)" in printed and "would be seen" in printed
+
+
+def test_an_fsdp2_script_is_right() -> None:
+    code, printed = check("--nproc", 2, SCRIPTS / "fsdp2_loop.py")
+    assert code == 0 and "(FSDP2)" in printed, printed
+
+
+@pytest.mark.parametrize(
+    "defect, words",
+    [
+        ("never_synchronised", "missing reduction"),
+        ("gradients_kept", "zero_grad missing"),
+        ("clipped_while_scaled", "call scaler.unscale_ before clip_grad_norm_"),
+        ("stale_optimizer", "the optimizer holds 1 tensor that no model has"),
+    ],
+)
+def test_a_defect_is_found_and_named(defect: str, words: str) -> None:
+    code, printed = check("--nproc", 2, SCRIPTS / "defects.py", defect)
+    assert code == 1 and "WRONG: defects.py" in printed and words in printed, printed
+
+
+def test_the_objective_that_was_asked_for_decides(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "scripts" / "uneven.py"
+    code, printed = check("--nproc", 2, "--objective", "tokens", "-o", tmp_path / "page.md", script)
+    assert code == 1 and "a mean of the means of ranks" in printed, printed
+    assert "# uneven.py: wrong" in (tmp_path / "page.md").read_text()
+
+
+def test_recordings_are_deleted_unless_they_are_to_be_kept(tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    os.environ["TMPDIR"] = str(tmp_path / "temporary")
+    try:
+        assert check(SCRIPTS / "single_process.py")[0] == 0
+        assert list((tmp_path / "temporary").glob("meshmark-check-*")) == []
+        assert check("--keep", tmp_path / "kept", SCRIPTS / "single_process.py")[0] == 0
+    finally:
+        del os.environ["TMPDIR"]
+    assert (tmp_path / "kept").stat().st_mode & 0o077 == 0
+    assert any((tmp_path / "kept").iterdir())
+
+
+@pytest.mark.parametrize(
+    "source, code, words",
+    [
+        ("raise ValueError('no data')", 4, "ValueError: no data"),
+        ("print('nothing to train')", 3, "no model with trainable parameters was called"),
+    ],
+    ids=["a crash", "no model"],
+)
+def test_a_script_that_cannot_be_judged_says_why(tmp_path: Path, source: str, code: int, words: str) -> None:
+    (tmp_path / "script.py").write_text(source)
+    ended, printed = check(tmp_path / "script.py")
+    assert ended == code and words in printed, printed
+
+
+@pytest.mark.parametrize("arguments, words", [(("nothing.py",), "nothing.py"), (("--nproc", "0", "a.py"), "--nproc")])
+def test_a_mistake_in_the_command_is_an_error(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    code, printed = check(*arguments, folder=tmp_path)
+    assert code == 2 and words in printed, printed

@@ -1,0 +1,126 @@
+"""A record tells of which code of the user's own it is: her repository's commit, and digests of her files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from meshmark import environment
+from meshmark.environment import describe, project_of
+from meshmark.regression.run_file import read_run
+from meshmark.run import sources
+from meshmark.run.record import Record
+from meshmark.run.record_file import RecordFile, read_records
+from meshmark.run.request import Request, Task
+from meshmark.run.resume import Held
+from meshmark.run.sources import sources_of
+from meshmark.spec.workload import workload
+from tests.factories import make_case, make_good
+
+CASE = make_case("mine", workload=workload("gpt-mini"))
+DATE = "2024-02-03T04:05:06+00:00"
+
+
+def git(*words: str) -> None:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", f"user.date={DATE}"]
+    subprocess.run(["git", *who, *words], check=True, env={"GIT_COMMITTER_DATE": DATE, "PATH": "/usr/bin:/bin"})
+
+
+def look_again() -> None:
+    """As the next process does."""
+    project_of.cache_clear()
+    sources._source.cache_clear()
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with an adapter and what it imports, both committed; Meshmark is installed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "_commit", lambda: "")
+    look_again()
+    git("init", "-q")
+    for name in ("mine.py", "beside.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    git("add", "mine.py", "beside.py")
+    git("commit", "-q", "-m", "mine")
+    return tmp_path / "mine.py"
+
+
+def request() -> Request:
+    return Request(
+        case=CASE,
+        adapter="mine.py:Mine",
+        task=Task.OBSERVE,
+        device="cpu",
+        backend="gloo",
+        steps=3,
+        time_limit_seconds=60.0,
+    )
+
+
+def record() -> Record:
+    here = describe("cpu", "gloo", 1)
+    told = sources_of("mine.py:Mine", CASE.workload)
+    made = make_good(case=CASE, adapter="mine.py:Mine", steps=3, warmup=0, timing_budget_seconds=0.0, sources=told)
+    return dataclasses.replace(made, environment=here)
+
+
+def test_what_changed_in_an_adapter_or_beside_it_is_run_again(mine: Path) -> None:
+    held = Held([record()])
+    assert held.of(request(), describe("cpu", "gloo", 1)) is not None, "the same code"
+    for name in ("mine.py", "beside.py"):
+        (mine.parent / name).write_text("x = 2\n")
+        look_again()
+        assert held.of(request(), describe("cpu", "gloo", 1)) is None, f"{name} changed"
+        assert Held([record()]).of(request(), describe("cpu", "gloo", 1)) is None, "changes that no commit holds"
+        git("checkout", "-q", name)
+    git("rm", "-q", "--cached", "mine.py")
+    git("commit", "-q", "-m", "not tracked")
+    look_again()
+    assert Held([record()]).of(request(), describe("cpu", "gloo", 1)) is None, "no commit holds it"
+
+
+def test_the_repository_is_recorded_and_dates_a_history(mine: Path, tmp_path: Path) -> None:
+    with_commit = record()
+    head = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout[:12]
+    assert (with_commit.environment.project_commit, with_commit.environment.project_date) == (head, DATE)
+    (source,) = with_commit.sources
+    assert (source.target, source.commit, len(source.sha256)) == ("mine.py:Mine", head, 64)
+    file = RecordFile(tmp_path / "results")
+    file.append(with_commit)
+    file.close()
+    assert read_records(tmp_path / "results").records == [with_commit]
+    run = read_run(tmp_path / "results")
+    assert (run.commit, run.when[0]) == (head, DATE)
+    mine.write_text("x = 2\n")
+    look_again()
+    dirty = record()
+    assert dirty.environment.project_commit.startswith(f"{head}-dirty.")
+    mine.write_text("x = 3\n")
+    look_again()
+    assert record().environment.project_commit != dirty.environment.project_commit, "other changes"
+
+
+def test_outside_a_repository_files_are_told_by_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    look_again()
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    (source,) = sources_of("mine.py:Mine", CASE.workload)
+    assert source.sha256 and not source.commit and not source.is_known
+    assert describe("cpu", "gloo", 1).project_commit == ""
+    assert sources_of("meshmark.adapters.ddp:DDP", CASE.workload) == [], "the commit of Meshmark tells it"
+
+
+def test_records_of_schema_3_are_read(tmp_path: Path) -> None:
+    file = RecordFile(tmp_path)
+    file.append(make_good())
+    file.close()
+    path = tmp_path / "records.jsonl"
+    old = json.loads(path.read_text())
+    del old["environment"]["project_commit"], old["environment"]["project_date"], old["sources"]
+    path.write_text(json.dumps(old | {"schema": 3}) + "\n")
+    assert read_records(tmp_path).records[0].sources == []

@@ -1,0 +1,63 @@
+"""The summary that a run of the suites ends with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshmark.run.record import Record
+from meshmark.run.session import Attempt, Ending
+from meshmark.terminal_summary import MOST_CASES, MOST_DEFECTS, summary
+from tests.factories import make_case, make_good, make_timed, make_verdict
+
+
+def attempts_of(records: list[Record]) -> list[Attempt]:
+    return [
+        Attempt(test=f"{suite}[{record.case.id}]", case=record.case.id, conforming=False, ending=Ending.PASSED)
+        for record in records
+        for suite in ("equivalence", "memory")
+    ]
+
+
+def test_a_case_that_is_right_has_one_row_with_memory_and_speed() -> None:
+    records = [make_good(), make_timed()]
+    lines = summary(attempts_of(records), records)
+    assert lines[0].split() == ["case", "correct", "memory", "traffic", "peak", "/", "rank", "speed"]
+    assert [line.split()[:4] for line in lines[1:]] == [[records[0].case.id, "yes", "as", "planned"]]
+    assert lines[1].endswith("/s")
+
+
+def test_what_is_wrong_comes_first_and_is_said_in_words() -> None:
+    good = make_good()
+    wrong = make_good(case=make_case("fsdp2"), verdicts=[make_verdict(passed=False), make_verdict("memory")])
+    attempts = attempts_of([good, wrong])
+    failed = dataclasses.replace(attempts[2], ending=Ending.FAILED, message="a gradient is scaled\nhow much")
+    lines = summary([*attempts[:2], failed, attempts[3]], [good, wrong])
+    assert lines[1].split()[:2] == [wrong.case.id, "no"]
+    assert lines[-1] == "- a gradient is scaled"
+
+
+def test_a_long_run_ends_in_at_most_a_screen() -> None:
+    cases = [make_case(f"adapter{number}") for number in range(100)]
+    records = [make_good(case=case) for case in cases]
+    attempts = [
+        dataclasses.replace(attempt, ending=Ending.FAILED, message=f"defect {number}")
+        for number, attempt in enumerate(attempts_of(records))
+    ]
+    lines = summary(attempts, records)
+    assert len(lines) <= MOST_CASES + MOST_DEFECTS + 4
+    assert f"and {100 - MOST_CASES} more cases; correct: {100 - MOST_CASES} yes" in lines
+    assert lines[-1] == f"- and {200 - MOST_DEFECTS} more, above"
+
+
+@pytest.mark.parametrize("ending, text", [(Ending.PASSED, "1 yes"), (Ending.FAILED, "1 NO")])
+def test_clauses_are_counted_by_adapter(ending: Ending, text: str) -> None:
+    attempt = Attempt(test="resume", case="ddp-dp2", conforming=True, ending=ending, message="differs")
+    assert f"clauses of ddp-dp2: {text}" in summary([attempt], [])
+
+
+def test_cases_that_this_session_did_not_run_are_left_out() -> None:
+    other = make_good(case=make_case("fsdp2"))
+    lines = summary(attempts_of([make_good()]), [make_good(), other])
+    assert not any(other.case.id in line for line in lines)
