@@ -192,6 +192,14 @@ def test_what_another_thread_frees_is_over_when_the_allocator_no_longer_counts_i
     assert (known[1], known[2]) == (None, 40)
 
 
+def test_of_two_as_large_the_one_whose_address_is_given_out_again_first_is_gone() -> None:
+    """Seen of DeepSpeed's ZeRO-2 on a busy machine: the older one was taken for gone, and the peak was bytes of nobody."""
+    told = changes((10, 1, 100), (20, 2, 100), (30, 3, 7), (40, 4, 1, 100), (50, 2, 7), (60, 1, 3, 100))
+    found = timeline(told)
+    assert {a.address: a.stop_ns for a in found.lives if a.num_bytes == 100} == {1: 60, 2: 40}
+    assert sum(life.num_bytes for life in found.lives if life.alive(50)) == found.total(50)
+
+
 def test_what_was_named_is_not_what_was_freed_unseen_before() -> None:
     """As a gradient that one of gloo's threads lets go of last, and a copy of gloo's that is as large."""
     told = changes((10, 1, 100), (20, 2, 100), (30, 3, 7), (40, 4, 1, 100), (50, 5, 1), (60, 6, 1, 100))

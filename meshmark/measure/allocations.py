@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -65,6 +66,8 @@ class _Life:
     start_ns: int
     begun: int
     """Which change began it."""
+    reused: float = math.inf
+    """Which change allocated its address again: by then it had ended."""
     seen: int | None = None
     """Which change was its end, where that was seen."""
     seen_ns: int | None = None
@@ -185,6 +188,8 @@ def _lives(changes: Sequence[Change]) -> list[_Life]:
         if life and change.num_bytes < 0:
             life.seen, life.seen_ns, life.elsewhere = i, change.time_ns, change.thread != changes[0].thread
         if change.num_bytes > 0:
+            if life:
+                life.reused = i
             life = _Life(address=change.address, num_bytes=change.num_bytes, start_ns=change.time_ns, begun=i)
             there[change.address] = life
             lives.append(life)
@@ -236,7 +241,9 @@ def _find_ends(changes: Sequence[Change], lives: Sequence[_Life], unseen: Sequen
         missing = listed - sum(w.num_bytes for w in gone) - change.total_bytes
         question = missing, newest, named_until <= change.time_ns
         if missing > 0 and question != in_vain:
-            found = _sized([w for w in waiting.values() if w.held_ns <= change.time_ns], missing, budget)
+            # Of two storages of one size, the one whose address is allocated again first must have gone first.
+            may_be_gone = sorted((w for w in waiting.values() if w.held_ns <= change.time_ns), key=lambda w: w.reused)
+            found = _sized(may_be_gone, missing, budget)
             if budget.is_spent:
                 return False
             in_vain = None if found else question
@@ -250,7 +257,7 @@ def _find_ends(changes: Sequence[Change], lives: Sequence[_Life], unseen: Sequen
 
 
 def _sized(waiting: Sequence[_Life], num_bytes: int, budget: _Budget) -> list[_Life]:
-    """Those, oldest first, that together have `num_bytes`; nobody where that is not to be found."""
+    """Those, first come first, that together have `num_bytes`; nobody where that is not to be found."""
     came_from: dict[int, tuple[int, _Life] | None] = {0: None}
     budget.left -= len(waiting)
     for life in waiting:
