@@ -193,7 +193,7 @@ def test_what_another_thread_frees_is_over_when_the_allocator_no_longer_counts_i
 
 
 def test_of_two_as_large_the_one_whose_address_is_given_out_again_first_is_gone() -> None:
-    """Seen of DeepSpeed's ZeRO-2 on a busy machine: the older one was taken for gone, and the peak was bytes of nobody."""
+    """DeepSpeed's ZeRO-2 showed it on a busy machine: the older one was taken for gone and the peak did not add up."""
     told = changes((10, 1, 100), (20, 2, 100), (30, 3, 7), (40, 4, 1, 100), (50, 2, 7), (60, 1, 3, 100))
     found = timeline(told)
     assert {a.address: a.stop_ns for a in found.lives if a.num_bytes == 100} == {1: 60, 2: 40}
