@@ -1,37 +1,18 @@
-# Everything goes through `make install`, which makes .venv once and again only when its inputs change.
+# Everything goes through `make install`, which makes .venv once, and again only when its inputs change.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-RESULTS := results/report
-# `make report REPORT=reports/report.md` is what publishes: nothing that git tracks is touched unless asked.
+# `make report REPORT=reports/report.md` publishes. Nothing that git tracks is touched unless asked.
 REPORT ?= results/report.md
-# All adapters and ZeRO stages on two ranks; on four what two cannot show, and each framework's deepest stage. Through
-# Accelerate the deepest alone, on two: the report is to take less than four minutes on two cores (`make roster` has the
-# rest). Its workload is synchronous.
-REPORTED := not (post-local-sgd or tp4 or pp4 or accelerate and (dp4 or zero1 or zero2) or dp4 and deepspeed and (zero1 or zero2))
 
-.PHONY: help install report conformance test lint types docs architectures bench clean
+.PHONY: help install report conformance test lint types docs clean \
+        tables twins validate convergence throttled dry-runs coatnet architectures roster roster-page \
+        power power-page power-long chaos fuzz gate cluster-test size bench gpu horovod
 
-help:
-	@echo "make report   run the suites on this machine's CPU (world sizes 2 and 4), leave results/report.md (or REPORT=)"
-	@echo "make conformance   every clause for every adapter: reports/conformance.md"
-	@echo "make test     test Meshmark itself"
-	@echo "make tables   published tables beside what the planner computes; make validate: its errors, with goals"
-	@echo "make convergence   algorithms against their papers' rates, and to a target: reports/convergence.md"
-	@echo "make power    engines broken on purpose must be caught, correct runs must pass: reports/power.md"
-	@echo "make chaos    faults by the hundred while suites run: reports/chaos.md; make fuzz: odd inputs for longer"
-	@echo "make cluster-test   the suites under a real SLURM, and under its faults: reports/cluster.md (root)"
-	@echo "make size     gpt2-124m is judged within 10 minutes and 12 GiB, under every adapter (SIZED=ddp,fsdp2)"
-	@echo "make bench    performance claims: launch, overhead, report, plan, growth with ranks"
-	@echo "make gpu      run on this machine's GPU with its own python (PYTHON=...), in pieces (gpu.mk), leave GPU_OUT"
-	@echo "make gate     what meshmark ab decides by planted slow-downs, beside busy loops: reports/gate.md"
-	@echo "make roster   every adapter, variants too, by capability: reports/roster.md"
-	@echo "make horovod  build Horovod into the environment, for the adapters that need it: minutes, a C++ compiler and CMake"
-	@echo "make architectures   models of Hugging Face Transformers under four frameworks: reports/architectures.md"
-	@echo "make coatnet  as a CoAtNet grows: data parallelism, ZeRO, offload or a pipeline: reports/coatnet.md"
-	@echo "make lint types docs clean"
+help:  ## List the targets.
+	@sed -n 's/^\([a-z-]*\):.*## /\1  /p' Makefile | awk -F '  ' '{printf "make %-14s %s\n", $$1, $$2}'
 
-install: $(VENV)/.installed
+install: $(VENV)/.installed  ## Make .venv with every framework that PyPI has for this machine.
 
 # torch goes first, pinned: other packages would otherwise bring another build of it. deepspeed and fairscale look for
 # the installed torch while they build. megatron-core would bring packages that it does not need for its layers.
@@ -44,50 +25,102 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	-$(BIN)/python -m meshmark.adapters.deepspeed.operators cpu_adam
 	touch $@
 
-# The report is written whether or not a case fails; the exit code says which.
-report: install
-	rm -f $(RESULTS)/records.jsonl
-	$(BIN)/python -m pytest suites --world 2,4 --steps 5 -k "$(REPORTED)" --results $(RESULTS); status=$$?; \
-	$(BIN)/meshmark report $(RESULTS) -o $(REPORT) && exit $$status
+# --- The product. The page is written whether or not a case fails; the exit code says which.
 
-# Every clause of every adapter, each scenario a launch; written whether or not a clause fails.
-conformance: install
+report: install  ## Run the suites on this machine's CPU (2 and 4 ranks); leave results/report.md, or REPORT=FILE.
+	rm -f results/report/records.jsonl
+	$(BIN)/meshmark run suites/report.toml; status=$$?; $(BIN)/meshmark report results/report -o $(REPORT) && exit $$status
+
+conformance: install  ## Hold every adapter of the core to every clause: reports/conformance.md.
 	rm -f results/conformance/records.jsonl
 	$(BIN)/python -m pytest suites/test_conformance.py --results results/conformance; status=$$?; \
 	$(BIN)/meshmark report results/conformance -o reports/conformance.md && exit $$status
 
-# Three files at once, also on two cores: a launch is partly waiting, and more make ranks wait for one another. The longest come first (tests/conftest.py), which
-# xdist would reorder. pytest-benchmark, which no test of Meshmark uses, warns of several at once. A hundred processes
-# that kept no bytecode would each compile Meshmark anew.
-test: install
+gpu:  ## Run on this machine's GPU with its own PYTHON=, in pieces: results/gpu. One piece: python -m benchmarks.gpu NAME.
+	$(PYTHON) -m benchmarks.gpu
+
+horovod: install  ## Build Horovod into the environment, for the adapters that need it: a C++ compiler, CMake, minutes.
+	$(BIN)/python -m meshmark.adapters.horovod.build
+
+# --- Meshmark itself.
+
+# Three files at once, also on two cores: a launch partly waits, and more would make ranks wait for one another. The
+# longest come first (tests/conftest.py), which xdist would reorder. pytest-benchmark, which no test of Meshmark uses,
+# warns of several at once. A hundred processes that kept no bytecode would each compile Meshmark anew.
+test: install  ## Test Meshmark.
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -p no:benchmark
 
-lint: install
+lint: install  ## Check style.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: install
+types: install  ## Check types.
 	$(BIN)/mypy
 
-# What `meshmark ab` decides by planted slow-downs, beside two busy loops: reports/gate.md. Goes on from the pairs that
-# results/gate-pairs.jsonl holds; 100 runs of unchanged code take some 35 minutes.
-.PHONY: gate
-gate: install  # GATE_MINUTES=35 measures anew what reports/gate.md shows
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gate --minutes $(or $(GATE_MINUTES),5)
-
-include plan.mk power.mk chaos.mk roster.mk gpu.mk cluster.mk size.mk horovod.mk coatnet.mk
-
-# The site, of which a warning is an error; mkdocs and its theme are installed for it alone.
-docs: install
+# mkdocs and its theme are installed for the site alone. A warning is an error.
+docs: install  ## Build the site.
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Every config of examples/transformers under four frameworks, within some 6 minutes on two cores.
-architectures: install
+clean:  ## Remove the environment and everything that was built or measured.
+	rm -rf $(VENV) results build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+# --- Evidence. Each leaves a page in reports/; its module says what it measures and how long that takes.
+
+tables: install  ## Published tables beside what the planner computes: reports/tables.md.
+	$(BIN)/python -m studies.tables
+
+twins: install  ## Scaled-down twins of published tables, measured here: baselines/twins/, then the tables.
+	$(BIN)/python -m benchmarks.twins && $(BIN)/python -m studies.tables
+
+validate: install  ## How far off the planner is, with goals: reports/validation.md.
+	$(BIN)/python -m studies.validate
+
+convergence: install  ## Algorithms against their papers' rates, and to a target: reports/convergence.md.
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.convergence
+
+throttled: install  ## Steps of algorithms on throttled links, as root: baselines/throttled.csv.
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.throttled
+
+dry-runs: install  ## Theory at 1,024 and 16,384 ranks, each seen from single ranks: reports/dry-runs.md.
+	$(BIN)/python -m studies.dry_runs
+
+coatnet: install  ## As a CoAtNet grows: data parallelism, ZeRO, offload or a pipeline: reports/coatnet.md.
+	$(BIN)/python -m studies.coatnet
+
+architectures: install  ## Models of Hugging Face Transformers under four frameworks: reports/architectures.md.
 	$(BIN)/python -m studies.architectures
 
-bench: install
-	status=0; for name in launch overhead report plan scale; do $(BIN)/python -m benchmarks.$$name || status=1; done; exit $$status
+roster: install  ## Every adapter, variants too, by capability: reports/roster.md. Goes on where it was cut off.
+	$(BIN)/python -m benchmarks.roster
 
-clean:
-	rm -rf $(VENV) results build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+roster-page: install  ## The page of the records that `make roster` has left.
+	$(BIN)/python -m benchmarks.roster --page
+
+power: install  ## Engines broken on purpose must be caught, correct runs must pass: reports/power.md.
+	$(BIN)/python -m benchmarks.power
+
+power-page: install  ## The page of what the last `make power` has measured.
+	$(BIN)/python -m benchmarks.power --page
+
+power-long: install  ## Count for an hour (MINUTES=) how often correct runs fail, of all or of some (K=bf16).
+	$(BIN)/python -m benchmarks.false_alarms --minutes $(or $(MINUTES),60) $(if $(K),-k $(K))
+
+chaos: install  ## Faults by the hundred while suites run: reports/chaos.md.
+	$(BIN)/python -m benchmarks.chaos
+
+fuzz: install  ## Odd inputs, for longer and with other seeds than `make test`.
+	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest -q -n 2 -p no:benchmark tests/test_fuzz.py
+
+gate: install  ## What `meshmark ab` decides by planted slow-downs: reports/gate.md. GATE_MINUTES=35 measures it anew.
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gate --minutes $(or $(GATE_MINUTES),5)
+
+cluster-test: install  ## The suites under a real SLURM and its faults, as root: reports/cluster.md.
+	$(BIN)/python -c "import ray, torchft" || $(BIN)/pip install -q -c constraints.txt -e ".[ray,torchft]"
+	$(BIN)/python -m benchmarks.cluster
+
+size: install  ## gpt2-124m under every adapter (SIZED=ddp,fsdp2), within 10 minutes and 12 GiB: reports/size.md.
+	$(BIN)/python -m benchmarks.size $(if $(SIZED),--adapters '$(SIZED)') --output reports/size.md
+
+bench: install  ## Performance claims: launch, overhead, report, plan, growth with ranks.
+	$(BIN)/python -m benchmarks

@@ -1,7 +1,9 @@
-"""Every system beside every capability: what the suites found, as a page; and the roster's adapters, broken on purpose.
+"""`make roster`: every adapter by every capability, and every adapter broken on purpose; leaves reports/roster.md.
 
-Cells come from records that `make roster` leaves: none is declared. Where there is no record, the adapter's own refusal
-of the layout says why. Records of mutants stay in DIR/mutants, and on a clean commit none is tried twice.
+First come the suites of roster.toml, then the mutants, then the clauses of roster_clauses.toml. Records stay in
+results/roster. On the same commit, without changes, `make roster` goes on where it was cut off. `--page` runs nothing
+and writes the page of the records that are there. A cell of the page comes from a record; where there is none, the
+adapter's own refusal of the layout says why.
 """
 
 from __future__ import annotations
@@ -20,39 +22,49 @@ from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.record import Record
 from meshmark.run.record_file import read_records
 from meshmark.run.resume import Held
+from meshmark.suite_file import run_file
 from tests.broken.mutants import target
 from tests.broken.roster import ROSTER_MUTANTS
+
+HERE = Path(__file__).parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.roster", description=__doc__.partition("\n")[0])
-    parser.add_argument("results", type=Path, metavar="DIR", help="records of the suites")
+    parser.add_argument(
+        "--results", type=Path, default=Path("results/roster"), metavar="DIR", help="where records stay"
+    )
     parser.add_argument("-o", "--output", type=Path, default=Path("reports/roster.md"))
-    parser.add_argument(
-        "-k", default="", metavar="TEXT,...", help="mutants whose name contains one of these, as adapters' do"
-    )
-    parser.add_argument(
-        "--no-mutants", action="store_true", help="try none: the page of records that are there, of mutants too"
-    )
+    parser.add_argument("-k", default="", metavar="TEXT,...", help="try only mutants whose name contains one of these")
+    parser.add_argument("--page", action="store_true", help="run nothing: write the page of the records that are there")
     parsed = parser.parse_args(arguments)
-    records = read_records(parsed.results, latest=True).records
+    texts = parsed.k.replace("-", "_").split(",")
+    names = [m.name for m in ROSTER_MUTANTS if any(text in m.name for text in texts)]
+    if not names:
+        parser.error(f"-k {parsed.k}: no mutant is called so, expected part of a name such as {ROSTER_MUTANTS[0].name}")
+    codes = []
+    try:
+        if not parsed.page:
+            codes.append(run_file(HERE / "roster.toml", [f"--results={parsed.results}"]))
+            try_mutants([name for name in names if not skipped(name)], parsed.results / "mutants")
+            codes.append(run_file(HERE / "roster_clauses.toml", [f"--results={parsed.results}"]))
+    finally:
+        codes.append(write_page(parsed.results, parsed.output))
+    return max(map(bool, codes))
+
+
+def write_page(results: Path, output: Path) -> int:
+    """Write the page of the records in `results`. Returns 1 where one of them is wrong or a mutant was missed."""
+    records = read_records(results, latest=True).records
     adapters = {name: load_adapter(path) for name, path in builtin_adapters().items()}
-    if not parsed.no_mutants:
-        texts = parsed.k.replace("-", "_").split(",")
-        names = [m.name for m in ROSTER_MUTANTS if any(text in m.name for text in texts)]
-        if not names:
-            parser.error(
-                f"-k {parsed.k}: no mutant is called so, expected part of a name such as {ROSTER_MUTANTS[0].name}"
-            )
-        try_mutants([name for name in names if not skipped(name)], parsed.results / "mutants")
-    trials = tried(parsed.results / "mutants")
+    trials = tried(results / "mutants")
     where = describe("cpu", "gloo", 1)
-    parsed.output.parent.mkdir(parents=True, exist_ok=True)
-    parsed.output.write_text(page(records, adapters, trials, f"{where.machine}, {where.num_cpus} CPUs"))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page(records, adapters, trials, f"{where.machine}, {where.num_cpus} CPUs"))
     failing = [r.case.id for r in records if not r.conformance.scenario and wrong(r)]
     missed = [t.mutant.name for t in trials if not (t.caught and t.named)]
-    told = ", ".join([*failing, *missed]) or "nothing wrong, every mutant caught"
-    print(f"{parsed.output}: {len(records)} records, {len(trials)} mutants; {told}")
+    result = ", ".join([*failing, *missed]) or "nothing wrong, every mutant caught"
+    print(f"{output}: {len(records)} records, {len(trials)} mutants; {result}")
     return 1 if failing or missed else 0
 
 

@@ -110,7 +110,11 @@ def _add_cases(cases: argparse.ArgumentParser) -> None:
 
     cases.epilog = glossary()
 
-    cases.add_argument("--adapters", metavar="A,B", help="names or shell patterns (default: the core; '*': all)")
+    cases.add_argument(
+        "--adapters",
+        metavar="A,B",
+        help="names or shell patterns (default: the core; '*': all; '*,!NAME': all but one)",
+    )
     cases.add_argument(
         "--adapter", action="append", default=[], metavar="FILE.py:CLASS", help="an adapter from outside the repo"
     )

@@ -87,7 +87,11 @@ MOST_SECONDS = 1_000_000
 def add_options(parser: pytest.Parser) -> None:
     """Those of `pytest suites`."""
     group = parser.getgroup("meshmark", "Meshmark: which cases to run, and where")
-    group.addoption("--adapters", metavar="A,B", help="adapters by name or shell pattern (default: the core; '*': all)")
+    group.addoption(
+        "--adapters",
+        metavar="A,B",
+        help="adapters by name or shell pattern (default: the core; '*': all; '*,!NAME': all but one)",
+    )
     group.addoption(
         "--adapter",
         action="append",

@@ -17,7 +17,7 @@ from meshmark.suite_gate import hold
 
 CASES = (
     *("adapters", "adapter", "world", "layouts", "precision", "workload", "model", "global-batch", "corpus"),
-    *("conformance", "allow-skipped", "steps", "time-limit", "timing-budget"),
+    *("tuning", "conformance", "allow-skipped", "steps", "time-limit", "timing-budget", "max-time"),
 )
 """Keys of a run that are options of `pytest suites`."""
 OPTIONS = (
@@ -25,6 +25,7 @@ OPTIONS = (
     "backend",
     "launcher",
     "results",
+    "resume",
     "nnodes",
     "node-rank",
     "rdzv",
@@ -35,8 +36,10 @@ OPTIONS = (
 )
 """Of all runs."""
 GATES = ("baseline", "fail-on")
-_FLAGS = ("conformance", "allow-skipped")
+_FLAGS = ("conformance", "allow-skipped", "resume")
 """Options without a value."""
+_REPEATED = ("adapter", "tuning")
+"""Options that may stand several times, where the others take commas."""
 _OWN = ("suites", "select")
 _SUITES = ("equivalence", "memory", "communication", "throughput", "conformance")
 _WORST = (3, 4, 2, 1, 5)
@@ -64,9 +67,10 @@ def read_suite(path: Path) -> SuiteFile:
     if not isinstance(cases, list) or not cases or not all(isinstance(one, dict) for one in cases):
         raise InputError(f"{path}: expected a table [[cases]] for every run of the suites, such as world = [2]")
     options = _table(path, said, "options")
-    every = _arguments(f"{path}: [options]", options, OPTIONS)
+    common = options.pop("select", None)
+    every = _arguments(f"{path}: [options]", options, (*OPTIONS, "select"))
     return SuiteFile(
-        runs=tuple(_run(f"{path}: [[cases]] number {i}", one, every) for i, one in enumerate(cases, 1)),
+        runs=tuple(_run(f"{path}: [[cases]] number {i}", one, every, common) for i, one in enumerate(cases, 1)),
         gate=_gate(f"{path}: [gates]", _table(path, said, "gates"), _results(f"{path}: [options]", options)),
     )
 
@@ -95,7 +99,8 @@ def _table(path: Path, said: Mapping[str, object], name: str) -> dict[str, objec
     return table
 
 
-def _run(where: str, said: dict[str, object], every: Sequence[str]) -> tuple[str, ...]:
+def _run(where: str, said: dict[str, object], every: Sequence[str], common: object) -> tuple[str, ...]:
+    """Arguments of one run. `common` is the `select` of all runs: a test must match it as well."""
     own = {key: said[key] for key in _OWN if key in said}
     arguments = _arguments(where, {key: value for key, value in said.items() if key not in _OWN}, (*CASES, *_OWN))
     suites = _texts(where, "suites", own.get("suites", []))
@@ -103,7 +108,8 @@ def _run(where: str, said: dict[str, object], every: Sequence[str]) -> tuple[str
         if name not in _SUITES:
             raise UnknownNameError(f"suite in {where}", name, _SUITES)
     named = [f"meshmark.suites.test_{name}" for name in suites] or ["meshmark.suites"]
-    chosen = [f"-k={' or '.join(_texts(where, 'select', own['select']))}"] if "select" in own else []
+    wanted = [" or ".join(_texts(where, "select", one)) for one in (common, own.get("select")) if one is not None]
+    chosen = [f"-k={wanted[0] if len(wanted) == 1 else ' and '.join(f'({one})' for one in wanted)}"] if wanted else []
     return ("--pyargs", *named, *every, *arguments, *chosen)
 
 
@@ -115,8 +121,8 @@ def _arguments(where: str, said: Mapping[str, object], known: Sequence[str]) -> 
             if not isinstance(value, bool):
                 raise InputError(f"{where}: {key} is {str(value)[:40]!r}, expected true or false")
             found += [f"--{key}"] if value else []
-        elif key == "adapter":  # may stand several times, where the others take commas
-            found += [f"--adapter={each}" for each in _texts(where, key, value)]
+        elif key in _REPEATED:
+            found += [f"--{key}={each}" for each in _texts(where, key, value)]
         else:
             found.append(f"--{key}={','.join(_texts(where, key, value))}")
     return found
@@ -154,9 +160,19 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def run_suite(arguments: argparse.Namespace) -> int:
-    """Every run of the file, one after the other; then the gate; the worst of their exit codes."""
-    suite = read_suite(arguments.suite)
-    ended = [run_pytest([*run, *arguments.pytest]) for run in suite.runs]
+    """Run the file that `meshmark run` names."""
+    return run_file(arguments.suite, arguments.pytest)
+
+
+def run_file(path: Path, words: Sequence[str] = ()) -> int:
+    """Run every run of a suite file, one after the other, then its gate; return the worst of their exit codes.
+
+    Args:
+        path: The suite file.
+        words: More arguments for pytest, behind the file's own.
+    """
+    suite = read_suite(path)
+    ended = [run_pytest([*run, *words]) for run in suite.runs]
     if suite.gate:
         ended.append(hold(suite.gate))
     return min(ended, key=lambda code: (code == 0, _WORST.index(code) if code in _WORST else -1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshmark.adapter.registry import load_adapter
+from meshmark.adapter.registry import builtin_adapters, core_adapters, load_adapter, select
 from meshmark.adapters import ADAPTERS, ROSTER
 from meshmark.conformance import judges, randomness
 from meshmark.conformance.clauses import CLAUSES, judge_clause
@@ -384,10 +385,13 @@ def test_what_an_adapter_refuses_plain_is_asked_of_it_crossed() -> None:
 
 
 def test_make_roster_asks_every_clause_on_as_many_ranks_as_an_adapter_takes() -> None:
-    wide = re.search(r"^WIDE := (.+)$", Path("roster.mk").read_text(), re.MULTILINE)
-    assert wide
+    wide, other = tomllib.loads(Path("benchmarks/roster_clauses.toml").read_text())["cases"]
+    core = core_adapters()
+    worlds = {name: 4 for name in select(wide["adapters"], builtin_adapters(), core)}
+    worlds |= {name: 2 for name in select(other["adapters"], builtin_adapters(), core)}
+    assert worlds.keys() == ROSTER.keys() and wide["world"] == 4 and "world" not in other
     for name, path in ROSTER.items():
-        adapter, world = load_adapter(path), 4 if name in wide[1].split(",") else 2
+        adapter, world = load_adapter(path), worlds[name]
         cases = [case for case in plain_cells(name, adapter, world) if isinstance(case, Case)]
         refusals = [adapter.supports(case, "cpu", "gloo") for case in cases]
         elsewhere = ("is not built", "swaps nothing under")  # the latter of models as small as a scenario's

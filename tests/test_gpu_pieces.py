@@ -1,13 +1,11 @@
-"""What runs on one GPU, seen without one: which pieces of gpu.mk measure a noise floor, on how many processes, how
+"""What runs on one GPU, seen without one: which pieces of `make gpu` measure a noise floor, on how many processes, how
 often, and who may share a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-import shlex
-import subprocess
+import gzip
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +14,8 @@ import pytest
 from _pytest.config.argparsing import Parser
 from _pytest.mark.expression import Expression
 
+from benchmarks import gpu
+from benchmarks.gpu import LIMIT_SECONDS, PIECES, bring_back
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.conformance.scenario import plain_cells
 from meshmark.errors import InputError
@@ -26,32 +26,22 @@ from meshmark.run.launch import LaunchResult
 from meshmark.run.noise_launch import num_processes
 from meshmark.run.rank_report import RankFailure
 from meshmark.run.record import Status
+from meshmark.run.record_file import RecordFile
 from meshmark.run.request import Request, Task
 from meshmark.run.runner import Runner, RunOptions
 from meshmark.selection import add_options, expect_gpus
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
-from tests.factories import make_case
+from tests.factories import make_case, make_good
 
-ROOT = Path(__file__).parent.parent
 SUITES = ("equivalence", "memory", "communication", "throughput")
 JUDGED = {"equivalence", "memory", "communication"}
 """Suites whose pass is held against a noise floor."""
 
 
-def pieces() -> dict[str, list[str]]:
-    """By name: the words of each command of pytest that `make gpu` gives."""
-    names = re.findall(r"gpu-\d-\w+", (ROOT / "gpu.mk").read_text().partition("GPU_PYTHON")[0])
-    found = {}
-    for name in names:
-        told = subprocess.run(["make", "-n", name], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        for command in re.findall(r"-m pytest (suites .*?);", told.replace("\\\n", " ")):
-            found[name] = shlex.split(command)
-    return found
-
-
-PIECES = pieces()
+SUITE_PIECES = {name: list(piece.suites) for name, piece in PIECES.items() if piece.suites}
+"""By name: the words for pytest of each piece of `make gpu` that runs the suites."""
 
 
 def asked(words: list[str]) -> tuple[Any, set[str]]:
@@ -69,15 +59,42 @@ def _is_in(test: str, keyword: str, **_: object) -> bool:
 
 
 def test_the_pieces_are_found() -> None:
-    assert len(PIECES) >= 6
-    assert asked(PIECES["gpu-6-memory"])[1] == {"memory"} and asked(PIECES["gpu-5-speed"])[1] == {"throughput"}
-    assert asked(PIECES["gpu-2-correct"])[1] == JUDGED
+    assert len(SUITE_PIECES) >= 6
+    assert asked(SUITE_PIECES["memory"])[1] == {"memory"} and asked(SUITE_PIECES["speed"])[1] == {"throughput"}
+    assert asked(SUITE_PIECES["correct"])[1] == JUDGED
 
 
-@pytest.mark.parametrize("name", PIECES)
+def test_all_pieces_end_within_half_an_hour() -> None:
+    """That is as long as a machine is lent; a command there is ended after ten minutes."""
+    assert sum(PIECES[name].minutes for name in SUITE_PIECES) <= 30
+    assert all(PIECES[name].minutes * 60 < LIMIT_SECONDS for name in SUITE_PIECES)
+
+
+def test_what_to_bring_back_is_a_few_compressed_files(tmp_path: Path) -> None:
+    file = RecordFile(tmp_path)
+    file.append(make_good())
+    file.close()
+    (tmp_path / "here.json").write_text("{}")
+    (tmp_path / "fixtures").mkdir()
+    (tmp_path / "fixtures" / "driver.txt").write_text("550")
+    bring_back(tmp_path)
+    names = sorted(path.name for path in (tmp_path / "bring").iterdir())
+    assert names == ["fixtures.tar.gz", "here.json", "records.jsonl.gz", "report.tar.gz"]
+    packed = gzip.decompress((tmp_path / "bring" / "records.jsonl.gz").read_bytes())
+    assert packed == (tmp_path / "records.jsonl").read_bytes()
+
+
+def test_a_machine_without_a_gpu_is_red_at_its_first_piece(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--out", str(tmp_path)]) == 1
+    printed = capfd.readouterr().out
+    assert "red: start" in printed and "--- correct" not in printed
+    assert "torch" in (tmp_path / "machine.txt").read_text()
+
+
+@pytest.mark.parametrize("name", SUITE_PIECES)
 def test_no_piece_measures_a_noise_floor_of_a_large_model(name: str) -> None:
     """That takes longer than a piece has, and most of the disk of a machine that is lent."""
-    chosen, suites = asked(PIECES[name])
+    chosen, suites = asked(SUITE_PIECES[name])
     for text in chosen.workload.split(","):
         case = make_case("ddp", Layout(), workload=workload(text))
         how = assess_of(case, Assess(chosen.assess) if chosen.assess else None)

@@ -24,7 +24,7 @@ from meshmark.adapter.registry import (
 )
 from meshmark.adapters import ADAPTERS, ROSTER
 from meshmark.cli import main
-from meshmark.errors import AdapterError, UnknownNameError
+from meshmark.errors import AdapterError, InputError, UnknownNameError
 from meshmark.options import chosen_adapters
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload, Recompute, Schedule
@@ -65,6 +65,15 @@ def test_a_family_is_one_of_the_core() -> None:
     assert list(select(["fsdp2"], known, ["fsdp2"])) == ["fsdp2"]
     assert list(select(["fsdp2-recommended"], known, ["fsdp2"])) == ["fsdp2-recommended"]
     assert list(select(["fsdp2*"], known, ["fsdp2"])) == list(known)
+
+
+def test_a_pattern_behind_an_exclamation_mark_leaves_adapters_out() -> None:
+    assert list(select(["*", "!fsdp2*"], KNOWN, CORE)) == [name for name in KNOWN if not name.startswith("fsdp2")]
+    assert select(["!fsdp2*", "*"], KNOWN, CORE) == select(["!fsdp2*"], KNOWN, CORE)
+    with pytest.raises(UnknownNameError, match="fdsp2"):
+        select(["*", "!fdsp2"], KNOWN, CORE)
+    with pytest.raises(InputError, match="every adapter is left out"):
+        select(["ddp", "!*"], KNOWN, CORE)
 
 
 def test_an_adapter_is_loaded_from_a_file_once(tmp_path: Path) -> None:

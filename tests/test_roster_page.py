@@ -103,7 +103,7 @@ def test_the_page_alone_tells_of_mutants_that_were_tried_before(tmp_path: Path) 
         file.append(record)
         file.close()
     output = tmp_path / "page.md"
-    assert main([str(tmp_path), "--no-mutants", "-o", str(output)]) == 1
+    assert main(["--page", "--results", str(tmp_path), "-o", str(output)]) == 1
     broken = output.read_text().partition("## Broken on purpose")[2]
     assert "**not caught**" in row(f"## Broken{broken}", mutant.adapter, "Broken")
 
@@ -115,5 +115,5 @@ def test_a_name_of_no_mutant_is_an_error_and_not_a_page_that_says_all_were_caugh
     file.append(of("ddp", DP))
     file.close()
     with pytest.raises(SystemExit):
-        main([str(tmp_path), "-k", "no-such", "-o", str(tmp_path / "page.md")])
+        main(["--results", str(tmp_path), "-k", "no-such", "-o", str(tmp_path / "page.md")])
     assert "no mutant is called so" in capsys.readouterr().err and not (tmp_path / "page.md").exists()

@@ -88,6 +88,20 @@ def test_what_a_suite_file_may_not_say(
     assert main(["run", str(tmp_path / "none.toml")]) == 2
 
 
+def test_a_selection_of_all_runs_and_one_s_own_must_both_match(tmp_path: Path) -> None:
+    path = tmp_path / "suite.toml"
+    path.write_text("[options]\nselect = 'not tp4'\nresume = true\n[[cases]]\n[[cases]]\nselect = ['a', 'b']\n")
+    first, second = read_suite(path).runs
+    assert first[-2:] == ("--resume", "-k=not tp4")
+    assert second[-1] == "-k=(not tp4) and (a or b)"
+
+
+def test_a_tuning_of_a_list_is_an_option_each(tmp_path: Path) -> None:
+    path = tmp_path / "suite.toml"
+    path.write_text("[[cases]]\ntuning = ['none', 'compile,fused']\n")
+    assert read_suite(path).runs[0][-2:] == ("--tuning=none", "--tuning=compile,fused")
+
+
 @pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 1), 1), ((1, 4), 4), ((5, 0), 5), ((-9, 1), -9)])
 def test_the_worst_run_decides(
     codes: tuple[int, ...], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from meshmark.adapter.capabilities import Capabilities, Requirement
 from meshmark.adapter.contract import Adapter
-from meshmark.errors import AdapterError, UnknownNameError
+from meshmark.errors import AdapterError, InputError, UnknownNameError
 from meshmark.import_target import import_module_of
 
 GROUP = "meshmark.adapters"
@@ -101,16 +101,28 @@ def outside_name(target: str) -> str:
 
 
 def select(patterns: list[str], known: dict[str, str], core: Collection[str]) -> dict[str, str]:
-    """The part of the registry whose names match any of the shell-style patterns, or belong to a family of `core` so
-    named: `fairscale` takes fairscale-oss and fairscale-fsdp, but `fsdp2` leaves out fsdp2-noreshard.
+    """Return the part of the registry whose names match any of the shell-style patterns.
 
-    Raises `UnknownNameError` for a pattern that matches none.
+    A pattern also takes the family of `core` that it names: `fairscale` takes fairscale-oss and fairscale-fsdp, but
+    `fsdp2` leaves out fsdp2-noreshard. A pattern behind `!` leaves out what it matches, wherever it stands; where every
+    pattern leaves something out, the rest of the whole registry is taken.
+
+    Raises:
+        UnknownNameError: A pattern matches no adapter.
+        InputError: Nothing is left.
     """
-    chosen: dict[str, str] = {}
+    taken, left_out = dict[str, str](), set[str]()
     for pattern in patterns:
-        family = [name for name in core if name.startswith(f"{pattern}-")]
-        matching = [name for name in known if fnmatch.fnmatch(name, pattern) or name in family]
+        wanted = pattern.removeprefix("!")
+        family = [name for name in core if name.startswith(f"{wanted}-")]
+        matching = [name for name in known if fnmatch.fnmatch(name, wanted) or name in family]
         if not matching:
-            raise UnknownNameError("adapter", pattern, known)
-        chosen |= {name: known[name] for name in matching}
+            raise UnknownNameError("adapter", wanted, known)
+        if wanted == pattern:
+            taken |= {name: known[name] for name in matching}
+        else:
+            left_out.update(matching)
+    chosen = {name: path for name, path in (taken or known).items() if name not in left_out}
+    if not chosen:
+        raise InputError(f"--adapters {','.join(patterns)}: every adapter is left out; take one in, or leave out fewer")
     return chosen
