@@ -11,7 +11,7 @@ from meshmark.judge.sample import unsampled
 from meshmark.pluralize import pluralize
 from meshmark.reference.build import parameter_shapes
 from meshmark.report.markdown import inline, table
-from meshmark.report.tables import Rows, bytes_text
+from meshmark.report.table import Rows, bytes_text
 from meshmark.run.record import Record
 
 _NOTES = """Every case is judged by a sample ([reading.md](../docs/reading.md)): every tensor of the steps that *judged*

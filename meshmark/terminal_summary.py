@@ -14,7 +14,7 @@ from meshmark.errors import ResultsError
 from meshmark.pluralize import pluralize
 from meshmark.report.markdown import visible
 from meshmark.report.results import CaseResult, results
-from meshmark.report.tables import bytes_text
+from meshmark.report.table import bytes_text
 from meshmark.run.record import Record
 from meshmark.run.record_file import read_records
 from meshmark.run.session import Attempt, Ending, by_defect
@@ -63,7 +63,7 @@ def summary(attempts: Sequence[Attempt], records: Sequence[Record]) -> list[str]
     ran.sort(key=_is_right)
     lines = _table([_HEADINGS, *map(_row, ran[:MOST_CASES])]) if ran else []
     if len(ran) > MOST_CASES:
-        rest = Counter(_plain(result.correctness) for result in ran[MOST_CASES:])
+        rest = Counter(result.correctness.text for result in ran[MOST_CASES:])
         lines.append(f"and {pluralize(len(ran) - MOST_CASES, 'more case')}; correct: " + _counts(rest))
     lines += _clauses(attempts)
     if defects := by_defect(attempts):
@@ -86,7 +86,7 @@ def _row(result: CaseResult) -> tuple[str, ...]:
     peak = bytes_text(max(reading.peak.total for reading in readings)) if readings else ""
     return (
         result.case.id,
-        _plain(result.correctness),
+        result.correctness.text,
         _judged(result.observed, "memory"),
         _judged(result.observed, "communication"),
         peak,
@@ -136,10 +136,6 @@ _CLAUSE = {
 
 def _counts(counted: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counted.most_common())
-
-
-def _plain(markdown: str) -> str:
-    return markdown.replace("**", "")
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

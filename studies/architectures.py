@@ -119,7 +119,7 @@ def _cell(result: CaseResult) -> str:
         return "–"
     record = result.observed
     if record is None or result.failed:
-        return f"**{result.correctness.strip('*')}**"
+        return f"**{result.correctness.text}**"
     wrong = [name for name in SUITES if (verdict := record.verdict(name)) is None or not verdict.passed]
     return f"**{', '.join(wrong)}**" if wrong else "yes"
 

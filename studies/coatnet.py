@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from meshmark.report.tables import bytes_text
+from meshmark.report.table import bytes_text
 from studies import coatnet_planned
 from studies.coatnet_figure import draw
 from studies.coatnet_measured import OPTIONS, TIMED, WIDTHS, WORLDS, Found, fastest, fitting, frugal, measured, running

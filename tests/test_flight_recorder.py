@@ -16,7 +16,7 @@ from meshmark.measure.flight_recorder import IssuedOperation, issued_operations,
 from meshmark.measure.readings import Collective, wire_factor
 from meshmark.measure.traffic import TorchTraffic, read_traffic
 from meshmark.measure.watch import AskedOperation, Operand, Watch
-from meshmark.report.tables import bytes_text
+from meshmark.report.table import bytes_text
 from meshmark.run import hang_evidence
 from meshmark.run.rank_info import RankInfo
 

@@ -85,7 +85,7 @@ def test_the_plan_in_the_report_is_the_record_s(tmp_path: Path) -> None:
     doubled = [dataclasses.replace(plan, parameters=2 * plan.parameters) for plan in record.memory.planned]
     record = dataclasses.replace(record, memory=make_memory_evidence(planned=doubled))
     (row,) = planned_memory(results([record]))
-    assert row["parameters"] == "100.00%"
+    assert str(row["parameters"]) == "100.00%"
 
 
 @pytest.mark.parametrize("missing", ["planned", "extra_memory"])

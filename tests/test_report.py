@@ -12,9 +12,10 @@ import pytest
 
 from meshmark.environment import Environment
 from meshmark.measure.readings import Collective, TrafficReading
-from meshmark.report import tables
+from meshmark.report.markdown import table as markdown_table
 from meshmark.report.render import write_report
 from meshmark.report.results import results
+from meshmark.report.table import bytes_text
 from meshmark.run.memory_verdict import judge_memory
 from meshmark.run.record import LaunchSeconds, Outcome, Record, Status, TimingEvidence, TrainingCurves, Verdict
 from meshmark.run.record_file import Reading, read_records
@@ -204,7 +205,7 @@ def test_a_pass_that_was_too_slow_says_nothing_against_correctness(tmp_path: Pat
     assert found["ddp"]["correct"] == "yes, timed pass **slow**"
     assert "~~" not in found["ddp"]["peak / rank"] and found["ddp"]["peak / rank"]
     assert found["gpipe"]["correct"] == "**slow**"
-    assert found["fsdp2"]["correct"] == "**no**, timed pass **slow**"
+    assert found["fsdp2"]["correct"] == "**no**, timed pass slow"
     assert "**1 of 2 judged cases train correctly**" in text and "1 not judged" in text
     assert f"wrong or failed: `{FSDP2.id}`" in text and f"`{GPIPE.id}`" not in text.splitlines()[2]
     assert "4 of 13 steps" in text
@@ -715,11 +716,11 @@ def test_the_same_records_make_the_same_bytes(tmp_path: Path) -> None:
     ],
 )
 def test_bytes_have_three_digits_and_binary_units(count: int, text: str) -> None:
-    assert tables.bytes_text(count) == text
+    assert bytes_text(count) == text
 
 
 def test_numbers_that_a_row_lacks_stay_empty() -> None:
-    text = tables.markdown([{"a": 1, "b": 2.5}, {"a": 3}, {"b": None, "c": "x"}])
+    text = markdown_table([{"a": 1, "b": 2.5}, {"a": 3}, {"b": None, "c": "x"}])
     assert rows(text) == [
         {"a": "1", "b": "2.5", "c": ""},
         {"a": "3", "b": "", "c": ""},

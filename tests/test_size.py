@@ -154,14 +154,14 @@ def test_what_is_judged_follows_from_size_unless_it_is_asked_for() -> None:
 
 def test_pages_say_that_a_verdict_is_of_a_sample() -> None:
     found = results([make_good(equivalence=make_equivalence(sample=Sample(steps=2, noise_runs=6)), steps=3)])
-    assert found[0].correct and found[0].correctness == "yes (sampled)"
+    assert found[0].correct and found[0].correctness.text == "yes (sampled)"
     assert equivalence(found, None)[0]["judged"] == "2 steps, noise of 6 runs, of 3 steps"  # type: ignore[arg-type]
     assert "judged" not in equivalence(results([make_good()]), None)[0]  # type: ignore[arg-type]
 
 
 def test_what_was_not_judged_is_skipped_with_the_reason() -> None:
     unjudged = make_good(verdicts=[])
-    assert results([unjudged])[0].correct is None and results([unjudged])[0].correctness == "not judged"
+    assert results([unjudged])[0].correct is None and results([unjudged])[0].correctness.text == "not judged"
     with pytest.raises(pytest.skip.Exception, match="not judged: --assess off"):
         expect(unjudged, "equivalence")
     coupled = dataclasses.replace(unjudged, case=make_case(workload=workload("vit-digits-bn")))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.chaos.campaign import Trial
 from benchmarks.chaos.session import LIMIT_SECONDS, PATIENCE_SECONDS
 from meshmark.environment import describe
-from meshmark.report.tables import markdown
+from meshmark.report.markdown import table as markdown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import numpy as np
 
 from meshmark.environment import Environment
 from meshmark.report.results import CaseResult
+from meshmark.report.table import Cell, number
 from meshmark.run.record import Record
 from meshmark.run.throughput import throughput
 
@@ -34,6 +35,9 @@ def differences(here: Environment, there: Environment) -> dict[str, tuple[str, s
     return {name: (one, other) for name, (one, other) in pairs.items() if one and other and one != other}
 
 
+_NEW = Cell(text="new")
+
+
 class Baseline:
     """The results of another run, found by case."""
 
@@ -51,29 +55,30 @@ class Baseline:
         here = result.any.environment.device
         return next((r for r in known if r.any.environment.device == here), known[0] if known else None)
 
-    def time(self, result: CaseResult) -> str:
+    def time(self, result: CaseResult) -> Cell:
         """The median step as a multiple of the baseline's, marked where the rates' intervals meet, and where that is of
         another machine or settings."""
         before = self.of(result)
         if not (result.timed and before and before.timed and before.timed.timing.rank_step_seconds):
-            return "new"
-        multiple = f"{_median(result.timed) / _median(before.timed):.2f}"
+            return _NEW
+        multiple = number(_median(result.timed) / _median(before.timed), ".2f")
         different = differences(result.timed.environment, before.timed.environment)
         if different.keys() & set(_MACHINE):
-            return f"~~{multiple}~~ other machine"
-        multiple += " tied" if throughput(result.timed).ties(throughput(before.timed)) else ""
-        return f"{multiple} (other {', '.join(different)})" if different else multiple
+            return multiple.strike("other machine")
+        tied = " tied" if throughput(result.timed).ties(throughput(before.timed)) else ""
+        other = f" (other {', '.join(different)})" if different else ""
+        return Cell(text=f"{multiple.text}{tied}{other}", order=multiple.order)
 
-    def peak(self, result: CaseResult) -> str:
+    def peak(self, result: CaseResult) -> Cell:
         """The fullest rank's peak as a multiple of the baseline's."""
         before = self.of(result)
         if not (result.observed and before and before.observed and before.observed.memory.readings):
-            return "new"
-        return f"{_peak(result.observed) / max(_peak(before.observed), 1):.4f}"
+            return _NEW
+        return number(_peak(result.observed) / max(_peak(before.observed), 1), ".4f")
 
-    def verdict(self, result: CaseResult) -> str:
+    def verdict(self, result: CaseResult) -> Cell:
         before = self.of(result)
-        return before.correctness if before else "new"
+        return before.correctness if before else _NEW
 
     def warning(self, found: Sequence[CaseResult]) -> str:
         """What differs between the runs; empty when nothing does."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from meshmark.measure.readings import Collective, wire_factor
 from meshmark.report.results import CaseResult
-from meshmark.report.tables import KIB, Rows, bytes_text, names, passed
+from meshmark.report.table import EMPTY, KIB, Cell, Rows, bytes_cell, bytes_text, yes_or_no
+from meshmark.report.tables import names
 from meshmark.run.reach import Reach
 from meshmark.spec.layout import AXES, Layout
 from meshmark.theory.flow import Flow, TrafficException
@@ -26,12 +27,12 @@ def communication(found: Sequence[CaseResult]) -> Rows:
         rows.append(
             {
                 **names(result),
-                "as planned": passed(verdict.passed) if verdict else "",
+                "as planned": yes_or_no(verdict.passed) if verdict else EMPTY,
                 "differences": verdict.evidence.get("differences", "") if verdict else "",
                 "asked for": _kinds(traffic[rank].asked, result.case.layout),
-                "sent / rank": bytes_text(_wire(traffic[rank].asked)),
+                "sent / rank": bytes_cell(_wire(traffic[rank].asked)),
                 "backend issued": _kinds(traffic[rank].issued, result.case.layout),
-                "really sent / rank": bytes_text(_wire(traffic[rank].issued)),
+                "really sent / rank": bytes_cell(_wire(traffic[rank].issued)),
                 **({"within / between nodes": _reach(sent), "as planned, all ranks": _reach(plan)} if apart else {}),
             }
         )
@@ -54,7 +55,7 @@ def traffic_exceptions(found: Sequence[CaseResult]) -> Rows:
             **names(result),
             "sent": _flows(exception.sends),
             "in place of": _flows(exception.instead_of),
-            "difference": f"{_difference(exception):+,.0f} B",
+            "difference": Cell(text=f"{_difference(exception):+,.0f} B", order=_difference(exception)),
             "why": exception.reason,
         }
         for result in found

@@ -19,15 +19,14 @@ from meshmark.errors import ResultsError
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
 from meshmark.report.clause_grid import Clauses, clauses
-from meshmark.report.communication import communication, traffic_exceptions
 from meshmark.report.failure_text import WORSE
-from meshmark.report.grid import Grid, grid
 from meshmark.report.guard import rendered
 from meshmark.report.markdown import one_line, visible
 from meshmark.report.missing_failures import failing
-from meshmark.report.planned import planned_memory
-from meshmark.report.render import PLANNED, headline, told_of
+from meshmark.report.render import headline
 from meshmark.report.results import CaseResult, newest, results
+from meshmark.report.sections import sections
+from meshmark.report.table import Table, filled
 from meshmark.run.record import Record
 from meshmark.run.record_file import Reading
 from meshmark.run.session import Attempt
@@ -47,7 +46,7 @@ class Failed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
+class Part:
     """One part of the page."""
 
     id: str
@@ -55,7 +54,7 @@ class Section:
     texts: Sequence[str] = ()
     failures: Sequence[Failed] = ()
     plots: Sequence[object] = ()
-    tables: Sequence[Grid] = ()
+    tables: Sequence[Table] = ()
     clauses: Clauses | None = None
     blocks: Sequence[str] = ()
 
@@ -73,11 +72,11 @@ def write_html(reading: Reading, path: Path, command: str, baseline: Reading | N
 
     def page(some: Sequence[CaseResult], complaints: Sequence[str]) -> str:
         read = dataclasses.replace(reading, complaints=[*reading.complaints, *complaints])
-        sections = [section for section in _sections(some, read, before, command) if section]
+        parts = [part for part in _parts(some, read, before, command) if part]
         environment = newest(reading.records).environment if reading.records else None
         title = f"Meshmark: {environment.machine}, {environment.device}" if environment else "Meshmark"
         told = headline(some, read).replace("*", "").replace("`", "")
-        return _template().render(title=one_line(title), headline=told, sections=sections, **libraries)
+        return _template().render(title=one_line(title), headline=told, sections=parts, **libraries)
 
     text, complaints = rendered(page, results(matrix), lambda result: result.case.id)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,61 +125,27 @@ def embedded(value: object) -> Markup:
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
-def _sections(found: Sequence[CaseResult], reading: Reading, baseline: Baseline, command: str) -> Iterator[Section]:
+def _parts(found: Sequence[CaseResult], reading: Reading, baseline: Baseline, command: str) -> Iterator[Part]:
     from meshmark.report.charts import charts
 
     drawn: dict[str, Any] = charts(found)
     latest = [record for result in found for record in (result.observed, result.timed) if record]
     failed = list(_failures(latest, reading))
     nothing = [] if failed else ["Nothing: every case that ran reached its end and passed every suite."]
-    yield Section(id="failures", title="What failed", texts=nothing, failures=failed)
-    answer = grid("Cases", tables.answer(found), "A row a case. Struck out: of a wrong run, which is no result.")
-    yield Section(id="cases", title="Cases", tables=_filled(answer))
-    for name, title, text, some in (
-        ("speed", "Throughput", told_of("Throughput", latest), [("steps", tables.speed(found, baseline))]),
-        ("memory", "Memory", told_of("Memory", latest), _of_memory(found, baseline)),
-        ("traffic", "Communication", told_of("Communication", latest), _of_traffic(found)),
-        (
-            "equivalence",
-            "Equivalence",
-            told_of("Equivalence", latest),
-            [("verdicts", tables.equivalence(found, baseline))],
-        ),
-    ):
-        filled = _filled(*(grid(f"{title}: {what}", rows, _COLUMNS.get(what, "")) for what, rows in some))
-        if filled:
-            yield Section(id=name, title=title, texts=[text.replace("*", "")], plots=drawn[name], tables=filled)
-    yield Section(id="conformance", title="Conformance", clauses=clauses(reading.records))
-    yield Section(id="skipped", title="Not run", tables=_filled(grid("Not run", tables.skips(found))))
-    yield Section(id="unread", title="What could not be read", texts=list(reading.complaints))
+    yield Part(id="failures", title="What failed", texts=nothing, failures=failed)
+    note = "A row a case. Struck out: of a wrong run, which is no result."
+    answer = Table(title="Cases", note=note, rows=tables.answer(found))
+    yield Part(id="cases", title="Cases", tables=filled([answer]))
+    for section in sections(found, baseline):
+        text = section.note.replace("*", "").replace("`", "")
+        yield Part(id=section.id, title=section.title, texts=[text], plots=drawn[section.id], tables=section.tables)
+    yield Part(id="conformance", title="Conformance", clauses=clauses(reading.records))
+    yield Part(id="skipped", title="Not run", tables=filled([Table(title="Not run", rows=tables.skips(found))]))
+    yield Part(id="unread", title="What could not be read", texts=list(reading.complaints))
     made = sorted({record.environment.command for record in reading.records})
-    times = _filled(grid("Launches", tables.time_spent(found)))
+    times = filled([Table(title="Launches", rows=tables.time_spent(found))])
     texts = ["Records by the first commands, this page by the last."]
-    yield Section(id="origin", title="How it was obtained", texts=texts, blocks=[*made, command], tables=times)
-
-
-_COLUMNS = {
-    "planned and measured": PLANNED.replace("`", ""),
-    "declared beyond the closed form": "Of rank 0: what the adapter says that its framework holds besides, and why.",
-    "declared exceptions from theory": "Of rank 0: what the adapter says that its framework sends otherwise, and why.",
-}
-"""What they mean, of tables that the text of their section does not explain."""
-
-
-def _of_memory(found: Sequence[CaseResult], baseline: Baseline) -> list[tuple[str, tables.Rows]]:
-    return [
-        ("fullest rank", tables.memory(found, baseline)),
-        ("planned and measured", planned_memory(found)),
-        ("declared beyond the closed form", tables.extra_memory(found)),
-    ]
-
-
-def _of_traffic(found: Sequence[CaseResult]) -> list[tuple[str, tables.Rows]]:
-    return [("busiest rank", communication(found)), ("declared exceptions from theory", traffic_exceptions(found))]
-
-
-def _filled(*grids: Grid) -> list[Grid]:
-    return [one for one in grids if one.rows]
+    yield Part(id="origin", title="How it was obtained", texts=texts, blocks=[*made, command], tables=times)
 
 
 def _failures(latest: Iterable[Record], reading: Reading) -> Iterator[Failed]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshmark.report.results import CaseResult
-from meshmark.report.tables import Rows, bytes_text, names
+from meshmark.report.table import EMPTY, Rows, bytes_cell, number
+from meshmark.report.tables import names
 from meshmark.run.memory_verdict import Held, memory_categories, memory_totals
 from meshmark.run.record import Record
 from meshmark.theory.model_theory import theory_of
@@ -56,7 +57,7 @@ def planned_memory(found: Sequence[CaseResult]) -> Rows:
                 errors[name] = max(errors.get(name, 0.0), abs(planned - measured) / max(measured, 1.0))
         row: dict[str, object] = {
             **names(result),
-            **{name.replace("_", " "): f"{error:.2%}" for name, error in errors.items()},
+            **{name.replace("_", " "): number(error, ".2%") for name, error in errors.items()},
         }
         if theory_of(record.case.workload.model).transformer is None:
             row["activations"] = "not planned"
@@ -64,11 +65,11 @@ def planned_memory(found: Sequence[CaseResult]) -> Rows:
         for name in ("steady", "peak"):
             held = worst(counted, name)
             row |= {
-                f"{name}, planned": bytes_text(held.planned) if held else lacking,
-                f"{name}, measured": bytes_text(held.measured) if held else "",
-                f"{name}'s error": f"{held.deviation:+.2%}" if held else "",
+                f"{name}, planned": bytes_cell(held.planned) if held else lacking,
+                f"{name}, measured": bytes_cell(held.measured) if held else EMPTY,
+                f"{name}'s error": number(held.deviation, "+.2%") if held else EMPTY,
             }
             if held and held.late:
-                row["of it late"] = bytes_text(held.late)
+                row["of it late"] = bytes_cell(held.late)
         rows.append(row)
     return rows

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshmark.measure.profile import Bandwidth, Kernel, Profile
 from meshmark.report.plots import curves
-from meshmark.report.tables import Rows, bytes_text
+from meshmark.report.table import Rows, bytes_text, milliseconds, number
 from meshmark.run.record import Record
 from meshmark.run.request import Task
 from meshmark.spec.hardware import gpu_of_device
@@ -36,11 +36,11 @@ def profile_rows(records: Sequence[Record]) -> Rows:
         rows.append(
             {
                 "case": record.case.id,
-                "step": f"{1000 * step:.3g} ms",
-                "compute": f"{longest.compute_seconds / step:.0%}",
-                "communication": f"{longest.communication_seconds / step:.0%}",
-                "exposed": f"{longest.exposed_seconds / step:.0%}",
-                "idle": f"{longest.idle_seconds / step:.0%}",
+                "step": milliseconds(step),
+                "compute": number(longest.compute_seconds / step, ".0%"),
+                "communication": number(longest.communication_seconds / step, ".0%"),
+                "exposed": number(longest.exposed_seconds / step, ".0%"),
+                "idle": number(longest.idle_seconds / step, ".0%"),
                 "longest": ", ".join(_kernel(kernel, longest) for kernel in longest.kernels[:_SHOWN]),
                 "bus": ", ".join(_bandwidth(b, record) for b in longest.bandwidths[:_SHOWN]),
                 "trace": record.profiles[0].trace,

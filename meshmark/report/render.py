@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -13,17 +12,17 @@ from meshmark.judge.false_alarms import shown
 from meshmark.pluralize import pluralize
 from meshmark.report import tables
 from meshmark.report.baseline import Baseline
-from meshmark.report.communication import communication, traffic_exceptions
 from meshmark.report.guard import rendered, write_page
 from meshmark.report.markdown import block, code, inline, table
 from meshmark.report.missing_failures import failing, missing_failures, unrecorded
-from meshmark.report.planned import planned_memory
 from meshmark.report.plots import memory_plot, throughput_plot
 from meshmark.report.profiles import TOLD, memory_curves, profile_rows
 from meshmark.report.results import CaseResult, newest, results
+from meshmark.report.sections import sections
+from meshmark.report.table import Table, bytes_text
 from meshmark.run.record import Record
 from meshmark.run.record_file import Reading
-from meshmark.run.throughput import LEAST_CLAIMED, fastest_of, peak_flops_per_second, throughput
+from meshmark.run.throughput import LEAST_CLAIMED, fastest_of, throughput
 
 _DRAWN = 50
 """Cases that a picture can show."""
@@ -89,7 +88,7 @@ def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
     return [
         f"# Meshmark report: {inline(environment.machine)}, {environment.num_cpus} CPUs, {inline(environment.device)}",
         headline(found, reading),
-        tables.case_table(tables.answer(found)),
+        Table(title="Cases", rows=tables.answer(found)).markdown,
         "*correct*: every loss, gradient norm, gradient and parameter of every step stands no further "
         "from a float64 single-process truth than rounding in its precision carries a correct run, told by a factor on "
         f"that noise; of how often it fails a correct run, there is shown: {shown()}. *cannot tell*: the noise hides "
@@ -112,7 +111,7 @@ def _headline(found: Sequence[CaseResult], missing: Sequence[str], failed_tests:
         measured = [r for r in peers if r.observed and r.observed.memory.readings]
         if timed and measured:
             leanest = min(measured, key=_peak)
-            peak = f"{tables.bytes_text(_peak(leanest))} at its fullest rank's peak"
+            peak = f"{bytes_text(_peak(leanest))} at its fullest rank's peak"
             parts.append(
                 f"On {ranks} ranks {_fastest([r.timed for r in timed if r.timed])}; "
                 f"the leanest is {code(leanest.case.id)} ({peak})."
@@ -175,75 +174,20 @@ def _peak(result: CaseResult) -> int:
     return max(m.peak.total for m in result.observed.memory.readings) if result.observed else 0
 
 
-_TIMED = (
-    "Untouched pass, after warm-up: all tokens over the time from the ranks' common start to the last rank's end. The "
-    "interval (95 %) is the wider of what blocks of steps and what launches show, each in fresh processes, one after "
-    "the other; of a single launch it does not say how far another may lie. Steps and launches were added until it was "
-    "within ±2 %, or the budget of the case ended; a machine that changes within minutes moves it further. Steps last "
-    "from the last rank's end to the next; *rank gap*: from the first rank's end of a step to the last one's, the "
-    "median; *drift*: by how much the second half of a launch took longer. MFU counts 6 operations a matrix parameter "
-    "and token, and full attention (PaLM, appendix B)"
-)
-
-
-def _peaks(records: Sequence[Record]) -> str:
-    """What utilisation is of."""
-    told: dict[str, set[float]] = {}
-    for peak, source in (peak_flops_per_second(r) for r in records if r.timing.rank_step_seconds):
-        told.setdefault(source, set()).update([peak] if peak else [])
-    parts = [f"{' or '.join(f'{p / 1e9:,.4g}' for p in sorted(p))} GFLOP/s ({inline(s)})" for s, p in told.items() if p]
-    return f"; the peak is {', '.join(parts)}" if parts else ""
-
-
-PLANNED = (
-    "What was measured beside what the planner computed when the case was run, with what adapters declare: the worst "
-    "rank's error by category, and of all that the allocator counted, after a step and at the peak, less the batch "
-    "that the engine is handed. `of it late`: buffers of collectives that only the backend's thread still had then. "
-    "Peaks are not planned of DeepSpeed's stage 3, whose modules gather weights one by one, nor of its mixed precision."
-)
-
-
-_TOLD = {
-    "Equivalence": "Each step is judged on its own: loss and gradients against float64 at the parameters where the "
-    "run is, the update against a float64 optimizer fed the run's own gradients.",
-    "Memory": "Fullest rank. Model states as held at their fullest, the rest at the instant of the peak; the verdict "
-    "compares states, and on a CPU activations, of every rank with the closed form.",
-    "Communication": "One step, on the rank that sends most. Bytes are full tensors; *sent* counts ring algorithms. "
-    "What a backend issues can differ from what was asked for. The verdict compares the bytes of every kind and group "
-    "of ranks with theory and what adapters declare, exactly, and calls where theory fixes their number.",
-}
-
-
-def told_of(title: str, latest: Sequence[Record]) -> str:
-    """What a section's columns mean."""
-    return _TOLD[title] if title in _TOLD else f"{_TIMED}{_peaks(latest)}."
-
-
 def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading | None) -> list[str]:
     latest = [record for r in found for record in (r.observed, r.timed) if record]
     failed = [tables.failures(latest), missing_failures(reading.sessions, reading.records, conforming=False)]
     before = Baseline(results(baseline.records) if baseline else ())
     nothing = "Nothing: every case that ran reached its end and passed every suite."
     parts = ["## What failed", *(filter(None, failed) if any(failed) else [nothing])]
-    sections: dict[str, Callable[[Sequence[CaseResult]], tables.Rows]] = {
-        "Equivalence": functools.partial(tables.equivalence, baseline=before),
-        "Memory": functools.partial(tables.memory, baseline=before),
-        "Communication": communication,
-        "Throughput": functools.partial(tables.speed, baseline=before),
-    }
-    for title, show in sections.items():
-        if body := tables.case_table(show(found)):
-            parts += [f"## {title}", told_of(title, latest), body]
-        if title == "Throughput" and body and (warning := before.warning(found)):
-            parts.insert(-1, warning)
-        if title == "Memory" and (declared := tables.extra_memory(found)):
-            parts += ["Declared beyond the closed form, rank 0:", tables.case_table(declared)]
-        if title == "Communication" and (departed := traffic_exceptions(found)):
-            parts += ["Declared exceptions from theory, rank 0:", tables.case_table(departed)]
-        if title == "Memory" and (compared := planned_memory(found)):
-            parts += [PLANNED, tables.case_table(compared)]
+    for section in sections(found, before):
+        parts += [f"## {section.title}", section.note]
+        if section.id == "speed" and (warning := before.warning(found)):
+            parts.append(warning)
+        for one in section.tables:
+            parts += [*filter(None, [one.note]), one.markdown]
     if any(r.skipped for r in found):
-        parts += ["## Not run", tables.case_table(tables.skips(found))]
+        parts += ["## Not run", Table(title="Not run", rows=tables.skips(found)).markdown]
     if reading.complaints:
         parts += ["## What could not be read", "\n".join(f"- {inline(c)}" for c in reading.complaints)]
     return parts
@@ -264,7 +208,7 @@ def _origin(found: Sequence[CaseResult], reading: Reading, command: str) -> list
     facts = {
         "machine": environment.machine,
         "CPUs": environment.num_cpus,
-        "memory": tables.bytes_text(environment.memory_bytes),
+        "memory": bytes_text(environment.memory_bytes),
         "system": environment.system,
         "device and backend": f"{environment.device}, {environment.backend}",
         "nodes": environment.nnodes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from meshmark.report.table import Cell
 from meshmark.run.record import Record, Status
 from meshmark.run.request import Task
 from meshmark.spec.case import Case
@@ -105,24 +106,30 @@ class CaseResult:
         return self.correct is not False and not wrong and self.states_as_asked is not False
 
     @property
-    def correctness(self) -> str:
-        """In words."""
+    def correctness(self) -> Cell:
+        """The answer, in words."""
         if self.skipped:
-            return "not run"
+            return Cell(text="not run")
         untimed = self.blameless and self.failed is self.timed
         if self.failed and not (untimed and self.observed):  # what the instrumented pass found stands
-            return f"**{self.failed.outcome.status}**"
+            return Cell(text=self.failed.outcome.status, bad=self.failed.outcome.status)
         own = self.observed and self.observed.verdict("equivalence")
         kin = self.proxy.case.workload.name if self.proxy and not own else ""
         if self.correct is None:
-            unjudged = f"not judged (as {kin}: yes)" if self._of_proxy and kin else "not judged"
-            return "**cannot tell**" if own and own.undecided else unjudged
+            if own and own.undecided:
+                return Cell(text="cannot tell", bad="cannot tell")
+            return Cell(text=f"not judged (as {kin}: yes)" if self._of_proxy and kin else "not judged")
         where = f" (as {kin})" if kin else ""
         if own and self.sampled:
             where = " (sampled)"
-        narrow = f", **states in {self.states}**" if self.states_as_asked is False else ""
-        timed = f", timed pass **{self.failed.outcome.status}**" if self.failed else ""
-        return ("yes" if self.correct else "**no**") + where + narrow + timed
+        narrow = f"states in {self.states}" if self.states_as_asked is False else ""
+        timed = f"timed pass {self.failed.outcome.status}" if self.failed else ""
+        text = ", ".join([("yes" if self.correct else "no") + where, *filter(None, (narrow, timed))])
+        if not self.correct:
+            return Cell(text=text, bad="no")
+        if narrow:
+            return Cell(text=text, bad=text.removeprefix(f"yes{where}, "))
+        return Cell(text=text, bad=self.failed.outcome.status if self.failed else "")
 
 
 def _is_defect(status: Status) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from meshmark.errors import InputError
 from meshmark.pluralize import pluralize
 from meshmark.report.markdown import one_line, visible
-from meshmark.report.tables import bytes_text, interval_text
+from meshmark.report.table import bytes_text
+from meshmark.report.tables import interval_text
 from meshmark.run.record import Record
 from meshmark.run.throughput import throughput
 

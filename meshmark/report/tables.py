@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -11,26 +10,11 @@ from meshmark.measure.readings import MemoryReading
 from meshmark.pluralize import pluralize
 from meshmark.report.baseline import Baseline
 from meshmark.report.markdown import block, details, inline
-from meshmark.report.markdown import table as markdown
 from meshmark.report.results import CaseResult
+from meshmark.report.table import EMPTY, Cell, Rows, bytes_cell, milliseconds, number, yes_or_no
 from meshmark.run.record import Record, Verdict
 from meshmark.run.throughput import Throughput, drift, throughput
 from meshmark.theory.bubble import bubble_fraction
-
-KIB = 1024.0
-Rows = list[dict[str, object]]
-"""Of a table: by column."""
-
-
-def bytes_text(count: float) -> str:
-    """Three significant digits, binary units: `925 KiB`."""
-    if math.isnan(count):
-        return "unknown"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= KIB
-    return f"{count:.3g} TiB"
 
 
 def answer(found: Sequence[CaseResult]) -> Rows:
@@ -41,8 +25,8 @@ def answer(found: Sequence[CaseResult]) -> Rows:
             "ranks": result.case.world_size,
             "correct": result.correctness,
             "detects": _detects(result),
-            "model states / rank": _of_observed(result, _states_text),
-            "peak / rank": _of_observed(result, _peak_text),
+            "model states / rank": _of_observed(result, _states),
+            "peak / rank": _of_observed(result, _peak),
             f"{result.case.workload.unit}/s": _speed(result),
             "MFU": _mfu(result),
         }
@@ -61,12 +45,12 @@ def equivalence(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
         e, losses = verdict.evidence, result.observed.training.losses
         row: dict[str, object] = {
             **names(result),
-            "verdict": "**cannot tell**" if verdict.undecided else passed(verdict.passed),
+            "verdict": Cell(text="cannot tell", bad="cannot tell") if verdict.undecided else yes_or_no(verdict.passed),
             "worst quantity": e["worst_quantity"],
             "step": e["worst_step"],
-            "distance / noise": _number(e["ratio"]),
-            "limit": _number(e["factor"]),
-            "gradient errors seen from": _number(e["detection_limit"]),
+            "distance / noise": number(e["ratio"]),
+            "limit": number(e["factor"]),
+            "gradient errors seen from": number(e["detection_limit"]),
             "compared": e["compared"],
             **({"judged": judged(result.observed)} if with_samples else {}),
             "loss, first to last": f"{losses[0]:.4f} to {losses[-1]:.4f}",
@@ -94,22 +78,22 @@ def memory(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
             **names(result),
             "correct": result.correctness,
             "states in": result.states,
-            "as planned": passed(verdict.passed) if verdict else "",
+            "as planned": yes_or_no(verdict.passed) if verdict else EMPTY,
             "worst error": _worst_error(verdict),
             "rank": rank,
-            "parameters": bytes_text(reading.states.parameters),
-            "gradients": bytes_text(reading.states.gradients),
-            "optimizer": bytes_text(reading.states.optimizer_states),
-            "activations": bytes_text(peak.activations),
-            "communication": bytes_text(peak.communication),
-            "other": bytes_text(peak.other),
-            "peak": bytes_text(peak.total),
-            "steady": bytes_text(reading.steady.total),
+            "parameters": bytes_cell(reading.states.parameters),
+            "gradients": bytes_cell(reading.states.gradients),
+            "optimizer": bytes_cell(reading.states.optimizer_states),
+            "activations": bytes_cell(peak.activations),
+            "communication": bytes_cell(peak.communication),
+            "other": bytes_cell(peak.other),
+            "peak": bytes_cell(peak.total),
+            "steady": bytes_cell(reading.steady.total),
         }
         if reading.allocator_peak_bytes is not None and reading.allocator_reserved_bytes is not None:
             row |= {
-                "allocator peak": bytes_text(reading.allocator_peak_bytes),
-                "reserved": bytes_text(reading.allocator_reserved_bytes),
+                "allocator peak": bytes_cell(reading.allocator_peak_bytes),
+                "reserved": bytes_cell(reading.allocator_reserved_bytes),
             }
         rows.append(row | ({"peak / baseline's": baseline.peak(result)} if baseline else {}))
     return rows
@@ -118,7 +102,12 @@ def memory(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
 def extra_memory(found: Sequence[CaseResult]) -> Rows:
     """What adapters declare beyond the closed form; empty when nothing is."""
     return [
-        {**names(result), "category": declared.category, "bytes": f"{declared.num_bytes:,.0f}", "why": declared.reason}
+        {
+            **names(result),
+            "category": declared.category,
+            "bytes": number(declared.num_bytes, ",.0f"),
+            "why": declared.reason,
+        }
         for result in found
         if result.observed and result.observed.memory.extra_memory
         for declared in result.observed.memory.extra_memory[0]
@@ -141,18 +130,21 @@ def speed(found: Sequence[CaseResult], baseline: Baseline) -> Rows:
         row: dict[str, object] = {
             **names(result),
             "correct": result.correctness,
-            f"{measured.unit}/s": f"{measured.per_second:,.0f}",
-            "95 % interval": interval_text(measured) + (" (budget)" if unsettled else ""),
+            f"{measured.unit}/s": number(measured.per_second, ",.0f"),
+            "95 % interval": Cell(
+                text=interval_text(measured) + (" (budget)" if unsettled else ""),
+                order=measured.relative if measured.is_claimed else None,
+            ),
             "launches": measured.num_launches,
             "steps": len(seconds),
-            "p5 / p50 / p95": " / ".join(percentiles) + " ms",
-            "rank gap": f"{1000 * np.median(gaps):.2f} ms" if result.case.world_size > 1 else "",
-            "drift": f"{drift(result.timed.timing):+.1%}",
-            "MFU": _percent(measured.mfu),
+            "p5 / p50 / p95": Cell(text=" / ".join(percentiles) + " ms", order=float(np.median(seconds))),
+            "rank gap": milliseconds(float(np.median(gaps)), ".2f") if result.case.world_size > 1 else EMPTY,
+            "drift": number(drift(result.timed.timing), "+.1%"),
+            "MFU": number(measured.mfu, ".1%"),
         }
         if with_pipelines:
             idle = bubble_fraction(result.case.layout)
-            row["bubble, planned"] = f"{idle:.1%}" if idle else ""
+            row["bubble, planned"] = number(idle, ".1%") if idle else EMPTY
         rows.append(row | ({"median / baseline's": baseline.time(result)} if baseline else {}))
     return rows
 
@@ -176,16 +168,11 @@ def time_spent(found: Sequence[CaseResult]) -> Rows:
         {
             "adapter": name,
             "launches": int(row["launches"]),
-            "seconds": f"{row['seconds']:.1f}",
-            "of these building engines": f"{row['of these building engines']:.1f}",
+            "seconds": number(row["seconds"], ".1f"),
+            "of these building engines": number(row["of these building engines"], ".1f"),
         }
         for name, row in rows.items()
     ]
-
-
-def case_table(rows: Rows) -> str:
-    """Of rows that begin with `names`."""
-    return markdown(rows, keys=3)
 
 
 def names(result: CaseResult) -> dict[str, object]:
@@ -198,57 +185,50 @@ def names(result: CaseResult) -> dict[str, object]:
     }
 
 
-def passed(as_asked: bool) -> str:
-    return "yes" if as_asked else "**no**"
-
-
-def _worst_error(verdict: Verdict | None) -> str:
-    """Nothing where the adapter could not tell what to judge by."""
+def _worst_error(verdict: Verdict | None) -> Cell:
+    """Empty where the adapter could not tell what to judge by."""
     error = verdict.evidence.get("relative_error") if verdict else None
-    return "" if error is None else f"{float(error):.2%}"
+    return EMPTY if error is None else number(float(error), ".2%")
 
 
-def _number(value: object) -> str:
-    return "" if not isinstance(value, int | float) else f"{value:.3g}" if math.isfinite(value) else "no bound"
-
-
-def _detects(result: CaseResult) -> str:
+def _detects(result: CaseResult) -> Cell:
     record = result.observed
     verdict = record.verdict("equivalence") if record else None
-    return _number(verdict.evidence["detection_limit"]) if verdict else ""
+    return number(verdict.evidence["detection_limit"]) if verdict else EMPTY
 
 
-def _of_observed(result: CaseResult, text: Callable[[list[MemoryReading]], str]) -> str:
+def _of_observed(result: CaseResult, count: Callable[[list[MemoryReading]], int]) -> Cell:
+    """Return bytes of the observed pass, struck out where it is no result."""
     if not result.observed or not result.observed.memory.readings:
-        return ""
-    shown = text(result.observed.memory.readings)
-    return shown if result.comparable else f"~~{shown}~~"
+        return EMPTY
+    cell = bytes_cell(count(result.observed.memory.readings))
+    return cell if result.comparable else cell.strike()
 
 
-def _states_text(readings: list[MemoryReading]) -> str:
-    return bytes_text(max(r.states.parameters + r.states.gradients + r.states.optimizer_states for r in readings))
+def _states(readings: list[MemoryReading]) -> int:
+    return max(r.states.parameters + r.states.gradients + r.states.optimizer_states for r in readings)
 
 
-def _peak_text(readings: list[MemoryReading]) -> str:
-    return bytes_text(max(r.peak.total for r in readings))
+def _peak(readings: list[MemoryReading]) -> int:
+    return max(r.peak.total for r in readings)
 
 
-def _speed(result: CaseResult) -> str:
+def _speed(result: CaseResult) -> Cell:
     if not result.timed or not result.timed.timing.rank_step_seconds:
-        return ""
+        return EMPTY
     measured = throughput(result.timed)
-    text = f"{measured.per_second:,.0f} {interval_text(measured)}"
+    cell = Cell(text=f"{measured.per_second:,.0f} {interval_text(measured)}", order=measured.per_second)
     if result.states_as_asked is False and result.correct is not False:
-        return f"~~{text}~~ other states"
+        return cell.strike("other states")
     if not result.comparable:
-        return f"~~{text}~~ wrong run"
-    return text if result.undisturbed else f"~~{text}~~ {', '.join(result.timed.timing.spoilt)}"
+        return cell.strike("wrong run")
+    return cell if result.undisturbed else cell.strike(", ".join(result.timed.timing.spoilt))
 
 
-def _mfu(result: CaseResult) -> str:
+def _mfu(result: CaseResult) -> Cell:
     if not result.timed or not result.timed.timing.rank_step_seconds or not result.comparable:
-        return ""
-    return _percent(throughput(result.timed).mfu)
+        return EMPTY
+    return number(throughput(result.timed).mfu, ".1%")
 
 
 def interval_text(measured: Throughput) -> str:
@@ -256,10 +236,6 @@ def interval_text(measured: Throughput) -> str:
     if not measured.is_claimed:
         return f"({pluralize(measured.num_launches, 'launch', 'launches')})"
     return f"±{measured.relative:.1%}" if measured.relative < 1 else "±?"
-
-
-def _percent(fraction: float | None) -> str:
-    return "" if fraction is None else f"{fraction:.1%}"
 
 
 def failures(records: Sequence[Record]) -> str:

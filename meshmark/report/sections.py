@@ -1,0 +1,111 @@
+"""Sections of a report with their tables. The Markdown page and the interactive page show the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from meshmark.report import tables
+from meshmark.report.baseline import Baseline
+from meshmark.report.communication import communication, traffic_exceptions
+from meshmark.report.markdown import inline
+from meshmark.report.planned import planned_memory
+from meshmark.report.results import CaseResult
+from meshmark.report.table import Table, filled
+from meshmark.run.record import Record
+from meshmark.run.throughput import peak_flops_per_second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One suite's part of a report."""
+
+    id: str
+    title: str
+    note: str
+    """What the columns of the first table mean, in Markdown."""
+    tables: Sequence[Table]
+
+
+def sections(found: Sequence[CaseResult], baseline: Baseline) -> list[Section]:
+    """Return the sections that have something to show: correctness first, speed last."""
+    latest = [record for r in found for record in (r.observed, r.timed) if record]
+    made = [
+        Section(
+            id="equivalence",
+            title="Equivalence",
+            note="Each step is judged on its own: loss and gradients against float64 at the parameters where the run "
+            "is, the update against a float64 optimizer fed the run's own gradients.",
+            tables=filled([Table(title="Equivalence: verdicts", rows=tables.equivalence(found, baseline))]),
+        ),
+        Section(
+            id="memory",
+            title="Memory",
+            note="Fullest rank. Model states as held at their fullest, the rest at the instant of the peak; the "
+            "verdict compares states, and on a CPU activations, of every rank with the closed form.",
+            tables=filled(
+                [
+                    Table(title="Memory: fullest rank", rows=tables.memory(found, baseline)),
+                    Table(
+                        title="Memory: declared beyond the closed form",
+                        note="Declared beyond the closed form: what the adapter says that its framework holds "
+                        "besides on rank 0, and why.",
+                        rows=tables.extra_memory(found),
+                    ),
+                    Table(title="Memory: planned and measured", note=_PLANNED, rows=planned_memory(found)),
+                ]
+            ),
+        ),
+        Section(
+            id="traffic",
+            title="Communication",
+            note="One step, on the rank that sends most. Bytes are full tensors; *sent* counts ring algorithms. What "
+            "a backend issues can differ from what was asked for. The verdict compares the bytes of every kind and "
+            "group of ranks with theory and what adapters declare, exactly, and calls where theory fixes their number.",
+            tables=filled(
+                [
+                    Table(title="Communication: busiest rank", rows=communication(found)),
+                    Table(
+                        title="Communication: declared exceptions from theory",
+                        note="Declared exceptions from theory: what the adapter says that its framework sends "
+                        "otherwise on rank 0, and why.",
+                        rows=traffic_exceptions(found),
+                    ),
+                ]
+            ),
+        ),
+        Section(
+            id="speed",
+            title="Throughput",
+            note=f"{_TIMED}{_peaks(latest)}.",
+            tables=filled([Table(title="Throughput: steps", rows=tables.speed(found, baseline))]),
+        ),
+    ]
+    return [section for section in made if section.tables]
+
+
+_PLANNED = (
+    "What was measured beside what the planner computed when the case was run, with what adapters declare: the worst "
+    "rank's error by category, and of all that the allocator counted, after a step and at the peak, less the batch "
+    "that the engine is handed. `of it late`: buffers of collectives that only the backend's thread still had then. "
+    "Peaks are not planned of DeepSpeed's stage 3, whose modules gather weights one by one, nor of its mixed precision."
+)
+
+_TIMED = (
+    "Untouched pass, after warm-up: all tokens over the time from the ranks' common start to the last rank's end. The "
+    "interval (95 %) is the wider of what blocks of steps and what launches show, each in fresh processes, one after "
+    "the other; of a single launch it does not say how far another may lie. Steps and launches were added until it was "
+    "within ±2 %, or the budget of the case ended; a machine that changes within minutes moves it further. Steps last "
+    "from the last rank's end to the next; *rank gap*: from the first rank's end of a step to the last one's, the "
+    "median; *drift*: by how much the second half of a launch took longer. MFU counts 6 operations a matrix parameter "
+    "and token, and full attention (PaLM, appendix B)"
+)
+
+
+def _peaks(records: Iterable[Record]) -> str:
+    """What utilisation is of."""
+    told: dict[str, set[float]] = {}
+    for peak, source in (peak_flops_per_second(r) for r in records if r.timing.rank_step_seconds):
+        told.setdefault(source, set()).update([peak] if peak else [])
+    parts = [f"{' or '.join(f'{p / 1e9:,.4g}' for p in sorted(p))} GFLOP/s ({inline(s)})" for s, p in told.items() if p]
+    return f"; the peak is {', '.join(parts)}" if parts else ""
