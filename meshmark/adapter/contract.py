@@ -16,7 +16,7 @@ from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.theory.flow import TrafficException
+from meshmark.theory.flow import OneTimeTraffic, TrafficException
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import ExtraMemory
 
@@ -93,6 +93,14 @@ class Adapter(ABC):
 
         Theory is `meshmark.theory.traffic.step_traffic`, which every case is held to. Where steps differ, the
         exceptions are those of that module's `METERED_STEP`.
+        """
+        return ()
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        """Return what this framework sends in some steps besides what it sends in all, to set itself up.
+
+        All steps of a run must send what the metered step sends, and this. `rank` is the rank that is asked about.
         """
         return ()
 

@@ -86,6 +86,7 @@ def assemble(
             readings=readings,
             planned=declared.traffic,
             traffic_exceptions=declared.traffic_exceptions,
+            one_time_traffic=declared.one_time_traffic,
             steps=[r.steps.sent for r in reports if r.steps],
             places=places,
             reach=reach(measured_traffic(readings), places) if readings else None,

@@ -24,7 +24,7 @@ from meshmark.run.request import Task
 from meshmark.run.sources import Source
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.theory.flow import Flow, TrafficException
+from meshmark.theory.flow import Flow, OneTimeTraffic, TrafficException
 from meshmark.theory.states import ExtraMemory, ModelStates
 
 SCHEMA = 4
@@ -193,6 +193,8 @@ class TrafficEvidence:
     """By theory; None where it does not plan. Empty in records of old, whose plan was their adapter's word."""
     traffic_exceptions: list[list[TrafficException]] = field(default_factory=list)
     """From theory, as the adapter declares them."""
+    one_time_traffic: list[list[OneTimeTraffic]] = field(default_factory=list)
+    """What some steps send besides, as the adapter declares it."""
     steps: list[list[AlikeSteps]] = field(default_factory=list)
     """What the backend did in every step; empty in records of old, and of a rank that could not tell."""
     places: list[Place] = field(default_factory=list)
