@@ -25,7 +25,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.spec.tuning import Knob
-from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
+from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, exceptions_for
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
@@ -37,6 +37,22 @@ _HOOKS: dict[Dtype, Callable[[dist.ProcessGroup, Any], Future[Tensor]]] = {
 """By the format that gradients are reduced in, where it is not the one that they are held in."""
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 2**20, 25 * 2**20
 """DDP's defaults."""
+
+
+def rebuilt_buckets(case: Case) -> OneTimeTraffic:
+    """Return what DDP sends when it puts gradients into buckets again, by the order that the first step has shown.
+
+    Rank 0 broadcasts the index of each parameter and the size of each bucket, of at most one parameter each
+    (`Reducer::sync_bucket_indices`), in the second step.
+    """
+    count = len(parameter_shapes(case.workload.model))
+    return OneTimeTraffic(
+        kind="broadcast",
+        steps=(1,),
+        most_bytes=4 * (2 * count + 1),
+        most_calls=2,
+        reason="buckets are made again after the first step, and rank 0 tells which",
+    )
 
 
 class DDPEngine(DataParallelEngine):
@@ -70,6 +86,10 @@ class DDP(Adapter):
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         return eager_recipe(case, "eager-ddp")
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        return (rebuilt_buckets(case),)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         module = self.wrap(case, context)
@@ -111,6 +131,17 @@ class DDPStatic(DDP):
     capabilities: ClassVar = replace(
         DDP.capabilities, lacks={Feature.UNUSED: "what a step leaves out would be another graph"}
     )
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        used = OneTimeTraffic(
+            kind="all_reduce",
+            steps=(0,),
+            most_bytes=4 * len(parameter_shapes(case.workload.model)),
+            most_calls=1,
+            reason="ranks count which parameters the graph uses, once",
+        )
+        return (*super().one_time_traffic(case, rank), used)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
