@@ -331,7 +331,9 @@ def _run_options(config: pytest.Config) -> RunOptions:
     counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
     if config.getoption("--endurance"):
         if steps is not None:
-            raise InputError(f"--endurance observes {ENDURANCE_STEPS} steps, and --steps {steps} others: give one of them")
+            raise InputError(
+                f"--endurance observes {ENDURANCE_STEPS} steps, and --steps {steps} others: give one of them"
+            )
         counts = {"observed_steps": ENDURANCE_STEPS}
     chosen = RunOptions(
         device=device,

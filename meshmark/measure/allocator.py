@@ -45,7 +45,7 @@ def allocated_bytes(device: torch.device) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as short:
         told = torch.empty(1)
         del told
-    results: Any = short.profiler.kineto_results  # type: ignore[union-attr]
+    results: Any = short.profiler.kineto_results
     stack, changes = list(results.experimental_event_tree()), []
     while stack:
         event = stack.pop()

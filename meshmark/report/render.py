@@ -242,6 +242,8 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
             parts += ["Declared exceptions from theory, rank 0:", tables.case_table(departed)]
         if title == "Memory" and (compared := planned_memory(found)):
             parts += [PLANNED, tables.case_table(compared)]
+    if left_out := tables.not_judged(found):
+        parts += ["## What was not judged", _NOT_JUDGED, table(left_out)]
     if any(r.skipped for r in found):
         parts += ["## Not run", tables.case_table(tables.skips(found))]
     if reading.complaints:
@@ -249,6 +251,7 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
     return parts
 
 
+_NOT_JUDGED = "Of cases that ran, what no verdict speaks of."
 _OBTAINED = "## How it was obtained"
 
 

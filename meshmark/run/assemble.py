@@ -13,6 +13,7 @@ from meshmark.run.communication import judge_communication
 from meshmark.run.declared import declare
 from meshmark.run.launch import LaunchResult
 from meshmark.run.memory_verdict import judge_memory
+from meshmark.run.not_judged import not_judged
 from meshmark.run.rank_report import RankReport
 from meshmark.run.reach import measured_traffic, planned_traffic, reach
 from meshmark.run.record import (
@@ -121,7 +122,8 @@ def assemble(
     planned = (judge_memory(draft), judge_communication(draft)) if observed else ()
     timed = judge_throughput(draft) if whole and request.task is Task.TIME else None
     verdicts += [verdict for verdict in (*planned, timed) if verdict]
-    return dataclasses.replace(draft, verdicts=verdicts)
+    judged = dataclasses.replace(draft, verdicts=verdicts)
+    return dataclasses.replace(judged, not_judged=not_judged(judged, adapter)) if observed else judged
 
 
 def _training(reports: list[RankReport], whole: bool) -> TrainingCurves:

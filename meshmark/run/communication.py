@@ -86,7 +86,9 @@ class Unlike:
             for each in (self.found, self.metered)
         )
         over = ", ".join(map(str, ranks))
-        return f"{kind} over ranks {over} on rank {self.rank} in step {self.step}: {sent}, in step {METERED_STEP} {usual}"
+        return (
+            f"{kind} over ranks {over} on rank {self.rank} in step {self.step}: {sent}, in step {METERED_STEP} {usual}"
+        )
 
 
 def unlike_steps(record: Record) -> Iterator[Unlike]:
@@ -103,9 +105,7 @@ def unlike_steps(record: Record) -> Iterator[Unlike]:
                 if step == METERED_STEP or not _repeats(record, rank, step):
                     continue
                 for route in sorted(usual.keys() | sent.keys()):
-                    each = Unlike(
-                        rank=rank, step=step, route=route, found=sent.get(route), metered=usual.get(route)
-                    )
+                    each = Unlike(rank=rank, step=step, route=route, found=sent.get(route), metered=usual.get(route))
                     if (each.more_bytes or each.more_calls) and not each.is_declared(declared):
                         yield each
 
@@ -153,6 +153,8 @@ def judge_communication(record: Record) -> Verdict | None:
         "steps": len({step for groups in evidence.steps for group in groups for step in group.steps}) or 1,
         "unlike_steps": len({each.step for each in unlike}),
         "smallest_message_bytes": 1,
+        "smallest_setup_message_bytes": 1
+        + max((d.most_bytes for own in evidence.one_time_traffic for d in own), default=0),
         "one_time": "; ".join(sorted({d.reason for declared in evidence.one_time_traffic for d in declared})),
     }
     also = f" (besides {pluralize(barriers, 'barrier')} a step, which no plan counts)" if barriers else ""

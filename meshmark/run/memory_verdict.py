@@ -272,6 +272,4 @@ def memory_totals(
         yield Held(category="unnamed", rank=rank, measured=measured, planned=unnamed, spare=SCALARS_BYTES)
     if reading.previous_steady_bytes is not None:
         growth = max(steady.total - reading.previous_steady_bytes, 0)
-        yield Held(
-            category="growth", rank=rank, measured=growth, planned=0.0, late=passing, spare=SCALARS_BYTES
-        )
+        yield Held(category="growth", rank=rank, measured=growth, planned=0.0, late=passing, spare=SCALARS_BYTES)

@@ -325,6 +325,8 @@ class Record:
     kernels: dict[str, str] = field(default_factory=dict)
     """Formats and kernels that PyTorch was set to compute with on the first rank."""
     verdicts: list[Verdict] = field(default_factory=list)
+    not_judged: list[str] = field(default_factory=list)
+    """What the verdicts of an observed pass leave out, in words; empty in records of old."""
     remarks: list[str] = field(default_factory=list)
     """What happened on the way that a reader should know."""
 
