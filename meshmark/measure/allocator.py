@@ -38,8 +38,11 @@ def settle(device: torch.device) -> int:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return the allocator's own count; no profiler may be running. On a CPU the allocator tells it to a profiler alone,
-    and `count_all_threads` must have been called before the first allocation that is to count."""
+    """Return the allocator's own count; no profiler may be running.
+
+    On a CPU the allocator tells it to a profiler alone, and `count_all_threads` must have been called before the first
+    allocation that is to count.
+    """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as short:

@@ -88,7 +88,7 @@ def assemble(
             planned=declared.traffic,
             traffic_exceptions=declared.traffic_exceptions,
             one_time_traffic=declared.one_time_traffic,
-            steps=[r.steps.sent for r in reports if r.steps],
+            alike_steps=[r.steps.sent for r in reports if r.steps],
             places=places,
             reach=reach(measured_traffic(readings), places) if readings else None,
             planned_reach=reach(planned_traffic(declared.traffic, declared.traffic_exceptions), places),

@@ -94,7 +94,7 @@ class Unlike:
 def unlike_steps(record: Record) -> Iterator[Unlike]:
     """What ranks sent in other steps than the metered one, where that is neither the same nor declared."""
     evidence = record.traffic
-    for rank, groups in enumerate(evidence.steps):
+    for rank, groups in enumerate(evidence.alike_steps):
         usual = next((_routes(group.issued) for group in groups if METERED_STEP in group.steps), None)
         if usual is None:
             continue
@@ -150,7 +150,7 @@ def judge_communication(record: Record) -> Verdict | None:
         "barriers": barriers,
     }
     told |= {
-        "steps": len({step for groups in evidence.steps for group in groups for step in group.steps}) or 1,
+        "steps": len({step for groups in evidence.alike_steps for group in groups for step in group.steps}) or 1,
         "unlike_steps": len({each.step for each in unlike}),
         "smallest_message_bytes": 1,
         "smallest_setup_message_bytes": 1

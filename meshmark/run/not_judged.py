@@ -56,7 +56,7 @@ def _communication(record: Record) -> Iterator[str]:
     repeats = record.case.workload.algorithm.traffic_repeats
     found: dict[str, list[int]] = {}
     for rank in range(record.case.world_size):
-        groups = evidence.steps[rank] if rank < len(evidence.steps) else []
+        groups = evidence.alike_steps[rank] if rank < len(evidence.alike_steps) else []
         read = {step for group in groups for step in group.steps} | {METERED_STEP}
         others = [step for step in range(record.steps) if step != METERED_STEP]
         unread = [step for step in others if step not in read]

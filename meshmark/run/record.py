@@ -195,7 +195,7 @@ class TrafficEvidence:
     """From theory, as the adapter declares them."""
     one_time_traffic: list[list[OneTimeTraffic]] = field(default_factory=list)
     """What some steps send besides, as the adapter declares it."""
-    steps: list[list[AlikeSteps]] = field(default_factory=list)
+    alike_steps: list[list[AlikeSteps]] = field(default_factory=list)
     """What the backend did in every step; empty in records of old, and of a rank that could not tell."""
     places: list[Place] = field(default_factory=list)
     """Where each rank ran; empty in records of old."""
