@@ -247,8 +247,10 @@ class Watch:
         return starts
 
     def asked(self) -> list[AskedOperation]:
-        """Every collective and point-to-point call from `focus` to `rest`, in order. Point-to-point calls that cannot be
-        paired with their ends, by order, have none."""
+        """Return every collective and point-to-point call from `focus` to `rest`, in order.
+
+        Point-to-point calls that cannot be paired with their ends, by order, have none.
+        """
         seen = self._events[self._num_unfocused :]
         events = [event for event in seen if event.name.startswith("c10d::")]
         num_messages = sum(event.name in POINT_TO_POINT for event in events)
