@@ -39,22 +39,6 @@ _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 2**20, 25 * 2**20
 """DDP's defaults."""
 
 
-def rebuilt_buckets(case: Case) -> OneTimeTraffic:
-    """Return what DDP sends when it puts gradients into buckets again, by the order that the first step has shown.
-
-    Rank 0 broadcasts the index of each parameter and the size of each bucket, of at most one parameter each
-    (`Reducer::sync_bucket_indices`), in the second step.
-    """
-    count = len(parameter_shapes(case.workload.model))
-    return OneTimeTraffic(
-        kind="broadcast",
-        steps=(1,),
-        most_bytes=4 * (2 * count + 1),
-        most_calls=2,
-        reason="buckets are made again after the first step, and rank 0 tells which",
-    )
-
-
 class DDPEngine(DataParallelEngine):
     module: DistributedDataParallel
 
@@ -86,10 +70,6 @@ class DDP(Adapter):
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         return eager_recipe(case, "eager-ddp")
-
-    @classmethod
-    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
-        return (rebuilt_buckets(case),)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         module = self.wrap(case, context)

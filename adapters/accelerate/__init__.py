@@ -35,7 +35,6 @@ from meshmark.adapters.accelerate.prepare import (
     sharding_accelerator,
     whole_batches,
 )
-from meshmark.adapters.ddp import rebuilt_buckets
 from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.config import prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine, is_deepspeed
@@ -45,7 +44,7 @@ from meshmark.reference.data import Batch
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import OneTimeTraffic, TrafficException
+from meshmark.theory.flow import TrafficException
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.sharding import Sharding, sharded_recipe
 from meshmark.theory.states import ExtraMemory
@@ -130,10 +129,6 @@ class Accelerate(Adapter):
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         return eager_recipe(case, "eager-ddp")
-
-    @classmethod
-    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
-        return (rebuilt_buckets(case),)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         choose_device(context)

@@ -23,7 +23,7 @@ from meshmark.adapter.capabilities import Capabilities, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, initial_model
 from meshmark.adapter.engine import Engine, RankContext
-from meshmark.adapters.ddp import DDPEngine, rebuilt_buckets
+from meshmark.adapters.ddp import DDPEngine
 from meshmark.adapters.fsdp1 import FSDP1, FSDP1Engine
 from meshmark.errors import AdapterError
 from meshmark.reference.build import block_classes, buffer_shapes, parameter_shapes
@@ -32,7 +32,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.theory.flow import OneTimeTraffic, Purpose, TrafficException, besides
+from meshmark.theory.flow import Purpose, TrafficException, besides
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.traffic import step_traffic
 
@@ -144,10 +144,6 @@ class FabricDDP(Adapter):
     @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         return eager_recipe(case, "eager-ddp")
-
-    @classmethod
-    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
-        return (rebuilt_buckets(case),)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         from lightning_fabric.strategies import DDPStrategy
