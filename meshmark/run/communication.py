@@ -74,10 +74,9 @@ class Unlike:
         """Whether nothing is missing, and no more is sent than `declared`. In the first step, calls are not counted:
         tensors may be put into other buckets when their order is known."""
         own = [each for each in declared if each.kind == self.route[0] and self.step in each.steps]
-        calls = range(sum(each.most_calls for each in own) + 1)
-        return self.more_bytes in range(sum(each.most_bytes for each in own) + 1) and (
-            self.step == 0 or self.more_calls in calls
-        )
+        num_bytes = range(sum(each.least_bytes for each in own), sum(each.most_bytes for each in own) + 1)
+        calls = range(sum(each.least_calls for each in own), sum(each.most_calls for each in own) + 1)
+        return self.more_bytes in num_bytes and (self.step == 0 or self.more_calls in calls)
 
     def __str__(self) -> str:
         kind, ranks = self.route
