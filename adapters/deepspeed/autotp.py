@@ -29,7 +29,7 @@ from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, exceptions_for
 from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import TrainingRecipe
-from meshmark.theory.states import ExtraMemory, micro_batch_tokens
+from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic, stream_bytes
 
 _COLUMN = r"blocks\.\d+\.(attention\.[qkv]|feed_forward\.(up|gate))\.(weight|bias)"
@@ -153,10 +153,11 @@ class DeepSpeedAutoTP(DeepSpeed):
     def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
         """Before its first forward pass, DeepSpeed sees whether tensor-parallel ranks have the same inputs.
 
-        The first of them broadcasts its own, pickled, with their size; then all add up whether theirs are equal.
+        The first of them broadcasts its own, pickled, with their size; then all add up whether theirs are equal. A
+        micro-batch is a view of the global batch, and pickle takes the storage whole.
         """
         reason = "ranks see whether all have the inputs of the first, once"
-        pickled = 8 * micro_batch_tokens(case) + _PICKLED_BYTES
+        pickled = 8 * case.workload.global_batch * case.workload.model.seq_len + _PICKLED_BYTES
         told = OneTimeTraffic(kind="broadcast", steps=(0,), most_bytes=pickled, most_calls=2, reason=reason)
         equal = OneTimeTraffic(kind="all_reduce", steps=(0,), most_bytes=4, most_calls=1, reason=reason)
         return (*super().one_time_traffic(case, rank), told, equal)
