@@ -25,7 +25,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
 from meshmark.spec.tuning import Knob
-from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
+from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, exceptions_for
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
@@ -111,6 +111,17 @@ class DDPStatic(DDP):
     capabilities: ClassVar = replace(
         DDP.capabilities, lacks={Feature.UNUSED: "what a step leaves out would be another graph"}
     )
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        used = OneTimeTraffic(
+            kind="all_reduce",
+            steps=(0,),
+            most_bytes=4 * len(parameter_shapes(case.workload.model)),
+            most_calls=1,
+            reason="ranks count which parameters the graph uses, once",
+        )
+        return (*super().one_time_traffic(case, rank), used)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:

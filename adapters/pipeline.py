@@ -30,6 +30,7 @@ from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, Family
 from meshmark.spec.precision import Precision
 from meshmark.spec.tuning import Knob
 from meshmark.spec.workload import Loss
+from meshmark.theory.flow import OneTimeTraffic
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import ExtraMemory, micro_batch_tokens
 
@@ -205,6 +206,10 @@ NO_IMAGES: dict[Feature | Precision | Family | Knob, str] = dict.fromkeys(
 """Reasons of pipelines in other orders, or crossed with other axes."""
 
 
+_DESCRIPTION_BYTES = 512
+"""Of what one stage tells another of the tensors that it will send: 178 bytes as torch 2.12 pickles it."""
+
+
 class Pipeline(Adapter):
     """1F1B and interleaved 1F1B, over replicas too."""
 
@@ -244,6 +249,22 @@ class Pipeline(Adapter):
         """Of chunks in another order, which a subclass may run, no peak is planned."""
         using = super().recipe(case)
         return dataclasses.replace(using, backward=dataclasses.replace(using.backward, interleaves=cls is Pipeline))
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        """Stages vote on whether shapes are known, and then tell each other those of activations and gradients: a
+        number, and a pickled description with its size, across each boundary between two stages, both ways."""
+        boundaries = 2 * case.layout.virtual_stages - 1
+        return tuple(
+            OneTimeTraffic(
+                kind=kind,
+                steps=(0,),
+                most_bytes=_DESCRIPTION_BYTES * boundaries,
+                most_calls=3 * boundaries,
+                reason="stages tell each other the shapes of what they will send, in the first step",
+            )
+            for kind in ("send", "recv")
+        )
 
     @classmethod
     def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:

@@ -26,7 +26,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import AXES, Axis, Recompute, Schedule
 from meshmark.spec.model_spec import TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, Purpose, TrafficException, besides, exceptions_for
+from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, besides, exceptions_for
 from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.parameters import stage_parameters
 from meshmark.theory.partition import uniform_stages
@@ -151,6 +151,23 @@ class PipelineTensorParallel(Pipeline):
         return (*whole, mesh_extra_memory(case))
 
     @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        """To know shapes, stages compute a micro-batch once more, forward and backward, before the first step."""
+        count = case.layout.num_micro_batches
+        tensor = [flow for flow in step_traffic(case, rank) or () if flow.axes == "tp"]
+        again = (
+            OneTimeTraffic(
+                kind=kind,
+                steps=(0,),
+                most_bytes=sum(flow.num_bytes for flow in tensor if flow.kind == kind) // count,
+                most_calls=sum(flow.most for flow in tensor if flow.kind == kind) // count,
+                reason="a micro-batch is computed once more to know the shapes of what stages send",
+            )
+            for kind in sorted({flow.kind for flow in tensor})
+        )
+        return (*super().one_time_traffic(case, rank), *again)
+
+    @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         share = Fraction(_unsplit(case, rank), local_parameters(case.workload.model, case.layout, rank) or 1)
         return besides(step_traffic(case, rank), Purpose.GRADIENTS, share, _WHOLE)
@@ -171,13 +188,26 @@ class PipelineFSDP2(PipelineTensorParallel):
         return (mesh_extra_memory(case),)
 
     @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        """Weights are gathered for that micro-batch: of blocks for its backward pass too, which the first stage has
+        not, for it sends no gradients."""
+        ends, blocks, num_layers = _held(case, rank)
+        times = 1 if case.layout.coordinates(rank).pp == 0 else 2
+        gathered = OneTimeTraffic(
+            kind="all_gather",
+            steps=(0,),
+            most_bytes=case.precision.weights.itemsize * (ends + times * blocks),
+            most_calls=1 + times * num_layers,
+            reason="weights are gathered for the micro-batch that tells the shapes of what stages send",
+        )
+        return (*super().one_time_traffic(case, rank), gathered)
+
+    @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         """One reduction of gradients that were accumulated whole, and fewer gathers."""
         layout, flows = case.layout, step_traffic(case, rank)
-        model, count, stands = case.workload.transformer, layout.num_micro_batches, layout.coordinates(rank)
-        stage = uniform_stages(model, layout.pp)[stands.pp]
-        ends = int(stage_parameters(model, dataclasses.replace(stage, num_layers=0), layout.tp))
-        blocks = (local_parameters(model, layout, rank) or 0) - ends
+        count, stands = layout.num_micro_batches, layout.coordinates(rank)
+        ends, blocks, num_layers = _held(case, rank)
         times = _gathers(layout.pp - stands.pp, count)
 
         def once(flow: Flow) -> Flow:
@@ -185,7 +215,7 @@ class PipelineFSDP2(PipelineTensorParallel):
 
         def gathered(flow: Flow) -> Flow:
             num_bytes = case.precision.weights.itemsize * (ends + times * blocks)
-            calls = 1 + times * stage.num_layers
+            calls = 1 + times * num_layers
             return dataclasses.replace(flow, num_bytes=num_bytes, fewest=calls, most=calls)
 
         kept = "a block stays whole from its backward pass to its next forward, what is in no block for the step"
@@ -193,6 +223,14 @@ class PipelineFSDP2(PipelineTensorParallel):
             *exceptions_for(flows, Purpose.GRADIENTS, "gradients are accumulated whole, and reduced once", once),
             *exceptions_for(flows, Purpose.WEIGHTS, kept, gathered),
         )
+
+
+def _held(case: Case, rank: int) -> tuple[int, int, int]:
+    """Elements that a stage holds outside of its blocks and in them, and the number of these."""
+    layout, model = case.layout, case.workload.transformer
+    stage = uniform_stages(model, layout.pp)[layout.coordinates(rank).pp]
+    ends = int(stage_parameters(model, dataclasses.replace(stage, num_layers=0), layout.tp))
+    return ends, (local_parameters(model, layout, rank) or 0) - ends, stage.num_layers
 
 
 def _gathers(stages_left: int, num_micro_batches: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,12 +69,17 @@ class Court:
         self.suites = Runner(launcher, adapters, RunOptions(observed_steps=STEPS), folder, held=held)
         warmed = RunOptions(observed_steps=2 * STEPS)
         self.warmed = Runner(launcher, adapters, warmed, folder / "warmed", held=held)
+        self._longer = dict[int, Runner]()
+        """By steps, for mutants that take more than others to show."""
+        self._of_longer: Callable[[int], Runner] = lambda steps: Runner(
+            launcher, adapters, RunOptions(observed_steps=steps), folder / f"steps-{steps}", held=held
+        )
         impatient = RunOptions(time_limit_seconds=PATIENCE_SECONDS)
         self.clauses = Runner(launcher, adapters, RunOptions(), folder / "clauses")
         self.errors = Runner(launcher, adapters, impatient, folder / "errors")
 
     def close(self) -> None:
-        for runner in (self.suites, self.warmed, self.clauses, self.errors):
+        for runner in (self.suites, self.warmed, self.clauses, self.errors, *self._longer.values()):
             runner.close()
 
     def attempt(self, mutant: Mutant) -> Trial:
@@ -83,6 +88,10 @@ class Court:
         if mutant.suite:
             # Of what begins after a warm-up, and shows a step later, STEPS have nothing.
             runner = self.warmed if getattr(mutant.workload.algorithm, "warmup_steps", 0) else self.suites
+            if mutant.steps:
+                if mutant.steps not in self._longer:
+                    self._longer[mutant.steps] = self._of_longer(mutant.steps)
+                runner = self._longer[mutant.steps]
             return Trial(mutant=mutant, record=runner.observe(mutant.case))
         finding, records = self.judge(mutant.clause, mutant.case)
         return Trial(mutant=mutant, record=records[-1], finding=finding)

@@ -16,7 +16,7 @@ from meshmark.adapter.registry import load_adapter
 from meshmark.conformance.gap_file import read_gaps
 from meshmark.environment import DEFAULT_THREADS, describe
 from meshmark.errors import InputError, MeshmarkError, UnknownNameError
-from meshmark.judge.sample import LARGEST_FULL, Assess
+from meshmark.judge.sample import ENDURANCE_STEPS, ENDURANCE_TIME, LARGEST_FULL, Assess
 from meshmark.options import (
     DEFAULT_WORKLOAD,
     chosen_adapters,
@@ -151,6 +151,12 @@ def add_options(parser: pytest.Parser) -> None:
     )
     steps = "optimizer steps of a pass (default: 5 observed, 3 where that is sampled, at least 10 timed)"
     group.addoption("--steps", type=int, default=None, metavar="N", help=steps)
+    group.addoption(
+        "--endurance",
+        action="store_true",
+        help=f"for nightly runs: observe {ENDURANCE_STEPS} steps, each judged and metered, and give that pass "
+        f"{ENDURANCE_TIME} times --time-limit",
+    )
     budget = "seconds of timed steps a case, until its rate is known to within 2 %% (default: 1.5; 0: --steps alone)"
     group.addoption("--timing-budget", type=float, default=1.5, metavar="S", help=budget)
     group.addoption(
@@ -323,6 +329,12 @@ def _run_options(config: pytest.Config) -> RunOptions:
         raise InputError(f"--timing-budget {budget:g}: expected seconds from 0 to below --time-limit, {limit:g}")
     users_caches(os.environ)
     counts = {} if steps is None else {"observed_steps": steps, "timed_steps": steps}
+    if config.getoption("--endurance"):
+        if steps is not None:
+            raise InputError(
+                f"--endurance observes {ENDURANCE_STEPS} steps, and --steps {steps} others: give one of them"
+            )
+        counts = {"observed_steps": ENDURANCE_STEPS}
     chosen = RunOptions(
         device=device,
         backend=backend,

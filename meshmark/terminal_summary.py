@@ -15,6 +15,7 @@ from meshmark.pluralize import pluralize
 from meshmark.report.markdown import visible
 from meshmark.report.results import CaseResult, results
 from meshmark.report.table import bytes_text
+from meshmark.run.not_judged import smallest_seen
 from meshmark.run.record import Record
 from meshmark.run.record_file import read_records
 from meshmark.run.session import Attempt, Ending, by_defect
@@ -25,6 +26,7 @@ from meshmark.session_log import ATTEMPTS
 MOST_CASES = 20
 """Rows of the table. Cases that are not right come first."""
 MOST_DEFECTS = 10
+MOST_LEFT_OUT = 4
 _HEADINGS = ("case", "correct", "memory", "traffic", "peak / rank", "speed")
 
 
@@ -65,6 +67,7 @@ def summary(attempts: Sequence[Attempt], records: Sequence[Record]) -> list[str]
     if len(ran) > MOST_CASES:
         rest = Counter(result.correctness.text for result in ran[MOST_CASES:])
         lines.append(f"and {pluralize(len(ran) - MOST_CASES, 'more case')}; correct: " + _counts(rest))
+    lines += _left_out([result.observed for result in ran if result.observed])
     lines += _clauses(attempts)
     if defects := by_defect(attempts):
         lines.append("")
@@ -74,6 +77,20 @@ def summary(attempts: Sequence[Attempt], records: Sequence[Record]) -> list[str]
         if len(defects) > MOST_DEFECTS:
             lines.append(f"- and {len(defects) - MOST_DEFECTS} more, above")
     return lines
+
+
+def _left_out(observed: Sequence[Record]) -> list[str]:
+    """Return what was not judged, and from which size on an excess would have been seen; in a few lines."""
+    counted = Counter(text for record in observed for text in record.not_judged)
+    lines = [
+        f"not judged: {text}" + ("" if count == len(observed) else f" ({pluralize(count, 'case')})")
+        for text, count in counted.most_common(MOST_LEFT_OUT)
+    ]
+    if len(counted) > MOST_LEFT_OUT:
+        lines.append(f"not judged: and {len(counted) - MOST_LEFT_OUT} more, which `meshmark report` lists")
+    if seen := smallest_seen(observed):
+        lines.append(f"smallest seen: {seen}")
+    return ["", *lines] if lines else []
 
 
 def _is_right(result: CaseResult) -> bool:

@@ -6,6 +6,6 @@ from meshmark.run.record import Record
 
 
 def test_communication(observed: Record, baseline: BaselineGate | None) -> None:
-    """What the framework asked PyTorch's communication layer for in one step: to the byte what the closed form and
-    declared exceptions say, over the same ranks, in as many calls."""
+    """What the framework asked PyTorch's communication layer for in the metered step: to the byte what the closed form
+    and declared exceptions say, over the same ranks, in as many calls. Every other step sends the same."""
     expect(observed, "communication", baseline)

@@ -7,5 +7,5 @@ from meshmark.run.record import Record
 
 def test_memory(observed: Record, baseline: BaselineGate | None) -> None:
     """Parameters, gradients, optimizer states and (on a CPU) activations of every rank, within 1 % of plan and
-    declared extra memory."""
+    declared extra memory; after every step no more than that, and nothing that grows."""
     expect(observed, "memory", baseline)

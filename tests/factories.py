@@ -14,7 +14,7 @@ from meshmark.judge.tolerance_model import Way
 from meshmark.measure.device_memory import DeviceMemory
 from meshmark.measure.gpu_power import GpuPower
 from meshmark.measure.profile import ActivityKind, Bandwidth, Kernel, Profile
-from meshmark.measure.readings import Bytes, Collective, MemoryReading, TrafficReading
+from meshmark.measure.readings import AlikeSteps, Bytes, Collective, MemoryReading, TrafficReading
 from meshmark.run.reach import Place, Reach
 from meshmark.run.record import (
     ConformanceEvidence,
@@ -39,7 +39,7 @@ from meshmark.spec.model_spec import Family, ModelSpec
 from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import Workload
-from meshmark.theory.flow import Flow, Purpose, TrafficException
+from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
 from meshmark.theory.states import ExtraMemory, ModelStates
 
 
@@ -113,6 +113,12 @@ def make_traffic(num_bytes: int = 400) -> TrafficReading:
     return TrafficReading(asked=[all_reduce], issued=[all_reduce])
 
 
+def _rebuilds() -> list[Collective]:
+    """What `make_traffic` sends, and what is declared of one step besides."""
+    told = Collective(kind="broadcast", group_size=2, ranks=(0, 1), count=2, num_bytes=8)
+    return [*make_traffic().issued, told]
+
+
 def make_flow(kind: str = "all_reduce", **changes: Any) -> Flow:  # noqa: ANN401
     """What `make_traffic` sends."""
     defaults: dict[str, Any] = {"axes": "dp", "ranks": (0, 1), "num_bytes": 400, "fewest": 1, "most": 5}
@@ -167,6 +173,7 @@ def make_memory_evidence(**changes: Any) -> MemoryEvidence:  # noqa: ANN401
         "readings": [make_memory(), make_memory()],
         "planned": [ModelStates(parameters=400, gradients=400, optimizer_states=800)] * 2,
         "extra_memory": [[ExtraMemory(category="gradients", num_bytes=2.0, reason="padding")], []],
+        "live_bytes": [{0: 5000, 1: 5000, 2: 5000, 3: 5000, 4: 5000}] * 2,
         "state_dtypes": {"parameters": "float32", "optimizer_states": "float32"},
     }
     return MemoryEvidence(**{**defaults, **changes})
@@ -179,6 +186,14 @@ def make_traffic_evidence(**changes: Any) -> TrafficEvidence:  # noqa: ANN401
         "planned": [[make_flow(num_bytes=396)]] * 2,
         "traffic_exceptions": [
             [TrafficException(sends=(make_flow(num_bytes=4, fewest=0, most=0),), reason="padding to four bytes")]
+        ]
+        * 2,
+        "one_time_traffic": [
+            [OneTimeTraffic(kind="broadcast", steps=(1,), most_bytes=8, most_calls=2, reason="buckets are made again")]
+        ]
+        * 2,
+        "alike_steps": [
+            [AlikeSteps(steps=[0, 2, 3, 4], issued=make_traffic().issued), AlikeSteps(steps=[1], issued=_rebuilds())]
         ]
         * 2,
         "places": [Place()] * 2,
@@ -256,6 +271,7 @@ def make_record(**changes: Any) -> Record:  # noqa: ANN401
         ),
         "memory": make_memory_evidence(),
         "traffic": make_traffic_evidence(),
+        "not_judged": ["memory: the peak of other steps than step 2"],
         "timing": make_timing(
             rank_cpu_seconds=[[0.5], [0.75]],
             digests={1: "abc"},

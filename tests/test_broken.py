@@ -13,6 +13,7 @@ from benchmarks.problems import SMALL, varied
 from benchmarks.trials import Court
 from meshmark.conformance.clauses import CLAUSES
 from meshmark.judge.faults import Fault
+from meshmark.judge.sample import OBSERVED_STEPS, Assess
 from meshmark.reference.build import parameter_shapes
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.passes.noise import NUM_RUNS
@@ -33,6 +34,12 @@ SOME = [
     "ddp_ReducesOneAgain",
 ]
 SLIGHT = sized("ddp", "NormGradient", 3e-6)
+OF_SOME_STEPS = [
+    "ddp_ReducesAgainAtStep3",
+    "ddp_ReducesAgainAtFirst",
+    "ddp_TakesBufferAtStep3",
+    "ddp_LeaksOnOneRank",
+]
 ON_THE_CLOCK = [
     "ddp_StepsUnreduced",
     "ddp_StepsUnclipped",
@@ -58,6 +65,15 @@ OF_CLAUSES = [
 def runner(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     known = {name: target(name) for name in [*SOME, *ON_THE_CLOCK, SLIGHT]} | {"ddp": "meshmark.adapters.ddp:DDP"}
     running = Runner(launcher, known, RunOptions(observed_steps=3), tmp_path_factory.mktemp("results"))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def longer(launcher: ForkserverLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """Runs as many steps as the suites, and compares nothing with float64."""
+    known = {name: target(name) for name in OF_SOME_STEPS} | {"ddp": "meshmark.adapters.ddp:DDP"}
+    running = Runner(launcher, known, RunOptions(assess=Assess.OFF), tmp_path_factory.mktemp("longer"))
     yield running
     running.close()
 
@@ -93,6 +109,22 @@ def test_a_mutant_is_caught_by_the_suite_that_should_with_the_right_diagnosis(ru
     if mutant.faults:
         assert record.equivalence.diagnosis is not None and record.equivalence.diagnosis.fault in mutant.faults
         assert verdict.evidence["diagnosis"] == record.equivalence.diagnosis.text
+
+
+@pytest.mark.parametrize("name", OF_SOME_STEPS)
+def test_what_one_step_does_otherwise_is_caught(longer: Runner, name: str) -> None:
+    """None of these is seen in the metered step."""
+    mutant = BY_NAME[name]
+    verdict = longer.observe(mutant.case).verdict(mutant.suite)
+    assert verdict is not None and not verdict.passed
+
+
+def test_an_engine_right_in_all_steps_passes(longer: Runner) -> None:
+    record = longer.observe(Case(adapter="ddp", workload=GPT, layout=LAYOUTS["ddp"]))
+    assert [v.suite for v in record.verdicts if v.passed] == ["memory", "communication"]
+    (first, second), (live, _) = record.traffic.alike_steps[0], record.memory.live_bytes
+    assert (first.steps, second.steps) == ([0, 2, 3, 4], [1]), "buckets are made again in step 1"
+    assert set(live) == set(range(OBSERVED_STEPS)) and len(set(live.values())) == 1
 
 
 @pytest.mark.parametrize("name", OF_CLAUSES)

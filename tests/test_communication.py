@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from meshmark.measure.readings import Collective, TrafficReading
+from meshmark.adapters.ddp import DDP
+from meshmark.algorithms.local_sgd import LocalSGD
+from meshmark.measure.readings import AlikeSteps, Collective, TrafficReading
 from meshmark.run.communication import judge_communication
+from meshmark.run.not_judged import not_judged
 from meshmark.run.record import Record, Verdict
-from meshmark.theory.flow import Flow, Purpose, TrafficException
+from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
 from tests.factories import make_flow, make_good, make_traffic_evidence
 
 PLAN = [
@@ -106,3 +111,81 @@ def test_what_is_not_planned_is_not_judged() -> None:
     assert judge_communication(record(*ASKED, plan=None)) is None
     of_old = make_traffic_evidence(planned=[], traffic_exceptions=[])
     assert judge_communication(make_good(traffic=of_old)) is None
+
+
+STEADY: list[Call] = ASKED
+AGAIN: list[Call] = [("all_reduce", (0, 1), 4, 2000), ("send", (0, 2), 4, 64)]
+BUCKETS: list[Call] = [*ASKED, ("broadcast", (0, 1), 2, 156)]
+REBUILT = OneTimeTraffic(kind="broadcast", steps=(1,), most_bytes=156, most_calls=2, reason="buckets are made again")
+
+
+def stepping(*steps: list[Call], declared: tuple[OneTimeTraffic, ...] = ()) -> Verdict:
+    """The verdict on two ranks that do as planned in the metered step, and in other steps what is told of rank 1."""
+    groups = [
+        AlikeSteps(
+            steps=[step],
+            issued=[Collective(kind=k, group_size=len(r), ranks=r, count=c, num_bytes=n) for k, r, c, n in calls],
+        )
+        for step, calls in enumerate(steps)
+    ]
+    usual = record(*ASKED)
+    evidence = dataclasses.replace(usual.traffic, alike_steps=[[], groups], one_time_traffic=[[], list(declared)])
+    found = judge_communication(dataclasses.replace(usual, traffic=evidence))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "steps, declared, told",
+    [
+        ([STEADY] * 5, (), ""),
+        ([STEADY, BUCKETS, STEADY, STEADY, STEADY], (REBUILT,), ""),
+        ([[("all_reduce", (0, 1), 7, 1000), ("send", (0, 2), 4, 64)], *[STEADY] * 4], (), ""),  # other buckets
+        ([[*STEADY, ("barrier", (0, 1), 1, 0)], *[STEADY] * 4], (), ""),
+        (
+            [STEADY, BUCKETS, STEADY, STEADY, STEADY],
+            (),
+            "broadcast over ranks 0, 1 on rank 1 in step 1: 156 bytes in 2",
+        ),
+        ([STEADY, STEADY, STEADY, BUCKETS, STEADY], (REBUILT,), "broadcast over ranks 0, 1 on rank 1 in step 3"),
+        ([STEADY, [*ASKED, ("broadcast", (0, 1), 2, 157)], STEADY], (REBUILT,), "broadcast over ranks 0, 1 on rank 1"),
+        ([STEADY, [*ASKED, ("broadcast", (0, 1), 3, 156)], STEADY], (REBUILT,), "broadcast over ranks 0, 1 on rank 1"),
+        ([STEADY, STEADY, STEADY, AGAIN, STEADY], (), "all_reduce over ranks 0, 1 on rank 1 in step 3: 2,000 bytes"),
+        ([AGAIN, *[STEADY] * 4], (), "all_reduce over ranks 0, 1 on rank 1 in step 0: 2,000 bytes in 4 calls"),
+        ([STEADY[1:], *[STEADY] * 4], (), "all_reduce over ranks 0, 1 on rank 1 in step 0: none, in step 2 1,000"),
+        ([STEADY, *[STEADY] * 3, [("all_reduce", (0, 1), 3, 1000), STEADY[1]]], (), "all_reduce over ranks 0, 1"),
+    ],
+)
+def test_all_steps_send_what_the_metered_step_sends_and_what_is_declared(
+    steps: list[list[Call]], declared: tuple[OneTimeTraffic, ...], told: str
+) -> None:
+    found = stepping(*steps, declared=declared)
+    assert found.passed == (not told), found
+    assert not told or (found.summary.startswith(told) and "`Adapter.one_time_traffic`" in found.summary)
+
+
+def test_steps_in_which_an_algorithm_sends_otherwise_are_left_out_and_said_to_be() -> None:
+    """Local SGD of period 2 averages in steps 0, 2, 4: what it does in steps 1 and 3 is not planned."""
+    usual = record(*ASKED)
+    odd = AlikeSteps(steps=[1, 3], issued=[])
+    even = AlikeSteps(steps=[0, 2, 4], issued=reading(*ASKED).asked)
+    traffic = dataclasses.replace(usual.traffic, alike_steps=[[even, odd]] * 2, one_time_traffic=[])
+    trained = dataclasses.replace(usual.case.workload, algorithm=LocalSGD(period=2))
+    local = dataclasses.replace(usual, case=dataclasses.replace(usual.case, workload=trained), traffic=traffic, steps=5)
+    assert judge_communication(local).passed  # type: ignore[union-attr]
+    assert "communication: steps 1, 3, in which others are due" in not_judged(local, DDP)
+    assert not any(text.startswith("communication: steps") for text in not_judged(usual, DDP) if "others" in text)
+
+
+def test_what_is_not_planned_fails_where_its_steps_differ() -> None:
+    usual = record(*ASKED, plan=None)
+    groups = [
+        AlikeSteps(steps=[2, 3], issued=reading(*ASKED).asked),
+        AlikeSteps(steps=[4], issued=reading(*AGAIN).asked),
+    ]
+    found = judge_communication(
+        dataclasses.replace(
+            usual, traffic=dataclasses.replace(usual.traffic, alike_steps=[groups], one_time_traffic=[])
+        )
+    )
+    assert found is not None and not found.passed

@@ -278,7 +278,17 @@ def test_memory_must_not_grow_on_any_rank() -> None:
     found = judges.endures(
         plain(steps=50, conformance=plain_conformance(samples=[{"live_bytes": settled}, {"live_bytes": leaking}]))
     )
-    assert "10,000 bytes a step" in failing(found).replace("+", "")
+    assert "+10,000 ± 0 bytes a step" in failing(found)
+    slow = [1e6 + 1024 * step + 3e4 * (step % 5 == 1) for step in range(50)]
+    assert "+1,024" in failing(
+        judges.endures(plain(steps=50, conformance=plain_conformance(samples=[{"live_bytes": slow}])))
+    )
+
+
+def test_a_buffer_that_comes_once_is_no_growth() -> None:
+    once = [1e6 + 3e4 * (step >= 30) for step in range(50)]
+    found = judges.endures(plain(steps=50, conformance=plain_conformance(samples=[{"live_bytes": once}])))
+    assert found.result is ClauseResult.PASS
 
 
 def test_determinism_is_told_and_counts_neither_as_kept_nor_as_broken(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.flight_recorder.components.types import COLLECTIVES
 
 from meshmark.errors import TrafficError
+from meshmark.measure.ends import Message
 from meshmark.measure.flight_recorder import IssuedOperation, issued_operations, kind_of, under_way
 from meshmark.measure.readings import Collective, wire_factor
 from meshmark.measure.traffic import TorchTraffic, read_traffic
@@ -111,6 +112,13 @@ class Canned(Watch):
 
     def asked(self) -> list[AskedOperation]:
         return self.calls
+
+    def messages(self) -> list[Message]:
+        sent = [call for call in self.calls if call.ranks]
+        return [
+            Message(kind="send", ranks=call.ranks, num_bytes=call.operands[0][0].num_bytes, time_ns=call.time_ns)
+            for call in sent
+        ]
 
     def issued(self) -> list[IssuedOperation]:
         return issued(*self.entries)

@@ -12,7 +12,7 @@ from meshmark.errors import ResultsError
 from meshmark.run.record import SCHEMA, TrainingCurves
 from meshmark.run.record_file import RecordFile, read_records
 from meshmark.serial import encode
-from tests.factories import make_record, make_timed, make_timing, make_traffic_evidence
+from tests.factories import make_memory_evidence, make_record, make_timed, make_timing, make_traffic_evidence
 
 
 def write(folder: Path, *records: object) -> Path:
@@ -228,11 +228,12 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
         "ways",
     )
     of_timing = ("rank_cpu_seconds", "device_memory", "power", "spoilt", "relaunches")
-    of_traffic = ("places", "reach", "planned_reach")
+    of_traffic = ("places", "reach", "planned_reach", "one_time_traffic", "alike_steps")
     del old["traffic_exceptions"]
     old["remainders"] = old.pop("extra_memory")
     for name in (*lacked, *of_timing, *of_traffic, "gathering_bytes", "compile_seconds", "sources"):
         del old[name]
+    del old["live_bytes"], old["not_judged"]
     old["matmul_flops_per_second"] = [1e9, 1e9]  # which it had
     old["planned_traffic"] = [{"all_reduce": 400.0}] * 2  # another plan
     lacking = make_record(
@@ -249,7 +250,17 @@ def test_a_line_of_schema_1_is_read_into_the_parts_of_today(tmp_path: Path) -> N
             spoilt=[],
             relaunches=[],
         ),
-        traffic=make_traffic_evidence(planned=[], traffic_exceptions=[], places=[], reach=None, planned_reach=None),
+        memory=make_memory_evidence(live_bytes=[]),
+        traffic=make_traffic_evidence(
+            planned=[],
+            traffic_exceptions=[],
+            one_time_traffic=[],
+            alike_steps=[],
+            places=[],
+            reach=None,
+            planned_reach=None,
+        ),
+        not_judged=[],
     )
     assert "losses" in old and "equivalence" not in old, "side by side"
     lines = [json.dumps(old), json.dumps({"schema": 1, "session": "s", "command": "c", "device": "cpu"})]

@@ -8,7 +8,7 @@ import pytest
 
 from meshmark.run.record import Record
 from meshmark.run.session import Attempt, Ending
-from meshmark.terminal_summary import MOST_CASES, MOST_DEFECTS, summary
+from meshmark.terminal_summary import MOST_CASES, MOST_DEFECTS, MOST_LEFT_OUT, summary
 from tests.factories import make_case, make_good, make_timed, make_verdict
 
 
@@ -24,7 +24,8 @@ def test_a_case_that_is_right_has_one_row_with_memory_and_speed() -> None:
     records = [make_good(), make_timed()]
     lines = summary(attempts_of(records), records)
     assert lines[0].split() == ["case", "correct", "memory", "traffic", "peak", "/", "rank", "speed"]
-    assert [line.split()[:4] for line in lines[1:]] == [[records[0].case.id, "yes", "as", "planned"]]
+    assert lines[1].split()[:4] == [records[0].case.id, "yes", "as", "planned"] and lines[2] == ""
+    assert lines[3:] == ["not judged: memory: the peak of other steps than step 2"]
     assert lines[1].endswith("/s")
 
 
@@ -46,7 +47,7 @@ def test_a_long_run_ends_in_at_most_a_screen() -> None:
         for number, attempt in enumerate(attempts_of(records))
     ]
     lines = summary(attempts, records)
-    assert len(lines) <= MOST_CASES + MOST_DEFECTS + 4
+    assert len(lines) <= MOST_CASES + MOST_DEFECTS + MOST_LEFT_OUT + 7
     assert f"and {100 - MOST_CASES} more cases; correct: {100 - MOST_CASES} yes" in lines
     assert lines[-1] == f"- and {200 - MOST_DEFECTS} more, above"
 

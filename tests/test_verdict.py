@@ -13,7 +13,7 @@ from meshmark.judge.deviation import Deviation, Drift, Quantity
 from meshmark.judge.faults import Diagnosis, Fault
 from meshmark.measure.readings import Bytes
 from meshmark.run.communication import judge_communication
-from meshmark.run.memory_verdict import judge_memory
+from meshmark.run.memory_verdict import LEAK_BYTES, SCALARS_BYTES, judge_memory
 from meshmark.run.record import Record, Verdict
 from meshmark.run.verdict import BLIND, HIDDEN, Limit, detection_limits, judge_equivalence
 from meshmark.theory.states import ExtraMemory, ModelStates
@@ -291,7 +291,9 @@ def counted(plan: ModelStates = PEAK, declared: Sequence[ExtraMemory] = (), **ch
         make_memory(), peak=Bytes(parameters=400, activations=89_600), late_bytes=0, previous_steady_bytes=None
     )
     odd = dataclasses.replace(fine, **changes)
-    evidence = make_memory_evidence(readings=[fine, odd], planned=[plan, plan], extra_memory=[[], list(declared)])
+    evidence = make_memory_evidence(
+        readings=[fine, odd], planned=[plan, plan], extra_memory=[[], list(declared)], live_bytes=[]
+    )
     verdict = judge_memory(make_good(memory=evidence))
     assert verdict is not None
     return verdict
@@ -337,6 +339,53 @@ def test_everything_that_the_allocator_counted_is_judged(changes: dict[str, obje
 def test_a_total_that_is_off_says_in_which_direction(num_bytes: int, said: str, unsaid: str) -> None:
     summary = counted(peak=peak(num_bytes)).summary
     assert said in summary and unsaid not in summary and "`Adapter.extra_memory`" in summary
+
+
+def lived(*growth: int, **changes: object) -> Verdict:
+    """Of two ranks, of which the second holds so much more after each step than after the metered one."""
+    fine = dataclasses.replace(make_memory(), peak=Bytes(parameters=400, activations=89_600), late_bytes=0)
+    live = [{step: 7000 for step in range(len(growth))}, {step: 7000 + more for step, more in enumerate(growth)}]
+    evidence = make_memory_evidence(
+        readings=[fine, fine], planned=[PEAK, PEAK], extra_memory=[[], []], live_bytes=live, **changes
+    )
+    verdict = judge_memory(make_good(memory=evidence))
+    assert verdict is not None
+    return verdict
+
+
+@pytest.mark.parametrize(
+    "growth, caught",
+    [
+        ((0, 0, 0, 0, 0), ""),
+        ((-5000, -5000, 0, 0, 0), ""),  # states that the first update makes
+        ((-2048, -1024, 0, 1024, 2048), "growth on rank 1: 1,024 ± 0 bytes a step"),
+        ((-100, -50, 0, 50, 100), ""),
+        ((0, 0, 0, 5000, 5000), "steady on rank 1, after step 3"),
+        ((5000, 0, 0, 0, 0), "steady on rank 1, after step 0"),
+        ((0, 0, 0, 900, 0), ""),
+        ((0, 0, 0, *(0,) * 20, *range(0, 27 * 1024, 1024)), "growth on rank 1: "),
+        (tuple(100 * step for step in range(-2, 48)), "growth on rank 1: 100 ± 0 bytes a step"),
+    ],
+)
+def test_what_is_left_after_every_step_is_judged(growth: tuple[int, ...], caught: str) -> None:
+    """A leak by its growth a step, with an interval; a buffer that comes once by its size."""
+    verdict = lived(*growth)
+    assert verdict.passed == (not caught), verdict
+    assert verdict.summary.startswith(caught)
+
+
+def test_a_memory_verdict_says_what_it_would_have_seen() -> None:
+    evidence = lived(0, 0, 0, 0, 0).evidence
+    assert evidence["smallest_leak_bytes"] == LEAK_BYTES["cpu"] and evidence["steps"] == 5
+    assert evidence["smallest_buffer_bytes"] == SCALARS_BYTES + 12
+    assert lived(0, 0, 0, 40, 0).evidence["smallest_leak_bytes"] > 400, "what goes up and down hides a leak"
+
+
+def test_growth_is_judged_where_nothing_is_planned() -> None:
+    leaking = make_memory_evidence(planned=[None, None], live_bytes=[{2: 0, 3: 1024, 4: 2048}] * 2)
+    verdict = judge_memory(make_good(memory=leaking))
+    assert verdict is not None and not verdict.passed
+    assert judge_memory(make_good(memory=make_memory_evidence(planned=[None, None]))) is None
 
 
 def test_a_peak_that_is_not_known_is_not_judged_and_the_verdict_says_so() -> None:

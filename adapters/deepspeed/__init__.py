@@ -21,7 +21,12 @@ from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapters.deepspeed.config import as_theory_says, ds_config, prepare
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
-from meshmark.adapters.deepspeed.traffic_exceptions import keeps_whole_gradients, state_shards, zero_exceptions
+from meshmark.adapters.deepspeed.traffic_exceptions import (
+    compared_orders,
+    keeps_whole_gradients,
+    state_shards,
+    zero_exceptions,
+)
 from meshmark.reference.build import parameter_shapes
 from meshmark.reference.model import Model
 from meshmark.reference.objective import build_optimizer, build_schedule
@@ -29,7 +34,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Dtype, Precision
-from meshmark.theory.flow import TrafficException
+from meshmark.theory.flow import OneTimeTraffic, TrafficException
 from meshmark.theory.model_theory import bucket_elements, local_parameters
 from meshmark.theory.parameter_order import reaching_elements
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
@@ -131,6 +136,10 @@ class DeepSpeed(Adapter):
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         return zero_exceptions(case, rank)
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        return compared_orders(case)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         prepare(context)

@@ -26,7 +26,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Recompute
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
+from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, exceptions_for
 from meshmark.theory.model_theory import local_parameters
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import ExtraMemory
@@ -93,6 +93,10 @@ class AutoTPEngine(DeepSpeedEngine):
                 raise AdapterError(f"rank {rank}: AutoTP gives {name} {found} elements, expected {wanted}")
 
 
+_PICKLED_BYTES = 1024
+"""Of a pickled tensor, beside its elements: some 400 in torch 2.12."""
+
+
 class DeepSpeedAutoTP(DeepSpeed):
     engine: ClassVar = AutoTPEngine
     capabilities: ClassVar = dataclasses.replace(
@@ -144,6 +148,19 @@ class DeepSpeedAutoTP(DeepSpeed):
             found |= {"gradients": states.gradient_bytes / shards, "steady": states.gradient_bytes / shards}
         whole = (ExtraMemory(category=name, num_bytes=more * each, reason=_WHOLE) for name, each in found.items())
         return (*whole, *super().extra_memory(case, rank))
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        """Before its first forward pass, DeepSpeed sees whether tensor-parallel ranks have the same inputs.
+
+        The first of them broadcasts its own, pickled, with their size; then all add up whether theirs are equal. A
+        micro-batch is a view of the global batch, and pickle takes the storage whole.
+        """
+        reason = "ranks see whether all have the inputs of the first, once"
+        pickled = 8 * case.workload.global_batch * case.workload.model.seq_len + _PICKLED_BYTES
+        told = OneTimeTraffic(kind="broadcast", steps=(0,), most_bytes=pickled, most_calls=2, reason=reason)
+        equal = OneTimeTraffic(kind="all_reduce", steps=(0,), most_bytes=4, most_calls=1, reason=reason)
+        return (*super().one_time_traffic(case, rank), told, equal)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:

@@ -19,7 +19,7 @@ from meshmark.errors import AdapterError
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import ModelSpec
-from meshmark.theory.flow import Flow, Purpose, TrafficException
+from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
 from meshmark.theory.sharding import neighbours
 from meshmark.theory.states import ExtraMemory
 from meshmark.theory.traffic import step_traffic
@@ -56,6 +56,22 @@ class DeepSpeedHPZ(DeepSpeed):
             case.precision.weights.itemsize * _padded_elements(case, {m for m, n in modules.items() if n > 1}) / NODE
         )
         return (ExtraMemory(category="activations", num_bytes=copies, reason="a node's own shards of the weights"),)
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        """The node's own shards are there from the start, so that the first step gathers nothing from all ranks."""
+        num_bytes = case.precision.weights.itemsize * _padded_elements(case)
+        tensors = len(parameter_shapes(case.workload.model))
+        near = OneTimeTraffic(
+            kind="all_gather",
+            steps=(0,),
+            most_bytes=num_bytes,
+            most_calls=tensors,
+            least_bytes=-num_bytes,
+            least_calls=-tensors,
+            reason="the node's own shards are made with the engine: the first step gathers from them alone",
+        )
+        return (*super().one_time_traffic(case, rank), near)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:

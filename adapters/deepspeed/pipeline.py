@@ -25,7 +25,7 @@ from meshmark.spec.case import Case
 from meshmark.spec.layout import Axis, Recompute, Schedule
 from meshmark.spec.model_spec import CONVOLUTIONAL_FAMILIES, TEXT_FAMILIES, Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, Purpose, TrafficException
+from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
 from meshmark.theory.parameter_order import reaching_elements
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import ExtraMemory, micro_batch_tokens
@@ -161,6 +161,16 @@ class DeepSpeedPipeline(DeepSpeed):
             ExtraMemory(category="gradients", num_bytes=4 * kept, reason=reason),
             *(ExtraMemory(category="steady", num_bytes=num_bytes, reason=reason) for num_bytes, reason in steady),
         )
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        """Before its first activations, a stage describes them to the next, in a buffer of 256 numbers."""
+        reason = "shapes of activations are told to the next stage before the first of them"
+        told = (
+            OneTimeTraffic(kind=kind, steps=(0,), most_bytes=4 * 256, most_calls=1, reason=reason)
+            for kind in ("send", "recv")
+        )
+        return (*super().one_time_traffic(case, rank), *told)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:

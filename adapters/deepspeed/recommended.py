@@ -18,7 +18,7 @@ from meshmark.errors import AdapterError
 from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, Purpose, TrafficException, exceptions_for
+from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, exceptions_for
 from meshmark.theory.model_theory import bucket_elements
 from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import ExtraMemory
@@ -76,6 +76,27 @@ class DeepSpeedRecommended(DeepSpeed):
         small, _ = _padded_elements(case)
         reason = "tensors of up to 1e5 elements are whole on every rank, beside their shards"
         return (bucket, ExtraMemory(category="parameters", num_bytes=4.0 * small.unpadded, reason=reason))
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        """Until the order of modules is recorded, which takes a micro-batch, weights are given up after every use.
+
+        So the first micro-batch gathers small parameters for its forward and again for its backward pass, and the
+        second one once more, before they stay; and large ones twice in place of once.
+        """
+        found = super().one_time_traffic(case, rank)
+        if case.layout.zero_stage < 3:
+            return found
+        small, large = _padded_elements(case)
+        times = min(case.layout.num_micro_batches + 1, 3)
+        again = OneTimeTraffic(
+            kind="all_gather",
+            steps=(0,),
+            most_bytes=case.precision.weights.itemsize * (times * small.elements + large.elements),
+            most_calls=times * small.tensors + large.tensors,
+            reason="weights are given up after every use until the order of modules is recorded",
+        )
+        return (*found, again)
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:

@@ -10,7 +10,7 @@ from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Offload
 from meshmark.spec.precision import Dtype
-from meshmark.theory.flow import Flow, Purpose, TrafficException, besides, exceptions_for
+from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException, besides, exceptions_for
 from meshmark.theory.traffic import scalar_flows, step_traffic
 
 
@@ -30,6 +30,24 @@ def zero_exceptions(case: Case, rank: int) -> tuple[TrafficException, ...]:
     flows = step_traffic(case, rank) or []
     sizes = [math.prod(shape) for shape in parameter_shapes(case.workload.model).values()]
     return (*sharing_exceptions(case, rank, flows, sizes), *_norm(case, rank, flows), *_overflow(case, rank, flows))
+
+
+def compared_orders(case: Case) -> tuple[OneTimeTraffic, ...]:
+    """Return what stage 3 sends to see that all ranks use modules and parameters in the same order.
+
+    Rank 0 broadcasts the order of modules twice, that of parameters, and when each was used last, each with its length
+    (`PartitionedParameterCoordinator.reset_step`, until an order is recorded): numbers of 8 bytes.
+    """
+    if case.layout.zero_stage < 3:
+        return ()
+    count = len(parameter_shapes(case.workload.model))
+    most = 4 + 4 * _USES * count
+    reason = "until they have recorded in which order modules use weights, ranks see whether theirs is rank 0's"
+    return (OneTimeTraffic(kind="broadcast", steps=(0,), most_bytes=8 * most, most_calls=8, reason=reason),)
+
+
+_USES = 4
+"""Of a parameter or its module in one micro-batch: forward, backward, and once more each where it is recomputed."""
 
 
 def sharing_exceptions(case: Case, rank: int, flows: list[Flow], sizes: list[int]) -> tuple[TrafficException, ...]:

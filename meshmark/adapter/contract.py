@@ -12,11 +12,12 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from meshmark.adapter.arithmetic import Arithmetic
+from meshmark.adapter.buckets import rebuilt_buckets
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.theory.flow import TrafficException
+from meshmark.theory.flow import OneTimeTraffic, TrafficException
 from meshmark.theory.recipe import TrainingRecipe, eager_recipe
 from meshmark.theory.states import ExtraMemory
 
@@ -95,6 +96,15 @@ class Adapter(ABC):
         exceptions are those of that module's `METERED_STEP`.
         """
         return ()
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        """Return what this framework sends in some steps besides what it sends in all, to set itself up.
+
+        All steps of a run must send what the metered step sends, and this. `rank` is the rank that is asked about. By
+        default it is what PyTorch's DistributedDataParallel sends in the second step, for many frameworks wrap it.
+        """
+        return (rebuilt_buckets(case),) if case.layout.dp > 1 else ()
 
     @classmethod
     def remainders(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:

@@ -38,6 +38,10 @@ TIME_LIMITS = 10
 """That a pass has in which a large model is judged."""
 OBSERVED_STEPS = 5
 """Of a run that is judged in full."""
+ENDURANCE_STEPS = 50
+"""Of one that is to show what begins late."""
+ENDURANCE_TIME = ENDURANCE_STEPS // OBSERVED_STEPS
+"""Time limits that such a run has."""
 LARGEST_FULL = 20_000_000
 """Parameters of the largest model that is judged whole unless asked otherwise: of all steps at once it takes some 80
 bytes a parameter on one rank."""

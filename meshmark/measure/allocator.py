@@ -6,8 +6,10 @@ import ctypes
 import functools
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 _SETTLE_SECONDS = 0.02
 """Gloo's threads let go of a tensor microseconds after they have said that its collective is done, if they are let."""
@@ -33,6 +35,26 @@ def settle(device: torch.device) -> int:
     told = torch.empty(1, device=device)
     del told  # the end of it is the last change before this time
     return time.time_ns()
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return the allocator's own count; no profiler may be running.
+
+    On a CPU the allocator tells it to a profiler alone, and `count_all_threads` must have been called before the first
+    allocation that is to count.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as short:
+        told = torch.empty(1)
+        del told
+    results: Any = short.profiler.kineto_results
+    stack, changes = list(results.experimental_event_tree()), []
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        changes += [event] if event.name == "[memory]" else []
+    return int(max(changes, key=lambda event: event.start_time_ns).extra_fields.total_allocated)
 
 
 class CudaPeaks:

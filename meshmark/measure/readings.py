@@ -124,3 +124,23 @@ class TrafficReading:
     """What the framework called for: the same on every backend."""
     issued: list[Collective]
     """What the backend did for it: gloo, for one, has no reduce-scatter and issues an all-reduce."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlikeSteps:
+    """Steps in which one rank's backend did the same, by kind and group."""
+
+    steps: list[int]
+    issued: list[Collective]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReadings:
+    """What one rank held after each step, and what its backend did in each."""
+
+    live_bytes: dict[int, int]
+    """By step: the allocator's own count after it, of everything that this process holds."""
+    sent: list[AlikeSteps]
+    """In order of the first of their steps. Empty where it cannot be told."""
+    failure: str = ""
+    """Why it cannot be told what was sent."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from meshmark.adapter.traffic_source import TrafficSource, Transfer
 from meshmark.errors import TrafficError
 from meshmark.measure.flight_recorder import IssuedOperation
-from meshmark.measure.readings import Collective, TrafficReading
+from meshmark.measure.readings import AlikeSteps, Collective, TrafficReading
 from meshmark.measure.watch import POINT_TO_POINT, AskedOperation, Watch
 
 # Which argument of a c10d call holds the tensors that count, and whether these are one rank's part of the whole.
@@ -58,8 +58,13 @@ class TorchTraffic:
         return _paired([a for a in asked if a.name not in POINT_TO_POINT], issued) + _point_to_point(asked)
 
     def issued(self) -> list[Transfer]:
-        asked, issued = self._seen()
-        return [_issued(i) for i in issued] + _point_to_point(asked)
+        """Raises `TrafficError` when the flight recorder had no room for all of it."""
+        since = self._watch.recorded_since_ns
+        if any(start < since for start, _ in self._stretches):
+            raise TrafficError("the flight recorder had no room for all collectives; TORCH_FR_BUFFER_SIZE is too small")
+        messages = [m for m in self._watch.messages() if self._counts(m.time_ns)]
+        sent = [Transfer(kind=m.kind, ranks=m.ranks, num_bytes=m.num_bytes) for m in messages]
+        return [_issued(i) for i in self._watch.issued() if self._counts(i.time_ns)] + sent
 
     def _seen(self) -> tuple[list[AskedOperation], list[IssuedOperation]]:
         asked = [a for a in self._watch.asked() if self._counts(a.time_ns)]
@@ -75,6 +80,19 @@ def read_traffic(sources: Sequence[TrafficSource]) -> TrafficReading:
         asked=sum_transfers(t for source in sources for t in source.asked()),
         issued=sum_transfers(t for source in sources for t in source.issued()),
     )
+
+
+def alike_steps(sources: Sequence[Sequence[TrafficSource]]) -> list[AlikeSteps]:
+    """Group steps by what was issued in them. `sources` are by step, from the first. Raises `TrafficError`."""
+    found: list[AlikeSteps] = []
+    for step, own in enumerate(sources):
+        issued = sum_transfers(t for source in own for t in source.issued())
+        same = next((group for group in found if group.issued == issued), None)
+        if same:
+            same.steps.append(step)
+        else:
+            found.append(AlikeSteps(steps=[step], issued=issued))
+    return found
 
 
 def _paired(asked: Sequence[AskedOperation], issued: Sequence[IssuedOperation]) -> list[Transfer]:

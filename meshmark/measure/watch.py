@@ -6,6 +6,7 @@ asked for; the flight recorder, what the backend issued for it and in which grou
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from meshmark.measure.allocations import Change
-from meshmark.measure.allocator import CudaPeaks, count_all_threads, settle
-from meshmark.measure.ends import Ends
+from meshmark.measure.allocator import CudaPeaks, allocated_bytes, count_all_threads, settle
+from meshmark.measure.ends import Ends, Message
 from meshmark.measure.flight_recorder import IssuedOperation, dump, issued_operations
 
 _AUTOGRAD_NODE = "autograd::engine::evaluate_function: "
@@ -37,6 +38,8 @@ tile of scores a thread."""
 _ALLOCATING = frozenset({"aten::empty", "aten::zeros"})
 """Through which attention asks for its tile, and for what it gives back, which stays."""
 
+_MOST_LOOKS = 25
+"""After a step that left more than those before: half a second on a CPU."""
 _BACKEND_EVENT = "gloo:"
 POINT_TO_POINT = frozenset({"c10d::send", "c10d::recv_", "c10d::recv_any_source_"})
 """As the profiler names them."""
@@ -85,7 +88,11 @@ class AskedOperation:
 
 
 class Watch:
-    """Context manager: every allocation between its entry and its exit is seen, and every collective after `focus`.
+    """Context manager: every allocation between its entry and `rest` is seen, and every collective after `follow`.
+
+    Of collectives between `focus` and `rest`, what was asked for is seen; of others, what the backend did for it. That
+    takes no profiler, so that all steps of a run can be followed. After `rest`, the bytes that the allocator counts are
+    still read after every step.
 
     Tensors allocated before the entry are not seen: enter before the engine is built. Operands are recorded only after
     `focus`, because the profiler then holds weak references to tensors, and PyTorch refuses to swap such tensors, as
@@ -97,28 +104,48 @@ class Watch:
         self.windows: list[Window] = []
         self.steady_ns: dict[int, int] = {}
         """By step, when it was over and the allocator told what was left."""
+        self._rested_bytes: dict[int, int] = {}
+        """The allocator's count, by step since `rest`."""
         self.peaks = CudaPeaks(device)
         self._events: list[Any] = []
         self._recorded: dict[str, Any] = {}
         self._num_unfocused = 0
         """Of the events, those from before operands were recorded."""
         self._ends = Ends()
+        self._focused_messages = slice(0)
+        """Of the point-to-point calls, those that were made while operands were recorded."""
+        self._rests = False
+        self._least_bytes: int | None = None
+        """The fewest bytes that the allocator counted after a step, from the last one before `rest` on."""
 
     def __enter__(self) -> Watch:
         count_all_threads()
         self._start(operands=False)
         return self
 
+    def follow(self) -> None:
+        """From here on see what the backend does; call it when the engine is built."""
+        self._ends.start()
+
     def focus(self) -> None:
-        """From here on see collectives too, with their operands; peaks are those of what follows."""
+        """From here on see what is asked for too, with its operands; peaks are those of what follows."""
+        self.follow()
         self.peaks = CudaPeaks(self.device)
         self._stop()
         self._num_unfocused = len(self._events)
-        self._ends.start()
+        self._focused_messages = slice(len(self._ends.messages), None)
         self._start(operands=True)
 
-    def __exit__(self, *_: object) -> None:
+    def rest(self) -> None:
+        """From here on follow only what the backend does, and what is left after each step."""
         self._stop()
+        self._focused_messages = slice(self._focused_messages.start or 0, len(self._ends.messages))
+        self._least_bytes = next(reversed(self.live_bytes().values()), None)
+        self._rests = True
+
+    def __exit__(self, *_: object) -> None:
+        if not self._rests:
+            self._stop()
         self._ends.stop()
         if torch.distributed.is_initialized():
             self._recorded = dump()
@@ -141,18 +168,46 @@ class Watch:
     def window(self, name: str, step: int) -> Iterator[None]:
         """Marks what runs inside, once the device has caught up on both sides."""
         self._synchronize()
-        self.peaks.reset()
+        if not self._rests:
+            self.peaks.reset()
         start = time.time_ns()
         try:
             yield
         finally:
             self._synchronize()
-            self.peaks.read()
+            if not self._rests:
+                self.peaks.read()
             self.windows.append(Window(name=name, step=step, start_ns=start, stop_ns=time.time_ns()))
 
     def settle(self, step: int) -> None:
         """After `step`: mark the steady point, with nothing of it left on its way."""
         self.steady_ns[step] = settle(self.device)
+        if self._rests:
+            self._rested_bytes[step] = self._settled_bytes()
+
+    def _settled_bytes(self) -> int:
+        """Return what the allocator counts. Where that is more than before, threads of the backend get more time to let
+        go of what they hold: they are slow on a busy machine, and a leak stays however long we wait."""
+        found = allocated_bytes(self.device)
+        for _ in range(_MOST_LOOKS):
+            if self._least_bytes is None or found <= self._least_bytes:
+                break
+            settle(self.device)
+            found = allocated_bytes(self.device)
+        self._least_bytes = found if self._least_bytes is None else min(found, self._least_bytes)
+        return found
+
+    def live_bytes(self) -> dict[int, int]:
+        """Return the allocator's count after each step."""
+        changes = [event for event in self._events if event.name == "[memory]"]
+        changes = [event for event in changes if event.extra_fields.device.type == self.device.type]
+        times = [event.start_time_ns for event in changes]
+        found = dict(self._rested_bytes)
+        for step, time_ns in self.steady_ns.items():
+            place = bisect.bisect_right(times, time_ns)
+            if step not in found and place:
+                found[step] = changes[place - 1].extra_fields.total_allocated
+        return dict(sorted(found.items()))
 
     def forget(self, step: int) -> None:
         """Its windows and peaks, for it is done again."""
@@ -192,12 +247,15 @@ class Watch:
         return starts
 
     def asked(self) -> list[AskedOperation]:
-        """Every collective and point-to-point call since `focus`, in order. Point-to-point calls that cannot be paired
-        with their ends, by order, have none."""
+        """Return every collective and point-to-point call from `focus` to `rest`, in order.
+
+        Point-to-point calls that cannot be paired with their ends, by order, have none.
+        """
         seen = self._events[self._num_unfocused :]
         events = [event for event in seen if event.name.startswith("c10d::")]
         num_messages = sum(event.name in POINT_TO_POINT for event in events)
-        ends = iter(self._ends.ranks if num_messages == len(self._ends.ranks) else [()] * num_messages)
+        told = [message.ranks for message in self._ends.messages[self._focused_messages]]
+        ends = iter(told if num_messages == len(told) else [()] * num_messages)
         done = _when_done(events, [event for event in seen if event.name.startswith(_BACKEND_EVENT)])
         return [
             AskedOperation(
@@ -209,6 +267,16 @@ class Watch:
             )
             for event, done_ns in zip(events, done, strict=True)
         ]
+
+    def messages(self) -> list[Message]:
+        """Every point-to-point call since `follow`, in order."""
+        return self._ends.messages
+
+    @property
+    def recorded_since_ns(self) -> int:
+        """When the flight recorder's oldest entry was made, where older ones had to make room; else 0."""
+        entries = self._recorded.get("entries", [])
+        return entries[0]["time_created_ns"] if entries and entries[0].get("record_id", 0) else 0
 
     def issued(self) -> list[IssuedOperation]:
         """Every collective (not point-to-point) that the backend carried out, in order."""

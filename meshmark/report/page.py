@@ -140,6 +140,8 @@ def _parts(found: Sequence[CaseResult], reading: Reading, baseline: Baseline, co
         text = section.note.replace("*", "").replace("`", "")
         yield Part(id=section.id, title=section.title, texts=[text], plots=drawn[section.id], tables=section.tables)
     yield Part(id="conformance", title="Conformance", clauses=clauses(reading.records))
+    left_out = filled([Table(title="Not judged", rows=tables.not_judged(found))])
+    yield Part(id="not-judged", title="What was not judged", tables=left_out)
     yield Part(id="skipped", title="Not run", tables=filled([Table(title="Not run", rows=tables.skips(found))]))
     yield Part(id="unread", title="What could not be read", texts=list(reading.complaints))
     made = sorted({record.environment.command for record in reading.records})

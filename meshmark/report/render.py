@@ -186,6 +186,8 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
             parts.append(warning)
         for one in section.tables:
             parts += [*filter(None, [one.note]), one.markdown]
+    if left_out := tables.not_judged(found):
+        parts += ["## What was not judged", _NOT_JUDGED, Table(title="Not judged", rows=left_out).markdown]
     if any(r.skipped for r in found):
         parts += ["## Not run", Table(title="Not run", rows=tables.skips(found)).markdown]
     if reading.complaints:
@@ -193,6 +195,7 @@ def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading |
     return parts
 
 
+_NOT_JUDGED = "Of cases that ran, what no verdict speaks of."
 _OBTAINED = "## How it was obtained"
 
 

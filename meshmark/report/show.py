@@ -10,6 +10,7 @@ from meshmark.pluralize import pluralize
 from meshmark.report.markdown import one_line, visible
 from meshmark.report.table import bytes_text
 from meshmark.report.tables import interval_text
+from meshmark.run.not_judged import smallest_seen
 from meshmark.run.record import Record
 from meshmark.run.throughput import throughput
 
@@ -55,7 +56,11 @@ def _lines(record: Record) -> Iterator[str]:
         if not verdict.passed:
             facts = verdict.evidence.items()
             yield from (f"  {'':<14} {name}: {one_line(str(value))}" for name, value in facts if name != "diagnosis")
+    if limits := smallest_seen([record]):
+        yield f"  smallest seen  {limits}"
     yield from _measured(record)
+    for left_out in record.not_judged:
+        yield f"  not judged     {one_line(left_out)}"
     for remark in record.remarks:
         yield f"  remark         {one_line(remark)}"
     if outcome.message:

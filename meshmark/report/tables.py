@@ -257,5 +257,15 @@ def failures(records: Sequence[Record]) -> str:
     return "\n\n".join(parts)  # a tag goes on until an empty line
 
 
+def not_judged(found: Sequence[CaseResult]) -> Rows:
+    """What no verdict speaks of, and of how many cases; those with the most cases first."""
+    cases: dict[str, list[str]] = {}
+    for result in found:
+        for text in result.observed.not_judged if result.observed else []:
+            cases.setdefault(text, []).append(result.case.id)
+    by_count = sorted(cases.items(), key=lambda each: -len(each[1]))
+    return [{"what": text, "cases": len(ids), "such as": f"`{ids[0]}`"} for text, ids in by_count]
+
+
 def skips(found: Sequence[CaseResult]) -> Rows:
     return [{**names(r), "why": r.any.outcome.message} for r in found if r.skipped]

@@ -13,6 +13,7 @@ from meshmark.run.communication import judge_communication
 from meshmark.run.declared import declare
 from meshmark.run.launch import LaunchResult
 from meshmark.run.memory_verdict import judge_memory
+from meshmark.run.not_judged import not_judged
 from meshmark.run.rank_report import RankReport
 from meshmark.run.reach import measured_traffic, planned_traffic, reach
 from meshmark.run.record import (
@@ -79,12 +80,15 @@ def assemble(
             readings=[r.memory for r in reports if r.memory],
             planned=declared.states,
             extra_memory=declared.extra_memory,
+            live_bytes=[r.steps.live_bytes for r in reports if r.steps],
             state_dtypes=_state_dtypes(reports) if whole else {},
         ),
         traffic=TrafficEvidence(
             readings=readings,
             planned=declared.traffic,
             traffic_exceptions=declared.traffic_exceptions,
+            one_time_traffic=declared.one_time_traffic,
+            alike_steps=[r.steps.sent for r in reports if r.steps],
             places=places,
             reach=reach(measured_traffic(readings), places) if readings else None,
             planned_reach=reach(planned_traffic(declared.traffic, declared.traffic_exceptions), places),
@@ -118,7 +122,8 @@ def assemble(
     planned = (judge_memory(draft), judge_communication(draft)) if observed else ()
     timed = judge_throughput(draft) if whole and request.task is Task.TIME else None
     verdicts += [verdict for verdict in (*planned, timed) if verdict]
-    return dataclasses.replace(draft, verdicts=verdicts)
+    judged = dataclasses.replace(draft, verdicts=verdicts)
+    return dataclasses.replace(judged, not_judged=not_judged(judged, adapter)) if observed else judged
 
 
 def _training(reports: list[RankReport], whole: bool) -> TrainingCurves:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from meshmark.adapter.contract import Adapter
 from meshmark.clip import told
 from meshmark.spec.case import Case
-from meshmark.theory.flow import Flow, TrafficException, departed
+from meshmark.theory.flow import Flow, OneTimeTraffic, TrafficException, departed
 from meshmark.theory.states import ExtraMemory, ModelStates, model_states
 from meshmark.theory.traffic import step_traffic
 
@@ -25,6 +25,7 @@ class Declared:
     traffic: list[list[Flow] | None]
     """By theory alone."""
     traffic_exceptions: list[list[TrafficException]]
+    one_time_traffic: list[list[OneTimeTraffic]]
     failed: dict[str, str] = field(default_factory=dict)
     """By suite that cannot be judged by it: the method that failed, and how."""
 
@@ -49,6 +50,11 @@ def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int]) -> Declare
             "traffic_exceptions",
             lambda rank: _exceptions(case, rank, adapter.traffic_exceptions(case, rank)),
         ),
+        one_time_traffic=ask(
+            "communication",
+            "one_time_traffic",
+            lambda rank: _one_time_traffic(adapter.one_time_traffic(case, rank)),
+        ),
         failed=failed,
     )
 
@@ -58,6 +64,13 @@ def _extra_memory(declared: Sequence[object]) -> list[ExtraMemory]:
         if not isinstance(each, ExtraMemory):
             raise TypeError(f"got {each!r} among the extra memory, expected an ExtraMemory")
     return [each for each in declared if isinstance(each, ExtraMemory)]
+
+
+def _one_time_traffic(declared: Sequence[object]) -> list[OneTimeTraffic]:
+    for each in declared:
+        if not isinstance(each, OneTimeTraffic):
+            raise TypeError(f"got {each!r} among the one-time traffic, expected a OneTimeTraffic")
+    return [each for each in declared if isinstance(each, OneTimeTraffic)]
 
 
 def _exceptions(case: Case, rank: int, declared: Sequence[object]) -> list[TrafficException]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from meshmark.measure.interval import Interval, mean_interval
 from meshmark.measure.readings import MemoryReading
 from meshmark.run.record import MemoryEvidence, Record, Verdict
 from meshmark.spec.own_model import OwnModelConfig
 from meshmark.spec.workload import Workload
 from meshmark.theory.states import ExtraMemory, ModelStates, declared_bytes, declared_peak
+from meshmark.theory.traffic import METERED_STEP
 
 STATE_TOLERANCE = 0.01
 """Relative, on the bytes of each category of model states, of activations, and of the allocator's totals."""
 SCALARS_BYTES = 1024
 """Beside it, of totals: loss, norm, scale and a few counts, which nobody names. More is a tensor."""
+LEAK_BYTES = {"cpu": 64, "cuda": 512}
+"""Growth a step that is not judged: a few scalars, which take a block of 512 bytes each on a GPU. Correct engines grow
+by nothing at all from the metered step on."""
 LOSS_BYTES = 256
 """Beside activations that were counted in a pass of one process: the engine's own loss, its share and what scales it,
 which are no part of the module. Frameworks here hold 32 to 52 bytes of these."""
@@ -56,6 +62,12 @@ class Held:
     planned: float
     late: float = 0.0
     """So much of what was measured may have been gone, had a backend's threads been quick, or not yet come."""
+    step: int | None = None
+    """After which it was measured; None: at the metered step."""
+    interval: Interval | None = None
+    """Of growth a step, where several steps tell it."""
+    spare: int = 0
+    """Bytes beyond the plan that may be scalars."""
 
     @property
     def is_below(self) -> bool:
@@ -70,8 +82,23 @@ class Held:
     def error(self) -> float:
         """Relative to the plan, of what neither late buffers nor (of totals) scalars account for."""
         beyond = max(self.measured - self.late - self.planned, self.planned - self.measured, 0.0)
-        scalars = SCALARS_BYTES if self.category in TOTALS else 0
-        return max(beyond - scalars, 0.0) / max(self.planned, 1.0)
+        return max(beyond - self.spare, 0.0) / max(self.planned, 1.0)
+
+    @property
+    def where(self) -> str:
+        after = f", {_after(self.step)}" if self.step is not None else ""
+        return f"{self.category} on rank {self.rank}{after}"
+
+    @property
+    def seen_from(self) -> float:
+        """Bytes more than were measured that would have failed."""
+        if self.interval:
+            return self.spare + self.interval.half_width
+        return self.spare + self.late + STATE_TOLERANCE * max(self.planned, 1.0)
+
+
+def _after(step: int) -> str:
+    return f"after step {step}"
 
 
 def judge_memory(record: Record) -> Verdict | None:
@@ -81,22 +108,32 @@ def judge_memory(record: Record) -> Verdict | None:
     if "memory" in record.unmeasured:
         return Verdict(suite="memory", passed=False, summary=record.unmeasured["memory"])
     found: list[Held] = []
-    on_cpu = record.environment.device == "cpu"
-    scalars = _scalars(record.case.workload)
+    device = record.environment.device
+    on_cpu = device == "cpu"
+    scalars, planned = _scalars(record.case.workload), True
     for rank, (reading, plan, declared) in enumerate(
         zip(record.memory.readings, record.memory.planned, record.memory.extra_memory, strict=True)
     ):
+        live = record.memory.live_bytes[rank] if record.memory.live_bytes else {}
+        growth = _growth(rank, live, LEAK_BYTES.get(device, SCALARS_BYTES))
+        found += [growth] if growth else []
         if plan is None:
-            return None
+            planned = False
+            continue
         found += [
             Held(category=name, rank=rank, measured=measured, planned=planned, late=scalars.get(name, 0))
             for name, measured, planned in memory_categories(reading, plan, declared, with_activations=on_cpu)
         ]
-        found += memory_totals(rank, reading, plan, declared, on_cpu=on_cpu)
+        totals = list(memory_totals(rank, reading, plan, declared, on_cpu=on_cpu))
+        found += [held for held in totals if not growth or held.category != growth.category]
+        found += _later(totals, live)
+    if not planned and all(held.error <= STATE_TOLERANCE for held in found):
+        return None
     worst = max(found, key=lambda held: held.error)
     relative = f"({worst.error:.2%})" if worst.planned else ""
-    where = f"{worst.category} on rank {worst.rank}"
-    summary = f"{where}: {worst.measured:,.0f} bytes, planned {worst.planned:,.0f} {relative}".rstrip()
+    summary = f"{worst.where}: {worst.measured:,.0f} bytes, planned {worst.planned:,.0f} {relative}".rstrip()
+    if worst.interval:
+        summary = f"{worst.where}: {_growth_text(worst.interval)}, planned none"
     if all(plan is None or plan.activations is None for plan in record.memory.planned):
         summary += "; activations: not planned"
     if unknown := [rank for rank, reading in enumerate(record.memory.readings) if not reading.ends_known]:
@@ -108,6 +145,35 @@ def judge_memory(record: Record) -> Verdict | None:
         summary=summary if passed else f"{summary}; {_mend(worst)}",
         evidence=_evidence(worst, found, record.memory),
     )
+
+
+def _growth(rank: int, live: Mapping[int, int], spare: int) -> Held | None:
+    """How much more a rank holds after each step than after the one before, from the metered step on; None where fewer
+    than two steps tell.
+
+    The interval is that of the mean of these differences. What comes once and stays widens it, and is judged by
+    `_later`; what comes in every step does not.
+    """
+    steps = sorted(step for step in live if step >= METERED_STEP)
+    if len(steps) < 3:
+        return None
+    interval = mean_interval([float(live[b] - live[a]) for a, b in itertools.pairwise(steps)])
+    lowest = max(interval.mean - interval.half_width, 0.0)
+    return Held(category="growth", rank=rank, measured=lowest, planned=0.0, interval=interval, spare=spare)
+
+
+def _growth_text(interval: Interval) -> str:
+    return f"{interval.mean:,.0f} ± {interval.half_width:,.0f} bytes a step"
+
+
+def _later(totals: Sequence[Held], live: Mapping[int, int]) -> Iterator[Held]:
+    """What was there after other steps than the metered one. Less is no fault: it is planned of a step that has all."""
+    steady = next((held for held in totals if held.category == "steady"), None)
+    if steady is None or METERED_STEP not in live:
+        return
+    for step, num_bytes in live.items():
+        if step != METERED_STEP and num_bytes > live[METERED_STEP]:
+            yield replace(steady, step=step, measured=steady.measured + num_bytes - live[METERED_STEP])
 
 
 def _scalars(workload: Workload) -> dict[str, int]:
@@ -146,6 +212,11 @@ def _evidence(worst: Held, found: Sequence[Held], memory: MemoryEvidence) -> dic
             held = max(ranks, key=lambda held: (held.error, held.measured))
             evidence |= {f"{name}_rank": held.rank, f"{name}_bytes": held.measured, f"{name}_planned": held.planned}
             evidence |= {f"{name}_late": held.late} if held.late else {}
+    if steady := [held for held in found if held.category == "steady"]:
+        evidence["smallest_buffer_bytes"] = max(held.seen_from for held in steady)
+    if grown := [held for held in found if held.category == "growth"]:
+        evidence["smallest_leak_bytes"] = max(held.seen_from for held in grown)
+    evidence["steps"] = len(memory.live_bytes[0]) if memory.live_bytes else 1
     return evidence
 
 
@@ -180,6 +251,7 @@ def memory_totals(
         + plan.tables
         + declared_bytes(declared, "steady"),
         late=passing,
+        spare=SCALARS_BYTES,
     )
     planned = declared_peak(plan, declared) if on_cpu else None
     if not reading.ends_known:
@@ -191,11 +263,13 @@ def memory_totals(
             measured=peak.total - peak.inputs,
             planned=planned + plan.tables,
             late=reading.late_bytes,
+            spare=SCALARS_BYTES,
         )
     else:
         unnamed = plan.tables + sum(r.num_bytes for r in declared if r.category in ("steady", "unnamed"))
         # At most: an engine may name what is declared.
-        yield Held(category="unnamed", rank=rank, measured=max(peak.other, unnamed), planned=unnamed)
+        measured = max(peak.other, unnamed)
+        yield Held(category="unnamed", rank=rank, measured=measured, planned=unnamed, spare=SCALARS_BYTES)
     if reading.previous_steady_bytes is not None:
         growth = max(steady.total - reading.previous_steady_bytes, 0)
-        yield Held(category="growth", rank=rank, measured=growth, planned=0.0, late=passing)
+        yield Held(category="growth", rank=rank, measured=growth, planned=0.0, late=passing, spare=SCALARS_BYTES)

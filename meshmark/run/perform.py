@@ -120,10 +120,13 @@ def _join(request: Request, info: RankInfo, store: Store, timeout: datetime.time
 
 
 def _recorded(request: Request) -> int:
-    """Entries of the flight recorder: all of a metered or profiled step, on any backend. Elsewhere it would only take
-    time, and memory with every collective; but NCCL's is cheap, and all the evidence that there is of a hang."""
-    if request.task is Task.PROFILE or (request.task is Task.OBSERVE and request.metered):
+    """Entries of the flight recorder: all of a metered pass's or profiled step's, on any backend. Elsewhere it would
+    only take time, and memory with every collective; but NCCL's is cheap, and all the evidence that there is of a hang.
+    """
+    if request.task is Task.PROFILE:
         return 20_000
+    if request.task is Task.OBSERVE and request.metered:
+        return max(20_000, 4_000 * request.steps)
     return 2_000 if request.backend == "nccl" else 0
 
 

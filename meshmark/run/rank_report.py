@@ -10,7 +10,7 @@ from meshmark.judge.faults import Diagnosis
 from meshmark.judge.tolerance_model import Comparisons
 from meshmark.measure.device_memory import DeviceMemory
 from meshmark.measure.profile import Profile
-from meshmark.measure.readings import MemoryReading, TrafficReading
+from meshmark.measure.readings import MemoryReading, StepReadings, TrafficReading
 from meshmark.run.links import Link
 
 
@@ -39,6 +39,7 @@ class RankReport:
     """On rank 0, of a run that is not equivalent."""
     memory: MemoryReading | None = None
     traffic: TrafficReading | None = None
+    steps: StepReadings | None = None
     unmeasured: dict[str, str] = field(default_factory=dict)
     """By suite that cannot be judged: the engine's method that failed, and how."""
     step_seconds: list[float] = field(default_factory=list)

@@ -18,13 +18,13 @@ from meshmark.measure.gpu_power import GpuPower
 from meshmark.measure.interval import Interval, mean_interval
 from meshmark.measure.laps import Lap, laps_of
 from meshmark.measure.profile import Profile
-from meshmark.measure.readings import MemoryReading, TrafficReading
+from meshmark.measure.readings import AlikeSteps, MemoryReading, TrafficReading
 from meshmark.run.reach import Place, Reach
 from meshmark.run.request import Task
 from meshmark.run.sources import Source
 from meshmark.spec.case import Case
 from meshmark.spec.known_gap import KnownGap
-from meshmark.theory.flow import Flow, TrafficException
+from meshmark.theory.flow import Flow, OneTimeTraffic, TrafficException
 from meshmark.theory.states import ExtraMemory, ModelStates
 
 SCHEMA = 4
@@ -178,6 +178,8 @@ class MemoryEvidence:
     """Before extra memory; None where nothing is planned."""
     extra_memory: list[list[ExtraMemory]] = field(default_factory=list)
     """What the adapter declares beyond the plan."""
+    live_bytes: list[dict[int, int]] = field(default_factory=list)
+    """After each step, the allocator's own count of everything; empty in records of old."""
     state_dtypes: dict[str, str] = field(default_factory=dict)
     """Of all ranks together; see `RankReport`."""
 
@@ -191,6 +193,10 @@ class TrafficEvidence:
     """By theory; None where it does not plan. Empty in records of old, whose plan was their adapter's word."""
     traffic_exceptions: list[list[TrafficException]] = field(default_factory=list)
     """From theory, as the adapter declares them."""
+    one_time_traffic: list[list[OneTimeTraffic]] = field(default_factory=list)
+    """What some steps send besides, as the adapter declares it."""
+    alike_steps: list[list[AlikeSteps]] = field(default_factory=list)
+    """What the backend did in every step; empty in records of old, and of a rank that could not tell."""
     places: list[Place] = field(default_factory=list)
     """Where each rank ran; empty in records of old."""
     reach: Reach | None = None
@@ -319,6 +325,8 @@ class Record:
     kernels: dict[str, str] = field(default_factory=dict)
     """Formats and kernels that PyTorch was set to compute with on the first rank."""
     verdicts: list[Verdict] = field(default_factory=list)
+    not_judged: list[str] = field(default_factory=list)
+    """What the verdicts of an observed pass leave out, in words; empty in records of old."""
     remarks: list[str] = field(default_factory=list)
     """What happened on the way that a reader should know."""
 

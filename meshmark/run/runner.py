@@ -13,7 +13,15 @@ from meshmark.adapter.contract import Adapter
 from meshmark.adapter.registry import load_adapter
 from meshmark.environment import Environment, describe
 from meshmark.errors import AdapterError, ClusterError, NodeLostError, ResultsError
-from meshmark.judge.sample import OBSERVED_STEPS, TIME_LIMITS, Assess, assess_of, sample_of
+from meshmark.judge.sample import (
+    ENDURANCE_STEPS,
+    ENDURANCE_TIME,
+    OBSERVED_STEPS,
+    TIME_LIMITS,
+    Assess,
+    assess_of,
+    sample_of,
+)
 from meshmark.measure.laps import LEAST_LAUNCHES
 from meshmark.run.assemble import JUDGED, assemble
 from meshmark.run.gpus import refuses_to_share
@@ -261,13 +269,16 @@ class Runner:
         options, assess = self.options, assess_of(case, assess or self.options.assess)
         sample = sample_of(case) if assess is Assess.SAMPLED and task is Task.OBSERVE else None
         observed = options.observed_steps or (WATCHED_STEP + 1 if sample else OBSERVED_STEPS)
+        time_limits = TIME_LIMITS if sample else 1
+        if task is Task.OBSERVE and observed == ENDURANCE_STEPS:
+            time_limits *= ENDURANCE_TIME
         return Request(
             case=case,
             adapter=self.adapters[case.adapter],
             task=task,
             device=options.device,
             backend=self._backend(case),
-            time_limit_seconds=options.time_limit_seconds * (TIME_LIMITS if sample else 1),
+            time_limit_seconds=options.time_limit_seconds * time_limits,
             steps=options.timed_steps if task is Task.TIME else observed,
             sample=sample,
             warmup=options.warmup if task in (Task.TIME, Task.PROFILE) else 0,

@@ -139,6 +139,13 @@ class Algorithm:
         """Return what `rank` sends its replicas in the metered step; None: as synchronous training under ZeRO does."""
         return None
 
+    def traffic_repeats(self, case: Case, rank: int, step: int) -> bool:
+        """Return whether `rank` sends its replicas in `step` what it sends in the metered step.
+
+        Where it does not, or nobody can know, what it sends in `step` is not judged.
+        """
+        return not self.replicas_differ
+
     def vectors_kept(self, case: Case, rank: int) -> int:
         """Return how many vectors as long as the parameters `rank` keeps besides its optimizer's states."""
         return 0

@@ -56,6 +56,26 @@ class TrafficException:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OneTimeTraffic:
+    """What a framework sends besides what it sends in every step, or does without, while it sets itself up.
+
+    It is told by size alone: what it holds may depend on versions, such as a pickled description of tensors.
+    """
+
+    kind: str
+    """As of a `Flow`."""
+    steps: tuple[int, ...]
+    """In which it is sent, counted from 0."""
+    most_bytes: int
+    """Of all its calls in one step over one group."""
+    most_calls: int
+    least_bytes: int = 0
+    """Below zero where a step may send so much less over one group, such as what is still there from the start."""
+    least_calls: int = 0
+    reason: str
+
+
 def exceptions_for(
     flows: Iterable[Flow] | None, purpose: Purpose, reason: str, change: Callable[[Flow], Flow] | None = None
 ) -> tuple[TrafficException, ...]:

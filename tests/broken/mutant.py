@@ -107,6 +107,8 @@ class Mutant:
     layout: Layout
     workload: Workload = GPT
     precision: Precision = Precision.FP32
+    steps: int | None = None
+    """That a run must take to show it; None: those of every run."""
 
     @property
     def name(self) -> str:
@@ -152,6 +154,7 @@ def on(
     workload: Workload = GPT,
     layout: Layout | None = None,
     precision: Precision = Precision.FP32,
+    steps: int | None = None,
 ) -> Iterator[Mutant]:
     """Mutants that a suite must catch."""
     for adapter in adapters.split():
@@ -163,6 +166,7 @@ def on(
             workload=under(adapter, workload),
             layout=layout or LAYOUTS[adapter],
             precision=precision,
+            steps=steps,
         )
 
 

@@ -21,6 +21,8 @@ def _runs_in_bf16(mutant: Mutant) -> bool:
     real = load_adapter(builtin_adapters()[mutant.adapter.partition("/")[0]])
     if mutant.workload.routes or mutant.workload.dataset is Dataset.OWN:
         return False
+    if mutant.steps:  # another noise of as many steps would take minutes, and shows nothing that a shorter run does not
+        return False
     return Precision.BF16 in real.capabilities.precisions and mutant.defect not in _ASKED_FOR
 
 

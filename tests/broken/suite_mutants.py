@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from meshmark.algorithms.local_sgd import LocalSGD
 from meshmark.judge.faults import Fault
+from meshmark.judge.sample import ENDURANCE_STEPS, OBSERVED_STEPS
 from meshmark.spec.layout import Layout, Schedule
 from meshmark.spec.precision import Precision
 from meshmark.spec.workload import workload
@@ -13,6 +14,7 @@ from tests.broken import averaging as a
 from tests.broken import convolutions as k
 from tests.broken import experts as e
 from tests.broken import gradients as g
+from tests.broken import later as w
 from tests.broken import mixed as m
 from tests.broken import pairs
 from tests.broken import pipelines as p
@@ -231,6 +233,14 @@ SUITE_MUTANTS: list[Mutant] = [
     *on("ddp fsdp2 gpipe deepspeed/2", t.ReducesOneScalarMore, suite="communication"),
     *on("ddp fsdp2", m.ReduceDtypeForgotten, suite="communication", precision=Precision.BF16_REDUCE_BF16),
     *on("ddp fsdp2", m.ReduceDtypeOfAnother, suite="communication", precision=Precision.BF16),
+    # In one step, or from some step on
+    *on("ddp fsdp2", w.ReducesAgainAtStep3, suite="communication", steps=OBSERVED_STEPS),
+    *on("ddp fsdp2", w.ReducesAgainAtFirst, suite="communication", steps=OBSERVED_STEPS),
+    *on("ddp fsdp2 gpipe", w.TakesBufferAtStep3, suite="memory", steps=OBSERVED_STEPS),
+    *on("ddp fsdp2 megatron", w.LeaksOnOneRank, suite="memory", steps=OBSERVED_STEPS),
+    *on("ddp fsdp2", w.ScaledLate, F.SCALED, steps=ENDURANCE_STEPS),
+    *on("ddp", w.ReducesAgainLate, suite="communication", steps=ENDURANCE_STEPS),
+    *on("ddp", w.LeaksLate, suite="memory", steps=ENDURANCE_STEPS),
     *on("pipeline", p.AllForwardsFirst, suite="memory"),
     *on("pipeline", p.NotInterleaved, suite="communication", workload=DEEP, layout=INTERLEAVED),
 ]

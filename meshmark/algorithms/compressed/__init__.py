@@ -72,6 +72,11 @@ class Compressing(Algorithm):
     def vectors_kept(self, case: Case, rank: int) -> int:
         return self.vectors_between_steps
 
+    def traffic_repeats(self, case: Case, rank: int, step: int) -> bool:
+        return self.compresses(step) == self.compresses(METERED_STEP) and (
+            self.sends_gradients(step) == self.sends_gradients(METERED_STEP)
+        )
+
     def traffic(self, case: Case, rank: int) -> list[Flow]:
         """What compression leaves of gradients, all together or in buckets; whole gradients in the warm-up."""
         count, tensors = parameter_sizes(case, rank)

@@ -48,6 +48,13 @@ class Decentralised(Algorithm):
     def vectors_kept(self, case: Case, rank: int) -> int:
         return self.vectors_between_steps
 
+    def traffic_repeats(self, case: Case, rank: int, step: int) -> bool:
+        dp, place = case.layout.dp, case.layout.coordinates(rank).dp
+        told, heard = (
+            [ends(dp, each, place) for each in (step, METERED_STEP)] for ends in (self.graph.tells, self.graph.hears)
+        )
+        return told[0] == told[1] and heard[0] == heard[1]
+
     def traffic(self, case: Case, rank: int) -> list[Flow]:
         """What the graph tells of this replica, and what it hears; as one message, or one a tensor."""
         count, tensors = parameter_sizes(case, rank)

@@ -38,6 +38,12 @@ class Downpour(Algorithm):
         """In which order replicas reach the server is chance; it shows after the first fetch."""
         return self.server.fetch_every
 
+    def traffic_repeats(self, case: Case, rank: int, step: int) -> bool:
+        return rank != case.layout.group("dp", rank)[0] and (
+            self.server.pushes_after(step) == self.server.pushes_after(METERED_STEP)
+            and self.server.fetches_after(step) == self.server.fetches_after(METERED_STEP)
+        )
+
     def traffic(self, case: Case, rank: int) -> list[Flow]:
         """What a replica pushes to the server beside the first one, and fetches from it.
 

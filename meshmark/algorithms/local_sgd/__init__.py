@@ -47,6 +47,11 @@ class Periodic(Algorithm):
     def steps_alone(self, step: int) -> bool:
         return not self.averages_after(step)
 
+    def traffic_repeats(self, case: Case, rank: int, step: int) -> bool:
+        return self.averages_after(step) == self.averages_after(METERED_STEP) and (
+            self.reduces_gradients(step) == self.reduces_gradients(METERED_STEP)
+        )
+
     def traffic(self, case: Case, rank: int) -> list[Flow]:
         """Nothing but gradients in the warm-up, and parameters when they are averaged (arXiv:1808.07217)."""
         count, tensors = parameter_sizes(case, rank)

@@ -31,8 +31,8 @@ from meshmark.judge.truth import assess_replicas
 from meshmark.judge.twin import Twin, twin_of
 from meshmark.measure.extra_peak import ExtraPeak
 from meshmark.measure.memory import read_memory
-from meshmark.measure.readings import MemoryReading, TrafficReading
-from meshmark.measure.traffic import TorchTraffic, read_traffic
+from meshmark.measure.readings import MemoryReading, StepReadings, TrafficReading
+from meshmark.measure.traffic import TorchTraffic, alike_steps, read_traffic
 from meshmark.measure.watch import Watch
 from meshmark.reference.data import make_batch
 from meshmark.run.passes.observer import Notebook, Observer, digests
@@ -76,6 +76,7 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
         diagnosis=diagnosis,
         memory=seen.memory,
         traffic=seen.traffic,
+        steps=seen.steps,
         state_dtypes=seen.dtypes,
         digests=digests(traces),
         num_replicated=num_replicated,
@@ -96,6 +97,7 @@ class _Seen:
     """When the engine stood ready."""
     memory: MemoryReading | None
     traffic: TrafficReading | None
+    steps: StepReadings | None
     dtypes: dict[str, str]
     left_out: int
     tuned: dict[str, str]
@@ -110,18 +112,23 @@ def _train(request: Request, adapter: Adapter, context: RankContext, notebook: N
         built = time.time()
         rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
         observer = Observer(engine, request, notebook=notebook)
-        for step in range(WATCHED_STEP):
-            observer.train(step, watch)
-        if watch:
-            watch.focus()
         meter = functools.partial(_sources, watch, engine) if watch else tuple
-        before, after = observer.train(WATCHED_STEP, watch, meter)
+        sources = list[Sequence[TrafficSource]]()
+        for step in range(request.steps):
+            if watch and step == 0:
+                watch.follow()
+            if watch and step == WATCHED_STEP:
+                watch.focus()
+            holdings = observer.train(step, watch, meter)
+            sources.append(observer.sources)
+            if step == WATCHED_STEP:
+                before, after = holdings
+                if watch:
+                    watch.rest()
     memory = None
     if watch and not observer.unheld:
         memory = read_memory(watch, WATCHED_STEP, before, after)
-    traffic, missing_failures = _traffic(observer.sources) if watch else (None, "")
-    for step in range(WATCHED_STEP + 1, request.steps):
-        observer.train(step, None)
+    traffic, missing_failures = _traffic(sources[WATCHED_STEP]) if watch else (None, "")
     tuned = expect_tuned(engine, request.case, context.device, request.steps)
     dtypes = _dtypes(observer.holdings()) | _formats(observer.trace, request.case.workload)
     engine.close()
@@ -130,6 +137,7 @@ def _train(request: Request, adapter: Adapter, context: RankContext, notebook: N
         built=built,
         memory=memory,
         traffic=traffic,
+        steps=_steps(watch, sources) if watch else None,
         dtypes=dtypes,
         left_out=observer.left_out,
         tuned=tuned,
@@ -160,6 +168,15 @@ def _traffic(sources: Sequence[TrafficSource]) -> tuple[TrafficReading | None, s
         return read_traffic(sources), ""
     except TrafficError as error:
         return None, str(error)
+
+
+def _steps(watch: Watch, sources: Sequence[Sequence[TrafficSource]]) -> StepReadings:
+    """What is known of every step, and not of the watched one alone."""
+    try:
+        sent, failure = alike_steps(sources), ""
+    except TrafficError as error:
+        sent, failure = [], str(error)
+    return StepReadings(live_bytes=watch.live_bytes(), sent=sent, failure=failure)
 
 
 def _formats(trace: Trace, workload: Workload) -> dict[str, str]:
