@@ -176,6 +176,6 @@ def _kept_weights(case: Case, rank: int) -> tuple[ExtraMemory, ...]:
     indexed, (shards, _) = case.workload.model.indexed, state_shards(case.layout, rank)
     if case.layout.zero_stage < 3 or shards == 1 or not indexed:
         return ()
-    reason = "a gathered weight stays while autograd keeps a part of it, such as one expert's"
+    reason = "a gathered weight stays while autograd keeps a view of it, such as one expert's part or a GRU's transpose"
     num_bytes = case.precision.weights.itemsize * indexed
     return (ExtraMemory(category="activations", num_bytes=num_bytes, reason=reason),)

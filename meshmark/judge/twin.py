@@ -24,6 +24,7 @@ from torch import Tensor
 
 from meshmark.adapter.arithmetic import Arithmetic, Casting
 from meshmark.adapter.data_parallel import AUTOCAST, compile_blocks
+from meshmark.judge.buffers import initial_buffers
 from meshmark.judge.deviation import Deviation, Quantity, QuantityKind, Tensors, deviation
 from meshmark.judge.gpt_model_order import GPTModelOrder
 from meshmark.judge.split_products import split, split_loss_share
@@ -141,12 +142,21 @@ class Twin:
         self.rewrite(model)
         return model
 
+    @cached_property
+    def _buffers(self) -> dict[str, Tensor]:
+        """The buffers as they are built: tables that modules read, and statistics, which training only writes."""
+        values = initial_buffers(self.case.workload) if any(True for _ in self._model.buffers()) else {}
+        return {
+            name: torch.from_numpy(values[name]).to(self.device, buffer.dtype)
+            for name, buffer in self._model.named_buffers()
+        }
+
     def _part(
         self, model: Model, weights: dict[str, Tensor], part: Batch, loss_scale: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and gradients of one micro-batch; the latter multiplied as the run's are before they are reduced."""
         model.skipped_block = part.skipped_block
-        buffers = {name: torch.zeros_like(b, device=self.device) for name, b in model.named_buffers()}
+        buffers = {name: value.clone() for name, value in self._buffers.items()}
         part = part.to(self.device)
         low = AUTOCAST.get(self.case.precision.compute) if self.arithmetic.casting is Casting.AUTOCAST else None
         with torch.autocast(self.device.type, dtype=low, enabled=low is not None):

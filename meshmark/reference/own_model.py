@@ -33,6 +33,7 @@ from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.own_model import HUGGING_FACE, OwnModelConfig
 from meshmark.spec.workload import Loss, Workload
 
+_NARROW = (torch.bfloat16, torch.float16)
 _REQUIRED = ("model", "batch", "loss")
 _DEFAULT_OPTIMIZER = OptimizerSpec(clip_norm=0.5)
 
@@ -122,6 +123,8 @@ def describe(target: str) -> Workload:
         indexed=use.indexed,
         repeats=use.repeats,
         has_scalars=any(p.dim() == 0 for p in parameters),
+        has_float_inputs=any(leaf.is_floating_point() for leaf in _leaves(batch)),
+        chooses=use.chooses,
         couples_rows=couples,
     )
     optimizer = getattr(own, "optimizer", _DEFAULT_OPTIMIZER)
@@ -179,8 +182,10 @@ def reference_values(target: str, seed: int) -> dict[str, Tensor]:
     """Return the initial values of all parameters and buffers, on the CPU, by canonical name."""
     with torch.device("cpu"):
         module = OwnModel.around(built(target, seed))
-    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: _unmetered(tensor) for name, tensor in values.items()}
+    values = dict[str, Tensor]()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        values[name] = tensor.data = _unmetered(tensor)  # the module may live until the next garbage collection
+    return values
 
 
 def _unmetered(tensor: Tensor) -> Tensor:
@@ -255,6 +260,7 @@ class OwnModel(Model):
         else:
             module = own.model()
         self._wrap(module, own.loss)
+        module.register_forward_hook(_wide_outputs)
 
     def _wrap(self, module: nn.Module, loss: Callable[[nn.Module, Any], tuple[Tensor, Tensor]] | None) -> None:
         self.model, self._loss = module, loss
@@ -299,11 +305,13 @@ class OwnModel(Model):
         return next(keys, "")
 
     def forward(self, x: Any) -> Tensor:  # noqa: ANN401
+        """Return the sum of the loss. Weights that are narrow meet a batch as narrow, as FSDP2 casts it at its root."""
         assert self._loss is not None
-        if next(self.parameters()).dtype is torch.float64:
+        weights = next(self.parameters()).dtype
+        if weights is torch.float64:
             with _InFloat64():
-                return self._loss(self.model, _as_double(x))[0]
-        return self._loss(self.model, x)[0]
+                return self._loss(self.model, _cast(x, weights))[0]
+        return self._loss(self.model, _cast(x, weights) if weights in _NARROW else x)[0]
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -430,11 +438,21 @@ def _wider(value: Any) -> Any:  # noqa: ANN401
     return torch.float64 if value is torch.float32 else value
 
 
-def _as_double(tree: Any) -> Any:  # noqa: ANN401
-    def wide(leaf: Any) -> Any:  # noqa: ANN401
-        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+def _cast(tree: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    def cast_leaf(leaf: Any) -> Any:  # noqa: ANN401
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return pytree.tree_map(wide, tree)
+    return pytree.tree_map(cast_leaf, tree)
+
+
+def _wide_outputs(_module: nn.Module, _args: object, output: Any) -> Any:  # noqa: ANN401
+    """Give the loss float32 where the model's outputs are narrow, as Accelerate does: a sum over many rows in bf16
+    would have two digits."""
+
+    def widen(leaf: Any) -> Any:  # noqa: ANN401
+        return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _NARROW else leaf
+
+    return pytree.tree_map(widen, output)
 
 
 def _leaves(tree: Any) -> list[Tensor]:  # noqa: ANN401
