@@ -86,6 +86,22 @@ def written(folder: Path, **parts: str) -> str:
         ({"loss": "return model(x.mul_(0.5)).square().sum(), torch.tensor(8.0)"}, "changes its batch in place"),
         ({"built": "self.drop = nn.Dropout(0.1)"}, r"drop drops out with p=0.1"),
         ({"forward": " + torch.randn(4)"}, "the loss of one batch differs between two calls"),
+        (
+            {"built": "import os; nn.init.constant_(self.layers[1].bias, float(os.environ.get('RANK', 0)))"},
+            r"the initial value of layers.1.bias differs between rank 0 and rank 1 of two",
+        ),
+        (
+            {"forward": " + (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)"},
+            r"the loss of batch\(0\) differs between rank 0 and rank 1 of two; expected the same on every rank",
+        ),
+        (
+            {"batch": "import os; return torch.full((8, 4), float(os.environ.get('LOCAL_RANK', 0)))"},
+            r"batch\(0\) differs between rank 0 and rank 1 of two",
+        ),
+        (
+            {"built": "import random; self.scale = nn.Parameter(torch.tensor(random.random()))"},
+            "the initial value of scale differs between two calls under one seed",
+        ),
     ],
 )
 def test_what_cannot_be_judged_is_named_before_any_framework_is(

@@ -8,22 +8,26 @@ over the weight of the global batch, however rows are dealt.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from meshmark.errors import InputError
-from meshmark.import_target import import_module_of
+from meshmark.import_target import import_file_again, import_module_of
 from meshmark.reference.build import skeleton
 from meshmark.reference.data import Batch
 from meshmark.reference.initial import Block
@@ -50,10 +54,15 @@ class OwnWorkload(Protocol):
 
 @functools.lru_cache(maxsize=8)
 def load_workload(target: str) -> OwnWorkload:
-    """Return an instance of the class at "path/to/file.py:Class" or "package.module:Class".
+    """Return the instance of the class at "path/to/file.py:Class" or "package.module:Class".
 
     Raises `InputError` when it cannot be imported or made, or lacks one of the three methods.
     """
+    return _made(target, import_module_of)
+
+
+def _made(target: str, import_module: Callable[[str], ModuleType]) -> OwnWorkload:
+    """Return a new instance of the class at `target`."""
     if target.startswith(HUGGING_FACE):
         from meshmark.reference import transformers_model  # Transformers is imported where it is asked for alone
 
@@ -65,7 +74,7 @@ def load_workload(target: str) -> OwnWorkload:
             f"{HUGGING_FACE}FILE.json[:HEAD]"
         )
     try:
-        cls = getattr(import_module_of(where), name, None)
+        cls = getattr(import_module(where), name, None)
     except (Exception, SystemExit) as error:
         raise InputError(f"workload {target!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not inspect.isclass(cls):
@@ -101,6 +110,7 @@ def describe(target: str) -> Workload:
         isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()
     )
     _expect_a_sum_and_a_weight(target, own, module, batch, couples)
+    _expect_the_same_on_every_rank(target)
     blocks = OwnModel.around(module).blocks.values()
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
     parameters = list(module.parameters())
@@ -169,9 +179,13 @@ def _digest(target: str, own: OwnWorkload) -> str:
 
 def built(target: str, seed: int) -> nn.Module:
     """Return a new module of the workload, with the values that its own code draws under `seed`."""
+    return _build(target, load_workload(target), seed)
+
+
+def _build(target: str, own: OwnWorkload, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = load_workload(target).model()
+        module = own.model()
     if not isinstance(module, nn.Module):
         raise InputError(f"workload {target!r}: model() returned {type(module).__name__}, expected a torch.nn.Module")
     return module
@@ -536,6 +550,72 @@ _COUPLED = 1e-4
 
 def _halves(rows: int) -> list[slice]:
     return [slice(0, rows // 2), slice(rows // 2, rows)]
+
+
+def _expect_the_same_on_every_rank(target: str) -> None:
+    """Raise `InputError` for a workload that answers otherwise on another rank, or when it is asked again.
+
+    What a rank would see is set up here: the variables that launchers set, and a process group that sends nothing. A
+    file is run anew, for it may look at its rank when it is imported.
+    """
+    first, other = _answers(target, 0), _answers(target, 1)
+    if different := [what for what in first if first[what] != other.get(what)] or sorted(other.keys() - first):
+        again = _answers(target, 0)
+        if any(first[what] != again.get(what) for what in first):
+            raise InputError(
+                f"workload {target!r}: {different[0]} differs between two calls under one seed; expected the same "
+                "each time: of numpy's and Python's random numbers, seed the generators in model() and batch()"
+            )
+        raise InputError(
+            f"workload {target!r}: {different[0]} differs between rank 0 and rank 1 of two; expected the same on every "
+            "rank, for Meshmark deals the rows: leave RANK, LOCAL_RANK and torch.distributed.get_rank() out"
+        )
+
+
+@torch.no_grad()
+def _answers(target: str, rank: int) -> dict[str, object]:
+    """Return what a workload builds and computes on a rank of two, by what it is."""
+    with _on_rank(rank):
+        own = load_workload(target) if target.startswith(HUGGING_FACE) else _made(target, _module_again)
+        module = _build(target, own, 0)
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        found: dict[str, object] = {f"the initial value of {name}": _fingerprint(t) for name, t in tensors.items()}
+        tree = own.batch(0)
+        found["batch(0)"] = [_fingerprint(leaf) for leaf in _leaves(tree)]
+        found["the loss of batch(0)"] = [float(number) for number in own.loss(module, tree)]
+    return found
+
+
+def _module_again(where: str) -> ModuleType:
+    return import_file_again(Path(where)) if where.endswith(".py") else import_module_of(where)
+
+
+def _fingerprint(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
+    values = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    return tuple(tensor.shape), str(tensor.dtype), hashlib.sha256(values.numpy().data).hexdigest()
+
+
+@contextlib.contextmanager
+def _on_rank(rank: int) -> Iterator[None]:
+    """Let this process look like a rank of two."""
+    told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    before = {name: os.environ.get(name) for name in told}
+    grouped = dist.is_available() and not dist.is_initialized()
+    os.environ.update(told)
+    try:
+        if grouped:
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+        yield
+    finally:
+        if grouped and dist.is_initialized():
+            dist.destroy_process_group()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _expect_no_dropout(target: str, module: nn.Module) -> None:
