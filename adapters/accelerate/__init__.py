@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
+from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine
@@ -275,7 +275,7 @@ class AccelerateDeepSpeed(DeepSpeed):
     """The same configuration as the adapter `deepspeed`, given to Accelerate's plugin."""
 
     requires: ClassVar[tuple[Requirement, ...]] = (REQUIREMENT, *DeepSpeed.requires)
-    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, divides=True)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, divides=True, sums=Summing.MODULES)
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeed.capabilities,
         lacks={

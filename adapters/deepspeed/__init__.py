@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
+from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import initial_model
@@ -41,7 +41,7 @@ class DeepSpeed(Adapter):
     requires: ClassVar[tuple[Requirement, ...]] = (Requirement(module="deepspeed", distribution="deepspeed"),)
     preload: ClassVar = ("deepspeed.runtime.zero.muon.muon_optimizer",)
     """What DeepSpeed imports while it builds: it decorates functions with `torch.compile`, which takes seconds."""
-    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, sums=Summing.MODULES)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),

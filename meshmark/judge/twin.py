@@ -20,9 +20,10 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
+from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
 from meshmark.adapter.data_parallel import AUTOCAST, compile_blocks
 from meshmark.judge.buffers import initial_buffers
 from meshmark.judge.deviation import Deviation, Quantity, QuantityKind, Tensors, deviation
@@ -140,6 +141,10 @@ class Twin:
             assert isinstance(model, Transformer)
             split(model, tp)
         self.rewrite(model)
+        if self.case.layout.zero_stage == 3 and self.arithmetic.sums is not Summing.TENSORS:
+            by_block = self.arithmetic.sums is Summing.BLOCKS
+            for part in (model, *model.blocks.values()) if by_block else model.modules():
+                part.register_forward_pre_hook(_as_nodes_of_its_own)
         return model
 
     @cached_property
@@ -197,6 +202,15 @@ class Twin:
         low, num_ranks = getattr(torch, self.case.precision.reduction), len(parts)
         sent = [{name: g.to(low).div_(num_ranks) for name, g in part.items()} for part in parts]
         return {name: g.to(torch.float64).mul_(num_ranks) for name, g in _total(sent, low).items()}
+
+
+def _as_nodes_of_its_own(_module: nn.Module, arguments: tuple[object, ...]) -> tuple[object, ...]:
+    """Give what enters a module a node in the backward pass, in which its gradients are added up."""
+
+    def as_node(leaf: object) -> object:
+        return leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+    return pytree.tree_map(as_node, arguments)  # type: ignore[no-any-return]
 
 
 def twin_of(case: Case, arithmetic: Arithmetic | None, device: torch.device) -> Twin | None:
