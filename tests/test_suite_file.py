@@ -137,7 +137,7 @@ def test_a_plan_s_layout_trains_a_workload_of_the_user_s_own() -> None:
     assert not any(word.startswith(("--model", "--global-batch")) for word in words)
     assert any(word.startswith("--layouts=dp2.zero3") for word in words)
     with pytest.raises(ValueError, match="--run: --workload names 2 workloads"):
-        plan_run._own_workload([f"--workload={file}:TwoTowers,text"])
+        plan_run._own_workload([f"--workload={file}:TwoTowers,gpt-tiny"])
 
 
 def test_a_plan_that_cannot_be_run_here_says_what_to_type_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:

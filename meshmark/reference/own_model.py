@@ -106,9 +106,8 @@ def describe(target: str) -> Workload:
     module = built(target, 0)
     _expect_no_dropout(target, module)
     batch = _checked_batch(target, own)
-    couples = bool(getattr(own, "couples_rows", False)) or any(
-        isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()
-    )
+    has_batch_norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+    couples = bool(getattr(own, "couples_rows", False)) or has_batch_norms
     _expect_a_sum_and_a_weight(target, own, module, batch, couples)
     _expect_the_same_on_every_rank(target)
     blocks = OwnModel.around(module).blocks.values()
@@ -136,6 +135,7 @@ def describe(target: str) -> Workload:
         has_float_inputs=any(leaf.is_floating_point() for leaf in _leaves(batch)),
         chooses=use.chooses,
         couples_rows=couples,
+        has_batch_norms=has_batch_norms,
     )
     optimizer = getattr(own, "optimizer", _DEFAULT_OPTIMIZER)
     if not isinstance(optimizer, OptimizerSpec):

@@ -57,6 +57,7 @@ class OwnModelConfig(ModelConfig):
     repeats: bool = False
     """Whether a block, or the whole module, runs more than once in a forward pass."""
     couples_rows: bool = False
+    has_batch_norms: bool = False
 
     @property
     def preload(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -112,6 +113,8 @@ class OwnModelConfig(ModelConfig):
         asked = {
             f"precision {case.precision} (rounding would decide what the model picks by topk or argmax, as a router "
             "picks experts)": self.chooses and case.precision.is_mixed,
+            f"batch norms in {case.precision} (PyTorch's takes no weights in {case.precision.compute} beside statistics "
+            "in float32)": self.has_batch_norms and case.precision.is_mixed,
             "recomputation (which of a model of your own is not yet asked for)": case.layout.recompute
             is not Recompute.NONE,
             "tuning (which of a model of your own is not yet asked for)": bool(case.tuning.knobs),
