@@ -175,7 +175,7 @@ class AccelerateFSDP2(Adapter):
     requires: ClassVar = (REQUIREMENT,)
     preload: ClassVar = ("deepspeed",)
     """Accelerate imports it, where it is installed, to see whether a model is DeepSpeed's."""
-    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True, divides=True)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True, divides=True, sums=Summing.BLOCKS)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,7 +145,7 @@ class Twin:
         if self.case.layout.zero_stage == 3 and self.arithmetic.sums is not Summing.TENSORS:
             by_block = self.arithmetic.sums is Summing.BLOCKS
             for part in (model, *model.blocks.values()) if by_block else model.modules():
-                part.register_forward_pre_hook(_as_nodes_of_its_own)
+                part.register_forward_pre_hook(_give_nodes if by_block else _give_nodes_by_place, with_kwargs=True)
         return model
 
     @cached_property
@@ -204,13 +205,18 @@ class Twin:
         return {name: g.to(torch.float64).mul_(num_ranks) for name, g in _total(sent, low).items()}
 
 
-def _as_nodes_of_its_own(_module: nn.Module, arguments: tuple[object, ...]) -> tuple[object, ...]:
+def _give_nodes(_module: nn.Module, args: object, kwargs: object) -> Any:  # noqa: ANN401
     """Give what enters a module a node in the backward pass, in which its gradients are added up."""
 
-    def as_node(leaf: object) -> object:
+    def with_node(leaf: object) -> object:
         return leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
-    return pytree.tree_map(as_node, arguments)  # type: ignore[no-any-return]
+    return pytree.tree_map(with_node, (args, kwargs))
+
+
+def _give_nodes_by_place(module: nn.Module, args: object, kwargs: object) -> Any:  # noqa: ANN401
+    """The same of positional arguments alone, as DeepSpeed does."""
+    return _give_nodes(module, args, {})[0], kwargs
 
 
 def twin_of(case: Case, arithmetic: Arithmetic | None, device: torch.device) -> Twin | None:
