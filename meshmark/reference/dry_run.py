@@ -101,10 +101,12 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
     )
 
 
-class _Choices(TorchDispatchMode):
+class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether an operation picks the largest of floating-point numbers."""
 
-    found = False
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
 
     def __torch_dispatch__(  # noqa: ANN202
         self,
