@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 from torch import Tensor
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
+from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
 from meshmark.adapter.capabilities import Capabilities, Feature
 from meshmark.adapter.contract import Adapter, Track
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine, configure
@@ -67,7 +67,7 @@ class FSDP2Engine(DataParallelEngine):
 
 
 class FSDP2(Adapter):
-    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True, sums=Summing.BLOCKS)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         zero_stages=frozenset({3}),

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
+from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
 from meshmark.adapter.capabilities import Feature, Requirement
 from meshmark.adapter.data_parallel import AUTOCAST, configure
 from meshmark.adapter.engine import Engine, RankContext
@@ -41,7 +41,9 @@ class SimpleFSDP(FSDP2):
         Requirement(module=module, distribution="torchtitan", command=_COMMAND)
         for module in ("torchtitan", "spmd_types", "tyro", "torch_checkpointing")
     )
-    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, averages=False, reduces_each=True)
+    arithmetic: ClassVar = Arithmetic(
+        casting=Casting.WEIGHTS, averages=False, reduces_each=True, sums=Summing.BLOCKS
+    )
     preload: ClassVar[tuple[str, ...]] = ("torchtitan.experiments.graph_trainer.simple_fsdp",)
     capabilities: ClassVar = dataclasses.replace(
         FSDP2.capabilities,

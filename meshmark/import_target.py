@@ -20,6 +20,20 @@ def import_file(path: Path) -> ModuleType:
     name = f"meshmark_outside_{path.stem}_{abs(hash(str(path))):x}"
     if name in sys.modules:
         return sys.modules[name]
+    return _run(path, name)
+
+
+def import_file_again(path: Path) -> ModuleType:
+    """Return the module in the file at `path`, run anew, whether or not it was imported before."""
+    path = path.resolve()
+    name = f"meshmark_again_{path.stem}"
+    try:
+        return _run(path, name)
+    finally:
+        sys.modules.pop(name, None)
+
+
+def _run(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(f"no Python file at {path}")

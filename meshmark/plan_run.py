@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshmark.errors import InputError
 from meshmark.plan import cli
 from meshmark.plan.arguments import framework_given
 from meshmark.plan.frameworks import FRAMEWORKS
 from meshmark.plan.search import Search
-from meshmark.spec.case import Case, cell
+from meshmark.spec.case import Case, InvalidLayout, cell
 from meshmark.spec.layout_id import parse_layout
+from meshmark.spec.model_config import Dataset
 from meshmark.spec.model_text import describe, described_model, is_description
 from meshmark.spec.precision import Precision
+from meshmark.spec.workload import Workload
 from meshmark.suite_file import run_pytest
 
 _TRIED = 200
@@ -27,7 +29,10 @@ _RANKS_A_CORE = 4
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """The planner's arguments, and the one that hands its choice on."""
     cli.add_plan(parser)
-    told = "train the choice here, by the suites; OPTIONS are pytest's, such as '--steps 6 -k equivalence'"
+    told = (
+        "train the choice here, by the suites; OPTIONS are pytest's, such as '--steps 6 -k equivalence', or '--workload "
+        "FILE.py:CLASS' to train a model of your own in the layout that was planned for --model"
+    )
     parser.add_argument("--run", nargs="?", const="", dest="hand_on", metavar="OPTIONS", help=told)
     parser.set_defaults(run=run_plan)
 
@@ -43,7 +48,25 @@ def run_plan(arguments: argparse.Namespace) -> int:
         return 0
     if found is None:
         raise InputError("--run trains a plan's choice; --max-model and --gpu-template make none")
-    return run_pytest([*suite_arguments(found, _adapter_of(arguments)), *shlex.split(arguments.hand_on)])
+    options = shlex.split(arguments.hand_on)
+    return run_pytest([*suite_arguments(found, _adapter_of(arguments), _own_workload(options)), *options])
+
+
+def _own_workload(options: Sequence[str]) -> Workload | None:
+    """Return the workload of the user's own that OPTIONS name, which is trained in place of the planned model.
+
+    Raises `InputError` where they name several.
+    """
+    from meshmark.options import DEFAULT_WORKLOAD, chosen_workloads
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--workload", default=DEFAULT_WORKLOAD)
+    named = chosen_workloads(parser.parse_known_args(options)[0].workload, None, None)
+    if not any(work.dataset is Dataset.OWN for work in named):
+        return None
+    if len(named) > 1:
+        raise InputError(f"--run: --workload names {len(named)} workloads; a plan's choice is for one")
+    return named[0]
 
 
 def _adapter_of(arguments: argparse.Namespace) -> str:
@@ -54,8 +77,8 @@ def _adapter_of(arguments: argparse.Namespace) -> str:
     return named.adapter
 
 
-def suite_arguments(found: Search, adapter: str) -> list[str]:
-    """What makes pytest train the fastest layout that the adapter takes.
+def suite_arguments(found: Search, adapter: str, own: Workload | None = None) -> list[str]:
+    """What makes pytest train the fastest layout that the adapter takes. `own`: a workload in place of the planned one.
 
     Raises `InputError` when it takes none, and when there are more ranks than this machine can run.
     """
@@ -65,7 +88,10 @@ def suite_arguments(found: Search, adapter: str) -> list[str]:
     model, grid = found.prediction.model, found.prediction.grid
     ranks, there = int(grid.num_gpus[0]), num_gpus() or _RANKS_A_CORE * (os.cpu_count() or 1)
     reason = ""
-    for case in _tried(found, adapter):
+    for case in _tried(found, adapter, own):
+        if isinstance(case, InvalidLayout):
+            reason = reason or case.reason
+            continue
         device = "cuda" if num_gpus() else "cpu"
         backend = "nccl" if 0 < ranks <= num_gpus() else "gloo"
         refused = load_adapter(known_adapters()[adapter]).refusal(case, device, backend)
@@ -73,7 +99,8 @@ def suite_arguments(found: Search, adapter: str) -> list[str]:
             reason = reason or refused
             continue
         words = ["--pyargs", "meshmark.suites", f"--adapters={adapter}", f"--layouts={case.layout.id}"]
-        words += [f"--model={describe(model)}", f"--global-batch={case.workload.global_batch}"]
+        if own is None:
+            words += [f"--model={describe(model)}", f"--global-batch={case.workload.global_batch}"]
         words += [f"--precision={case.precision}", f"--device={device}"]
         if ranks > there:
             typed = shlex.join(["pytest", *words])
@@ -82,15 +109,13 @@ def suite_arguments(found: Search, adapter: str) -> list[str]:
     raise InputError(f"--run: {adapter} trains none of the plan's layouts: {reason or 'none fits the model'}")
 
 
-def _tried(found: Search, adapter: str) -> Iterator[Case]:
+def _tried(found: Search, adapter: str, own: Workload | None) -> Iterator[Case | InvalidLayout]:
     """In the plan's arithmetic first, and in fp32, which every adapter has."""
     from meshmark.options import DEFAULT_WORKLOAD, chosen_workloads
 
     grid, model = found.prediction.grid, found.prediction.model
-    (work,) = chosen_workloads(DEFAULT_WORKLOAD, describe(model), int(grid.global_batch[0]))
+    work = own or chosen_workloads(DEFAULT_WORKLOAD, describe(model), int(grid.global_batch[0]))[0]
     for precision in dict.fromkeys((found.prediction.recipe.arithmetic, "fp32")):
         for row in found.ranked[:_TRIED]:
             layout = parse_layout(grid.layout(int(row)).id)  # as the suites will read it
-            made = cell(adapter=adapter, workload=work, layout=layout, precision=Precision.PRESETS[precision])
-            if isinstance(made, Case):
-                yield made
+            yield cell(adapter=adapter, workload=work, layout=layout, precision=Precision.PRESETS[precision])

@@ -17,7 +17,7 @@ from meshmark.judge.truth import assess_replicas, initial_values
 from meshmark.options import chosen_workloads
 from meshmark.reference.build import block_of, build_model, parameter_shapes, sizes_by_block
 from meshmark.reference.data import make_batch, on_corpus
-from meshmark.reference.own_model import OwnModel, describe, load_workload
+from meshmark.reference.own_model import OwnModel, describe, load_workload, reference_values
 from meshmark.run.record_file import read_records
 from meshmark.serial import decode, encode
 from meshmark.spec.case import Case
@@ -86,6 +86,22 @@ def written(folder: Path, **parts: str) -> str:
         ({"loss": "return model(x.mul_(0.5)).square().sum(), torch.tensor(8.0)"}, "changes its batch in place"),
         ({"built": "self.drop = nn.Dropout(0.1)"}, r"drop drops out with p=0.1"),
         ({"forward": " + torch.randn(4)"}, "the loss of one batch differs between two calls"),
+        (
+            {"built": "import os; nn.init.constant_(self.layers[1].bias, float(os.environ.get('RANK', 0)))"},
+            r"the initial value of layers.1.bias differs between rank 0 and rank 1 of two",
+        ),
+        (
+            {"forward": " + (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)"},
+            r"the loss of batch\(0\) differs between rank 0 and rank 1 of two; expected the same on every rank",
+        ),
+        (
+            {"batch": "import os; return torch.full((8, 4), float(os.environ.get('LOCAL_RANK', 0)))"},
+            r"batch\(0\) differs between rank 0 and rank 1 of two",
+        ),
+        (
+            {"built": "import random; self.scale = nn.Parameter(torch.tensor(random.random()))"},
+            "the initial value of scale differs between two calls under one seed",
+        ),
     ],
 )
 def test_what_cannot_be_judged_is_named_before_any_framework_is(
@@ -149,6 +165,30 @@ def test_blocks_are_all_modules_of_the_longest_lists_class() -> None:
     assert list(OwnModel.around(linear).blocks) == ["model"]
 
 
+@pytest.mark.parametrize(
+    "parts, reason",
+    [
+        ({"built": "self.norm = nn.BatchNorm1d(4)", "forward": " + self.norm(x)"}, "batch norms in bf16"),
+        ({"forward": " * x.topk(1).values"}, "what the model picks by topk or argmax"),
+    ],
+)
+def test_what_rounding_would_decide_is_not_judged_in_mixed_precision(
+    parts: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    own = describe(written(tmp_path, **parts))
+    layout = Layout(dp=2)
+    assert reason in str(own.model.refusals(Case(adapter="ddp", workload=own, layout=layout, precision=Precision.BF16)))
+    assert not own.model.refusals(Case(adapter="ddp", workload=own, layout=layout))
+
+
+def test_initial_values_leave_no_other_copy_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module lives until the next garbage collection, and meters of memory would count it as the framework's."""
+    built = load_workload(TARGETS["two_towers"]).model()
+    monkeypatch.setattr("meshmark.reference.own_model.built", lambda target, seed: built)
+    values = reference_values(TARGETS["two_towers"], 123)
+    assert {p.data_ptr() for p in built.parameters()} == {x.data_ptr() for x in values.values()}
+
+
 def test_a_batch_is_cut_as_rows_whatever_its_tree_holds() -> None:
     own = describe(TARGETS["two_towers"])
     whole = make_batch(own, 3)
@@ -207,7 +247,7 @@ def test_what_is_not_judged_yet_is_refused_with_its_reason() -> None:
         return load_adapter(builtin_adapters()[adapter]).supports(case, "cpu", "gloo") or ""
 
     own = describe(TARGETS["two_towers"])
-    assert "precision bf16 (of a model of your own" in reason("ddp", Layout(dp=2), Precision.BF16)
+    assert "casts them to fp16" in reason("fairscale-fsdp", Layout(dp=2, zero_stage=3), Precision.BF16)
     assert "model family own" in reason("megatron-gpt", Layout(dp=2))
     with pytest.raises(InputError, match="a model of your own is not cut into stages yet"):
         Case(adapter="pipeline", workload=own, layout=Layout(pp=2, num_micro_batches=2))

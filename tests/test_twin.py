@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
+from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.single import Single, SingleEngine, reduced_backward
 from meshmark.judge.deviation import Deviations, QuantityKind
@@ -23,6 +23,7 @@ from meshmark.judge.trace import Trace, host_copies
 from meshmark.judge.truth import assess
 from meshmark.judge.twin import Twin, twin_of
 from meshmark.reference.data import make_batch
+from meshmark.reference.own_model import describe
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
 from meshmark.spec.precision import Precision
@@ -158,3 +159,75 @@ def test_a_twin_that_is_wrong_itself_accuses_nobody() -> None:
     found = assess(honest(Precision.BF16, Casting.AUTOCAST), case.workload, twin=other)
     assert stick.twin_excess(found) > 1
     assert max(stick.judge(found))[0] < 1, "it is as it was from the truth"
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("table", torch.arange(16) / 7)
+    def forward(self, x):
+        return (self.q(x) * self.k(x)).tanh() + self.v(x) * self.table.to(x.dtype)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Reader() for _ in range(3))
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)  # which thereby is read four times
+        return x
+
+class W:
+    def model(self): return Net()
+    def batch(self, step): return torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+    def loss(self, model, x): return model(x).square().sum(), torch.tensor(float(len(x)))
+"""
+
+
+class Node(torch.autograd.Function):
+    """What DeepSpeed puts at the inputs of every module."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@pytest.mark.parametrize("sums", [Summing.TENSORS, Summing.MODULES])
+@pytest.mark.parametrize("casting", Casting)
+def test_the_twin_of_an_own_model_reads_its_tables_and_sums_where_it_is_declared(
+    sums: Summing, casting: Casting, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    workload = describe(f"{tmp_path}/mine.py:W")
+    layout = Layout(dp=2, zero_stage=3, num_micro_batches=2)
+    case = make_case(workload=workload, layout=layout, precision=Precision.BF16)
+    context = RankContext(rank=0, world_size=1, device=CPU, backend="gloo", scratch=tmp_path)
+    engine = Single().build(dataclasses.replace(case, layout=Layout(num_micro_batches=4)), context)
+    assert isinstance(engine, SingleEngine)
+    engine.cast_weights = casting is Casting.WEIGHTS
+    if sums is Summing.MODULES:
+        for part in engine.module.modules():
+            part.register_forward_pre_hook(lambda _, x: tuple(Node.apply(t) for t in x))  # type: ignore[no-untyped-call]
+    batch, parameters = make_batch(workload, 0), host_copies(engine.parameters())
+    engine.backward(batch)
+    run = host_copies(engine.gradients())
+
+    def apart(declared: Summing) -> float:
+        twin = twin_of(case, Arithmetic(casting=casting, sums=declared), CPU)
+        assert twin
+        step = twin.step(parameters, batch)
+        return max(float(np.abs(step.gradients[n] - x).max() / np.abs(x).max()) for n, x in run.items())
+
+    (other,) = {Summing.TENSORS, Summing.MODULES} - {sums}
+    assert apart(sums) < SHARP
+    if casting is Casting.WEIGHTS:  # under autocast the residual stream is wide
+        assert apart(other) > 100 * SHARP

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
+from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import AUTOCAST, DataParallelEngine
@@ -175,7 +175,7 @@ class AccelerateFSDP2(Adapter):
     requires: ClassVar = (REQUIREMENT,)
     preload: ClassVar = ("deepspeed",)
     """Accelerate imports it, where it is installed, to see whether a model is DeepSpeed's."""
-    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True, divides=True)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, reduces_each=True, divides=True, sums=Summing.BLOCKS)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
@@ -275,7 +275,7 @@ class AccelerateDeepSpeed(DeepSpeed):
     """The same configuration as the adapter `deepspeed`, given to Accelerate's plugin."""
 
     requires: ClassVar[tuple[Requirement, ...]] = (REQUIREMENT, *DeepSpeed.requires)
-    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, divides=True)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, divides=True, sums=Summing.MODULES)
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeed.capabilities,
         lacks={

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
+from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Adapter
 from meshmark.adapter.data_parallel import initial_model
@@ -46,7 +46,7 @@ class DeepSpeed(Adapter):
     requires: ClassVar[tuple[Requirement, ...]] = (Requirement(module="deepspeed", distribution="deepspeed"),)
     preload: ClassVar = ("deepspeed.runtime.zero.muon.muon_optimizer",)
     """What DeepSpeed imports while it builds: it decorates functions with `torch.compile`, which takes seconds."""
-    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS)
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, sums=Summing.MODULES)
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
@@ -185,6 +185,6 @@ def _kept_weights(case: Case, rank: int) -> tuple[ExtraMemory, ...]:
     indexed, (shards, _) = case.workload.model.indexed, state_shards(case.layout, rank)
     if case.layout.zero_stage < 3 or shards == 1 or not indexed:
         return ()
-    reason = "a gathered weight stays while autograd keeps a part of it, such as one expert's"
+    reason = "a gathered weight stays while autograd keeps a view of it, such as one expert's part or a GRU's transpose"
     num_bytes = case.precision.weights.itemsize * indexed
     return (ExtraMemory(category="activations", num_bytes=num_bytes, reason=reason),)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshmark.adapter.data_parallel import DataParallelEngine, optimizer_state_tensors
@@ -179,8 +180,12 @@ class DeepSpeedEngine(DataParallelEngine):
 
     def restore_masters(self) -> None:
         """Give the fp32 masters the workload's initial values: DeepSpeed makes them from weights that it has already
-        rounded to bf16 or fp16. A collective call."""
-        from deepspeed.utils import safe_set_full_fp32_param
+        rounded to bf16 or fp16. A collective call.
+
+        Of stage 3 each rank sets its own part, padded as DeepSpeed pads it, for its function for whole tensors fails
+        where the ranks do not divide one (adapters/gaps/deepspeed_zero3_set_uneven_parameter.py).
+        """
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         if not self.case.precision.is_mixed:
             return
@@ -188,7 +193,12 @@ class DeepSpeedEngine(DataParallelEngine):
         for name, parameter in self.named_parameters():
             shape = getattr(parameter, "ds_shape", parameter.shape)
             value = initial_value(workload.model, name, shape, seed=workload.seed, device=self.context.device)
-            safe_set_full_fp32_param(parameter, value)
+            if (part := getattr(parameter, "ds_tensor", None)) is None:
+                safe_set_full_fp32_param(parameter, value)
+            else:
+                index, size = self.zero._get_param_partition_rank(parameter), part.numel()
+                own = value.flatten()[index * size : (index + 1) * size]
+                safe_set_local_fp32_param(parameter, F.pad(own, (0, size - own.numel())))
 
 
 def _make_universal(folder: Path) -> None:

@@ -246,6 +246,13 @@ class FairScaleFSDP(Adapter):
     """Of blocks that are computed again, to the host."""
 
     @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        """In bf16 too the outermost wrapper casts float32 inputs to fp16 (adapters/gaps/fairscale_fsdp_bf16_inputs.py)."""
+        if case.precision.is_mixed and case.workload.model.has_float_inputs:
+            return f"{case.adapter} does not support floating-point inputs in {case.precision} (it casts them to fp16)"
+        return super().supports(case, device, backend)
+
+    @classmethod
     def recipe(cls, case: Case) -> TrainingRecipe:
         using = sharded_recipe(eager_recipe(case, "eager-fsdp2", casts_weights=True), cls.sharding)
         return dataclasses.replace(using, backward=dataclasses.replace(using.backward, prefetches=False))

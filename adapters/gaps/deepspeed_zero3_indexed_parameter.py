@@ -2,12 +2,12 @@
 # dependencies = ["deepspeed==0.19.8", "torch==2.13.0"]
 #
 # [tool.meshmark]
-# title = "ZeRO-3 keeps a gathered parameter until the backward pass, where a part of it is used"
+# title = "ZeRO-3 keeps a gathered parameter until the backward pass, where a view of it is used"
 # framework = "deepspeed"
 # symptom = "The storage of gathered experts is still there after the forward pass; that of a linear layer is not."
 # cause = """
-# A parameter is released by giving it other data. Autograd saves the part that the product reads, a view, which keeps
-# the whole gathered storage alive. Transformers holds all experts of a layer in one such parameter."""
+# A parameter is released by giving it other data. Autograd saves the view that the product reads, which keeps the whole
+# gathered storage alive: of one expert where one parameter holds all, as in Transformers, or a transpose, as in a GRU."""
 # processes = 2
 # ///
 import sys

@@ -15,6 +15,17 @@ class Casting(StrEnum):
     """All weights are cast, and with them the whole residual stream, as sharding frameworks do."""
 
 
+class Summing(StrEnum):
+    """Where gradients of a tensor that is read several times are added up first, each sum rounded to its format."""
+
+    TENSORS = "tensors"
+    """All in turn, as autograd meets them."""
+    BLOCKS = "blocks"
+    """Of every block that reads the tensor by itself: an autograd node at its inputs tells when it is done."""
+    MODULES = "modules"
+    """Of every module by itself, for the same reason."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
     """What an adapter declares of a case in mixed precision, besides the precision itself.
@@ -30,6 +41,8 @@ class Arithmetic:
     reduces_each: bool = False
     """The gradients of every micro-batch are reduced, not their sum once a step: the same where nothing is rounded on
     the way."""
+    sums: Summing = Summing.TENSORS
+    """At ZeRO's stage 3, where frameworks watch modules; without it, all in turn."""
     splits_products: bool = False
     """Linear layers and loss are in parts, one a tensor-parallel rank, as Megatron-LM's: summed over ranks in the
     narrow format behind products by rows and before the head; and biases are added wide, by one rank alone too."""

@@ -17,13 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from meshmark.adapter.arithmetic import Arithmetic, Casting
+from meshmark.adapter.arithmetic import Arithmetic, Casting, Summing
 from meshmark.adapter.data_parallel import AUTOCAST, compile_blocks
+from meshmark.judge.buffers import initial_buffers
 from meshmark.judge.deviation import Deviation, Quantity, QuantityKind, Tensors, deviation
 from meshmark.judge.gpt_model_order import GPTModelOrder
 from meshmark.judge.split_products import split, split_loss_share
@@ -139,14 +142,27 @@ class Twin:
             assert isinstance(model, Transformer)
             split(model, tp)
         self.rewrite(model)
+        if self.case.layout.zero_stage == 3 and self.arithmetic.sums is not Summing.TENSORS:
+            by_block = self.arithmetic.sums is Summing.BLOCKS
+            for part in (model, *model.blocks.values()) if by_block else model.modules():
+                part.register_forward_pre_hook(_give_nodes if by_block else _give_nodes_by_place, with_kwargs=True)
         return model
+
+    @cached_property
+    def _buffers(self) -> dict[str, Tensor]:
+        """The buffers as they are built: tables that modules read, and statistics, which training only writes."""
+        values = initial_buffers(self.case.workload) if any(True for _ in self._model.buffers()) else {}
+        return {
+            name: torch.from_numpy(values[name]).to(self.device, buffer.dtype)
+            for name, buffer in self._model.named_buffers()
+        }
 
     def _part(
         self, model: Model, weights: dict[str, Tensor], part: Batch, loss_scale: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and gradients of one micro-batch; the latter multiplied as the run's are before they are reduced."""
         model.skipped_block = part.skipped_block
-        buffers = {name: torch.zeros_like(b, device=self.device) for name, b in model.named_buffers()}
+        buffers = {name: value.clone() for name, value in self._buffers.items()}
         part = part.to(self.device)
         low = AUTOCAST.get(self.case.precision.compute) if self.arithmetic.casting is Casting.AUTOCAST else None
         with torch.autocast(self.device.type, dtype=low, enabled=low is not None):
@@ -187,6 +203,20 @@ class Twin:
         low, num_ranks = getattr(torch, self.case.precision.reduction), len(parts)
         sent = [{name: g.to(low).div_(num_ranks) for name, g in part.items()} for part in parts]
         return {name: g.to(torch.float64).mul_(num_ranks) for name, g in _total(sent, low).items()}
+
+
+def _give_nodes(_module: nn.Module, args: object, kwargs: object) -> Any:  # noqa: ANN401
+    """Give what enters a module a node in the backward pass, in which its gradients are added up."""
+
+    def with_node(leaf: object) -> object:
+        return leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+    return pytree.tree_map(with_node, (args, kwargs))
+
+
+def _give_nodes_by_place(module: nn.Module, args: object, kwargs: object) -> Any:  # noqa: ANN401
+    """The same of positional arguments alone, as DeepSpeed does."""
+    return _give_nodes(module, args, {})[0], kwargs
 
 
 def twin_of(case: Case, arithmetic: Arithmetic | None, device: torch.device) -> Twin | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmark.reference.build import build_model
 from meshmark.reference.data import make_batch
@@ -38,6 +39,8 @@ class Use:
     """As `ModelConfig.indexed`."""
     repeats: bool
     """As `OwnModelConfig.repeats`."""
+    chooses: bool
+    """As `OwnModelConfig.chooses`."""
 
 
 def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN401
@@ -60,17 +63,30 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
     handles = [unit.register_forward_pre_hook(lambda part, _: runs.update([id(part)])) for unit in units]
     handles += [part.register_forward_pre_hook(enter, with_kwargs=True) for part in module.modules()]
     handles += [part.register_forward_hook(leave) for part in module.modules()]
-    wholes = {p.untyped_storage().data_ptr(): p.numel() for p in module.parameters()}
+    wholes = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
     indexed = set[int]()
+    linear = torch.nn.functional.linear
 
     def note(tensor: Tensor) -> Tensor:
         address = tensor.untyped_storage().data_ptr()
-        if tensor.numel() < wholes.get(address, 0):
+        whole = wholes.get(address)
+        if whole is not None and (tensor.shape, tensor.stride()) != (whole.shape, whole.stride()):
             indexed.add(address)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        total = own.loss(module, batch)[0]
+    def linear_of_a_whole(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute as `linear`. It saves a transposed view, where DeepSpeed's own saves the weight itself."""
+        before, found = set(indexed), linear(x, weight, bias)
+        if isinstance(weight, nn.Parameter):
+            indexed.intersection_update(before)
+        return found
+
+    torch.nn.functional.linear = linear_of_a_whole  # type: ignore[assignment]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), _Choices() as choices:
+            total = own.loss(module, batch)[0]
+    finally:
+        torch.nn.functional.linear = linear
     total.backward()  # type: ignore[no-untyped-call]
     for handle in handles:
         handle.remove()
@@ -79,9 +95,32 @@ def use_of(own: OwnWorkload, module: nn.Module, batch: Any) -> Use:  # noqa: ANN
     return Use(
         unused=tuple(name for name, p in named if p.requires_grad and p.grad is None),
         gathers=tuple((elements, times) for elements, times in more if times),
-        indexed=sum(wholes[address] for address in indexed),
+        indexed=sum(wholes[address].numel() for address in indexed),
         repeats=max(runs.values(), default=0) > 1,
+        chooses=choices.found,
     )
+
+
+class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether an operation picks the largest of floating-point numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(  # noqa: ANN202
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        if func.overloadpacket in _PICK and args[0].is_floating_point():
+            self.found = True
+        return func(*args, **(kwargs or {}))
+
+
+_PICK = (torch.ops.aten.topk, torch.ops.aten.argmax, torch.ops.aten.argmin, torch.ops.aten.sort, torch.ops.aten.argsort)
 
 
 def _num_reads(calls: list[bool]) -> int:

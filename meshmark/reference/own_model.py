@@ -8,22 +8,26 @@ over the weight of the global batch, however rows are dealt.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from meshmark.errors import InputError
-from meshmark.import_target import import_module_of
+from meshmark.import_target import import_file_again, import_module_of
 from meshmark.reference.build import skeleton
 from meshmark.reference.data import Batch
 from meshmark.reference.initial import Block
@@ -33,6 +37,7 @@ from meshmark.spec.optimizer import OptimizerSpec
 from meshmark.spec.own_model import HUGGING_FACE, OwnModelConfig
 from meshmark.spec.workload import Loss, Workload
 
+_NARROW = (torch.bfloat16, torch.float16)
 _REQUIRED = ("model", "batch", "loss")
 _DEFAULT_OPTIMIZER = OptimizerSpec(clip_norm=0.5)
 
@@ -49,10 +54,15 @@ class OwnWorkload(Protocol):
 
 @functools.lru_cache(maxsize=8)
 def load_workload(target: str) -> OwnWorkload:
-    """Return an instance of the class at "path/to/file.py:Class" or "package.module:Class".
+    """Return the instance of the class at "path/to/file.py:Class" or "package.module:Class".
 
     Raises `InputError` when it cannot be imported or made, or lacks one of the three methods.
     """
+    return _made(target, import_module_of)
+
+
+def _made(target: str, import_module: Callable[[str], ModuleType]) -> OwnWorkload:
+    """Return a new instance of the class at `target`."""
     if target.startswith(HUGGING_FACE):
         from meshmark.reference import transformers_model  # Transformers is imported where it is asked for alone
 
@@ -64,7 +74,7 @@ def load_workload(target: str) -> OwnWorkload:
             f"{HUGGING_FACE}FILE.json[:HEAD]"
         )
     try:
-        cls = getattr(import_module_of(where), name, None)
+        cls = getattr(import_module(where), name, None)
     except (Exception, SystemExit) as error:
         raise InputError(f"workload {target!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not inspect.isclass(cls):
@@ -96,10 +106,10 @@ def describe(target: str) -> Workload:
     module = built(target, 0)
     _expect_no_dropout(target, module)
     batch = _checked_batch(target, own)
-    couples = bool(getattr(own, "couples_rows", False)) or any(
-        isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()
-    )
+    has_batch_norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+    couples = bool(getattr(own, "couples_rows", False)) or has_batch_norms
     _expect_a_sum_and_a_weight(target, own, module, batch, couples)
+    _expect_the_same_on_every_rank(target)
     blocks = OwnModel.around(module).blocks.values()
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
     parameters = list(module.parameters())
@@ -122,7 +132,10 @@ def describe(target: str) -> Workload:
         indexed=use.indexed,
         repeats=use.repeats,
         has_scalars=any(p.dim() == 0 for p in parameters),
+        has_float_inputs=any(leaf.is_floating_point() for leaf in _leaves(batch)),
+        chooses=use.chooses,
         couples_rows=couples,
+        has_batch_norms=has_batch_norms,
     )
     optimizer = getattr(own, "optimizer", _DEFAULT_OPTIMIZER)
     if not isinstance(optimizer, OptimizerSpec):
@@ -166,9 +179,13 @@ def _digest(target: str, own: OwnWorkload) -> str:
 
 def built(target: str, seed: int) -> nn.Module:
     """Return a new module of the workload, with the values that its own code draws under `seed`."""
+    return _build(target, load_workload(target), seed)
+
+
+def _build(target: str, own: OwnWorkload, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = load_workload(target).model()
+        module = own.model()
     if not isinstance(module, nn.Module):
         raise InputError(f"workload {target!r}: model() returned {type(module).__name__}, expected a torch.nn.Module")
     return module
@@ -179,8 +196,10 @@ def reference_values(target: str, seed: int) -> dict[str, Tensor]:
     """Return the initial values of all parameters and buffers, on the CPU, by canonical name."""
     with torch.device("cpu"):
         module = OwnModel.around(built(target, seed))
-    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: _unmetered(tensor) for name, tensor in values.items()}
+    values = dict[str, Tensor]()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        values[name] = tensor.data = _unmetered(tensor)  # the module may live until the next garbage collection
+    return values
 
 
 def _unmetered(tensor: Tensor) -> Tensor:
@@ -255,6 +274,7 @@ class OwnModel(Model):
         else:
             module = own.model()
         self._wrap(module, own.loss)
+        module.register_forward_hook(_wide_outputs)
 
     def _wrap(self, module: nn.Module, loss: Callable[[nn.Module, Any], tuple[Tensor, Tensor]] | None) -> None:
         self.model, self._loss = module, loss
@@ -299,11 +319,13 @@ class OwnModel(Model):
         return next(keys, "")
 
     def forward(self, x: Any) -> Tensor:  # noqa: ANN401
+        """Return the sum of the loss. Weights that are narrow meet a batch as narrow, as FSDP2 casts it at its root."""
         assert self._loss is not None
-        if next(self.parameters()).dtype is torch.float64:
+        weights = next(self.parameters()).dtype
+        if weights is torch.float64:
             with _InFloat64():
-                return self._loss(self.model, _as_double(x))[0]
-        return self._loss(self.model, x)[0]
+                return self._loss(self.model, _cast(x, weights))[0]
+        return self._loss(self.model, _cast(x, weights) if weights in _NARROW else x)[0]
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -430,11 +452,21 @@ def _wider(value: Any) -> Any:  # noqa: ANN401
     return torch.float64 if value is torch.float32 else value
 
 
-def _as_double(tree: Any) -> Any:  # noqa: ANN401
-    def wide(leaf: Any) -> Any:  # noqa: ANN401
-        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+def _cast(tree: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    def cast_leaf(leaf: Any) -> Any:  # noqa: ANN401
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return pytree.tree_map(wide, tree)
+    return pytree.tree_map(cast_leaf, tree)
+
+
+def _wide_outputs(_module: nn.Module, _args: object, output: Any) -> Any:  # noqa: ANN401
+    """Give the loss float32 where the model's outputs are narrow, as Accelerate does: a sum over many rows in bf16
+    would have two digits."""
+
+    def widen(leaf: Any) -> Any:  # noqa: ANN401
+        return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _NARROW else leaf
+
+    return pytree.tree_map(widen, output)
 
 
 def _leaves(tree: Any) -> list[Tensor]:  # noqa: ANN401
@@ -518,6 +550,72 @@ _COUPLED = 1e-4
 
 def _halves(rows: int) -> list[slice]:
     return [slice(0, rows // 2), slice(rows // 2, rows)]
+
+
+def _expect_the_same_on_every_rank(target: str) -> None:
+    """Raise `InputError` for a workload that answers otherwise on another rank, or when it is asked again.
+
+    What a rank would see is set up here: the variables that launchers set, and a process group that sends nothing. A
+    file is run anew, for it may look at its rank when it is imported.
+    """
+    first, other = _answers(target, 0), _answers(target, 1)
+    if different := [what for what in first if first[what] != other.get(what)] or sorted(other.keys() - first):
+        again = _answers(target, 0)
+        if any(first[what] != again.get(what) for what in first):
+            raise InputError(
+                f"workload {target!r}: {different[0]} differs between two calls under one seed; expected the same "
+                "each time: of numpy's and Python's random numbers, seed the generators in model() and batch()"
+            )
+        raise InputError(
+            f"workload {target!r}: {different[0]} differs between rank 0 and rank 1 of two; expected the same on every "
+            "rank, for Meshmark deals the rows: leave RANK, LOCAL_RANK and torch.distributed.get_rank() out"
+        )
+
+
+@torch.no_grad()
+def _answers(target: str, rank: int) -> dict[str, object]:
+    """Return what a workload builds and computes on a rank of two, by what it is."""
+    with _on_rank(rank):
+        own = load_workload(target) if target.startswith(HUGGING_FACE) else _made(target, _module_again)
+        module = _build(target, own, 0)
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        found: dict[str, object] = {f"the initial value of {name}": _fingerprint(t) for name, t in tensors.items()}
+        tree = own.batch(0)
+        found["batch(0)"] = [_fingerprint(leaf) for leaf in _leaves(tree)]
+        found["the loss of batch(0)"] = [float(number) for number in own.loss(module, tree)]
+    return found
+
+
+def _module_again(where: str) -> ModuleType:
+    return import_file_again(Path(where)) if where.endswith(".py") else import_module_of(where)
+
+
+def _fingerprint(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
+    values = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    return tuple(tensor.shape), str(tensor.dtype), hashlib.sha256(values.numpy().data).hexdigest()
+
+
+@contextlib.contextmanager
+def _on_rank(rank: int) -> Iterator[None]:
+    """Let this process look like a rank of two."""
+    told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    before = {name: os.environ.get(name) for name in told}
+    grouped = dist.is_available() and not dist.is_initialized()
+    os.environ.update(told)
+    try:
+        if grouped:
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+        yield
+    finally:
+        if grouped and dist.is_initialized():
+            dist.destroy_process_group()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _expect_no_dropout(target: str, module: nn.Module) -> None:

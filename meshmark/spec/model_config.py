@@ -137,8 +137,15 @@ class ModelConfig:
         return False
 
     @property
+    def has_float_inputs(self) -> bool:
+        """Whether a batch holds floating-point tensors that the model takes as they are: the built-in models cast them
+        to the format of their weights."""
+        return False
+
+    @property
     def indexed(self) -> int:
-        """Elements of parameters of which autograd keeps a part alone, as of the experts that one tensor holds."""
+        """Elements of parameters of which autograd keeps a view: a part, as of the experts that one tensor holds, or a
+        transpose, as of a GRU's cell."""
         return 0
 
     def refusals(self, case: Case) -> list[str]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 from meshmark.spec.layout import Recompute
 from meshmark.spec.model_config import Dataset, ModelConfig
 from meshmark.spec.model_spec import Family
-from meshmark.spec.precision import Precision
 
 if TYPE_CHECKING:
     from meshmark.spec.case import Case
@@ -52,9 +51,13 @@ class OwnModelConfig(ModelConfig):
     gathers: tuple[tuple[int, int], ...] = ()
     indexed: int = 0
     has_scalars: bool = False
+    has_float_inputs: bool = False
+    chooses: bool = False
+    """Whether it picks the largest of computed values, as a router picks experts: rounding may decide."""
     repeats: bool = False
     """Whether a block, or the whole module, runs more than once in a forward pass."""
     couples_rows: bool = False
+    has_batch_norms: bool = False
 
     @property
     def preload(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -108,8 +111,10 @@ class OwnModelConfig(ModelConfig):
 
     def refusals(self, case: Case) -> list[str]:
         asked = {
-            f"precision {case.precision} (of a model of your own, fp32 and fp64 are judged so far)": case.precision
-            not in (Precision.FP32, Precision.FP64),
+            f"precision {case.precision} (rounding would decide what the model picks by topk or argmax, as a router "
+            "picks experts)": self.chooses and case.precision.is_mixed,
+            f"batch norms in {case.precision} (PyTorch's takes no weights in {case.precision.compute} beside statistics "
+            "in float32)": self.has_batch_norms and case.precision.is_mixed,
             "recomputation (which of a model of your own is not yet asked for)": case.layout.recompute
             is not Recompute.NONE,
             "tuning (which of a model of your own is not yet asked for)": bool(case.tuning.knobs),
