@@ -41,9 +41,7 @@ class SimpleFSDP(FSDP2):
         Requirement(module=module, distribution="torchtitan", command=_COMMAND)
         for module in ("torchtitan", "spmd_types", "tyro", "torch_checkpointing")
     )
-    arithmetic: ClassVar = Arithmetic(
-        casting=Casting.WEIGHTS, averages=False, reduces_each=True, sums=Summing.BLOCKS
-    )
+    arithmetic: ClassVar = Arithmetic(casting=Casting.WEIGHTS, averages=False, reduces_each=True, sums=Summing.BLOCKS)
     preload: ClassVar[tuple[str, ...]] = ("torchtitan.experiments.graph_trainer.simple_fsdp",)
     capabilities: ClassVar = dataclasses.replace(
         FSDP2.capabilities,

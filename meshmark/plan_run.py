@@ -30,8 +30,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     """The planner's arguments, and the one that hands its choice on."""
     cli.add_plan(parser)
     told = (
-        "train the choice here, by the suites; OPTIONS are pytest's, such as '--steps 6 -k equivalence', or '--workload "
-        "FILE.py:CLASS' to train a model of your own in the layout that was planned for --model"
+        "train the choice here, by the suites; OPTIONS are pytest's, such as '--steps 6 -k equivalence', or "
+        "'--workload FILE.py:CLASS' to train a model of your own in the layout that was planned for --model"
     )
     parser.add_argument("--run", nargs="?", const="", dest="hand_on", metavar="OPTIONS", help=told)
     parser.set_defaults(run=run_plan)

@@ -7,7 +7,7 @@
 # symptom = "The storage of gathered experts is still there after the forward pass; that of a linear layer is not."
 # cause = """
 # A parameter is released by giving it other data. Autograd saves the view that the product reads, which keeps the whole
-# gathered storage alive: of one expert where one parameter holds all, as in Transformers, or a transpose, as in a GRU."""
+# gathered storage alive: one expert where a parameter holds all, as in Transformers, or a transpose, as in a GRU."""
 # processes = 2
 # ///
 import sys

@@ -8,7 +8,7 @@
 # safe_set_full_fp32_param raises "start + length exceeds dimension size" on the last rank for a bias of one element, or
 # any tensor of an odd number on two ranks."""
 # cause = """
-# stage3.py, set_full_hp_param: each rank takes its part by narrow(0, size * rank, size), but the last part is padded."""
+# stage3.py, set_full_hp_param: each rank takes its part by narrow(0, size * rank, size); the last part is padded."""
 # processes = 2
 # ///
 import sys

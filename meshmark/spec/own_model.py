@@ -113,8 +113,8 @@ class OwnModelConfig(ModelConfig):
         asked = {
             f"precision {case.precision} (rounding would decide what the model picks by topk or argmax, as a router "
             "picks experts)": self.chooses and case.precision.is_mixed,
-            f"batch norms in {case.precision} (PyTorch's takes no weights in {case.precision.compute} beside statistics "
-            "in float32)": self.has_batch_norms and case.precision.is_mixed,
+            f"batch norms in {case.precision} (PyTorch's takes no weights in {case.precision.compute} beside "
+            "statistics in float32)": self.has_batch_norms and case.precision.is_mixed,
             "recomputation (which of a model of your own is not yet asked for)": case.layout.recompute
             is not Recompute.NONE,
             "tuning (which of a model of your own is not yet asked for)": bool(case.tuning.knobs),
