@@ -26,7 +26,6 @@ CHECKED = "2.11"
 
 PRIVATE = {
     "_BatchNorm": "torch.nn.modules.batchnorm",
-    "_buffers": "torch.nn:Module",
     "_local_tensor": "torch.distributed.tensor:DTensor",
     "_modules": "torch.nn:Module",
     "_numels": "torch.distributed.fsdp._flat_param:FlatParameter",
@@ -57,6 +56,8 @@ PRIVATE = {
     "_fsdp_param": "torch.distributed.fsdp._fully_shard",
     "_fsdp_param_group": "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
     "_fully_shard": "torch.distributed.fsdp",
+    "_internal": "torch.testing",
+    "_python_dispatch": "torch.utils",
     "_fqns": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_internal_rpc_pickler": "torch.distributed.rpc.internal",
     "_numels_with_padding": "torch.distributed.fsdp._flat_param:FlatParameter",
@@ -73,6 +74,7 @@ _OTHERS = {
     "_forward_module",
     "_fsdp_kwargs",
     "_get_sequence_parallel_group",
+    "_get_param_partition_rank",
     "_get_zero_param_intra_parallel_group",
     "_global_grad_norm",
     "_init_deepspeed_distributed",

@@ -33,7 +33,8 @@ engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=confi
 value = torch.tensor([1.0, 2.0, 3.0])
 try:
     safe_set_full_fp32_param(engine.module.bias, value)
+    found = safe_get_full_fp32_param(engine.module.bias)
 except RuntimeError as error:
     sys.exit(f"expected: the bias is {value.tolist()}; got: {str(error).splitlines()[0]}")
-if not torch.equal(found := safe_get_full_fp32_param(engine.module.bias), value):
+if not torch.equal(found, value):
     sys.exit(f"expected: the bias is {value.tolist()}; got: {found.tolist()}")
