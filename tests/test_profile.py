@@ -113,7 +113,7 @@ def test_a_report_shows_the_longest_rank_and_draws_the_fullest(tmp_path: Path) -
     record = make_record(task=Task.PROFILE, profiles=[of_rank(1.0, 10), of_rank(2.0, 5)])
     (row,) = profile_rows([record, make_record()])
     assert (str(row["step"]), str(row["compute"]), str(row["communication"])) == ("2e+03 ms", "50%", "25%")
-    assert (row["exposed"], row["idle"], row["trace"]) == ("12%", "38%", "traces/a.json.gz")
+    assert (str(row["exposed"]), str(row["idle"]), row["trace"]) == ("12%", "38%", "traces/a.json.gz")
     assert memory_curves([record], tmp_path / "m.svg") and "<svg" in (tmp_path / "m.svg").read_text()
     assert not memory_curves([make_record()], tmp_path / "none.svg")
 
