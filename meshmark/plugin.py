@@ -243,6 +243,13 @@ def timed(runner: Runner, case: Case, request: pytest.FixtureRequest) -> Record:
 
 
 @pytest.fixture
+def alone(runner: Runner, case: Case) -> Record:
+    """The record of single ranks of a fake world of the case's size."""
+    with _ending_the_run():
+        return runner.observe_alone(case)
+
+
+@pytest.fixture
 def profiled(runner: Runner, case: Case) -> Record:
     """The record of the case's profiled pass."""
     with _ending_the_run():

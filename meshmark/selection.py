@@ -143,6 +143,12 @@ def add_options(parser: pytest.Parser) -> None:
         help="collect suites/test_profile.py too: where a step's time goes, with a Chrome trace in DIR/traces",
     )
     group.addoption(
+        "--scale",
+        action="store_true",
+        help="collect suites/test_scale.py too: memory and traffic of single ranks of a fake world of --world ranks, of "
+        "any size, in one process each",
+    )
+    group.addoption(
         "--assess",
         default=None,
         metavar="HOW",

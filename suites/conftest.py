@@ -7,7 +7,7 @@ import pytest
 
 from meshmark.adapter.matrix import matrix
 from meshmark.optional_suites import OPTIONAL
-from meshmark.plugin import baseline, observed, profiled, runner, scenarios, timed  # noqa: F401
+from meshmark.plugin import alone, baseline, observed, profiled, runner, scenarios, timed  # noqa: F401
 from meshmark.selection import Selection
 from meshmark.spec.case import Case, InvalidLayout
 

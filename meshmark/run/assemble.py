@@ -52,13 +52,14 @@ def assemble(
     """The record of `request`; `launches` are several of the untouched pass alone, and none where nothing was done."""
     case, reports = request.case, launches[0].reports if launches else []
     whole = outcome.status in (Status.OK, Status.NAN)
-    observed = whole and request.task is Task.OBSERVE and request.metered
-    declared = declare(adapter, case, range(case.world_size) if observed else range(0))
+    fake = request.task is Task.FAKE_WORLD
+    observed = whole and (request.task is Task.OBSERVE or fake) and request.metered
+    declared = declare(adapter, case, (request.fake_ranks or range(case.world_size)) if observed else range(0))
     unmeasured = declared.failed | {
         suite: f"{why} on rank {r.rank}" for r in reversed(reports) for suite, why in r.unmeasured.items()
     }
     training = _training(reports, whole)
-    places, readings = launches[0].places if observed else [], [r.traffic for r in reports if r.traffic]
+    places, readings = launches[0].places if observed and not fake else [], [r.traffic for r in reports if r.traffic]
     draft = Record(
         case=case,
         adapter=request.adapter,
@@ -114,6 +115,7 @@ def assemble(
             digests=reports[0].digests if whole else [],
             known_gaps=list(adapter.known_gaps) if request.scenario else [],
         ),
+        fake_ranks=request.fake_ranks,
         unmeasured=unmeasured,
         kernels=reports[0].kernels if reports else {},
         remarks=[*remarks, *_left_out(training.left_out, request.observed), *_disagreeing(reports)],

@@ -111,10 +111,10 @@ def judge_memory(record: Record) -> Verdict | None:
     device = record.environment.device
     on_cpu = device == "cpu"
     scalars, planned = _scalars(record.case.workload), True
-    for rank, (reading, plan, declared) in enumerate(
+    for i, (reading, plan, declared) in enumerate(
         zip(record.memory.readings, record.memory.planned, record.memory.extra_memory, strict=True)
     ):
-        live = record.memory.live_bytes[rank] if record.memory.live_bytes else {}
+        rank, live = record.ranks[i], record.memory.live_bytes[i] if record.memory.live_bytes else {}
         growth = _growth(rank, live, LEAK_BYTES.get(device, SCALARS_BYTES))
         found += [growth] if growth else []
         if plan is None:
@@ -136,7 +136,7 @@ def judge_memory(record: Record) -> Verdict | None:
         summary = f"{worst.where}: {_growth_text(worst.interval)}, planned none"
     if all(plan is None or plan.activations is None for plan in record.memory.planned):
         summary += "; activations: not planned"
-    if unknown := [rank for rank, reading in enumerate(record.memory.readings) if not reading.ends_known]:
+    if unknown := [record.ranks[i] for i, reading in enumerate(record.memory.readings) if not reading.ends_known]:
         summary += f" (not judged on {_ranks(unknown)}: {_UNKNOWN})"
     passed = worst.error <= STATE_TOLERANCE
     return Verdict(

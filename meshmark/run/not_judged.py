@@ -11,6 +11,10 @@ from meshmark.theory.traffic import METERED_STEP
 
 def not_judged(record: Record, adapter: type[Adapter]) -> list[str]:
     """Return, in words, what the verdicts of an observed pass leave out; nothing where they leave out nothing."""
+    if record.fake_ranks:
+        told = ", ".join(map(str, record.fake_ranks))
+        yielded = f"everything but memory and traffic of ranks {told}: the world of {record.case.world_size} was fake"
+        return [yielded, *_memory(record)]
     return [*_equivalence(record, adapter), *_memory(record), *_communication(record)]
 
 

@@ -38,7 +38,7 @@ from meshmark.reference.data import make_batch
 from meshmark.run.passes.observer import Notebook, Observer, digests
 from meshmark.run.passes.tuned import compile_seconds, expect_tuned
 from meshmark.run.rank_report import RankReport
-from meshmark.run.request import Request
+from meshmark.run.request import Request, Task
 from meshmark.spec.workload import Workload
 from meshmark.theory.traffic import METERED_STEP
 
@@ -88,6 +88,22 @@ def observe(request: Request, adapter: Adapter, context: RankContext, started: f
     )
 
 
+def observe_alone(request: Request, adapter: Adapter, context: RankContext, started: float) -> RankReport:
+    """Train `request.steps` steps as one rank of a fake world: its memory and traffic, for nothing else means anything
+    there."""
+    seen = _train(request, adapter, context, None)
+    return RankReport(
+        rank=context.rank,
+        build_seconds=seen.built - started,
+        run_seconds=time.time() - seen.built,
+        memory=seen.memory,
+        traffic=seen.traffic,
+        steps=seen.steps,
+        state_dtypes=seen.dtypes,
+        unmeasured=seen.unmeasured,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
     """What is left of a run when its engine is gone."""
@@ -109,6 +125,8 @@ def _train(request: Request, adapter: Adapter, context: RankContext, notebook: N
     watch = Watch(context.device) if request.metered else None
     with watch or contextlib.nullcontext():
         engine = adapter.build(request.case, context)
+        if request.task is Task.FAKE_WORLD:
+            engine.enter_fake_world()
         built = time.time()
         rank_progress.begin(rank_progress.Phase.TRAIN, request.steps)
         observer = Observer(engine, request, notebook=notebook)
