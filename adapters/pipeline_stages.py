@@ -75,11 +75,12 @@ def tell_shapes(case: Case, stages: Sequence[PipelineStage]) -> None:
     other stages know it too."""
     from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas
 
-    layout, model = case.layout, case.workload.model
+    layout = case.layout
     rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
     wide: torch.dtype = getattr(torch, case.precision.wide)
     for stage in stages:
         if case.workload.dataset is not Dataset.DIGITS:
+            model = case.workload.transformer
             stream = torch.empty(rows, model.seq_len, model.hidden, dtype=wide, requires_grad=True)
             tokens = torch.empty(rows, model.seq_len, dtype=torch.int64)
             stage._user_meta = _StageMeta(

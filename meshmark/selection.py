@@ -145,8 +145,8 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--scale",
         action="store_true",
-        help="collect suites/test_scale.py too: memory and traffic of single ranks of a fake world of --world ranks, of "
-        "any size, in one process each",
+        help="collect suites/test_scale.py too: memory and traffic of single ranks of a fake world of --world ranks, "
+        "each alone in one process",
     )
     group.addoption(
         "--assess",

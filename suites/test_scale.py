@@ -1,5 +1,5 @@
-"""What would a rank of a world hold that you have not got? Single ranks of any `--world`, each alone in one process: the
-framework's real steps over collectives that are over at once. Asked for by `--scale`."""
+"""What would a rank of a world hold that you have not got? Single ranks of any `--world`, each alone in one process:
+the framework's real steps over collectives that are over at once. Asked for by `--scale`."""
 
 from meshmark.expect import expect
 from meshmark.run.record import Record

@@ -72,8 +72,8 @@ def prepare(context: RankContext) -> None:
 
 
 def _agree_with_rank_0() -> None:
-    """Have stage 3 take its own lists for rank 0's, which it compares them with: in a fake world there is no rank 0 that
-    could send any. It asks all the same, so that what is sent is what a real world sends."""
+    """Have stage 3 take its own lists for rank 0's, which it compares with: a fake world has no rank 0 to send any.
+    It asks all the same, so that what is sent is what a real world sends."""
     from deepspeed.runtime.zero import utils
 
     ask_length, ask = utils.assert_lst_len_same_as_other_ranks, utils.get_lst_from_rank0

@@ -1,9 +1,9 @@
 """One process as one rank of a world of any size: a process group whose other ranks do not exist.
 
 PyTorch's fake process group carries out no collective, and DDP's reducer and whatever gathers objects do not survive
-that. Here every collective is over at once: a reduction leaves what this rank has, a gather has this rank's part in every
-place, and a message that is received is zeros. So sizes, control flow and memory are those of the real world, and no
-number that is computed means anything.
+that. Here every collective is over at once: a reduction leaves what this rank has, a gather has this rank's part in
+every place, and a message that is received is zeros. So sizes, control flow and memory are those of the real world, and
+no number that is computed means anything.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
+from torch._C._distributed_c10d import FakeWork, Work
 from torch.utils.weak import TensorWeakRef
 
 from meshmark.measure.flight_recorder import IssuedOperation
@@ -36,7 +35,7 @@ class Copies(StrEnum):
     """Reads and writes the tensors that it is given; lists of tensors go through a flat one."""
 
 
-class _Reduced(dist._Work):
+class _Reduced(Work):
     """An all-reduce that was over when it returned, and whose future has its tensors, as DDP's reducer wants it.
 
     PyTorch keeps the C++ half of this alive, and not this: whoever makes one must keep it. Tensors are referred to
@@ -62,16 +61,17 @@ class _Reduced(dist._Work):
         return future
 
 
-class _Copied(dist._Work):
-    """A reduction that was over when it returned, in a copy that is there until somebody waits for it. Like `_Reduced`
-    it must be kept by who makes it."""
+class _Holding(Work):
+    """A call that was over when it returned, with tensors that are there as long as its caller keeps it. Until somebody
+    waits for it, which they do through the C++ half, it is kept by who makes it."""
 
-    def __init__(self, copy: Tensor) -> None:
+    def __init__(self, tensors: Sequence[Tensor], kept: set[Work]) -> None:
         super().__init__()
-        self._copy: Tensor | None = copy
+        self._tensors, self._kept = tensors, kept
+        kept.add(self)
 
     def wait(self, timeout: object = None) -> bool:
-        self._copy = None
+        self._kept.discard(self)
         return True
 
     def is_completed(self) -> bool:
@@ -91,12 +91,12 @@ def fake_world(rank: int, world_size: int, copies: Copies) -> Iterator[list[Issu
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     kernels = _Kernels(copies)
-    library = torch.library.Library("c10d", "IMPL")
+    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that kernels are replaced
         for name, kernel in kernels.by_name().items():
             for key in ("CPU", "CUDA"):
-                library.impl(name, kernel, key, allow_override=True)
+                library.impl(name, kernel, key, allow_override=True)  # type: ignore[no-untyped-call]
     dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=FakeStore())
     _ISSUED.append(kernels.issued)
     try:
@@ -104,7 +104,7 @@ def fake_world(rank: int, world_size: int, copies: Copies) -> Iterator[list[Issu
     finally:
         _ISSUED.remove(kernels.issued)
         dist.destroy_process_group()
-        library._destroy()
+        library._destroy()  # type: ignore[no-untyped-call]
 
 
 _ISSUED: list[list[IssuedOperation]] = []
@@ -121,9 +121,9 @@ class _Kernels:
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
         self.issued: list[IssuedOperation] = []
-        self._kept: list[dist._Work] = []
+        self._kept: set[Work] = set()
 
-    def by_name(self) -> dict[str, Callable[..., Any]]:
+    def by_name(self) -> dict[str, Callable[..., object]]:
         return {
             "allreduce_": self._all_reduce,
             "allreduce_coalesced_": self._all_reduce_coalesced,
@@ -146,36 +146,39 @@ class _Kernels:
             "barrier": self._barrier,
         }
 
-    def _all_reduce(self, tensors: list[Tensor], group: Any, *_: object) -> Any:
+    def _all_reduce(self, tensors: list[Tensor], group: torch.ScriptObject, *_: object) -> object:
         self._note("all_reduce", group, tensors)
         return tensors, self._reduced(tensors)
 
-    def _reduced(self, tensors: list[Tensor]) -> Any:
-        self._kept.append(_Reduced(tensors))
-        return self._kept[-1].boxed()
+    def _reduced(self, tensors: list[Tensor]) -> object:
+        work = _Reduced(tensors)
+        self._kept.add(work)
+        return work.boxed()
 
-    def _all_reduce_coalesced(self, tensors: list[Tensor], group: Any, *_: object) -> Any:
+    def _all_reduce_coalesced(self, tensors: list[Tensor], group: torch.ScriptObject, *_: object) -> object:
         self._note("all_reduce", group, tensors)
         if self.copies is Copies.GLOO:
             _flat(tensors)
         return FakeWork().boxed()
 
-    def _reduce(self, tensors: list[Tensor], group: Any, *_: object) -> Any:
+    def _reduce(self, tensors: list[Tensor], group: torch.ScriptObject, *_: object) -> object:
         self._note("reduce", group, tensors)
         return FakeWork().boxed()
 
-    def _broadcast(self, tensors: list[Tensor], group: Any, *_: object) -> Any:
+    def _broadcast(self, tensors: list[Tensor], group: torch.ScriptObject, *_: object) -> object:
         self._note("broadcast", group, tensors)
         return tensors, FakeWork().boxed()
 
-    def _all_gather_base(self, output: Tensor, given: Tensor, group: Any, *_: object) -> Any:
+    def _all_gather_base(self, output: Tensor, given: Tensor, group: torch.ScriptObject, *_: object) -> object:
         self._note("all_gather", group, [output])
         if self.copies is Copies.GLOO:
             _flat([output])
         _repeat(output, given, group)
         return output, FakeWork().boxed()
 
-    def _all_gather(self, outputs: list[list[Tensor]], given: list[Tensor], group: Any, *_: object) -> Any:
+    def _all_gather(
+        self, outputs: list[list[Tensor]], given: list[Tensor], group: torch.ScriptObject, *_: object
+    ) -> object:
         self._note("all_gather", group, [part for parts in outputs for part in parts])
         for parts, tensor in zip(outputs, given, strict=True):
             _flat(parts)
@@ -183,7 +186,9 @@ class _Kernels:
                 _copy(part, tensor)
         return outputs, FakeWork().boxed()
 
-    def _all_gather_coalesced(self, outputs: list[list[Tensor]], given: list[Tensor], group: Any, *_: object) -> Any:
+    def _all_gather_coalesced(
+        self, outputs: list[list[Tensor]], given: list[Tensor], group: torch.ScriptObject, *_: object
+    ) -> object:
         self._note("all_gather", group, [part for parts in outputs for part in parts])
         for parts in outputs:
             _flat(parts)
@@ -191,7 +196,9 @@ class _Kernels:
                 _copy(part, tensor)
         return FakeWork().boxed()
 
-    def _all_gather_into_tensors(self, outputs: list[Tensor], given: list[Tensor], group: Any, *_: object) -> Any:
+    def _all_gather_into_tensors(
+        self, outputs: list[Tensor], given: list[Tensor], group: torch.ScriptObject, *_: object
+    ) -> object:
         self._note("all_gather", group, outputs)
         if self.copies is Copies.GLOO:
             _flat(outputs)
@@ -200,16 +207,16 @@ class _Kernels:
         return FakeWork().boxed()
 
     def _reduce_scatter_base(
-        self, output: Tensor, given: Tensor, group: Any, op: Any, is_async: bool = True, *_: object
-    ) -> Any:
+        self, output: Tensor, given: Tensor, group: torch.ScriptObject, op: object, is_async: bool = True, *_: object
+    ) -> object:
         self._note("reduce_scatter", group, [given])
         copy = _flat([given]) if self.copies is Copies.GLOO else None
         _reduce_part(output, given, group)
-        return output, self._until_waited(copy) if is_async else FakeWork().boxed()
+        return output, self._holding([copy] if copy is not None and is_async else [])
 
     def _reduce_scatter(
-        self, outputs: list[Tensor], given: list[list[Tensor]], group: Any, *_: object
-    ) -> Any:
+        self, outputs: list[Tensor], given: list[list[Tensor]], group: torch.ScriptObject, *_: object
+    ) -> object:
         self._note("reduce_scatter", group, [part for parts in given for part in parts])
         for output, parts in zip(outputs, given, strict=True):
             _flat(parts)
@@ -217,21 +224,28 @@ class _Kernels:
         return outputs, FakeWork().boxed()
 
     def _reduce_scatter_tensors(
-        self, outputs: list[Tensor], given: list[Tensor], group: Any, op: Any, is_async: bool = True, *_: object
-    ) -> Any:
+        self,
+        outputs: list[Tensor],
+        given: list[Tensor],
+        group: torch.ScriptObject,
+        op: object,
+        is_async: bool = True,
+        *_: object,
+    ) -> object:
         self._note("reduce_scatter", group, given)
         copy = _flat(given) if self.copies is Copies.GLOO else None
         for output, tensor in zip(outputs, given, strict=True):
             _reduce_part(output, tensor, group)
-        return self._until_waited(copy) if is_async else FakeWork().boxed()
+        return self._holding([copy] if copy is not None and is_async else [])
 
-    def _until_waited(self, copy: Tensor | None) -> Any:
-        if copy is None:
+    def _holding(self, tensors: Sequence[Tensor]) -> object:
+        if not tensors:
             return FakeWork().boxed()
-        self._kept.append(_Copied(copy))
-        return self._kept[-1].boxed()
+        return _Holding(tensors, self._kept).boxed()
 
-    def _gather(self, outputs: list[list[Tensor]], given: list[Tensor], group: Any, *_: object) -> Any:
+    def _gather(
+        self, outputs: list[list[Tensor]], given: list[Tensor], group: torch.ScriptObject, *_: object
+    ) -> object:
         self._note("gather", group, given, parts=_size(group))
         for parts, tensor in zip(outputs, given, strict=False):
             if self.copies is Copies.GLOO:
@@ -240,13 +254,15 @@ class _Kernels:
                 _copy(part, tensor)
         return FakeWork().boxed()
 
-    def _scatter(self, outputs: list[Tensor], given: list[list[Tensor]], group: Any, *_: object) -> Any:
+    def _scatter(
+        self, outputs: list[Tensor], given: list[list[Tensor]], group: torch.ScriptObject, *_: object
+    ) -> object:
         self._note("scatter", group, outputs, parts=_size(group))
         for output, parts in zip(outputs, given, strict=False):
             _copy(output, parts[_place(group)])
         return outputs, FakeWork().boxed()
 
-    def _all_to_all(self, outputs: list[Tensor], given: list[Tensor], group: Any, *_: object) -> Any:
+    def _all_to_all(self, outputs: list[Tensor], given: list[Tensor], group: torch.ScriptObject, *_: object) -> object:
         self._note("all_to_all", group, outputs)
         own = given[_place(group)]
         for output in outputs:
@@ -254,8 +270,14 @@ class _Kernels:
         return outputs, FakeWork().boxed()
 
     def _all_to_all_base(
-        self, output: Tensor, given: Tensor, group: Any, out_sizes: list[int], in_sizes: list[int], *_: object
-    ) -> Any:
+        self,
+        output: Tensor,
+        given: Tensor,
+        group: torch.ScriptObject,
+        out_sizes: list[int],
+        in_sizes: list[int],
+        *_: object,
+    ) -> object:
         self._note("all_to_all", group, [output])
         if not out_sizes and not in_sizes:
             own = given.detach().chunk(_size(group))[_place(group)]
@@ -265,19 +287,20 @@ class _Kernels:
             output.data.zero_()
         return FakeWork().boxed()
 
-    def _send(self, tensors: list[Tensor], *_: object) -> Any:
-        return FakeWork().boxed()
+    def _send(self, tensors: list[Tensor], *_: object) -> object:
+        """A message is there until its sender has waited for it."""
+        return self._holding([tensor.data for tensor in tensors])
 
-    def _receive(self, tensors: list[Tensor], *_: object) -> Any:
+    def _receive(self, tensors: list[Tensor], *_: object) -> object:
         for tensor in tensors:
             tensor.data.zero_()
         return FakeWork().boxed()
 
-    def _barrier(self, tensor: Tensor, group: Any, *_: object) -> Any:
+    def _barrier(self, tensor: Tensor, group: torch.ScriptObject, *_: object) -> object:
         self._note("barrier", group, [])
         return FakeWork().boxed()
 
-    def _note(self, kind: str, group: Any, tensors: Sequence[Tensor], parts: int = 1) -> None:
+    def _note(self, kind: str, group: torch.ScriptObject, tensors: Sequence[Tensor], parts: int = 1) -> None:
         self.issued.append(
             IssuedOperation(
                 kind=kind,
@@ -288,11 +311,11 @@ class _Kernels:
         )
 
 
-def _size(group: Any) -> int:
+def _size(group: torch.ScriptObject) -> int:
     return dist.ProcessGroup.unbox(group).size()
 
 
-def _place(group: Any) -> int:
+def _place(group: torch.ScriptObject) -> int:
     return dist.ProcessGroup.unbox(group).rank()
 
 
@@ -303,7 +326,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor | None:
     return torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
 
 
-def _reduce_part(output: Tensor, given: Tensor, group: Any) -> None:
+def _reduce_part(output: Tensor, given: Tensor, group: torch.ScriptObject) -> None:
     """This rank's own part of what it gives."""
     own = given.detach().reshape(-1)[_place(group) * output.numel() :][: output.numel()]
     _copy(output, own.view_as(output))
@@ -314,7 +337,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
     target.data.copy_(source.data)
 
 
-def _repeat(output: Tensor, given: Tensor, group: Any) -> None:
+def _repeat(output: Tensor, given: Tensor, group: torch.ScriptObject) -> None:
     """Put `given` into every place of `output`. It may be a view of its own place."""
     rows, row, place = output.data.view(_size(group), -1), given.data.reshape(1, -1), _place(group)
     for others in (rows[:place], rows[place + 1 :]):

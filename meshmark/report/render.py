@@ -18,6 +18,7 @@ from meshmark.report.missing_failures import failing, missing_failures, unrecord
 from meshmark.report.plots import memory_plot, throughput_plot
 from meshmark.report.profiles import TOLD, memory_curves, profile_rows
 from meshmark.report.results import CaseResult, newest, results
+from meshmark.report.scale import fake_worlds
 from meshmark.report.sections import sections
 from meshmark.report.table import Table, bytes_text
 from meshmark.run.record import Record
@@ -176,11 +177,12 @@ def _peak(result: CaseResult) -> int:
 
 def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading | None) -> list[str]:
     latest = [record for r in found for record in (r.observed, r.timed) if record]
-    failed = [tables.failures(latest), missing_failures(reading.sessions, reading.records, conforming=False)]
+    unfinished = missing_failures(reading.sessions, reading.records, conforming=False)
+    failed = [tables.failures([*latest, *fake_worlds(reading.records)]), unfinished]
     before = Baseline(results(baseline.records) if baseline else ())
     nothing = "Nothing: every case that ran reached its end and passed every suite."
     parts = ["## What failed", *(filter(None, failed) if any(failed) else [nothing])]
-    for section in sections(found, before):
+    for section in sections(found, reading.records, before):
         parts += [f"## {section.title}", section.note]
         if section.id == "speed" and (warning := before.warning(found)):
             parts.append(warning)

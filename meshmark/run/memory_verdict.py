@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from meshmark.measure.interval import Interval, mean_interval
 from meshmark.measure.readings import MemoryReading
+from meshmark.reference.build import parameter_shapes
 from meshmark.run.record import MemoryEvidence, Record, Verdict
 from meshmark.spec.own_model import OwnModelConfig
-from meshmark.spec.workload import Workload
 from meshmark.theory.states import ExtraMemory, ModelStates, declared_bytes, declared_peak
 from meshmark.theory.traffic import METERED_STEP
 
@@ -110,7 +110,7 @@ def judge_memory(record: Record) -> Verdict | None:
     found: list[Held] = []
     device = record.environment.device
     on_cpu = device == "cpu"
-    scalars, planned = _scalars(record.case.workload), True
+    scalars, planned = _scalars(record), True
     for i, (reading, plan, declared) in enumerate(
         zip(record.memory.readings, record.memory.planned, record.memory.extra_memory, strict=True)
     ):
@@ -176,9 +176,12 @@ def _later(totals: Sequence[Held], live: Mapping[int, int]) -> Iterator[Held]:
             yield replace(steady, step=step, measured=steady.measured + num_bytes - live[METERED_STEP])
 
 
-def _scalars(workload: Workload) -> dict[str, int]:
-    """Bytes of scalars by category, which 1 % of a user's own model need not cover: it may be of any size."""
-    model = workload.model
+def _scalars(record: Record) -> dict[str, int]:
+    """Bytes of scalars by category, which 1 % need not cover: of a user's own model, which may be of any size, and of
+    one shard of hundreds in a fake world."""
+    model = record.case.workload.model
+    if record.fake_ranks:
+        return {"optimizer_states": COUNT_BYTES * len(parameter_shapes(model))}
     if not isinstance(model, OwnModelConfig):
         return {}
     return {"activations": LOSS_BYTES, "optimizer_states": COUNT_BYTES * model.num_tensors}

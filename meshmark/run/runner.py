@@ -76,8 +76,8 @@ FAKE_NEEDS = frozenset({Feature.FAKE_WORLD})
 
 
 def fake_ranks(layout: Layout) -> list[int]:
-    """The ranks that stand for a world: the first, the last and, of a pipeline of three stages or more, the first of the
-    stage in the middle."""
+    """The ranks that stand for a world: the first, the last and, of a pipeline of three stages or more, the first of
+    the stage in the middle."""
     middle = next(rank for rank in range(layout.world_size) if layout.coordinates(rank).pp == layout.pp // 2)
     return sorted({0, middle, layout.world_size - 1}) if layout.pp > 2 else sorted({0, layout.world_size - 1})
 
