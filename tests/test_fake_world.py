@@ -24,7 +24,7 @@ from meshmark.run.request import Request, Task
 from meshmark.run.runner import Runner, RunOptions, fake_ranks
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule
-from meshmark.spec.workload import workload
+from meshmark.spec.workload import Workload, workload
 from tests.factories import make_case, make_good
 
 TWO = Layout(dp=2, num_micro_batches=2)
@@ -89,7 +89,9 @@ def runner(launcher: ForkserverLauncher, tmp_path: Path) -> Iterator[Runner]:
         yield made
 
 
-WIDE = dataclasses.replace(workload("gpt-mini"), global_batch=512)
+def wide(layout: Layout) -> Workload:
+    """Two rows a micro-batch, however many replicas there are."""
+    return dataclasses.replace(workload("gpt-mini"), global_batch=2 * layout.dp * layout.num_micro_batches)
 
 
 def failures(record: Record) -> list[str]:
@@ -101,14 +103,14 @@ def failures(record: Record) -> list[str]:
     [
         ("ddp", Layout(dp=512)),
         ("deepspeed", Layout(dp=8, zero_stage=3, num_micro_batches=2)),
-        ("tp-fsdp2", Layout(dp=16, tp=4, zero_stage=3, num_micro_batches=2)),
+        ("tp-fsdp2", Layout(dp=4, tp=4, zero_stage=3, num_micro_batches=2)),
     ],
     ids=["ddp", "deepspeed", "tp-fsdp2"],
 )
 def test_worlds_that_are_not_there_hold_and_ask_for_what_is_planned(
     adapter: str, layout: Layout, runner: Runner
 ) -> None:
-    record = runner.observe_alone(make_case(adapter, layout, workload=WIDE))
+    record = runner.observe_alone(make_case(adapter, layout, workload=wide(layout)))
     assert record.outcome.status is Status.OK, record.outcome.traceback
     assert {verdict.suite for verdict in record.verdicts} == {"memory", "communication"} and not failures(record)
     assert record.fake_ranks == [0, layout.world_size - 1] and len(record.memory.readings) == 2
@@ -116,7 +118,8 @@ def test_worlds_that_are_not_there_hold_and_ask_for_what_is_planned(
 
 
 def test_a_rank_that_holds_one_bucket_too_many_is_told_with_its_number(runner: Runner) -> None:
-    case = make_case("keeps-a-bucket", Layout(dp=8, num_micro_batches=2), workload=WIDE)
+    layout = Layout(dp=8, num_micro_batches=2)
+    case = make_case("keeps-a-bucket", layout, workload=wide(layout))
     record = runner.observe_alone(case)
     assert record.outcome.status is Status.OK, record.outcome.traceback
     (summary,) = failures(record)
