@@ -52,9 +52,10 @@ def assemble(
     """The record of `request`; `launches` are several of the untouched pass alone, and none where nothing was done."""
     case, reports = request.case, launches[0].reports if launches else []
     whole = outcome.status in (Status.OK, Status.NAN)
+    ranks = request.fake_ranks or range(case.world_size)
     fake = request.task is Task.FAKE_WORLD
     observed = whole and (request.task is Task.OBSERVE or fake) and request.metered
-    declared = declare(adapter, case, (request.fake_ranks or range(case.world_size)) if observed else range(0))
+    declared = declare(adapter, case, ranks if observed else (), request.device)
     unmeasured = declared.failed | {
         suite: f"{why} on rank {r.rank}" for r in reversed(reports) for suite, why in r.unmeasured.items()
     }

@@ -30,8 +30,9 @@ class Declared:
     """By suite that cannot be judged by it: the method that failed, and how."""
 
 
-def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int]) -> Declared:
-    """An adapter's method that fails takes the verdict that rests on it, and no other."""
+def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int], device: str) -> Declared:
+    """Ask `adapter` about `case`. A method that fails takes the verdict that rests on it, and no other. What is on the
+    host counts where `device` is "cpu"."""
     failed: dict[str, str] = {}
 
     def ask(suite: str, method: str, answer: Callable[[int], T]) -> list[T]:
@@ -43,7 +44,9 @@ def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int]) -> Declare
 
     return Declared(
         states=ask("memory", "recipe", lambda rank: model_states(case, rank, adapter.recipe(case))),
-        extra_memory=ask("memory", "extra_memory", lambda rank: _extra_memory(adapter.extra_memory(case, rank))),
+        extra_memory=ask(
+            "memory", "extra_memory", lambda rank: _extra_memory(adapter.extra_memory(case, rank), device)
+        ),
         traffic=[step_traffic(case, rank) for rank in ranks],
         traffic_exceptions=ask(
             "communication",
@@ -59,11 +62,11 @@ def declare(adapter: type[Adapter], case: Case, ranks: Sequence[int]) -> Declare
     )
 
 
-def _extra_memory(declared: Sequence[object]) -> list[ExtraMemory]:
+def _extra_memory(declared: Sequence[object], device: str) -> list[ExtraMemory]:
     for each in declared:
         if not isinstance(each, ExtraMemory):
             raise TypeError(f"got {each!r} among the extra memory, expected an ExtraMemory")
-    return [each for each in declared if isinstance(each, ExtraMemory)]
+    return [each for each in declared if isinstance(each, ExtraMemory) and (device == "cpu" or not each.on_host)]
 
 
 def _one_time_traffic(declared: Sequence[object]) -> list[OneTimeTraffic]:

@@ -16,8 +16,9 @@ from meshmark.theory.traffic import METERED_STEP
 
 STATE_TOLERANCE = 0.01
 """Relative, on the bytes of each category of model states, of activations, and of the allocator's totals."""
-SCALARS_BYTES = 1024
-"""Beside it, of totals: loss, norm, scale and a few counts, which nobody names. More is a tensor."""
+SCALARS_BYTES = {"cpu": 1024, "cuda": 4096}
+"""Beside it, of totals: loss, norm, scale and a few counts, which nobody names. More is a tensor. On a GPU each takes a
+block of 512 bytes; engines here hold two to four."""
 LEAK_BYTES = {"cpu": 64, "cuda": 512}
 """Growth a step that is not judged: a few scalars, which take a block of 512 bytes each on a GPU. Correct engines grow
 by nothing at all from the metered step on."""
@@ -115,7 +116,7 @@ def judge_memory(record: Record) -> Verdict | None:
         zip(record.memory.readings, record.memory.planned, record.memory.extra_memory, strict=True)
     ):
         rank, live = record.ranks[i], record.memory.live_bytes[i] if record.memory.live_bytes else {}
-        growth = _growth(rank, live, LEAK_BYTES.get(device, SCALARS_BYTES))
+        growth = _growth(rank, live, LEAK_BYTES[device])
         found += [growth] if growth else []
         if plan is None:
             planned = False
@@ -244,6 +245,7 @@ def memory_totals(
     steady, peak = reading.steady, reading.peak
     passing = declared_bytes(declared, "unnamed")  # which may be there after a step as well, and not after another
     plan = plan.with_host() if on_cpu else plan
+    spare = SCALARS_BYTES["cpu" if on_cpu else "cuda"]
     yield Held(
         category="steady",
         rank=rank,
@@ -254,7 +256,7 @@ def memory_totals(
         + plan.tables
         + declared_bytes(declared, "steady"),
         late=passing,
-        spare=SCALARS_BYTES,
+        spare=spare,
     )
     planned = declared_peak(plan, declared) if on_cpu else None
     if not reading.ends_known:
@@ -266,13 +268,13 @@ def memory_totals(
             measured=peak.total - peak.inputs,
             planned=planned + plan.tables,
             late=reading.late_bytes,
-            spare=SCALARS_BYTES,
+            spare=spare,
         )
     else:
         unnamed = plan.tables + sum(r.num_bytes for r in declared if r.category in ("steady", "unnamed"))
         # At most: an engine may name what is declared.
         measured = max(peak.other, unnamed)
-        yield Held(category="unnamed", rank=rank, measured=measured, planned=unnamed, spare=SCALARS_BYTES)
+        yield Held(category="unnamed", rank=rank, measured=measured, planned=unnamed, spare=spare)
     if reading.previous_steady_bytes is not None:
         growth = max(steady.total - reading.previous_steady_bytes, 0)
-        yield Held(category="growth", rank=rank, measured=growth, planned=0.0, late=passing, spare=SCALARS_BYTES)
+        yield Held(category="growth", rank=rank, measured=growth, planned=0.0, late=passing, spare=spare)

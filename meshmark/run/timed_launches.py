@@ -13,6 +13,7 @@ from meshmark.run.power import launch_watched
 from meshmark.run.rank_report import RankReport
 from meshmark.run.record import Relaunch
 from meshmark.run.request import Request
+from meshmark.run.throughput import LEAST_CLAIMED
 
 MOST_LAUNCHES = 2 * LEAST_LAUNCHES
 """Another tells less than it costs."""
@@ -29,17 +30,20 @@ def time_again(
     """
     launches, watched = [first], [list(power)]
     again = dataclasses.replace(request, steps=len(first.reports[0].step_seconds), timing_budget_seconds=0.0)
-    while is_wanted(launches, LEAST_LAUNCHES * request.timing_budget_seconds):
+    on_gpu = request.device == "cuda"
+    while is_wanted(launches, LEAST_LAUNCHES * request.timing_budget_seconds, on_gpu=on_gpu):
         launched, power = launch_watched(launcher, again)
         launches.append(launched)
         watched.append(power)
     return launches, together(watched)
 
 
-def is_wanted(launches: Sequence[LaunchResult], budget_seconds: float) -> bool:
-    """Whether another launch is."""
+def is_wanted(launches: Sequence[LaunchResult], budget_seconds: float, *, on_gpu: bool = False) -> bool:
+    """Whether another launch is. On GPUs there are as many as a claim takes, whatever the budget."""
     if launches[-1].failures or launches[-1].lost or len(launches) >= MOST_LAUNCHES:
         return False
+    if len(launches) < LEAST_CLAIMED and on_gpu:  # where a few steps of a large model are all of the budget
+        return budget_seconds > 0
     if len(launches) == 2:  # of which Student's t makes an interval of thirteen times what they differ by
         return budget_seconds > 0
     steps = [seconds for launched in launches for seconds in _step_seconds(launched.reports)]
