@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from meshmark.report.planned import totals, worst
 from meshmark.report.table import EMPTY, Cell, Rows, bytes_cell, number
@@ -21,6 +21,17 @@ def fake_worlds(records: Iterable[Record]) -> list[Record]:
     """Return the last record of every case that was run in a fake world."""
     found = {(r.case.id, r.environment.device): r for r in records if r.task is Task.FAKE_WORLD}
     return list(found.values())
+
+
+def scale_headline(records: Sequence[Record]) -> str:
+    """Return what came of fake worlds alone, in a sentence of Markdown."""
+    ran = [r for r in records if r.outcome.status is not Status.SKIPPED]
+    good = [r for r in ran if r.outcome.status is Status.OK and all(verdict.passed for verdict in r.verdicts)]
+    worlds = sorted({r.case.world_size for r in ran})
+    return (
+        f"**{len(good)} of {len(ran)} cases hold and send what is planned**, seen from single ranks of fake worlds of "
+        f"{', '.join(map(str, worlds)) or 'no'} ranks; {len(records) - len(ran)} not run, with reasons below."
+    )
 
 
 def scale(records: Iterable[Record]) -> Rows:
