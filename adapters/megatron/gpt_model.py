@@ -121,9 +121,11 @@ class MegatronGPT(Adapter):
         layout, model = case.layout, case.workload.transformer
         rows = case.workload.global_batch // (layout.dp * layout.num_micro_batches)
         width = case.precision.weights.itemsize
-        scores = width * rows * model.num_heads // layout.tp * model.seq_len**2
+        shared = width * rows * model.num_heads // layout.tp * model.seq_len**2
+        if layout.sequence_parallel:  # one buffer is both: that of scores, and of what is gathered for a product
+            shared = max(shared, width * rows * model.seq_len * model.hidden)
         declared = [
-            (scores, "a buffer for the scores of attention (`get_global_memory_buffer`)"),
+            (shared, "a buffer for the scores of attention, or for gathers (`get_global_memory_buffer`)"),
             (8 * model.seq_len, "positions, which this adapter hands to every micro-batch"),
         ]
         if receiving := sum(stage > 0 for stage in layout.stages_of(layout.coordinates(rank).pp)):

@@ -122,6 +122,7 @@ class _Kernels:
         self.copies = copies
         self.issued: list[IssuedOperation] = []
         self._kept: set[Work] = set()
+        self._sent: set[Work] = set()
 
     def by_name(self) -> dict[str, Callable[..., object]]:
         return {
@@ -288,10 +289,13 @@ class _Kernels:
         return FakeWork().boxed()
 
     def _send(self, tensors: list[Tensor], *_: object) -> object:
-        """A message is there until its sender has waited for it."""
-        return self._holding([tensor.data for tensor in tensors])
+        """A message is there as long as its sender keeps the work, which not all wait for. Until the next call, by when
+        the sender has it, it is kept here."""
+        self._sent.clear()
+        return _Holding([tensor.data for tensor in tensors], self._sent).boxed()
 
     def _receive(self, tensors: list[Tensor], *_: object) -> object:
+        self._sent.clear()
         for tensor in tensors:
             tensor.data.zero_()
         return FakeWork().boxed()
@@ -301,6 +305,7 @@ class _Kernels:
         return FakeWork().boxed()
 
     def _note(self, kind: str, group: torch.ScriptObject, tensors: Sequence[Tensor], parts: int = 1) -> None:
+        self._sent.clear()
         self.issued.append(
             IssuedOperation(
                 kind=kind,
