@@ -169,12 +169,13 @@ def make_request(name: str = "gpt-1.3b", **changes: Any) -> Request:  # noqa: AN
     [
         (make_request(), 1, 1),
         (make_request(), 2, 2),
-        (make_request(), 8, 2),
+        (make_request(), 8, 6),
+        (make_request(sample=None), 8, 2),
         (make_request(sample=None), 1, 1),
         (make_request("gpt-tiny"), 1, 2),
         (make_request(device="cpu"), 0, 2),
     ],
-    ids=["one GPU", "two", "eight", "in full", "a small model", "a CPU"],
+    ids=["one GPU", "two", "eight", "eight in full", "in full", "a small model", "a CPU"],
 )
 def test_no_two_noise_runs_of_a_large_model_share_a_gpu(request_: Request, gpus: int, processes: int) -> None:
     """Two of 1.3 billion parameters need 94 GB. A small model's runs wait for launches more than for memory."""
