@@ -138,8 +138,8 @@ def judge_communication(record: Record) -> Verdict | None:
     ]
     found = [
         difference
-        for rank, reading, routes in zip(record.ranks, evidence.readings, expected, strict=True)
-        for difference in _differences(rank, reading.asked, routes)
+        for i, (reading, routes) in enumerate(zip(evidence.readings, expected, strict=True))
+        for difference in _differences(record.ranks[i], reading.asked, routes)
     ]
     worst = max(found, key=lambda d: (abs(d.measured_bytes - d.expected_bytes), d.expected is None), default=None)
     barriers = max((_barriers(reading.asked) for reading in evidence.readings), default=0)
