@@ -16,12 +16,14 @@ from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.registry import builtin_adapters, load_adapter
 from meshmark.measure.readings import MemoryReading
 from meshmark.regression.runs import by_case
+from meshmark.report.render import write_report
 from meshmark.report.results import results
 from meshmark.report.scale import scale
 from meshmark.run.declared import declare
 from meshmark.run.forkserver_launcher import ForkserverLauncher
 from meshmark.run.memory_verdict import memory_totals
-from meshmark.run.record import Record, Status
+from meshmark.run.record import Outcome, Record, Status
+from meshmark.run.record_file import RecordFile, read_records
 from meshmark.run.request import Request, Task
 from meshmark.run.runner import Runner, RunOptions, fake_ranks
 from meshmark.spec.case import Case
@@ -165,6 +167,19 @@ def test_nobody_takes_a_fake_world_for_a_real_one() -> None:
     (row,) = scale([fake])
     assert row["seen from"] == "0, 1" and row["ranks"] == fake.case.world_size
     assert scale([make_good()]) == []
+
+
+def test_a_page_of_fake_worlds_alone_says_so(tmp_path: Path) -> None:
+    with contextlib.closing(RecordFile(tmp_path)) as file:
+        file.append(make_good(task=Task.FAKE_WORLD, fake_ranks=[0, 1]))
+        refused = Outcome(status=Status.SKIPPED, message="it cannot")
+        file.append(make_good(case=make_case("horovod"), task=Task.FAKE_WORLD, fake_ranks=[0, 1], outcome=refused))
+    write_report(read_records(tmp_path), tmp_path / "page.md", "meshmark report")
+    page = (tmp_path / "page.md").read_text()
+    assert "fake worlds" in page.partition("\n")[0]
+    assert "1 of 1 case holds and sends what is planned" in page and "1 not run" in page
+    assert "Measured on single ranks of a fake world" in page and "it cannot" in page
+    assert "trains correctly" not in page and "Throughput" not in page
 
 
 _COLLECTIVES = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from meshmark.pluralize import pluralize
 from meshmark.report.planned import totals, worst
 from meshmark.report.table import EMPTY, Cell, Rows, bytes_cell, number
 from meshmark.run.record import Record, Status, Verdict
@@ -28,9 +29,10 @@ def scale_headline(records: Sequence[Record]) -> str:
     ran = [r for r in records if r.outcome.status is not Status.SKIPPED]
     good = [r for r in ran if r.outcome.status is Status.OK and all(verdict.passed for verdict in r.verdicts)]
     worlds = sorted({r.case.world_size for r in ran})
+    what = f"{pluralize(len(ran), 'case')} {'holds and sends' if len(ran) == 1 else 'hold and send'} what is planned"
     return (
-        f"**{len(good)} of {len(ran)} cases hold and send what is planned**, seen from single ranks of fake worlds of "
-        f"{', '.join(map(str, worlds)) or 'no'} ranks; {len(records) - len(ran)} not run, with reasons below."
+        f"**{len(good)} of {what}**, seen from single ranks of fake worlds of {', '.join(map(str, worlds)) or 'no'} "
+        f"ranks; {len(records) - len(ran)} not run, with reasons below."
     )
 
 
