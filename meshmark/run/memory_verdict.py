@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from meshmark.measure.interval import Interval, mean_interval
 from meshmark.measure.readings import MemoryReading
 from meshmark.reference.build import parameter_shapes
-from meshmark.run.record import MemoryEvidence, Record, Verdict
+from meshmark.run.record import Record, Verdict
 from meshmark.spec.own_model import OwnModelConfig
 from meshmark.theory.states import ExtraMemory, ModelStates, declared_bytes, declared_peak
 from meshmark.theory.traffic import METERED_STEP
@@ -144,7 +144,7 @@ def judge_memory(record: Record) -> Verdict | None:
         suite="memory",
         passed=passed,
         summary=summary if passed else f"{summary}; {_mend(worst)}",
-        evidence=_evidence(worst, found, record.memory),
+        evidence=_evidence(worst, found, record),
     )
 
 
@@ -199,7 +199,8 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _evidence(worst: Held, found: Sequence[Held], memory: MemoryEvidence) -> dict[str, float | int | str]:
+def _evidence(worst: Held, found: Sequence[Held], record: Record) -> dict[str, float | int | str]:
+    memory = record.memory
     evidence: dict[str, float | int | str] = {
         "category": worst.category,
         "rank": worst.rank,
@@ -209,7 +210,9 @@ def _evidence(worst: Held, found: Sequence[Held], memory: MemoryEvidence) -> dic
         "tolerance": STATE_TOLERANCE,
         "declared": "; ".join(sorted({r.reason for own in memory.extra_memory for r in own})),
         "workspace_bytes": max(reading.workspace_bytes for reading in memory.readings),
-        "not_known_ranks": " ".join(str(rank) for rank, r in enumerate(memory.readings) if not r.ends_known),
+        "not_known_ranks": " ".join(
+            str(record.ranks[i]) for i, reading in enumerate(memory.readings) if not reading.ends_known
+        ),
     }
     for name in TOTALS:
         if ranks := [held for held in found if held.category == name]:
