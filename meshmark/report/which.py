@@ -123,7 +123,7 @@ def which_page(records: Sequence[Record], cluster: Cluster, command: str) -> lis
 
 
 _INTRODUCTION = """*Measured*: trained here, by the suites, and equal to float64. *Planned*: computed for GPUs that
-were not at hand; `reports/validation.md` says how far off plans are. `meshmark gaps` prints what frameworks get wrong, and
+were not at hand; `reports/validation.md` says how far off plans are. `meshmark gaps` prints what frameworks get wrong.
 `docs/glossary.md` explains the names of layouts."""
 
 _MEASURED = """Bytes do not depend on the machine. *Model states* are parameters, gradients and optimizer states of the
