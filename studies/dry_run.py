@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshmark.records.record import Record, Status
 from meshmark.reference.build import parameter_shapes
-from meshmark.run.communication import judge_communication
 from meshmark.run.memory_verdict import COUNT_BYTES, STATE_TOLERANCE, Held, memory_categories, memory_totals
-from meshmark.run.record import Record, Status
 from meshmark.run.runner import Runner
+from meshmark.run.traffic_verdict import judge_communication
 from meshmark.spec.case import Case
 
 

@@ -1,8 +1,8 @@
 """What would a rank of a world hold that you have not got? Single ranks of any `--world`, each alone in one process:
 the framework's real steps over collectives that are over at once. Asked for by `--scale`."""
 
-from meshmark.expect import expect
-from meshmark.run.record import Record
+from meshmark.pytest_plugin.expect import expect
+from meshmark.records.record import Record
 
 
 def test_scale(alone: Record) -> None:

@@ -16,7 +16,7 @@ from meshmark.measure.watch import Watch, Window
 from meshmark.plan import microbenchmarks
 from meshmark.plan.microbenchmarks import Bench
 from meshmark.run import kernels
-from meshmark.run.declared import declare
+from meshmark.run.assemble import declare
 from meshmark.run.memory_verdict import memory_totals
 from meshmark.spec.layout import Layout
 from meshmark.spec.workload import workload

@@ -14,17 +14,17 @@ import pytest
 
 from meshmark.adapter.capabilities import Feature
 from meshmark.adapter.registry import builtin_adapters, load_adapter
+from meshmark.launch.launchers import ForkserverLauncher
 from meshmark.measure.readings import MemoryReading
+from meshmark.records.record import Outcome, Record, Status
+from meshmark.records.record_file import RecordFile, read_records
+from meshmark.records.request import Request, Task
 from meshmark.regression.runs import by_case
 from meshmark.report.render import write_report
 from meshmark.report.results import results
 from meshmark.report.scale import scale
-from meshmark.run.declared import declare
-from meshmark.run.forkserver_launcher import ForkserverLauncher
+from meshmark.run.assemble import declare
 from meshmark.run.memory_verdict import memory_totals
-from meshmark.run.record import Outcome, Record, Status
-from meshmark.run.record_file import RecordFile, read_records
-from meshmark.run.request import Request, Task
 from meshmark.run.runner import Runner, RunOptions, fake_ranks
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout, Schedule

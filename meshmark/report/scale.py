@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from meshmark.pluralize import pluralize
+from meshmark.records.record import Record, Status, Verdict
+from meshmark.records.request import Task
 from meshmark.report.planned import totals, worst
 from meshmark.report.table import EMPTY, Cell, Rows, bytes_cell, number
-from meshmark.run.record import Record, Status, Verdict
-from meshmark.run.request import Task
+from meshmark.text import pluralize
 
 NOTE = (
     "**Measured on single ranks of a fake world.** Each rank ran alone, in one process: its framework's real steps, "

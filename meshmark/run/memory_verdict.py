@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from meshmark.measure.interval import Interval, mean_interval
 from meshmark.measure.readings import MemoryReading
+from meshmark.records.record import Record, Verdict
 from meshmark.reference.build import parameter_shapes
-from meshmark.run.record import Record, Verdict
 from meshmark.spec.own_model import OwnModelConfig
 from meshmark.theory.states import ExtraMemory, ModelStates, declared_bytes, declared_peak
 from meshmark.theory.traffic import METERED_STEP
