@@ -13,9 +13,9 @@ from meshmark.measure.allocations import timeline
 from meshmark.measure.allocator import cublas_workspace_bytes
 from meshmark.measure.memory import Named, read_memory
 from meshmark.measure.watch import Watch, Window
+from meshmark.passes import kernels
 from meshmark.plan import microbenchmarks
 from meshmark.plan.microbenchmarks import Bench
-from meshmark.run import kernels
 from meshmark.run.assemble import declare
 from meshmark.run.memory_verdict import memory_totals
 from meshmark.spec.layout import Layout
