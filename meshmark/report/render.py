@@ -19,6 +19,7 @@ from meshmark.report.missing_failures import failing, missing_failures, unrecord
 from meshmark.report.plots import memory_plot, throughput_plot, tradeoff_plot
 from meshmark.report.profiles import TOLD, memory_curves, profile_rows
 from meshmark.report.results import CaseResult, newest, results
+from meshmark.report.scale import fake_worlds, scale_headline
 from meshmark.report.sections import sections
 from meshmark.report.table import Table, bytes_text
 from meshmark.run.throughput import LEAST_CLAIMED, fastest_of, throughput
@@ -82,6 +83,8 @@ def headline(found: Sequence[CaseResult], reading: Reading) -> str:
     missing = unrecorded(reading.sessions, reading.records, conforming=False)
     if not reading.records:
         return f"**No case left a record**: {_listed(missing)}."
+    if not found and (fake := fake_worlds(reading.records)):
+        return scale_headline(fake)
     return _headline(found, missing, len(failing(reading.sessions, conforming=False)))
 
 
@@ -89,6 +92,9 @@ def _answer(found: Sequence[CaseResult], reading: Reading) -> list[str]:
     if not reading.records:
         return ["# Meshmark report", headline(found, reading)]
     environment = newest(reading.records).environment
+    if not found and fake_worlds(reading.records):
+        machine = f"{inline(environment.machine)}, {environment.num_cpus} CPUs, {inline(environment.device)}"
+        return [f"# Meshmark report: fake worlds on {machine}", headline(found, reading)]
     return [
         f"# Meshmark report: {inline(environment.machine)}, {environment.num_cpus} CPUs, {inline(environment.device)}",
         headline(found, reading),
@@ -180,11 +186,12 @@ def _peak(result: CaseResult) -> int:
 
 def _evidence(found: Sequence[CaseResult], reading: Reading, baseline: Reading | None) -> list[str]:
     latest = [record for r in found for record in (r.observed, r.timed) if record]
-    failed = [tables.failures(latest), missing_failures(reading.sessions, reading.records, conforming=False)]
+    unfinished = missing_failures(reading.sessions, reading.records, conforming=False)
+    failed = [tables.failures([*latest, *fake_worlds(reading.records)]), unfinished]
     before = Baseline(results(baseline.records) if baseline else ())
     nothing = "Nothing: every case that ran reached its end and passed every suite."
     parts = ["## What failed", *(filter(None, failed) if any(failed) else [nothing])]
-    for section in sections(found, before):
+    for section in sections(found, reading.records, before):
         parts += [f"## {section.title}", section.note]
         if section.id == "speed" and (warning := before.warning(found)):
             parts.append(warning)
@@ -228,6 +235,12 @@ def _origin(found: Sequence[CaseResult], reading: Reading, command: str) -> list
         _OBTAINED,
         _commands(commands, command),
         table([{"what": name, "value": str(value)} for name, value in facts.items()]),
+        *(_time_went(found) if found else []),
+    ]
+
+
+def _time_went(found: Sequence[CaseResult]) -> list[str]:
+    return [
         "## Where the time went",
         table(tables.time_spent(found)),
         "A launch is one pass over one case in fresh processes; the noise floors, which each workload and "
