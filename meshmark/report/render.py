@@ -16,7 +16,7 @@ from meshmark.report.baseline import Baseline
 from meshmark.report.guard import rendered, write_page
 from meshmark.report.markdown import block, code, inline, table
 from meshmark.report.missing_failures import failing, missing_failures, unrecorded
-from meshmark.report.plots import memory_plot, throughput_plot
+from meshmark.report.plots import memory_plot, throughput_plot, tradeoff_plot
 from meshmark.report.profiles import TOLD, memory_curves, profile_rows
 from meshmark.report.results import CaseResult, newest, results
 from meshmark.report.scale import fake_worlds, scale_headline
@@ -49,8 +49,12 @@ def write_report(reading: Reading, path: Path, command: str, baseline: Reading |
 def _pictures(found: Sequence[CaseResult], path: Path) -> tuple[list[str], list[str]]:
     """Drawn beside `path`: lines of the page that show them, and complaints about cases that they lack."""
     drawn, undrawn = list[str](), list[str]()
-    pictures = {"Memory at the peak, by category": memory_plot, "Throughput, with its spread": throughput_plot}
-    for (title, draw), stem in zip(pictures.items(), ("memory", "throughput"), strict=True):
+    pictures = {
+        "Speed against memory: a dot a correct case; better is up and to the left": tradeoff_plot,
+        "Memory at the peak, by category": memory_plot,
+        "Throughput, with its spread": throughput_plot,
+    }
+    for (title, draw), stem in zip(pictures.items(), ("tradeoff", "memory", "throughput"), strict=True):
         file = path.with_name(f"{path.stem}-{stem}.svg")
         there, complaints = rendered(
             lambda some, _, draw=draw, file=file: draw(some, file),  # type: ignore[misc]
