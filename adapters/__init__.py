@@ -83,5 +83,7 @@ ROSTER: dict[str, str] = {
     "accelerate-hsdp": "meshmark.adapters.accelerate:AccelerateHSDP",
     "accelerate-fsdp2-launched": "meshmark.adapters.accelerate.launched:AccelerateFSDP2Launched",
     "accelerate-fsdp1": "meshmark.adapters.accelerate.fsdp1:AccelerateFSDP1",
+    "hf-trainer": "meshmark.adapters.hf_trainer:HFTrainer",
+    "hf-trainer-rank-means": "meshmark.adapters.hf_trainer:HFTrainerRankMeans",
 }
 """What runs where it is named, or by `make roster`."""

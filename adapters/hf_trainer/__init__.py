@@ -1,0 +1,96 @@
+"""`transformers.Trainer` as it is: DDP, FSDP2 and DeepSpeed, each by its own `TrainingArguments`.
+
+The Trainer gets the workload's model, a data set of its rows and `compute_loss_func`, which divides a sum by
+`num_items_in_batch`, the number of labels that the Trainer has counted. Loading, accumulation, reduction, clipping, the
+optimizer's step, the schedule and checkpoints are its own. These adapters are *as theory says*: the optimizer is
+given to it, and rows are read in order. `hf-trainer-recommended` leaves the optimizer to the Trainer's arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, ClassVar
+
+from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
+from meshmark.adapter.contract import Adapter, Track
+from meshmark.adapter.engine import Engine, RankContext
+from meshmark.adapter.loop import GREENLET, LOOP_LACKS, LoopEngine
+from meshmark.adapters.accelerate import AccelerateFSDP2
+from meshmark.adapters.ddp import DDPRecommended
+from meshmark.adapters.hf_trainer.loop import HFLoop
+from meshmark.adapters.hf_trainer.rows import uncountable
+from meshmark.reference.build import block_classes
+from meshmark.spec.case import Case
+from meshmark.spec.model_spec import Family
+from meshmark.spec.optimizer import OptimizerKind
+from meshmark.theory.flow import Flow, Purpose, TrafficException
+from meshmark.theory.recipe import TrainingRecipe
+from meshmark.theory.states import ExtraMemory
+
+REQUIRES = (
+    Requirement(module="transformers", distribution="transformers"),
+    Requirement(module="accelerate", distribution="accelerate"),
+    GREENLET,
+)
+_COUNT_BYTES = 8
+"""Of a number of tokens."""
+
+
+def counts_tokens(case: Case) -> TrafficException:
+    """The Trainer brings the ranks' numbers of labels together once a step (`average_tokens_across_devices`)."""
+    ranks = tuple(range(case.layout.dp))
+    count = Flow(
+        kind="all_gather",
+        axes="dp",
+        ranks=ranks,
+        purpose=Purpose.LOSS,
+        num_bytes=_COUNT_BYTES * len(ranks),
+        fewest=1,
+        most=1,
+    )
+    return TrafficException(sends=(count,), reason="labels are counted over all ranks, once a step")
+
+
+class HFTrainer(DDPRecommended):
+    """Under PyTorch's DDP, which the Trainer takes where it is given nothing else."""
+
+    track: ClassVar = Track.THEORY
+    requires: ClassVar[tuple[Requirement, ...]] = REQUIRES
+    preload: ClassVar[tuple[str, ...]] = ("transformers.trainer", "deepspeed")
+    arithmetic: ClassVar = None
+    capabilities: ClassVar = Capabilities(
+        degrees=frozenset({"dp"}),
+        families=frozenset(Family),
+        lacks=LOOP_LACKS,
+    )
+    loop: ClassVar[type[HFLoop]] = HFLoop
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return uncountable(case) or super().supports(case, device, backend)
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        counted = (counts_tokens(case),) if case.layout.dp > 1 else ()
+        return (*super().traffic_exceptions(case, rank), *counted)
+
+    @classmethod
+    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
+        return super().extra_memory(case, rank) if case.layout.dp > 1 else ()
+
+    @classmethod
+    def arguments(cls, case: Case) -> dict[str, Any]:
+        """What `TrainingArguments` gets beyond what every case has."""
+        return {}
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return LoopEngine(case, context, self.loop(case, context, self.arguments(case)))
+
+
+class HFTrainerRankMeans(HFTrainer):
+    """`average_tokens_across_devices=False`: every rank divides by its own number of tokens."""
+
+    @classmethod
+    def arguments(cls, case: Case) -> dict[str, Any]:
+        return {"average_tokens_across_devices": False}
