@@ -84,6 +84,8 @@ ROSTER: dict[str, str] = {
     "accelerate-fsdp2-launched": "meshmark.adapters.accelerate.launched:AccelerateFSDP2Launched",
     "accelerate-fsdp1": "meshmark.adapters.accelerate.fsdp1:AccelerateFSDP1",
     "hf-trainer": "meshmark.adapters.hf_trainer:HFTrainer",
+    "hf-trainer-fsdp2": "meshmark.adapters.hf_trainer:HFTrainerFSDP2",
+    "hf-trainer-deepspeed": "meshmark.adapters.hf_trainer:HFTrainerDeepSpeed",
     "hf-trainer-rank-means": "meshmark.adapters.hf_trainer:HFTrainerRankMeans",
 }
 """What runs where it is named, or by `make roster`."""

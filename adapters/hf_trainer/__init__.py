@@ -9,23 +9,24 @@ given to it, and rows are read in order. `hf-trainer-recommended` leaves the opt
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any, ClassVar
 
-from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
-from meshmark.adapter.contract import Adapter, Track
+from torch import nn
+
+from meshmark.adapter.capabilities import Capabilities, Requirement
+from meshmark.adapter.contract import Track
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.loop import GREENLET, LOOP_LACKS, LoopEngine
 from meshmark.adapters.accelerate import AccelerateFSDP2
 from meshmark.adapters.ddp import DDPRecommended
-from meshmark.adapters.hf_trainer.loop import HFLoop
+from meshmark.adapters.deepspeed import DeepSpeed
+from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
+from meshmark.adapters.hf_trainer.loop import HFDeepSpeedLoop, HFFSDP2Loop, HFLoop
 from meshmark.adapters.hf_trainer.rows import uncountable
-from meshmark.reference.build import block_classes
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
-from meshmark.spec.optimizer import OptimizerKind
+from meshmark.spec.precision import Precision
 from meshmark.theory.flow import Flow, Purpose, TrafficException
-from meshmark.theory.recipe import TrainingRecipe
 from meshmark.theory.states import ExtraMemory
 
 REQUIRES = (
@@ -94,3 +95,63 @@ class HFTrainerRankMeans(HFTrainer):
     @classmethod
     def arguments(cls, case: Case) -> dict[str, Any]:
         return {"average_tokens_across_devices": False}
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        return DDPRecommended.traffic_exceptions(case, rank)
+
+
+class HFTrainerFSDP2(AccelerateFSDP2):
+    """`fsdp=True`: blocks are sharded each on its own, the rest with the model, reduced in every micro-batch."""
+
+    requires: ClassVar[tuple[Requirement, ...]] = REQUIRES
+    preload: ClassVar[tuple[str, ...]] = HFTrainer.preload
+    arithmetic: ClassVar = None
+    capabilities: ClassVar = dataclasses.replace(
+        HFTrainer.capabilities,
+        zero_stages=frozenset({3}),
+        lacks={**AccelerateFSDP2.capabilities.lacks, **LOOP_LACKS},
+    )
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return uncountable(case) or super().supports(case, device, backend)
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        return (*super().traffic_exceptions(case, rank), counts_tokens(case))
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return LoopEngine(case, context, HFFSDP2Loop(case, context, {}))
+
+
+class HFTrainerDeepSpeed(DeepSpeed):
+    """`deepspeed=`: the configuration of the adapter `deepspeed`."""
+
+    requires: ClassVar[tuple[Requirement, ...]] = (*REQUIRES, *DeepSpeed.requires)
+    preload: ClassVar[tuple[str, ...]] = (*HFTrainer.preload, *DeepSpeed.preload)
+    arithmetic: ClassVar = None
+    capabilities: ClassVar = dataclasses.replace(
+        DeepSpeed.capabilities,
+        precisions=frozenset({Precision.FP32}),
+        lacks={**DeepSpeed.capabilities.lacks, **LOOP_LACKS},
+    )
+
+    @classmethod
+    def supports(cls, case: Case, device: str, backend: str) -> str | None:
+        return uncountable(case) or super().supports(case, device, backend)
+
+    @classmethod
+    def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
+        return (*super().traffic_exceptions(case, rank), counts_tokens(case))
+
+    def build(self, case: Case, context: RankContext) -> Engine:
+        return LoopDeepSpeedEngine(case, context, HFDeepSpeedLoop(case, context, {}))
+
+
+class LoopDeepSpeedEngine(LoopEngine, DeepSpeedEngine):
+    """A loop that has made a `deepspeed.DeepSpeedEngine` of the model."""
+
+    def inner(self) -> nn.Module:
+        inner: nn.Module = self.module.module
+        return inner

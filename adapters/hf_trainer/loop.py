@@ -12,19 +12,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshmark.adapter.data_parallel import initial_model
 from meshmark.adapter.engine import RankContext
-from meshmark.adapter.loop import NUM_STEPS, Loop
-from meshmark.adapters.accelerate.prepare import choose_device, prove
+from meshmark.adapter.loop import NUM_STEPS, Dealing, Loop
+from meshmark.adapters.accelerate.prepare import allow_fsdp_on_cpu, choose_device, prove
+from meshmark.adapters.deepspeed.config import ds_config
+from meshmark.adapters.deepspeed.config import prepare as prepare_deepspeed
+from meshmark.adapters.deepspeed.engine import is_deepspeed
 from meshmark.adapters.hf_trainer.rows import collator, loss_function
 from meshmark.errors import AdapterError
+from meshmark.reference.build import block_classes
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
+from meshmark.spec.optimizer import OptimizerSpec
 
 
 class HFLoop(Loop):
     """A Trainer under DDP. `arguments`: of `TrainingArguments`, beyond those of every case."""
 
     def __init__(self, case: Case, context: RankContext, arguments: dict[str, Any]) -> None:
-        super().__init__(case, context)
+        super().__init__(case, context, Dealing.MICRO_BATCHES)
         self.arguments = arguments
         self.trainer: Any = None
 
@@ -40,6 +45,9 @@ class HFLoop(Loop):
         """Say to the process what no argument of the Trainer says."""
         # Accelerate would otherwise name DDP's device by local rank, which is wrong where ranks share a GPU.
         os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
+
+    def configure(self) -> None:
+        """Change what `TrainingArguments` have set up in this process."""
 
     def training_arguments(self) -> dict[str, Any]:
         """Return what every case asks of `TrainingArguments`; nothing is logged, and nothing saved unless asked for."""
@@ -69,8 +77,7 @@ class HFLoop(Loop):
         """Return the optimizer and the schedule that the Trainer is given; None leaves it to its arguments."""
         spec = self.case.workload.optimizer
         optimizer = build_optimizer(spec, model.named_parameters())
-        schedule = build_schedule(spec, optimizer)
-        return optimizer, schedule or torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        return optimizer, schedule_of(spec, optimizer)
 
     def trainer_class(self) -> type[Any]:
         """Return the class that trains; a subclass of the Trainer's would be judged as it is."""
@@ -82,10 +89,12 @@ class HFLoop(Loop):
         """Build the Trainer as a user would."""
         from transformers import TrainingArguments
 
+        arguments = TrainingArguments(**self.training_arguments())
+        self.configure()
         model = initial_model(self.case, self.context.device)
         return self.trainer_class()(
             model=model,
-            args=TrainingArguments(**self.training_arguments()),
+            args=arguments,
             train_dataset=self.rows,
             data_collator=collator(self.case.workload),
             compute_loss_func=loss_function(self.case.workload),
@@ -93,28 +102,33 @@ class HFLoop(Loop):
         )
 
     def hook(self) -> None:
-        """Add what calls this loop back. No method is overridden that computes anything."""
+        """Add what calls this loop back. No method is replaced: each does what it did, and says that it was called."""
         trainer = self.trainer
         trainer.add_callback(_callback(self))
         self._losses: list[Tensor] = []
-        step, clip = trainer.training_step, trainer.accelerator.clip_grad_norm_
+        differentiate = trainer.accelerator.backward
 
-        def training_step(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-            loss: Tensor = step(*args, **kwargs)
-            self._losses.append(loss)
-            return loss
+        def backward(loss: Tensor, **kwargs: Any) -> None:  # noqa: ANN401
+            self._losses.append(loss.detach().clone())
+            differentiate(loss, **kwargs)
+
+        trainer.accelerator.backward = backward
+        self.hook_clipping()
+
+    def hook_clipping(self) -> None:
+        """Stop where the Trainer clips, as it does once a step, with an infinite norm where it is not to clip."""
+        accelerator = self.trainer.accelerator
+        clip = accelerator.clip_grad_norm_
 
         def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             self.complete()
-            norm = clip(*args, **kwargs)
-            self.clipped_norm = norm
-            return norm
+            self.clipped_norm = clip(*args, **kwargs)
+            return self.clipped_norm
 
-        trainer.training_step = training_step
-        trainer.accelerator.clip_grad_norm_ = clip_grad_norm_
+        accelerator.clip_grad_norm_ = clip_grad_norm_
 
     def complete(self) -> None:
-        """Stop with the loss that was differentiated, of which DDP and FSDP average the gradients over ranks."""
+        """Stop with the loss that was differentiated, of which every wrapper here averages the gradients over ranks."""
         total = torch.stack(self._losses).sum() / self.case.layout.dp
         self._losses.clear()
         self.gradients_complete(total)
@@ -135,12 +149,118 @@ class HFLoop(Loop):
 
     def done(self) -> None:
         """Stop after a step, with the norm that clipping has returned."""
-        clips = self.case.workload.optimizer.clip_norm is not None
-        self.step_done(self.clipped_norm if clips else None)
+        norm = self.norm_before_clipping() if self.case.workload.optimizer.clip_norm is not None else None
+        self.step_done(norm)
+
+    def norm_before_clipping(self) -> Tensor:
+        """Return the norm of this step, as the Trainer would log it."""
+        norm: Tensor = self.clipped_norm
+        return norm
 
     def save_to(self, folder: Path) -> None:
         self.trainer.args.output_dir = str(folder)
         self.trainer.control.should_save = True
+
+
+def making_optimizer(trainer: type[Any], case: Case) -> type[Any]:
+    """Return `trainer` with the workload's optimizer, by the methods that its documentation says to override."""
+    spec = case.workload.optimizer
+
+    class MakingOptimizer(trainer):  # type: ignore[misc]
+        def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:  # noqa: ANN401
+            if self.optimizer is None:
+                named = (self.model if model is None else model).named_parameters()
+                self.optimizer = build_optimizer(spec, named)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:  # noqa: ANN401
+            self.lr_scheduler = schedule_of(spec, self.optimizer if optimizer is None else optimizer)
+            return self.lr_scheduler
+
+    return MakingOptimizer
+
+
+def schedule_of(spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> Any:  # noqa: ANN401
+    """Return the workload's schedule, of a constant rate where it has none: the Trainer's own would end at zero."""
+    return build_schedule(spec, optimizer) or torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+class HFFSDP2Loop(HFLoop):
+    """A Trainer under FSDP2."""
+
+    def training_arguments(self) -> dict[str, Any]:
+        blocks = sorted(kind.__name__ for kind in block_classes(self.case.workload.model))
+        return {
+            "fsdp": True,
+            "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": blocks},
+            # Otherwise whole gradients would be accumulated and reduced once: no longer sharded.
+            "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+            **super().training_arguments(),
+        }
+
+    def trainer_class(self) -> type[Any]:
+        """An optimizer that it is given the Trainer refuses under FSDP."""
+        return making_optimizer(super().trainer_class(), self.case)
+
+    def optimizers(self, model: nn.Module) -> tuple[Any, Any]:
+        return None, None
+
+    def configure(self) -> None:
+        """On a CPU Accelerate would train by DDP, whatever it is asked for."""
+        if self.context.device.type == "cpu":
+            allow_fsdp_on_cpu(self.context)
+
+    def prove(self) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        wrapped, accelerator = self.trainer.model_wrapped, self.trainer.accelerator
+        prove(accelerator, "FSDP", accelerator.is_fsdp2 and isinstance(wrapped, FSDPModule), wrapped)
+
+    def norm_before_clipping(self) -> Tensor:
+        norm: Any = self.clipped_norm
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
+
+
+class HFDeepSpeedLoop(HFLoop):
+    """A Trainer under DeepSpeed's ZeRO, by a configuration as its documentation has it."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        prepare_deepspeed(self.context)
+
+    def training_arguments(self) -> dict[str, Any]:
+        return {**super().training_arguments(), "deepspeed": ds_config(self.case)}
+
+    def trainer_class(self) -> type[Any]:
+        """An optimizer that it is given the Trainer drops under DeepSpeed, without a word."""
+        return making_optimizer(super().trainer_class(), self.case)
+
+    def optimizers(self, model: nn.Module) -> tuple[Any, Any]:
+        return None, None
+
+    def hook_clipping(self) -> None:
+        """Nothing yet: DeepSpeed clips inside its engine's step, and there is no engine before training starts."""
+
+    def begun(self) -> None:
+        engine = self.trainer.deepspeed
+        step = engine.step
+
+        def stepped(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+            if engine.is_gradient_accumulation_boundary():
+                self.complete()
+            step(*args, **kwargs)
+
+        engine.step = stepped
+        self.prove()
+        self.ready(engine, engine.optimizer)
+
+    def prove(self) -> None:
+        engine = self.trainer.model_wrapped
+        active = is_deepspeed(engine) and engine.zero_optimization_stage() == self.case.layout.zero_stage
+        prove(self.trainer.accelerator, "DEEPSPEED", active, engine)
+
+    def norm_before_clipping(self) -> Tensor:
+        return torch.as_tensor(self.trainer.deepspeed.get_global_grad_norm())
 
 
 def _callback(loop: HFLoop) -> Any:  # noqa: ANN401

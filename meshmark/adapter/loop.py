@@ -31,14 +31,13 @@ from meshmark.adapter.holdings import Holdings
 from meshmark.errors import AdapterError
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
-from meshmark.spec.workload import Workload
+from meshmark.spec.layout import Layout
 
 GREENLET = Requirement(module="greenlet", distribution="greenlet")
 """What every adapter of a loop requires."""
 NO_EVALUATION = "a trainer evaluates over a data set of its own, not one global batch"
 LOOP_LACKS: Mapping[Feature, str] = {
     Feature.EVALUATE: NO_EVALUATION,
-    Feature.BUFFERS: "which rows share a micro-batch is the loader's choice, and batch norms depend on it",
     Feature.DROPOUT: "masks are drawn in the trainer's own order",
 }
 """Features that loops lack by their nature, for `Capabilities.lacks`."""
@@ -61,14 +60,34 @@ class Moment(StrEnum):
     """A checkpoint that was asked for is complete."""
 
 
-class GlobalRows(Dataset[Batch]):
-    """The rows of all global batches, one after another: row `i` is row `i % B` of global batch `i // B`.
+class Dealing(StrEnum):
+    """How a loader deals the rows that it reads in order over ranks."""
 
-    A trainer that reads them in order, `B` rows an optimizer step over all ranks, trains on the workload's batches.
+    ROWS = "row by row"
+    """To one rank after the other, as `torch.utils.data.DistributedSampler` does."""
+    MICRO_BATCHES = "micro-batch by micro-batch"
+    """To one rank after the other, as Accelerate's `BatchSamplerShard` does."""
+
+    def order(self, layout: Layout, rows: int) -> Tensor:
+        """Return which row of a global batch is to be read at each place, int64 [rows].
+
+        Each rank then has the rows of its data-parallel shard, in its micro-batches.
+        """
+        ranks, micros = layout.dp, layout.num_micro_batches
+        row_RMB = torch.arange(rows).view(ranks, micros, -1)
+        return (row_RMB.permute(1, 2, 0) if self is Dealing.ROWS else row_RMB.permute(1, 0, 2)).flatten()
+
+
+class GlobalRows(Dataset[Batch]):
+    """The rows of all global batches, one batch after another.
+
+    A trainer that reads them in order, as many an optimizer step as a global batch has, over all ranks, trains on the
+    workload's batches. Within a batch they are ordered so that each rank is dealt the shard that the layout gives it.
     """
 
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
+    def __init__(self, case: Case, dealing: Dealing) -> None:
+        self.workload = case.workload
+        self.order = dealing.order(case.layout, case.workload.global_batch).tolist()
         self._batch: Callable[[int], Batch] = functools.lru_cache(maxsize=_KEPT_BATCHES)(self._made)
 
     def _made(self, step: int) -> Batch:
@@ -80,7 +99,8 @@ class GlobalRows(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         """Return one row, as a batch of length 1."""
-        step, row = divmod(index, self.workload.global_batch)
+        step, place = divmod(index, self.workload.global_batch)
+        row = self.order[place]
         return self._batch(step).rows(row, row + 1)
 
 
@@ -109,9 +129,10 @@ class Loop(ABC):
     catches.
     """
 
-    def __init__(self, case: Case, context: RankContext) -> None:
+    def __init__(self, case: Case, context: RankContext, dealing: Dealing) -> None:
+        """`dealing`: how the framework's loader deals rows over ranks."""
         self.case, self.context = case, context
-        self.rows = GlobalRows(case.workload)
+        self.rows = GlobalRows(case, dealing)
         self.module: nn.Module
         self.optimizer: torch.optim.Optimizer
         self.loss: Tensor
