@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from meshmark.adapter.capabilities import Capabilities, Requirement
+from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Track
 from meshmark.adapter.engine import Engine, RankContext
 from meshmark.adapter.loop import GREENLET, LOOP_LACKS, LoopEngine
@@ -23,11 +23,11 @@ from meshmark.adapters.deepspeed import DeepSpeed
 from meshmark.adapters.deepspeed.engine import DeepSpeedEngine
 from meshmark.adapters.hf_trainer.loop import HFDeepSpeedLoop, HFFSDP2Loop, HFLoop
 from meshmark.adapters.hf_trainer.rows import uncountable
+from meshmark.reference.build import parameter_shapes
 from meshmark.spec.case import Case
 from meshmark.spec.model_spec import Family
 from meshmark.spec.precision import Precision
-from meshmark.theory.flow import Flow, Purpose, TrafficException
-from meshmark.theory.states import ExtraMemory
+from meshmark.theory.flow import Flow, OneTimeTraffic, Purpose, TrafficException
 
 REQUIRES = (
     Requirement(module="transformers", distribution="transformers"),
@@ -53,6 +53,20 @@ def counts_tokens(case: Case) -> TrafficException:
     return TrafficException(sends=(count,), reason="labels are counted over all ranks, once a step")
 
 
+def norm_of_tensors(case: Case) -> TrafficException:
+    """Return FSDP2's reduction of the norms of all tensors."""
+    norm = Flow(
+        kind="all_reduce",
+        axes="dp",
+        ranks=tuple(range(case.layout.dp)),
+        purpose=Purpose.NORM,
+        num_bytes=4 * len(parameter_shapes(case.workload.model)),
+        fewest=1,
+        most=1,
+    )
+    return TrafficException(sends=(norm,), reason="the norm is computed, to be logged, where there is nothing to clip")
+
+
 class HFTrainer(DDPRecommended):
     """Under PyTorch's DDP, which the Trainer takes where it is given nothing else."""
 
@@ -75,10 +89,6 @@ class HFTrainer(DDPRecommended):
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
         counted = (counts_tokens(case),) if case.layout.dp > 1 else ()
         return (*super().traffic_exceptions(case, rank), *counted)
-
-    @classmethod
-    def extra_memory(cls, case: Case, rank: int) -> tuple[ExtraMemory, ...]:
-        return super().extra_memory(case, rank) if case.layout.dp > 1 else ()
 
     @classmethod
     def arguments(cls, case: Case) -> dict[str, Any]:
@@ -119,7 +129,9 @@ class HFTrainerFSDP2(AccelerateFSDP2):
 
     @classmethod
     def traffic_exceptions(cls, case: Case, rank: int) -> tuple[TrafficException, ...]:
-        return (*super().traffic_exceptions(case, rank), counts_tokens(case))
+        """The norm is computed where there is nothing to clip too, to be logged."""
+        norm = () if case.workload.optimizer.clip_norm is not None else (norm_of_tensors(case),)
+        return (*super().traffic_exceptions(case, rank), counts_tokens(case), *norm)
 
     def build(self, case: Case, context: RankContext) -> Engine:
         return LoopEngine(case, context, HFFSDP2Loop(case, context, {}))
@@ -134,8 +146,18 @@ class HFTrainerDeepSpeed(DeepSpeed):
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeed.capabilities,
         precisions=frozenset({Precision.FP32}),
-        lacks={**DeepSpeed.capabilities.lacks, **LOOP_LACKS},
+        lacks={
+            **DeepSpeed.capabilities.lacks,
+            **LOOP_LACKS,
+            Feature.RESHARD: "the Trainer reads no universal checkpoints of DeepSpeed",
+        },
     )
+
+    @classmethod
+    def one_time_traffic(cls, case: Case, rank: int) -> tuple[OneTimeTraffic, ...]:
+        """DeepSpeed compares orders of modules until it has seen a whole forward and backward pass."""
+        once = super().one_time_traffic(case, rank)
+        return tuple(dataclasses.replace(each, steps=(0, 1)) if each.steps == (0,) else each for each in once)
 
     @classmethod
     def supports(cls, case: Case, device: str, backend: str) -> str | None:

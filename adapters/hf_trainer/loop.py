@@ -89,9 +89,10 @@ class HFLoop(Loop):
         """Build the Trainer as a user would."""
         from transformers import TrainingArguments
 
+        # First, for `TrainingArguments` of DeepSpeed's stage 3 change how Transformers builds models from then on.
+        model = initial_model(self.case, self.context.device)
         arguments = TrainingArguments(**self.training_arguments())
         self.configure()
-        model = initial_model(self.case, self.context.device)
         return self.trainer_class()(
             model=model,
             args=arguments,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshmark.adapter.loop import collate
+from meshmark.adapter.loop import collate, unmetered
 from meshmark.reference.data import IGNORED, Batch, make_batch
 from meshmark.reference.objective import loss_share
 from meshmark.reference.own_model import weight_of
@@ -53,9 +53,13 @@ def _labels(workload: Workload, batch: Batch) -> Tensor:
     """Targets; or, of a user's own loss, as many labels in every row as it weighs, for the Trainer to count."""
     if not isinstance(workload.model, OwnModelConfig):
         return batch.targets
+    if isinstance(batch.inputs, dict) and "labels" in batch.inputs:
+        labels: Tensor = batch.inputs["labels"]
+        if int((labels != IGNORED).sum()) == weight_of(workload.model.target, batch.inputs):
+            return labels
     weights_B = torch.tensor(row_weights(workload.model, batch)).long()
     most = max(int(weights_B.max()), 1)
-    return torch.where(torch.arange(most) < weights_B[:, None], 0, IGNORED)
+    return unmetered(torch.where(torch.arange(most) < weights_B[:, None], 0, IGNORED))
 
 
 def loss_function(workload: Workload) -> Callable[..., Tensor]:

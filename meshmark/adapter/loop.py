@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from meshmark.adapter.capabilities import Feature, Requirement
-from meshmark.adapter.data_parallel import DataParallelEngine
+from meshmark.adapter.data_parallel import DataParallelEngine, skip_block
 from meshmark.adapter.engine import RankContext
 from meshmark.adapter.holdings import Holdings
 from meshmark.errors import AdapterError
@@ -91,8 +91,7 @@ class GlobalRows(Dataset[Batch]):
         self._batch: Callable[[int], Batch] = functools.lru_cache(maxsize=_KEPT_BATCHES)(self._made)
 
     def _made(self, step: int) -> Batch:
-        """In numpy's memory, which the meters of a rank do not take for the framework's."""
-        return make_batch(self.workload, step).each(lambda tensor: torch.from_numpy(tensor.numpy().copy()))
+        return make_batch(self.workload, step).each(unmetered)
 
     def __len__(self) -> int:
         return NUM_STEPS * self.workload.global_batch
@@ -104,12 +103,20 @@ class GlobalRows(Dataset[Batch]):
         return self._batch(step).rows(row, row + 1)
 
 
+def unmetered(tensor: Tensor) -> Tensor:
+    """Return a copy in numpy's memory, which the meters of a rank do not take for the framework's.
+
+    The data are the suite's, as a batch that an engine is handed.
+    """
+    return torch.from_numpy(tensor.numpy().copy())
+
+
 def collate(rows: Sequence[Batch]) -> Batch:
     """Return the batch of these rows, in this order: a loader's `collate_fn`."""
     first = rows[0]
 
     def joined(*tensors: Tensor) -> Tensor:
-        return torch.cat(tensors)
+        return unmetered(torch.cat(tensors))
 
     return Batch(
         inputs=pytree.tree_map(joined, first.inputs, *(row.inputs for row in rows[1:])),
@@ -287,7 +294,7 @@ class LoopEngine(DataParallelEngine):
 
     def backward(self, batch: Batch) -> Tensor:
         """Let the loop train on its own data, which are those of `batch` if the trainer reads its rows in order."""
-        self._start()
+        skip_block(self.module, batch, self.case.workload)
         self._go_on(Moment.GRADIENTS)
         return self.loop.loss
 
