@@ -87,5 +87,9 @@ ROSTER: dict[str, str] = {
     "hf-trainer-fsdp2": "meshmark.adapters.hf_trainer:HFTrainerFSDP2",
     "hf-trainer-deepspeed": "meshmark.adapters.hf_trainer:HFTrainerDeepSpeed",
     "hf-trainer-rank-means": "meshmark.adapters.hf_trainer:HFTrainerRankMeans",
+    "lightning-trainer": "meshmark.adapters.lightning_trainer:LightningTrainer",
+    "lightning-trainer-fsdp": "meshmark.adapters.lightning_trainer:LightningTrainerFSDP",
+    "lightning-trainer-fsdp2": "meshmark.adapters.lightning_trainer:LightningTrainerFSDP2",
+    "lightning-trainer-recommended": "meshmark.adapters.lightning_trainer:LightningTrainerRecommended",
 }
 """What runs where it is named, or by `make roster`."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from torch import nn
-
 from meshmark.adapter.capabilities import Capabilities, Feature, Requirement
 from meshmark.adapter.contract import Track
 from meshmark.adapter.engine import Engine, RankContext
@@ -73,7 +71,6 @@ class HFTrainer(DDPRecommended):
     track: ClassVar = Track.THEORY
     requires: ClassVar[tuple[Requirement, ...]] = REQUIRES
     preload: ClassVar[tuple[str, ...]] = ("transformers.trainer", "deepspeed")
-    arithmetic: ClassVar = None
     capabilities: ClassVar = Capabilities(
         degrees=frozenset({"dp"}),
         families=frozenset(Family),
@@ -116,7 +113,6 @@ class HFTrainerFSDP2(AccelerateFSDP2):
 
     requires: ClassVar[tuple[Requirement, ...]] = REQUIRES
     preload: ClassVar[tuple[str, ...]] = HFTrainer.preload
-    arithmetic: ClassVar = None
     capabilities: ClassVar = dataclasses.replace(
         HFTrainer.capabilities,
         zero_stages=frozenset({3}),
@@ -142,7 +138,6 @@ class HFTrainerDeepSpeed(DeepSpeed):
 
     requires: ClassVar[tuple[Requirement, ...]] = (*REQUIRES, *DeepSpeed.requires)
     preload: ClassVar[tuple[str, ...]] = (*HFTrainer.preload, *DeepSpeed.preload)
-    arithmetic: ClassVar = None
     capabilities: ClassVar = dataclasses.replace(
         DeepSpeed.capabilities,
         precisions=frozenset({Precision.FP32}),
@@ -173,7 +168,3 @@ class HFTrainerDeepSpeed(DeepSpeed):
 
 class LoopDeepSpeedEngine(LoopEngine, DeepSpeedEngine):
     """A loop that has made a `deepspeed.DeepSpeedEngine` of the model."""
-
-    def inner(self) -> nn.Module:
-        inner: nn.Module = self.module.module
-        return inner

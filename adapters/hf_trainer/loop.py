@@ -19,7 +19,7 @@ from meshmark.adapters.deepspeed.config import prepare as prepare_deepspeed
 from meshmark.adapters.deepspeed.engine import is_deepspeed
 from meshmark.adapters.hf_trainer.rows import collator, loss_function
 from meshmark.errors import AdapterError
-from meshmark.reference.build import block_classes
+from meshmark.reference.build import block_classes, skeleton
 from meshmark.reference.objective import build_optimizer, build_schedule
 from meshmark.spec.case import Case
 from meshmark.spec.optimizer import OptimizerSpec
@@ -83,13 +83,14 @@ class HFLoop(Loop):
         """Return the class that trains; a subclass of the Trainer's would be judged as it is."""
         from transformers import Trainer
 
-        return Trainer
+        found: type[Any] = Trainer
+        return found
 
     def make_trainer(self) -> Any:  # noqa: ANN401
         """Build the Trainer as a user would."""
         from transformers import TrainingArguments
 
-        # First, for `TrainingArguments` of DeepSpeed's stage 3 change how Transformers builds models from then on.
+        # First, for under DeepSpeed's stage 3 `TrainingArguments` change how Transformers builds models.
         model = initial_model(self.case, self.context.device)
         arguments = TrainingArguments(**self.training_arguments())
         self.configure()
@@ -168,11 +169,15 @@ def making_optimizer(trainer: type[Any], case: Case) -> type[Any]:
     spec = case.workload.optimizer
 
     class MakingOptimizer(trainer):  # type: ignore[misc]
+        optimizer: Any
+        lr_scheduler: Any
+
         def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:  # noqa: ANN401
             if self.optimizer is None:
                 named = (self.model if model is None else model).named_parameters()
                 self.optimizer = build_optimizer(spec, named)
-            return self.optimizer
+            found: torch.optim.Optimizer = self.optimizer
+            return found
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:  # noqa: ANN401
             self.lr_scheduler = schedule_of(spec, self.optimizer if optimizer is None else optimizer)
@@ -226,8 +231,16 @@ class HFDeepSpeedLoop(HFLoop):
     """A Trainer under DeepSpeed's ZeRO, by a configuration as its documentation has it."""
 
     def prepare(self) -> None:
+        """The skeleton is built first, and kept: see `close`."""
         super().prepare()
+        skeleton(self.case.workload.model)
         prepare_deepspeed(self.context)
+
+    def close(self) -> None:
+        """Under ZeRO-3 Transformers partitions every model that is built while `TrainingArguments` live."""
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
 
     def training_arguments(self) -> dict[str, Any]:
         return {**super().training_arguments(), "deepspeed": ds_config(self.case)}
@@ -238,6 +251,10 @@ class HFDeepSpeedLoop(HFLoop):
 
     def optimizers(self, model: nn.Module) -> tuple[Any, Any]:
         return None, None
+
+    def inner(self) -> nn.Module:
+        inner: nn.Module = self.trainer.deepspeed.module
+        return inner
 
     def hook_clipping(self) -> None:
         """Nothing yet: DeepSpeed clips inside its engine's step, and there is no engine before training starts."""

@@ -32,16 +32,19 @@ from meshmark.errors import AdapterError
 from meshmark.reference.data import Batch, make_batch
 from meshmark.spec.case import Case
 from meshmark.spec.layout import Layout
+from meshmark.spec.model_spec import Family
+from meshmark.spec.precision import Precision
+from meshmark.spec.tuning import Knob
 
 GREENLET = Requirement(module="greenlet", distribution="greenlet")
 """What every adapter of a loop requires."""
 NO_EVALUATION = "a trainer evaluates over a data set of its own, not one global batch"
-LOOP_LACKS: Mapping[Feature, str] = {
+LOOP_LACKS: Mapping[Feature | Precision | Family | Knob, str] = {
     Feature.EVALUATE: NO_EVALUATION,
     Feature.DROPOUT: "masks are drawn in the trainer's own order",
 }
 """Features that loops lack by their nature, for `Capabilities.lacks`."""
-NUM_STEPS = 100_000
+NUM_STEPS = 20_000
 """Optimizer steps that the data set has rows for; more than any pass takes."""
 _KEPT_BATCHES = 4
 """Global batches kept for loaders that read ahead."""
@@ -146,6 +149,11 @@ class Loop(ABC):
         self.norm: Tensor | None = None
         self._stop: Callable[[Moment], None] = self._no_engine
 
+    def inner(self) -> nn.Module:
+        """Return the workload's model inside what the framework has made of it: its parameters have canonical names."""
+        module = self.module
+        return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+
     @abstractmethod
     def run(self, checkpoint: Path | None) -> None:
         """Run the framework's own loop until it is left; from a folder that `save_to` was given where there is one."""
@@ -156,6 +164,9 @@ class Loop(ABC):
         It is called after `step_done`; the loop must call `saved` when the checkpoint is complete.
         """
         raise NotImplementedError(f"{type(self).__name__} has no save_to: write it, or name Feature.SAVE in `lacks`")
+
+    def close(self) -> None:  # noqa: B027
+        """Undo what the framework has changed in the process, after the loop was left."""
 
     @property
     def rows_per_micro_batch(self) -> int:
@@ -253,7 +264,7 @@ class LoopEngine(DataParallelEngine):
     """Presents a `Loop` as an engine: `backward` runs the loop to its gradients, `update` to the end of the step.
 
     The loop starts when something is first asked of the engine, so that `load` can say from where. What it holds is
-    found in `loop.module`, whose parameters have canonical names behind `inner`, and `loop.optimizer`.
+    found in `loop.module` and `loop.optimizer`.
     """
 
     def __init__(self, case: Case, context: RankContext, loop: Loop) -> None:
@@ -307,9 +318,8 @@ class LoopEngine(DataParallelEngine):
         return 1.0
 
     def inner(self) -> nn.Module:
-        """Return the model inside PyTorch's DDP, where there is one."""
-        module: nn.Module = self.module
-        return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+        self._start()
+        return self.loop.inner()
 
     def holdings(self) -> Holdings:
         self._start()
@@ -328,3 +338,4 @@ class LoopEngine(DataParallelEngine):
     def close(self) -> None:
         if self._beside is not None:
             self._beside.leave()
+            self.loop.close()
